@@ -27,9 +27,16 @@ def _link(found: re.Match[str]) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Every docstring as Markdown, before it is parsed."""
+    """Every docstring as Markdown, before it is parsed; and methods as such."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite one."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """Show a method of strategies as the function that it is."""
+        for name, member in list(cls.members.items()):
+            found = getattr(getattr(member, "value", None), "canonical_path", "")
+            if cls.name == "StrategyMethods" and found.startswith("towerjax."):
+                cls.set_member(name, griffe.Alias(name, found))

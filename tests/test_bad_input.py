@@ -930,7 +930,7 @@ def test_an_error_is_short_however_many_leaves_there_are():
         (lambda: build(micro_batches=many), "must be a whole number"),
         (lambda: build(check=many), r"must be a tj\.Check"),
         (lambda: tj.Mirrored(cross_tower_ops=many), "is not a cross-tower op"),
-        (lambda: strategy.select_tower(0, own), "as the tower, expected its number"),
+        (lambda: strategy.select_tower(0, own), "must be a whole number"),
         (lambda: strategy.reduce(own, tj.Reduction.SUM), "write tj.Reduction.SUM"),
         (lambda: strategy.broadcast(1.0, many), "names no devices"),
         (

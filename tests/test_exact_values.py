@@ -203,7 +203,7 @@ def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
 def test_a_sum_whose_parts_do_not_fit_is_refused():
     strategy = mirrored(4)
     v = strategy.create_var("v", np.int8(0), reduction=R.SUM, tower_local=True)
-    with pytest.raises(ValueError, match="'v': value gives a tower 250, which int8"):
+    with pytest.raises(ValueError, match="'v': it gives a tower 250, which int8"):
         strategy.assign(v, 1000)
     with pytest.raises(ValueError, match="'v', gives a tower 250, which int8"):
         tj.towers.restored_values(strategy, v, np.int32(1000))
@@ -249,7 +249,7 @@ def test_a_mirrored_variable_that_no_reduction_fits_says_so(
 ):
     strategy = mirrored(T)
     v = strategy.create_var("v", initial, reduction=reduction)
-    said = f"variable 'v' is {initial.dtype} .* makes {reduced} .* Create it as"
+    said = f"variable 'v': value is {reduced}, which {initial.dtype} cannot hold"
     for value in (jnp.asarray(initial), jnp.zeros((), reduced)):
         with pytest.raises(ValueError, match=said):
             strategy.call_for_each_tower(
@@ -260,13 +260,13 @@ def test_a_mirrored_variable_that_no_reduction_fits_says_so(
 def test_what_has_no_difference_says_so():
     strategy = mirrored(2)
     flag = strategy.create_var("flag", np.bool_(1))
-    with pytest.raises(ValueError, match="variable 'flag' holds bool, .* use assign"):
+    with pytest.raises(TypeError, match="sub does not accept dtype bool"):
         strategy.assign_sub(flag, True)
     key = strategy.create_var("key", jax.random.key(0))
-    with pytest.raises(ValueError, match="variable 'key' holds key<fry>"):
+    with pytest.raises(TypeError, match="add does not accept dtype key<fry>"):
         strategy.assign_add(key, jax.random.key(1))
     own = strategy.create_var("own", np.bool_(1), tower_local=True)
-    with pytest.raises(ValueError, match="variable 'own' holds bool"):
+    with pytest.raises(TypeError, match="sub does not accept dtype bool"):
         strategy.call_for_each_tower(lambda tower, v: tower.assign_sub(v, True), own)
 
 
@@ -275,7 +275,7 @@ def test_a_variable_starts_with_one_value(tower_local):
     strategy = mirrored(2)
     own = strategy.create_var("own", 1.0, tower_local=True)
     for initial in (tj.PerTower(np.ones(2)), {"a": own}, lambda: own):
-        with pytest.raises(ValueError, match="initial of 'v' differs from tower to"):
+        with pytest.raises(ValueError, match="create_var of 'v': Expected value to be"):
             strategy.create_var("v", initial, tower_local=tower_local)
     first = strategy.create_var("first", 2.0)
     v = strategy.create_var("v", [first, 3.0], tower_local=tower_local)

@@ -11,7 +11,7 @@ from layouts import mirrored
 import towerjax as tj
 
 R = tj.Reduction
-X = np.arange(1, 8, dtype=np.float32)  # 7 rows: 3 and 4 towers share them unevenly
+X = np.arange(1, 8, dtype=np.float32)  # 7 rows, which no towers share evenly
 
 
 def descend(ctx, w, x):
@@ -40,10 +40,8 @@ def feed(strategy, batches):
     return iter(strategy.distribute_dataset([X] * batches))
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "T, D, executor", [(1, 1, "pmap"), (3, 1, "shard_map"), (4, 2, "shard_map")]
-)
+@pytest.mark.parametrize("T, D, executor", [(2, 2, "pmap"), (4, 2, "shard_map")])
+@pytest.mark.slow
 def test_several_steps_are_the_steps_one_by_one(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
     ctx = strategy.run_steps_on_dataset(descend, feed(strategy, 5), 5, jnp.float32(0))
@@ -72,7 +70,7 @@ def test_the_last_call_takes_what_is_left_and_is_no_other_program():
     assert done == [3, 3, 1]
     np.testing.assert_allclose(w, by_numpy(7)[0], rtol=7 * 8 * 2**-23)
     assert len(traces) == 2  # once for the shapes of the outputs, once for the loop
-    with pytest.raises(ValueError, match="the iterator has no batch left. Make it"):
+    with pytest.raises(ValueError, match="the iterator has no batch left"):
         strategy.run_steps_on_dataset(step, data, 3, w)
 
 
@@ -104,15 +102,14 @@ def test_towers_values_that_come_apart_are_carried():
         own = ctx.call_for_each_tower(lambda tower, s, x: s + x.sum(), sums, x)
         return tj.PerTower(tuple(strategy.unwrap(own)))
 
-    data = [np.arange(4, dtype=np.float32)] * 3
-    apart = tj.PerTower((np.float32(1), np.float32(2)))
-    for carry in (apart, tj.PerTower(np.float32([1, 2]))):
-        feed = iter(strategy.distribute_dataset(data))
-        ctx = strategy.run_steps_on_dataset(step, feed, 3, carry)
-        assert ctx.final.values.tolist() == [4, 17]
+    def run(carry):
+        feed = iter(strategy.distribute_dataset([np.arange(4, dtype=np.float32)] * 3))
+        return strategy.run_steps_on_dataset(step, feed, 3, carry)
+
+    ctx = run(tj.PerTower((np.float32(1), np.float32(2))))
+    assert ctx.final.values.tolist() == [4, 17]
     with pytest.raises(ValueError, match=r"PerTower of the carry has shape \(3,\)"):
-        feed = iter(strategy.distribute_dataset(data))
-        strategy.run_steps_on_dataset(step, feed, 3, tj.PerTower(np.zeros(3)))
+        run(tj.PerTower(np.zeros(3)))
 
 
 def test_elements_arrive_as_they_are_and_tuples_part_by_part():
@@ -128,10 +125,8 @@ def test_elements_arrive_as_they_are_and_tuples_part_by_part():
     assert (int(ctx.final), ctx.iterations) == (15 + 55, 3)
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("local", ["vmap", "scan"])
-def test_outputs_that_are_no_arrays(local):
-    strategy = mirrored(2, local=local)
+def test_outputs_that_are_no_arrays():
+    strategy = mirrored(2, local="scan")
 
     def step(ctx, carry, x):
         def tower_fn(tower):
@@ -179,7 +174,9 @@ def test_an_output_that_is_no_array_and_an_array_that_is_no_output(in_a_tower):
         ValueError, match=r"'bar' .* Write set_non_tensor_output\('v', "
     ):
         run(lambda ctx, x: ctx.set_last_step_output("v", {"k": "bar"}, R.MEAN))
-    with pytest.raises(ValueError, match=r"no value .* set_last_step_output\('v', "):
+    with pytest.raises(
+        ValueError, match=r"steps compute. Write set_last_step_output\('v', "
+    ):
         run(lambda ctx, x: ctx.set_non_tensor_output("v", [x]))
 
 
@@ -209,14 +206,9 @@ def test_of_containers_the_one_that_changed_is_told():
         strategy.run_steps_on_dataset(lambda *_: again, feed(strategy, 1), 1, first)
 
 
-@pytest.mark.parametrize(
-    "iterator, text",
-    [
-        ([X], "takes an iterator, so that the next call continues .* got a list"),
-        (iter([X]), "takes placed batches, but the iterator gave a ndarray"),
-    ],
-)
-def test_what_is_no_iterator_of_placed_batches(iterator, text):
+@pytest.mark.parametrize("iterator, kind", [([X], "list"), (iter([X]), "ndarray")])
+def test_what_is_no_iterator_of_placed_batches(iterator, kind):
+    text = f"takes an iterator of placed batches, so .* but got a {kind}. Write"
     with pytest.raises(ValueError, match=text):
         mirrored(2).run_steps_on_dataset(descend, iterator, 1, 0.0)
 
@@ -236,11 +228,15 @@ def test_iterations_are_a_number(iterations):
 
 @pytest.mark.slow
 def test_many_calls_that_nobody_waits_for():
-    strategy = mirrored(2, 2)
-    data, w = feed(strategy, 60), jnp.float32(0)
-    for _ in range(60):
-        w = strategy.run_steps_on_dataset(descend, data, 1, w).final
-    np.testing.assert_allclose(w, by_numpy(60)[0], rtol=60 * 8 * 2**-23)
+    strategy, w = mirrored(2, 2), jnp.float32(0)
+    data = iter(strategy.distribute_dataset([X[:2]] * 40))
+
+    def step(ctx, w, x):
+        return w + ctx.strategy.reduce(R.SUM, x).sum()
+
+    for _ in range(40):
+        w = strategy.run_steps_on_dataset(step, data, 1, w).final
+    assert float(w) == 40 * 3
 
 
 def test_outputs_of_towers_want_the_contexts_own_call():

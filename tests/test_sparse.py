@@ -379,7 +379,7 @@ def test_trees_of_anything_can_be_made():
         ),
         (
             tj.PerTower((of_tower(0),) * 3),
-            "holds 3 towers' rows, but the strategy has 2 towers. Give one IndexedRows",
+            "holds 3 towers' values, but the strategy has 2 towers. Give one value",
         ),
         (
             tj.PerTower(of_tower(0)),

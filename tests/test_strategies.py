@@ -145,14 +145,13 @@ BAD = [
     ),
     (
         dict(num_gpus=2, num_gpus_per_worker=2),
-        "num_gpus and num_gpus_per_worker mean the same; give one of them.",
+        "devices, num_gpus and num_gpus_per_worker each say which devices there are;",
     ),
     (
         dict(devices=("gpu:0",), num_gpus=1),
-        "devices already says how many GPUs there are; leave out num_gpus and"
-        " num_gpus_per_worker.",
+        "each say which devices there are; give one of them.",
     ),
-    (dict(devices=("gpu:0",), num_gpus_per_worker=0), "leave out num_gpus and"),
+    (dict(devices=("gpu:0",), num_gpus_per_worker=0), "give one of them."),
     (dict(num_gpus=-1), "num_gpus=-1 must be a whole number >= 0."),
     (dict(num_gpus=True), "num_gpus=True must be a whole number >= 0."),
     (
@@ -313,9 +312,8 @@ def test_idle_devices_are_warned_of(towers, used):
 # Where towers lie.
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
-@pytest.mark.parametrize("towers", [3, 6])
+@pytest.mark.parametrize("towers", [6])
 def test_tower_i_lies_on_device_i(towers, executor):
     order = (5, 1, 3)
     strategy = tj.Mirrored(

@@ -205,7 +205,7 @@ REGISTRY = (
         "collectives.reduce:reduced_dtype",
         "reduction is Reduction.ONLY_FIRST_TOWER",
         "reduction is not Reduction.SUM",
-        "test_merge.py::test_mean_and_first[int32-3-3]",
+        "test_merge.py::test_mean_and_first[int32]",
     ),
     _m(
         "B19",
@@ -319,7 +319,7 @@ REGISTRY = (
         "collectives.reduce:reduce_over_towers",
         "return take_first(x, tower_id, axes.names) if axes.names else x",
         "return x",
-        "test_merge.py::test_mean_and_first[float32-3-3]",
+        "test_merge.py::test_mean_and_first[float32]",
     ),
     _m(
         "B31",
@@ -372,7 +372,7 @@ REGISTRY = (
     _m(
         "B37",
         "a state that goes on has another key",
-        "towers.cross_tower.placement:_restore_leaf",
+        "towers.cross_tower.saved:_restore_leaf",
         "return cast_exactly(rows, dtype)",
         "if jnp.issubdtype(dtype, jax.dtypes.prng_key):\n"
         "        return jax.random.split(rows, 1)[0]\n"
@@ -400,10 +400,10 @@ REGISTRY = (
     _m(
         "B40",
         "a SUM over towers is restored to each tower undivided",
-        "towers.cross_tower.placement:_restore_leaf",
+        "towers.cross_tower.saved:_restore_leaf",
         "split_sum(like, new, num_towers) if local",
         "jnp.stack([new] * num_towers) if local",
-        "test_variables.py::test_saved_on_four_towers_and_restored_on_others[4-2]",
+        "test_variables.py::test_saved_on_four_towers_and_restored_on_others",
     ),
 )
 
@@ -1353,7 +1353,7 @@ CHECKPOINTS = (
     _m(
         "C05",
         "each of other towers gets the whole SUM",
-        "towers.cross_tower.placement:_restore_leaf",
+        "towers.cross_tower.saved:_restore_leaf",
         "split_sum(like, new, num_towers)",
         "jnp.broadcast_to(new, (num_towers, *new.shape))",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there_and_go_on",

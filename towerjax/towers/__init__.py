@@ -2,9 +2,9 @@
 
 from towerjax.data.distribute import DistributedDataset as DistributedDataset
 from towerjax.data.sources import InputContext as InputContext
-from towerjax.towers.cross_tower.job import MultiStepContext as MultiStepContext
-from towerjax.towers.cross_tower.placement import restored_values as restored_values
-from towerjax.towers.cross_tower.placement import saved_values as saved_values
+from towerjax.towers.cross_tower.saved import restored_values as restored_values
+from towerjax.towers.cross_tower.saved import saved_values as saved_values
+from towerjax.towers.cross_tower.steps import MultiStepContext as MultiStepContext
 from towerjax.towers.tower_local import read_local as read_local
 from towerjax.towers.variables import MirroredVar as MirroredVar
 from towerjax.types import Layout as Layout

@@ -9,17 +9,18 @@ import numpy as np
 from jax import lax
 
 from towerjax.collectives.reduce import gather_over_towers
+from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.placement import TowerAxes
 from towerjax.proof.scale import MERGED
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import TowerLocal, is_per_tower, is_variable
 from towerjax.types import PerTower, PyTree
-from towerjax.types.leaves import native, parts_of, refuse_unheld
+from towerjax.types.leaves import map_parts, native, parts_of, refuse_unheld
 
 
-def refuse_in_turn(axes: TowerAxes, what: str) -> None:
-    """Raise under ``local="scan"``, where a device's towers cannot communicate."""
+def check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
+    """Raise where a device's towers cannot communicate, or have already met."""
     if axes.in_turn:
         raise ValueError(
             f"{what} needs all towers at once, but local='scan' runs the towers of a"
@@ -28,11 +29,7 @@ def refuse_in_turn(axes: TowerAxes, what: str) -> None:
             " a loss needs of all rows comes from an earlier pass of tj.build_step;"
             " what strategy.call_for_each_tower returns, strategy.reduce reduces."
         )
-
-
-def refuse_all_towers(value: PyTree, what: str) -> None:
-    """Raise where a tower would gather a value that all towers already hold."""
-    if parts_of(PerTower, value):
+    if parts_of(PerTower, values):
         raise ValueError(
             f"{what} of a PerTower, which holds all towers' values. In a merge function"
             " they have met: write strategy.reduce(tj.Reduction.MEAN, value), or"
@@ -52,19 +49,27 @@ def as_native(root: str, tree: PyTree) -> PyTree:
     return jax.tree.map(native, tree)
 
 
+def unpad_batches(tree: PyTree) -> PyTree:
+    """Replace each placed batch of a tree by its towers' rows."""
+    if not parts_of(PlacedBatch, tree):
+        return tree  # the same objects
+    return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
+
+
 def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
-    """Stack the towers' values to leaves ``[T, ...]``."""
+    """Stack the towers' values to leaves ``[T, ...]``; raise unless there are ``T``."""
     rows = value.values
     if is_tuple(rows):
+        refuse_unheld(name, rows)
         check_structures(rows, name)
         rows = jax.tree.map(lambda *leaves: _stack_leaves(leaves, name), *rows or [()])
         rows = rows if value.values else np.zeros(0)
     for x in jax.tree.leaves(rows):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
-                f"{name} has shape {np.shape(x)}, but dim 0 runs over the"
-                f" {num_towers} towers. Stack one value for each tower. A tuple of them"
-                " will do; a list is a tree of such arrays."
+                f"{name} has shape {np.shape(x)}, but dim 0 runs over the {num_towers}"
+                " towers. Stack one value for each tower, or pass a tuple of them; a"
+                " list is a tree of such arrays."
             )
     return rows
 
@@ -72,18 +77,6 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
 def is_tuple(values: Any) -> bool:
     """Whether ``values`` is a tuple of one value a tower, and no tree ``[T, ...]``."""
     return type(values) is tuple
-
-
-def num_stacked(rows: PyTree) -> int:
-    """The number of towers whose values are stacked in ``rows``."""
-    counts = {np.shape(x)[:1] for x in jax.tree.leaves(rows)}
-    if len(counts) == 1 and counts != {()}:
-        return counts.pop()[0]
-    raise ValueError(
-        f"PerTower(values={rows!r:.200}) holds no value for each tower: all of its"
-        " arrays need the same dim 0, which runs over towers. Stack one value for"
-        " each tower, or pass a tuple of them; what all towers share needs no PerTower."
-    )
 
 
 def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> None:
@@ -101,17 +94,9 @@ def _stack_leaves(leaves: Sequence[Any], name: str) -> jax.Array:
     shapes = [np.shape(leaf) for leaf in leaves]
     if len(set(shapes)) > 1:
         raise ValueError(
-            f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
-            " cannot lie side by side. Pad them to one shape, join them with"
-            " strategy.gather, or reduce them with axis=..."
+            f"{name} holds values of shapes {', '.join(map(str, shapes))}, which cannot"
+            " lie side by side. Pad them, or join them: strategy.gather, or axis=..."
         )
-    for tower, leaf in enumerate(leaves):
-        if not is_mergeable(leaf) and not isinstance(leaf, int | float | complex):
-            raise ValueError(
-                f"{name} holds {leaf!r} of tower {tower}, which is no array and no"
-                " number. Pass it to all towers alike, or number such values and pass"
-                " the numbers."
-            )
     return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
 
 
@@ -128,12 +113,11 @@ def merge_over_towers(
     Every tower computes the same function of the same gathered values, so nothing is
     sent back, and JAX can differentiate it.
     """
-    refuse_in_turn(axes, "tower.merge_call")
-    refuse_all_towers((values, named), "tower.merge_call")
+    check_meeting(axes, "tower.merge_call", (values, named))
 
     def gather(leaf: Any) -> Any:
         if isinstance(leaf, TowerLocal):
-            return jax.tree.map(lambda x: gather_over_towers(x, axes), leaf)
+            return gather_over_towers(leaf, axes)
         return PerTower(gather_over_towers(leaf, axes)) if is_mergeable(leaf) else leaf
 
     def row_of(rows: jax.Array) -> jax.Array:

@@ -43,13 +43,12 @@ def as_tower_output(
             "The loss function returned a bare scalar, which does not say how towers"
             " of unequal weight share the mean. Return tj.Weighted.mean(losses,"
             " tower.weight), or pass loss_reduction=tj.Reduction.SUM (the total over"
-            " towers) or tj.Reduction.MEAN (the mean of the towers' values)."
+            " towers) or MEAN (the mean of the towers' values)."
         )
     else:
         loss = _weigh_loss(jnp.asarray(loss), loss_reduction, tower)
-    if isinstance(loss, Means):
-        return dataclasses.replace(out, loss=_check_means(loss))
-    return dataclasses.replace(out, loss=_check_loss(loss))
+    loss = _check_means(loss) if isinstance(loss, Means) else _check_loss(loss)
+    return dataclasses.replace(out, loss=loss)
 
 
 def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighted:
@@ -67,16 +66,10 @@ def _check_means(loss: Means) -> Means:
     if not loss.terms:
         raise ValueError(
             "The loss function returned tj.shared(...) alone, which no row has a part"
-            " in. Add it to a mean of the rows: tj.Weighted.mean(losses, tower.weight)"
-            " + tj.shared(penalty). A loss that is made of tower.reduce alone is the"
-            " bare scalar, with loss_reduction=tj.Reduction.MEAN."
+            " in. Add it to a mean, tj.Weighted.mean(losses, tower.weight); a loss of"
+            " tower.reduce alone is bare, with loss_reduction=tj.Reduction.MEAN."
         )
-    shared = jnp.asarray(loss.shared)
-    if shared.shape:
-        raise ValueError(
-            f"tj.shared(...) has shape {shared.shape}; it is one number, ()."
-        )
-    return Means(tuple(map(_check_loss, loss.terms)), shared)
+    return Means(tuple(map(_check_loss, loss.terms)), jnp.asarray(loss.shared))
 
 
 def _check_loss(loss: Weighted) -> Weighted:
@@ -84,8 +77,7 @@ def _check_loss(loss: Weighted) -> Weighted:
     if total.shape or weight.shape:
         raise ValueError(
             f"The loss is not a scalar: sum has shape {total.shape} and weight shape"
-            f" {weight.shape}. Use tj.Weighted.mean(losses, tower.weight), which adds"
-            " up the examples' losses."
+            f" {weight.shape}. Use tj.Weighted.mean(losses, tower.weight)."
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(
@@ -112,10 +104,10 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
             "metrics['loss'] is the name of the global loss; give yours another name."
         )
 
+    kinds = (Means, PerTower) if trains else Means
+
     def fits(metric: Any) -> bool:
-        is_own = trains and isinstance(metric, PerTower)
-        states = isinstance(metric, Means) or is_metric(metric)
-        return is_own or states or _is_array(metric)
+        return isinstance(metric, kinds) or is_metric(metric) or _is_array(metric)
 
     bad = [f"{x!r} is the name of one" for x in metrics if not isinstance(x, str)]
     bad += [
@@ -146,8 +138,6 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
             f"{name} are joined row by row, so each leaf has {rows} rows for a"
             f" tower's {rows} rows, but " + listed(bad) + "."
         )
-    if not jax.tree.leaves(outputs):
-        raise ValueError(f"{name} are {outputs!r}, which holds no arrays.")
     return jax.tree.map(jnp.asarray, outputs)
 
 

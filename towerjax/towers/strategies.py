@@ -17,7 +17,7 @@ from towerjax.mesh.devices import (
     first_of_each_process,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
-from towerjax.towers.cross_tower.job import StrategyMethods
+from towerjax.towers.cross_tower.methods import StrategyMethods
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
@@ -104,13 +104,13 @@ class Mirrored(StrategyMethods):
             return self.devices.names
         if self.devices is not None:
             return tuple(self.devices)
-        if (gpus := self._gpus_per_process()) is None:
-            return None
-        return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
+        gpus = self._gpus_per_process()
+        names = tuple(f"gpu:{i}" for i in range(gpus or 0)) or ("cpu:0",)
+        return None if gpus is None else names
 
     def _gpus_per_process(self) -> int | None:
-        given = (self.num_gpus, self.num_gpus_per_worker)
-        return given[0] if given[0] is not None else given[1]
+        count = self.num_gpus
+        return self.num_gpus_per_worker if count is None else count
 
     def _devices(self) -> tuple[str, ...]:
         if self._gpus_per_process() is not None and jax.process_count() > 1:
@@ -132,19 +132,16 @@ def _pick_devices(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
             f"towers={towers} is not a multiple of the {processes} processes, each of"
             f" which runs as many. Use towers={-(-towers // processes) * processes}."
         )
-    used = fitting[-1]
-    if used < each and used * processes < len(found) <= towers:
+    used = fitting[-1] * processes
+    if used < each * processes and used < len(found) <= towers:
         warnings.warn(
-            f"{towers} towers share {used * processes} of {len(found)} devices evenly;"
-            f" {len(found) - used * processes} stay idle. Choose towers as a multiple"
-            f" of {len(found)}, or name the devices.",
+            f"{towers} towers share {used} of {len(found)} devices evenly;"
+            f" {len(found) - used} stay idle. Choose towers as a multiple of"
+            f" {len(found)}, or name the devices.",
             stacklevel=2,
         )
-    return tuple(
-        found[process * each + index]
-        for process in range(processes)
-        for index in range(used)
-    )
+    starts = range(0, each * processes, each)
+    return tuple(x for i in starts for x in found[i : i + fitting[-1]])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -213,28 +210,24 @@ def check_roles(builder: str, **given: Any) -> None:
         return
     shown = ", ".join(f"{role} is a {type(given[role]).__name__}" for role in wrong)
     swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)
-    form, are = f"{builder}({', '.join(given)})", "a strategy such as tj.Mirrored()"
+    are = "a strategy such as tj.Mirrored()"
     if "optimizer" in wrong:
         are = f"an optimizer of optax (of nnx.Optimizer(model, tx) the tx) and {are}"
     raise ValueError(
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
-        f" Write {form}, with {are}."
+        f" Write {builder}({', '.join(given)}), with {are}."
     )
 
 
 def _check_choices(strategy: Mirrored) -> None:
-    counts = (strategy.num_gpus, strategy.num_gpus_per_worker)
-    if None not in counts:
+    given = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
+    if len([x for x in given if x is not None]) > 1:
         raise ValueError(
-            "num_gpus and num_gpus_per_worker mean the same; give one of them."
+            "devices, num_gpus and num_gpus_per_worker each say which devices there"
+            " are; give one of them."
         )
-    if strategy.devices is not None and counts != (None, None):
-        raise ValueError(
-            "devices already says how many GPUs there are; leave out num_gpus and"
-            " num_gpus_per_worker."
-        )
-    check_whole("num_gpus", strategy.num_gpus, 0, or_none=True)
-    check_whole("num_gpus_per_worker", strategy.num_gpus_per_worker, 0, or_none=True)
+    for name in ("num_gpus", "num_gpus_per_worker"):
+        check_whole(name, getattr(strategy, name), 0, or_none=True)
     check_whole("towers", strategy.towers, or_none=True)
     check_whole("prefetch_on_device", strategy.prefetch_on_device, 0)
     check_choice("local", strategy.local, ("vmap", "scan"))
@@ -246,7 +239,6 @@ def _check_choices(strategy: Mirrored) -> None:
             f"axis_name={strategy.axis_name!r} is for towers that meet, but under"
             " local='scan' they never do. Use local='vmap', or leave out axis_name."
         )
-    _check_sharded(strategy)
     ops = strategy.cross_tower_ops
     if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
         raise ValueError(
@@ -254,12 +246,12 @@ def _check_choices(strategy: Mirrored) -> None:
             " tj.AllReduce(), tj.PinnedTree(), or of tj.collectives Packed(...),"
             " Hierarchical(...), ReduceToOneDevice(...) or Compressed(...)."
         )
+    if strategy.state != "mirrored":
+        _check_sharded(strategy)
 
 
 def _check_sharded(strategy: Mirrored) -> None:
-    """Raise where the state would be sharded and another option needs it whole."""
-    if strategy.state == "mirrored":
-        return
+    """Raise where the state is sharded and another option needs it whole."""
     if strategy.executor == "pmap":
         raise ValueError(
             f"state={strategy.state!r} needs executor='shard_map'; pmap has no sharded"
@@ -289,9 +281,10 @@ def _check_axis_name(name: Any) -> None:
 def _check_num_towers(towers: int | None, num_devices: int) -> None:
     if towers is not None and towers % num_devices:
         below = towers // num_devices * num_devices
-        choices = [n for n in (below, below + num_devices) if n]
+        above = below + num_devices
         raise ValueError(
             f"towers={towers} is not a multiple of the {num_devices} devices, so they"
             " cannot share the towers evenly. Use towers="
-            f"{' or '.join(map(str, choices))}, or another number of devices."
+            f"{f'{below} or {above}' if below else above}, or another number of"
+            " devices."
         )

@@ -20,7 +20,7 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
 from towerjax.proof.scale import GATHERED, REDUCED
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.merge import merge_over_towers, refuse_all_towers, refuse_in_turn
+from towerjax.towers.merge import check_meeting, merge_over_towers
 from towerjax.towers.variables import Variable, assign_in_tower, plain
 from towerjax.types import PyTree, Reduction
 
@@ -109,7 +109,7 @@ class Tower:
         Raises:
           ValueError: Under ``local="scan"``, where towers cannot communicate.
         """
-        refuse_in_turn(self._axes, "tower.axis_names")
+        check_meeting(self._axes, "tower.axis_names")
         return (self._axes.tower_axis,)
 
     @property
@@ -172,8 +172,7 @@ class Tower:
         Raises:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
-        refuse_in_turn(self._axes, "tower.reduce")
-        refuse_all_towers(value, "tower.reduce")
+        check_meeting(self._axes, "tower.reduce", value)
         value = plain(value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
         with jax.named_scope("tower.first" if is_first else REDUCED):
@@ -200,8 +199,7 @@ class Tower:
           ValueError: Under ``local="scan"``, where towers cannot communicate; a leaf
             has no such dim, or it is not dim 0 of ``IndexedRows``.
         """
-        refuse_in_turn(self._axes, "tower.all_gather")
-        refuse_all_towers(value, "tower.all_gather")
+        check_meeting(self._axes, "tower.all_gather", value)
         value = plain(value)
         if axis is not None:
             check_joins(value, axis)

@@ -10,10 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from towerjax.collectives.reduce import reduced_dtype
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
-from towerjax.types import PerTower, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import listed, map_parts, problem_of, promote_dtypes
+from towerjax.types import PerTower, PyTree, Reduction, leaf_name
+from towerjax.types.leaves import (
+    listed,
+    map_parts,
+    parts_of,
+    problem_of,
+    promote_dtypes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +130,25 @@ def fit(
             " new value itself, as a function for strategy.update returns it, and rows"
             " of a table as rows.add_to(variable.value)."
         )
-    pairs = zip(named_leaves("value", value), jax.tree.leaves(old), strict=True)
-    problems, leaves = [], []
-    for (name, new), leaf in pairs:
-        leaf = jax.eval_shape(jnp.asarray, leaf)
+    problems = []
+
+    def one(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
+        leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
         shape = leaf.shape[1:] if copies else leaf.shape
-        if problem := problem_of(new):
-            problems.append(f"{name} is {problem}")
+        if problem is not None:
+            problem = f"is {problem}"
         elif np.shape(new) != shape:
-            problems.append(f"{name} has shape {np.shape(new)}, expected {shape}")
-        elif not (held := [d for d in takes(leaf.dtype) if _holds(d, new)]):
-            got = jnp.result_type(new)
-            problems.append(f"{name} is {got}, which {leaf.dtype} cannot hold")
-        else:
+            problem = f"has shape {np.shape(new)}, expected {shape}"
+        elif held := [d for d in takes(leaf.dtype) if _holds(d, new)]:
             try:
-                leaves.append(jnp.asarray(new, held[0]))
+                return jnp.asarray(new, held[0])
             except OverflowError:
-                problems.append(f"{name} is {new}, which {held[0]} cannot hold")
+                problem = f"is {new}, which {held[0]} cannot hold"
+        else:
+            problem = f"is {jnp.result_type(new)}, which {leaf.dtype} cannot hold"
+        problems.append(f"{leaf_name('value', path)} {problem}")
+
+    fitted = jax.tree_util.tree_map_with_path(one, value, old)
     if problems:
         closed = isinstance(variable, TowerLocal) and not copies
         raise ValueError(
@@ -150,7 +157,7 @@ def fit(
             + " A tower sees its own copy of a variable that is passed to it as an"
             " argument, and all towers' copies of one that it closes over." * closed
         )
-    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+    return fitted
 
 
 def _holds(dtype: Any, value: Any) -> bool:
@@ -174,6 +181,7 @@ def assign_in_tower(
 ) -> Any:
     """Assign to a variable in a tower: the new variable."""
     check_variable(variable, "tower.assign")
+    new = fit(variable, plain(value))
     if isinstance(variable, MirroredVar):
         if variable.reduction is Reduction.NONE:
             raise ValueError(
@@ -183,47 +191,35 @@ def assign_in_tower(
                 " x: strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
                 " x)."
             )
-        _check_reducible(variable)
-    new = fit(variable, plain(value))
-    if isinstance(variable, MirroredVar):
-        _refuse_sum_of_constants(tower, variable, plain(value))
         if variable.reduction is Reduction.SUM:
+            _refuse_sum_of_constants(tower, variable, plain(value))
             mark = functools.partial(checkpoint_name, name=SUMMED_FOR_A_VARIABLE)
             new = jax.tree.map(mark, new)
         new = fit(variable, tower.reduce(variable.reduction, new))
-    return dataclasses.replace(variable, value=next_value(variable, combine, new))
+    new = jax.tree.map(combine, variable.value, new)
+    return dataclasses.replace(variable, value=new)
 
 
-def next_value(
-    variable: Variable,
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
-    new: PyTree,
-) -> PyTree:
-    """``combine(old, new)`` of each leaf of a variable's value."""
-    try:
-        return jax.tree.map(combine, variable.value, new)
-    except TypeError as error:
-        dtypes = sorted({str(x.dtype) for x in jax.tree.leaves(variable.value)})
-        raise ValueError(
-            f"{label(variable)} holds {', '.join(dtypes)}, to which nothing can be"
-            f" added, or taken off, like that: {error} Compute the new value and use"
-            " assign."
-        ) from error
-
-
-def _check_reducible(variable: MirroredVar) -> None:
-    """Raise where the reduction gives a dtype that the variable cannot hold."""
-    for name, x in named_leaves("value", variable.value):
-        dtype = jnp.result_type(x)
-        if jnp.issubdtype(dtype, jax.dtypes.extended):
-            continue
-        reduced = reduced_dtype(variable.reduction, dtype)
-        if not _holds(dtype, jax.ShapeDtypeStruct((), reduced)):
+def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> None:
+    for x in jax.tree.leaves(value):
+        if not isinstance(x, jax.Array) and np.any(x) and tower.num_towers > 1:
+            shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
             raise ValueError(
-                f"{label(variable)} is {dtype} ({name}) with {variable.reduction!r},"
-                f" which makes {reduced} of the towers' values, and {dtype} cannot hold"
-                f" that. Create it as {reduced}, or with ONLY_FIRST_TOWER."
+                f"A constant value {shown} cannot be reduced with the given aggregation"
+                f" Reduction.SUM of {label(variable)}: it is the same on all"
+                f" {tower.num_towers} towers. Create the variable with MEAN or"
+                " ONLY_FIRST_TOWER, and assign the value itself."
             )
+
+
+def refuse_per_tower(values: PyTree, what: str) -> None:
+    """Raise when a value differs from tower to tower."""
+    if found := parts_of(PerTower | TowerLocal, values):
+        raise ValueError(
+            f"{what}: Expected value to be mirrored across towers, got a"
+            f" {type(found[0]).__name__}. Reduce it first, with strategy.reduce or"
+            " strategy.read_var, or assign in a tower, with tower.assign."
+        )
 
 
 def check_variable(variable: Any, what: str) -> None:
@@ -233,18 +229,3 @@ def check_variable(variable: Any, what: str) -> None:
             f"{what}: got {type(variable).__name__}, expected a tj.towers.MirroredVar"
             " or a tj.TowerLocal. Make one with strategy.create_var(name, initial)."
         )
-
-
-def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> None:
-    if variable.reduction is not Reduction.SUM or tower.num_towers == 1:
-        return
-    for x in jax.tree.leaves(value):
-        if not isinstance(x, jax.Array) and np.any(x):
-            n = tower.num_towers
-            shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
-            raise ValueError(
-                f"A constant value {shown} cannot be reduced with the given aggregation"
-                f" Reduction.SUM of {label(variable)}: it is the same on all {n}"
-                " towers. Create the variable with MEAN or ONLY_FIRST_TOWER, and assign"
-                f" the value itself, or for {n} times it value * tower.num_towers."
-            )

@@ -16,7 +16,7 @@ from towerjax.step.step import Step, build_step
 from towerjax.step.sync import EveryStep
 from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
-from towerjax.towers.tower_local import read_variables
+from towerjax.towers.tower_local import read_local
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import key_data
 from towerjax.types.options import check_number
@@ -82,7 +82,7 @@ def _read_tree(tree: PyTree) -> PyTree:
             f"{type(tree).__name__} is no pytree of arrays. Pass a tj.TrainState, a"
             " tj.History, or a tree of arrays."
         )
-    return read_variables(tree)
+    return read_local(tree)
 
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:

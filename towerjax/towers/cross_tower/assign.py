@@ -1,6 +1,7 @@
-"""Create, assign, update and read variables for all towers at once."""
+"""Create, assign, update and read variables for all towers at once; all pure."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,248 +12,231 @@ import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import place
-from towerjax.towers.cross_tower.destinations import of_first_process
-from towerjax.towers.cross_tower.values import unwrap
+from towerjax.towers.cross_tower.values import of_first_process, unwrap
 from towerjax.towers.executors import is_in_tower_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import as_native
-from towerjax.towers.tower_local import read_variables, refuse_own_copy
+from towerjax.towers.tower_local import read_local, refuse_own_copy
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
     Variable,
-    any_per_tower,
     check_variable,
     fit,
     label,
-    next_value,
     plain,
+    refuse_per_tower,
 )
-from towerjax.types import Layout, PerTower, PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
-from towerjax.types.options import check_text
+from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types.leaves import is_traced, native, parts_of, refuse_unheld
 
 
-class VariableMethods(StrategyFields):
-    """The methods of strategies for variables; all of them pure."""
+def create_var(
+    self: StrategyFields,
+    name: str,
+    initial: PyTree | Callable[[], PyTree],
+    *,
+    reduction: Reduction = Reduction.NONE,
+    tower_local: bool = False,
+) -> Any:
+    """A new variable on the strategy's devices.
 
-    def create_var(
-        self,
-        name: str,
-        initial: PyTree | Callable[[], PyTree],
-        *,
-        reduction: Reduction = Reduction.NONE,
-        tower_local: bool = False,
-    ) -> Any:
-        """A new variable on the strategy's devices.
+    Args:
+      name: Its name in error messages.
+      initial: A pytree of arrays or numbers, or a function that makes one; called once,
+        so that random values are the same on all towers.
+      reduction: How towers' values become one: for a mirrored variable those that they
+        assign, for a tower-local one their copies when it is read.
+      tower_local: Whether each tower has a copy, and not all one mirrored value.
 
-        Args:
-          name: Its name in error messages.
-          initial: A pytree of arrays or numbers, or a function that makes one; called
-            once, so that random values are the same on all towers.
-          reduction: How towers' values become one: for a mirrored variable those that
-            they assign, for a tower-local one their copies when it is read.
-          tower_local: Whether each tower has a copy, and not all one mirrored value.
+    Returns:
+      ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``; in a tower function a
+      ``TowerLocal`` of the tower's own copy.
 
-        Returns:
-          ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``; in a tower
-          function a ``TowerLocal`` of the tower's own copy.
+    Raises:
+      ValueError: An option is of another type, or devices cannot hold ``initial``.
 
-        Raises:
-          ValueError: An option is of another type, or ``initial`` holds no arrays.
-
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> count = strategy.create_var("count", 3, reduction=tj.Reduction.SUM,
-          ...     tower_local=True)
-          >>> count.value.tolist(), int(strategy.read_var(count))
-          ([3, 3], 6)
-        """
-        check_text("create_var: name", name, "a word, such as 'scale'")
-        if not isinstance(tower_local, bool):
-            raise ValueError(
-                f"Invalid variable synchronization mode: {tower_local} for variable:"
-                f" {name}. Write tower_local=True for one copy a tower (ON_READ), or"
-                " False for one mirrored value (ON_WRITE, AUTO)."
-            )
-        if not isinstance(reduction, Reduction):
-            raise ValueError(
-                f"Invalid variable aggregation mode: {reduction} for variable: {name}."
-                " Write tj.Reduction.SUM, MEAN, ONLY_FIRST_TOWER or NONE."
-            )
-        initial = initial() if callable(initial) else initial
-        if any_per_tower(initial):
-            raise ValueError(
-                f"create_var: initial of {name!r} differs from tower to tower. Start"
-                " with one value, and give each tower its own with call_for_each_tower("
-                "lambda tower, v, x: tower.assign(v, x), v, per_tower)."
-            )
-        initial = plain(initial)
-        refuse_unheld(f"create_var: {name!r}", initial)
-        # With their dtypes, so that none stays weakly typed.
-        initial = jax.tree.map(native, initial)
-        value = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), initial)
-        if not jax.tree.leaves(value):
-            raise ValueError(
-                f"create_var: initial of {name!r} holds no arrays: {value!r}."
-            )
-        if tower_local and is_in_tower_fn():
-            return TowerLocal(value, reduction, name)
-        if tower_local:
-            rows = replicate(value, self.placement.num_towers)
-            rows = place(rows, self.placement, Layout.PER_TOWER)
-            return TowerLocal(rows, reduction, name)
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> count = strategy.create_var("count", 3, reduction=tj.Reduction.SUM,
+      ...     tower_local=True)
+      >>> count.value.tolist(), int(strategy.read_var(count))
+      ([3, 3], 6)
+    """
+    if not isinstance(tower_local, bool):
+        raise ValueError(
+            f"Invalid variable synchronization mode: {tower_local} for variable:"
+            f" {name}. Write tower_local=True for one copy a tower (ON_READ), or False"
+            " for one mirrored value (ON_WRITE, AUTO)."
+        )
+    initial = initial() if callable(initial) else initial
+    refuse_per_tower([initial], f"create_var of {name!r}")
+    initial = plain(initial)
+    refuse_unheld(f"create_var: {name!r}", initial)
+    # With their dtypes, so that none stays weakly typed.
+    initial = jax.tree.map(native, initial)
+    value = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), initial)
+    if not tower_local:
         value = place(value, self.placement, Layout.MIRRORED)
         return MirroredVar(value, reduction, name)
+    if is_in_tower_fn():
+        return TowerLocal(value, reduction, name)
+    rows = replicate(value, self.num_towers)
+    return TowerLocal(place(rows, self.placement, Layout.PER_TOWER), reduction, name)
 
-    def assign(self, variable: Variable, value: PyTree) -> Any:
-        """The variable with a new value, assigned for all towers at once.
 
-        Args:
-          variable: Mirrored: takes the value. Tower-local: reads as the value
-            afterwards; of a SUM each tower gets a share, of integers a whole one.
-          value: One value, the same for all towers.
+def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
+    """The variable with a new value, assigned for all towers at once.
 
-        Returns:
-          The new variable.
+    Args:
+      variable: Mirrored: takes the value. Tower-local: reads as the value afterwards;
+        of a SUM each tower gets a share, of integers a whole one.
+      value: One value, the same for all towers.
 
-        Raises:
-          ValueError: The value differs from tower to tower, or does not fit.
+    Returns:
+      The new variable.
 
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> count = strategy.create_var("count", 0, reduction=tj.Reduction.SUM,
-          ...     tower_local=True)
-          >>> strategy.assign(count, 7).value.tolist()
-          [4, 3]
-        """
-        return self._assign(variable, value, None, "assign")
+    Raises:
+      ValueError: The value differs from tower to tower, or does not fit.
 
-    def assign_add(self, variable: Variable, value: PyTree) -> Any:
-        """The mirrored variable with a value added to it.
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> count = strategy.create_var("count", 0, reduction=tj.Reduction.SUM,
+      ...     tower_local=True)
+      >>> strategy.assign(count, 7).value.tolist()
+      [4, 3]
+    """
+    value = _given(self, variable, value, "assign")
+    if isinstance(variable, MirroredVar):
+        return _replace_value(variable, fit(variable, value))
+    check_towers(variable, self.num_towers)
+    return _replace_value(variable, _fit_copies(variable, value, self.num_towers))
 
-        Args:
-          variable: ``MirroredVar``.
-          value: One value, the same for all towers.
 
-        Returns:
-          The new variable.
+def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
+    """The mirrored variable with a value added to it.
 
-        Raises:
-          ValueError: As `assign`; the variable is tower-local, so that either its
-            copies or their sum could be meant.
+    Args:
+      variable: ``MirroredVar``.
+      value: One value, the same for all towers.
 
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> v = strategy.create_var("v", 1.0)
-          >>> float(strategy.assign_add(v, 6).value)
-          7.0
-        """
-        return self._assign(variable, value, operator.add, "assign_add")
+    Returns:
+      The new variable.
 
-    def assign_sub(self, variable: Variable, value: PyTree) -> Any:
-        """As `assign_add`, but subtracts the value."""
-        return self._assign(variable, value, operator.sub, "assign_sub")
+    Raises:
+      ValueError: As `assign`; the variable is tower-local, so that either its copies or
+        their sum could be meant.
 
-    def _assign(
-        self,
-        variable: Variable,
-        value: PyTree,
-        combine: Callable[[jax.Array, jax.Array], jax.Array] | None,
-        what: str,
-    ) -> Any:
-        """Assign for all towers at once: the new variable."""
-        check_variable(variable, f"strategy.{what}")
-        refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
-        value = of_first_process(as_native("value", plain(value)), self.placement)
-        if isinstance(variable, MirroredVar):
-            new = fit(variable, value)
-            if combine is not None:
-                new = next_value(variable, combine, new)
-            return _replace_value(variable, new)
-        if combine is not None:
-            sign = "-" if what == "assign_sub" else "+"
-            raise ValueError(
-                f"strategy.{what} of {label(variable)}, across towers: shall each copy"
-                f" change? Write strategy.update(v, lambda x: x {sign} value). Or what"
-                f" they read as? strategy.assign(v, strategy.read_var(v) {sign} value)."
-                f" Or write tower.{what} in a tower."
-            )
-        num_towers = self.placement.num_towers
-        check_towers(variable, num_towers)
-        return _replace_value(variable, _fit_copies(variable, value, num_towers))
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> v = strategy.create_var("v", 1.0)
+      >>> float(strategy.assign_add(v, 6).value)
+      7.0
+    """
+    return _combine(self, variable, value, operator.add, "assign_add")
 
-    def update(
-        self,
-        variable: Variable,
-        fn: Callable[..., PyTree],
-        /,
-        *args: PyTree,
-        **kwargs: PyTree,
-    ) -> Any:
-        """The variable after ``fn(value, *args, **kwargs)`` of each of its copies.
 
-        Args:
-          variable: Mirrored: ``fn`` is called once. Tower-local: once for each
-            tower's copy.
-          fn: Returns the new value, of the same structure and shapes.
-          *args: Values that all towers share; for a mirrored variable its value. Of
-            several processes the first one's are used.
-          **kwargs: As ``args``.
+def assign_sub(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
+    """As `assign_add`, but subtracts the value."""
+    return _combine(self, variable, value, operator.sub, "assign_sub")
 
-        Returns:
-          The new variable.
 
-        Raises:
-          ValueError: It is no variable, an argument differs from tower to tower, or
-            the result does not fit.
+def _combine(
+    strategy: StrategyFields,
+    variable: Variable,
+    value: PyTree,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+    what: str,
+) -> Any:
+    value = _given(strategy, variable, value, what)
+    if isinstance(variable, MirroredVar):
+        new = jax.tree.map(combine, variable.value, fit(variable, value))
+        return _replace_value(variable, new)
+    sign = "-" if what == "assign_sub" else "+"
+    raise ValueError(
+        f"strategy.{what} of {label(variable)}, across towers: shall each copy change?"
+        f" Write strategy.update(v, lambda x: x {sign} value). Or what they read as?"
+        f" strategy.assign(v, strategy.read_var(v) {sign} value). Or write"
+        f" tower.{what} in a tower."
+    )
 
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> count = strategy.create_var("count", 1.0, reduction=tj.Reduction.SUM,
-          ...     tower_local=True)
-          >>> float(strategy.read_var(strategy.update(count, lambda x, y: y, 5.0)))
-          10.0
-        """
-        check_variable(variable, "strategy.update")
-        refuse_per_tower([args, kwargs], f"strategy.update of {label(variable)}")
-        given = as_native("fn's arguments", plain((args, kwargs)))
-        args, kwargs = of_first_process(given, self.placement)
-        if isinstance(variable, MirroredVar):
-            new = plain(fn(variable.value, *args, **kwargs))
-            return _replace_value(variable, fit(variable, new))
-        check_towers(variable, self.placement.num_towers)
-        news = [plain(fn(own, *args, **kwargs)) for own in unwrap(variable)]
-        rows = [fit(variable, new, copies=True) for new in news]
-        return _replace_value(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
 
-    def read_var(self, value: PyTree) -> PyTree:
-        """Replace each variable of a tree by its one value.
+def _given(strategy: StrategyFields, variable: Any, value: PyTree, what: str) -> PyTree:
+    """What all towers are given for a variable; raise where they cannot share it."""
+    check_variable(variable, f"strategy.{what}")
+    refuse_per_tower([value], f"strategy.{what} of {label(variable)}")
+    return of_first_process(as_native("value", plain(value)), strategy.placement)
 
-        Args:
-          value: A pytree that may hold variables.
 
-        Returns:
-          The tree: a ``MirroredVar`` is its value, a ``TowerLocal`` is read by its
-          own reduction.
+def update_var(
+    self: StrategyFields,
+    variable: Variable,
+    fn: Callable[..., PyTree],
+    /,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> Any:
+    """The variable after ``fn(value, *args, **kwargs)`` of each of its copies.
 
-        Raises:
-          ValueError: A tower-local variable's reduction is NONE, or it lacks a copy for
-            a tower.
+    Args:
+      variable: Mirrored: ``fn`` is called once. Tower-local: once for each tower's
+        copy.
+      fn: Returns the new value, of the same structure and shapes.
+      *args: Values that all towers share; for a mirrored variable its value. Of several
+        processes the first one's are used.
+      **kwargs: As ``args``.
 
-        Example:
-          >>> import towerjax as tj
-          >>> strategy = tj.Mirrored(towers=2)
-          >>> float(strategy.read_var(strategy.create_var("v", 2.5)))
-          2.5
-        """
-        for x in parts_of(TowerLocal, value):
-            check_towers(x, self.placement.num_towers)
-        return read_variables(value)
+    Returns:
+      The new variable.
+
+    Raises:
+      ValueError: It is no variable, an argument differs from tower to tower, or the
+        result does not fit.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> count = strategy.create_var("count", 1.0, reduction=tj.Reduction.SUM,
+      ...     tower_local=True)
+      >>> float(strategy.read_var(strategy.update(count, lambda x, y: y, 5.0)))
+      10.0
+    """
+    args, kwargs = _given(self, variable, (args, kwargs), "update")
+    if isinstance(variable, MirroredVar):
+        new = plain(fn(variable.value, *args, **kwargs))
+        return _replace_value(variable, fit(variable, new))
+    check_towers(variable, self.num_towers)
+    news = [plain(fn(own, *args, **kwargs)) for own in unwrap(self, variable)]
+    rows = [fit(variable, new, copies=True) for new in news]
+    return _replace_value(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
+
+
+def read_var(self: StrategyFields, value: PyTree) -> PyTree:
+    """Replace each variable of a tree by its one value.
+
+    Args:
+      value: A pytree that may hold variables.
+
+    Returns:
+      The tree: a ``MirroredVar`` is its value, a ``TowerLocal`` is read by its own
+      reduction.
+
+    Raises:
+      ValueError: A tower-local variable's reduction is NONE, or it lacks a copy for a
+        tower.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> float(strategy.read_var(strategy.create_var("v", 2.5)))
+      2.5
+    """
+    for x in parts_of(TowerLocal, value):
+        check_towers(x, self.num_towers)
+    return read_local(value)
 
 
 def replicate(value: PyTree, num_towers: int) -> PyTree:
@@ -278,7 +262,7 @@ def split_sum(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
         x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
         towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
         whole, rest = x // num_towers, x % num_towers
-        return whole + (towers < rest).astype(x.dtype)
+        return whole[None] + (towers < rest[None]).astype(x.dtype)
 
     return jax.tree.map(one, value)
 
@@ -296,37 +280,29 @@ def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
     return cast
 
 
-def _dtypes_to_assign(variable: Variable) -> Callable[[Any], Sequence[Any]]:
-    """The dtypes of values that fit, preferred first: its own and its reduction's."""
-
-    def takes(dtype: Any) -> Sequence[Any]:
-        if jnp.issubdtype(dtype, jax.dtypes.extended):
-            return (dtype,)
-        if variable.reduction is Reduction.SUM and dtype != jnp.bool_:
-            return (reduced_dtype(Reduction.SUM, dtype), dtype)
-        if variable.reduction is Reduction.MEAN:
-            return (dtype, reduced_dtype(Reduction.MEAN, dtype))
-        return (dtype,)
-
-    return takes
-
-
 def _fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    value = fit(variable, value, copies=True, takes=_dtypes_to_assign(variable))
-    rows, treedef = jax.tree.flatten(split_sum(variable, value, num_towers))
-    names = [name for name, _ in named_leaves("value", value)]
-    old, problems = jax.tree.leaves(variable.value), []
-    for i, name in enumerate(names):
-        try:
-            rows[i] = cast_exactly(rows[i], old[i].dtype)
-        except ValueError as error:
-            problems.append(f"{name} {error}")
-    if problems:
+    """The towers' copies of which a tower-local variable reads as the value."""
+    takes = functools.partial(_dtypes_to_assign, variable.reduction)
+    value = fit(variable, value, copies=True, takes=takes)
+    rows = split_sum(variable, value, num_towers)
+    try:
+        return jax.tree.map(lambda x, o: cast_exactly(x, o.dtype), rows, variable.value)
+    except ValueError as error:
         raise ValueError(
-            f"The value does not fit {label(variable)}: {listed(problems)}. Create"
-            " the variable with a larger dtype, or pass a value that fits."
-        )
-    return treedef.unflatten(rows)
+            f"The value does not fit {label(variable)}: it {error}. Create the variable"
+            " with a larger dtype, or pass a value that fits."
+        ) from error
+
+
+def _dtypes_to_assign(reduction: Reduction, dtype: Any) -> Sequence[Any]:
+    """The dtypes of values that fit, preferred first: its own and its reduction's."""
+    adds = reduction in (Reduction.SUM, Reduction.MEAN)
+    if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return (dtype,)
+    read = reduced_dtype(reduction, dtype)
+    if reduction is Reduction.MEAN:
+        return dtype, read
+    return (dtype,) if dtype == jnp.bool_ else (read, dtype)
 
 
 def check_towers(variable: Variable, num_towers: int) -> None:
@@ -340,16 +316,6 @@ def check_towers(variable: Variable, num_towers: int) -> None:
                 " tower_local=True), or move it, tj.towers.restored_values(strategy, v,"
                 " tj.towers.saved_values(v))."
             )
-
-
-def refuse_per_tower(values: PyTree, what: str) -> None:
-    """Raise when a value differs from tower to tower."""
-    if found := parts_of(PerTower | TowerLocal, values):
-        raise ValueError(
-            f"{what}: Expected value to be mirrored across towers, got a"
-            f" {type(found[0]).__name__}. Reduce it first, with strategy.reduce or"
-            " strategy.read_var, or assign in a tower, with tower.assign."
-        )
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:

@@ -1,27 +1,43 @@
-"""The methods of every strategy, for all towers' values outside a step."""
+"""The methods of every strategy: functions whose first argument is the strategy."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from towerjax.collectives.sparse_rows import is_rows
-from towerjax.towers.cross_tower import values
-from towerjax.towers.cross_tower.assign import VariableMethods
-from towerjax.towers.cross_tower.call import CallMethods
-from towerjax.towers.cross_tower.destinations import copy_to, of_first_process
-from towerjax.towers.cross_tower.placement import PlacementMethods
-from towerjax.towers.variables import any_per_tower, is_per_tower
-from towerjax.types import PerTower, PyTree, Reduction, short_repr
-from towerjax.types.leaves import has_tracers
+from towerjax.data.distribute import DistributedDataset, InputOptions, Split
+from towerjax.data.shard import Remainder
+from towerjax.mesh.cluster.start import initialize
+from towerjax.towers.cross_tower import assign as assigning
+from towerjax.towers.cross_tower import call, steps, values
+from towerjax.towers.cross_tower import reduce as reducing
+from towerjax.towers.fields import StrategyFields
+from towerjax.types import PerTower, short_repr
 from towerjax.types.tables import Table, as_html, first_rows
 
 
-class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
-    """The methods of every strategy for its towers' values; all of them pure."""
+class StrategyMethods(StrategyFields):
+    """All methods of every strategy; all of them pure."""
+
+    call_for_each_tower = call.call_for_each_tower
+    run_steps_on_dataset = steps.run_steps_on_dataset
+    reduce = reducing.reduce_values
+    batch_reduce = reducing.batch_reduce
+    gather = reducing.gather_values
+    map = reducing.map_elements
+    broadcast = values.broadcast
+    unwrap = values.unwrap
+    select_tower = values.select_tower
+    regroup = values.regroup
+    fetch = values.fetch
+    create_var = assigning.create_var
+    assign = assigning.assign
+    assign_add = assigning.assign_add
+    assign_sub = assigning.assign_sub
+    update = assigning.update_var
+    read_var = assigning.read_var
 
     __repr__ = short_repr
 
@@ -60,182 +76,92 @@ class CrossTowerMethods(CallMethods, VariableMethods, PlacementMethods):
         """The names of the devices that the towers run on, in tower order."""
         return self.placement.devices
 
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The names of the devices that hold the parameters: each worker device."""
-        return self.placement.devices
+    parameter_devices = worker_devices  # each holds all parameters
 
     @property
     def worker_device_index(self) -> PerTower:
         """Each tower's id as a per-tower value."""
         return PerTower(jnp.arange(self.num_towers))
 
-    def unwrap(self, value: Any) -> list[Any]:
-        """The towers' values as a list; ``[value]`` when it is one value.
+    @property
+    def between_graph(self) -> bool:
+        """Whether each of several processes builds and runs the program."""
+        return self.placement.num_processes > 1
 
-        Args:
-          value: ``PerTower``, ``TowerLocal``, a tree of such, or anything else.
+    @property
+    def should_init(self) -> bool:
+        """Whether this is the first process, which does what a job does once."""
+        return jax.process_index() == 0
 
-        Returns:
-          ``T`` values, or trees, in tower order, or one.
-        """
-        return values.unwrap(value)
+    should_checkpoint = should_save_summary = should_init
 
-    def reduce(
+    def configure(
         self,
-        reduction: Reduction,
-        value: PyTree,
         *,
-        axis: int | None = None,
-        destinations: Any = None,
-    ) -> PyTree:
-        """One value of all towers' values.
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> Self:
+        """Join a job of several processes, and return this strategy for it.
+
+        The same as ``tj.cluster.initialize(cluster_spec=...)`` before the strategy is
+        used. Nothing else changes: the strategy still has its cross-tower op.
 
         Args:
-          reduction: SUM, MEAN or ONLY_FIRST_TOWER.
-          value: A pytree of ``PerTower`` and of values that all towers share.
-          axis: Also reduce over this dim of each tower's value.
-          destinations: The devices of the result: a device name, a ``jax.Device``,
-            several of these, or a value that lies on them; while JAX traces, only a
-            traced value, which lies on all.
+          cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``; None reads
+            the environment.
+          task_type: ``"chief"`` or ``"worker"``: the list that names this process.
+          task_id: Its index there, from 0.
 
         Returns:
-          The tree with one value a leaf.
+          An equal strategy, of all the processes' devices.
 
         Raises:
-          ValueError: SUM of a value that all towers share, other towers than the
-            strategy's, or destinations that are no devices.
+          ValueError: The cluster is wrong or incomplete.
+          RuntimeError: JAX was used before.
         """
-        return values.reduce_values(
-            self, reduction, value, axis=axis, destinations=destinations
-        )
+        initialize(cluster_spec=cluster_spec, task_type=task_type, task_id=task_id)
+        return copy.copy(self)  # without the cached placement
 
-    def batch_reduce(
-        self, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
-    ) -> list[PyTree]:
-        """Reduce the towers' values of each pair; all sums are computed together.
-
-        Args:
-          reduction: SUM, MEAN or ONLY_FIRST_TOWER.
-          pairs: ``(value, destinations)`` each, as in ``reduce``.
-
-        Returns:
-          As many values, in the order of the pairs.
-        """
-        if not isinstance(pairs, list | tuple):
-            raise ValueError(
-                f"batch_reduce got a {type(pairs).__name__}; give a list of pairs"
-                " (value, destinations)."
-            )
-        for number, pair in enumerate(pairs):
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                what = (
-                    f"a tuple of {len(pair)}" if isinstance(pair, tuple) else repr(pair)
-                )
-                raise ValueError(
-                    f"batch_reduce: pair {number} is {what}; write (value,"
-                    " destinations), or (value, None) for the strategy's devices."
-                )
-        reduced = self.reduce(reduction, [value for value, _ in pairs])
-        return [
-            x if destinations is None else copy_to(x, destinations)
-            for x, (_, destinations) in zip(reduced, pairs, strict=True)
-        ]
-
-    def broadcast(self, value: PyTree, destinations: Any = None) -> PyTree:
-        """A copy of one value on each of several devices.
-
-        Args:
-          value: A pytree of arrays or numbers.
-          destinations: The devices; None is all worker devices.
-
-        Returns:
-          The tree of mirrored arrays.
-        """
-        if any_per_tower(value):
-            raise ValueError(
-                "broadcast of a PerTower, which has a value for each tower. Make it one"
-                " first, with strategy.reduce, or name a tower:"
-                " strategy.unwrap(value)[0]."
-            )
-        if destinations is not None:
-            return copy_to(value, destinations)
-        if has_tracers(value):
-            return value
-        return copy_to(value, self.worker_devices)
-
-    def gather(self, value: PyTree, axis: int) -> PyTree:
-        """All towers' values joined along a dim; sizes may differ along it alone.
-
-        Args:
-          value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays, or
-            of trees of them; or a tree of such.
-          axis: The dim to join along.
-
-        Returns:
-          One array, or tree of them, in tower order.
-        """
-        return values.gather_values(self, value, axis)
-
-    def map(
+    def distribute_dataset(
         self,
-        fn: Callable[..., PyTree],
-        elements: Sequence[Any],
-        *args: PyTree,
-        **kwargs: PyTree,
-    ) -> PerTower:
-        """``fn(element, *args)`` of each element; tower ``j mod T`` gets result ``j``.
+        source: Any,
+        *,
+        split: Split = "batch",
+        remainder: Remainder = "pad",
+        micro_batches: int = 1,
+    ) -> DistributedDataset:
+        """A data set as placed batches, one a step, for steps and ``tj.run``.
+
+        Order is kept. ``prefetch_on_device`` of them are placed in advance.
 
         Args:
-          fn: A function of one element.
-          elements: The elements, of one shape.
-          *args: The same for all elements.
-          **kwargs: As ``args``.
+          source: An iterable of batches or a loader (Grain, ``tf.data``, PyTorch), or a
+            function of no arguments that returns one: each of several processes reads
+            all of it, and places its own towers' part. A function of one argument, an
+            `InputContext`, returns the process's own part.
+          split: ``"batch"``: an element is a global batch and is split over the
+            towers. ``"elements"``: each tower gets an element of its own, so that a
+            step takes ``T`` of them (what ``MirroredStrategy`` did).
+          remainder: What happens where towers cannot share rows evenly, and where
+            elements or processes run out: ``"pad"`` with rows of weight 0, ``"drop"``
+            or ``"error"``.
+          micro_batches: That of the step, which must divide a tower's rows too.
 
         Returns:
-          ``PerTower`` of a tuple: each tower's results, stacked.
+          A `DistributedDataset`.
+
+        Raises:
+          ValueError: ``source`` cannot be iterated, or an option is wrong.
+
+        Example:
+          >>> import numpy as np, towerjax as tj
+          >>> strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+          >>> batches = [np.arange(4), np.arange(4, 7)]
+          >>> for placed in strategy.distribute_dataset(batches):
+          ...     print(placed.arrays.tolist(), placed.counts.tolist())
+          [0, 1, 2, 3] [2, 2]
+          [4, 5, 6, 6] [2, 1]
         """
-        if any_per_tower((args, kwargs)):
-            raise ValueError(
-                "map: args are the same for all elements, but one of them is PerTower."
-                " Use call_for_each_tower for values that differ from tower to tower."
-            )
-        if not callable(fn):
-            raise ValueError(
-                f"map: the function comes first, and is a {type(fn).__name__}. Write"
-                " strategy.map(fn, elements, *args)."
-            )
-        if is_per_tower(elements):
-            raise ValueError(
-                "map: elements are a PerTower, of which each tower has its own. Use"
-                " call_for_each_tower, or pass a list."
-            )
-        arrays = isinstance(elements, np.ndarray | jax.Array) and elements.ndim
-        if not arrays and not isinstance(elements, Sequence):
-            raise ValueError(
-                f"map: elements are a {type(elements).__name__}, which does not say how"
-                " many there are. Make it a list: list(elements)."
-            )
-        if not len(elements):
-            raise ValueError("map: there are no elements.")
-        given = of_first_process((elements, args, kwargs), self.placement)
-        elements, args, kwargs = given
-        num_towers = self.num_towers
-        results = [fn(x, *args, **kwargs) for x in elements]
-        by_tower = [results[t::num_towers] for t in range(num_towers)]
-        return PerTower(
-            tuple(
-                jax.tree.map(_stack_results, *group, is_leaf=is_rows)
-                for group in by_tower
-                if group
-            )
-        )
-
-
-def _stack_results(*leaves: Any) -> jax.Array:
-    if is_rows(leaves[0]):
-        raise ValueError(
-            "map: fn returns IndexedRows, which cannot be stacked. Return"
-            " rows.to_dense(), or use call_for_each_tower."
-        )
-    return jnp.stack([jnp.asarray(x) for x in leaves])
+        options = InputOptions(split, remainder, micro_batches, self.prefetch_on_device)
+        return DistributedDataset(self.placement, source, options)

@@ -1,84 +1,67 @@
-"""Unwrap, reduce and gather the towers' values."""
+"""Take all towers' values apart, put them together, and copy them to devices."""
 
-import functools
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from towerjax.collectives.reduce import (
-    as_addend,
-    check_addable,
-    check_dim,
-    check_reduction,
-    from_total,
-    join_rows,
-    reduce_stacked,
+from towerjax.mesh.devices import (
+    canonical_device_name,
+    canonical_device_names,
+    find_device,
+    host_device,
 )
-from towerjax.collectives.rows_over_towers import (
-    check_joins,
-    join_tower_rows,
-    reduce_rows,
-    reduce_stacked_rows,
-)
-from towerjax.collectives.sparse_rows import IndexedRows, is_rows
-from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.placement import has_sharding, place_rows, wait_on_cpus
-from towerjax.metrics.weighted import Weighted
-from towerjax.towers.cross_tower.destinations import copy_to, of_first_process
-from towerjax.towers.executors import is_of_one_tower, over_devices
+from towerjax.mesh.placement import Placement, place
+from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import (
-    as_native,
     check_structures,
     is_tuple,
-    num_stacked,
     stack_towers,
+    unpad_batches,
 )
-from towerjax.towers.tower_local import read_local_over_towers, refuse_own_copy
+from towerjax.towers.tower_local import read_local, refuse_own_copy
 from towerjax.towers.variables import (
+    MirroredVar,
     TowerLocal,
-    any_per_tower,
+    Variable,
     is_per_tower,
+    is_variable,
+    label,
+    refuse_per_tower,
 )
-from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import is_traced, map_parts, parts_of
+from towerjax.types import Layout, PerTower, PyTree, leaf_name
+from towerjax.types.leaves import has_tracers, is_traced, key_data, map_parts, parts_of
+from towerjax.types.options import check_whole
 
 
-def reduce_on_devices(
-    strategy: StrategyFields, reduction: Reduction, stacked: PyTree
-) -> PyTree:
-    """Reduce leaves ``[T, ...]`` to one value.
+def unwrap(self: StrategyFields, value: Any) -> list[Any]:
+    """The towers' values as a list; ``[value]`` when it is one value.
 
-    SUM and MEAN of concrete arrays are computed together, in one compiled program, by
-    the strategy's cross-tower ops. While JAX traces, as inside a ``merge_call``, and
-    for ONLY_FIRST_TOWER there is no communication.
+    Args:
+      value: ``PerTower``, ``TowerLocal``, a tree of such, or anything else.
+
+    Returns:
+      ``T`` values, or trees, in tower order, or one.
     """
-    no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
-    if no_sums or is_traced(stacked):
-        return reduce_stacked(reduction, stacked)
-    placement = strategy.placement
-    rows = place_rows(stacked, placement, Layout.PER_TOWER)
-    return wait_on_cpus(_reduce_all(rows, strategy=strategy, reduction=reduction))
+    return values_of_towers(unpad_batches(value), self.num_towers)
 
 
-@functools.partial(jax.jit, static_argnames=("strategy", "reduction"))
-def _reduce_all(
-    rows: PyTree, *, strategy: StrategyFields, reduction: Reduction
-) -> PyTree:
-    placement = strategy.placement
+def values_of_towers(value: Any, num_towers: int) -> list[Any]:
+    """As `unwrap`: each tower's tree; as many as the shortest tuple of a `map` has."""
+    parts = [as_per_tower(x).values for x in parts_of(PerTower | TowerLocal, value)]
+    counts = [len(x) if is_tuple(x) else num_towers for x in parts]
 
-    def device_fn(rows: PyTree) -> PyTree:
-        ops, axes = strategy.cross_tower_ops, placement.axes
-        return read_local_over_towers(TowerLocal(rows, reduction), ops, axes)
+    def own(tower: int) -> PyTree:
+        return map_parts(
+            PerTower | TowerLocal,
+            lambda x: _row_of(as_per_tower(x), tower, num_towers),
+            value,
+        )
 
-    per_tower, mirrored = (Layout.PER_TOWER,), Layout.MIRRORED
-    out = over_devices(device_fn, placement, per_tower, mirrored)(rows)
-    return jax.lax.with_sharding_constraint(out, placement.sharding(mirrored))
+    return [own(tower) for tower in range(min(counts))] if parts else [value]
 
 
 def as_per_tower(x: Any) -> PerTower:
@@ -86,140 +69,57 @@ def as_per_tower(x: Any) -> PerTower:
     if not isinstance(x, TowerLocal):
         return x
     refuse_own_copy(x)
-    # A tuple in a variable is a tree of leaves [T, ...].
-    apart = is_tuple(x.value)
-    return PerTower(tuple(_unstack(x.value)) if apart else x.value)
+    if not is_tuple(x.value):
+        return PerTower(x.value)
+    count = len(jax.tree.leaves(x.value)[0])  # it is a tree of leaves [T, ...]
+    rows = (jax.tree.map(lambda x, t=t: x[t], x.value) for t in range(count))
+    return PerTower(tuple(rows))
 
 
-def unpad_batches(tree: PyTree) -> PyTree:
-    """Replace each placed batch of a tree by its towers' rows."""
-    if not parts_of(PlacedBatch, tree):
-        return tree  # the same objects
-    return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
+def _row_of(x: PerTower, tower: int, num_towers: int) -> PyTree:
+    if is_tuple(x.values):
+        return x.values[tower]
+    rows = stack_towers(x, num_towers, "The PerTower value")
+    return jax.tree.map(lambda x: x[tower], rows)
 
 
-def unwrap(value: Any) -> list[Any]:
-    """The towers' values, or trees, as a list; ``[value]`` when it is one value."""
-    value = unpad_batches(value)
-    if not any_per_tower(value):
-        return [value]
-    parts, treedef = jax.tree.flatten(value, is_leaf=is_per_tower)
-    columns = [
-        _tower_rows(as_per_tower(x).values) if is_per_tower(x) else itertools.repeat(x)
-        for x in parts
-    ]
-    return [treedef.unflatten(row) for row in zip(*columns, strict=False)]
+def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
+    """Tower ``t``'s own tree of a tree that holds all towers' values.
 
+    Args:
+      value: A pytree with ``PerTower`` leaves and variables.
+      tower: ``t``, from 0 to ``T - 1``; or the one tower's device, a ``jax.Device`` or
+        a name such as ``"gpu:2"``.
 
-def _tower_rows(rows: Any) -> list[Any]:
-    return list(rows) if is_tuple(rows) else _unstack(rows)
+    Returns:
+      The tree with the tower's own values; the inverse of `regroup`.
 
+    Raises:
+      ValueError: There is no such tower, or the device has several.
 
-def _unstack(stacked: PyTree) -> list[PyTree]:
-    """Split a tree of leaves ``[T, ...]`` into the towers' trees."""
-    towers = range(num_stacked(stacked))
-    return [jax.tree.map(lambda x, t=t: x[t], stacked) for t in towers]
-
-
-def reduce_values(
-    strategy: StrategyFields,
-    reduction: Reduction,
-    value: PyTree,
-    *,
-    axis: int | None = None,
-    destinations: Any = None,
-) -> PyTree:
-    """Reduce all towers' values to one; see `CrossTowerMethods.reduce`."""
-    check_reduction(reduction)
-    value = as_native("value", unpad_batches(value))
-    if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
-        raise ValueError(
-            f"axis={axis} adds up elements or takes their mean, which"
-            " Reduction.ONLY_FIRST_TOWER does not say. Write SUM or MEAN, or reduce"
-            " without axis and then over the dim."
-        )
-    value = _group_fields(Weighted | IndexedRows, value, strategy.num_towers)
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> strategy.select_tower({"own": tj.PerTower(("a", "b")), "n": 3}, 1)
+      {'n': 3, 'own': 'b'}
+    """
+    if isinstance(tower, str | jax.Device):
+        tower = self.placement.tower_on(canonical_device_name(tower))
+    check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
     def one(x: Any) -> Any:
-        if not is_per_tower(x):
-            x = _reduce_mirrored(strategy, reduction, x)
-            return x if axis is None else _reduce_dim(reduction, x, axis=axis)
-        x = as_per_tower(x)
-        check_addable(reduction, x)
-        if parts_of(IndexedRows, x):
-            rows = _reduce_sparse(strategy, reduction, x.values, axis)
-            return map_parts(IndexedRows, lambda r: _on_all(strategy, r), rows)
-        if axis is not None:  # joined before they are added: bfloat16 is rounded once
-            joined = _join_values(strategy, x, axis, "reduce with")
-            of_dim = functools.partial(_reduce_dim, reduction, axis=axis)
-            return jax.tree.map(of_dim, joined)
-        return PerTower(stack_towers(x, strategy.num_towers, "The PerTower value"))
+        if isinstance(x, TowerLocal):
+            refuse_own_copy(x)
+            return jax.tree.map(lambda rows: rows[tower], x)
+        if isinstance(x, PerTower):
+            return _row_of(x, tower, self.num_towers)
+        if not is_variable(x):
+            refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
+        return x
 
-    out = jax.tree.map(one, value, is_leaf=lambda x: is_per_tower(x) or is_rows(x))
-    leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
-    stacked = [x.values for x in leaves if is_per_tower(x)]
-    one_value = iter(reduce_on_devices(strategy, reduction, stacked))
-    leaves = [next(one_value) if is_per_tower(x) else x for x in leaves]
-    out = jax.tree.unflatten(treedef, leaves)
-    return out if destinations is None else copy_to(out, destinations)
-
-
-def _group_fields(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
-    """Make each part of class ``kind`` with a ``PerTower`` field one ``PerTower``.
-
-    So both fields of a ``Weighted`` are reduced alike, even if towers share the weight.
-    """
-
-    def stack_field(x: Any) -> Any:
-        if is_per_tower(x):
-            return stack_towers(as_per_tower(x), num_towers, "A field")
-        return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
-
-    def one(part: Any) -> Any:
-        fields, treedef = jax.tree.flatten(part, is_leaf=is_per_tower)
-        own = [as_per_tower(x).values for x in fields if is_per_tower(x)]
-        if not own:
-            return part
-        if any(map(is_tuple, own)):
-            return PerTower(tuple(unwrap(part)))
-        return PerTower(treedef.unflatten(map(stack_field, fields)))
-
-    return map_parts(kind, one, tree)
-
-
-def _on_all(strategy: StrategyFields, rows: IndexedRows) -> IndexedRows:
-    """The rows on all devices, as a reduced array is; traced ones as they are."""
-    return rows if is_traced(rows) else copy_to(rows, strategy.placement.devices)
-
-
-def _reduce_sparse(
-    strategy: StrategyFields, reduction: Reduction, rows: Any, axis: Any
-) -> Any:
-    num_towers, name = strategy.num_towers, "The PerTower value"
-    if axis is not None:
-        raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
-    if not is_tuple(rows):
-        leaves, treedef = jax.tree.flatten(rows, is_leaf=is_rows)
-        out = [
-            reduce_stacked_rows(reduction, x, num_towers)
-            if is_rows(x)
-            else PerTower(stack_towers(PerTower(x), num_towers, name))
-            for x in leaves
-        ]
-        return jax.tree.unflatten(treedef, out)
-    if len(rows) != num_towers:
-        raise ValueError(
-            f"The PerTower value holds {len(rows)} towers' rows, but the strategy has"
-            f" {num_towers} towers. Give one IndexedRows, or array, for each tower."
-        )
-    check_structures(rows, name, is_leaf=is_rows)
-
-    def one(*leaves: Any) -> Any:
-        if any(map(is_rows, leaves)):
-            return reduce_rows(reduction, list(leaves))
-        return PerTower(stack_towers(PerTower(leaves), num_towers, name))
-
-    return jax.tree.map(one, *rows, is_leaf=is_rows)
+    return jax.tree.map(
+        one, unpad_batches(value), is_leaf=lambda x: is_per_tower(x) or is_variable(x)
+    )
 
 
 def refuse_in_tower(what: str, value: Any, instead: str) -> None:
@@ -232,109 +132,180 @@ def refuse_in_tower(what: str, value: Any, instead: str) -> None:
         )
 
 
-def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:
-    refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
-    if reduction is not Reduction.SUM or strategy.num_towers == 1:
-        value = of_first_process(value, strategy.placement)
-        # A copy, since the caller may write into a NumPy array later.
-        numpys = np.ndarray | np.generic
-        return jax.tree.map(
-            lambda x: jnp.array(x) if isinstance(x, numpys) else x, value
-        )
-    known = not isinstance(value, Tracer) and not is_rows(value)
-    # Such as the gradient of an unused parameter. Compared in NumPy, since JAX's
-    # comparison has no value while JAX traces.
-    if known and not np.any(np.asarray(value)):
-        return value
-    if is_rows(value):
-        value = "IndexedRows"
-    elif np.ndim(value):
-        value = f"an array of shape {np.shape(value)}"
-    raise ValueError(
-        f"SUM of {value}, which is the same on all {strategy.num_towers} towers:"
-        f" did you mean {strategy.num_towers} times the value, or the value? Use"
-        " Reduction.MEAN for the value itself, or multiply by num_towers."
-    )
+def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
+    """One tree of ``T`` towers' trees.
 
+    Args:
+      nests: Tower ``t``'s tree at index ``t``, all of one structure.
 
-def _reduce_dim(reduction: Reduction, x: Any, *, axis: int) -> Any:
-    check_dim([x], axis)
-    x = jnp.asarray(x)
-    total = as_addend(reduction, x).sum(axis=axis)
-    count = max(x.shape[axis], 1)  # no elements: 0, never NaN
-    return from_total(reduction, total, count, x.dtype)
+    Returns:
+      The tree: one leaf where all towers have the same object or equal constants, else
+      ``PerTower``; the inverse of `select_tower`.
 
+    Raises:
+      ValueError: Another number of trees than towers; structures differ.
 
-def gather_values(strategy: StrategyFields, value: PyTree, axis: int) -> PyTree:
-    """All towers' values joined along a dim; sizes may differ along it alone."""
-    value = _group_fields(IndexedRows, as_native("value", value), strategy.num_towers)
-    if not is_per_tower(value):
-        if any_per_tower(value):
-            one = functools.partial(gather_values, strategy, axis=axis)
-            stops = lambda x: is_per_tower(x) or is_rows(x)  # noqa: E731
-            return jax.tree.map(one, value, is_leaf=stops)
-        refuse_in_tower("gather", value, "tower.all_gather(x)")
-        if strategy.num_towers > 1:
-            raise ValueError(
-                f"gather of a value that is the same on all {strategy.num_towers}"
-                " towers: it is one value and not a PerTower. Use it as it is, or tile"
-                " it for as many copies as there are towers."
-            )
-        value = PerTower((value,))
-    return _join_values(strategy, as_per_tower(value), axis, "gather along")
-
-
-def _join_values(
-    strategy: StrategyFields, value: PerTower, axis: int, what: str
-) -> PyTree:
-    """All towers' values joined along dim ``axis`` of a tower's."""
-    number, stacked = strategy.num_towers, value.values
-    one_by_one = is_tuple(stacked) or bool(parts_of(IndexedRows, stacked))
-    rows = unwrap(value) if one_by_one else [None] * num_stacked(stacked)
-    # A tuple of ``map`` may lack the values of the last towers.
-    if not rows or len(rows) > number or (len(rows) < number and not is_tuple(stacked)):
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> strategy.regroup([{"a": "x", "n": 3}, {"a": "y", "n": 3}])
+      {'a': PerTower(values=('x', 'y')), 'n': 3}
+    """
+    if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
         raise ValueError(
-            f"The PerTower value holds {len(rows)} towers' values, but the strategy has"
-            f" {number} towers. Stack one value for each tower."
+            f"regroup: got a {type(nests).__name__} of {len(nests)}, expected a list of"
+            f" {self.num_towers} trees, one for each tower, in the order of the towers."
         )
-    if not one_by_one:
-        return jax.tree.map(lambda x: _join_stacked(strategy, x, axis), stacked)
-    # The shape of IndexedRows is part of their structure, but may differ.
-    bare = [jax.tree.map(lambda x: 0, row, is_leaf=is_rows) for row in rows]
-    check_structures(bare, "gather: the PerTower value")
 
-    def join(*leaves: Any) -> Any:
-        check_joins(leaves, axis)
-        if any(map(is_rows, leaves)):
-            return wait_on_cpus(join_tower_rows(list(leaves)))
-        return _concatenate(tuple(map(jnp.asarray, leaves)), axis, what)
+    def is_whole(x: Any) -> bool:
+        return x is None or is_variable(x)
 
-    return jax.tree.map(join, *rows, is_leaf=is_rows)
+    def one(path: tuple[Any, ...], *leaves: Any) -> Any:
+        where = leaf_name("nests", path)
+        if any(isinstance(x, MirroredVar) for x in leaves):
+            return _check_one_variable(leaves, where)
+        if any(map(is_whole, leaves)):
+            check_structures(leaves, where)
+            return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
+        return leaves[0] if _is_same(leaves) else PerTower(leaves)
 
-
-def _join_stacked(strategy: StrategyFields, x: Any, axis: int) -> jax.Array:
-    check_dim([jax.ShapeDtypeStruct(np.shape(x)[1:], np.int32)], axis)
-    per_tower = strategy.placement.sharding(Layout.PER_TOWER)
-    if is_traced(x) or not has_sharding(x, per_tower):
-        return join_rows(jnp.asarray(x), axis)
-    mirrored = strategy.placement.sharding(Layout.MIRRORED)
-    return wait_on_cpus(_join_on_devices(x, axis=axis, sharding=mirrored))
+    check_structures(nests, "nests", is_leaf=is_whole)
+    return jax.tree_util.tree_map_with_path(one, *nests, is_leaf=is_whole)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "sharding"))
-def _join_on_devices(x: jax.Array, *, axis: int, sharding: Any) -> jax.Array:
-    """One program: a slice for each tower takes a program of all devices each."""
-    return jax.lax.with_sharding_constraint(join_rows(x, axis), sharding)
+def _is_same(leaves: Sequence[Any]) -> bool:
+    """Whether all towers hold the same object, or equal constants."""
+    first = leaves[0]
+    if isinstance(first, str | bytes | int | float | complex):
+        return all(type(x) is type(first) and x == first for x in leaves)
+    return all(x is first for x in leaves)
 
 
-def _concatenate(rows: Sequence[jax.Array], axis: int, what: str) -> jax.Array:
-    def other_dims(row: jax.Array) -> tuple[int, ...]:
-        return tuple(np.delete(row.shape, axis).tolist())
+def _check_one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
+    def bits(x: Any) -> tuple[Any, list[bytes]]:
+        leaves, treedef = jax.tree.flatten(x)  # which has the name and reduction
+        return treedef, [np.asarray(key_data(leaf)).tobytes() for leaf in leaves]
 
-    for tower, row in enumerate(rows):
-        if row.ndim != rows[0].ndim or other_dims(row) != other_dims(rows[0]):
+    first = leaves[0]
+    for tower, x in enumerate(leaves):
+        if x is not first and bits(x) != bits(first):
+            kinds = [
+                label(x) if is_variable(x) else f"a {type(x).__name__}" for x in leaves
+            ]
             raise ValueError(
-                f"{what} axis {axis}: tower {tower} has shape {row.shape} and"
-                f" tower 0 {rows[0].shape}; only dim {axis} may differ."
+                f"{where}: a mirrored variable is one, but tower 0 has {kinds[0]} and"
+                f" tower {tower} {kinds[tower]}, of another name, reduction or value."
+                " Give it one name, and reduce values before you make it."
             )
-    return wait_on_cpus(jnp.concatenate(rows, axis=axis))
+    return first
+
+
+def fetch(
+    self: StrategyFields,
+    value: PyTree,
+    destination: Any = None,
+    fn: Callable[[PyTree], PyTree] | None = None,
+) -> PyTree:
+    """The value, or ``fn`` of it, on one device.
+
+    Args:
+      value: A value that all towers share; variables are read.
+      destination: A device or its name; None is this process's first CPU, or no
+        transfer while JAX traces.
+      fn: Applied where the value lies, so that only its result is sent.
+
+    Returns:
+      A tree of arrays.
+
+    Raises:
+      ValueError: The value differs from tower to tower; there is no such device.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> v = strategy.create_var("v", [1.0, 2.0])
+      >>> float(strategy.fetch(v, fn=lambda x: x[0] + x[1]))
+      3.0
+    """
+    value = read_local(value)
+    refuse_per_tower(value, "strategy.fetch")
+    value = value if fn is None else fn(value)
+    if destination is None and not has_tracers(value):
+        destination = host_device()
+    return copy_to(value, destination)
+
+
+def broadcast(self: StrategyFields, value: PyTree, destinations: Any = None) -> PyTree:
+    """A copy of one value on each of several devices.
+
+    Args:
+      value: A pytree of arrays or numbers.
+      destinations: The devices, as of ``reduce``; None is all worker devices.
+
+    Returns:
+      The tree of mirrored arrays.
+    """
+    refuse_per_tower(value, "strategy.broadcast")
+    if destinations is None:
+        destinations = value if has_tracers(value) else self.placement.devices
+    return copy_to(value, destinations)
+
+
+def copy_to(value: PyTree, destinations: Any) -> PyTree:
+    """Copy the value to one device, or to each of several; None leaves it there."""
+    if destinations is None or has_tracers(destinations):  # traced: on every device
+        return value
+    if has_tracers(value):
+        raise ValueError(
+            f"destinations={destinations!r:.200} inside a tower function or a step: a"
+            " value there lies on every device already. Leave destinations out."
+        )
+    names = _names_of(destinations)
+    return place(value, Placement(names, len(names)), Layout.MIRRORED)
+
+
+def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
+    """The tree; of several processes the first one's numbers, on all devices."""
+    if placement.num_processes == 1 or is_traced(tree):
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    scalars = (bool, int, float, complex)
+    kinds = (jax.Array, np.ndarray, np.generic, *scalars)
+    held = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
+    placed = place([leaves[i] for i in held], placement, Layout.MIRRORED)
+    for i, x in zip(held, placed, strict=True):
+        # A Python number stays one, which takes the dtype of what it meets.
+        leaves[i] = x.item() if type(leaves[i]) in scalars else x
+    return treedef.unflatten(leaves)
+
+
+def _names_of(destinations: Any) -> tuple[str, ...]:
+    """The canonical names of the devices of ``destinations``."""
+    names = canonical_device_names(_devices_in(destinations))
+    if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
+        owners = [find_device(name).process_index for name in names]
+        if len({owners.count(p) for p in range(jax.process_count())}) > 1:
+            raise ValueError(
+                f"destinations {', '.join(names)} belong to the processes {owners} of"
+                f" {jax.process_count()}: names count the devices of all processes."
+                " Pass a device of each process's own, jax.local_devices()[0], or"
+                " leave destinations out and read the value with np.asarray."
+            )
+    return names
+
+
+def _devices_in(destinations: Any) -> Any:
+    if isinstance(destinations, str | jax.Device):
+        return [destinations]
+    if isinstance(destinations, tuple | list):
+        return destinations
+    arrays = jax.tree.leaves(destinations)
+    lies = isinstance(destinations, jax.Array | PerTower | Variable)
+    if lies and all(isinstance(x, jax.Array) for x in arrays):
+        found = {device for x in arrays for device in x.devices()}
+        return sorted(found, key=lambda device: device.id)
+    raise ValueError(
+        f"destinations={destinations!r:.200} names no devices. It may be a device name"
+        " such as 'cpu:1', a jax.Device, a tuple or list of these, or a value that lies"
+        " on the devices: a jax.Array, a PerTower or a variable."
+    )

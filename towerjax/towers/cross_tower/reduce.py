@@ -1,0 +1,335 @@
+"""Reduce, join and map all towers' values, outside of a step or in a merge function."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from towerjax.collectives.reduce import (
+    as_addend,
+    check_addable,
+    check_dim,
+    check_reduction,
+    from_total,
+    join_rows,
+    reduce_stacked,
+)
+from towerjax.collectives.rows_over_towers import (
+    check_joins,
+    join_tower_rows,
+    reduce_rows,
+    reduce_stacked_rows,
+)
+from towerjax.collectives.sparse_rows import IndexedRows, is_rows
+from towerjax.mesh.placement import has_sharding, place_rows, wait_on_cpus
+from towerjax.metrics.weighted import Weighted
+from towerjax.towers.cross_tower.values import (
+    as_per_tower,
+    copy_to,
+    of_first_process,
+    refuse_in_tower,
+    values_of_towers,
+)
+from towerjax.towers.executors import over_devices
+from towerjax.towers.fields import StrategyFields
+from towerjax.towers.merge import (
+    as_native,
+    check_structures,
+    is_tuple,
+    stack_towers,
+    unpad_batches,
+)
+from towerjax.towers.tower_local import read_local_over_towers
+from towerjax.towers.variables import TowerLocal, is_per_tower, refuse_per_tower
+from towerjax.types import Layout, PerTower, PyTree, Reduction
+from towerjax.types.leaves import is_traced, map_parts, parts_of
+
+_VALUE = "The PerTower value"
+
+
+def reduce_values(
+    self: StrategyFields,
+    reduction: Reduction,
+    value: PyTree,
+    *,
+    axis: int | None = None,
+    destinations: Any = None,
+) -> PyTree:
+    """One value of all towers' values.
+
+    Args:
+      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+      value: A pytree of ``PerTower`` and of values that all towers share.
+      axis: Also reduce over this dim of each tower's value.
+      destinations: The devices of the result: a device name, a ``jax.Device``, several
+        of these, or a value that lies on them; while JAX traces, only a traced value,
+        which lies on all.
+
+    Returns:
+      The tree with one value a leaf.
+
+    Raises:
+      ValueError: SUM of a value that all towers share, other towers than the
+        strategy's, or destinations that are no devices.
+    """
+    check_reduction(reduction)
+    value = as_native("value", unpad_batches(value))
+    if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
+        raise ValueError(
+            f"axis={axis} adds up elements or takes their mean: write SUM or MEAN, or"
+            " reduce without axis, and then over the dim."
+        )
+    value = _group_fields(Weighted | IndexedRows, value, self.num_towers)
+
+    def one(x: Any) -> Any:
+        if not is_per_tower(x):
+            x = _reduce_mirrored(self, reduction, x)
+            return x if axis is None else _reduce_dim(reduction, x, axis)
+        check_addable(reduction, x)
+        sparse = parts_of(IndexedRows, x)
+        if axis is not None and sparse:
+            raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
+        if axis is not None:  # joined before they are added: bfloat16 is rounded once
+            return _reduce_dim(
+                reduction, _join_leaf(self, x, axis, "reduce with"), axis
+            )
+        if sparse:
+            return _reduce_sparse(self, reduction, x.values)
+        return PerTower(stack_towers(x, self.num_towers, _VALUE))
+
+    out = jax.tree.map(one, _by_leaf(value, self.num_towers), is_leaf=_is_one)
+    leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
+    stacked = [x.values for x in leaves if is_per_tower(x)]
+    reduced = iter(_reduce_on_devices(self, reduction, stacked))
+    leaves = [next(reduced) if is_per_tower(x) else x for x in leaves]
+    return copy_to(jax.tree.unflatten(treedef, leaves), destinations)
+
+
+def batch_reduce(
+    self: StrategyFields, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
+) -> list[PyTree]:
+    """Reduce the towers' values of each pair; all sums are computed together.
+
+    Args:
+      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
+      pairs: ``(value, destinations)`` each, as in ``reduce``.
+
+    Returns:
+      As many values, in the order of the pairs.
+    """
+    reduced = reduce_values(self, reduction, [value for value, _ in pairs])
+    return [copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
+
+
+def _reduce_on_devices(
+    strategy: StrategyFields, reduction: Reduction, stacked: PyTree
+) -> PyTree:
+    """Reduce leaves ``[T, ...]`` to one value.
+
+    SUM and MEAN of concrete arrays are computed together, in one compiled program, by
+    the strategy's cross-tower ops. While JAX traces, as inside a ``merge_call``, and
+    for ONLY_FIRST_TOWER there is no communication.
+    """
+    no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
+    if no_sums or is_traced(stacked):
+        return reduce_stacked(reduction, stacked)
+    rows = place_rows(stacked, strategy.placement, Layout.PER_TOWER)
+    return wait_on_cpus(_reduce_all(rows, strategy=strategy, reduction=reduction))
+
+
+@functools.partial(jax.jit, static_argnames=("strategy", "reduction"))
+def _reduce_all(
+    rows: PyTree, *, strategy: StrategyFields, reduction: Reduction
+) -> PyTree:
+    placement = strategy.placement
+
+    def device_fn(rows: PyTree) -> PyTree:
+        ops, axes = strategy.cross_tower_ops, placement.axes
+        return read_local_over_towers(TowerLocal(rows, reduction), ops, axes)
+
+    per_tower, mirrored = (Layout.PER_TOWER,), Layout.MIRRORED
+    out = over_devices(device_fn, placement, per_tower, mirrored)(rows)
+    return jax.lax.with_sharding_constraint(out, placement.sharding(mirrored))
+
+
+def _group_fields(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
+    """Make each part of class ``kind`` with a ``PerTower`` field one ``PerTower``.
+
+    So both fields of a ``Weighted`` are reduced alike, even if towers share the weight.
+    """
+
+    def stack_field(x: Any) -> Any:
+        if is_per_tower(x):
+            return stack_towers(as_per_tower(x), num_towers, "A field")
+        return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
+
+    def one(part: Any) -> Any:
+        fields, treedef = jax.tree.flatten(part, is_leaf=is_per_tower)
+        own = [as_per_tower(x).values for x in fields if is_per_tower(x)]
+        if not own:
+            return part
+        if any(map(is_tuple, own)):  # whose shapes may differ
+            return PerTower(tuple(values_of_towers(part, num_towers)))
+        return PerTower(treedef.unflatten(map(stack_field, fields)))
+
+    return map_parts(kind, one, tree)
+
+
+def _is_one(x: Any) -> bool:
+    return is_per_tower(x) or is_rows(x)
+
+
+def _by_leaf(tree: PyTree, num_towers: int) -> PyTree:
+    """Each part that has a value a tower as a tree of ``PerTower`` of one leaf."""
+
+    def one(x: Any) -> PyTree:
+        rows = as_per_tower(x).values
+        if not is_tuple(rows):
+            return jax.tree.map(PerTower, rows, is_leaf=is_rows)
+        # A tuple of ``map`` may lack the values of the last towers.
+        if not rows or len(rows) > num_towers:
+            _check_number(rows, num_towers)
+        check_structures(rows, _VALUE, is_leaf=is_rows)
+        return jax.tree.map(lambda *xs: PerTower(xs), *rows, is_leaf=is_rows)
+
+    return map_parts(PerTower | TowerLocal, one, tree)
+
+
+def _check_number(rows: Sequence[Any], num_towers: int) -> None:
+    if len(rows) != num_towers:
+        raise ValueError(
+            f"{_VALUE} holds {len(rows)} towers' values, but the strategy has"
+            f" {num_towers} towers. Give one value for each tower."
+        )
+
+
+def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) -> PyTree:
+    """Reduce the towers' IndexedRows to one, which lies where reduced arrays do."""
+    if is_tuple(rows):
+        _check_number(rows, strategy.num_towers)
+        out = reduce_rows(reduction, list(rows))
+    else:
+        out = reduce_stacked_rows(reduction, rows, strategy.num_towers)
+    return out if is_traced(out) else copy_to(out, strategy.placement.devices)
+
+
+def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:
+    refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
+    if reduction is not Reduction.SUM or strategy.num_towers == 1:
+        value = of_first_process(value, strategy.placement)
+        # A copy, since the caller may write into a NumPy array later.
+        return map_parts(np.ndarray | np.generic, jnp.array, value)
+    # Such as the gradient of an unused parameter. Compared in NumPy, since JAX's
+    # comparison has no value while JAX traces.
+    known = not isinstance(value, Tracer) and not is_rows(value)
+    if known and not np.any(np.asarray(value)):
+        return value
+    shown = f"an array of shape {np.shape(value)}" if np.ndim(value) else value
+    raise ValueError(
+        f"SUM of {'IndexedRows' if is_rows(value) else shown}, which is the same on"
+        f" all {strategy.num_towers} towers. Use Reduction.MEAN for the value itself,"
+        " or multiply by num_towers."
+    )
+
+
+def _reduce_dim(reduction: Reduction, x: Any, axis: int) -> Any:
+    check_dim([x], axis)
+    x = jnp.asarray(x)
+    total = as_addend(reduction, x).sum(axis=axis)
+    count = max(x.shape[axis], 1)  # no elements: 0, never NaN
+    return from_total(reduction, total, count, x.dtype)
+
+
+def gather_values(self: StrategyFields, value: PyTree, axis: int) -> PyTree:
+    """All towers' values joined along a dim; sizes may differ along it alone.
+
+    Args:
+      value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays, or of trees
+        of them; or a tree of such.
+      axis: The dim to join along.
+
+    Returns:
+      One array, or tree of them, in tower order.
+    """
+    value = _group_fields(IndexedRows, as_native("value", value), self.num_towers)
+
+    def one(x: Any) -> Any:
+        if not is_per_tower(x):
+            refuse_in_tower("gather", x, "tower.all_gather(x)")
+            if self.num_towers > 1:
+                raise ValueError(
+                    f"gather of a value that is the same on all {self.num_towers}"
+                    " towers: it is one value and not a PerTower. Use it as it is."
+                )
+            x = PerTower((x,))
+        return _join_leaf(self, x, axis, "gather along")
+
+    return jax.tree.map(one, _by_leaf(value, self.num_towers), is_leaf=_is_one)
+
+
+def _join_leaf(strategy: StrategyFields, value: PerTower, axis: int, what: str) -> Any:
+    """All towers' values of one leaf, joined along dim ``axis`` of a tower's."""
+    if not is_tuple(value.values) and not is_rows(value.values):
+        rows = stack_towers(value, strategy.num_towers, _VALUE)
+        return _join_stacked(strategy, rows, axis)
+    leaves = values_of_towers(value, strategy.num_towers)
+    check_joins(leaves, axis)
+    if any(map(is_rows, leaves)):
+        return wait_on_cpus(join_tower_rows(leaves))
+    others = {tuple(np.delete(np.shape(x), axis).tolist()) for x in leaves}
+    if len(others) > 1:
+        raise ValueError(
+            f"{what} axis {axis}: towers have shapes {[*map(np.shape, leaves)]}; only"
+            f" dim {axis} may differ."
+        )
+    return wait_on_cpus(jnp.concatenate(leaves, axis=axis))
+
+
+def _join_stacked(strategy: StrategyFields, x: Any, axis: int) -> jax.Array:
+    check_dim([jax.ShapeDtypeStruct(np.shape(x)[1:], np.int32)], axis)
+    per_tower = strategy.placement.sharding(Layout.PER_TOWER)
+    if is_traced(x) or not has_sharding(x, per_tower):
+        return join_rows(jnp.asarray(x), axis)
+    mirrored = strategy.placement.sharding(Layout.MIRRORED)
+    return wait_on_cpus(_join_on_devices(x, axis=axis, sharding=mirrored))
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "sharding"))
+def _join_on_devices(x: jax.Array, *, axis: int, sharding: Any) -> jax.Array:
+    """One program: a slice for each tower takes a program of all devices each."""
+    return jax.lax.with_sharding_constraint(join_rows(x, axis), sharding)
+
+
+def map_elements(
+    self: StrategyFields,
+    fn: Callable[..., PyTree],
+    elements: Sequence[Any],
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PerTower:
+    """``fn(element, *args)`` of each element; tower ``j mod T`` gets result ``j``.
+
+    Args:
+      fn: A function of one element.
+      elements: The elements, of one shape.
+      *args: The same for all elements.
+      **kwargs: As ``args``.
+
+    Returns:
+      ``PerTower`` of a tuple: each tower's results, stacked.
+    """
+    refuse_per_tower((elements, args, kwargs), "map")
+    if not len(elements):
+        raise ValueError("map: there are no elements.")
+    given = of_first_process((elements, args, kwargs), self.placement)
+    elements, args, kwargs = given
+    results = [fn(x, *args, **kwargs) for x in elements]
+    if parts_of(IndexedRows, results):
+        raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")
+    own = [results[t :: self.num_towers] for t in range(self.num_towers)]
+    stack = lambda *xs: jnp.stack([jnp.asarray(x) for x in xs])  # noqa: E731
+    return PerTower(tuple(jax.tree.map(stack, *group) for group in own if group))

@@ -1,0 +1,270 @@
+"""Several steps of a function on a data set, in one program."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import row_weights, split_rows, with_shared
+from towerjax.mesh.placement import Placement, place
+from towerjax.towers.cross_tower.call import call_for_each_tower
+from towerjax.towers.cross_tower.reduce import reduce_values
+from towerjax.towers.executors import (
+    TracedCall,
+    closed_over_kinds,
+    is_inside_tower,
+    run_traced,
+)
+from towerjax.towers.fields import StrategyFields
+from towerjax.towers.merge import stack_towers
+from towerjax.towers.tower import Tower
+from towerjax.towers.tower_local import layouts_of
+from towerjax.towers.variables import is_per_tower
+from towerjax.types import Layout, PerTower, PyTree, Reduction
+from towerjax.types.leaves import (
+    changes,
+    has_tracers,
+    listed,
+    map_parts,
+    problem_of,
+    shown,
+)
+from towerjax.types.options import check_takes, check_whole
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
+class _StaticOutputs(TracedCall):
+    """Values that are no arrays, as a trace's output: a pytree node without leaves."""
+
+    values: dict[str, Any]
+
+
+class MultiStepContext:
+    """The context of a step function of ``run_steps_on_dataset``, and its outputs.
+
+    Attributes:
+      strategy: The strategy that runs the steps.
+      weight: ``PerTower`` ``[T, b]`` float32, inside a step: 1 where a tower's row is
+        an example and 0 where it is padding.
+      last_step_outputs: Name -> what the last step set; a ``PerTower`` where it was
+        set without a reduction.
+      non_tensor_outputs: Name -> what was set while the steps were traced.
+      final: After the run: what the last step returned.
+      iterations: After the run: the number of steps done.
+    """
+
+    def __init__(
+        self, strategy: StrategyFields, weight: PerTower | None = None
+    ) -> None:
+        self.strategy, self.weight = strategy, weight
+        self.last_step_outputs: dict[str, Any] = {}
+        self.non_tensor_outputs: dict[str, Any] = {}
+        self.final: PyTree = None
+        self.iterations = 0
+        # What a tower function sets; None outside of one.
+        self._of_towers: dict[str, Any] | None = None
+
+    def call_for_each_tower(
+        self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """As the strategy's, but a tower function may set outputs of this context."""
+        reductions = {}
+
+        def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
+            self._of_towers = {}
+            out = fn(tower, *args, **kwargs)
+            given, self._of_towers = self._of_towers, None
+            reductions.update({name: x for name, (x, _) in given.items()})
+            return out, {name: x for name, (_, x) in given.items()}
+
+        out, own = call_for_each_tower(self.strategy, tower_fn, *args, **kwargs)
+        for name, reduction in reductions.items():
+            self.set_last_step_output(name, own[name], reduction)
+        return out
+
+    def set_last_step_output(
+        self, name: str, output: PyTree, reduction: Reduction = Reduction.NONE
+    ) -> None:
+        """Output a value of the last step; setting it again overwrites it.
+
+        Args:
+          name: Its name in ``last_step_outputs``.
+          output: In a step, a ``PerTower`` or a value that all towers share; in a
+            tower function under ``call_for_each_tower``, the tower's own value.
+          reduction: How the towers' values become one; NONE keeps them apart, which a
+            tower function cannot.
+
+        Raises:
+          ValueError: NONE in a tower function; the strategy, and not this context,
+            called the tower function; the output is no array.
+        """
+        if self._of_towers is not None:
+            if reduction is Reduction.NONE:
+                raise ValueError(
+                    f"set_last_step_output({name!r}) in a tower function needs SUM,"
+                    " MEAN or ONLY_FIRST_TOWER; or return the value and set it later."
+                )
+            self._of_towers[name] = reduction, output
+            return
+        if is_inside_tower():
+            raise ValueError(
+                f"set_last_step_output({name!r}) in a tower function that"
+                " strategy.call_for_each_tower runs. Call the function with"
+                " ctx.call_for_each_tower, or set what it returns."
+            )
+        if reduction is not Reduction.NONE:
+            output = reduce_values(self.strategy, reduction, output)
+        if found := [x for x in jax.tree.leaves(output) if problem_of(x)]:
+            raise ValueError(
+                f"set_last_step_output({name!r}) got {shown(found[0])}, which is no"
+                f" array. Write set_non_tensor_output({name!r}, ...)."
+            )
+        self.last_step_outputs[name] = output
+
+    def set_non_tensor_output(self, name: str, output: Any) -> None:
+        """Output something that is no array; recorded while the steps are traced.
+
+        Args:
+          name: Its name in ``non_tensor_outputs``.
+          output: Anything. From a tower function it arrives as a list with one
+            entry, since all towers are one trace.
+
+        Raises:
+          ValueError: An array that the steps compute, which has no value yet.
+        """
+        if has_tracers(output):
+            raise ValueError(
+                f"set_non_tensor_output({name!r}) got an array that the steps compute."
+                f" Write set_last_step_output({name!r}, ...)."
+            )
+        inside = self._of_towers is not None
+        self.non_tensor_outputs[name] = [output] if inside else output
+
+
+# The cache's key: the strategy, the step function, and whether batches are bare.
+_Steps: TypeAlias = tuple[StrategyFields, Callable[..., PyTree], bool]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_steps(
+    steps: _Steps, carry: PyTree, arrays: list[PyTree], count: Any
+) -> tuple[PyTree, dict[str, Any], _StaticOutputs]:
+    """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
+    strategy, fn, bare = steps
+    num_towers, values = strategy.num_towers, {}
+    batches, num_valid, shared = arrays
+
+    def one(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
+        def of_towers(x: jax.Array) -> PerTower:
+            x = x[i]
+            return PerTower(x if bare else split_rows(x, num_towers))
+
+        rows = jax.tree.leaves(batches)[0].shape[1] // num_towers
+        weight = row_weights(num_valid[i][:, None], 0, rows)
+        ctx = MultiStepContext(strategy, PerTower(weight))
+        batch = jax.tree.map(of_towers, batches)
+        batch = with_shared(batch, jax.tree.map(lambda x: x[i], shared))
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
+        after = _stack_own(fn(ctx, carry, *inputs), num_towers)
+        if found := changes("initial", carry, after):
+            raise ValueError(
+                "run_steps_on_dataset: a step returns what the next one takes, of the"
+                f" same tree, shapes and dtypes as initial, but {listed(found)}."
+            )
+        values.update(ctx.non_tensor_outputs)
+        return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
+
+    jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
+    kept = _StaticOutputs(steps, closed_over_kinds(jaxpr), values)
+    empty = jax.tree.map(jnp.zeros_like, shapes[1])
+    carry, outputs = lax.fori_loop(
+        0, count, lambda i, done: one(i, done[0]), (carry, empty)
+    )
+    # Placed as before, so that the next call needs no other program.
+    layouts = layouts_of(carry, is_per_tower)
+    shardings = strategy.placement.shardings(layouts, carry)
+    return lax.with_sharding_constraint(carry, shardings), outputs, kept
+
+
+def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
+    """Stack each ``PerTower`` of the carry to leaves ``[T, ...]``."""
+
+    def stack(x: PerTower) -> PerTower:
+        return PerTower(stack_towers(x, num_towers, "A PerTower of the carry"))
+
+    return map_parts(PerTower, stack, carry)
+
+
+def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
+    def one(layout: Layout, x: Any) -> Any:
+        sharding = placement.sharding(layout)
+        there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
+        return x if there else place(x, placement, layout)
+
+    layouts = jax.tree.broadcast(layouts_of(tree, is_per_tower), tree)
+    return jax.tree.map(one, layouts, tree)
+
+
+def run_steps_on_dataset(
+    self: StrategyFields,
+    fn: Callable[..., PyTree],
+    iterator: Iterator[PlacedBatch],
+    iterations: int = 1,
+    initial: PyTree = None,
+) -> MultiStepContext:
+    """Run several steps of a function in one program.
+
+    Args:
+      fn: ``(ctx, carry, *inputs) -> carry``, in cross-tower view.
+      iterator: ``iter(strategy.distribute_dataset(...))``.
+      iterations: ``K``, the number of batches to take.
+      initial: The carry of the first step, or None.
+
+    Returns:
+      A `MultiStepContext`.
+
+    Raises:
+      ValueError: No iterator of placed batches, or ``fn`` changes the carry's type.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, towerjax as tj
+      >>> strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+      >>> def step(ctx, total, x):
+      ...     sums = ctx.call_for_each_tower(lambda tower, x: x.sum(), x)
+      ...     ctx.set_last_step_output("sum", sums, tj.Reduction.SUM)
+      ...     return total + strategy.reduce(tj.Reduction.SUM, sums)
+      >>> data = iter(strategy.distribute_dataset([np.arange(4.0), np.ones(4)]))
+      >>> ctx = strategy.run_steps_on_dataset(step, data, 2, jnp.float32(0))
+      >>> float(ctx.final), float(ctx.last_step_outputs["sum"])
+      (10.0, 4.0)
+    """
+    check_whole("iterations", iterations, 1)
+    batches = [iterator]
+    if isinstance(iterator, Iterator):
+        batches = list(itertools.islice(iterator, iterations))
+    if wrong := [x for x in batches if not isinstance(x, PlacedBatch)]:
+        raise ValueError(
+            "run_steps_on_dataset takes an iterator of placed batches, so that the next"
+            f" call continues where this one ends, but got a {type(wrong[0]).__name__}."
+            " Write iterator = iter(strategy.distribute_dataset(...)) before the loop."
+        )
+    if not batches:
+        raise ValueError("run_steps_on_dataset: the iterator has no batch left.")
+    placer = Placer(self.placement, remainder="error")
+    *arrays, count = placer.place_several(batches, iterations).args
+    carry = _place_carry(_stack_own(initial, self.num_towers), self.placement)
+    given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
+    carry, outputs, kept = run_traced(_run_steps, *given)
+    ctx = MultiStepContext(self)
+    ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
+    ctx.non_tensor_outputs = dict(kept.values)
+    ctx.iterations = len(batches)
+    return ctx
