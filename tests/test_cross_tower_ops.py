@@ -656,7 +656,7 @@ def test_destinations_are_where_a_value_lies():
         (("cpu:0", 1), "devices: 1 is not a device name"),
         (tj.PerTower(np.ones(2)), "names no devices. It may be a device name such as"),
         ("somewhere", "'somewhere' is not a device name"),
-        (tj.PerTower(()), "devices is empty"),
+        (tj.PerTower(()), "devices=[] must be a tuple of names"),
     ],
 )
 def test_what_names_no_devices_is_refused(destinations, text):
