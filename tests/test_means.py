@@ -134,7 +134,7 @@ def test_outside_of_towers_a_sum_of_means_is_one_towers():
     minimize = jax.jit(lambda s: [optimizer.minimize(mean, s)[1] for mean in means])
     after = [float(each.params) for each in minimize(state)]
     assert after == [1 - 0.5 * (2 + 1), 1 - 0.5 * (2 + 1 + 1)]
-    with pytest.raises(ValueError, match="by TowerOptimizer.minimize in a model"):
+    with pytest.raises(ValueError, match="TowerOptimizer.minimize"):
         optimizer.compute_gradients(means[1], np.float32(1))
 
 
@@ -314,7 +314,7 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
 
     refused(taken, r"'loss/0'\] is a name of .* a term of the loss.*; give yours ano")
     refused(lambda p, b, t: loss_fn(p, b, t) + tj.shared(p["w"]), "one number")
-    with pytest.raises(ValueError, match=r"mean \+ float.*tj\.shared.* is \.value"):
+    with pytest.raises(ValueError, match=r"mean \+ float.*tj\.shared.*\.value"):
         1.0 - tj.Weighted(2.0, 1.0)
 
 

@@ -1,5 +1,6 @@
 """N towers equal one tower: against the NumPy float64 oracle, on every executor."""
 
+import dataclasses
 import functools
 
 import jax
@@ -69,7 +70,7 @@ def trainer(executor, towers, devices, kind, wrapped):
     )
 
 
-def check(executor, towers, devices, kind, wrapped=lambda fn: fn):
+def check(executor, towers, devices, kind, wrapped):
     step = trainer(executor, towers, devices, kind, wrapped)
     params = start()
     local = {"mean": np.zeros(FEATURES, np.float32)}
@@ -105,32 +106,23 @@ def check(executor, towers, devices, kind, wrapped=lambda fn: fn):
 LAYOUTS = [
     ("shard_map", 3, 3, "weighted"),
     ("shard_map", 8, 4, "sum"),
-    ("shard_map", 4, 1, "mean"),
-    ("pmap", 4, 4, "weighted"),
-    ("pmap", 3, 1, "sum"),
     ("pmap", 8, 2, "mean"),
     ("shard_map scan", 8, 1, "weighted"),
-    ("shard_map scan", 1, 1, "sum"),
-    ("shard_map scan", 2, 2, "mean"),
-    ("pmap scan", 4, 2, "weighted"),
+    ("pmap scan", 4, 2, "mean"),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("executor", "towers", "devices", "kind"), LAYOUTS)
 def test_towers_equal_one_tower(executor, towers, devices, kind):
-    check(executor, towers, devices, kind)
-
-
-@pytest.mark.slow
-def test_a_function_under_jit_and_checkpoint_is_a_tower_function():
-    wrapped = lambda fn: jax.jit(jax.checkpoint(fn))  # noqa: E731
-    check("shard_map", 4, 2, "weighted", wrapped)
+    """On pmap the loss function is under ``jit`` and ``checkpoint``."""
+    wrapped = (lambda fn: jax.jit(jax.checkpoint(fn))) if executor == "pmap" else None
+    check(executor, towers, devices, kind, wrapped or (lambda fn: fn))
 
 
 @pytest.mark.parametrize(
     ("towers", "devices", "local", "kind"),
-    [(2, 2, "vmap", "weighted"), (4, 2, "scan", "sum"), (4, 2, "scan", "mean")],
+    [(2, 2, "vmap", "weighted"), (4, 2, "scan", "mean")],
 )
 @pytest.mark.slow
 def test_micro_batches_are_sums_over_weights(towers, devices, local, kind):
@@ -144,20 +136,8 @@ def test_micro_batches_are_sums_over_weights(towers, devices, local, kind):
         check_micro_batches(step, towers, kind, rows)
 
 
-COMPLEX = {
-    "vmap": (dict(towers=4, devices=2), {"micro_batches": 2}),
-    "pinned": (
-        dict(towers=4, devices=2, local="scan", cross_tower_ops=tj.PinnedTree()),
-        {"guard": "gradients"},
-    ),
-    "sharded": (dict(towers=3, devices=3, state="sharded"), {}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", COMPLEX)
-def test_complex_parameters_get_the_gradient_that_jax_gives(layout):
-    where, options = COMPLEX[layout]
+def test_complex_parameters_get_the_gradient_that_jax_gives():
     rng = np.random.default_rng(3)
 
     def drawn(*shape):
@@ -171,10 +151,9 @@ def test_complex_parameters_get_the_gradient_that_jax_gives(layout):
         losses = (found.real**2 + 2 * found.imag**2).sum(-1)
         return tj.Weighted.mean(losses, tower.weight * batch["weight"])
 
-    strategy = mirrored(**where)
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(0.1), strategy, remainder="pad", **options
-    )
+    strategy = mirrored(4, 2, "scan", cross_tower_ops=tj.PinnedTree())
+    options = {"remainder": "pad", "guard": "gradients", "micro_batches": 2}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     narrow = lambda v: v.astype("c8" if np.iscomplexobj(v) else "f4")  # noqa: E731
     state = step.init({"w": narrow(w), "b": narrow(b)})
     batch = {"x": narrow(x), "y": narrow(y), "weight": narrow(weight)}
@@ -228,13 +207,8 @@ def loss_fn_without_local(kind, params, batch, tower):
     return tj.TowerOutput(loss=out.loss, metrics=metrics)
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    ("towers", "devices", "sizes"), [(4, 4, (24, 1)), (8, 2, (7,))]
-)
-def test_evaluation_and_prediction_are_exact_for_any_size(towers, devices, sizes):
-    names = tuple(f"cpu:{i}" for i in range(devices))
-    strategy = tj.Mirrored(devices=names, towers=towers)
+def test_evaluation_and_prediction_are_exact_for_any_size():
+    strategy = mirrored(8, 4)
 
     def metric_fn(params, batch, tower):
         out = loss_fn_without_local("weighted", params, batch, tower)
@@ -244,7 +218,7 @@ def test_evaluation_and_prediction_are_exact_for_any_size(towers, devices, sizes
     predict = tj.build_predict_step(
         lambda p, b, tower: {"logits": b["x"] @ p["w"] + p["b"][None]}, strategy
     )
-    for rows in sizes:
+    for rows in (24, 1):
         check_inference(evaluate, predict, rows)
 
 
@@ -273,37 +247,24 @@ def test_predictions_may_be_keys_where_a_batch_is_padded():
     np.testing.assert_array_equal(jax.random.key_data(out), jax.random.key_data(keys))
 
 
-def test_all_weights_zero_changes_nothing_and_is_no_nan():
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
-    step = tj.build_train_step(
-        functools.partial(loss_fn_without_local, "weighted"), optax.sgd(RATE), strategy
-    )
-    params, batch = start(), data(4)
-    batch["weight"][:] = 0
-    state, metrics = step(step.init(params), batch)
-    assert float(metrics["loss"]) == 0.0
-    np.testing.assert_array_equal(state.params["w"], params["w"])
-
-
 @pytest.mark.slow
 def test_evaluation_reads_tower_local_values_by_their_reduction():
     towers, ops = 3, tj.PinnedTree()
     strategy = tj.Mirrored(towers=towers, cross_tower_ops=ops)
-
-    def own_values(params, batch, tower):
-        values = {name: tower.id + 2.0 for name in ("sum", "mean", "first", "none")}
-        return tj.TowerOutput(tj.Weighted(params["w"].sum(), 1.0), local=values)
-
     kinds = {
         "sum": tj.Reduction.SUM,
         "mean": tj.Reduction.MEAN,
         "first": tj.Reduction.ONLY_FIRST_TOWER,
         "none": tj.Reduction.NONE,
     }
+    own = np.float32([2, 3, 4])
     zero = np.zeros((), np.float32)
     local = {name: tj.TowerLocal(zero, kind) for name, kind in kinds.items()}
-    step = tj.build_train_step(own_values, optax.sgd(0.1), strategy)
-    state, _ = step(step.init(start(), local=local), data(towers))
+    loss_fn = functools.partial(loss_fn_without_local, "weighted")
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    state = step.init(start(), local=local)
+    local = {name: tj.TowerLocal(own, kind) for name, kind in kinds.items()}
+    state = step.place(dataclasses.replace(state, local=local))
 
     def metric_fn(params, batch, tower):
         assert tower.local["none"] is None
@@ -314,7 +275,6 @@ def test_evaluation_reads_tower_local_values_by_their_reduction():
         }
 
     metrics = tj.build_eval_step(metric_fn, strategy)(state, data(2 * towers - 1))
-    own = 2.0 + np.arange(towers)
     read = tj.towers.read_local(
         {name: state.local[name] for name in kinds if name != "none"}
     )
@@ -323,22 +283,12 @@ def test_evaluation_reads_tower_local_values_by_their_reduction():
         close(read[name], np.float64(expected), f"{name}, outside of towers")
     with pytest.raises(ValueError, match="Reduction.NONE"):
         tj.towers.read_local(state.local)
-    predict = tj.build_predict_step(
-        lambda params, batch, tower: batch["x"][:, 0] * 0 + tower.local["sum"], strategy
-    )
-    close(predict(state, data(5)), np.full(5, own.sum()), "prediction")
 
 
-@pytest.mark.parametrize(
-    ("towers", "devices", "ops"), [(4, 2, tj.AllReduce()), (1, 1, tj.PinnedTree())]
-)
 @pytest.mark.slow
-def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
-    towers, devices, ops
-):
-    names = tuple(f"cpu:{i}" for i in range(devices))
-    strategy = tj.Mirrored(devices=names, towers=towers, cross_tower_ops=ops)
-    values = [np.int32(1001), np.int8(100), True, np.float16(0.1), jnp.bfloat16(3)]
+def test_local_values_of_any_dtype_are_read_alike_inside_and_outside():
+    strategy = mirrored(4, 2)
+    values = [np.int8(100), True, np.float16(0.1)]
     kinds = (tj.Reduction.SUM, tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER)
     local = {
         f"{i} {kind.name}": tj.TowerLocal(value, kind)
@@ -358,7 +308,7 @@ def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
     def metric_fn(params, batch, tower):
         seen.update({name: x.dtype for name, x in tower.local.items()})
         read = {k: x.astype(jnp.float32) for k, x in tower.local.items() if k != "key"}
-        draw = jax.random.normal(tower.local["key"])
+        draw = jax.random.key_data(tower.local["key"])
         return {**read, "draw": draw, "n": tj.Weighted(tower.weight.sum(), 1.0)}
 
     metrics = tj.build_eval_step(metric_fn, strategy)(state, data(8))
@@ -366,4 +316,4 @@ def test_local_values_of_any_dtype_are_read_alike_inside_and_outside(
     for name, value in outside.items():
         assert seen[name] == value.dtype, name
         np.testing.assert_array_equal(metrics[name], np.asarray(value, np.float32))
-    np.testing.assert_array_equal(metrics["draw"], jax.random.normal(jax.random.key(7)))
+    np.testing.assert_array_equal(metrics["draw"], [0, 7])

@@ -272,7 +272,8 @@ def side_by_side(x, towers):
 def test_towers_that_meet_have_each_others_values(seed, kind):
     towers = 6
     strategy = mirrored(towers, 3, executor="pmap")
-    values = towers_values(seed, kind, towers)
+    dtypes = (np.float32, jnp.bfloat16, np.complex64, np.int8, np.bool_)
+    values = towers_values(seed, kind, towers, dtypes)
     out = strategy.call_for_each_tower(meet, jax.tree.map(tj.PerTower, values))
     for reduction in REDUCTIONS:
         found = out["reduced"][reduction.name]
@@ -416,7 +417,7 @@ ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("towers, devices", [(7, (1, 7)), (12, (4,))])
+@pytest.mark.parametrize("towers, devices", [(7, (1,)), (12, (4,))])
 @few(10)
 @given(seed=seeds, kind=st.sampled_from(["ones", "plain", "spread", "special"]))
 def test_a_pinned_tree_has_the_bits_of_numpys(towers, devices, seed, kind):
@@ -516,10 +517,8 @@ def counted(batch, weight):
     return {
         "mean": m.mean(batch["value"], weight),
         "hits": m.true_positives(yes, score, weight, threshold=0.5),
-        "recall": m.recall(yes, score, weight, threshold=0.5),
         "auc": m.auc(yes, score, weight, num_thresholds=9),
         "iou": m.mean_iou(batch["label"], batch["class"], 3, weight),
-        "rmse": m.root_mean_squared_error(batch["value"], batch["label"], weight),
     }
 
 
