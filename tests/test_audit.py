@@ -14,21 +14,14 @@ from towerjax.tools import cli
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.tools.testing.audit import _worst_finding
 
-SUM, MEAN, FIRST = (
-    tj.Reduction.SUM,
-    tj.Reduction.MEAN,
-    tj.Reduction.ONLY_FIRST_TOWER,
-)
+SUM, MEAN, FIRST = (tj.Reduction.SUM, tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER)
 DRAW = np.random.default_rng(5)
 BATCH = {
     "x": DRAW.normal(size=(14, 3)).astype(np.float32) + 0.3,
     "y": DRAW.normal(size=14).astype(np.float32),
     "weight": DRAW.uniform(0.2, 3, size=14).astype(np.float32),
 }
-PARAMS = {
-    "w": np.array([0.5, -1.0, 2.0], np.float32),
-    "b": np.float32(0.25),
-}
+PARAMS = {"w": np.array([0.5, -1.0, 2.0], np.float32), "b": np.float32(0.25)}
 
 
 def predictions(params, batch):

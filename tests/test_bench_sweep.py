@@ -13,13 +13,7 @@ import pytest
 from test_bench import QUICK
 
 import towerjax as tj
-from towerjax.tools.bench import (
-    Grid,
-    TimingProtocol,
-    Trial,
-    read_results,
-    sweep,
-)
+from towerjax.tools.bench import Grid, TimingProtocol, Trial, read_results, sweep
 from towerjax.tools.bench.results import Results
 from towerjax.tools.bench.sweep import describe_machine, versions, worker_environ
 from towerjax.tools.bench.trials import run_recorded

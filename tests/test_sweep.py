@@ -289,6 +289,10 @@ def refused_by_control_flow(rate):
     return small(0.1 if rate > 0.1 else rate)
 
 
+def refused_by_state(rate):
+    return small(rate)[0], 1
+
+
 def refused_by_numpy(rate, seed):
     return small(rate, np.random.default_rng(seed))
 
@@ -304,15 +308,10 @@ def checked(rate):
     [
         (small, {}, {}, "grid must be"),
         (small, {"rate": []}, {}, "grid must be .* it has 0"),
-        (small, [{"rate": 1.0}, {"seed": 1}], {}, "same names; it has 2, .*rate"),
+        (small, [{"rate": 1.0}, {"seed": 1}], {}, "same.*names; it has 2, .*rate"),
         (small, {"rate": 0.1}, {}, r"rate=0.1 must be a list, \[0.1\]"),
         (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
-        (
-            small,
-            {"rate": [0.1]},
-            {"static": ["widht"]},
-            "static='widht' must be",
-        ),
+        (small, {"rate": [0.1]}, {"static": ["widht"]}, "static='widht' must be"),
         (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),
         (small, {"rate": [0.1]}, {"order": "both"}, "order='both' must be one of"),
         (small, {"rate": [0.1]}, {"batches": iter(FEW)}, "list_iterator, which can be"),
@@ -324,8 +323,7 @@ def checked(rate):
             "traces rate: build gets arrays",
         ),
         (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
-        (lambda rate: small(rate)[0], {"rate": [0.1]}, {}, "it returns .step, state."),
-        (lambda rate: (small(rate)[0], 1), {"rate": [0.1]}, {}, "is a int, not a"),
+        (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
         (checked, {"rate": [0.1]}, {}, r"one training.*Build the step without\."),
         (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
     ],

@@ -171,8 +171,7 @@ def test_numbers_are_written_exactly(value, written):
 
 
 @pytest.mark.parametrize(
-    "value",
-    [np.complex64(1), np.array("text"), np.array(None), tj.Weighted(3.0, 2.0)],
+    "value", [np.complex64(1), np.array("text"), np.array(None), tj.Weighted(3.0, 2.0)]
 )
 def test_what_is_no_real_number_is_refused(value):
     with pytest.raises(ValueError, match="the metric 'x' is .*, not real numbers"):
@@ -622,13 +621,7 @@ def test_a_writer_that_fails_to_close(step):
 def test_a_second_failure_is_a_note_of_the_first(step):
     error, failing = LookupError("gone"), Spy(failing="close")
     with pytest.raises(LookupError) as caught:
-        run(
-            step,
-            init(step),
-            failing_data(2, error),
-            writers=[failing],
-            progress=False,
-        )
+        run(step, init(step), failing_data(2, error), writers=[failing], progress=False)
     assert "Besides, a writer failed: OSError: disk full." in caught.value.__notes__
 
 
@@ -657,12 +650,9 @@ def test_a_refused_step_is_written_before_the_error(step, steps_per_call):
 @pytest.mark.parametrize(
     "writers, text",
     [
-        ("run.jsonl", "writers='run.jsonl' must be a list, such as"),
+        ("run.jsonl", "writers='run.jsonl' must be a list of"),
         (3, "writers=3 must be a list"),
-        (
-            ["run.jsonl"],
-            "one of writers='run.jsonl' cannot be used here",
-        ),
+        (["run.jsonl"], "one of writers='run.jsonl' cannot be used here"),
         ([tj.JsonLines], "is a class, not an object of it"),
     ],
 )

@@ -145,8 +145,8 @@ class HistoryLog:
         if metrics.keys() != self._columns.keys():
             raise ValueError(
                 f"Step {self.number + 1} has the metrics {sorted(metrics)}, but those"
-                f" before had {sorted(self._columns)}. Return the same metrics for"
-                " every kind of batch; one without a value can have weight 0."
+                f" before had {sorted(self._columns)}. One without a value can have"
+                " weight 0."
             )
         for name, value in metrics.items():
             # A copy, since on CPUs an array is a view that keeps a JAX array alive.

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from towerjax.types.options import check_choice
+
 
 class Display:
     """Where the progress of a run is shown; this one is silent."""
@@ -103,11 +105,7 @@ def choose_display(progress: bool | None, *, job: bool = True) -> Display:
 
     In a job process 0 shows the progress of all.
     """
-    if progress is not None and not isinstance(progress, bool):
-        raise ValueError(
-            f"progress={progress!r} must be None (a bar where there is a screen, else"
-            " lines), True (a bar) or False (nothing)."
-        )
+    check_choice("progress", progress, (None, True, False))
     if progress is False or (progress is None and job and jax.process_index() > 0):
         return Display()
     if in_notebook():
@@ -146,11 +144,7 @@ class Progress:
         self._display.show(number - self._start, self._steps, text + self._evaluated)
 
     def evaluation(
-        self,
-        number: int,
-        values: Mapping[str, Any],
-        in_short: str,
-        stopped: str | None,
+        self, number: int, values: Mapping[str, Any], in_short: str, stopped: str | None
     ) -> None:
         """Add a line for an evaluation, and one for the reason if the run stops."""
         is_last = self._steps is not None and number == self._start + self._steps

@@ -94,10 +94,7 @@ class Writers:
 def check_writers(writers: Any) -> tuple[Writer, ...]:
     """Return the writers as a tuple, or raise if one cannot be opened."""
     if not isinstance(writers, Iterable) or isinstance(writers, str | bytes):
-        raise ValueError(
-            f"writers={writers!r:.200} must be a list, such as"
-            " [tj.JsonLines('run.jsonl')]."
-        )
+        raise ValueError(f"writers={writers!r:.200} must be a list of writers.")
     writers = tuple(writers)
     example = (
         "tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own whose"
@@ -273,7 +270,6 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"{writer}: the metric {name!r} is {type(value).__name__}, {array.dtype}"
-            f"{list(array.shape)}, not real numbers. Return of a metric state its"
-            " .value, of complex numbers both parts, or leave it out."
+            f"{list(array.shape)}, not real numbers. Return its .value or its parts."
         )
     return array.astype(np.float64)

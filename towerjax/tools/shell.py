@@ -127,10 +127,8 @@ def resolve(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another
-        raise ValueError(
-            f"{name}: there is no module {error.name!r} here. Say where with"
-            " PYTHONPATH, or start in its folder."
-        ) from error
+        text = f"{name}: there is no module {error.name!r} here; set PYTHONPATH."
+        raise ValueError(text) from error
     for part in path.split("."):
         if not hasattr(value, part):
             raise ValueError(f"{name}: {module_name} has no {path!r}.")

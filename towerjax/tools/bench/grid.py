@@ -135,11 +135,7 @@ class Grid:
         if not (self.batches or self.batches_per_tower):
             raise ValueError("A grid needs batches=[...] or batches_per_tower=[...].")
         if not self.trials():
-            raise ValueError(
-                f"No trial is left: of towers={list(self.towers)} and"
-                f" devices={list(self.devices)} no D divides a T, or an option's list"
-                " is empty."
-            )
+            raise ValueError(f"No trial is left: in {self} no D divides a T.")
 
     def trials(self) -> tuple[Trial, ...]:
         """The trials, each once, by number of devices and then by model."""

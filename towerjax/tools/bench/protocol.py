@@ -94,10 +94,8 @@ def _rank(count: int, confidence: float) -> int:
     rank = int(np.sum(1 - 2 * below >= confidence))
     if rank == 0:
         needed = math.ceil(1 - math.log2(1 - confidence))
-        raise ValueError(
-            f"{count} rounds give no {confidence:.0%} interval of a median; at least"
-            f" {needed} do. Use rounds={needed}, or a lower confidence."
-        )
+        what = f"{count} rounds give no {confidence:.0%} interval of a median"
+        raise ValueError(f"{what}; at least {needed} do. Use rounds={needed}.")
     return rank
 
 

@@ -308,9 +308,8 @@ def check_losses(
     got, want = list(losses)[:NUM_LOSSES], list(expected)[:NUM_LOSSES]
     if not np.allclose(got, want, rtol=rtol, atol=0):
         raise ValueError(
-            f"{trial.by} has the losses {got} in its first steps, and the hand-written"
-            f" step {want}: not the same computation within {rtol}, so their times are"
-            " not compared."
+            f"{trial.by} has the first losses {got}, and the hand-written step {want}:"
+            f" not the same computation within {rtol}. Their times are not compared."
         )
 
 

@@ -41,10 +41,8 @@ class RecordFile:
     def _check_same(self, record: Line) -> None:
         for name, value in self.about.items():
             if (old := record.get(name)) != value:
-                raise ValueError(
-                    f"{str(self.path)!r} holds results with the {name} {old}, and this"
-                    f" sweep has {value}. Use another path."
-                )
+                why = f"holds results with the {name} {old}, and this sweep has {value}"
+                raise ValueError(f"{str(self.path)!r} {why}. Use another path.")
 
     def get(self, key: Any) -> Any:
         """The record with that key, or None."""

@@ -107,10 +107,7 @@ def sweep(
     check_function("build", build, "build(**config)", takes=False)
     check_choice("order", order, get_args(Order))
     if jax.process_count() > 1:
-        raise ValueError(
-            "tj.sweep is for one process, which times, decides and writes; this job has"
-            f" {jax.process_count()}. Share the grid out, a sweep on each machine."
-        )
+        raise ValueError("tj.sweep is for one process. Share the grid out.")
     configs = configs_of(grid)
     traced = traced_names(configs, static)
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
@@ -151,8 +148,8 @@ def configs_of(grid: Any) -> list[Config]:
     configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
     if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
         raise ValueError(
-            "grid must be {name: [values]}, or a list of configurations that all have"
-            f" the same names; it has {len(configs)}, with {list(map(list, configs))}."
+            "grid must be {name: [values]}, or configurations that all have the same"
+            f" names; it has {len(configs)}, with {list(map(list, configs))}."
         )
     return list({key_text(config): config for config in configs}.values())
 
@@ -162,9 +159,8 @@ def _as_plain(name: str, value: Any) -> Any:
         value = value.item()
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError(
-            f"grid: {name}={value!r} is a {type(value).__name__}. Configurations are"
-            " numbers, texts, bools and None, which a file of results can name: write a"
-            " text, and look the rest up in build."
+            f"grid: {name}={value!r} is a {type(value).__name__}, not a number, text,"
+            " bool or None: write a text, and look the rest up in build."
         )
     return value
 
@@ -194,10 +190,9 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
         if not is_ours and "Tracer" not in str(error):
             raise
         raise ValueError(
-            f"tj.sweep traces {', '.join(traced)}: build gets arrays, which share one"
-            " program. Name in static=[...] what decides shapes, towers or Python's"
-            " control flow, and make keys with jax.random.key(seed). Here:"
-            f" {str(error).splitlines()[0]}"
+            f"tj.sweep traces {', '.join(traced)}: build gets arrays. Name in"
+            " static=[...] what decides shapes, towers or control flow, and make keys"
+            f" with jax.random.key(seed). Here: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -223,7 +218,10 @@ class _Program:
             {name: x[i] for name, x in numbers.items()} for i in range(len(members))
         ]
         order = order if len(members) > 1 else "alone"
-        alone, together = (MembersStep(self._build_step, x) for x in (each[0], numbers))
+        alone, together = (
+            MembersStep(lambda traced: self.build(**self.fixed, **traced), x)
+            for x in (each[0], numbers)
+        )
         if order == "fastest":
             both = [self._timed(together, numbers), self._timed(alone, each[0])]
             in_turns(both, rounds=1, calls=1)  # compiles
@@ -281,17 +279,5 @@ class _Program:
         try:
             return {name: json_value(name, x) for name, x in found.items()}
         except (AttributeError, ValueError) as error:
-            raise ValueError(
-                f"evaluate returned {found!r:.200} for {config}; it returns {{name:"
-                " number or array}, or {} if it only saves the state."
-            ) from error
-
-    def _build_step(self, numbers: Mapping[str, Any]) -> tuple[Step, TrainState]:
-        built = self.build(**self.fixed, **numbers)
-        match built:
-            case Step(), _:
-                return built
-        raise ValueError(
-            f"build returned {built!r}; it returns (step, state): a step of"
-            " tj.build_train_step or tj.build_step, and step.init(...)."
-        )
+            text = f"evaluate returned {found!r:.200} for {config}; it returns"
+            raise ValueError(text + " {name: number or array}, or {}.") from error

@@ -278,8 +278,7 @@ class _Audit:
         if random == expected.keys():
             raise ValueError(
                 "rng='ignore' leaves nothing to compare: every leaf changes with"
-                " tower.rng. Switch the random part off for the audit, for instance"
-                " with deterministic=True, or draw from keys that lie in the batch."
+                " tower.rng. Switch that off, or draw from keys that lie in the batch."
             )
         return random
 
@@ -337,6 +336,6 @@ def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
     ]
     if bad:
         raise ValueError(
-            f"On one tower {', '.join(bad)} is not finite, so there is nothing to"
-            " compare with. Give parameters and a batch whose loss is finite."
+            f"On one tower {', '.join(bad)} is not finite. Give parameters and a batch"
+            " whose loss is finite."
         )
