@@ -129,9 +129,6 @@ class Grid:
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise ValueError(f"{name}={value!r} must be a list, [{value!r}].")
             object.__setattr__(self, name, tuple(value))
-        for name in ("towers", "devices", "batches_per_tower"):
-            for number in getattr(self, name):
-                check_whole(name, number)
         if not (self.batches or self.batches_per_tower):
             raise ValueError("A grid needs batches=[...] or batches_per_tower=[...].")
         if not self.trials():
@@ -151,26 +148,22 @@ class Grid:
         }
         for values in itertools.product(*lists.values()):
             options = dict(zip(lists, values, strict=True))
-            towers = options["towers"]
+            model, towers, dtype = (options[x] for x in ("model", "towers", "dtype"))
             batches = [*self.batches, *(towers * b for b in self.batches_per_tower)]
             if towers == 1:
                 options["cross_tower_ops"] = "AllReduce()"
             elif options["strategy"] == "one_device":
                 continue
-            for devices in self.devices or (towers,):
-                for batch in batches if towers % devices == 0 else ():
-                    trial = Trial(batch=batch, devices=devices, **options)
-                    found[trial] = None
-                    for peer in self.peers:  # one tower a device, one step a call
-                        own = Trial(trial.model, batch, peer, dtype=trial.dtype)
-                        size = {"towers": devices, "devices": devices}
-                        found[dataclasses.replace(own, **size)] = None
-        models, by = [*self.models], ["towerjax", *self.peers]
-
-        def place(trial: Trial) -> tuple[int, int, int]:
-            return trial.devices, models.index(trial.model), by.index(trial.by)
-
-        return tuple(sorted(found, key=place))
+            for devices, batch in itertools.product(self.devices or (towers,), batches):
+                trial = Trial(batch=batch, devices=devices, **options)
+                size = {"towers": devices, "devices": devices, "dtype": dtype}
+                if towers % devices == 0:
+                    peers = [Trial(model, batch, peer, **size) for peer in self.peers]
+                    found |= dict.fromkeys([trial, *peers])
+        by = ["towerjax", *self.peers]
+        trials = sorted(found, key=lambda trial: by.index(trial.by))
+        trials.sort(key=lambda trial: list(self.models).index(trial.model))
+        return tuple(sorted(trials, key=lambda trial: trial.devices))
 
 
 def read_toml(*sources: str | os.PathLike[str]) -> tuple[Grid, TimingProtocol]:
