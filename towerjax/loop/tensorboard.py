@@ -23,10 +23,8 @@ from towerjax.types.options import (
 class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
-    Needs ``tensorboardX``, which is imported when a run opens this. Values are
-    float32, as TensorBoard stores scalars. A metric that is an array has a curve for
-    each element, ``eval/column/0``, ``eval/confusion/1/2``; one of more than
-    ``max_elements`` is refused, never left out.
+    Needs ``tensorboardX``. Values are float32. A metric that is an array has a curve
+    for each element, ``eval/confusion/1/2``.
 
     Each run writes its own file, which begins with a mark that the steps from its
     start are done again, so that TensorBoard hides those that a lost run wrote. A run

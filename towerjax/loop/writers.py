@@ -135,17 +135,12 @@ class JsonLines:
     """A file with one line of JSON for each step and each evaluation.
 
     ``{"kind": "train", "step": 3, "time_s": 1.7e9, "metrics": {"loss": 0.25}}``;
-    ``kind`` is ``"train"`` or ``"eval"``. Numbers are exact: read back, they are
-    those of the `History`. JSON has no NaN and no infinities; they are the strings
-    ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads. Arrays are
-    nested lists.
+    ``kind`` is ``"train"`` or ``"eval"``. Numbers are exact; those that are not finite
+    are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
+    reads. A process killed at any time leaves whole lines.
 
-    Each line is one ``write`` to the operating system, before the next step's hooks,
-    so that a process killed at any time leaves whole lines.
-
-    A run that starts at step ``n`` keeps the lines up to step ``n`` and cuts off
-    later ones, and a torn last line: those steps are done again, and no step has
-    two lines. A run that starts at step 0 refuses a file that has lines.
+    A run that starts at step ``n`` cuts off later lines, so that no step has two lines.
+    A run that starts at step 0 refuses a file that has lines.
 
     Attributes:
       path: The file; its folder is made.

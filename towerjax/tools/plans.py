@@ -98,9 +98,8 @@ def plan(
 ) -> Plan:
     """Compile a step for any numbers of devices that are not here; report its needs.
 
-    The compiler is that of the devices, so that memory, communication and whether the
-    step fits are as they would be there. Times need the devices; with rates that you
-    state there is a lower bound.
+    The compiler is that of the devices, so that memory and communication are as they
+    would be there.
 
     Args:
       make_step: ``strategy -> (step, params, batch)``, the last two arrays or

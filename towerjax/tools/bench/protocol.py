@@ -16,12 +16,10 @@ from towerjax.types.options import check_number, check_whole
 class TimingProtocol:
     """How long, how often and in which order contenders are timed.
 
-    All contenders of a trial are called ``warmup_calls`` times. Then each has its turn
-    in every round, in reversed order in every second one. A turn is as many calls as
-    fit into ``seconds_per_round``, the same for all; each call is awaited. The fastest
-    and the slowest ``trim`` share of a turn's calls are dropped, and the mean of the
-    others is the turn's value. No round is dropped: the median of the rounds is
-    reported, with the `interval_of_median`. Ratios are taken round by round.
+    Each contender has its turn in every round, in reversed order in every second one.
+    A turn is as many awaited calls as fit into ``seconds_per_round``, and its value
+    their mean without the fastest and the slowest ``trim`` share. The median of the
+    rounds is reported, with its confidence interval. Ratios are taken round by round.
 
     Attributes:
       rounds: The number of rounds.

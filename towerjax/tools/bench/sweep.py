@@ -66,9 +66,8 @@ def sweep(
     """Run the trials of a grid that the file does not have; return all results.
 
     Each trial runs in its own process, in which JAX has ``D`` CPU devices, or all
-    accelerators; one that dies or takes too long is recorded as failed, with the end of
-    its output. Programs are kept in JAX's persistent cache, so that each compiles once:
-    ``JAX_COMPILATION_CACHE_DIR``, or a folder of the user's cache.
+    accelerators; one that dies or takes too long is recorded as failed. Programs are
+    kept in JAX's persistent cache, so that each compiles once.
 
     Args:
       grid: The grid to measure.

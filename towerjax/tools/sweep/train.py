@@ -53,14 +53,13 @@ def sweep(
     """Train every configuration of a grid; those of one program compile once.
 
     Names of the grid whose values are all numbers are *traced*: ``build`` is given
-    arrays ``()`` for them, so that one program serves all their values (a learning
-    rate, a coefficient of the loss, a seed of ``jax.random.key``). All other values,
-    and those that ``static`` names, are given to ``build`` as they are, and each
-    combination of them is a program. The members of a program see the same batches in
-    the same order, and each gets the result of training alone, up to rounding.
+    arrays ``()`` for them, so that one program serves all their values. All others, and
+    those that ``static`` names, are given as they are, and each combination of them is
+    a program. The members of a program see the same batches in the same order, and each
+    gets the result of training alone, up to rounding.
 
     A member whose loss is not finite keeps its state of before that step and continues
-    with the next batch; its curve shows the loss. The others are not affected.
+    with the next batch. The others are not affected.
 
     Args:
       build: ``build(**config) -> (step, state)``, pure: a step of

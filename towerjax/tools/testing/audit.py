@@ -122,12 +122,10 @@ def assert_replicates(
 ) -> AuditReport:
     """Raise if what a step computes from a loss depends on the number of towers.
 
-    Compares the loss, its gradient, metrics, tower-local and extra state.
-
     Train steps of ``T`` towers on one device are given the batch in order and with its
-    rows permuted, padded so that towers have unequally many rows, and are compared with
-    the step of one tower. What a train step refuses, such as padding rows that change
-    the loss, is refused here, too.
+    rows permuted, padded so that towers have unequally many rows. Loss, gradient,
+    metrics, tower-local and extra state are compared with those of one tower. What a
+    train step refuses is refused here, too.
 
     Args:
       loss_fn: As for `build_train_step`.
@@ -154,9 +152,8 @@ def assert_replicates(
       SplitError: An ``AssertionError``: which leaf depends on the split, by how much
         and at which ``T``; its ``findings`` hold the same as data.
       ReplicationError: As for a train step.
-      ValueError: An argument is invalid, the batch is malformed, the loss or gradient
-        on one tower is not finite, nothing is left to compare, or ``T`` does not divide
-        the batch and ``padding`` is False.
+      ValueError: An argument is invalid, the loss or gradient on one tower is not
+        finite, or nothing is left to compare.
 
     Example:
       >>> import numpy as np, towerjax as tj
