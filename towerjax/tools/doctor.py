@@ -37,7 +37,16 @@ def this_machine() -> Machine:
     """Versions, devices of the job in tower order, settings; starts JAX's backends."""
     devices, problem = [], None
     try:
-        devices = [_describe_device(device) for device in jax.devices()]
+        for device in jax.devices():
+            is_own = device.process_index == jax.process_index()
+            stats = (device.memory_stats() if is_own else None) or {}
+            found = {
+                "name": canonical_device_name(device),
+                "kind": device.device_kind,  # the maker's name of it
+                "process": device.process_index,
+                "memory_bytes": stats.get("bytes_limit"),  # how much JAX may use
+            }
+            devices.append(found)
     except (RuntimeError, AssertionError) as error:
         # A RuntimeError if a platform does not start; an AssertionError without text if
         # JAX does not know the platform ("cuda" without its plugin).
@@ -54,17 +63,6 @@ def this_machine() -> Machine:
         "nvidia": pathlib.Path("/dev/nvidiactl").exists(),  # even one JAX does not find
         "environment": {name: os.environ[name] for name in names},
         "options": {name: bool(getattr(jax.config, name)) for name in _TRAPS},
-    }
-
-
-def _describe_device(device: Any) -> dict[str, Any]:
-    is_own = device.process_index == jax.process_index()
-    stats = (device.memory_stats() if is_own else None) or {}
-    return {
-        "name": canonical_device_name(device),
-        "kind": device.device_kind,  # the maker's name of it
-        "process": device.process_index,
-        "memory_bytes": stats.get("bytes_limit"),  # how much of it JAX may use
     }
 
 
@@ -212,18 +210,15 @@ def tower_rows(towers: int, length: int) -> np.ndarray:
 def wrong_sums(
     name: str, got: np.ndarray, expected: np.ndarray, towers: int
 ) -> list[str]:
-    """Sentences on where a device's sums differ from NumPy's."""
+    """A sentence on where a device's sums differ from NumPy's, if they do."""
     places = np.flatnonzero(~(got == expected))
-    heads = places[places < towers]
-    if len(places) and not len(heads):
-        first = places[0]
-        return [
-            f"{name} differs in {len(places):,} of {len(got):,} sums, first at"
-            f" {first}: {got[first]:g}, which is {expected[first]:g}"
-        ]
+    if not len(places):
+        return []
+    first = places[0]
+    what = f"tower {first}'s part" if first < towers else f"sum {first}"
     return [
-        f"{name} has {got[t]:g} of tower {t}'s part, which is {expected[t]:g}"
-        for t in heads[:4]
+        f"{name} has {got[first]:g} of {what}, which is {expected[first]:g}; of"
+        f" {len(got):,} sums {len(places):,} differ"
     ]
 
 

@@ -18,7 +18,7 @@ from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
 from towerjax.towers.tower_local import read_local
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import key_data
+from towerjax.types.leaves import few, key_data
 from towerjax.types.options import check_number
 
 
@@ -40,7 +40,7 @@ def assert_same(
       bits: Whether every bit must be equal; then ``rtol`` is not used.
 
     Raises:
-      AssertionError: A leaf differs or is missing; the first 20 are named, each with
+      AssertionError: A leaf differs or is missing; the first 8 are named, each with
         its largest difference, the index of that and its number of ulps.
       ValueError: ``rtol`` is no number >= 0; a tower-local variable has no one value.
 
@@ -57,18 +57,15 @@ def assert_same(
     left, right = dict(named_leaves("a", a)), dict(named_leaves("a", b))
     lines = [f"{name} is missing" for name in right if name not in left]
     lines += [f"{name} should not be there" for name in left if name not in right]
-    if not lines and jax.tree.structure(a) != jax.tree.structure(b):
-        lines.append(
-            f"the containers are {jax.tree.structure(a)} and should be"
-            f" {jax.tree.structure(b)}"
-        )
+    trees = jax.tree.structure(a), jax.tree.structure(b)
+    if not lines and trees[0] != trees[1]:
+        lines.append(f"the containers are {trees[0]} and should be {trees[1]}")
     for name in left:
         if name in right:
             lines += _difference(name, left[name], right[name], rtol, bits)
     if lines:
         how = "bit by bit" if bits else f"rtol={rtol:g}"
-        more = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
-        shown = "".join(f"\n  * {line}" for line in lines[:20] + more)
+        shown = "".join(f"\n  * {line}" for line in few(lines))
         count = len(left.keys() | right.keys())
         raise AssertionError(f"{len(lines)} of {count} leaves differ ({how}):{shown}")
 
