@@ -367,8 +367,8 @@ def test_the_command_refuses_wrong_arguments(audit):
     for wrong, arguments in {
         "of the form module:name": ["of_user.good"],
         "'.of_user:good' is not of the form": [".of_user:good"],
-        "has no 'better'": ["of_user:better"],
-        "no module 'of_nobody'": ["of_nobody:good"],
+        "has no attribute 'better'": ["of_user:better"],
+        "No module named 'of_nobody'": ["of_nobody:good"],
         "is no function": ["of_user:params"],
         "whole numbers with commas": ["of_user:good", "--towers", "two"],
         "invalid Reduction": ["of_user:good", "--loss-reduction", "middle"],

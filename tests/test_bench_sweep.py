@@ -77,7 +77,7 @@ def test_a_sweep_compiles_once_records_failures_and_goes_on(here, capfd, monkeyp
 PROGRAMS = {  # what the last record says: the program of a worker
     "was ended by SIGABRT. Last it said: it": "os.write(2, b'it'); os.abort()",
     "ended with exit code 1. Last it said: gone": "sys.exit('gone')",
-    "took longer than 0.5 s and was ended": "time.sleep(60)",
+    "took longer than 0.1 s and was ended": "time.sleep(60)",
 }
 
 
@@ -85,7 +85,7 @@ PROGRAMS = {  # what the last record says: the program of a worker
 def test_a_worker_that_dies_or_hangs_is_a_failure(here, capfd, monkeypatch, why):
     program = f"import os, sys, time; {PROGRAMS[why]}"
     monkeypatch.setattr(of_sweep, "_WORKER", (sys.executable, "-c", program))
-    limit_s = 0.5 if "longer" in why else 60.0
+    limit_s = 0.1 if "longer" in why else 60.0
     grid, options = Grid(("mlp",), batches=(8, 9)), {"trial_timeout_s": limit_s}
     for _ in range(2):  # what failed is not run again unasked
         found = sweep(grid, here / "r.jsonl", QUICK, **options)

@@ -41,7 +41,7 @@ def shell(tmp_path, monkeypatch, capsys):
     ("said", "arguments"),
     [
         ("is no function: 3", ["of_user:value"]),
-        ("has no 'nothing'", ["of_user:nothing"]),
+        ("has no attribute 'nothing'", ["of_user:nothing"]),
         ("is not of the form module:name", ["of_user.py:value"]),
         ("is not of the form module:name", ["../src/of_user:value"]),
         ("expected one argument", ["of_user:value", "--towers"]),

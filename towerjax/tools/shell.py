@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import operator
 import os
 import re
 import sys
@@ -121,19 +122,15 @@ def resolve(name: str) -> Any:
     """The object that ``module:name`` names."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
         raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
-    module_name, _, path = name.partition(":")
+    module, _, path = name.partition(":")
     try:
-        value: Any = importlib.import_module(module_name)
+        return operator.attrgetter(path)(importlib.import_module(module))
+    except AttributeError as error:
+        raise ValueError(f"{name}: {error}.") from error
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another
-        text = f"{name}: there is no module {error.name!r} here; set PYTHONPATH."
-        raise ValueError(text) from error
-    for part in path.split("."):
-        if not hasattr(value, part):
-            raise ValueError(f"{name}: {module_name} has no {path!r}.")
-        value = getattr(value, part)
-    return value
+        raise ValueError(f"{name}: {error}; set PYTHONPATH.") from error
 
 
 @contextlib.contextmanager
