@@ -35,7 +35,7 @@ STEPS, EVERY, HANG_S = 60, 5, 30.0
 FAULTS = ("kill", "stop", "launcher")
 _LAUNCH = (
     "-m towerjax launch --processes 2 --devices-per-process 2 --towers 4 --restarts 5"
-    f" --hang-timeout {HANG_S} --regrow-seconds 2 --grace-seconds 0.5 --"
+    f" --hang-timeout {HANG_S} --grace-seconds 0.5"
 ).split()
 
 
@@ -103,7 +103,12 @@ def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
     return tj.Weighted.mean((hidden @ params["v"] - batch["y"]) ** 2, tower.weight)
 
 
-def train(folder: pathlib.Path, job: str, devices: Sequence[str] | None = None) -> None:
+def train(
+    folder: pathlib.Path,
+    job: str,
+    devices: Sequence[str] | None = None,
+    steps: int = STEPS,
+) -> None:
     """The program: an ordinary one, which saves itself."""
     strategy = tj.Mirrored(
         devices, towers=4, local="scan", cross_tower_ops=tj.PinnedTree()
@@ -123,7 +128,7 @@ def train(folder: pathlib.Path, job: str, devices: Sequence[str] | None = None) 
         step,
         step.init(params),
         tj.batches({"x": x, "y": np.sin(x.sum(1))}, 16, epochs=None, seed=0),
-        steps=STEPS,
+        steps=steps,
         checkpointer=tj.Checkpointer(folder / "saved", every=EVERY),
         hooks=[note],
         progress=False,
@@ -137,10 +142,13 @@ def train(folder: pathlib.Path, job: str, devices: Sequence[str] | None = None) 
 class _Launched:
     """The launcher as a process of its own, and when it said what."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
+    def __init__(self, folder: pathlib.Path, steps: int, regrow_s: float) -> None:
+        launch = [*_LAUNCH, "--regrow-seconds", str(regrow_s), "--"]
         program = [sys.executable, "-m", "benchmarks.faults", "--train", str(folder)]
         self.popen = subprocess.Popen(
-            [sys.executable, *_LAUNCH, *program], stderr=subprocess.PIPE, text=True
+            [sys.executable, *launch, *program, "--steps", str(steps)],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         self.said: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read)
@@ -210,17 +218,19 @@ def _steps(folder: pathlib.Path) -> list[_Step]:
 def undisturbed() -> str:
     """What the job ends with."""
     with tempfile.TemporaryDirectory() as path:
-        code = _Launched(pathlib.Path(path)).wait()
+        code = _Launched(pathlib.Path(path), STEPS, 2).wait()
         if code:
             raise RuntimeError(f"The undisturbed job ended with code {code}.")
         return (pathlib.Path(path) / "digest").read_text()
 
 
-def disturbed(fault: Fault, digest: str) -> Row:
+def disturbed(
+    fault: Fault, digest: str, *, steps: int = STEPS, regrow_s: float = 2
+) -> Row:
     """What a fault does to a job that ends so if nothing happens."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
-        job = _Launched(folder)
+        job = _Launched(folder, steps, regrow_s)
         workers = _until(lambda: len(x := job.workers()) == 2 and x, 60)
         _until(lambda: len(_steps(folder)) >= fault.after, 300)
         time.sleep(fault.late_s)
@@ -232,18 +242,18 @@ def disturbed(fault: Fault, digest: str) -> Row:
             job.wait()
             _until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
             named = time.time()
-            job = _Launched(folder)
+            job = _Launched(folder, steps, regrow_s)
             code = job.wait()
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             os.kill(workers[fault.victim][0], number)
             code = job.wait()
             named = job.named(fault.victim)
-        steps = _steps(folder)
+        done = _steps(folder)
         same = code == 0 and (folder / "digest").read_text() == digest
-    last = _Step(STEPS + 1, 0, time.time(), "")  # where nothing was left to do
-    new = next((x for x in steps[before:] if x.job != workers[0][1]), last)
-    devices = tuple(k for k, _ in itertools.groupby(x.devices for x in steps))
+    last = _Step(steps + 1, 0, time.time(), "")  # where nothing was left to do
+    new = next((x for x in done[before:] if x.job != workers[0][1]), last)
+    devices = tuple(k for k, _ in itertools.groupby(x.devices for x in done))
     times = named - began, new.ended - began
     return Row(fault, before, saved, new.number, *times, devices, same)
 
@@ -275,9 +285,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--moments", type=int, default=30)
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.train is not None:
-        train(options.train, tj.cluster.initialize().coordinator or "")
+        job = tj.cluster.initialize().coordinator or ""
+        train(options.train, job, steps=options.steps)
         return 0
     digest = undisturbed()
     print(f"{_HEAD}\n{'|---' * 9}|", flush=True)

@@ -38,13 +38,13 @@ def build(devices, towers=8, **options):
     return tj.build_train_step(loss_fn, optimizer, strategy, **options)
 
 
-def build_light():
+def build_light(**options):
     """A step that compiles in a moment, for what any state shows."""
 
     def light_loss_fn(params, batch, tower):
         return tj.Weighted.mean((params - batch["y"]) ** 2, tower.weight)
 
-    options = {"remainder": "pad", "max_programs": 1}
+    options = {"remainder": "pad", "max_programs": 1, **options}
     optimizer = optax.sgd(0.01, momentum=0.9)
     return tj.build_train_step(light_loss_fn, optimizer, tj.OneDevice(), **options)
 

@@ -813,13 +813,11 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
     np.testing.assert_allclose(error.state.params["w"], w, rtol=80 * EPS)
 
 
-def test_skipped_steps_are_counted(steps_per_call=2):
+def test_skipped_steps_are_counted():
     step = step_with(on_nonfinite="skip")
     cut = broken(1)
     cut[3] = cut[1]
-    state, history = run(
-        step, init(step), cut, steps_per_call=steps_per_call, progress=False
-    )
+    state, history = run(step, init(step), cut, steps_per_call=2, progress=False)
     assert history.skipped == (2, 4)
     assert np.isnan(history.metrics["loss"]).tolist() == [False, True] * 2 + [False]
     _, w = oracle(cut, skip={1, 3})
