@@ -296,9 +296,9 @@ def test_a_function_gives_its_data_anew_each_time():
 @pytest.mark.parametrize(
     "source, text",
     [
-        ({"x": np.zeros(4)}, r"got a dict. Pass tj.batches\(data, batch"),
-        (np.zeros(4), "got a ndarray"),
-        (7, "cannot go through 7"),
+        ({"x": np.zeros(4)}, r"is one batch \(a dict\), .* Pass \[batch\], or tj.b"),
+        (np.zeros(4), r"is one batch \(a ndarray\)"),
+        (7, "is 7, but is to be an iterable of batches, or a function"),
         (
             lambda a, b: [],
             r"cannot be called as source\(context\): missing a required arg.*'b'",
@@ -318,7 +318,7 @@ def test_elements_without_rows_are_told_of_the_other_split(source):
 
 def test_a_function_that_returns_no_data_is_refused():
     dataset = mirrored(2).distribute_dataset(lambda: 7)
-    with pytest.raises(ValueError, match="returned 7, which is no iterable of batches"):
+    with pytest.raises(ValueError, match="data set returned is 7, but is to be an it"):
         list(dataset)
 
 

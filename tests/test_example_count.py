@@ -92,8 +92,9 @@ def test_a_report_says_it_in_words():
     expected = ExampleCount.of([17, 4, 9, 9, 5], [1, 1, 1, 1, 1])
     seen = ExampleCount.of([4, 4, 4, 5], [1, 1, 1, 0.5])
     assert str(seen.compare(expected)) == (
-        "4 examples were seen and 5 expected: example 9 dropped 2 times, example 17"
-        " dropped, example 4 seen 2 times more, example 5 seen with weight 0.5, not 1"
+        "4 examples were seen and 5 expected: example 5 dropped, example 9 dropped 2"
+        " times, example 17 dropped, example 4 seen 2 times more, example 5 of weight"
+        " 0.5 seen 1 time more"
     )
     assert str(seen.compare(seen)).endswith(": each as often as expected")
 
@@ -180,7 +181,7 @@ def test_weights_are_told_apart_and_an_ignored_nan_is_seen():
     other = data["weight"].copy()
     other[3] = 7
     with pytest.raises(
-        tj.metrics.ExamplesError, match=r"example 1 seen with weight .*, not 7"
+        tj.metrics.ExamplesError, match=r"example 1 of weight 7 dropped, example 1"
     ):
         tj.metrics.check_examples(state, IDS, weights=other)
 
@@ -191,8 +192,6 @@ def test_wide_ids_come_in_halves():
     cells = jax.jit(lambda rows, w: count_rows(lambda x: x, rows, w))(halves, weight)
     same_cells(ExampleCount(cells), ExampleCount.of(ids))
     same_cells(ExampleCount.of(halves), ExampleCount.of(ids))
-    with pytest.raises(tj.metrics.ExamplesError, match="Some ids need 64 bits"):
-        tj.metrics.check_examples(ExampleCount(cells), ids + 1)
 
 
 @pytest.mark.slow
@@ -311,5 +310,6 @@ def test_a_state_that_counts_and_a_step_that_does_not_are_refused():
         tj.metrics.check_examples(other, IDS)
     with pytest.raises(ValueError, match="example_ids='id' is not a function"):
         build(example_ids="id")
-    with pytest.raises(ValueError, match=r"2\*\*63"):
-        ExampleCount.of(np.array([2**63], np.uint64))
+    same_cells(
+        ExampleCount.of(np.uint64([2**63])), ExampleCount.of(np.uint32([[0, 1 << 31]]))
+    )

@@ -167,10 +167,10 @@ def told(together):
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
-        ("checkpoints_of_one_process", "what all 2 processes of a job .*_safetensors"),
+        ("checkpoints_of_one_process", "what all processes of a job .*_safetensors"),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
-        ("one_is_empty", r"The input of the processes \[0\] is empty, but others"),
+        ("one_is_empty", r"The input of the processes \[0\] is empty. Give each"),
         ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
         ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
     ],
@@ -302,7 +302,7 @@ def test_the_first_process_alone_writes(folder, told, keep):
 @pytest.mark.parametrize("keep", ["devices", "host"])
 def test_every_process_stops_and_keeps_the_same(told, keep):
     for one in [one["written"][keep] for one in told]:
-        why = "told did not improve in 2 evaluations in a row: best 2.000 after step 2"
+        why = "told did not improve in 2 evaluations in a row, best 2.000 after 2"
         assert (one["stopped"], one["best"]) == (why, [2, 2.0])
         assert one["host"] == (keep == "host")
         # Two steps of 6 examples, summed over the towers of both processes.

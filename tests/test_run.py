@@ -470,7 +470,7 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"eval_params": lambda s: s}, "without anything to evaluate"),
         (
             {"evaluate": eval_step, "eval_batches": make_data(8)},
-            "eval_batches is one batch, but is to be an iterable of batches, or a",
+            "eval_batches is one batch (a dict), but is to be an iterable of batches",
         ),
         (
             {"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},

@@ -150,7 +150,7 @@ def test_what_stopped_a_run_is_said(steps, capsys):
     _, history = train(
         steps, [3, 1, 2, 2], 9, steps=9, progress=None, early_stopping=early
     )
-    why = "told did not improve in 2 evaluations in a row: best 1.000 after step 2"
+    why = "told did not improve in 2 evaluations in a row, best 1.000 after 2"
     assert history.stopped == why
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"stopped after step 4: {why}"

@@ -1035,9 +1035,9 @@ INPUT = (
     _m(
         "I06",
         "the towers' elements change places",
-        "data.distribute:_Elements.build",
-        "padded = [pad_rows(element, rows) for element, _ in taken]",
-        "padded = [pad_rows(element, rows) for element, _ in taken][::-1]",
+        "data.distribute:_Rounds.build",
+        "trees = [_resized(x.tree, size) for x in taken]",
+        "trees = [_resized(x.tree, size) for x in taken][::-1]",
         "test_distribute.py::test_each_tower_takes_an_element[3-1]",
     ),
     _m(

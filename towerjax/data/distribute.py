@@ -12,32 +12,13 @@ import itertools
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import numpy as np
 
-from towerjax.data import feed
+from towerjax.data import feed, shard, sources
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import (
-    Remainder,
-    check_remainder,
-    count_examples,
-    counts_of_towers,
-    fit_batch,
-    pad_rows,
-    refuse_other_than_rows,
-    refuse_wrapping,
-)
-from towerjax.data.sources import (
-    DataPass,
-    InputContext,
-    ResumableDataPass,
-    as_arrays,
-    check_source,
-    is_function,
-    open_source,
-)
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import Placement, place_own_rows, place_rows
 from towerjax.mesh.processes import Exchange, call_on_first_process
@@ -53,101 +34,78 @@ class InputOptions:
     """How a data set is distributed; see ``strategy.distribute_dataset``."""
 
     split: Split
-    remainder: Remainder
+    remainder: shard.Remainder
     micro_batches: int
     prefetch: int
 
     def __post_init__(self) -> None:
         check_choice("split", self.split, get_args(Split))
-        check_remainder(self.remainder)
+        shard.check_remainder(self.remainder)
         check_whole("micro_batches", self.micro_batches, 1)
         check_whole("prefetch", self.prefetch, 0)
         cast_ints(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class _WholeBatches:
-    """A round is one batch, split over the towers.
+class _Element(NamedTuple):
+    """What one tower takes of a round, or all towers share."""
 
-    The methods are those of `_Elements` too: ``pull`` returns the next round and its
-    sizes, or None at the end of the data; ``rows`` the rows that each tower needs;
-    ``build`` the round padded to them, leaves ``[towers * rows, ...]``; ``counts`` how
-    many of each tower's rows are examples.
-    """
+    tree: PyTree
+    bare: bool = False  # had no dim over examples
+    sparse: SparseRows | None = None  # its sparse leaves
+
+
+_Pulled: TypeAlias = tuple[list[_Element], list[int]]
+"""The elements of a round, one for all towers or one for each, and their sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rounds:
+    """How the elements of a source become the rounds of some towers."""
 
     towers: int
     options: InputOptions
-    may_be_empty: bool
+    may_be_empty: bool  # where other processes have the rest of a round
     capacities: list[Capacity] = dataclasses.field(default_factory=list)
 
-    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
-        shares = self.towers * self.options.micro_batches
+    def pull(self, elements: Iterator[PyTree]) -> _Pulled | None:
+        """The next round; None at the end of the data."""
+        if self.options.split == "elements":
+            return self._pull_for_each_tower(elements)
+        shares, remainder = self.shares, self.options.remainder
         for whole in elements:
             leaves = jax.tree.leaves(whole)
             if leaves and not any(map(np.ndim, leaves)):
                 raise ValueError(
                     f"An element is a global batch of arrays, but is {whole!r}. Say"
-                    " split='elements' where each tower takes an element, or wrap lists"
-                    " in np.asarray."
+                    " split='elements' where each tower takes an element."
                 )
             if self.may_be_empty:  # sparse leaves: no process knows others' capacities
-                refuse_other_than_rows(whole)
+                shard.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self.may_be_empty and _is_empty(batch):
-                return (sparse, batch), [0]
-            if self.options.remainder == "drop" and count_examples(batch) < shares:
+                return [_Element(batch)], [0]
+            if remainder == "drop" and shard.count_examples(batch) < shares:
                 continue
-            batch, num_valid = fit_batch(batch, shares, self.options.remainder)
-            return (sparse, batch), [num_valid]
+            batch, num_valid = shard.fit_batch(batch, shares, remainder)
+            return [_Element(batch, sparse=sparse)], [num_valid]
         return None
 
-    def rows(self, sizes: list[int]) -> int:
-        each = -(-sizes[0] // (self.towers * self.options.micro_batches))
-        return each * self.options.micro_batches
-
-    def build(self, taken: PyTree, rows: int) -> PyTree:
-        size, (sparse, batch) = self.towers * rows, taken
-        if _is_empty(batch):
-            return jax.tree.map(
-                lambda x: np.zeros((size, *x.shape[1:]), x.dtype), batch
-            )
-        batch = pad_rows(jax.tree.map(lambda x: x[:size], batch), size)
-        parts = self.options.micro_batches
-        capacity = capacity_for(sparse.needed(rows // parts), self.capacities)
-        return sparse.put_back(batch, self.towers, parts, capacity)
-
-    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
-        return counts_of_towers(sizes[0], rows, self.towers)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Elements:
-    """A round is one element for each tower."""
-
-    towers: int
-    options: InputOptions
-
-    def pull(self, elements: Iterator[PyTree]) -> tuple[PyTree, list[int]] | None:
+    def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
         # Each copied at once: a loader may reuse its buffer for the next element.
         taken = [
             _with_example_dim(jax.tree.map(feed.own_copy, x))
             for x in itertools.islice(elements, self.towers)
         ]
-        sizes = [count_examples(rows) for rows, _ in taken]
-        for rows, _ in taken:
-            refuse_wrapping(rows)
-        _refuse_unlike_elements([rows for rows, _ in taken])
-        missing = self.towers - len(taken)
-        if not taken or (missing and self.options.remainder == "drop"):
+        sizes = [shard.count_examples(x.tree) for x in taken]
+        for x in taken:
+            shard.refuse_wrapping(x.tree)
+        _refuse_unlike_elements([x.tree for x in taken])
+        missing, remainder = self.towers - len(taken), self.options.remainder
+        if not taken or (missing and remainder == "drop"):
             return None
-        uneven = missing or len(set(sizes)) > 1
-        if (
-            uneven
-            and self.options.remainder == "drop"
-            and not any(True for _ in elements)
-        ):
-            return None  # at the end of the data
-        if uneven and self.options.remainder != "pad":
+        if remainder != "pad" and (missing or len(set(sizes)) > 1):
+            if remainder == "drop" and not any(True for _ in elements):
+                return None  # at the end of the data
             raise ValueError(
                 f"{self.towers} towers take an element each, but got {len(taken)} of"
                 f" sizes {sizes}. Give elements of one size, or use remainder='pad'"
@@ -156,16 +114,38 @@ class _Elements:
             )
         return taken + [taken[-1]] * missing, sizes + [0] * missing
 
-    def rows(self, sizes: list[int]) -> int:
-        parts = self.options.micro_batches
-        return -(-max(sizes) // parts) * parts
+    @property
+    def shares(self) -> int:
+        """What divides the rows of a round."""
+        return self.towers * self.options.micro_batches
 
-    def build(self, taken: PyTree, rows: int) -> PyTree:
-        padded = [pad_rows(element, rows) for element, _ in taken]
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *padded)
+    def rows(self, sizes: list[int]) -> int:
+        """The rows that each tower needs."""
+        shares = self.shares // len(sizes)
+        return max(-(-n // shares) for n in sizes) * self.options.micro_batches
+
+    def build(self, taken: list[_Element], rows: int) -> PyTree:
+        """The round, leaves ``[towers * rows, ...]``."""
+        size = rows * self.towers // len(taken)
+        trees = [_resized(x.tree, size) for x in taken]
+        if len(taken) > 1:
+            trees = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)]
+        sparse, parts = taken[0].sparse, self.options.micro_batches
+        if sparse is None:
+            return trees[0]
+        capacity = capacity_for(sparse.needed(rows // parts), self.capacities)
+        return sparse.put_back(trees[0], self.towers, parts, capacity)
 
     def counts(self, sizes: list[int], rows: int) -> np.ndarray:
-        return np.array(sizes, np.int32)
+        """``[towers]``: how many of each tower's rows are examples."""
+        each = self.towers // len(sizes)
+        return np.concatenate([shard.counts_of_towers(n, rows, each) for n in sizes])
+
+
+def _resized(batch: PyTree, size: int) -> PyTree:
+    if _is_empty(batch):
+        return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), batch)
+    return shard.pad_rows(jax.tree.map(lambda x: x[:size], batch), size)
 
 
 def _is_empty(batch: PyTree) -> bool:
@@ -174,13 +154,13 @@ def _is_empty(batch: PyTree) -> bool:
     return bool(leaves) and all(np.shape(x)[:1] == (0,) for x in leaves)
 
 
-def _with_example_dim(element: PyTree) -> tuple[PyTree, bool]:
-    """The element with a dim over examples, and whether that had to be added."""
+def _with_example_dim(element: PyTree) -> _Element:
+    """The element with a dim over examples, which may have to be added."""
     if bare := any(np.ndim(x) == 0 for x in jax.tree.leaves(element)):
         element = jax.tree.map(
             lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
         )
-    return element, bare
+    return _Element(element, bare)
 
 
 def _refuse_unlike_elements(elements: list[PyTree]) -> None:
@@ -215,18 +195,14 @@ class DistributedDataset:
     def __init__(
         self, placement: Placement, source: Any, options: InputOptions
     ) -> None:
-        processes, own_part = placement.num_processes, check_source(source)
+        processes, own_part = placement.num_processes, sources.check_source(source)
         self._placement, self._source, self._options = placement, source, options
         self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
-        self._context = InputContext(here, processes, placement.num_towers)
+        self._context = sources.InputContext(here, processes, placement.num_towers)
         towers = placement.num_towers // (processes if own_part else 1)
         self._asks_peers = own_part and processes > 1
-        self._rounds = (
-            _WholeBatches(towers, options, may_be_empty=self._asks_peers)
-            if options.split == "batch"
-            else _Elements(towers, options)
-        )
+        self._rounds = _Rounds(towers, options, self._asks_peers)
         remainder, parts = options.remainder, options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
         self._name = ""  # of what the processes tell each other
@@ -234,7 +210,7 @@ class DistributedDataset:
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
         self._passes = 0
 
-    def __iter__(self) -> DataPass:
+    def __iter__(self) -> sources.DataPass:
         """A pass through the batches, some of them placed in advance.
 
         It has ``get_state`` and ``set_state`` where the source is an iterable whose
@@ -242,12 +218,12 @@ class DistributedDataset:
         """
         self._passes += 1
         number, elements = self._passes, None
-        if not is_function(self._source):
-            elements = open_source(self._source, self._context)
+        if not sources.is_function(self._source):
+            elements = sources.open_source(self._source, self._context)
         begin = functools.partial(self._stream, number, elements)
         if feed.has_cursor(elements):
-            return ResumableDataPass(begin, elements)
-        return DataPass(begin)
+            return sources.ResumableDataPass(begin, elements)
+        return sources.DataPass(begin)
 
     def _stream(self, number: int, elements: Any, rows: int) -> Any:
         stopped = threading.Event()
@@ -278,8 +254,8 @@ class DistributedDataset:
     ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
         """Each round's batch, and the cursor after it."""
         if source is None:
-            source = open_source(self._source, self._context)
-        elements = map(as_arrays, source)
+            source = sources.open_source(self._source, self._context)
+        elements = map(sources.as_arrays, source)
         peers = last = None
         if self._asks_peers:
             peers = Exchange(f"{self._name}/{number}", "the input", stopped)
@@ -292,11 +268,8 @@ class DistributedDataset:
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
-            none = [0] * self._rounds.towers
-            counts = [
-                self._rounds.counts(sizes or none, rows) for sizes in sizes_of_all
-            ]
-            bare = rows == 1 and isinstance(taken, list) and all(x for _, x in taken)
+            counts = [self._rounds.counts(sizes or [0], rows) for sizes in sizes_of_all]
+            bare = rows == 1 and all(x.bare for x in taken)
             cursor = getattr(source, "get_state", lambda: None)()
             placed = self._place(
                 self._rounds.build(taken, rows), np.concatenate(counts), bare
@@ -314,7 +287,7 @@ class DistributedDataset:
 
     def _pull(
         self, elements: Iterator[PyTree], peers: Exchange | None
-    ) -> tuple[tuple[PyTree, list[int]] | None, list[Any]]:
+    ) -> tuple[_Pulled | None, list[Any]]:
         """This process's part of the next round, and the sizes of all parts."""
         if peers is None:
             pulled = self._rounds.pull(elements)
@@ -339,8 +312,7 @@ class DistributedDataset:
         if ended and self._options.remainder == "error":
             raise ValueError(
                 f"The input of the processes {ended} ended before that of the others."
-                " Give each process as many batches, or say remainder='pad' (rows of"
-                " weight 0) or 'drop' (stop where the first one ends)."
+                " Give all as many batches, or say remainder='pad' or 'drop'."
             )
         if ended and is_first and self._options.remainder == "pad":
             raise ValueError(

@@ -76,8 +76,7 @@ class Batches(Iterator[PyTree]):
         epochs = self._cut.epochs
         if epochs is None:  # list and tqdm catch a TypeError and go without a length
             raise TypeError(
-                "tj.batches(..., epochs=None) never end, so they have no len. Say"
-                " epochs=1 for the batches of an epoch."
+                "tj.batches(..., epochs=None) never end, so they have no len."
             )
         return epochs * self._cut.batches_per_epoch - self.position
 
@@ -115,8 +114,7 @@ class Batches(Iterator[PyTree]):
             raise ValueError(
                 "The position is one among other batches: "
                 + ", ".join(f"{n} was {a} and is {b}" for n, (a, b) in others.items())
-                + ". Cut the data as before, or choose a place with at(...), which"
-                " tj.Checkpointer(batches='anew') leaves as it is."
+                + ". Cut the data as before, or say tj.Checkpointer(batches='anew')."
             )
         self.position = self.at(state["position"]).position
 
@@ -214,8 +212,7 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
     if hasattr(data, "__next__"):
         raise ValueError(
             f"{name} is a {type(data).__name__}, which can be gone through only once,"
-            f" but {why}. Pass a list of batches, or a function that gives them anew:"
-            f" {name}=lambda: tj.batches(data, batch_size)."
+            f" but {why}. Pass a list, or {name}=lambda: tj.batches(data, batch_size)."
         )
     return data
 

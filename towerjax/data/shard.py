@@ -99,26 +99,21 @@ def count_examples(batch: PyTree) -> int:
     ]
     if bad:
         raise ValueError(
-            "Every leaf of a batch is an array of numbers, dim 0 of which runs over"
-            f" examples, but {listed(bad)}. Wrap lists in np.asarray, and what is the"
-            " same for all rows in tj.Shared(...)."
-            + " A state comes first: step(state, batch)."
-            * hasattr(batch, "opt_state")
+            "Every leaf of a batch is an array of numbers, a row for each example,"
+            f" but {listed(bad)}. Wrap lists in np.asarray, and what is the same for"
+            " all rows in tj.Shared(...)."
         )
     first = {leaf.shape[0]: name for name, leaf in reversed(leaves)}
     if len(first) > 1:
         sizes = few(f"{name}: {size}" for size, name in reversed(first.items()))
         raise ValueError(
-            "All leaves of a batch have the same number of examples in dim 0, but"
-            f" got {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
+            "All leaves of a batch have the same number of examples in dim 0, but got"
+            f" {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
             " tower needs whole is tj.Shared(...)."
         )
     (size,) = first
     if size == 0:
-        raise ValueError(
-            f"The batch is empty: {leaves[0][0]} has shape {leaves[0][1].shape}. Skip"
-            " batches without examples in the input."
-        )
+        raise ValueError(f"The batch is empty: {leaves[0][0]} has no rows. Skip it.")
     return size
 
 
@@ -131,16 +126,14 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
     if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]:
         raise ValueError(
-            f"{listed(found)}, which has no rows to split or join here. tj.Shared is"
-            " for the batches of a step, an evaluation, a prediction, a model and"
-            " tj.batches."
+            f"{listed(found)}, which has no rows to split or join here, as the batches"
+            " of a step, an evaluation, a prediction and a model may have."
         )
     if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]:
         raise ValueError(
-            f"{listed(found)}, whose entries would be taken for examples here. Make"
-            " it dense: x.todense(), or x.to_dense() of IndexedRows. A call of a step"
-            " or a model, and tj.batches, split such leaves by their values, not"
-            " step.fn or step.check."
+            f"{listed(found)}, whose entries would be taken for examples here, not in"
+            " a call of a step. Make it dense: x.todense(), or x.to_dense() of"
+            " IndexedRows."
         )
 
 
@@ -161,8 +154,8 @@ def refuse_wrapping(batch: PyTree) -> None:
     ]
     if bad:
         raise ValueError(
-            f"{listed(bad)}, but on the devices integers have 32 bits and would wrap"
-            " round. Make them smaller (ids modulo a table's size), or say"
+            f"{listed(bad)}, but integers of the devices have 32 bits and would wrap"
+            " round. Make them smaller, or say"
             " jax.config.update('jax_enable_x64', True)."
         )
 
@@ -271,8 +264,7 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
             raise ValueError(
                 "A call of several steps takes batches of one kind, but one changed:\n"
                 + explain_change(signatures[0], signature)
-                + "\nMake all batches alike, or do one step a call (steps_per_call=1;"
-                " iterations=1 of run_steps_on_dataset)."
+                + "\nMake all batches alike, or do one step a call."
             )
 
 

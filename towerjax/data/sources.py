@@ -57,21 +57,27 @@ class InputContext:
         return batch_size // self.num_processes
 
 
+def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
+    """Raise unless batches can be iterated, or called where that is allowed."""
+    if isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str):
+        kind = f"one batch (a {type(batches).__name__})"
+    elif not is_function(batches) or hasattr(batches, "__getitem__"):
+        return
+    elif or_function and callable(batches):
+        return
+    else:
+        kind = repr(batches)
+    more = ", or a function that gives one" * or_function
+    raise ValueError(
+        f"{name} is {kind:.200}, but is to be an iterable of batches{more}. Pass"
+        " [batch], or tj.batches(data, batch_size)."
+    )
+
+
 def check_source(source: Any) -> bool:
     """Whether the source makes each process's own part; raise if it is no source."""
-    if isinstance(source, Mapping | np.ndarray | jax.Array | str | bytes):
-        raise ValueError(
-            f"distribute_dataset goes through an iterable of batches, but got a"
-            f" {type(source).__name__}. Pass tj.batches(data, batch_size) or [batch]."
-        )
-    if not is_function(source):
-        return False
-    if not callable(source):
-        raise ValueError(
-            f"distribute_dataset cannot go through {source!r}. Pass an iterable of"
-            " batches, a loader, or a function that returns one."
-        )
-    return _takes_context(source)
+    check_batches("The data set", source, or_function=True)
+    return is_function(source) and _takes_context(source)
 
 
 def _takes_context(fn: Callable[..., Any]) -> bool:
@@ -88,11 +94,7 @@ def open_source(source: Any, context: InputContext) -> Iterator[Any]:
     """An iterator through the source."""
     if is_function(source):
         source = source(context) if _takes_context(source) else source()
-        if is_function(source):
-            raise ValueError(
-                f"The function given to distribute_dataset returned {source!r}, which"
-                " is no iterable of batches."
-            )
+        check_batches("What the function of the data set returned", source)
     # tf.data gives NumPy arrays instead of tensors by this method.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
 
@@ -135,8 +137,7 @@ class DataPass(Iterator[PlacedBatch]):
         if self._failure is not None:
             raise ValueError(
                 f"This pass through the data ended with {self._failure}, and cannot"
-                " continue. Begin another, iter(dataset): over an iterator that is not"
-                " exhausted it begins after the last element."
+                " continue. Begin another, iter(dataset)."
             )
         try:
             # Without a call of next(), after which Ctrl-C would lose the batch.

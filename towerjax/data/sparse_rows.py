@@ -37,7 +37,6 @@ class Entries:
         if indices.size and indices.min() < 0:
             raise ValueError(
                 f"{name} has the index {indices.min()}, but entries are counted from 0."
-                " Add the size of the dim to indices that count from its end."
             )
         # JAX marks a padding entry by an index beyond the dim.
         inside = (indices < np.array(shape[: indices.shape[1]])).all(axis=1)
@@ -178,7 +177,7 @@ def _refuse_formats(named: list[tuple[str, Any]]) -> None:
     ]
     if bad:
         raise ValueError(
-            f"{listed(bad)}, which does not split over towers row by row. Give a"
-            " jax.experimental.sparse.BCOO: BCOO.from_scipy_sparse(x) of a scipy.sparse"
-            " matrix, x.to_bcoo() of a BCSR, BCOO.fromdense(x.todense()) of others."
+            f"{listed(bad)}, which does not split over towers. Give a BCOO:"
+            " BCOO.from_scipy_sparse(x), or x.to_bcoo() of a BCSR, or"
+            " BCOO.fromdense(x.todense())."
         )

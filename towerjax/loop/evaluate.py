@@ -10,6 +10,7 @@ import jax
 
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
+from towerjax.data.sources import check_batches
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.inference import InferenceStep
@@ -84,22 +85,6 @@ def evaluate(
             "There are no batches to evaluate. An iterator is empty the second time."
         )
     return {name: value_on_host(total) for name, total in totals.items()}
-
-
-def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
-    """Raise unless batches can be iterated, or called where that is allowed."""
-    is_iterable = hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if isinstance(batches, Mapping | PlacedBatch):
-        kind = "one batch"
-    elif is_iterable or (or_function and callable(batches)):
-        return
-    else:
-        kind = f"a {type(batches).__name__}"
-    more = ", or a function that gives one" * or_function
-    raise ValueError(
-        f"{name} is {kind}, but is to be an iterable of batches{more}. Pass"
-        " [batch], or tj.batches(data, batch_size)."
-    )
 
 
 def count_in_words(batches: Iterable[PyTree]) -> str:

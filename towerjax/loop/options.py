@@ -4,13 +4,9 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
-from towerjax.loop.evaluate import (
-    AnyBatches,
-    EvaluationStep,
-    check_batches,
-    check_evaluate,
-)
+from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState

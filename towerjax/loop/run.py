@@ -6,13 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.feed import Batches, as_reusable
 from towerjax.data.ledger import Ledger
+from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
-from towerjax.loop.evaluate import (
-    AnyBatches,
-    EvaluationStep,
-    check_batches,
-    count_in_words,
-)
+from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
@@ -179,16 +175,16 @@ def _require_same_work(
     """Raise, on every process, unless all processes will make the same calls."""
     if placement.num_processes == 1:
         return
-    names = ("eval_every", "early_stopping", "best", "steps_per_call")
+    names = ("steps", "eval_every", "early_stopping", "best", "steps_per_call")
     given = {name: getattr(options, name) for name in names}
     given["evaluate"] = options.evaluate is not None
     given["eval_params"] = options.eval_params is not None
     if (saving := options.checkpointer) is not None:  # `Saving` compares the folder
         given["checkpointer"] = dataclasses.replace(saving, directory="...")
     given["WithState.every"] = [hook.every for hook in options.with_state]
-    text = f"steps={options.steps}, {count_in_words(batches)}, from step {start}"
     require_same(
         "What tj.run does",
-        text + "".join(f", {name}={value}" for name, value in given.items() if value),
+        f"{ {n: x for n, x in given.items() if x} } of {count_in_words(batches)},"
+        f" from step {start}",
         "Give every process the same steps, batches and options.",
     )

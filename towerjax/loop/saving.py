@@ -11,20 +11,9 @@ from typing import Any
 import jax
 
 from towerjax.data.ledger import Ledger
-from towerjax.loop.checkpoint import folder
+from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import ARRAYS, Checkpointer
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.checkpoint.record import (
-    CheckpointRecord,
-    array_checkpointer,
-    arrays_by_name,
-    check_same_model,
-    decode_cursor,
-    encode_cursor,
-    finite_scalars,
-    leaves_of,
-    library_versions,
-)
 from towerjax.loop.options import RunOptions, reaches_multiple
 from towerjax.loop.stopping import sign_of
 from towerjax.mesh.cluster import heartbeat
@@ -55,30 +44,29 @@ class Saving:
         if jax.process_count() > 1 and not self._several:
             raise CheckpointError(
                 "A Checkpointer saves what all processes of a job train together, but"
-                " the towers here are one process's own. Train without"
-                " tj.cluster.initialize(), or save with tj.loop.save_safetensors."
+                " the towers here are one process's own: use save_safetensors."
             )
         is_known = ledger.has_cursor or ledger.is_reproducible
         if options.batches == "cursor" and not is_known:
             raise CheckpointError(
                 "Checkpointer(batches='cursor') saves the position of the batches, but"
-                " these have no get_state and set_state; distribute_dataset of a"
-                " function never has. Say batches='count' if they come in the same"
-                " order each time, or 'anew'; or pass tj.batches(...) itself, an"
-                " iterator with get_state and set_state, or a list."
+                " these have no get_state and set_state. Say batches='count' if they"
+                " come in the same order each time, or 'anew'; or pass"
+                " tj.batches(...) itself or a list."
             )
-        encode_cursor(ledger.cursor)
-        needed = sum(x.nbytes for x in arrays_by_name(state).values())
+        record.encode_cursor(ledger.cursor)
+        needed = sum(x.nbytes for x in record.arrays_by_name(state).values())
         call_on_first_process(
             lambda: stack.enter_context(folder.lock(options.path, needed))
         )
         require_same(
             "Who has locked the folder of the checkpoints",
             folder.owner(options.path),
-            f"Here the folder is {str(options.path)!r}. Name one folder that all"
-            " processes see, such as one on a network file system.",
+            f"Here it is in {str(options.path)!r}. Name one that all processes see.",
         )
-        self._files = stack.enter_context(contextlib.closing(array_checkpointer()))
+        self._files = stack.enter_context(
+            contextlib.closing(record.array_checkpointer())
+        )
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"
         )
@@ -87,7 +75,7 @@ class Saving:
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
-        self.resumed: CheckpointRecord | None = None
+        self.resumed: record.CheckpointRecord | None = None
         self._before = step_number(state)
         self._is_best = False
 
@@ -99,38 +87,37 @@ class Saving:
         newest = call_on_first_process(lambda: max(self._options.steps, default=-1))
         if newest < 0:
             return state, options
-        record = self._options.record(newest)
+        saved = self._options.record(newest)
         where = folder.folder_of(self._options.path, newest)
-        check_same_model(record.leaves, state, where)
+        record.check_same_model(saved.leaves, state, where)
         if newest >= start:
-            self._saved = newest, record.evaluation
+            self._saved = newest, saved.evaluation
         if newest <= start:
             return state, options
         left = None if options.steps is None else start + options.steps - newest
         if left is not None and left < 0:
             raise CheckpointError(
                 f"steps={options.steps} from step {start} end at {newest + left}, but"
-                f" the newest checkpoint is of step {newest}. Name another folder for"
-                " another training, or do more steps."
+                f" the newest checkpoint is of step {newest}. Name another folder."
             )
         state = self._options.restore(self._step, state, number=newest)
-        self._seek(record)
-        self._step.expect_batch_rows(record.batch_rows)
-        self.resumed, self._before = record, newest
+        self._seek(saved)
+        self._step.expect_batch_rows(saved.batch_rows)
+        self.resumed, self._before = saved, newest
         return state, dataclasses.replace(options, steps=left, may_end=True)
 
-    def _seek(self, record: CheckpointRecord) -> None:
-        used, cursor = record.batches["used"], record.batches["cursor"]
+    def _seek(self, saved: record.CheckpointRecord) -> None:
+        used, cursor = saved.batches["used"], saved.batches["cursor"]
         if self._options.batches == "anew":
             return
         uses_cursor = self._options.batches == "cursor" and self._ledger.has_cursor
         if uses_cursor and cursor is None:
             raise CheckpointError(
-                f"These batches have get_state and set_state, but the checkpoint of"
-                f" step {record.step} was saved with others, which had not. Pass those;"
-                f" or say batches='count', to skip the first {used}."
+                "These batches have get_state and set_state, which those of the"
+                f" checkpoint of step {saved.step} had not. Pass those, or say"
+                f" batches='count', to skip the first {used}."
             )
-        self._ledger.go_to(used, decode_cursor(cursor) if uses_cursor else None)
+        self._ledger.go_to(used, record.decode_cursor(cursor) if uses_cursor else None)
 
     @property
     def exit_code(self) -> int | None:
@@ -144,7 +131,7 @@ class Saving:
 
     def add_evaluation(self, number: int, values: Mapping[str, Any]) -> None:
         """Keep an evaluation, and whether it is the best so far."""
-        numbers, name = finite_scalars(values), self._options.best
+        numbers, name = record.finite_scalars(values), self._options.best
         self._evaluated, self._is_best = (number, numbers), False
         if name is None:
             return
@@ -176,49 +163,49 @@ class Saving:
         self._is_best = False
         (at, values), ledger = self._evaluated, self._ledger
         evaluation = values if at == number else {}
-        saved, known = self._saved
-        if number == saved and evaluation in ({}, known):
+        newest, known = self._saved
+        if number == newest and evaluation in ({}, known):
             return
         self.wait()
-        cursor = encode_cursor(ledger.cursor) if ledger.has_cursor else None
+        cursor = record.encode_cursor(ledger.cursor) if ledger.has_cursor else None
         strategy, seen = self._step.strategy, state.seen
-        record = CheckpointRecord(
+        new = record.CheckpointRecord(
             step=number,
             strategy=repr(strategy),
             towers=strategy.placement.num_towers,
             devices=strategy.placement.devices,
-            leaves=tuple(leaves_of(state)),
+            leaves=tuple(record.leaves_of(state)),
             batches={"used": ledger.used, "cursor": cursor},
             batch_rows=tuple(sorted(self._step.batch_rows)),
             evaluation=evaluation,
             evaluation_due=evaluation_due,
             stopping=stopping,
             fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
-            versions=library_versions(),
+            versions=record.library_versions(),
         )
         with contextlib.ExitStack() as held, self._explaining(number):
-            if number != saved:  # else the arrays are saved, and the record changes
+            if number != newest:  # else only the record changes
                 held.enter_context(_ONE_AT_ONCE)
                 path = folder.partial_folder(self._options.path, number)
                 if self._is_first:
                     shutil.rmtree(path, ignore_errors=True)
                     path.mkdir()
-                self._files.save(path / ARRAYS, arrays_by_name(state))
-            finish = self._finish, record, number != saved, held.pop_all()
+                self._files.save(path / ARRAYS, record.arrays_by_name(state))
+            finish = self._finish, new, number != newest, held.pop_all()
             self._writing = self._thread.submit(*finish)
         self._saved = number, evaluation
 
     def _finish(
-        self, record: CheckpointRecord, is_new: bool, held: contextlib.ExitStack
+        self, new: record.CheckpointRecord, is_new: bool, held: contextlib.ExitStack
     ) -> None:
         """In the thread: wait for the arrays, then commit the checkpoint."""
-        directory, number = self._options.path, record.step
+        directory, number = self._options.path, new.step
         with self._explaining(number):
             with held:
                 self._files.wait_until_finished()
             if not self._is_first:
                 return
-            fields = dataclasses.asdict(record)
+            fields = dataclasses.asdict(new)
             if is_new:
                 folder.write_manifest(folder.partial_folder(directory, number), fields)
                 folder.commit(directory, number)

@@ -194,10 +194,7 @@ class Watch:
             return
         text = f"{option.metric} did not improve in {without} evaluation"
         text += "s in a row" * (without > 1)
-        if (after := self._counts["lowest_after"]) is not None:
-            shown = format_value(sign_of(option.mode) * self._counts["lowest"])
-            text += f": best {shown} after step {after}"
-        self.stopped = text
+        self.stopped = text + self._lowest_in_words()
 
     def _keep(
         self, option: Best, number: int, values: dict[str, Any], state: TrainState
@@ -219,21 +216,24 @@ class Watch:
 
     def describe(self, number: int, values: Mapping[str, Any]) -> str:
         """The last evaluation in a few words, and the best."""
-        option, counts = self._best or self._early_stopping, self._counts
+        option = self._best or self._early_stopping
         name = "loss" if "loss" in values else min(values, default="")
         name = option.metric if option else name
         if name not in values:
             return ""
         text = f"evaluated {name} {format_value(values[name])} after {number}"
-        best, after = None, None
-        if self.best is not None:
-            best, after = self.best.value, self.best.step
-        elif self._early_stopping and self._best is None:
-            best = sign_of(self._early_stopping.mode) * counts["lowest"]
-            after = counts["lowest_after"]
-        if after is not None:
-            text += f", best {format_value(best)} after {after}"
-        return text
+        if self._best is None:
+            return text + self._lowest_in_words()
+        if self.best is None:
+            return text
+        return f"{text}, best {format_value(self.best.value)} after {self.best.step}"
+
+    def _lowest_in_words(self) -> str:
+        option, after = self._early_stopping, self._counts["lowest_after"]
+        if option is None or after is None:
+            return ""
+        best = format_value(sign_of(option.mode) * self._counts["lowest"])
+        return f", best {best} after {after}"
 
 
 def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:

@@ -24,8 +24,6 @@ WORDS = 9
 def count_on_host(ids: Any, weights: Any) -> np.ndarray:
     """The cells of a data set, made by NumPy."""
     ids = np.asarray(ids)
-    if ids.dtype == np.uint64 and ids.size and ids.max() >= 1 << 63:
-        raise ValueError("ids from 2**63 on have the bits of negative ones: use less.")
     low, high = _halves(ids if ids.ndim == 2 else _check_ids(ids).astype(np.int64))
     bits = _weight_bits(weights, low)
     is_example = (bits << 1) != 0  # a weight of 0.0 or -0.0 is none
@@ -299,24 +297,23 @@ class ExampleReport:
 
     def __str__(self) -> str:
         """Both numbers, and every difference by the example's id."""
-        text = f"{self.seen} examples were seen and {self.expected} expected"
-        lost, found = list(self.dropped), []
-        for id, weight, times in self.repeated:
-            same = [x for x in lost if (x[0], x[2]) == (id, times)]
-            if not same:
-                found.append(f"example {id} seen {_times(times)} more")
-                continue
-            lost.remove(same[0])
-            was = same[0][1]
-            found.append(f"example {id} seen with weight {weight:g}, not {was:g}")
-        gone = [
-            f"example {id} dropped" + (f" {_times(times)}" if times > 1 else "")
-            for id, _, times in lost
+        found = [
+            _named(id, weight) + " dropped" + f" {_times(n)}" * (n > 1)
+            for id, weight, n in self.dropped
+        ]
+        found += [
+            f"{_named(id, weight)} seen {_times(n)} more"
+            for id, weight, n in self.repeated
         ]
         if self.others:
-            more = " more" if gone or found else ""
+            more = " more" if found else ""
             found.append(f"at least {self.others}{more}, too many to be listed")
-        return f"{text}: {', '.join(gone + found) or 'each as often as expected'}"
+        text = f"{self.seen} examples were seen and {self.expected} expected"
+        return f"{text}: {', '.join(found) or 'each as often as expected'}"
+
+
+def _named(id: int, weight: float) -> str:
+    return f"example {id}" + ("" if weight == 1 else f" of weight {weight:g}")
 
 
 def _times(number: int) -> str:
@@ -378,16 +375,5 @@ def check_examples(
     report = seen.compare(expected * epochs)
     if report.is_same:
         return report
-    text = f"After {epochs} epoch{'s' if epochs != 1 else ''} {report}."
-    if not isinstance(ids, ExampleCount) and _is_wide(np.asarray(ids)):
-        text += (
-            " Some ids need 64 bits, of which arrays on devices have 32: let a batch"
-            " hold them as ids.astype(np.int64).view(np.uint32).reshape(-1, 2)."
-        )
-    raise ExamplesError(text, report)
-
-
-def _is_wide(ids: np.ndarray) -> bool:
-    if ids.ndim != 1 or not ids.size:
-        return False
-    return int(ids.max()) >= 1 << 32 or int(ids.min()) < -(1 << 31)
+    times = f"{epochs} epoch{'s' if epochs != 1 else ''}"
+    raise ExamplesError(f"After {times} {report}.", report)

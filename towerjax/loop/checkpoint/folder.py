@@ -192,8 +192,7 @@ def lock(directory: pathlib.Path, needed: int = 0) -> Iterator[None]:
         if free < needed:
             raise CheckpointError(
                 f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
-                f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room, or"
-                " name another folder."
+                f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room."
             )
         yield
 

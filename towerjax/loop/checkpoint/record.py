@@ -83,18 +83,18 @@ def check_same_model(
     saved: Sequence[Leaf], state: PyTree, folder: pathlib.Path
 ) -> None:
     """Raise unless the saved leaves are those of the state, for any towers."""
-    old, new = ({leaf.name: leaf for leaf in x} for x in (saved, leaves_of(state)))
-    problems = [f"it lacks {name}" for name in new if name not in old]
-    problems += [f"it has {name}, which this does not" for name in old.keys() - new]
-    problems += [
-        f"{name} is {old[name].description} there and {leaf.description} here"
-        for name, leaf in new.items()
-        if name in old and old[name].description != leaf.description
+    old, new = (
+        {leaf.name: leaf.description for leaf in x} for x in (saved, leaves_of(state))
+    )
+    problems = [
+        f"{name} is {old.get(name, 'absent')} there and {new.get(name, 'absent')} here"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
     ]
     if problems:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is one of another model:"
-            f" {listed(sorted(problems))}. Build the model, optimizer and step as they"
+            f" {listed(problems)}. Build the model, optimizer and step as they"
             " were, or name another folder."
         )
 
