@@ -298,7 +298,7 @@ def test_a_function_gives_its_data_anew_each_time():
     [
         ({"x": np.zeros(4)}, r"is one batch \(a dict\), .* Pass \[batch\], or tj.b"),
         (np.zeros(4), r"is one batch \(a ndarray\)"),
-        (7, "is 7, but is to be an iterable of batches, or a function"),
+        (7, "is a int, but is to be an iterable of batches, or a fun"),
         (
             lambda a, b: [],
             r"cannot be called as source\(context\): missing a required arg.*'b'",
@@ -318,7 +318,7 @@ def test_elements_without_rows_are_told_of_the_other_split(source):
 
 def test_a_function_that_returns_no_data_is_refused():
     dataset = mirrored(2).distribute_dataset(lambda: 7)
-    with pytest.raises(ValueError, match="data set returned is 7, but is to be an it"):
+    with pytest.raises(ValueError, match="data set returned is a int, but is to"):
         list(dataset)
 
 

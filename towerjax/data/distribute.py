@@ -256,14 +256,15 @@ class DistributedDataset:
         if source is None:
             source = sources.open_source(self._source, self._context)
         elements = map(sources.as_arrays, source)
-        peers = last = None
+        peers, taken = None, []
         if self._asks_peers:
             peers = Exchange(f"{self._name}/{number}", "the input", stopped)
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
-            if self._is_end(sizes_of_all, is_first=last is None):
+            if self._is_end(sizes_of_all, is_first=not taken):
                 return
-            taken = last = last if pulled is None else pulled[0]
+            if pulled is not None:
+                taken = pulled[0]
             rows = self._rows(sizes_of_all, most_rows)
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue

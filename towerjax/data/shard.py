@@ -102,6 +102,8 @@ def count_examples(batch: PyTree) -> int:
             "Every leaf of a batch is an array of numbers, a row for each example,"
             f" but {listed(bad)}. Wrap lists in np.asarray, and what is the same for"
             " all rows in tj.Shared(...)."
+            + " A state comes first: step(state, batch)."
+            * hasattr(batch, "opt_state")
         )
     first = {leaf.shape[0]: name for name, leaf in reversed(leaves)}
     if len(first) > 1:
@@ -113,7 +115,8 @@ def count_examples(batch: PyTree) -> int:
         )
     (size,) = first
     if size == 0:
-        raise ValueError(f"The batch is empty: {leaves[0][0]} has no rows. Skip it.")
+        shape = leaves[0][1].shape
+        raise ValueError(f"The batch is empty: {leaves[0][0]} has shape {shape}.")
     return size
 
 
@@ -154,9 +157,8 @@ def refuse_wrapping(batch: PyTree) -> None:
     ]
     if bad:
         raise ValueError(
-            f"{listed(bad)}, but integers of the devices have 32 bits and would wrap"
-            " round. Make them smaller, or say"
-            " jax.config.update('jax_enable_x64', True)."
+            f"{listed(bad)}, but on the devices integers have 32 bits and would wrap"
+            " round. Make them smaller, or jax.config.update('jax_enable_x64', True)."
         )
 
 

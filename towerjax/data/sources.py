@@ -66,10 +66,10 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
     elif or_function and callable(batches):
         return
     else:
-        kind = repr(batches)
+        kind = f"a {type(batches).__name__}"
     more = ", or a function that gives one" * or_function
     raise ValueError(
-        f"{name} is {kind:.200}, but is to be an iterable of batches{more}. Pass"
+        f"{name} is {kind}, but is to be an iterable of batches{more}. Pass"
         " [batch], or tj.batches(data, batch_size)."
     )
 

@@ -182,9 +182,9 @@ def _require_same_work(
     if (saving := options.checkpointer) is not None:  # `Saving` compares the folder
         given["checkpointer"] = dataclasses.replace(saving, directory="...")
     given["WithState.every"] = [hook.every for hook in options.with_state]
+    work = ", ".join(f"{name}={x}" for name, x in given.items() if x)
     require_same(
         "What tj.run does",
-        f"{ {n: x for n, x in given.items() if x} } of {count_in_words(batches)},"
-        f" from step {start}",
+        f"{work}, of {count_in_words(batches)}, from step {start}",
         "Give every process the same steps, batches and options.",
     )
