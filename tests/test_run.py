@@ -1178,5 +1178,6 @@ def test_a_call_that_has_run_keeps_none_of_its_results():
             take(out)  # then it cannot be asked
     jax.block_until_ready(out)
     del out
-    jax.block_until_ready(predict(jnp.float32(2), np.ones(2, np.float32)))
+    for _ in range(3):  # a callback of the runtime may hold it for a moment
+        jax.block_until_ready(predict(jnp.float32(2), np.ones(2, np.float32)))
     assert alive() is None
