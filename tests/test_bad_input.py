@@ -140,6 +140,19 @@ def test_padding_that_only_a_metric_masks_is_refused():
         evaluate(start(), good(5))
 
 
+def test_padding_that_the_other_part_of_a_loss_masks_is_refused():
+    """A gradient begins with a 1 that XLA computes after the loss and its mask."""
+
+    def careless(params, batch, tower):
+        masked = tower.weight * (batch["x"] @ params["w"]) ** 2
+        unmasked = batch["x"] ** 2 * params["aux"]
+        return tj.Weighted(masked.sum() + unmasked.sum(), tower.weight.sum())
+
+    step = build(careless, remainder="pad")
+    params = {**start(), "aux": np.float32(1)}
+    assert step.check(params, good(5)).unmasked() == ["grads.sum['aux']"]
+
+
 def test_denominators_that_count_padding_are_refused(compiled):
     def masked(params, batch, tower):
         return tower.weight * (batch["x"] @ params["w"]) ** 2

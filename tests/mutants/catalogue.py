@@ -815,6 +815,15 @@ MODELS = (
         "return found",
         "test_merge.py::test_padding_does_not_count_where_towers_meet",
     ),
+    _m(
+        "M21",
+        "padding may count in the gradient of a part of the loss",
+        "proof.analysis:_checkpoint_name",
+        'eqn.params["name"] == ONE',
+        "False",
+        "test_bad_input.py"
+        "::test_padding_that_the_other_part_of_a_loss_masks_is_refused",
+    ),
 )
 
 STATE = (

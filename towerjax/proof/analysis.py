@@ -52,6 +52,7 @@ from towerjax.proof.scale import (
     GRADIENT_WEIGHT,
     HAS_EXAMPLES,
     MAY_COUNT_TOWERS,
+    ONE,
     SHARED,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
@@ -218,6 +219,8 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see the names in `towerjax.proof.scale`."""
+    if eqn.params["name"] == ONE:
+        return [FIXED]
     if eqn.params["name"] == UNKNOWN_GRADIENT and context.towers == _NO_AXIS:
         return [Mark(context.towers, "a gradient", (eqn, context.outer))]
     if eqn.params["name"] == SHARED and ins[0].axes:

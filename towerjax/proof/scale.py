@@ -34,6 +34,9 @@ SHARED = "towerjax.shared"
 GRADIENT_WEIGHT = "towerjax.gradient_weight"
 """Name of the weight of a gradient, as `tj.value_and_grad` returns it."""
 
+ONE = "towerjax.one"
+"""Name of the number 1 that a gradient begins with, where it depends on the loss."""
+
 WEIGHT_OF = "towerjax.weight_of:"
 """Name of the weight of a mean that a tower returns; the mean's own name follows."""
 
