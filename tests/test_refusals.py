@@ -79,12 +79,12 @@ def test_a_limit_of_bytes_is_an_int(below):
         (None, None, "devices=None must be a list of names"),
         (3, None, "devices=3 must be a list of names"),
         ("cpu:0", None, "devices='cpu:0' must be a list of names"),
-        (["cpu:0", "cpu:1"], 3, "links=3 must be a list with one list"),
-        (["cpu:0", "cpu:1"], "ab", "links='ab' must be a list with one list"),
-        (["cpu:0", "cpu:1"], {0: [1]}, "links={0: .* must be a list with one list"),
-        (["cpu:0", "cpu:1"], [1, 2], r"links\[0\]=1 must be a list of positions"),
-        (["cpu:0", "cpu:1"], [[1], None], r"links\[1\]=None must be a list"),
-        (["cpu:0", "cpu:1"], ["a", [0]], r"links\[0\]='a' must be a list"),
+        (["cpu:0", "cpu:1"], 3, "links=3 must have for each"),
+        (["cpu:0", "cpu:1"], "ab", "links='ab' must have"),
+        (["cpu:0", "cpu:1"], {0: [1]}, "links={0: .* must have"),
+        (["cpu:0", "cpu:1"], [1, 2], "links=.1, 2. must have"),
+        (["cpu:0", "cpu:1"], [[1], None], "must have for each"),
+        (["cpu:0", "cpu:1"], ["a", [0]], "must have for each"),
     ],
 )
 def test_odd_devices_and_links(devices, links, text):

@@ -173,7 +173,7 @@ def test_rows_are_gathered_along_their_first_dim_alone(axis):
             lambda tower: tower.all_gather(of_tower(0), axis=axis)
         )
     other = tj.sparse.IndexedRows(np.ones((1, 3)), np.array([0]), (6, 3))
-    with pytest.raises(ValueError, match="tower 1 has rows of an array of shape"):
+    with pytest.raises(ValueError, match="Tower 1 has rows of an array of shape"):
         mirrored(2).gather(tj.PerTower((of_tower(0), other)), 0)
 
 
@@ -279,8 +279,6 @@ def test_rows_of_one_index_all_count():
 def test_all_rows_of_an_array_are_the_array():
     array = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     np.testing.assert_array_equal(all_rows_of(array).to_dense(), array)
-    with pytest.raises(ValueError, match="all_rows_of got a scalar"):
-        all_rows_of(1.0)
 
 
 @pytest.mark.parametrize("bad", [-1, 6, 100])
@@ -332,7 +330,7 @@ def test_a_traced_index_that_names_no_row_spoils_all_of_the_result():
         ),
         (np.ones((3, 2)), np.zeros(2, int), SHAPE, "values of shape (3, 2)"),
         (np.ones(2), np.int32(0), SHAPE, "indices of shape (). Give values [r, 2]"),
-        (1.0, 0, (), "IndexedRows.dense_shape is (), which has no rows."),
+        (1.0, 0, (), "IndexedRows.dense_shape is (); it is (N, ...)"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused(values, indices, shape, text):
@@ -383,7 +381,7 @@ def test_trees_of_anything_can_be_made():
         ),
         (
             tj.PerTower(of_tower(0)),
-            "have indices of shape (3,). Dim 0 runs over the 2 towers and dim 1 over",
+            "has shape (3, 2), but dim 0 runs over the 2 towers",
         ),
     ],
 )  # fmt: skip
@@ -396,6 +394,13 @@ def test_rows_have_no_axis_and_no_other_array():
     value = tj.PerTower((of_tower(0), of_tower(1)))
     with pytest.raises(ValueError, match="axis=0 of IndexedRows: reduce without axis"):
         mirrored(2).reduce(R.SUM, value, axis=0)
+    flat = tj.sparse.IndexedRows(np.ones((2, 2)), np.zeros(2, int), SHAPE)
+    with pytest.raises(
+        ValueError, match=r"indices \[T, r\], and these have shape \(2,"
+    ):
+        mirrored(2).reduce(R.SUM, tj.PerTower(flat))
+    with pytest.raises(ValueError, match="Tower 1 has a ndarray where others have"):
+        mirrored(2).reduce(R.SUM, tj.PerTower((of_tower(0), np.ones(()))))
     with pytest.raises(
         ValueError, match=r"cannot be added to an array of shape \(6, 3"
     ):

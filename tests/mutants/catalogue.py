@@ -183,7 +183,7 @@ REGISTRY = (
     _m(
         "B16",
         "tower 0's statistics are read, though declared MEAN",
-        "collectives.reduce:reduce_stacked",
+        "collectives.reduce:one_of",
         "if reduction is Reduction.ONLY_FIRST_TOWER:",
         "if reduction is not Reduction.SUM:",
         "test_one_tower.py::test_evaluation_reads_tower_local_values_by_their_reduction",

@@ -19,18 +19,14 @@ def parse_ops(text: str) -> CrossTowerOps:
     """The cross-tower op that a text such as ``"AllReduce()"`` constructs."""
     kinds = {kind.__name__: kind for kind in _OPS}
     try:
-        call: Any = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call):
-            raise ValueError(f"{text} is no call; write {text}().")
-        func: Any = call.func
+        call: Any = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
         arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        if call.args:
-            raise ValueError("Name each option.")
-        return kinds[func.id](**arguments)
+        positional = [ast.literal_eval(x) for x in call.args]
+        return kinds[call.func.id](*positional, **arguments)
     except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"cross_tower_ops={text!r} is not one of {', '.join(kinds)}, its options"
-            f" named, such as 'AllReduce()' or 'Packed(num_packs=2)': {error}"
+            f"cross_tower_ops={text!r} is not one of {', '.join(kinds)} with its"
+            f" options, such as 'AllReduce()' or 'Packed(num_packs=2)': {error}"
         ) from error
 
 
@@ -83,20 +79,22 @@ def choose_cross_tower_ops(
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise ValueError(
             f"choose_cross_tower_ops: devices={devices!r} must be a list of names or"
-            " jax.Device objects, such as ['gpu:0', 'gpu:1'] or jax.devices()."
+            " jax.Device objects, such as jax.devices()."
         )
     names = canonical_device_names(list(devices))
     if links is not None:
         _check_links(links, len(names))
     if len(names) == 1:
         return OpsChoice(AllReduce(), "One device: nothing travels.")
-    if links is not None:
-        return _choose_by_links(names, links)
-    return _choose_by_processes(names)
+    ops, reason = _by_processes(names) if links is None else _by_links(links)
+    num_present = len(platform_devices(names[0].split(":")[0]))
+    absent = [name for name in names if int(name.split(":")[1]) >= num_present]
+    note = f" (Not on this machine: {', '.join(absent)}.)" if absent else ""
+    return OpsChoice(ops, reason + note)
 
 
-def _choose_by_links(names: tuple[str, ...], links: Sequence[Sequence[int]]) -> Any:
-    count = len(names)
+def _by_links(links: Sequence[Sequence[int]]) -> tuple[CrossTowerOps, str]:
+    count = len(links)
 
     def is_linked(size: int) -> bool:
         return all(
@@ -106,71 +104,51 @@ def _choose_by_links(names: tuple[str, ...], links: Sequence[Sequence[int]]) -> 
             for j in range(start, i)
         )
 
-    ops: CrossTowerOps = AllReduce()
     sizes = [n for n in range(2, count) if count % n == 0 and is_linked(n)]
     if is_linked(count):
-        reason = f"All {count} devices are directly linked to each other."
-    elif not sizes:
-        reason = f"The links of the {count} devices make no groups of equal size."
-    else:
-        ops, size = Hierarchical(group_size=sizes[-1]), sizes[-1]
-        reason = (
-            f"The {count} devices are directly linked to each other inside groups of"
-            f" {size} but not across, so only 1/{size} of the sums goes across."
+        return AllReduce(), f"All {count} devices are directly linked to each other."
+    if not sizes:
+        return (
+            AllReduce(),
+            f"Links of the {count} devices make no groups of equal size.",
         )
-    return OpsChoice(ops, reason + _note_absent(names))
+    return Hierarchical(group_size=sizes[-1]), (
+        f"The {count} devices are directly linked to each other inside groups of"
+        f" {sizes[-1]} but not across, so only 1/{sizes[-1]} of the sums goes across."
+    )
 
 
-def _choose_by_processes(names: tuple[str, ...]) -> OpsChoice:
-    platform = names[0].split(":")[0]
+def _by_processes(names: tuple[str, ...]) -> tuple[CrossTowerOps, str]:
+    platform, numbers = names[0].split(":")[0], [int(n.split(":")[1]) for n in names]
     present = platform_devices(platform)
-    if absent := _note_absent(names):
-        reason = f"Nothing is known of the {len(names)} devices but that they are "
-        return OpsChoice(AllReduce(), f"{reason}{platform.upper()}s.{absent}")
-    owners = [present[int(name.split(":")[1])].process_index for name in names]
+    what = f"{len(names)} {platform.upper()} devices"
+    if max(numbers) >= len(present):
+        return AllReduce(), f"Nothing is known of the links of {what}."
+    owners = [present[number].process_index for number in numbers]
     count = len(set(owners))
     if count == 1:
-        by = "their library knows its links" if platform == "gpu" else "links are alike"
-        reason = f"{len(names)} {platform.upper()} devices of one process: {by}."
-        return OpsChoice(AllReduce(), reason)
+        return AllReduce(), f"{what} of one process, whose links are alike."
     size = len(names) // count
     groups = [set(owners[i : i + size]) for i in range(0, len(names), size)]
-    if len(groups) == count and all(len(group) == 1 for group in groups) and size > 1:
-        reason = (
+    if size > 1 and len(groups) == count and all(len(group) == 1 for group in groups):
+        return Hierarchical(), (
             f"{count} processes have {size} {platform.upper()} devices each, next to"
             f" each other, so only 1/{size} of the sums goes between processes."
         )
-        return OpsChoice(Hierarchical(), reason)
-    reason = (
-        f"The {count} processes do not have several neighbouring"
-        f" {platform.upper()} devices each, equally many, that could make groups."
+    return AllReduce(), (
+        f"The {what} of {count} processes make no groups, which are neighbours and"
+        " equally many in each process."
     )
-    return OpsChoice(AllReduce(), reason)
 
 
-def _note_absent(names: tuple[str, ...]) -> str:
-    """A sentence that names the devices that this machine lacks; "" for none."""
-    num_present = len(platform_devices(names[0].split(":")[0]))
-    missing = [name for name in names if int(name.split(":")[1]) >= num_present]
-    if not missing:
-        return ""
-    return f" (Not on this machine: {', '.join(missing)}.)"
-
-
-def _check_links(links: Sequence[Sequence[int]], count: int) -> None:
-    if not isinstance(links, list | tuple) or len(links) != count:
+def _check_links(links: Any, count: int) -> None:
+    is_list = isinstance(links, list | tuple) and len(links) == count
+    fits = is_list and all(
+        isinstance(linked, list | tuple) and all(is_whole(x) and x >= 0 for x in linked)
+        for linked in links
+    )
+    if not fits:
         raise ValueError(
-            f"links={links!r} must be a list with one list of ints for each of the"
-            f" {count} devices, in the same order, such as [[1], [0]]."
+            f"links={links!r} must have for each of the {count} devices, in the same"
+            " order, a list of positions in devices, such as [[1], [0]]."
         )
-
-    def fits(linked: Any) -> bool:
-        is_list = hasattr(linked, "__iter__") and not isinstance(linked, str)
-        return is_list and all(is_whole(x) and int(x) >= 0 for x in linked)
-
-    for device, linked in enumerate(links):
-        if not fits(linked):
-            raise ValueError(
-                f"links[{device}]={linked!r} must be a list of positions in devices,"
-                " ints >= 0, such as [1, 2], and [] for none."
-            )

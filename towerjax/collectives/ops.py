@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -98,16 +99,10 @@ class Packed:
             )
         for name, number in vars(self).items():
             check_whole(f"Packed.{name}", number, 1, 2**63 - 1, or_none=True)
-        others = [
-            f"{name}={getattr(self, name)}"
-            for name in ("bytes_per_pack", "max_group")
-            if getattr(self, name) is not None
-        ]
-        if self.num_packs is not None and others:
+        if self.num_packs is not None and (self.bytes_per_pack or self.max_group):
             raise ValueError(
-                f"Packed got num_packs={self.num_packs} and {' and '.join(others)}."
-                " num_packs cuts all leaves into equal parts, so it leaves nothing to"
-                " choose: give num_packs alone, or leave it out."
+                f"{self!r}: num_packs cuts all leaves into equal parts, which leaves"
+                " nothing to choose. Give num_packs alone, or leave it out."
             )
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
@@ -133,12 +128,12 @@ def pack_sizes(total: int, num_packs: int) -> list[int]:
 
 def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
     """The packs of a buffer, without those that have no elements."""
-    parts, start = [], 0
-    for size in pack_sizes(buffer.size, num_packs):
-        if size:
-            parts.append(lax.slice_in_dim(buffer, start, start + size))
-        start += size
-    return parts
+    ends = itertools.accumulate(pack_sizes(buffer.size, num_packs), initial=0)
+    return [
+        lax.slice_in_dim(buffer, start, end)
+        for start, end in itertools.pairwise(ends)
+        if end > start
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,39 +179,33 @@ class Hierarchical:
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
-        size = self.group_size or _devices_per_process(axes)
+        if self.group_size is None and axes.num_devices % axes.num_processes:
+            raise ValueError(
+                f"Hierarchical(): {axes.num_processes} processes do not have equally"
+                f" many of the {axes.num_devices} devices. Give a group_size."
+            )
+        size = self.group_size or axes.num_devices // axes.num_processes
         _check_group_size(size, axes.num_devices)
 
         def sum_buffers(buffers: list[jax.Array]) -> list[jax.Array]:
-            flat = [buffer.reshape(-1) for buffer in buffers]
-            return [_sum_in_stages(buffer, size, axes.num_devices) for buffer in flat]
+            return [_sum_in_stages(x, size, axes.num_devices) for x in buffers]
 
         return sum_packed(tree, axes, sum_buffers)
 
 
-def _devices_per_process(axes: TowerAxes) -> int:
-    if axes.num_devices % axes.num_processes:
-        raise ValueError(
-            f"Hierarchical(): {axes.num_processes} processes do not have equally many"
-            f" of the {axes.num_devices} devices. Say how many make a group, such as"
-            " tj.collectives.Hierarchical(group_size=1), or use tj.AllReduce()."
-        )
-    return axes.num_devices // axes.num_processes
-
-
 def _check_group_size(size: int, num_devices: int) -> None:
     if num_devices % size:
-        fitting = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+        fitting = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
         raise ValueError(
             f"Hierarchical.group_size={size} does not divide the number of devices,"
-            f" {num_devices}, into equal groups. Use"
-            f" {' or '.join(str(n) for n in fitting)}, or leave it out for the devices"
-            " of one process."
+            f" {num_devices}, into equal groups. Use {' or '.join(fitting)}, or leave"
+            " it out for the devices of one process."
         )
 
 
 def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
-    """``[n]`` -> ``[n]``, added over all devices."""
+    """A buffer, added over all devices."""
+    buffer = buffer.reshape(-1)
     if size == 1:
         return lax.psum(buffer, DEVICE_AXIS)
     starts = range(0, num_devices, size)
@@ -273,8 +262,7 @@ class ReduceToOneDevice:
         if self.device is not None and self.device not in devices:
             raise ValueError(
                 f"ReduceToOneDevice.device={self.device!r} is not one of the"
-                f" strategy's devices, {', '.join(devices)}. Name one of them, or leave"
-                " it out for the first."
+                f" strategy's devices, {', '.join(devices)}."
             )
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:

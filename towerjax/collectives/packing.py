@@ -61,23 +61,21 @@ class Packing:
         members: list[int] = []  # the leaves of each buffer
         slots = []
         for leaf in leaves:
-            shape = leaf.shape[lead:]
+            dtype, shape = leaf.dtype, leaf.shape[lead:]
             size = math.prod(shape)
-            num_bytes = size * leaf.dtype.itemsize
-            passed[leaf.dtype] = passed.get(leaf.dtype, 0) + num_bytes
+            num_bytes = size * dtype.itemsize
+            passed[dtype] = passed.get(dtype, 0) + num_bytes
             buffer = latest.get(leaf.dtype)
             is_large = num_bytes > alone_above
-            if (
-                is_large
-                or buffer is None
-                or members[buffer] >= max_leaves
-                or passed[leaf.dtype] > reach
-            ):
+            is_full = (
+                buffer is None or members[buffer] >= max_leaves or passed[dtype] > reach
+            )
+            if buffer is None or is_large or is_full:
                 buffer = len(filled)
                 filled.append(0)
                 members.append(0)
                 if not is_large:
-                    latest[leaf.dtype], passed[leaf.dtype] = buffer, num_bytes
+                    latest[dtype], passed[dtype] = buffer, num_bytes
             slots.append(Slot(buffer, filled[buffer], shape))
             filled[buffer] += size
             members[buffer] += 1
@@ -88,25 +86,23 @@ class Packing:
         parts: list[list[jax.Array]] = [[] for _ in range(self.num_buffers)]
         for slot, leaf in zip(self.slots, leaves, strict=True):
             parts[slot.buffer].append(leaf)
-        return [
-            group[0]
-            if len(group) == 1
-            else jnp.concatenate(
-                [x.reshape(x.shape[:lead] + (-1,)) for x in group], axis=-1
-            )
-            for group in parts
-        ]
+
+        def joined(group: list[jax.Array]) -> jax.Array:
+            if len(group) == 1:
+                return group[0]
+            flat = [x.reshape(x.shape[:lead] + (-1,)) for x in group]
+            return jnp.concatenate(flat, axis=-1)
+
+        return [joined(group) for group in parts]
 
     def unpack(self, buffers: list[jax.Array], platform: str) -> list[jax.Array]:
         """The leaves of buffers without leading dims."""
-        constants = [slot.start for slot in self.slots]
-        starts: Sequence[jax.Array | int] = constants
+        starts: Sequence[Any] = [slot.start for slot in self.slots]
         witness = next((buffer for buffer in buffers if buffer.size), None)
-        has_shared_buffer = self.num_buffers < len(self.slots)
+        shares = self.num_buffers < len(self.slots)
         # Those hidden are int32, which does not count the numbers of a large model.
-        hides = platform == "cpu" and has_shared_buffer and max(constants) < 1 << 31
-        if hides and witness is not None:
-            starts = _hide_from_folding(constants, witness)
+        if platform == "cpu" and shares and max(starts) < 1 << 31:
+            starts = starts if witness is None else _hide_from_folding(starts, witness)
         return [
             self._slice_leaf(buffers[slot.buffer], slot, start)
             for slot, start in zip(self.slots, starts, strict=True)
@@ -117,11 +113,8 @@ class Packing:
         ends = [0] * self.num_buffers
         for slot in self.slots[:num_leaves]:
             ends[slot.buffer] = slot.start + slot.size
-        return [
-            buffer if end == buffer.size else buffer[:end]
-            for buffer, end in zip(buffers, ends, strict=True)
-            if end
-        ]
+        pairs = zip(buffers, ends, strict=True)
+        return [x if end == x.size else x[:end] for x, end in pairs if end]
 
     @staticmethod
     def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Array:
@@ -137,7 +130,9 @@ class Packing:
         return part.reshape(slot.shape)
 
 
-def _hide_from_folding(starts: list[int], witness: jax.Array) -> tuple[jax.Array, ...]:
+def _hide_from_folding(
+    starts: Sequence[int], witness: jax.Array
+) -> tuple[jax.Array, ...]:
     """The same numbers, hidden from XLA's constant folding.
 
     XLA compiles equal kernels once. With constant offsets the updates of equal

@@ -1,5 +1,6 @@
 """Apply a Reduction to the values of T towers, inside a tower or outside."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -7,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.collectives.sparse_rows import flatten_stack, is_rows, sum_dtype
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
-from towerjax.types import PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_key, key_data, like_key, widen_dtype
-from towerjax.types.options import is_whole
+from towerjax.types import PyTree, Reduction
+from towerjax.types.leaves import is_key, key_data, like_key
 
 
-def check_reduction(reduction: Any) -> None:
-    """Raise unless it is a member of ``Reduction`` that gives one value."""
+def check_reduction(reduction: Any, value: PyTree = ()) -> None:
+    """Raise unless it is a member of ``Reduction`` that gives one value of these."""
     if not isinstance(reduction, Reduction):
         raise ValueError(
             f"reduction is {reduction!r:.200}; write tj.Reduction.SUM, MEAN or"
@@ -23,55 +24,62 @@ def check_reduction(reduction: Any) -> None:
     if reduction is Reduction.NONE:
         raise ValueError(
             "Reduction.NONE says that the value is not to be reduced, so it has no one"
-            " value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read each tower's own"
-            " with unwrap."
+            " value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read all with unwrap."
         )
-
-
-def check_addable(reduction: Any, value: PyTree) -> None:
-    """Raise unless the reduction can reduce values of such dtypes."""
-    check_reduction(reduction)
-    if reduction is not Reduction.ONLY_FIRST_TOWER and any(
-        map(is_key, jax.tree.leaves(value))
-    ):
+    is_first = reduction is Reduction.ONLY_FIRST_TOWER
+    if not is_first and any(map(is_key, jax.tree.leaves(value))):
         raise ValueError(
             f"{reduction!r} of a random key, which is no number. Use"
             " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
         )
 
 
-def reduce_stacked(reduction: Reduction, stacked: PyTree) -> PyTree:
-    """Reduce leaves ``[T, ...]`` to one value, adding neighbours in pairs."""
+def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
+    """One value of leaves ``[T, ...]``, added in pairs; of stacked rows, all."""
     check_reduction(reduction)
 
-    def one(x: jax.Array) -> jax.Array:
+    def one(x: Any) -> Any:
+        if is_rows(x):
+            return share_of_rows(reduction, flatten_stack(x), len(x.indices))
         x = jnp.asarray(x)
-        if reduction is Reduction.ONLY_FIRST_TOWER:
-            return x[0]
         total = add_pairwise(as_addend(reduction, x))
         return from_total(reduction, total, x.shape[0], x.dtype)
 
-    return jax.tree.map(one, stacked)
+    if reduction is Reduction.ONLY_FIRST_TOWER:
+        return jax.tree.map(lambda x: jnp.asarray(x)[0], stacked)
+    return jax.tree.map(one, stacked, is_leaf=is_rows)
+
+
+def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
+    """The SUM or MEAN of the towers' ``IndexedRows``, from all of them end to end."""
+    values = from_total(reduction, rows.values, num_towers, rows.values.dtype)
+    return dataclasses.replace(rows, values=values)
 
 
 def reduce_over_towers(
     reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
 ) -> PyTree:
     """Reduce the towers' values inside a tower; the result is the same on each."""
-    check_addable(reduction, value)
+    check_reduction(reduction, value)
+    is_first = reduction is Reduction.ONLY_FIRST_TOWER
 
-    def one(x: jax.Array) -> jax.Array:
+    def one(x: Any) -> Any:
+        if is_rows(x):  # gathered, since rows of one index are not added
+            return one_of(reduction, gather_over_towers(x, axes))
         x = drop_weak_type(x)
         if not x.size:  # the same on all towers without a collective
             return jnp.zeros(x.shape, reduced_dtype(reduction, x.dtype))
-        if reduction is Reduction.ONLY_FIRST_TOWER:
+        if is_first:
             return take_first(x, tower_id, axes.names) if axes.names else x
         # JAX would add bfloat16 in bfloat16 under vmap, and in float32 elsewhere.
         total = as_addend(reduction, x)
         total = lax.psum(total, axes.names) if axes.names else total
         return from_total(reduction, total, axes.num_towers, x.dtype)
 
-    return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)
+    def with_keys(x: Any) -> Any:
+        return like_key(one(key_data(x)), x)
+
+    return jax.tree.map(with_keys, value, is_leaf=None if is_first else is_rows)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -140,13 +148,6 @@ def from_total(
     return total.astype(reduced_dtype(reduction, dtype))
 
 
-def sum_dtype(dtype: Any) -> Any:
-    """The dtype to add in: float32 for 16-bit floats, int32 for booleans."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return widen_dtype(dtype)
-    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
-
-
 def add_pairwise(rows: jax.Array) -> jax.Array:
     """Add the rows in one fixed order: neighbours, then their sums, and so on."""
     while rows.shape[0] > 1:
@@ -154,29 +155,6 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
         sums = rows[0:paired:2] + rows[1:paired:2]
         rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums
     return rows[0]
-
-
-def check_dim(value: PyTree, axis: Any) -> None:
-    """Raise unless ``axis`` is one whole number, and a dim of every leaf."""
-    if not is_whole(axis):
-        raise ValueError(
-            f"axis={axis!r} must be an int, one dim of a tower's value. For several"
-            " dims, call once and then use jnp on the result."
-        )
-    for name, x in named_leaves("value", value):
-        if not -jnp.ndim(x) <= axis < jnp.ndim(x):
-            raise ValueError(
-                f"axis={axis} is not a dim of {name} of shape {jnp.shape(x)}. Name one"
-                " of a tower's own dims; a number gets one by x[None]."
-            )
-
-
-def join_rows(rows: jax.Array, axis: int) -> jax.Array:
-    """Concatenate the rows of ``[T, ...]`` along dim ``axis`` of a row."""
-    axis %= rows.ndim - 1
-    shape = list(rows.shape[1:])
-    shape[axis] *= rows.shape[0]
-    return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
 def all_gather_rows(rows: PyTree, axes: TowerAxes) -> PyTree:

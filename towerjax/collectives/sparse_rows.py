@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.collectives.reduce import sum_dtype
 from towerjax.types import PyTree
-from towerjax.types.leaves import native, promote_dtypes
+from towerjax.types.leaves import native, promote_dtypes, widen_dtype
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype to add in: float32 for 16-bit floats, int32 for booleans."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return widen_dtype(dtype)
+    return jnp.dtype(jnp.int32) if dtype == jnp.bool_ else dtype
 
 
 def sum_duplicates(
@@ -73,9 +79,8 @@ def poison_value(dtype: Any) -> Any:
     """The value that ``jnp.take`` fills in for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
-    info = jnp.iinfo(dtype)
-    value = info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
-    return jnp.asarray(value, dtype)
+    info, is_signed = jnp.iinfo(dtype), jnp.issubdtype(dtype, jnp.signedinteger)
+    return jnp.asarray(info.min if is_signed else info.max, dtype)
 
 
 _HAS_SHAPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
@@ -122,29 +127,18 @@ class IndexedRows:
     def __post_init__(self) -> None:
         """Check what is known: leaves may be tracers, or objects that are no arrays."""
         shape: Any = self.dense_shape
-        if not isinstance(shape, Iterable):
+        if not isinstance(shape, Iterable) or not tuple(shape):
             raise ValueError(
-                f"IndexedRows.dense_shape is {shape!r}; it is the shape of the array"
-                " whose rows these are, (N, ...)."
+                f"IndexedRows.dense_shape is {shape!r}; it is (N, ...), the shape of"
+                " the array whose rows these are."
             )
         object.__setattr__(self, "dense_shape", tuple(shape))
         object.__setattr__(self, "values", native(self.values))
         object.__setattr__(self, "indices", native(self.indices))
-        if not self.dense_shape:
-            raise ValueError("IndexedRows.dense_shape is (), which has no rows.")
-        if not isinstance(self.indices, _HAS_SHAPE):
-            return
-        if self.indices.dtype == jax.dtypes.float0:  # the tangent of integers
-            return
-        if not jnp.issubdtype(self.indices.dtype, jnp.integer):
-            raise ValueError(
-                f"IndexedRows.indices are {self.indices.dtype}; they say which rows, so"
-                " give integers, such as int32."
-            )
-        if isinstance(self.values, _HAS_SHAPE):
-            _check_values(self)
-        if isinstance(self.indices, np.ndarray):
-            self.check_range()
+        dtype = getattr(self.indices, "dtype", None)
+        # float0 is the tangent of integers.
+        if isinstance(self.indices, _HAS_SHAPE) and dtype != jax.dtypes.float0:
+            _check_rows(self)
 
     def to_dense(self) -> jax.Array:
         """The array of shape ``dense_shape`` with these rows, and 0 elsewhere.
@@ -172,16 +166,15 @@ class IndexedRows:
           ValueError: ``array`` is of another shape, or of a dtype that cannot hold
             the values; an index names no row.
         """
-        array = jnp.asarray(array)
+        array, values = jnp.asarray(array), jnp.asarray(self.values)
         _check_fits(self, array)
-        values, num_rows = jnp.asarray(self.values), array.shape[0]
         _check_holds(array.dtype, values.dtype)
         indices, wide = widen_indices(self.indices), sum_dtype(array.dtype)
         added = array.astype(wide).at[indices].add(values.astype(wide))
         added = added.astype(array.dtype)
         if not isinstance(indices, Tracer):
             return added
-        exist = ((indices >= 0) & (indices < num_rows)).all()
+        exist = ((indices >= 0) & (indices < array.shape[0])).all()
         return jnp.where(exist, added, poison_value(array.dtype))
 
     def check_range(self, name: str = "IndexedRows") -> None:
@@ -199,10 +192,9 @@ class IndexedRows:
         bad = indices[(indices < 0) | (indices >= num_rows)]
         if bad.size:
             raise ValueError(
-                f"{name}.indices has {', '.join(str(i) for i in bad[:5])}"
-                f"{', ...' if bad.size > 5 else ''}, but the array has {num_rows} rows,"
-                f" from 0 to {num_rows - 1}. To fill up, add rows of zeros at an index"
-                " that there is."
+                f"{name}.indices has {', '.join(map(str, bad[:5]))}, but the array has"
+                f" {num_rows} rows, from 0 to {num_rows - 1}. To fill up, add rows of"
+                " zeros at an index that there is."
             )
 
     # None makes NumPy leave `array + rows` to `__radd__`, as JAX does.
@@ -246,25 +238,29 @@ def _check_holds(dtype: Any, values: Any) -> None:
     if promote_dtypes(dtype, values) != dtype:
         raise ValueError(
             f"IndexedRows of {values} cannot be added to an array of {dtype}, which"
-            f" does not hold them. Cast the values, rows.values.astype({str(dtype)!r}),"
-            f" or the array to {promote_dtypes(dtype, values)}."
+            " does not hold them. Cast the values, rows.values.astype(array.dtype)."
         )
 
 
-def _check_values(rows: IndexedRows) -> None:
-    if rows.values.dtype == np.bool_:
+def _check_rows(rows: IndexedRows) -> None:
+    indices, shape = rows.indices, np.shape(rows.indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
-            "IndexedRows.values are bool, which do not add up. Give numbers, such as"
-            " values.astype(jnp.int32)."
+            f"IndexedRows.indices are {indices.dtype}; they say which rows: integers."
         )
-    indices, values = np.shape(rows.indices), np.shape(rows.values)
-    if not indices or values != (*indices, *rows.dense_shape[1:]):
-        expected = ", ".join(str(n) for n in ("r", *rows.dense_shape[1:]))
-        raise ValueError(
-            f"IndexedRows of an array of shape {rows.dense_shape} got values of shape"
-            f" {values} and indices of shape {indices}. Give values [{expected}] and"
-            " indices [r], one for each row."
-        )
+    if isinstance(rows.values, _HAS_SHAPE):
+        if rows.values.dtype == np.bool_:
+            raise ValueError("IndexedRows.values are bool; give numbers, which add up.")
+        row = rows.dense_shape[1:]
+        if not shape or np.shape(rows.values) != (*shape, *row):
+            expected = ", ".join(map(str, ("r", *row)))
+            raise ValueError(
+                f"IndexedRows of an array of shape {rows.dense_shape} got values of"
+                f" shape {np.shape(rows.values)} and indices of shape {shape}. Give"
+                f" values [{expected}] and indices [r]."
+            )
+    if isinstance(indices, np.ndarray):
+        rows.check_range()
 
 
 def is_rows(x: Any) -> bool:
@@ -319,12 +315,29 @@ def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
 
 
 def all_rows_of(dense: jax.Array) -> IndexedRows:
-    """``IndexedRows`` of all rows of an array."""
+    """``IndexedRows`` of all rows of an array ``[N, ...]``."""
     dense = jnp.asarray(dense)
-    if not dense.ndim:
-        raise ValueError("all_rows_of got a scalar, which has no rows; give [N, ...].")
     indices = jnp.arange(dense.shape[0], dtype=jnp.int32)
     return IndexedRows(dense, indices, dense.shape)
+
+
+def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRows:
+    """All these rows, as rows of one array of this shape."""
+    values = jnp.concatenate([jnp.asarray(x.values) for x in rows])
+    indices = jnp.concatenate([jnp.asarray(x.indices) for x in rows])
+    return IndexedRows(values, indices, shape)
+
+
+def flatten_stack(rows: IndexedRows) -> IndexedRows:
+    """The rows of stacked ``IndexedRows``, with indices ``[T, r]``, end to end."""
+    values, indices = jnp.asarray(rows.values), jnp.asarray(rows.indices)
+    if indices.ndim != 2:
+        raise ValueError(
+            "IndexedRows of each tower, side by side, have indices [T, r], and these"
+            f" have shape {indices.shape}: stack one IndexedRows for each tower."
+        )
+    values = values.reshape(indices.size, *values.shape[2:])
+    return IndexedRows(values, indices.reshape(-1), rows.dense_shape)
 
 
 def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:

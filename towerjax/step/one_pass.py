@@ -12,8 +12,7 @@ from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import KeepsState, sum_over_towers
 from towerjax.collectives.packing import Sums
-from towerjax.collectives.reduce import all_gather_rows
-from towerjax.collectives.rows_over_towers import reduce_stacked_rows
+from towerjax.collectives.reduce import all_gather_rows, one_of
 from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import concat_rows, split_rows, with_shared
@@ -347,7 +346,7 @@ def _scan_micro_batches(
     own = [next(of_kind[type(x)]) for x in own]
     pools = {"added": added[0], "shown": added[1], "own": own}
     pools["folded"] = [merge_stacked(x) for x in folded]
-    pools["joined"] = [reduce_stacked_rows(Reduction.SUM, x, count) for x in tables]
+    pools["joined"] = [one_of(Reduction.SUM, x) for x in tables]
     return jax.tree.map(lambda x: x[-1], tree), pools
 
 
@@ -371,5 +370,4 @@ def _check_adds_up(own: list[PerTower]) -> None:
 
 def _join_table_rows(rows: Any, axes: TowerAxes) -> Any:
     """All towers' rows of a table, equal indices added."""
-    rows = all_gather_rows(rows, axes)
-    return reduce_stacked_rows(Reduction.SUM, rows, axes.num_towers)
+    return one_of(Reduction.SUM, all_gather_rows(rows, axes))

@@ -8,12 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.collectives.reduce import gather_over_towers, join_rows
-from towerjax.collectives.rows_over_towers import (
-    check_joins,
-    join_stacked_rows,
-    reduce_tree_over_towers,
-)
+from towerjax.collectives.reduce import gather_over_towers, reduce_over_towers
+from towerjax.collectives.rows_over_towers import check_joins, join_rows
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
@@ -176,7 +172,7 @@ class Tower:
         value = plain(value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
         with jax.named_scope("tower.first" if is_first else REDUCED):
-            return reduce_tree_over_towers(reduction, value, self.id, self._all_axes)
+            return reduce_over_towers(reduction, value, self.id, self._all_axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
         """All towers' values stacked, or joined along a dim.
@@ -203,17 +199,11 @@ class Tower:
         value = plain(value)
         if axis is not None:
             check_joins(value, axis)
-
-        def one(x: Any) -> Any:
-            if axis is None:
-                return x
-            if is_rows(x):
-                return join_stacked_rows(x, self.num_towers)
-            return join_rows(x, axis)
-
         with jax.named_scope(GATHERED):
             rows = gather_over_towers(value, self._all_axes)
-        return jax.tree.map(one, rows, is_leaf=is_rows)
+        if axis is None:
+            return rows
+        return jax.tree.map(lambda x: join_rows(x, axis), rows, is_leaf=is_rows)
 
     def weights_of_all(self) -> tuple[list[Any], int]:
         """The next denominators of a sum of means, over all towers and micro-batches.

@@ -15,7 +15,7 @@ from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.reduce import (
     as_addend,
     from_total,
-    reduce_stacked,
+    one_of,
     take_first,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
@@ -137,9 +137,7 @@ def read_local(local: PyTree) -> PyTree:
 @jax.jit
 def _read_all(local: PyTree) -> PyTree:
     """Read all in one program, added in pairs: bits do not depend on ``D``."""
-    return jax.tree.map(
-        lambda x: reduce_stacked(x.reduction, x.value), local, is_leaf=is_local
-    )
+    return jax.tree.map(lambda x: one_of(x.reduction, x.value), local, is_leaf=is_local)
 
 
 def read_local_over_towers(

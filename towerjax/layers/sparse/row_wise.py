@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,6 @@ Owners = Sequence[int | None]
 """For each leaf of an optimizer's state, the index of the table whose rows it has."""
 
 
-class UpdateProgram(NamedTuple):
-    """The primitives and the integer constants of an optimizer's update."""
-
-    primitives: tuple[str, ...]  # their names, in order
-    numbers: frozenset[int]  # such as the step count at which a schedule changes
-
-
 @dataclasses.dataclass(frozen=True)
 class RowWise:
     """An optimizer whose parameters and gradients are lists of a tree's leaves."""
@@ -38,6 +31,7 @@ class RowWise:
     optimizer: optax.GradientTransformationExtraArgs
     treedef: Any  # of the parameters
     names: tuple[str, ...]  # of its leaves, for errors
+    extra_args: Mapping[str, Any]
 
     def owners(
         self, params: Sequence[Any], tables: Sequence[int], opt_state: PyTree
@@ -49,58 +43,52 @@ class RowWise:
         """
         structs = [_struct(x) for x in params]
         expected = self._state_of(structs)
-        self._check_state(expected, opt_state)
-        shapes = [shape for _, shape in expected]
-        owners: list[int | None] = [None] * len(shapes)
-        for table in tables:
-            shape = structs[table].shape
-            longer = list(structs)
-            longer[table] = jax.ShapeDtypeStruct(
-                (shape[0] + 1, *shape[1:]), structs[table].dtype
-            )
-            changed = self._state_of(longer)
-            for i, (name, other) in enumerate(changed):
-                if len(changed) != len(shapes) or other != shapes[i]:
-                    if len(changed) != len(shapes) or shapes[i] != shape:
-                        raise ValueError(
-                            f"{self.names[table]} is of rows, but the optimizer keeps"
-                            f" {name} for it, which has no rows, because its shape is"
-                            f" not the parameter's, {shape}. Give a dense gradient:"
-                            " leave the leaf out of `sparse`, or use rows.to_dense()."
-                        )
-                    owners[i] = table
-        return owners
-
-    def program(
-        self, params: Sequence[Any], extra_args: Mapping[str, Any]
-    ) -> UpdateProgram:
-        """The program of one update, which is traced and not run."""
-        tree = jax.tree.unflatten(self.treedef, [_struct(x) for x in params])
-        update = functools.partial(self.optimizer.update, **extra_args)
-        state = jax.eval_shape(self.optimizer.init, tree)
-        closed = jax.make_jaxpr(update)(tree, state, tree)
-        eqns = list(all_eqns(closed.jaxpr))
-        atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
-        return UpdateProgram(
-            tuple(eqn.primitive.name for eqn in eqns),
-            frozenset(int(x) for x in (*atoms, *closed.consts) if _is_integer(x)),
-        )
-
-    def _state_of(self, params: list[Any]) -> list[tuple[str, tuple[int, ...]]]:
-        state = jax.eval_shape(
-            self.optimizer.init, jax.tree.unflatten(self.treedef, params)
-        )
-        return [(name, tuple(x.shape)) for name, x in named_leaves("opt_state", state)]
-
-    def _check_state(self, expected: Any, opt_state: PyTree) -> None:
         got = [(name, np.shape(x)) for name, x in named_leaves("opt_state", opt_state)]
         if got != expected:
             differing = sorted({*map(str, got)} ^ {*map(str, expected)})
             raise ValueError(
                 "opt_state is not what optimizer.init(params) gives:"
-                f" {', '.join(differing[:4]) or 'the order of leaves'} differ. Give the"
-                " state of this optimizer and these parameters."
+                f" {', '.join(differing[:4]) or 'the order of leaves'} differ."
             )
+        owners: list[int | None] = [None] * len(expected)
+        for table in tables:
+            shape, dtype = structs[table].shape, structs[table].dtype
+            longer = list(structs)
+            longer[table] = jax.ShapeDtypeStruct((shape[0] + 1, *shape[1:]), dtype)
+            pairs = zip(expected, self._state_of(longer), strict=True)
+            for i, ((name, old), (_, new)) in enumerate(pairs):
+                if old != new and old != shape:
+                    raise ValueError(
+                        f"{self.names[table]} is of rows, but the optimizer keeps"
+                        f" {name} for it, whose shape is not the parameter's, {shape}."
+                        " Give a dense gradient: leave the leaf out of `sparse`, or use"
+                        " rows.to_dense()."
+                    )
+                owners[i] = table if old != new else owners[i]
+        return owners
+
+    def program(self, params: Sequence[Any]) -> tuple[list[str], set[int]]:
+        """The primitives of one update, which is traced, and its whole numbers."""
+        tree = self.treedef.unflatten(map(_struct, params))
+        update = functools.partial(self.optimizer.update, **self.extra_args)
+        state = jax.eval_shape(self.optimizer.init, tree)
+        closed = jax.make_jaxpr(update)(tree, state, tree)
+        eqns = list(all_eqns(closed.jaxpr))
+        atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
+        numbers = {int(x) for x in (*atoms, *closed.consts) if _is_integer(x)}
+        return [eqn.primitive.name for eqn in eqns], numbers
+
+    def _state_of(self, params: list[Any]) -> list[tuple[str, tuple[int, ...]]]:
+        state = jax.eval_shape(self.optimizer.init, self.treedef.unflatten(params))
+        return [(name, tuple(x.shape)) for name, x in named_leaves("opt_state", state)]
+
+    def update_dense(
+        self, grads: Sequence[Any], opt_state: PyTree, params: Sequence[Any]
+    ) -> tuple[list[Any], PyTree]:
+        """The optimizer's own update."""
+        trees = self.treedef.unflatten(grads), opt_state, self.treedef.unflatten(params)
+        updates, state = self.optimizer.update(*trees, **self.extra_args)
+        return self.treedef.flatten_up_to(updates), state
 
     def update(
         self,
@@ -108,16 +96,13 @@ class RowWise:
         opt_state: PyTree,
         params: Sequence[Any],
         owners: Owners,
-        extra_args: Mapping[str, Any],
     ) -> tuple[list[Any], PyTree]:
         """One update; where ``grads`` has rows, the optimizer sees only those rows."""
         indices, inner_grads = {}, list(grads)
         for i, grad in enumerate(grads):
             if is_rows(grad):
-                values = jnp.asarray(grad.values)
-                summed, indices[i] = sum_duplicates(
-                    values, grad.indices, grad.dense_shape[0]
-                )
+                values, size = jnp.asarray(grad.values), grad.dense_shape[0]
+                summed, indices[i] = sum_duplicates(values, grad.indices, size)
                 inner_grads[i] = summed.astype(values.dtype)
 
         def rows_of(x: Any, table: int | None) -> Any:
@@ -131,18 +116,15 @@ class RowWise:
             return set_rows(jnp.asarray(x), indices[table], rows)
 
         state, state_def = jax.tree.flatten(opt_state)
-        updates, new_state = self.optimizer.update(
-            jax.tree.unflatten(self.treedef, inner_grads),
-            jax.tree.unflatten(state_def, map(rows_of, state, owners)),
-            jax.tree.unflatten(self.treedef, map(rows_of, params, range(len(params)))),
-            **extra_args,
+        updates, new_state = self.update_dense(
+            inner_grads,
+            state_def.unflatten(map(rows_of, state, owners)),
+            list(map(rows_of, params, range(len(params)))),
         )
-        pairs = zip(state, jax.tree.leaves(new_state), owners, strict=True)
-        new_state = [scatter(*pair) for pair in pairs]
-        updates = self.treedef.flatten_up_to(updates)
+        new_state = map(scatter, state, jax.tree.leaves(new_state), owners)
         for i, rows in indices.items():
             updates[i] = _as_rows(updates[i], rows, np.shape(params[i]))
-        return updates, jax.tree.unflatten(state_def, new_state)
+        return updates, state_def.unflatten(new_state)
 
 
 def _is_integer(x: Any) -> bool:

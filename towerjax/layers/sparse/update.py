@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,10 +28,7 @@ _ADVICE = (
 
 
 def check_row_wise(
-    row_wise: RowWise,
-    grads: Sequence[Any],
-    params: Sequence[Any],
-    extra_args: Mapping[str, Any],
+    row_wise: RowWise, grads: Sequence[Any], params: Sequence[Any]
 ) -> None:
     """Raise unless updating rows equals updating the table, by trials on a small one.
 
@@ -39,11 +36,11 @@ def check_row_wise(
     to 1e-4. The trials run on concrete numbers, under any trace, by one program.
     """
     tables = [i for i, grad in enumerate(grads) if is_rows(grad)]
+    known = jax.tree.map(_ones_like, dict(row_wise.extra_args))
+    row_wise = dataclasses.replace(row_wise, extra_args=known)
     with jax.ensure_compile_time_eval():
         try:
-            differs = _first_difference(
-                row_wise, params, tables, jax.tree.map(_ones_like, dict(extra_args))
-            )
+            differs = _first_difference(row_wise, params, tables)
         except Exception as error:
             names = ", ".join(row_wise.names[i] for i in tables)
             raise ValueError(
@@ -66,30 +63,36 @@ def _ones_like(x: Any) -> Any:
 
 
 def _first_difference(
-    row_wise: RowWise,
-    params: Sequence[Any],
-    tables: list[int],
-    extra_args: Mapping[str, Any],
+    row_wise: RowWise, params: Sequence[Any], tables: list[int]
 ) -> int | None:
     """The first table whose row-wise and dense updates differ, or None."""
     rng = np.random.default_rng(0)
     small = [_small_array(rng, x, i in tables) for i, x in enumerate(params)]
-    state = row_wise.optimizer.init(jax.tree.unflatten(row_wise.treedef, small))
+    state = row_wise.optimizer.init(row_wise.treedef.unflatten(small))
     owners = row_wise.owners(small, tables, state)
-    trial = _Trial(row_wise, tables, owners, extra_args)
-    for looked_up in _STEPS:
-        grads = [_noise(rng, x) for x in small]
-        differs, small, state = trial.step(looked_up, grads, small, state)
-        if differs is not None:
-            return differs
-    counts = trial.counts(params, small)
-    others = [(other, 1.0) for other in _with_other_scalars(state, owners, counts)]
-    for other, scale in (*others, *((state, scale) for scale in _SCALES)):
+    counts = _counts(row_wise, params, small, tables)
+    update_both_ways = jax.jit(functools.partial(_update, row_wise, tables, owners))
+    tables_of_leaves = [i if i in tables else None for i in range(len(params))]
+    tables_of_leaves += owners
+
+    def try_once(indices: np.ndarray, state: PyTree, scale: float = 1.0) -> Any:
         grads = [_noise(rng, x, scale) for x in small]
-        differs, _, _ = trial.step(_STEPS[0], grads, small, other)
+        got, expected, moved = update_both_ways(indices, grads, small, state)
+        untouched = np.setdiff1d(np.arange(_TABLE_ROWS), indices)
+        leaves = jax.tree.leaves(got), jax.tree.leaves(expected)
+        for table, x, y in zip(tables_of_leaves, *leaves, strict=True):
+            if not _agree(x, y, untouched if table is not None else None):
+                return tables[0] if table is None else table, moved, expected[1]
+        return None, moved, expected[1]
+
+    for indices in np.array(_STEPS):
+        differs, small, state = try_once(indices, state)
         if differs is not None:
             return differs
-    return None
+    others = [(x, 1.0) for x in _with_other_scalars(state, owners, counts)]
+    others += [(state, scale) for scale in _SCALES]
+    found = (try_once(np.array(_STEPS[0]), *other)[0] for other in others)
+    return next((x for x in found if x is not None), None)
 
 
 def _small_array(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
@@ -102,114 +105,70 @@ def _small_array(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
     return jnp.asarray(rng.normal(size=shape), widen_dtype(dtype))
 
 
-def _noise(rng: np.random.Generator, x: jax.Array, scale: float = 1.0) -> np.ndarray:
+def _noise(rng: np.random.Generator, x: jax.Array, scale: float) -> np.ndarray:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return np.zeros(x.shape, x.dtype)
     return (scale * rng.normal(size=x.shape)).astype(x.dtype)
 
 
+def _counts(
+    row_wise: RowWise, params: Sequence[Any], small: list[Any], tables: list[int]
+) -> list[int]:
+    """Step counts to try: powers of ten, and those about the program's integers."""
+    primitives, numbers = row_wise.program(small)
+    real = list(small)
+    for i in tables:
+        real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
+    if row_wise.program(real)[0] != primitives:
+        raise ValueError("it does something else to a table of the real size")
+    near = {n + off for n in numbers for off in (-1, 0, 1)}
+    return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
+
+
 def _with_other_scalars(
     state: PyTree, owners: Sequence[int | None], counts: Sequence[int]
 ) -> Iterator[PyTree]:
+    """The state with each count in place of its integers, then 0.5 of its floats."""
     leaves, treedef = jax.tree.flatten(state)
-
-    def set_scalars(kind: Any, value: Any) -> PyTree:
-        new = [
+    for kind, value in [*((jnp.integer, n) for n in counts), (jnp.floating, 0.5)]:
+        yield treedef.unflatten(
             jnp.full_like(x, value)
             if jnp.ndim(x) == 0
             and owner is None
             and jnp.issubdtype(jnp.result_type(x), kind)
             else x
             for x, owner in zip(leaves, owners, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, new)
-
-    for count in counts:
-        yield set_scalars(jnp.integer, count)
-    yield set_scalars(jnp.floating, 0.5)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trial:
-    """The row-wise and the dense update of small tables, compiled once."""
-
-    row_wise: RowWise
-    tables: list[int]
-    owners: Sequence[int | None]
-    extra_args: Mapping[str, Any]
-
-    def counts(self, params: Sequence[Any], small: Sequence[Any]) -> list[int]:
-        """Step counts to try: powers of ten, and those about the program's integers."""
-        of_small = self.row_wise.program(small, self.extra_args)
-        real = list(small)
-        for i in self.tables:
-            real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
-        of_real = self.row_wise.program(real, self.extra_args)
-        if of_real.primitives != of_small.primitives:
-            raise ValueError("it does something else to a table of the real size")
-        near = {n + off for n in of_small.numbers for off in (-1, 0, 1)}
-        return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
-
-    @functools.cached_property
-    def compiled(self) -> Any:
-        """`update_both_ways`, compiled."""
-        return jax.jit(self.update_both_ways)
-
-    def update_both_ways(
-        self, indices: jax.Array, grads: list[Any], params: list[Any], state: PyTree
-    ) -> tuple[Any, Any, list[Any]]:
-        """Updates and states, row-wise and dense, and the dense update's params."""
-        treedef, of_rows = self.row_wise.treedef, list(grads)
-        for i in self.tables:
-            rows = grads[i][: len(indices)]
-            of_rows[i] = IndexedRows(rows, indices, params[i].shape)
-        dense = [x.to_dense() if is_rows(x) else x for x in of_rows]
-        got, got_state = self.row_wise.update(
-            of_rows, state, params, self.owners, self.extra_args
         )
-        updates, next_state = self.row_wise.optimizer.update(
-            jax.tree.unflatten(treedef, dense),
-            state,
-            jax.tree.unflatten(treedef, params),
-            **self.extra_args,
-        )
-        updates = treedef.flatten_up_to(updates)
-        got = [x.to_dense() if is_rows(x) else x for x in got]
-        params = [
-            jnp.asarray(p + u).astype(p.dtype)
-            for p, u in zip(params, updates, strict=True)
-        ]
-        return (got, got_state), (updates, next_state), params
 
-    def step(
-        self,
-        looked_up: tuple[int, ...],
-        grads: list[Any],
-        params: list[Any],
-        state: PyTree,
-    ) -> tuple[int | None, list[Any], PyTree]:
-        """The first table that differs, and the dense update's params and state."""
-        indices = np.array(looked_up)
-        got, expected, params = self.compiled(indices, grads, params, state)
-        of_params = [i if i in self.tables else None for i in range(len(params))]
-        untouched = np.setdiff1d(np.arange(_TABLE_ROWS), indices)
-        for table, x, y in zip(
-            [*of_params, *self.owners],
-            jax.tree.leaves(got),
-            jax.tree.leaves(expected),
-            strict=True,
-        ):
-            if not _agree(x, y, untouched if table is not None else None):
-                return self.tables[0] if table is None else table, params, expected[1]
-        return None, params, expected[1]
+
+def _update(
+    row_wise: RowWise,
+    tables: list[int],
+    owners: Sequence[int | None],
+    indices: jax.Array,
+    grads: list[Any],
+    params: list[Any],
+    state: PyTree,
+) -> tuple[Any, Any, list[Any]]:
+    """Updates and states, row-wise and dense, and the dense update's params."""
+    of_rows, dense = list(grads), list(grads)
+    for i in tables:
+        of_rows[i] = IndexedRows(grads[i][: len(indices)], indices, params[i].shape)
+        dense[i] = of_rows[i].to_dense()
+    got, got_state = row_wise.update(of_rows, state, params, owners)
+    updates, next_state = row_wise.update_dense(dense, state, params)
+    got = [x.to_dense() if is_rows(x) else x for x in got]
+    moved = zip(params, updates, strict=True)
+    params = [jnp.asarray(p + u).astype(p.dtype) for p, u in moved]
+    return (got, got_state), (updates, next_state), params
 
 
 def _agree(x: Any, y: Any, untouched: np.ndarray | None) -> bool:
     x, y = np.asarray(x), np.asarray(y)
-    if untouched is not None and not np.array_equal(
-        x[untouched], y[untouched], equal_nan=np.issubdtype(x.dtype, np.inexact)
-    ):
-        return False
+    if untouched is not None:
+        inexact = np.issubdtype(x.dtype, np.inexact)
+        if not np.array_equal(x[untouched], y[untouched], equal_nan=inexact):
+            return False
     x, y = x.astype(np.float64), y.astype(np.float64)
     return np.allclose(x, y, rtol=_TRIAL_RTOL, atol=1e-7, equal_nan=True)
 
@@ -284,22 +243,19 @@ def update_with_rows(
     if not tables:
         return optimizer.update(grads, opt_state, params, **extra_args)
     names = tuple(leaf_name("grads", path) for path, _ in with_paths)
-    row_wise = RowWise(optimizer, treedef, names)
+    row_wise = RowWise(optimizer, treedef, names, extra_args)
     params = treedef.flatten_up_to(params)
     for i in tables:
-        _check_rows(names[i], leaves[i], params[i])
+        rows, shape = leaves[i], np.shape(params[i])
+        if rows.dense_shape != shape or np.ndim(rows.indices) != 1:
+            raise ValueError(
+                f"{names[i]} has rows of an array of shape {rows.dense_shape}, with"
+                f" indices of shape {np.shape(rows.indices)}, but the parameter is of"
+                f" shape {shape}. Both must be the same, and indices [r]."
+            )
+        rows.check_range()
     owners = row_wise.owners(params, tables, opt_state)
     if not lazy:
-        check_row_wise(row_wise, leaves, params, extra_args)
-    updates, opt_state = row_wise.update(leaves, opt_state, params, owners, extra_args)
-    return jax.tree.unflatten(treedef, updates), opt_state
-
-
-def _check_rows(name: str, rows: IndexedRows, param: Any) -> None:
-    if rows.dense_shape != np.shape(param) or np.ndim(rows.indices) != 1:
-        raise ValueError(
-            f"{name} has rows of an array of shape {rows.dense_shape}, with indices of"
-            f" shape {np.shape(rows.indices)}, but the parameter is of shape"
-            f" {np.shape(param)}. Both must be the same, and indices [r]."
-        )
-    rows.check_range()
+        check_row_wise(row_wise, leaves, params)
+    updates, opt_state = row_wise.update(leaves, opt_state, params, owners)
+    return treedef.unflatten(updates), opt_state

@@ -11,18 +11,15 @@ from jax.core import Tracer
 
 from towerjax.collectives.reduce import (
     as_addend,
-    check_addable,
-    check_dim,
     check_reduction,
     from_total,
-    join_rows,
-    reduce_stacked,
+    one_of,
 )
 from towerjax.collectives.rows_over_towers import (
     check_joins,
+    join_rows,
     join_tower_rows,
     reduce_rows,
-    reduce_stacked_rows,
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.placement import has_sharding, place_rows, wait_on_cpus
@@ -89,7 +86,7 @@ def reduce_values(
         if not is_per_tower(x):
             x = _reduce_mirrored(self, reduction, x)
             return x if axis is None else _reduce_dim(reduction, x, axis)
-        check_addable(reduction, x)
+        check_reduction(reduction, x)
         sparse = parts_of(IndexedRows, x)
         if axis is not None and sparse:
             raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
@@ -136,7 +133,7 @@ def _reduce_on_devices(
     """
     no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
     if no_sums or is_traced(stacked):
-        return reduce_stacked(reduction, stacked)
+        return one_of(reduction, stacked)
     rows = place_rows(stacked, strategy.placement, Layout.PER_TOWER)
     return wait_on_cpus(_reduce_all(rows, strategy=strategy, reduction=reduction))
 
@@ -213,7 +210,8 @@ def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) ->
         _check_number(rows, strategy.num_towers)
         out = reduce_rows(reduction, list(rows))
     else:
-        out = reduce_stacked_rows(reduction, rows, strategy.num_towers)
+        rows = stack_towers(PerTower(rows), strategy.num_towers, _VALUE)
+        out = one_of(reduction, rows)
     return out if is_traced(out) else copy_to(out, strategy.placement.devices)
 
 
@@ -237,7 +235,7 @@ def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any)
 
 
 def _reduce_dim(reduction: Reduction, x: Any, axis: int) -> Any:
-    check_dim([x], axis)
+    check_joins([x], axis)
     x = jnp.asarray(x)
     total = as_addend(reduction, x).sum(axis=axis)
     count = max(x.shape[axis], 1)  # no elements: 0, never NaN
@@ -290,7 +288,7 @@ def _join_leaf(strategy: StrategyFields, value: PerTower, axis: int, what: str) 
 
 
 def _join_stacked(strategy: StrategyFields, x: Any, axis: int) -> jax.Array:
-    check_dim([jax.ShapeDtypeStruct(np.shape(x)[1:], np.int32)], axis)
+    check_joins([jax.ShapeDtypeStruct(np.shape(x)[1:], np.int32)], axis)
     per_tower = strategy.placement.sharding(Layout.PER_TOWER)
     if is_traced(x) or not has_sharding(x, per_tower):
         return join_rows(jnp.asarray(x), axis)
