@@ -300,7 +300,7 @@ def test_only_the_table_at_fault_is_named():
 )
 def test_a_state_without_rows_is_refused(optimizer, leaf, lazy):
     params = arrays(0)
-    text = f"grads['a'] is of rows, but the optimizer keeps {leaf} for it, which has no"
+    text = f"grads['a'] is of rows, but the optimizer keeps {leaf} for it, whose shape"
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.sparse.update_with_rows(
             optimizer, gradients(0), optimizer.init(params), params, lazy=lazy

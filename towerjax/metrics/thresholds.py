@@ -42,14 +42,14 @@ class Curves(Additive):
         return self.value(self.yes, self.no, *self.options)
 
 
-def _outcomes(yes: Any, no: Any) -> tuple[Any, Any, Any, Any]:
+def _counts_at_thresholds(yes: Any, no: Any) -> tuple[Any, Any, Any, Any]:
     """True and false positives, false and true negatives at the thresholds, ``[n]``."""
     above = [x[::-1].cumsum()[::-1][1:] for x in (yes, no)]
     return *above, *[x.cumsum()[:-1] for x in (yes, no)]
 
 
 def _rates(yes: Any, no: Any, name: str) -> Any:
-    right, wrong, missed, below = _outcomes(yes, no)
+    right, wrong, missed, below = _counts_at_thresholds(yes, no)
     if name == "precision":
         return ratio(right, right + wrong)
     if name == "sensitivity":
@@ -79,7 +79,7 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
     ``t_a`` and ``t_b`` are positives', the area between them is the integral of
     ``t / above`` over ``t``, along the line from ``(a, t_a)`` to ``(b, t_b)``.
     """
-    right, wrong, _, _ = _outcomes(yes, no)
+    right, wrong, _, _ = _counts_at_thresholds(yes, no)
     true, above = right[1:], right[1:] + wrong[1:]
     # Not as differences of the sums, which rounding could make negative.
     gained, more = yes[1:-1], yes[1:-1] + no[1:-1]
