@@ -4,11 +4,14 @@ A server has imported what programs import, and started no JAX backend; it forks
 process for each.
 """
 
+import atexit
 import gc
 import multiprocessing
 import os
+import pathlib
 import pickle
 import runpy
+import socket
 import sys
 import tempfile
 import warnings
@@ -28,15 +31,28 @@ def context():
     return found
 
 
-def in_child(output, run, *args):
+def in_child(output, run, *args, devices=8, **variables):
     gc.freeze()  # looking through what the server imported takes a tenth
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
+    os.environ.pop("XLA_FLAGS", None)
     # For this process, whose JAX has begun nothing yet, and for what it starts.
-    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": f"{devices}"}
+    os.environ |= variables
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_num_cpu_devices", devices)
     run(*args)
+
+
+def member(output, run, *args, **options):
+    """As `in_child`, a process of a job, which ends as the interpreter lets it end."""
+    try:
+        in_child(output, run, *args, **options)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise
+    finally:
+        atexit._run_exitfuncs()
 
 
 def program(path, folder, flags):
@@ -48,15 +64,42 @@ def program(path, folder, flags):
 
 def told(run, *args, timeout_s=120):
     """What it prints to call a function in a process of its own; fails as it does."""
-    with tempfile.NamedTemporaryFile("r") as output:
-        process = context().Process(target=in_child, args=(output.name, run, *args))
-        process.start()
-        process.join(timeout_s)
-        is_over = process.exitcode is not None
-        process.kill()
-        text = output.read()
-        assert is_over and process.exitcode == 0, text
-        return text
+    (text,) = _outputs([(in_child, run, args, {})], timeout_s)
+    return text
+
+
+def told_by_all(run, *args, processes=2, devices=2, timeout_s=120):
+    """What each process of a job prints that calls a function."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = "127.0.0.1:{1}".format(*server.getsockname())
+    variables = {
+        "TOWERJAX_COORDINATOR": address,
+        "TOWERJAX_NUM_PROCESSES": f"{processes}",
+    }
+    options = [
+        variables | {"TOWERJAX_PROCESS_ID": f"{i}", "devices": devices}
+        for i in range(processes)
+    ]
+    return _outputs([(member, run, args, each) for each in options], timeout_s)
+
+
+def _outputs(calls, timeout_s):
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [pathlib.Path(folder, f"{i}") for i in range(len(calls))]
+        started = []
+        for output, (target, run, args, options) in zip(outputs, calls, strict=True):
+            output.touch()
+            args = (str(output), run, *args)
+            started.append(context().Process(target=target, args=args, kwargs=options))
+            started[-1].start()
+        for process in started:
+            process.join(timeout_s)
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+        texts = [output.read_text() for output in outputs]
+        assert not any(code is None or code for code in codes), "".join(texts)
+        return texts
 
 
 def printed(path, *flags, folder=None):

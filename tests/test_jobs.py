@@ -1,13 +1,11 @@
 """JAX in several processes: how they find each other, and what a lost one does."""
 
-import atexit
 import functools
 import json
 import os
 import re
 import signal
 import socket
-import sys
 import time
 
 import forked
@@ -30,23 +28,6 @@ from towerjax.mesh.cluster.start import (
 
 # Nothing may take longer than its own limit; those of a test are never reached.
 WAIT_S = 60
-
-
-def member(output, devices, variables, run, arguments):
-    """A process of a job, forked before JAX has started anything; ends as others do."""
-    for stream in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
-    os.environ.pop("XLA_FLAGS", None)
-    os.environ |= {"JAX_PLATFORMS": "cpu", **variables}
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    try:
-        run(arguments)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        raise
-    finally:
-        atexit._run_exitfuncs()
 
 
 def sums(arguments):
@@ -129,11 +110,13 @@ def early(arguments):
 
 
 class Member:
-    def __init__(self, path, *given):
+    def __init__(self, path, run, arguments, options):
         self.path = path
         path.touch()
-        args = (str(path), *given)
-        self.process = forked.context().Process(target=member, args=args)
+        args = (str(path), run, arguments)
+        self.process = forked.context().Process(
+            target=forked.member, args=args, kwargs=options
+        )
         self.process.start()
 
     @property
@@ -161,8 +144,8 @@ def job(tmp_path):
     def run(function, members, devices=2):
         for variables, arguments in members:
             path = tmp_path / f"{len(started)}"
-            given = (devices, variables, function, arguments)
-            started.append(Member(path, *given))
+            options = {"devices": devices, **variables}
+            started.append(Member(path, function, arguments, options))
         return started[-len(members) :]
 
     yield run
