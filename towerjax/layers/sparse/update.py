@@ -70,7 +70,6 @@ def _first_difference(
     small = [_small_array(rng, x, i in tables) for i, x in enumerate(params)]
     state = row_wise.optimizer.init(row_wise.treedef.unflatten(small))
     owners = row_wise.owners(small, tables, state)
-    counts = _counts(row_wise, params, small, tables)
     update_both_ways = jax.jit(functools.partial(_update, row_wise, tables, owners))
     tables_of_leaves = [i if i in tables else None for i in range(len(params))]
     tables_of_leaves += owners
@@ -89,6 +88,7 @@ def _first_difference(
         differs, small, state = try_once(indices, state)
         if differs is not None:
             return differs
+    counts = _counts(row_wise, params, small, tables)
     others = [(x, 1.0) for x in _with_other_scalars(state, owners, counts)]
     others += [(state, scale) for scale in _SCALES]
     found = (try_once(np.array(_STEPS[0]), *other)[0] for other in others)
