@@ -152,7 +152,7 @@ SIGNATURES = {
     ),
     "unknown": (
         lambda variables, features, labels, mode, rate: None,
-        r"model_fn\(variables, features, labels, mode, rate\) .* argument: 'rate'",
+        r"model_fn\(variables, features, labels, mode, rate\): .* argument: 'rate'",
     ),
 }
 
@@ -307,10 +307,10 @@ LOCAL = {"n": tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN, "n")}
 def test_tower_local_variables_need_one_copy_a_tower(compiled):
     mode = EVAL
     model = replicated()
-    text = r"towers than 2: state.local\['n'\].* has \(3,\) copies.*which model\.init"
+    text = r"towers than 2: state.local\['n'\].* has \(3,\) copies.*model\.init"
     refused(compiled, text, model, start(local=LOCAL), X, Y, mode)
     other = replicated(towers=4)
-    text = r"towers than 4: .* has \(2,\) copies.*tj\.towers\.restored_values\(strategy"
+    text = r"towers than 4: .* has \(2,\) copies.*tj\.towers\.restored_values\("
     two = model.init(start(local=LOCAL))
     refused(compiled, text, other, two, X, Y, mode)
     saved = tj.towers.saved_values(two)
@@ -349,7 +349,7 @@ RETURNS = {
     ),
     "no loss": (
         lambda mode, v, x: tj.estimator.ModelSpec(mode, train_op=v),
-        r"of Mode\.\w+ needs loss\. In TRAIN give",
+        r"of Mode\.\w+ needs loss;",
     ),
     "predictions an array": (
         lambda mode, v, x: tj.estimator.ModelSpec(mode, x, 1.0, v),
@@ -374,7 +374,7 @@ RETURNS = {
             mode, None, 1.0, v, export_outputs={"a": x}
         ),
         r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput,"
-        r" tj\.estimator\.Regression",
+        r" Regression",
     ),
     "hooks a function": (
         lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=print),
@@ -402,7 +402,7 @@ RETURNS = {
         lambda mode, v, x: tj.estimator.ModelSpec(
             mode, {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}, 1.0, v
         ),
-        r"each leaf has 2 rows \(or a multiple\).* but predictions\['bad'\] has shape"
+        r"each leaf has 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
         r" \(3,\);"
         r" predictions\['sum'\] has shape \(\)\. .* jnp\.full\(tower\.rows, x\)",
     ),
@@ -435,7 +435,7 @@ def test_what_a_mode_needs_is_named(compiled):
 
     for mode, names in [(TRAIN, "loss and train_op"), (EVAL, "loss"),
                         (PREDICT, "predictions")]:  # fmt: skip
-        text = rf"A ModelSpec of {mode!r} needs {names}\."
+        text = rf"A ModelSpec of {mode!r} needs {names};"
         refused(compiled, text, replicated(fn), start(), X, None, mode)
 
 

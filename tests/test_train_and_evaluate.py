@@ -602,7 +602,6 @@ def test_predictions_before_an_error_come_first(model):
         (7, {}, "data is 7, but it is gone through"),
         (arrays(8)[0], {}, "data is one batch or whole arrays (dict)"),
         ([], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
-        ([], {"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
     ],
 )
 def test_bad_predictions_are_refused_at_once(model, data, options, text):

@@ -76,9 +76,9 @@ class ModelFn:
             signature.bind(None, **given)
         except TypeError as error:
             raise ValueError(
-                f"model_fn{signature} cannot be called as a model function: {error}."
-                " Write def model_fn(variables, features, labels, mode, params=None,"
-                " config=None, tower=None), the last three as you like."
+                f"model_fn{signature}: {error}. Write def model_fn(variables, features,"
+                " labels, mode, params=None, config=None, tower=None), the last three"
+                " as you like."
             ) from error
         defaults = {name: p.default for name, p in parameters.items()}
         empty = inspect.Parameter.empty
@@ -105,8 +105,8 @@ class ModelFn:
         if not isinstance(batch, Mapping) or "features" not in batch:
             raise ValueError(
                 f"A batch of a model's step is a {type(batch).__name__}; write"
-                " {'features': ..., 'labels': ...}, or pass pairs (features, labels) to"
-                " tj.estimator.train_and_evaluate, evaluate or predict."
+                " {'features': ..., 'labels': ...}; only the functions of tj.estimator,"
+                " such as train_and_evaluate, take pairs (features, labels)."
             )
         values = {**copy.deepcopy(dict(given)), "tower": tower}
         accepted = {
@@ -139,7 +139,6 @@ def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 _PLAIN_VALUES = (
-    "params and config are plain values, fixed when the step is compiled: numbers,"
-    " strings, mappings, sequences or dataclasses; put arrays into variables, or write"
-    " float(...)."
+    "params and config are plain values, which are compiled in: put arrays into"
+    " variables, or write float(...)."
 )

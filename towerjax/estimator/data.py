@@ -32,8 +32,8 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
     if is_dict or (isinstance(element, list) and len(element) == 2):
         raise ValueError(
             f"A batch is a {type(element).__name__} of two, which could be features and"
-            " labels or features alone. Pass the tuple (features, labels), as of"
-            " tj.batches((features, labels), batch_size); or (batch, None)."
+            " labels or features alone. Pass the tuple (features, labels), or (batch,"
+            " None)."
         )
     is_pair = isinstance(element, tuple) and len(element) == 2
     if not is_pair or hasattr(element, "_fields"):  # a named tuple is features

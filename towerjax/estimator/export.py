@@ -135,8 +135,7 @@ def export_model(
     known = (*_PLATFORMS, "rocm")
     if isinstance(platforms, str) or not set(platforms) <= set(known):
         raise ValueError(
-            f"platforms={platforms!r} must be a list of some of {list(known)}; a GPU of"
-            " NVIDIA is 'cuda'."
+            f"platforms={platforms!r} must be a list of some of {list(known)}."
         )
     target = pathlib.Path(directory)
     several = model.strategy.placement.num_processes > 1
@@ -161,9 +160,8 @@ def export_model(
             programs[name] = exported(specs).serialize()
     except InconclusiveDimensionOperation as error:
         error.add_note(
-            "An exported program is for any number of rows, b, so the model function"
-            " must not need to know it: write x.reshape(-1, 10) or"
-            " x.reshape(x.shape[0], -1), and no if on x.shape[0]."
+            "An exported program is for any number of rows, b: write x.reshape(-1, 10)"
+            " or x.reshape(x.shape[0], -1), and no if on x.shape[0]."
         )
         raise
     on_first(functools.partial(_write, target, programs, signatures))

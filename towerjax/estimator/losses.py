@@ -46,17 +46,15 @@ _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.M
 
 def check_loss_reduction(reduction: Any) -> None:
     """Raise unless it is a `LossReduction` other than NONE."""
-    if not isinstance(reduction, LossReduction):
+    if not isinstance(reduction, LossReduction) or reduction is LossReduction.NONE:
+        why = f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction"
+        if reduction is LossReduction.NONE:
+            why = "Tower losses need to be reduced in some way, yet none reduction is"
+            why += " specified"
         raise ValueError(
-            f"loss_reduction={reduction!r} is not a tj.estimator.LossReduction; write"
-            " tj.estimator.LossReduction.SUM, MEAN, SUM_BY_NONZERO_WEIGHTS or"
-            " SUM_OVER_BATCH_SIZE. A strategy is devices=..."
-        )
-    if reduction is LossReduction.NONE:
-        raise ValueError(
-            "Tower losses need to be reduced in some way, yet none reduction is"
-            " specified. Write tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS, which"
-            " is exact over the global batch, or another one."
+            f"{why}. Write tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS, which is"
+            " exact over the global batch, SUM_OVER_BATCH_SIZE, SUM or MEAN; a strategy"
+            " is devices=..."
         )
 
 
@@ -200,14 +198,13 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 
 _INSIDE = (
-    "TowerOptimizer.update stands inside a jit, scan, cond or other transformation,"
-    " where towers that run one after another (local='scan'), and micro-batches, cannot"
-    " meet. Call it outside of it, or use local='vmap' and one micro-batch."
+    "TowerOptimizer.update stands inside a jit, scan or cond, where towers in turn"
+    " (local='scan') and micro-batches cannot meet. Call it outside, or use"
+    " local='vmap' and one micro-batch."
 )
 _WEIGHTED = (
-    "model_fn returned a tj.{}, which says what it is divided by, but loss_reduction="
-    "{!r} is of scalar losses. Return a scalar, or use"
-    " tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
+    "model_fn returned a tj.{}, but loss_reduction={!r} is of scalar losses. Return a"
+    " scalar, or use tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS."
 )
 _BARE = (
     "model_fn returned a bare scalar ({}), which says not what it is divided by, as"

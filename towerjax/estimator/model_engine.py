@@ -58,15 +58,6 @@ MAKE_STATE = (
 )
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class SpecInfo:
-    """The results of a model function that are no arrays: a node without leaves."""
-
-    hooks: tuple[Callable[..., Any], ...]
-    is_weighted: bool  # the loss is Weighted or Means, not a scalar
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelEngine:
     """A model function in one mode, uncompiled: one `Engine` a batch signature."""
@@ -100,8 +91,8 @@ class ModelEngine:
         state = TrainState(**donated, **kept)
         merged, *_ = engine.run_passes(on_devices, engine.passes, state, batch)
         after, parts = self._update(split, state, merged)
-        out = ({name: parts.get(name) for name in _SPEC_LAYOUT}, split.info)
-        return (*split_state(after), *out) if "train_op" in self.wanted else out
+        out = {name: parts.get(name) for name in _SPEC_LAYOUT}
+        return (*split_state(after), out) if self.mode is Mode.TRAIN else (out,)
 
     def _engine(
         self, donated: Any, kept: Any, batch: tuple[PyTree, ...]
@@ -117,7 +108,6 @@ class ModelEngine:
             layouts = tuple(first.in_layouts.values())
             _, out = trace_one_tower(first.on_device(axes), axes, layouts, args)
             split: SplitProgram = out.merged
-            self.hooks[:] = split.info.hooks
             self._cache[key] = self._build_engine(split, reads_local), split
         return self._cache[key]
 
@@ -157,10 +147,8 @@ class ModelEngine:
         shapes = shapes_of(args)
         key = axes, tower.rows, batch_signature(shapes)
         if key not in self._cache:
-            env, fn = (
-                axes_in_tower(axes),
-                functools.partial(self._one_tower, axes, tower.rows),
-            )
+            fn = functools.partial(self._one_tower, axes, tower.rows)
+            env = axes_in_tower(axes)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
             self._cache[key] = split = SplitProgram(*make(*shapes), *counts)
@@ -170,7 +158,7 @@ class ModelEngine:
 
     def _one_tower(
         self, axes: TowerAxes, size: int, mirrored: TrainState, own: PyTree
-    ) -> tuple[dict[str, Any], SpecInfo]:
+    ) -> dict[str, Any]:
         """Call the model function; its results in the types that a `Pass` merges."""
         local, rows, context = own
         state = dataclasses.replace(mirrored, local=local)
@@ -183,8 +171,8 @@ class ModelEngine:
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         variables = set_towers(variables, towers)
         spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
-        info = SpecInfo(spec.hooks, has_denominator(spec.loss))
-        return self._typed_parts(spec, variables, towers, size), info
+        self.hooks[:] = spec.hooks
+        return self._typed_parts(spec, variables, towers, size)
 
     def _typed_parts(
         self, spec: ModelSpec, variables: PyTree, towers: TowersOfStep, rows: int
@@ -192,6 +180,8 @@ class ModelEngine:
         parts: dict[str, Any] = {}
         if "loss" in self.wanted:
             parts["loss"] = towers.addend(spec.loss)
+            if not has_denominator(spec.loss):
+                parts["loss_is_scalar"] = ()  # a mark without leaves
         if "eval_metrics" in self.wanted and spec.eval_metrics is not None:
             parts["eval_metrics"] = {
                 name: check_metric(f"eval_metrics[{name!r}]", metric)
@@ -215,7 +205,7 @@ class ModelEngine:
             is_split = self.strategy.num_towers * self.options.micro_batches > 1
             reduction = self.model_options.loss_reduction
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
-            parts["loss"] = loss if split.info.is_weighted else loss.value
+            parts["loss"] = loss.value if "loss_is_scalar" in parts else loss
         if "train_op" in parts:
             counters = {"step": state.step, "rng": state.rng}
             after = as_state(parts.pop("train_op"), counters)
@@ -230,20 +220,6 @@ _SPEC_LAYOUT = {
     "predictions": Layout.PER_TOWER,
     "export_outputs": Layout.PER_TOWER,
 }
-
-
-def call_runner(engine: ModelEngine) -> Runner:
-    """The runner, which compiles and caches, of a replicated model's calls."""
-    trains = "train_op" in engine.wanted
-    donated = donated_layout(engine.strategy)
-    in_layouts = {"state": donated, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
-    out_layouts = (_SPEC_LAYOUT, Layout.MIRRORED)
-    if trains:
-        out_layouts = (donated, KEPT_LAYOUT, *out_layouts)
-    donate = engine.options.donate and trains
-    recipe = Recipe(engine.run, in_layouts, out_layouts, donate=donate)
-    placement, most = engine.strategy.placement, engine.options.max_programs
-    return Runner(recipe, placement, max_programs=most)
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
@@ -276,13 +252,8 @@ class ModelTrainStep(Step):
     def __init__(self, engine: ModelEngine) -> None:
         step: Any = engine  # makes an Engine for each batch signature
         super().__init__(step, engine.strategy, engine.options)
-        self._hooks = engine.hooks
+        self.hooks = engine.hooks  # of the model function, once a step is traced
         self._policy = engine.model_options.variable_placement
-
-    @property
-    def hooks(self) -> tuple[Callable[[int, dict[str, Any]], None], ...]:
-        """The hooks that the model function returned, once a step is traced."""
-        return tuple(self._hooks)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -319,18 +290,23 @@ class ModelStep:
     def runner(self, variables: PyTree) -> tuple[Runner, tuple[Any, Any]]:
         """The runner for such variables, and those on all devices as its argument."""
         engine = self._engine
-        policy = engine.model_options.variable_placement
-        state = as_state(variables, self._counters)
-        state = spread(state, engine.strategy, policy)
+        strategy, policy = engine.strategy, engine.model_options.variable_placement
+        state = spread(as_state(variables, self._counters), strategy, policy)
         key = batch_signature(state)
         if key not in self._runners:
-            self._runners[key] = call_runner(engine)
+            donated, trains = donated_layout(strategy), engine.mode is Mode.TRAIN
+            ins = {"state": donated, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
+            out = (donated, KEPT_LAYOUT, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
+            donate, most = engine.options.donate and trains, engine.options.max_programs
+            recipe = Recipe(engine.run, ins, out, donate=donate)
+            runner = Runner(recipe, strategy.placement, max_programs=most)
+            self._runners[key] = runner
         return self._runners[key], split_state(state)
 
     def spec(self, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
         runner, state = self.runner(variables)
-        *after, parts, info = runner(state, batch)
+        *after, parts = runner(state, batch)
         placement, names = self._placer.placement, ("predictions", "export_outputs")
         outputs = on_every_process([parts[name] for name in names], placement)
         parts |= zip(names, concat_outputs(outputs, batch), strict=True)
@@ -338,7 +314,7 @@ class ModelStep:
             after = as_variables(TrainState(**after[0], **after[1]))
             policy = self._engine.model_options.variable_placement
             parts["train_op"] = store(after, placement, policy)
-        return ModelSpec(self._engine.mode, hooks=info.hooks, **parts)
+        return ModelSpec(self._engine.mode, hooks=tuple(self._engine.hooks), **parts)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
         """The loss and the metrics, as states to merge; in PREDICT the predictions."""

@@ -52,8 +52,8 @@ def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
             f"TowerOptimizer got {made!r}; give it an optax transformation, such as"
-            " optax.adam(1e-3) or optax.MultiSteps(...).gradient_transformation(), or a"
-            " function that returns one."
+            " optax.MultiSteps(...).gradient_transformation(), or a function that"
+            " returns one."
         )
     return made
 
@@ -156,13 +156,6 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(loss), float(grads)
           (9.0, 6.0)
         """
-        if not callable(loss_fn):
-            raise ValueError(
-                f"TowerOptimizer got a loss of type {type(loss_fn).__name__}; give it a"
-                " function of the parameters that returns the loss, which it can"
-                " differentiate: optimizer.minimize(loss_fn, variables)."
-            )
-
         (_, out), grads = _differentiate(loss_fn, params, _summed_loss, has_aux, sparse)
         return out, grads
 
@@ -236,9 +229,9 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """
         if not isinstance(state, TrainState):
             raise ValueError(
-                f"TowerOptimizer.minimize got variables of type {type(state).__name__};"
-                " it takes minimize(loss_fn, variables) with a tj.TrainState. For other"
-                " trees use optimizer.compute_gradients and optimizer.apply_gradients."
+                f"TowerOptimizer.minimize got variables of type {type(state).__name__},"
+                " not a tj.TrainState. For other trees use optimizer.compute_gradients"
+                " and apply_gradients."
             )
         try:
             out, grads = self.compute_gradients(
@@ -276,9 +269,7 @@ def _differentiate(
         refuse_moving_weights(loss, params)
         return differentiated(loss), out
 
-    if sparse:
-        return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
-    return jax.value_and_grad(of_loss, has_aux=True)(params)
+    return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
 
 
 def _summed_loss(loss: Any) -> jax.Array:
@@ -344,9 +335,8 @@ def _reduce_gradients(
     """The gradient of the loss of all towers, and that loss."""
     if isinstance(grads, Weighted):
         raise ValueError(
-            "TowerOptimizer got a gradient that carries its weight, as"
-            " tj.value_and_grad makes it. Write optimizer.compute_gradients(loss_fn,"
-            " params), or pass grads.sum, and loss=loss."
+            "TowerOptimizer got a gradient of tj.value_and_grad. Use"
+            " optimizer.compute_gradients, or pass grads.sum, and loss=loss."
         )
     loss = _as_one_mean(loss)
     if towers is None:
@@ -355,9 +345,9 @@ def _reduce_gradients(
         return _scale_gradients(grads, Weighted(1.0, loss.weight).value), loss.value
     if loss is None and not towers.takes_scalars:
         raise ValueError(
-            "TowerOptimizer.update got no loss, by whose weight gradients are divided"
-            f" under loss_reduction={towers.reduction!r}. Write"
-            " optimizer.update(grads, state, params, loss=loss), or use minimize."
+            "TowerOptimizer.update got no loss, whose weight divides gradients under"
+            f" {towers.reduction!r}. Write optimizer.update(grads, state, params,"
+            " loss=loss), or use minimize."
         )
     wide = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:

@@ -151,14 +151,12 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
         of_mode = f" of {spec.mode!r}" if isinstance(spec, ModelSpec) else ""
         raise ValueError(
             f"model_fn was called in {mode!r} and returned a {kind}{of_mode}. Return"
-            " tj.estimator.ModelSpec(mode, ...) in each mode: modes are"
-            " tj.estimator.Mode.TRAIN, EVAL and PREDICT, and equal to no string."
+            " tj.estimator.ModelSpec(mode, ...) in each mode."
         )
     if missing := [name for name in _NEEDED[mode] if getattr(spec, name) is None]:
         raise ValueError(
-            f"A ModelSpec of {mode!r} needs {' and '.join(missing)}. In TRAIN give"
-            " loss and train_op (the next variables), in EVAL loss, in PREDICT"
-            " predictions."
+            f"A ModelSpec of {mode!r} needs {' and '.join(missing)}; train_op are the"
+            " next variables."
         )
     for name in ("predictions", "eval_metrics", "export_outputs"):
         parts = getattr(spec, name)
@@ -171,8 +169,7 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
         if not isinstance(output, ExportOutput):
             raise ValueError(
                 f"export_outputs[{name!r}] is a {type(output).__name__}; write"
-                " tj.estimator.PredictOutput, tj.estimator.RegressionOutput or"
-                " tj.estimator.ClassificationOutput."
+                " tj.estimator.PredictOutput, RegressionOutput or ClassificationOutput."
             )
     return dataclasses.replace(spec, hooks=check_hooks(spec.hooks))
 
@@ -193,7 +190,11 @@ def typed_rows(
     refuse_unheld(name, outputs)
     outputs = jax.tree.map(jnp.asarray, dict(outputs))
     if stacked_classes:
-        outputs = map_parts(ClassificationOutput, _keep_classes_per_tower, outputs)
+
+        def keep(x: ClassificationOutput) -> ClassificationOutput:
+            return dataclasses.replace(x, classes=jax.tree.map(PerTower, x.classes))
+
+        outputs = map_parts(ClassificationOutput, keep, outputs)
     bad = [
         f"{leaf} has shape {jnp.shape(x)}"
         for leaf, x in named_leaves(name, outputs, is_leaf=is_per_tower)
@@ -201,9 +202,9 @@ def typed_rows(
     ]
     if bad:
         raise ValueError(
-            f"The towers' outputs are joined row by row, so each leaf has {rows} rows"
-            f" (or a multiple) for a tower's {rows} rows, but {listed(bad)}. Repeat a"
-            " number that all rows share, jnp.full(tower.rows, x)."
+            f"Towers' outputs are joined row by row, so each leaf has {rows} rows (or a"
+            f" multiple), but {listed(bad)}. Repeat a number that all rows share,"
+            " jnp.full(tower.rows, x)."
         )
 
     def one(x: Any) -> Any:
@@ -220,7 +221,3 @@ def concat_outputs(outputs: PyTree, batch: PlacedBatch) -> PyTree:
     outputs = without_padding(outputs, batch)
     outputs = map_parts(SeveralRows, lambda x: concat_rows(x.rows), outputs)
     return map_parts(PerTower, lambda x: x.values, outputs)
-
-
-def _keep_classes_per_tower(x: ClassificationOutput) -> ClassificationOutput:
-    return dataclasses.replace(x, classes=jax.tree.map(PerTower, x.classes))

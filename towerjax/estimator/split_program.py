@@ -58,9 +58,8 @@ class SplitProgram:
     """
 
     def __init__(
-        self, closed: Any, out: tuple[PyTree, Any], num_mirrored: int, num_local: int
+        self, closed: Any, tree: PyTree, num_mirrored: int, num_local: int
     ) -> None:
-        tree, self.info = out  # what is no array
         self._closed, eqns, given = closed, closed.jaxpr.eqns, closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         self._own_vars = {*given[num_mirrored:]}
@@ -79,18 +78,16 @@ class SplitProgram:
             self._known.update(dict.fromkeys(eqn.outvars, number))
         tree = jax.tree.unflatten(jax.tree.structure(tree), closed.jaxpr.outvars)
         leaves, self._treedef = jax.tree.flatten(tree, is_leaf=is_typed)
-        from_towers = [is_typed(x) or self._is_own(jax.tree.leaves(x)) for x in leaves]
-        at = [self._pass_of(jax.tree.leaves(x)) for x in leaves]
-        shown = [eqn.invars for eqn in self._eqns if eqn.effects]
-        last = [number for _, number in self._meets]
-        last += [self._pass_of(x) for x in shown if self._is_own(x)]
-        last += [number for number, own in zip(at, from_towers, strict=True) if own]
-        self.num_passes = max(last, default=0) + 1
-        # Trees of variables, each with its pass; the update is the last one.
+        results = [(x, jax.tree.leaves(x)) for x in leaves]
+        # Trees of variables, each with its pass; None: the update computes it.
         self._results = [
-            (x, number if own else self.num_passes)
-            for x, number, own in zip(leaves, at, from_towers, strict=True)
+            (x, self._pass_of(y) if is_typed(x) or self._is_own(y) else None)
+            for x, y in results
         ]
+        shown = [eqn.invars for eqn in self._eqns if eqn.effects]
+        passes = [at or 0 for _, at in [*self._meets, *self._results]]
+        passes += [self._pass_of(x) for x in shown if self._is_own(x)]
+        self.num_passes = max(passes, default=0) + 1
 
     def run(self, args: PyTree, merged: list[Any]) -> dict[str, Any]:
         """One tower's results in a pass; ``merged`` holds those of earlier passes."""
@@ -114,7 +111,7 @@ class SplitProgram:
         """The function's results, merged over towers."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
-        walk = self._evaluate(self.num_passes, [*leaves, *[None] * others], merged)
+        walk = self._evaluate(None, [*leaves, *[None] * others], merged)
         pools = [
             jax.tree.leaves(
                 {key: x[key] for key in x if key not in _MEET_KEYS},
@@ -123,7 +120,7 @@ class SplitProgram:
             for x in merged
         ]
         results = [
-            pools[at][i] if at < self.num_passes else jax.tree.map(walk.read, x)
+            jax.tree.map(walk.read, x) if at is None else pools[at][i]
             for i, (x, at) in enumerate(self._results)
         ]
         return jax.tree.unflatten(self._treedef, results)
@@ -136,17 +133,16 @@ class SplitProgram:
         local = [x for x, _ in self._results if isinstance(x, TowerLocal)]
         if self.num_passes > 1 and {*jax.tree.leaves(local)} - self._local_vars:
             raise ValueError(
-                "model_fn changes tower-local variables, and needs an optimizer's"
-                " update in the middle of its computation, where several micro-batches"
-                " would not see the same change. Say micro_batches=1."
+                "model_fn changes tower-local variables and goes on after an update,"
+                " which micro-batches would not see alike. Say micro_batches=1."
             )
 
-    def _vars_of_pass(self, number: int) -> list[Any]:
+    def _vars_of_pass(self, number: int | None) -> list[Any]:
         """The jaxpr variables that a pass returns, and the operands of its `meet`s."""
         wanted = jax.tree.leaves([x for x, at in self._results if at == number])
         return wanted + [var for eqn in self._meets_of(number) for var in eqn.invars]
 
-    def _meets_of(self, number: int) -> list[Any]:
+    def _meets_of(self, number: int | None) -> list[Any]:
         return [eqn for eqn, at in self._meets if at == number]
 
     def _pass_of(self, arrays: Iterable[Any]) -> int:
@@ -157,9 +153,9 @@ class SplitProgram:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
     def _evaluate(
-        self, number: int, inputs: Sequence[Any], merged: list[Any]
+        self, number: int | None, inputs: Sequence[Any], merged: list[Any]
     ) -> Interpreter:
-        """An interpreter that has what a pass, or the update, returns and shows."""
+        """An interpreter that has what a pass, or for None the update, returns."""
         walk = Interpreter(self._closed, inputs)
         for at, tree in enumerate(merged):
             meets = self._meets_of(at)
@@ -169,7 +165,8 @@ class SplitProgram:
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
 
         def shows(eqn: Any) -> bool:
-            return bool(eqn.effects) and self._pass_of(eqn.invars) == number
+            at = self.num_passes if number is None else number
+            return bool(eqn.effects) and self._pass_of(eqn.invars) == at
 
         for eqn in needed_eqns(self._eqns, self._vars_of_pass(number), shows):
             walk.evaluate(eqn)

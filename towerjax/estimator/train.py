@@ -17,7 +17,7 @@ from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.options import check_flag, check_methods, check_whole
+from towerjax.types.options import check_methods, check_whole
 
 _OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate", "check")
 
@@ -227,8 +227,6 @@ def predict(
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
     check_methods("model", model, "predict_step", MAKE_MODEL)
-    check_flag("per_example", per_example)
-    check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
     batches = Epochs("data", data, with_labels=False)
     step = model.predict_step(**not_none(params=params, config=config))

@@ -98,9 +98,8 @@ def spread(
     """Copy the variables to all devices, for a step; those that lie there stay."""
     if isinstance(state.opt_state, _Plain) and strategy.state != "mirrored":
         raise ValueError(
-            f"state={strategy.state!r} says which parts of a tj.TrainState are sharded,"
-            " and the variables are none. Write tj.TrainState.create(params,"
-            " optimizer), or state='mirrored'."
+            f"state={strategy.state!r} shards parts of a tj.TrainState, and the"
+            " variables are none. Write tj.TrainState.create(params, optimizer)."
         )
     placement, layout = strategy.placement, state_layout(strategy)
     check_num_towers(state, placement.num_towers)
