@@ -102,9 +102,8 @@ def export_model(
 
     Each of ``export_outputs`` that the model function returns in ``Mode.PREDICT``
     becomes a program of one tower, with the variables inside, for any number of rows;
-    without ``export_outputs``, the predictions become one, called ``"predictions"``.
-    Tower-local variables are reduced to one value. The directory appears whole or not
-    at all; of several processes, all call this and the first writes it.
+    without ``export_outputs`` the predictions become one, ``"predictions"``. The
+    directory appears whole or not at all; of several processes the first writes it.
 
     Args:
       model: The model.
@@ -117,9 +116,8 @@ def export_model(
       platforms: JAX's names of the platforms on which the programs shall run.
 
     Raises:
-      ValueError: The directory exists, the model function returns nothing to export,
-        an argument has a wrong type, variables are not as ``model.init`` makes them,
-        or the package flatbuffers, with which JAX writes programs, is missing.
+      ValueError: The directory exists, an argument is wrong, or the package
+        flatbuffers, with which JAX writes programs, is missing.
 
     Example:
       >>> import tempfile, optax, towerjax as tj

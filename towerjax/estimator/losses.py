@@ -23,10 +23,8 @@ class LossReduction(enum.Enum):
 
     ``SUM``: the total of the towers' scalars. ``MEAN``: the mean of the scalars of the
     towers that have examples. ``SUM_BY_NONZERO_WEIGHTS`` and ``SUM_OVER_BATCH_SIZE``:
-    the sum over the global batch divided once, by the number of elements whose weight
-    is not 0 or by the number of elements; the tower's loss is a ``Weighted``, as
-    `compute_weighted_loss` and ``Weighted.mean`` make it, whose weight is the divisor.
-    ``NONE``: no reduction, which `replicate_model_fn` refuses.
+    the sum over the global batch divided once, by the weight of the towers' losses,
+    which are ``Weighted``. ``NONE`` is refused.
 
     Source:
       ``tf.losses.Reduction`` of TensorFlow 1.

@@ -63,10 +63,9 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     Inside a model function of `replicate_model_fn` its ``update`` adds up the towers'
     gradients, divides as the loss reduction says, and passes the one gradient to the
-    wrapped optimizer, so that clipping by global norm, schedules and layer-wise
-    scaling mean what they mean on one device. Everywhere else it only divides by the
-    weight of a ``Weighted`` loss, if given one. It is an optax transformation like any
-    other: ``optax.chain`` takes it, and one before it sees one tower's gradient.
+    wrapped optimizer. Everywhere else it only divides by the weight of a ``Weighted``
+    loss, if given one. ``optax.chain`` takes it, and a transformation before it sees
+    one tower's gradient.
 
     Attributes:
       optimizer: The wrapped optimizer.

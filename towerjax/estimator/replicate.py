@@ -115,9 +115,9 @@ class ReplicatedModel:
 
         Raises:
           ValueError: The batch, the variables or what the model function returned is
-            malformed, before anything is compiled.
-          ReplicationError: A value that must be the same on all towers is not, such as
-            variables updated by an optimizer that is not wrapped.
+            malformed.
+          ReplicationError: Variables are not the same on all towers, as those updated
+            by an optimizer that is not wrapped.
         """
         check_choice("mode", mode, tuple(Mode))
         step = self._step(mode, _SPEC_PARTS[mode], params, config)
@@ -197,24 +197,20 @@ def replicate_model_fn(
 ) -> ReplicatedModel:
     """Replicate a model function: it is called as before, with the global batch.
 
-    The batch is split over the towers, each calls the model function on its own rows,
-    and the results are merged: the loss by ``loss_reduction``, the variables by the
-    one update of each ``TowerOptimizer``, metrics by their ``merge``, outputs joined
-    row by row. On one tower nothing is split, scaled or sent.
+    Each tower calls the model function on its own rows, and the results are merged: the
+    loss by ``loss_reduction``, the variables by the one update of each
+    ``TowerOptimizer``, metrics by their ``merge``, outputs joined row by row.
 
     Args:
       model_fn: ``(variables, features, labels, mode, params=None, config=None,
-        tower=None) -> ModelSpec``, pure, written for one device. ``params``, ``config``
-        and ``tower`` (a ``Tower``) are passed only if its signature has them; each
-        tower gets its own copy of the first two. Where the caller gives none, the
-        default in the signature holds.
+        tower=None) -> ModelSpec``, pure, written for one device. The last three are
+        passed only if its signature has them.
       loss_reduction: How the towers' losses are reduced. The default is exact over the
         global batch and needs a ``Weighted`` loss.
       devices: A strategy; or a list of devices, with a tower each; None takes all.
       variable_placement: Where variables are kept between two calls.
       remainder: For a batch that ``T`` does not divide: ``"pad"`` with rows of weight
-        0, ``"drop"`` the last rows, or ``"error"``. Padding is refused where it would
-        count, because the loss does not read ``tower.weight``.
+        0, ``"drop"`` the last rows, or ``"error"``.
       compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
         the towers' losses by the number of towers, and classes are stacked.
       donate: Whether ``train_op`` may reuse the buffers of ``variables``.

@@ -37,17 +37,15 @@ def train_and_evaluate(
 ) -> tuple[TrainState, History]:
     """Train a model, with evaluations; the variables after training and its history.
 
-    How long: without ``steps`` and ``epochs`` one pass over the data; ``epochs`` is
-    that many passes; ``steps`` exactly so many steps, for which the data is repeated
-    if it can be; with both, whichever ends first. Step numbers continue from
+    Without ``steps`` and ``epochs`` one pass over the data. For ``steps`` the data is
+    repeated if it can be; with both, whichever ends first. Step numbers continue from
     ``variables.step``; each call starts from the beginning of the data.
 
     Args:
       model: As `replicate_model_fn` returns it, or another object with its
         ``train_step`` and ``eval_step``.
-      train_data: Batches ``(features, labels)``, of which labels may be None; a batch
-        that is no tuple of two is features. An iterable, a function that returns
-        one, called once an epoch, or a `DistributedDataset`.
+      train_data: Batches ``(features, labels)``; a batch that is no tuple of two is
+        features. An iterable, or a function that returns one, called once an epoch.
       eval_data: The same; each evaluation uses all of it.
       variables: The variables to start from; donated where they are on the devices
         already, else copied.
@@ -56,12 +54,10 @@ def train_and_evaluate(
       hooks: As in `run`; called after those of the model.
       params: Hyperparameters, if the model function has the parameter ``params``.
       config: Anything else, if it has the parameter ``config``.
-      **options: As in the model's ``train_step``: ``micro_batches``, ``on_nonfinite``,
-        ``guard``, ``donate``, ``check``. As in `run`: ``eval_every``, ``eval_params``,
-        ``early_stopping``, ``best``, ``steps_per_call``, ``prefetch``, ``in_flight``,
-        ``checkpointer``, ``progress``, ``writers``. ``best`` with ``restore=True``
-        returns the best. A ``checkpointer`` counts batches to find its place in the
-        data, so a function of data must return the same batches in a restarted job.
+      **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate`` and
+        ``check``, as in the model's ``train_step``; others as in `run`, such as
+        ``eval_every``, ``best``, ``writers``. A ``checkpointer`` counts batches, so a
+        function of data must return the same batches in a restarted job.
 
     Returns:
       ``(variables, history)``.
@@ -71,8 +67,8 @@ def train_and_evaluate(
         be repeated where an option needs that.
       NonFiniteError: A loss was not finite.
 
-    An exception during training carries ``error.state`` and ``error.batches``, to
-    continue with as ``variables`` and ``train_data``, and ``error.history``.
+    An exception carries ``error.state`` and ``error.batches``, to continue with as
+    ``variables`` and ``train_data``, and ``error.history``.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -91,9 +87,7 @@ def train_and_evaluate(
       >>> float(variables.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
 
-    Source: Martin Abadi et al., "TensorFlow Estimators: Managing Simplicity vs.
-    Flexibility in High-Level Machine Learning Frameworks", 2017,
-    https://doi.org/10.1145/3097983.3098171 (the idea of the call).
+    Source: "TensorFlow Estimators", 2017, https://doi.org/10.1145/3097983.3098171.
     """
     check_methods("model", model, "train_step", MAKE_MODEL)
     hooks = check_hooks(hooks)
@@ -189,17 +183,15 @@ def predict(
 ) -> Iterator[Any]:
     """The model's predictions for each batch, or each example, in order.
 
-    Lazy: endless data gives endless predictions. To keep the devices busy, up to
-    ``prefetch + in_flight`` batches are taken for the first prediction. When the data
-    raises, all earlier predictions come first. Closing the iterator stops the thread
-    and closes an iterable that a function of data returned.
+    Lazy: endless data gives endless predictions; up to ``prefetch + in_flight`` batches
+    are taken for the first one. When the data raises, all earlier predictions come
+    first. Closing the iterator closes what it opened.
 
     Args:
-      model: As `replicate_model_fn` returns it, or another that has its
-        ``predict_step``.
+      model: As `replicate_model_fn` returns it.
       variables: As the model takes them; kept.
-      data: Batches of features, or ``(features, labels)``, whose labels are left
-        out; a function that returns such an iterable; or a `DistributedDataset`.
+      data: Batches of features, or ``(features, labels)``, whose labels are left out;
+        or a function that returns them.
       per_example: Whether to yield one example's predictions at a time.
       prefetch: How many placed batches may wait; 0 uses no thread.
       in_flight: How many predictions may be dispatched before one is waited for.
@@ -207,23 +199,20 @@ def predict(
       config: Anything else, if it has the parameter ``config``.
 
     Returns:
-      An iterator of the model's predictions as NumPy arrays, ``[B, ...]`` of a
-      batch, ``[...]`` of an example. Padding is cut off.
+      An iterator of NumPy arrays, ``[B, ...]`` of a batch, ``[...]`` of an example.
 
     Raises:
-      ValueError: From the call: an option is wrong. From the iterator: the variables
-        or a batch are malformed, or ``per_example`` finds unequal numbers of rows.
+      ValueError: An option is wrong; from the iterator: the variables or a batch are
+        malformed, or ``per_example`` finds unequal numbers of rows.
 
     Example:
-      >>> import numpy as np, optax, towerjax as tj
-      >>> def model_fn(variables, features, labels, mode):
-      ...     predictions = {"twice": variables.params * features}
-      ...     return tj.estimator.ModelSpec(mode, predictions=predictions)
+      >>> import numpy as np, towerjax as tj
+      >>> def model_fn(w, features, labels, mode):
+      ...     return tj.estimator.ModelSpec(mode, predictions={"twice": w * features})
       >>> two = tj.Mirrored(towers=2)
       >>> model = tj.estimator.replicate_model_fn(model_fn, devices=two)
-      >>> variables = tj.TrainState.create(np.float32(2), optax.sgd(0.1))
       >>> data = tj.batches(np.arange(5, dtype=np.float32), 4)
-      >>> [batch["twice"].tolist() for batch in predict(model, variables, data)]
+      >>> [batch["twice"].tolist() for batch in predict(model, np.float32(2), data)]
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
     check_methods("model", model, "predict_step", MAKE_MODEL)
