@@ -268,7 +268,9 @@ def _differentiate(
         refuse_moving_weights(loss, params)
         return differentiated(loss), out
 
-    return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
+    if sparse:
+        return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
+    return jax.value_and_grad(of_loss, has_aux=True)(params)
 
 
 def _summed_loss(loss: Any) -> jax.Array:
