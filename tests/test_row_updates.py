@@ -204,12 +204,3 @@ def test_a_refused_step_among_others_leaves_table_and_momentum():
         state, _ = step(state, batch)
     np.testing.assert_allclose(state.params["table"], table, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state.params["scale"], scale, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("was", "now"), [([1.0, 2.0], None), (None, [1.0, 2.0])])
-def test_a_step_that_may_be_refused_keeps_the_leaves_of_its_state(was, now):
-    def step(carry):
-        return jnp.bool_(True), {**carry, "own": now}, {"loss": jnp.float32(3)}
-
-    with pytest.raises(ValueError, match=r"state\['own'\]\[0\] was.*step.init"):
-        accept_or_keep(step, {"own": was, "params": jnp.ones(2)})

@@ -25,37 +25,24 @@ class RowUpdates:
 
     def __init__(self, accepted: jax.Array, leaves: dict[Any, Any]) -> None:
         self._accepted = accepted
-        # Variable -> the leaf that a refused step leaves in it; is it stacked in dim 0?
-        self._kept = {var: (leaf, False) for var, leaf in leaves.items()}
-
-    def keeps_old(self, var: Any, leaf: Any) -> bool:
-        """Whether a refused step already leaves the old leaf in this variable."""
-        kept, stacked = self._kept.get(var, (None, True))
-        return kept is leaf and not stacked
-
-    def note_selected(self, var: Any, leaf: Any) -> None:
-        """Note that a refused step leaves the old leaf in this variable."""
-        self._kept[var] = leaf, False
+        self.kept = leaves  # variable -> the leaf that a refused step leaves in it
 
     def guard_operands(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """Change the operands so that an equation writes nothing in a refused step."""
         first = eqn.invars[0] if eqn.invars else None
-        if first is None or isinstance(first, Literal) or first not in self._kept:
+        if first is None or isinstance(first, Literal) or first not in self.kept:
             return operands
-        leaf, stacked = self._kept[first]
-        name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0]
-        if not stacked and name.startswith("scatter") and _drops(eqn):
-            self._kept[out] = leaf, False
+        name, out, leaf = eqn.primitive.name, eqn.outvars[0], self.kept[first]
+        if name.startswith("scatter") and _drops(eqn):
+            self.kept[out] = leaf
             # A scatter drops the index -1.
             rows = jnp.where(self._accepted, operands[1], -1)
             return [operands[0], rows, *operands[2:]]
-        if not stacked and name == "dynamic_update_slice":
-            self._kept[out] = leaf, False
+        if name == "dynamic_update_slice":
+            self.kept[out] = leaf
             array, new, *starts = operands
             old = lax.dynamic_slice(array, starts, new.shape)
             return [array, lax.select(self._accepted, new, old), *starts]
-        if _stacks(name, params, leaf, stacked):
-            self._kept[out] = leaf, name != "squeeze"
         return operands
 
 
@@ -65,21 +52,6 @@ def _drops(eqn: Any) -> bool:
     drops = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     signed = jnp.issubdtype(indices.dtype, jnp.signedinteger)
     return drops and signed and indices.shape[-1] > 0
-
-
-def _stacks(name: str, params: Any, leaf: Any, stacked: bool) -> bool:
-    """Whether an equation stacks copies of a leaf, slices the stack, or takes one.
-
-    ``vmap`` stacks copies of a value that all of its rows share.
-    """
-    shape, dims = leaf.shape, tuple(range(1, leaf.ndim + 1))
-    if name == "broadcast_in_dim":
-        same = params["shape"][1:] == shape and not stacked
-        return same and params["broadcast_dimensions"] == dims
-    if name == "slice":
-        whole = not any(params["start_indices"][1:])
-        return stacked and whole and params["limit_indices"][1:] == shape
-    return name == "squeeze" and stacked and params["dimensions"] == (0,)
 
 
 def apply_update(
@@ -135,9 +107,9 @@ def accept_or_keep(
     for eqn in others:
         walk.evaluate(eqn, rows.guard_operands(eqn, [walk.read(x) for x in eqn.invars]))
         for var in eqn.outvars:
-            if var in olds and not rows.keeps_old(var, olds[var]):
+            if var in olds and rows.kept.get(var) is not olds[var]:
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
-                rows.note_selected(var, olds[var])
+                rows.kept[var] = olds[var]
 
     def kept(var: Any, old: Any) -> Any:
         if not isinstance(var, Literal) and olds.get(var) is old:
