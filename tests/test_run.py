@@ -55,7 +55,7 @@ def metric_fn(params, batch, tower):
 
 @pytest.fixture(scope="module")
 def train_step():
-    return build_step()
+    return step_with()
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,13 @@ def build_step(**options):
     options = {"remainder": "pad", **options}
     optimizer = optax.sgd(LEARNING_RATE)
     return tj.build_train_step(loss_fn, optimizer, tj.Mirrored(), **options)
+
+
+def train(data, *, step=None, state=None, **options):
+    """A silent run of a shared step, from the first state on."""
+    step = step or step_with()
+    state = init(step) if state is None else state
+    return run(step, state, data, progress=False, **options)
 
 
 def init(step):
@@ -117,13 +124,8 @@ def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, co
     step = build_step()
     state = init(step)
     compiled.clear()
-    state, history = run(
-        step,
-        state,
-        cut,
-        steps_per_call=steps_per_call,
-        prefetch=prefetch,
-        progress=False,
+    state, history = train(
+        cut, state=state, step=step, steps_per_call=steps_per_call, prefetch=prefetch
     )
     assert len(compiled) == 1
     losses, w = oracle(cut)
@@ -138,38 +140,28 @@ def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, co
     assert int(state.step) == 10
 
 
-def test_steps_end_a_run_of_endless_data_and_take_no_more(train_step):
+def test_steps_end_a_run_of_endless_data_and_take_no_more():
     source = batches(make_data(32), 16, epochs=None)
     taken = []
-    state, history = run(
-        train_step,
-        init(train_step),
-        (taken.append(1) or batch for batch in source),
-        steps=5,
-        progress=False,
-    )
+    state, history = train((taken.append(1) or batch for batch in source), steps=5)
     assert int(state.step) == len(history.steps) == len(taken) == 5
 
 
-def test_step_numbers_go_on_where_the_state_stopped(train_step):
+def test_step_numbers_go_on_where_the_state_stopped():
     cut, seen = list(batches(make_data(80), 16)), []
-    state, _ = run(train_step, init(train_step), cut[:2], progress=False)
-    state, history = run(
-        train_step,
-        state,
-        cut[2:],
-        progress=False,
-        hooks=[lambda number, metrics: seen.append(number)],
+    state, _ = train(cut[:2])
+    state, history = train(
+        cut[2:], state=state, hooks=[lambda number, metrics: seen.append(number)]
     )
     assert seen == history.steps.tolist() == [3, 4, 5]
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=80 * EPS)
 
 
-def test_a_second_run_compiles_nothing(train_step, compiled):
+def test_a_second_run_compiles_nothing(compiled):
     cut = list(batches(make_data(48), 16))
-    state, _ = run(train_step, init(train_step), cut, progress=False)
+    state, _ = train(cut)
     compiled.clear()
-    _, history = run(train_step, state, cut, progress=False)
+    _, history = train(cut, state=state)
     assert compiled == []
     assert history.summary.compile_seconds < 0.05
 
@@ -178,7 +170,7 @@ def test_a_second_run_compiles_nothing(train_step, compiled):
 def test_the_caller_keeps_a_state_that_is_not_donated():
     step = build_step(donate=False)
     state = init(step)
-    after, _ = run(step, state, batches(make_data(32), 16), progress=False)
+    after, _ = train(batches(make_data(32), 16), state=state, step=step)
     np.testing.assert_array_equal(state.params["w"], np.float32([0.5, -1.0, 2.0]))
     assert int(after.step) == 2
 
@@ -201,13 +193,8 @@ def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):
     for in_flight in (1, 3):
         lags.clear()
         dispatched = 0
-        run(
-            Spy(),
-            init(train_step),
-            cut,
-            in_flight=in_flight,
-            progress=False,
-            hooks=[hook],
+        train(
+            cut, state=init(train_step), step=Spy(), in_flight=in_flight, hooks=[hook]
         )
         assert max(lags) == in_flight - 1
 
@@ -231,24 +218,17 @@ def test_loading_overlaps_with_the_steps():
 
     step = tj.build_train_step(slow_loss, optax.sgd(0.1), tj.OneDevice("cpu:0"))
     state = step.init(jnp.float32(1.0))
-    state, _ = run(step, state, [np.ones(4, np.float32)], progress=False)
+    state, _ = train([np.ones(4, np.float32)], state=state, step=step)
     start_s = time.perf_counter()
-    run(step, state, loader(), progress=False)
+    train(loader(), state=state, step=step)
     # In line it would be 24 * 0.06 = 1.44 s, overlapped 13 * 0.06 = 0.78 s.
     assert time.perf_counter() - start_s < 1.25
 
 
 @pytest.mark.slow
-def test_steps_never_waited_for_finish_on_8_devices(train_step):
+def test_steps_never_waited_for_finish_on_8_devices():
     data = batches(make_data(16), 16, epochs=None)
-    state, history = run(
-        train_step,
-        init(train_step),
-        data,
-        steps=100,
-        in_flight=64,
-        progress=False,
-    )
+    state, history = train(data, steps=100, in_flight=64)
     assert int(state.step) == 100
     assert np.isfinite(history.metrics["loss"]).all()
 
@@ -344,18 +324,15 @@ def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
     ],
 )
 def test_evaluations_come_when_asked_and_at_the_end(
-    train_step, eval_step, eval_every, steps_per_call, expected
+    eval_step, eval_every, steps_per_call, expected
 ):
     cut, data = list(batches(make_data(112), 16)), eval_data(20)
-    _, history = run(
-        train_step,
-        init(train_step),
+    _, history = train(
         cut,
         evaluate=eval_step,
         eval_batches=lambda: batches(data, 16),
         eval_every=eval_every,
         steps_per_call=steps_per_call,
-        progress=False,
     )
     assert [number for number, _ in history.evaluations] == expected
     for number, values in history.evaluations:
@@ -368,13 +345,8 @@ def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train
     cut, data = list(batches(make_data(48), 16)), eval_data(16)
     build = functools.partial(tj.build_eval_step, metric_fn)
     evaluate = build(tj.Mirrored(("cpu:5",), towers=3))
-    state, history = run(
-        train_step,
-        init(train_step),
-        cut,
-        evaluate=evaluate,
-        eval_batches=lambda: batches(data, 16),
-        progress=False,
+    state, history = train(
+        cut, evaluate=evaluate, eval_batches=lambda: batches(data, 16)
     )
     mse, _ = exact_metrics(data, oracle(cut)[1])
     for given in (state, jax.device_get(state), state.params):
@@ -393,38 +365,31 @@ def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train
 
 
 @pytest.mark.slow
-def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(train_step, eval_step):
+def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(eval_step):
     # From step 3 with calls of 2: the first does one step.
     cut = list(batches(make_data(144), 16))
-    state, _ = run(train_step, init(train_step), cut[:3], progress=False)
-    _, history = run(
-        train_step,
-        state,
+    state, _ = train(cut[:3])
+    _, history = train(
         cut[3:],
+        state=state,
         evaluate=eval_step,
         eval_batches=list(batches(eval_data(16), 16)),
         eval_every=4,
         steps_per_call=2,
-        progress=False,
     )
     assert [number for number, _ in history.evaluations] == [4, 8, 9]
 
 
 @pytest.mark.slow
-def test_rates_leave_out_compiling_and_evaluating(train_step, eval_step):
+def test_rates_leave_out_compiling_and_evaluating(eval_step):
     def slow():
         time.sleep(0.3)
         return batches(eval_data(16), 16)
 
     step = build_step()
     start_s = time.perf_counter()
-    _, history = run(
-        step,
-        init(step),
-        batches(make_data(320), 16),
-        evaluate=eval_step,
-        eval_batches=slow,
-        progress=False,
+    _, history = train(
+        batches(make_data(320), 16), step=step, evaluate=eval_step, eval_batches=slow
     )
     seconds = time.perf_counter() - start_s
     summary = history.summary
@@ -492,10 +457,10 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     assert int(state.step) == 0
 
 
-def test_a_state_of_another_step_is_refused(train_step):
+def test_a_state_of_another_step_is_refused():
     other = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
     with pytest.raises(ValueError, match=r"Move it with step.place\(state\)"):
-        run(train_step, init(other), [], progress=False)
+        train([], state=init(other))
 
 
 def test_a_function_that_gives_no_batches_is_told_of(eval_step):
@@ -585,28 +550,22 @@ def test_an_error_after_the_last_step_says_so(train_step, steps, note):
     assert f"after step {note}" in caught.value.__notes__[-1]
 
 
-def test_hooks_see_the_steps_before_a_loader_error(train_step):
+def test_hooks_see_the_steps_before_a_loader_error():
     cut, seen = list(batches(make_data(64), 16)), []
     with pytest.raises(LoaderError):
-        run(
-            train_step,
-            init(train_step),
+        train(
             loader_that_fails(cut, LoaderError()),
             in_flight=8,
-            progress=False,
             hooks=[lambda number, metrics: seen.append(number)],
         )
     assert seen == [1, 2, 3, 4]
 
 
-def test_hooks_are_called_in_order_for_every_step(train_step):
+def test_hooks_are_called_in_order_for_every_step():
     cut, seen = list(batches(make_data(112), 16)), []
-    _, history = run(
-        train_step,
-        init(train_step),
+    _, history = train(
         cut,
         steps_per_call=2,
-        progress=False,
         hooks=[
             lambda number, metrics: seen.append((number, "first", metrics["loss"])),
             lambda number, metrics: seen.append((number, "second", metrics["loss"])),
@@ -622,21 +581,16 @@ def test_hooks_are_called_in_order_for_every_step(train_step):
 
 
 @pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
-def test_a_hook_sees_the_state_before_the_next_step_takes_it(
-    train_step, steps_per_call, every
-):
+def test_a_hook_sees_the_state_before_the_next_step_takes_it(steps_per_call, every):
     cut, seen, plain = list(batches(make_data(160), 16)), [], []
 
     def hook(number, state, metrics):
         assert plain[-1] == number == int(state.step)
         seen.append((number, np.array(state.params["w"]), metrics["loss"], state))
 
-    state, history = run(
-        train_step,
-        init(train_step),
+    state, history = train(
         cut,
         steps_per_call=steps_per_call,
-        progress=False,
         hooks=[
             lambda number, metrics: plain.append(number),
             tj.loop.WithState(hook, every=every),
@@ -661,7 +615,7 @@ def test_a_run_goes_on_from_the_state_that_a_hook_returns(train_step):
         return dataclasses.replace(state, params=params, step=0)
 
     hooks = [tj.loop.WithState(halve, every=2)]
-    found, _ = run(train_step, init(train_step), cut, hooks=hooks, progress=False)
+    found, _ = train(cut, hooks=hooks)
     state = init(train_step)
     for number, batch in enumerate(cut, start=1):
         state, _ = train_step(state, batch)
@@ -686,11 +640,11 @@ def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypa
     )
     hooks = [tj.loop.WithState(lambda number, state, metrics: None, every=4)]
     cut = list(batches(make_data(128), 16))
-    run(train_step, init(train_step), cut, hooks=hooks, in_flight=9, progress=False)
+    train(cut, hooks=hooks, in_flight=9)
     assert waits == [4] * 4 + [8] * 4
 
 
-def test_an_exception_in_a_hook_with_state_loses_nothing(train_step):
+def test_an_exception_in_a_hook_with_state_loses_nothing():
     cut = list(batches(make_data(160), 16))
 
     def hook(number, state, metrics):
@@ -698,15 +652,15 @@ def test_an_exception_in_a_hook_with_state_loses_nothing(train_step):
 
     hooks = [tj.loop.WithState(hook, every=4)]
     with pytest.raises(LookupError, match="enough") as caught:
-        run(train_step, init(train_step), cut, hooks=hooks, progress=False)
+        train(cut, hooks=hooks)
     state, history = caught.value.state, caught.value.history
     assert int(state.step) == 4 and history.steps.tolist() == [1, 2, 3, 4]
     assert "every=4) was due and not called" in caught.value.__notes__[-1]
-    state, _ = run(train_step, state, caught.value.batches, progress=False)
+    state, _ = train(caught.value.batches, state=state)
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=160 * EPS)
 
 
-def test_an_error_says_which_hook_with_state_was_not_called(train_step):
+def test_an_error_says_which_hook_with_state_was_not_called():
     def enough(number, metrics):
         if number == 3:
             raise LookupError("enough")
@@ -714,7 +668,7 @@ def test_an_error_says_which_hook_with_state_was_not_called(train_step):
     hooks = [enough, *(tj.loop.WithState(print, every=n) for n in (4, 5))]
     with pytest.raises(LookupError, match="enough") as caught:
         cut = list(batches(make_data(160), 16))
-        run(train_step, init(train_step), cut, hooks=hooks, progress=False)
+        train(cut, hooks=hooks)
     assert int(caught.value.state.step) == 4  # in flight when step 3 was looked at
     [note] = caught.value.__notes__
     assert "every=4) was due and not called" in note and "every=5" not in note
@@ -741,16 +695,13 @@ def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
             assert isinstance(state, tj.TrainState) and int(state.step) in (3, 6, 7)
             return eval_step(state, batch)
 
-    state, history = run(
-        train_step,
-        init(train_step),
+    state, history = train(
         cut,
         evaluate=OfState(),
         eval_batches=batches(data, 16),
         eval_every=3,
         eval_params=halved,
         best=tj.Best("mse"),
-        progress=False,
     )
     assert [number for number, _ in history.evaluations] == [3, 6, 7]
     for number, values in history.evaluations:
@@ -762,9 +713,7 @@ def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
-    train_step, steps_per_call
-):
+def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(steps_per_call):
     cut, seen = list(batches(make_data(160), 16)), []
 
     def hook(number, metrics):
@@ -773,14 +722,7 @@ def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(
             raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough") as caught:
-        run(
-            train_step,
-            init(train_step),
-            cut,
-            steps_per_call=steps_per_call,
-            progress=False,
-            hooks=[hook],
-        )
+        train(cut, steps_per_call=steps_per_call, hooks=[hook])
     assert seen == [1, 2, 3, 4]
     done = int(caught.value.state.step)
     assert 4 <= done < 10
@@ -795,12 +737,10 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
 ):
     step, seen = train_step, []
     with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
-        run(
-            step,
-            init(step),
+        train(
             broken(2),
+            step=step,
             steps_per_call=steps_per_call,
-            progress=False,
             hooks=[lambda number, metrics: seen.append(number)],
         )
     error = caught.value
@@ -817,7 +757,7 @@ def test_skipped_steps_are_counted():
     step = step_with(on_nonfinite="skip")
     cut = broken(1)
     cut[3] = cut[1]
-    state, history = run(step, init(step), cut, steps_per_call=2, progress=False)
+    state, history = train(cut, step=step, steps_per_call=2)
     assert history.skipped == (2, 4)
     assert np.isnan(history.metrics["loss"]).tolist() == [False, True] * 2 + [False]
     _, w = oracle(cut, skip={1, 3})
@@ -826,41 +766,34 @@ def test_skipped_steps_are_counted():
 
 def test_a_step_that_is_not_finite_and_counts_is_not_skipped():
     step = step_with(on_nonfinite="ignore")
-    state, history = run(step, init(step), broken(1), progress=False)
+    state, history = train(broken(1), step=step)
     assert history.skipped == () and np.isnan(history.metrics["loss"][1])
     assert np.isnan(state.params["w"]).any()
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_too_little_data_is_told_of_and_nothing_is_lost(train_step, steps_per_call):
+def test_too_little_data_is_told_of_and_nothing_is_lost(steps_per_call):
     with pytest.raises(
         ValueError, match="after step 9, but .* ended after 5"
     ) as caught:
-        run(
-            train_step,
-            init(train_step),
-            batches(make_data(80), 16),
-            steps=9,
-            steps_per_call=steps_per_call,
-            progress=False,
-        )
+        train(batches(make_data(80), 16), steps=9, steps_per_call=steps_per_call)
     assert int(caught.value.state.step) == 5
     assert len(caught.value.history.steps) == 5
 
 
 @pytest.mark.parametrize("steps", [None, 3])
-def test_no_data_at_all_is_told_of(train_step, steps):
+def test_no_data_at_all_is_told_of(steps):
     text = "batches is empty.* error.batches is empty if the run had done all its steps"
     with pytest.raises(ValueError, match=text) as caught:
-        run(train_step, init(train_step), iter([]), steps=steps, progress=False)
+        train(iter([]), steps=steps)
     assert caught.value.history.steps.tolist() == []
     assert int(caught.value.state.step) == 0
 
 
-def test_a_malformed_batch_leaves_the_state_usable(train_step):
+def test_a_malformed_batch_leaves_the_state_usable():
     cut = [*batches(make_data(32), 16), {"x": np.zeros((16, 3)), "y": 3.0}]
     with pytest.raises(ValueError, match="batch\\['y'\\] is 3.0") as caught:
-        run(train_step, init(train_step), cut, progress=False)
+        train(cut)
     assert int(caught.value.state.step) == 2
 
 
@@ -868,7 +801,7 @@ def test_a_batch_of_another_kind_leaves_the_state_usable():
     step = build_step(remainder="error")
     cut = [*batches(make_data(32), 16), *batches(make_data(24), 24)]
     with pytest.raises(ValueError, match="The batch has changed") as caught:
-        run(step, init(step), cut, progress=False)
+        train(cut, step=step)
     assert int(caught.value.state.step) == 2
 
 
@@ -882,12 +815,7 @@ def test_a_state_lost_on_the_devices_is_not_handed_over(train_step):
             raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory") as caught:
-        run(
-            Failing(),
-            init(train_step),
-            batches(make_data(16), 16),
-            progress=False,
-        )
+        train(batches(make_data(16), 16), state=init(train_step), step=Failing())
     assert caught.value.state is None
     assert "The state is lost" in caught.value.__notes__[-1]
 
@@ -905,16 +833,14 @@ def test_ctrl_c_during_a_call_loses_nothing(train_step):
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt) as caught:
-        run(Interrupted(), init(train_step), batches(make_data(32), 16), progress=False)
+        train(batches(make_data(32), 16), state=init(train_step), step=Interrupted())
     assert int(caught.value.state.step) == 1
     assert caught.value.history.steps.tolist() == [1]
     assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
-def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
-    train_step, monkeypatch, at
-):
+def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(monkeypatch, at):
     dropped, waiting = [], []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
     reporter = sys.unraisablehook
@@ -932,7 +858,7 @@ def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             data = batches(make_data(96), 16)
-            run(train_step, init(train_step), data, hooks=[hook], progress=False)
+            train(data, hooks=[hook])
     finally:
         gc.callbacks.remove(interrupt)
     assert at <= int(caught.value.state.step) <= 6
@@ -940,13 +866,13 @@ def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(
     assert sys.unraisablehook is reporter
 
 
-def test_ctrl_c_that_a_hook_catches_is_raised_once(train_step):
+def test_ctrl_c_that_a_hook_catches_is_raised_once():
     def hook(number, metrics):
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
     data = batches(make_data(96), 16)
-    _, history = run(train_step, init(train_step), data, hooks=[hook], progress=False)
+    _, history = train(data, hooks=[hook])
     assert len(history.steps) == 6
 
 
@@ -965,22 +891,17 @@ def test_a_run_in_another_thread_works(train_step):
     results = []
     state = init(train_step)
     thread = threading.Thread(
-        target=lambda: results.append(
-            run(train_step, state, batches(make_data(32), 16), progress=False)
-        )
+        target=lambda: results.append(train(batches(make_data(32), 16), state=state))
     )
     thread.start()
     thread.join()
     assert int(results[0][0].step) == 2
 
 
-def test_a_run_that_stops_leaves_no_thread(train_step):
+def test_a_run_that_stops_leaves_no_thread():
     with pytest.raises(ZeroDivisionError):
-        run(
-            train_step,
-            init(train_step),
+        train(
             batches(make_data(32), 16, epochs=None),
-            progress=False,
             hooks=[lambda number, metrics: 1 // (3 - number)],
         )
     names = [thread.name for thread in threading.enumerate()]
@@ -1029,8 +950,8 @@ def test_lines_without_a_terminal(train_step, eval_step, capsys):
     assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", lines[2])
 
 
-def test_silence(train_step, capsys):
-    run(train_step, init(train_step), batches(make_data(32), 16), progress=False)
+def test_silence(capsys):
+    train(batches(make_data(32), 16))
     assert capsys.readouterr().out == ""
 
 
@@ -1107,15 +1028,12 @@ def test_what_is_shown_is_thinned_out():
     assert Counting.texts[-1].startswith(f"step {number} ")
 
 
-def test_a_history_is_a_table(train_step, eval_step):
-    _, history = run(
-        train_step,
-        init(train_step),
+def test_a_history_is_a_table(eval_step):
+    _, history = train(
         batches(make_data(16), 16, epochs=50),
         evaluate=eval_step,
         eval_batches=list(batches(eval_data(16), 16)),
         eval_every=33,
-        progress=False,
     )
     screen = io.StringIO()
     Console(file=screen, width=150).print(history.table(rows=5))
@@ -1130,20 +1048,13 @@ def test_a_history_is_a_table(train_step, eval_step):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_the_wait_for_each_batch_is_in_the_history(train_step, steps_per_call):
+def test_the_wait_for_each_batch_is_in_the_history(steps_per_call):
     def slow_at_the_third():
         for number, batch in enumerate(batches(make_data(16), 16, epochs=5)):
             time.sleep(0.2 * (number == 2))
             yield batch
 
-    _, history = run(
-        train_step,
-        init(train_step),
-        slow_at_the_third(),
-        steps_per_call=steps_per_call,
-        prefetch=0,
-        progress=False,
-    )
+    _, history = train(slow_at_the_third(), steps_per_call=steps_per_call, prefetch=0)
     assert history.input_wait_s.shape == (5,)
     assert history.input_wait_s.argmax() == 2 and history.input_wait_s[2] >= 0.2
     assert (history.input_wait_s[1:2] == 0) == (steps_per_call == 2)
