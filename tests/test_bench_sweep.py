@@ -158,7 +158,7 @@ ARGUMENTS = [
     "towers=[1, 2, 4]",
     "batches=[64]",
     "peers=['jit']",
-    "protocol={rounds=6, seconds_per_round=0.001, warmup_calls=1, seed=3}",
+    "protocol={rounds=6, seconds_per_round=0.001}",
 ]
 
 

@@ -71,7 +71,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
 def _same_calls(torch: Any, job: Job, step: Callable[[], Any], where: Any) -> int:
     """As many calls in a round on each rank as fit on the slowest."""
     timing = job.timing
-    calls = calls_in(timing.seconds_per_round, [Step(step)], timing.warmup_calls)
+    calls = calls_in(timing.seconds_per_round, [Step(step)])
     least = torch.tensor(calls, device=where)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
     return int(least)
