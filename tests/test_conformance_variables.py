@@ -82,7 +82,7 @@ def check_name_mismatch(case, strategy):
     refused(
         case,
         lambda: strategy.regroup(made),
-        text="tower 0 has variable 'foo' and tower 1 variable 'bar', of another name",
+        text="of several names, reductions or values",
     )
 
 

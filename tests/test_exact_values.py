@@ -205,7 +205,7 @@ def test_a_sum_whose_parts_do_not_fit_is_refused():
     v = strategy.create_var("v", np.int8(0), reduction=R.SUM, tower_local=True)
     with pytest.raises(ValueError, match="'v': it gives a tower 250, which int8"):
         strategy.assign(v, 1000)
-    with pytest.raises(ValueError, match="'v', gives a tower 250, which int8"):
+    with pytest.raises(ValueError, match="'v': it gives a tower 250, which int8"):
         tj.towers.restored_values(strategy, v, np.int32(1000))
 
 

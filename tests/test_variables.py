@@ -403,10 +403,9 @@ def test_adding_to_a_tower_local_variable_across_towers_is_refused():
     n = strategy.create_var("n", 1.0, reduction=R.SUM, tower_local=True)
     for method, sign in (("assign_add", "+"), ("assign_sub", "-")):
         text = (
-            f"strategy.{method} of tower-local variable 'n', across towers: shall each"
-            f" copy change? Write strategy.update(v, lambda x: x {sign} value). Or what"
-            f" they read as? strategy.assign(v, strategy.read_var(v) {sign} value). Or"
-            f" write tower.{method} in a tower."
+            f"strategy.{method} of tower-local variable 'n': shall each copy change?"
+            f" Write strategy.update(v, lambda x: x {sign} value). Or what they read"
+            f" as? strategy.assign(v, strategy.read_var(v) {sign} value)."
         )
         with refuses(f"^{re.escape(text)}$"):
             getattr(strategy, method)(n, 2.0)
@@ -438,8 +437,8 @@ def test_adding_to_a_tower_local_variable_across_towers_is_refused():
         (
             True,
             dict(tower_local=True, reduction=R.SUM),
-            True,
-            "is bool with Reduction.SU",
+            3,
+            "it gives a tower 2, which bool cannot",
         ),
     ],
 )
@@ -656,18 +655,18 @@ def test_regroup_keeps_numbers_apart_that_only_seem_equal():
                 tj.towers.MirroredVar(1.0, name="foo"),
                 tj.towers.MirroredVar(1.0, name="bar"),
             ],
-            "tower 0 has variable 'foo' and tower 1 variable 'bar', of another name",
+            "but towers have .*'foo'.*'bar'.* of several names",
         ),
         (
             [
                 {"v": tj.towers.MirroredVar(1.0, name="v")},
                 {"v": tj.towers.MirroredVar(2.0, name="v")},
             ],
-            r"nests\['v'\]: a mirrored variable is one, but .*reduction or value",
+            r"nests\['v'\]: a mirrored variable is one, but .*reductions or value",
         ),
         (
             [tj.towers.MirroredVar(1.0), 1.0],
-            "tower 0 has a variable without a name and tower 1 a float",
+            r"a mirrored variable is one, but towers have \(Mirr.* 1.0\), of",
         ),
         (
             [tj.TowerLocal(1.0, R.SUM), tj.TowerLocal(1.0, R.MEAN)],
@@ -758,7 +757,7 @@ def test_saved_on_four_towers_and_restored_on_others():
     two = mirrored(2).create_var("n", jnp.int8(0), reduction=R.SUM, tower_local=True)
     moved = tj.towers.restored_values(mirrored(2), two, saved()["count"])
     assert moved.value.tolist() == [4, 3]
-    text = "saved, tower-local variable 'n', gives a tower 128, which int8 cannot"
+    text = "tower-local variable 'n': it gives a tower 128, which int8 cannot"
     with refuses(text):
         tj.towers.restored_values(mirrored(2), two, np.int32(255))
 
@@ -815,29 +814,24 @@ def test_what_has_no_one_value_is_not_saved():
         "tree['a'][0], tower-local variable 'noise', Reduction.NONE; tree['k'], a tower"
     )
     assert text in str(error.value)
-    with refuses(
-        r"\['a'\], tower-local variable 'noise', has Reduction.NONE, so nothing"
-    ):
-        tj.towers.restored_values(mirrored(2), {"a": none}, {"a": 1.0})
 
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "change, text",
     [
-        (dict(v={"u": 1}), "restored_values: saved is PyTreeDef.*, expected PyTreeDef"),
+        (dict(v={"u": 1}), r"saved\['v'\]: The value for variable 'v' is PyTreeDef"),
         (
-            dict(plain=np.ones(3, np.float32)),
-            r"saved\['plain'\] has shape \(3,\), expe",
+            dict(plain=np.ones(3, np.float32), flags=np.int32(5)),
+            r"'flags'\]: .* gives a tower 2, which .*; saved\['plain'\]: .* \(3,\)",
         ),
+        (dict(plain=np.ones(2, np.complex64)), "complex64, which float32 cannot hold"),
+        (dict(count=np.float32(1)), "'sum': value is float32, which int32 cannot"),
         (
-            dict(plain=np.ones(2, np.int32)),
-            r"saved\['plain'\] is int32, expected float32",
+            dict(mean=np.ones(2, np.float32)),
+            r"'mean': value has shape \(2,\), expected",
         ),
-        (dict(count=np.float32(1)), r"variable 'sum', is float32, expected int32"),
-        (dict(mean=np.ones(2, np.float32)), r"'mean', has shape \(2,\), expected \(\)"),
-        (dict(flags=np.int32(5)), "gives a tower 2, which bool cannot hold"),
-        (dict(key=np.uint32(1)), "is uint32, expected key<fry>"),
+        (dict(key=np.uint32(1)), "is uint32, which key<fry> cannot hold"),
     ],
 )
 def test_what_does_not_fit_is_not_restored(change, text):

@@ -372,11 +372,11 @@ REGISTRY = (
     _m(
         "B37",
         "a state that goes on has another key",
-        "towers.cross_tower.saved:_restore_leaf",
-        "return cast_exactly(rows, dtype)",
-        "if jnp.issubdtype(dtype, jax.dtypes.prng_key):\n"
-        "        return jax.random.split(rows, 1)[0]\n"
-        "    return cast_exactly(rows, dtype)",
+        "towers.cross_tower.assign:restore_on",
+        "value = place(value, placement, layout)",
+        "if jnp.issubdtype(jnp.result_type(new), jax.dtypes.prng_key):\n"
+        "            value = jax.random.split(value, 1)[0]\n"
+        "        value = place(value, placement, layout)",
         "test_variables.py::test_a_train_state_moves_to_another_number_of_towers",
     ),
     _m(
@@ -400,9 +400,9 @@ REGISTRY = (
     _m(
         "B40",
         "a SUM over towers is restored to each tower undivided",
-        "towers.cross_tower.saved:_restore_leaf",
-        "split_sum(like, new, num_towers) if local",
-        "jnp.stack([new] * num_towers) if local",
+        "towers.cross_tower.assign:restore_on",
+        "fit_copies(old, new, placement.num_towers)",
+        "jnp.stack([jnp.asarray(new, old.value.dtype)] * placement.num_towers)",
         "test_variables.py::test_saved_on_four_towers_and_restored_on_others",
     ),
 )
@@ -1362,9 +1362,9 @@ CHECKPOINTS = (
     _m(
         "C05",
         "each of other towers gets the whole SUM",
-        "towers.cross_tower.saved:_restore_leaf",
-        "split_sum(like, new, num_towers)",
-        "jnp.broadcast_to(new, (num_towers, *new.shape))",
+        "towers.cross_tower.assign:restore_on",
+        "fit_copies(old, new, placement.num_towers)",
+        "replicate(new, placement.num_towers)",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there_and_go_on",
     ),
     _m(

@@ -2,8 +2,8 @@
 
 from towerjax.data.distribute import DistributedDataset as DistributedDataset
 from towerjax.data.sources import InputContext as InputContext
-from towerjax.towers.cross_tower.saved import restored_values as restored_values
-from towerjax.towers.cross_tower.saved import saved_values as saved_values
+from towerjax.towers.cross_tower.assign import restored_values as restored_values
+from towerjax.towers.cross_tower.assign import saved_values as saved_values
 from towerjax.towers.cross_tower.steps import MultiStepContext as MultiStepContext
 from towerjax.towers.tower_local import read_local as read_local
 from towerjax.towers.variables import MirroredVar as MirroredVar

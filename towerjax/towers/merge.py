@@ -25,9 +25,8 @@ def check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
         raise ValueError(
             f"{what} needs all towers at once, but local='scan' runs the towers of a"
             " device one after another. Use local='vmap', or return the value as"
-            " tj.Weighted in TowerOutput(metrics=...) and let the step reduce it; what"
-            " a loss needs of all rows comes from an earlier pass of tj.build_step;"
-            " what strategy.call_for_each_tower returns, strategy.reduce reduces."
+            " tj.Weighted; what a loss needs of all rows comes from an earlier pass of"
+            " tj.build_step; what call_for_each_tower returns, strategy.reduce reduces."
         )
     if parts_of(PerTower, values):
         raise ValueError(

@@ -30,8 +30,7 @@ def as_tower_output(
         if loss_reduction is not None:
             raise ValueError(
                 f"loss_reduction={loss_reduction!r} gives a meaning to a scalar loss,"
-                f" but the loss function returned tj.{type(loss).__name__}, which has"
-                " its own. Leave loss_reduction out."
+                f" and tj.{type(loss).__name__} has its own. Leave loss_reduction out."
             )
     elif not _is_array(loss):
         raise ValueError(
@@ -69,7 +68,10 @@ def _check_means(loss: Means) -> Means:
             " in. Add it to a mean, tj.Weighted.mean(losses, tower.weight); a loss of"
             " tower.reduce alone is bare, with loss_reduction=tj.Reduction.MEAN."
         )
-    return Means(tuple(map(_check_loss, loss.terms)), jnp.asarray(loss.shared))
+    shared = jnp.asarray(loss.shared)
+    if shared.shape:
+        raise ValueError(f"tj.shared is one number, and not of shape {shared.shape}.")
+    return Means(tuple(map(_check_loss, loss.terms)), shared)
 
 
 def _check_loss(loss: Weighted) -> Weighted:
@@ -80,10 +82,7 @@ def _check_loss(loss: Weighted) -> Weighted:
             f" {weight.shape}. Use tj.Weighted.mean(losses, tower.weight)."
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise ValueError(
-            f"The loss has dtype {total.dtype}, which has no gradient; it must be"
-            " floating. Convert the losses before they are added."
-        )
+        raise ValueError(f"The loss has dtype {total.dtype}, which has no gradient.")
     wide = widen_dtype(total.dtype)
     return Weighted(total.astype(wide), weight.astype(wide))
 
@@ -100,9 +99,7 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
             " Return {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
         )
     if "loss" in metrics and trains:
-        raise ValueError(
-            "metrics['loss'] is the name of the global loss; give yours another name."
-        )
+        raise ValueError("metrics['loss'] is the name of the global loss.")
 
     kinds = (Means, PerTower) if trains else Means
 
@@ -118,9 +115,8 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
     if bad:
         raise ValueError(
             "Each metric is one tj.Weighted or tj.Sum, one state of tj.metrics or one"
-            f" array, under a name that is a string, but {listed(bad)}. Give nested"
-            " metrics names of their own, such as 'group/part'; what is of each row is"
-            " tj.Rows(x) in a step of tj.build_step, or of tj.build_predict_step."
+            f" array, under a name that is a string, but {listed(bad)}. Name nested"
+            " ones 'group/part'; what is of each row is tj.Rows(x) in tj.build_step."
         )
     return dict(metrics)
 

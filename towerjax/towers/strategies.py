@@ -222,10 +222,7 @@ def check_roles(builder: str, **given: Any) -> None:
 def _check_choices(strategy: Mirrored) -> None:
     given = (strategy.devices, strategy.num_gpus, strategy.num_gpus_per_worker)
     if len([x for x in given if x is not None]) > 1:
-        raise ValueError(
-            "devices, num_gpus and num_gpus_per_worker each say which devices there"
-            " are; give one of them."
-        )
+        raise ValueError("Give one of devices, num_gpus and num_gpus_per_worker.")
     for name in ("num_gpus", "num_gpus_per_worker"):
         check_whole(name, getattr(strategy, name), 0, or_none=True)
     check_whole("towers", strategy.towers, or_none=True)
@@ -243,8 +240,7 @@ def _check_choices(strategy: Mirrored) -> None:
     if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):
         raise ValueError(
             f"cross_tower_ops={ops!r:.200} is not a cross-tower op; write"
-            " tj.AllReduce(), tj.PinnedTree(), or of tj.collectives Packed(...),"
-            " Hierarchical(...), ReduceToOneDevice(...) or Compressed(...)."
+            " tj.AllReduce(), tj.PinnedTree(), or tj.collectives.Packed() and the like."
         )
     if strategy.state != "mirrored":
         _check_sharded(strategy)
@@ -253,15 +249,12 @@ def _check_choices(strategy: Mirrored) -> None:
 def _check_sharded(strategy: Mirrored) -> None:
     """Raise where the state is sharded and another option needs it whole."""
     if strategy.executor == "pmap":
-        raise ValueError(
-            f"state={strategy.state!r} needs executor='shard_map'; pmap has no sharded"
-            " values."
-        )
+        raise ValueError(f"state={strategy.state!r} needs executor='shard_map'.")
     if isinstance(strategy.cross_tower_ops, PinnedTree):
         raise ValueError(
-            f"state={strategy.state!r} lets each device update a part, whose sums (a"
-            " global norm) are rounded by the number of devices, and tj.PinnedTree()"
-            " promises the same bits on any. Use state='mirrored', or tj.AllReduce()."
+            f"state={strategy.state!r} lets each device update a part, and rounds sums"
+            " of all by their number, but tj.PinnedTree() promises the same bits on any"
+            " devices. Use state='mirrored', or tj.AllReduce()."
         )
 
 
@@ -272,10 +265,7 @@ def _check_ops(ops: CrossTowerOps, devices: tuple[str, ...]) -> None:
 
 def _check_axis_name(name: Any) -> None:
     if not isinstance(name, str) or name in ("", DEVICE_AXIS, LOCAL_AXIS):
-        raise ValueError(
-            f"axis_name={name!r} must be a name of its own for the axis of all towers,"
-            " such as 'batch'."
-        )
+        raise ValueError(f"axis_name={name!r} must be a name of its own, as 'batch'.")
 
 
 def _check_num_towers(towers: int | None, num_devices: int) -> None:

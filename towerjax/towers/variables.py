@@ -15,6 +15,7 @@ from towerjax.types import PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (
     listed,
     map_parts,
+    native,
     parts_of,
     problem_of,
     promote_dtypes,
@@ -99,11 +100,6 @@ def is_per_tower(x: Any) -> bool:
     return isinstance(x, PerTower | TowerLocal)
 
 
-def any_per_tower(tree: PyTree) -> bool:
-    """Whether any part of a tree holds one value a tower."""
-    return any(map(is_per_tower, jax.tree.leaves(tree, is_leaf=is_per_tower)))
-
-
 def label(variable: Variable) -> str:
     """The name of a variable in error messages."""
     kind = "variable" if isinstance(variable, MirroredVar) else "tower-local variable"
@@ -126,7 +122,7 @@ def fit(
     if jax.tree.structure(value) != jax.tree.structure(old):
         raise ValueError(
             f"The value for {label(variable)} is {jax.tree.structure(value)}, but the"
-            f" variable holds {jax.tree.structure(old)}. Pass the same structure: the"
+            f" variable holds {jax.tree.structure(old)}. Pass the same structure, the"
             " new value itself, as a function for strategy.update returns it, and rows"
             " of a table as rows.add_to(variable.value)."
         )
@@ -134,6 +130,7 @@ def fit(
 
     def one(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
         leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
+        new = native(new)
         shape = leaf.shape[1:] if copies else leaf.shape
         if problem is not None:
             problem = f"is {problem}"

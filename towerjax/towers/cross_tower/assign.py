@@ -1,4 +1,4 @@
-"""Create, assign, update and read variables for all towers at once; all pure."""
+"""Create, assign, update, read, save and restore variables for all towers at once."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
-from towerjax.mesh.placement import place
+from towerjax.mesh.placement import Placement, place, readable
 from towerjax.towers.cross_tower.values import of_first_process, unwrap
 from towerjax.towers.executors import is_in_tower_fn
 from towerjax.towers.fields import StrategyFields
@@ -23,12 +23,13 @@ from towerjax.towers.variables import (
     Variable,
     check_variable,
     fit,
+    is_variable,
     label,
     plain,
     refuse_per_tower,
 )
-from towerjax.types import Layout, PyTree, Reduction
-from towerjax.types.leaves import is_traced, native, parts_of, refuse_unheld
+from towerjax.types import Layout, PyTree, Reduction, leaf_name
+from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
 
 
 def create_var(
@@ -112,7 +113,7 @@ def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
     if isinstance(variable, MirroredVar):
         return _replace_value(variable, fit(variable, value))
     check_towers(variable, self.num_towers)
-    return _replace_value(variable, _fit_copies(variable, value, self.num_towers))
+    return _replace_value(variable, fit_copies(variable, value, self.num_towers))
 
 
 def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
@@ -128,13 +129,6 @@ def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
     Raises:
       ValueError: As `assign`; the variable is tower-local, so that either its copies or
         their sum could be meant.
-
-    Example:
-      >>> import towerjax as tj
-      >>> strategy = tj.Mirrored(towers=2)
-      >>> v = strategy.create_var("v", 1.0)
-      >>> float(strategy.assign_add(v, 6).value)
-      7.0
     """
     return _combine(self, variable, value, operator.add, "assign_add")
 
@@ -157,10 +151,9 @@ def _combine(
         return _replace_value(variable, new)
     sign = "-" if what == "assign_sub" else "+"
     raise ValueError(
-        f"strategy.{what} of {label(variable)}, across towers: shall each copy change?"
-        f" Write strategy.update(v, lambda x: x {sign} value). Or what they read as?"
-        f" strategy.assign(v, strategy.read_var(v) {sign} value). Or write"
-        f" tower.{what} in a tower."
+        f"strategy.{what} of {label(variable)}: shall each copy change? Write"
+        f" strategy.update(v, lambda x: x {sign} value). Or what they read as?"
+        f" strategy.assign(v, strategy.read_var(v) {sign} value)."
     )
 
 
@@ -227,12 +220,6 @@ def read_var(self: StrategyFields, value: PyTree) -> PyTree:
     Raises:
       ValueError: A tower-local variable's reduction is NONE, or it lacks a copy for a
         tower.
-
-    Example:
-      >>> import towerjax as tj
-      >>> strategy = tj.Mirrored(towers=2)
-      >>> float(strategy.read_var(strategy.create_var("v", 2.5)))
-      2.5
     """
     for x in parts_of(TowerLocal, value):
         check_towers(x, self.num_towers)
@@ -252,12 +239,6 @@ def split_sum(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     def one(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return replicate(x / num_towers, num_towers)
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            raise ValueError(
-                f"{label(variable)} is {x.dtype} with Reduction.SUM: its value has no"
-                f" parts for {num_towers} towers. Use strategy.update for each tower's"
-                " copy, or create it with ONLY_FIRST_TOWER."
-            )
         # A small integer may not hold the number of towers.
         x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
         towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
@@ -280,13 +261,15 @@ def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
     return cast
 
 
-def _fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
+def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     """The towers' copies of which a tower-local variable reads as the value."""
+    refuse_own_copy(variable)
     takes = functools.partial(_dtypes_to_assign, variable.reduction)
     value = fit(variable, value, copies=True, takes=takes)
     rows = split_sum(variable, value, num_towers)
+    dtypes = jax.tree.map(jnp.result_type, variable.value)
     try:
-        return jax.tree.map(lambda x, o: cast_exactly(x, o.dtype), rows, variable.value)
+        return jax.tree.map(cast_exactly, rows, dtypes)
     except ValueError as error:
         raise ValueError(
             f"The value does not fit {label(variable)}: it {error}. Create the variable"
@@ -300,9 +283,7 @@ def _dtypes_to_assign(reduction: Reduction, dtype: Any) -> Sequence[Any]:
     if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
         return (dtype,)
     read = reduced_dtype(reduction, dtype)
-    if reduction is Reduction.MEAN:
-        return dtype, read
-    return (dtype,) if dtype == jnp.bool_ else (read, dtype)
+    return (read, dtype) if reduction is Reduction.SUM else (dtype, read)
 
 
 def check_towers(variable: Variable, num_towers: int) -> None:
@@ -319,13 +300,91 @@ def check_towers(variable: Variable, num_towers: int) -> None:
 
 
 def _replace_value(variable: Any, value: PyTree) -> Any:
-    """Replace the variable's value, placed as the old one."""
-    new = jax.tree.map(copy_like, variable.value, value)
-    return dataclasses.replace(variable, value=new)
+    """Replace the variable's value by a copy, which is placed as the old one."""
+
+    def one(old: Any, new: Any) -> jax.Array:
+        if not isinstance(old, jax.Array) or is_traced((old, new)):
+            return jnp.asarray(new)
+        return jax.device_put(jnp.copy(new), old.sharding)
+
+    return dataclasses.replace(variable, value=jax.tree.map(one, variable.value, value))
 
 
-def copy_like(old: Any, new: Any) -> jax.Array:
-    """Copy ``new`` to the placement of ``old``, so that no buffer is shared."""
-    if not isinstance(old, jax.Array) or is_traced((old, new)):
-        return jnp.asarray(new)
-    return jax.device_put(jnp.copy(new), old.sharding)
+def saved_values(tree: PyTree) -> PyTree:
+    """The tree as plain values that do not depend on the number of towers.
+
+    Of several processes every one calls it, and may then read all values.
+
+    Args:
+      tree: A pytree that may hold variables, such as a ``TrainState``.
+
+    Returns:
+      The tree: a mirrored variable is its value, a tower-local one its aggregate;
+      other leaves do not change. What is sharded over processes is mirrored.
+
+    Raises:
+      ValueError: Tower-local variables have no aggregate; names all of them.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=2)
+      >>> count = strategy.create_var("count", 3, reduction=tj.Reduction.SUM,
+      ...     tower_local=True)
+      >>> int(saved_values({"count": count})["count"])
+      6
+    """
+    return jax.tree.map(readable, read_local(tree))
+
+
+def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
+    """A tree like another, holding saved values, on the strategy's towers.
+
+    Args:
+      strategy: The towers and devices; any number, whatever strategy saved.
+      like: A tree such as `saved_values` was given, such as a new state: its structure,
+        reductions, shapes and dtypes are used, its values are not.
+      saved: What `saved_values` returned, or the same read from a file.
+
+    Returns:
+      The tree: mirrored values on all devices; of a tower-local SUM each tower has
+      its share, of MEAN and ONLY_FIRST_TOWER the value.
+
+    Raises:
+      ValueError: A structure or shape differs, or a dtype does not hold what was saved;
+        names all leaves.
+
+    Example:
+      >>> import towerjax as tj
+      >>> strategy = tj.Mirrored(towers=3)
+      >>> like = strategy.create_var("count", 0, reduction=tj.Reduction.SUM,
+      ...     tower_local=True)
+      >>> restored_values(strategy, like, 7).value.tolist()
+      [3, 2, 2]
+    """
+    return restore_on(strategy.placement, like, saved)
+
+
+def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
+    """As `restored_values`, for the towers of a placement."""
+    problems = []
+
+    def one(path: tuple[Any, ...], old: Any, new: PyTree) -> Any:
+        if isinstance(old, str):
+            return new
+        is_local = isinstance(old, TowerLocal)
+        try:
+            if is_local:
+                value = fit_copies(old, new, placement.num_towers)
+            else:
+                value = fit(old if is_variable(old) else MirroredVar(old), new)
+        except ValueError as error:
+            problems.append(f"{leaf_name('saved', path)}: {error}")
+            return None
+        layout = Layout.PER_TOWER if is_local else Layout.MIRRORED
+        value = place(value, placement, layout)
+        return dataclasses.replace(old, value=value) if is_variable(old) else value
+
+    out = jax.tree_util.tree_map_with_path(one, like, saved, is_leaf=is_variable)
+    if problems:
+        raise ValueError(f"restored_values: {listed(problems)}")
+    return out

@@ -138,9 +138,8 @@ class _Call:
         if is_pmap and has_tracers(jaxpr.consts):
             # JAX would silently give each device a part of such a value.
             raise ValueError(
-                "call_for_each_tower: fn closes over a value of the jit, grad or scan"
-                " around it, which executor='pmap' cannot take. Pass it as an argument"
-                " of fn, or leave out executor='pmap'."
+                "fn closes over a value of the jit, grad or scan around it, which"
+                " executor='pmap' cannot take. Pass it as an argument of fn."
             )
         rows, arrays = map(jax.tree.leaves, values)
         names = ["argument"] * len(rows) + [None] * len(arrays)

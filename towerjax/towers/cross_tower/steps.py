@@ -184,10 +184,8 @@ def _run_steps(
 
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
     kept = _StaticOutputs(steps, closed_over_kinds(jaxpr), values)
-    empty = jax.tree.map(jnp.zeros_like, shapes[1])
-    carry, outputs = lax.fori_loop(
-        0, count, lambda i, done: one(i, done[0]), (carry, empty)
-    )
+    first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
+    carry, outputs = lax.fori_loop(0, count, lambda i, done: one(i, done[0]), first)
     # Placed as before, so that the next call needs no other program.
     layouts = layouts_of(carry, is_per_tower)
     shardings = strategy.placement.shardings(layouts, carry)

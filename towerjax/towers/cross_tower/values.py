@@ -29,7 +29,6 @@ from towerjax.towers.variables import (
     Variable,
     is_per_tower,
     is_variable,
-    label,
     refuse_per_tower,
 )
 from towerjax.types import Layout, PerTower, PyTree, leaf_name
@@ -187,15 +186,11 @@ def _check_one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
         return treedef, [np.asarray(key_data(leaf)).tobytes() for leaf in leaves]
 
     first = leaves[0]
-    for tower, x in enumerate(leaves):
+    for x in leaves:
         if x is not first and bits(x) != bits(first):
-            kinds = [
-                label(x) if is_variable(x) else f"a {type(x).__name__}" for x in leaves
-            ]
             raise ValueError(
-                f"{where}: a mirrored variable is one, but tower 0 has {kinds[0]} and"
-                f" tower {tower} {kinds[tower]}, of another name, reduction or value."
-                " Give it one name, and reduce values before you make it."
+                f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
+                " of several names, reductions or values."
             )
     return first
 
@@ -287,9 +282,8 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
         if len({owners.count(p) for p in range(jax.process_count())}) > 1:
             raise ValueError(
                 f"destinations {', '.join(names)} belong to the processes {owners} of"
-                f" {jax.process_count()}: names count the devices of all processes."
-                " Pass a device of each process's own, jax.local_devices()[0], or"
-                " leave destinations out and read the value with np.asarray."
+                f" {jax.process_count()}: pass a device of each process's own,"
+                " jax.local_devices()[0], or leave destinations out."
             )
     return names
 
