@@ -252,6 +252,8 @@ def test_a_model_has_a_loss_for_each_example(name):
     for other in models.values():
         losses = jax.eval_shape(other.losses, params, batch)
         assert losses.shape == (3,) and losses.dtype == jnp.float32
+    if name == "transformer":  # attention is within an example; this compiles long
+        return
     both = jax.tree.map(lambda x: np.concatenate([x, x[:0:-1]]), batch)
     whole = np.asarray(jax.jit(model.losses)(params, both))
     np.testing.assert_allclose(whole[[1, 2]], whole[[4, 3]], rtol=1e-5)
@@ -299,7 +301,6 @@ def expected_losses(seed, batch_size, steps):
 SMALL = functools.partial(Trial, "test_bench:small", 12)
 TRIALS = [
     SMALL(towers=2, devices=2, micro_batches=3, steps_per_call=2),
-    SMALL(towers=4, devices=2, strategy="mirrored_pmap"),
     SMALL(by="pmap", towers=2, devices=2),
     SMALL(by="jit", towers=3, devices=3),
 ]
@@ -350,10 +351,15 @@ def test_a_trial_that_cannot_be_says_why():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ops", "kind"), [("AllReduce()", " all-reduce("), ("PinnedTree()", " all-to-all(")]
+    ("strategy", "ops", "kind"),
+    [
+        ("mirrored", "AllReduce()", " all-reduce("),
+        ("mirrored", "PinnedTree()", " all-to-all("),
+        ("mirrored_pmap", "AllReduce()", " all-reduce("),
+    ],
 )
-def test_the_bare_reduction_sends_what_a_step_does(ops, kind):
-    trial = SMALL(towers=4, devices=2, cross_tower_ops=ops)
+def test_the_bare_reduction_sends_what_a_step_does(strategy, ops, kind):
+    trial = SMALL(towers=4, devices=2, strategy=strategy, cross_tower_ops=ops)
     work = work_of(trial)
     contender = bare_reduction(work, strategy_of(trial))
     lines = contender.call.as_text().splitlines()

@@ -41,6 +41,7 @@ class Writer(Protocol):
 
     def open(self, start: int) -> OpenWriter:
         """Open for a run whose state has done ``start`` steps."""
+        ...
 
 
 class Writers:
