@@ -383,8 +383,8 @@ def test_any_other_use_is_refused_with_its_line(name):
         ValueError,
         match=rf"params\['t'\] is selected by `sparse`, but ({primitive}) uses it"
         r" otherwise than by looking up whole rows, at .*test_sparse_gradient.py:\d+"
-        r" \(.*\)\. Look up its rows outside of .*, as in table\[ids\], and use these;"
-        " or leave it out of `sparse`",
+        r" \(.*\)\. Look up its rows outside of .*, as in table\[ids\]; or leave"
+        " it out of `sparse`",
     ):
         tj.sparse.sparse_value_and_grad(lambda p: loss(p["t"]), "t")({"t": table()})
 

@@ -10,7 +10,6 @@ from towerjax.layers.batch_norm.normalize import (
     Moments,
     Statistics,
     normalize,
-    scale_and_shift,
 )
 from towerjax.towers.tower import Tower
 
@@ -91,20 +90,20 @@ class TowerBatchNorm(linen.BatchNorm):
         shape = [x.shape[i] for i in options.feature_axes(x.ndim)]
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
+        own: dict[str, jax.Array | None] = {"scale": None, "bias": None}
+        if self.use_scale:
+            own["scale"] = self.param("scale", self.scale_init, shape, self.param_dtype)
+        if self.use_bias:
+            own["bias"] = self.param("bias", self.bias_init, shape, self.param_dtype)
         y, running = normalize(
             x,
             None if self.is_initializing() else tower,
             Moments(mean.value, var.value),
+            **own,
             mask=mask,
             options=options,
             use_running_average=use_running_average,
         )
         if not (use_running_average or self.is_initializing()):
             mean.value, var.value = running.mean, running.var
-        scale = bias = None
-        if self.use_scale:
-            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
-        if self.use_bias:
-            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
-        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        return scale_and_shift(y, scale, bias, options).astype(dtype)
+        return y.astype(canonicalize_dtype(x, *own.values(), dtype=self.dtype))

@@ -11,7 +11,6 @@ from towerjax.layers.batch_norm.normalize import (
     Moments,
     Statistics,
     normalize,
-    scale_and_shift,
 )
 from towerjax.towers.tower import Tower
 
@@ -97,25 +96,25 @@ class TowerBatchNorm(nnx.BatchNorm):
         if x.shape[axis] != self.num_features:
             raise ValueError(
                 f"TowerBatchNorm got x of shape {x.shape}, with {x.shape[axis]}"
-                f" features along axis={options.axis}, and was made for num_features="
-                f"{self.num_features}. Pass the size of that dim."
+                f" features along axis={options.axis}, not {self.num_features=}."
             )
+        if use_running_average is None:
+            use_running_average = self.use_running_average
         if options.statistics == "frozen":
             use_running_average = True
-        elif use_running_average is None:
-            use_running_average = self.use_running_average
         if use_running_average is None:
             raise ValueError(
                 "TowerBatchNorm got use_running_average=None, at the layer and at the"
                 " call. Pass True or False to one of them."
             )
         before = Moments(self.mean[...], self.var[...])
-        scale = None if self.scale is None else self.scale[...]
-        bias = None if self.bias is None else self.bias[...]
+        scale, bias = (x if x is None else x[...] for x in (self.scale, self.bias))
         y, running = normalize(
             x,
             tower,
             before,
+            scale=scale,
+            bias=bias,
             mask=mask,
             options=options,
             use_running_average=use_running_average,
@@ -123,5 +122,4 @@ class TowerBatchNorm(nnx.BatchNorm):
         if not use_running_average:
             self.mean[...], self.var[...] = running.mean, running.var
         values = (x, before.mean, before.var, scale, bias)
-        dtype = dtypes.canonicalize_dtype(*values, dtype=options.dtype)
-        return scale_and_shift(y, scale, bias, options).astype(dtype)
+        return y.astype(dtypes.canonicalize_dtype(*values, dtype=options.dtype))

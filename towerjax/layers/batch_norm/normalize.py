@@ -64,18 +64,6 @@ class BatchNormOptions:
                 " names one twice. It names the features of the input, such as -1."
             ) from error
 
-    def statistics_dtype(self, dtype: Any) -> Any:
-        """The dtype of the statistics of an input."""
-        wide = promote_dtypes(self.dtype or dtype, jnp.float32)
-        if jnp.issubdtype(dtype, jnp.complexfloating) or not jnp.issubdtype(
-            wide, jnp.floating
-        ):
-            raise ValueError(
-                f"Batch norm got x of dtype {dtype} and dtype={self.dtype}; it takes"
-                " real numbers. Normalise real and imaginary parts by themselves."
-            )
-        return wide
-
 
 _DEFAULTS = BatchNormOptions()
 
@@ -94,11 +82,13 @@ def normalize(
     tower: Tower | None,
     running: Moments,
     *,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
     mask: jax.typing.ArrayLike | None = None,
     options: BatchNormOptions = _DEFAULTS,
     use_running_average: bool = False,
 ) -> tuple[jax.Array, Moments]:
-    """``(x - mean) / sqrt(var + epsilon)``, and the next running statistics.
+    """``scale (x - mean) / sqrt(var + epsilon) + bias``, and the running statistics.
 
     With weights ``w`` (1 for an example, 0 for padding) the mean is ``sum w x / sum w``
     and the variance ``sum w (x - mean)^2 / sum w``, sums over the rows of all towers:
@@ -116,65 +106,57 @@ def normalize(
     Source:
       S. Ioffe and C. Szegedy, Batch Normalization, 2015, arXiv:1502.03167.
     """
-    _check_tower(tower)
-    x = jnp.asarray(x)
-    axes = options.feature_axes(x.ndim)
-    x = x.astype(options.statistics_dtype(x.dtype))
-    used = running
-    if not (use_running_average or options.statistics == "frozen"):
-        weight = _weights(x, tower, mask, axes)
-        reducer = tower if options.statistics == "synchronised" else None
-        total, batch = _moments(x, weight, axes, reducer)
-        # Without any weight, normalise as in an evaluation, so that no NaN appears.
-        used = _choose(total > 0, batch, running)
-        running = _choose(total > 0, _blend(running, batch, options.momentum), running)
-    y = x - _expand(used.mean.astype(x.dtype), x, axes)
-    deviation = lax.rsqrt(used.var.astype(x.dtype) + options.epsilon)
-    return y * _expand(deviation, x, axes), running
-
-
-def scale_and_shift(
-    y: jax.Array,
-    scale: jax.Array | None,
-    bias: jax.Array | None,
-    options: BatchNormOptions,
-) -> jax.Array:
-    """The normalised input, times a scale plus a bias for each feature."""
-    axes = options.feature_axes(y.ndim)
-    if scale is not None:
-        y = y * _expand(scale.astype(y.dtype), y, axes)
-    if bias is not None:
-        y = y + _expand(bias.astype(y.dtype), y, axes)
-    return y
-
-
-def _expand(values: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Values of the features, reshaped to broadcast against ``x``."""
-    return values.reshape([x.shape[i] if i in axes else 1 for i in range(x.ndim)])
-
-
-def _choose(condition: jax.Array, yes: Moments, no: Moments) -> Moments:
-    def one(yes: jax.Array, no: jax.Array) -> jax.Array:
-        return jnp.where(condition.reshape(condition.shape or (1,) * no.ndim), yes, no)
-
-    return jax.tree.map(one, yes, no)
-
-
-def _blend(running: Moments, batch: Moments, momentum: float) -> Moments:
-    def one(old: jax.Array, new: jax.Array) -> jax.Array:
-        moved = momentum * old + (1 - momentum) * new
-        return moved.astype(old.dtype)
-
-    return jax.tree.map(one, running, batch)
-
-
-def _check_tower(tower: Any) -> None:
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(
             f"Batch norm got {tower!r} as its tower. Write norm(x, tower,"
             " use_running_average=...) with the Tower that the tower function got, or"
             " norm(x, None, ...) where there is one tower and every row counts."
         )
+    x = jnp.asarray(x)
+    axes = options.feature_axes(x.ndim)
+    dtype = promote_dtypes(options.dtype or x.dtype, jnp.float32)
+    if jnp.iscomplexobj(x) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Batch norm got x of dtype {x.dtype} and dtype={options.dtype}; it takes"
+            " real numbers. Normalise real and imaginary parts by themselves."
+        )
+
+    def expand(values: jax.Array) -> jax.Array:
+        """Values of the features, reshaped to broadcast against ``x``."""
+        shape = [n if i in axes else 1 for i, n in enumerate(x.shape)]
+        return values.astype(x.dtype).reshape(shape)
+
+    x, used = x.astype(dtype), running
+    if not (use_running_average or options.statistics == "frozen"):
+        weight = _weights(x, tower, mask, axes)
+        reducer = tower if options.statistics == "synchronised" else None
+        total, batch = _moments(x, weight, axes, reducer)
+        used, running = _blend(total, batch, running, options.momentum)
+    deviation = lax.rsqrt(used.var.astype(dtype) + options.epsilon)
+    y = (x - expand(used.mean)) * expand(deviation)
+    y = y if scale is None else y * expand(scale)
+    return y if bias is None else y + expand(bias), running
+
+
+def _blend(
+    total: jax.Array, batch: Moments, running: Moments, momentum: float
+) -> tuple[Moments, Moments]:
+    """The moments to use and to keep: the running ones where nothing has weight."""
+
+    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+        return (momentum * old + (1 - momentum) * new).astype(old.dtype)
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(_aligned(total, old) > 0, new, old)
+
+    both = batch, jax.tree.map(moved, running, batch)
+    used, kept = (jax.tree.map(choose, new, running) for new in both)
+    return used, kept
+
+
+def _aligned(total: jax.Array, like: jax.Array) -> jax.Array:
+    """A total of the features' shape, or one of all, that broadcasts against these."""
+    return total.reshape(total.shape or (1,) * like.ndim)
 
 
 def _weights(
@@ -192,9 +174,8 @@ def _weights(
     if 0 in axes or x.shape[:1] != rows.shape:
         raise ValueError(
             f"Batch norm got x of shape {x.shape}, whose feature dims are {axes}, in a"
-            f" tower of {rows.shape[0]} rows. Dim 0 of x must run over the tower's"
-            " rows, which count by tower.weight; for anything else pass tower=None and"
-            " mask=..., which has one tower."
+            f" tower of {rows.shape[0]} rows. Dim 0 of x must run over the tower's rows"
+            "; for anything else pass tower=None and mask=..., which has one tower."
         )
     rows = rows.astype(x.dtype).reshape((-1,) + (1,) * (x.ndim - 1))
     return rows if weight is None else rows * weight
@@ -205,12 +186,10 @@ def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
         mask = np.asarray(mask)
     Weighted(0.0, mask)  # refuses what is negative
     shape = np.shape(mask)
-    if len(shape) < x.ndim:
-        fits = x.shape[: len(shape)] == shape
-    else:
-        fits = len(shape) == x.ndim and all(
-            m in (1, n) for m, n in zip(shape, x.shape, strict=True)
-        )
+    is_full = len(shape) == x.ndim
+    fits = x.shape[: len(shape)] == shape or (
+        is_full and all(m in (1, n) for m, n in zip(shape, x.shape, strict=True))
+    )
     if not fits:
         raise ValueError(
             f"Batch norm got a mask of shape {shape} for x of shape {x.shape}. A mask"
@@ -239,14 +218,10 @@ def _moments(
     else:
         count = jnp.broadcast_to(count, features)
     total, addends = _sum_over_towers(tower, count, (weight * x).sum(over))
-    mean = _ratio(addends, total)
-    squares = weight * (x - _expand(mean, x, axes)) ** 2
+    mean = ratio(addends, _aligned(total, addends))
+    squares = weight * (x - jnp.expand_dims(mean, over)) ** 2
     (addends,) = _sum_over_towers(tower, squares.sum(over))
-    return total, Moments(mean, _ratio(addends, total))
-
-
-def _ratio(total: jax.Array, weight: jax.Array) -> jax.Array:
-    return ratio(total, weight.reshape(weight.shape or (1,) * total.ndim))
+    return total, Moments(mean, ratio(addends, _aligned(total, addends)))
 
 
 def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:

@@ -52,43 +52,37 @@ class Lookup(NamedTuple):
 
 def lookup_of(eqn: JaxprEqn) -> Lookup | None:
     """How the equation reads whole rows of its first operand; None if it does not."""
-    find = {
-        "gather": _gather_lookup,
-        "dynamic_slice": _dynamic_slice_lookup,
-        "slice": _slice_lookup,
-    }.get(eqn.primitive.name)
-    table: Any = eqn.invars[0].aval if eqn.invars else None
-    return find(eqn, tuple(table.shape)) if find else None
+    name, params = eqn.primitive.name, eqn.params
+    if name not in ("gather", "dynamic_slice", "slice"):
+        return None
+    table: Any = eqn.invars[0].aval
+    shape = tuple(table.shape)
+    if name == "gather":
+        return _gather_lookup(params, shape)
+    if name == "dynamic_slice":
+        rows, others = range(params["slice_sizes"][0]), params["slice_sizes"][1:]
+    else:
+        start, limit = params["start_indices"], params["limit_indices"]
+        strides = params["strides"] or (1,) * len(shape)
+        rows = range(start[0], limit[0], strides[0])
+        others = map(len, map(range, start[1:], limit[1:], strides[1:]))
+    if tuple(others) != shape[1:]:
+        return None
+    return Lookup(shape, rows, (), None, clips=True)
 
 
-def _gather_lookup(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    clips = eqn.params["mode"] == lax.GatherScatterMode.CLIP
+def _gather_lookup(params: Any, shape: tuple[int, ...]) -> Lookup | None:
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    clips = params["mode"] == lax.GatherScatterMode.CLIP
     columns = numbers.start_index_map
     # CLIP makes the start of a dim that is read whole 0, whatever the index says.
-    if 0 not in columns or not (clips or columns == (0,)):
-        return None
-    if numbers.collapsed_slice_dims not in ((0,), ()) or numbers.operand_batching_dims:
-        return None
-    if tuple(sizes[1:]) != shape[1:]:
+    finds_rows = columns == (0,) or (clips and 0 in columns)
+    keeps_rows = numbers.collapsed_slice_dims in ((0,), ())
+    is_whole = tuple(sizes[1:]) == shape[1:] and not numbers.operand_batching_dims
+    if not (finds_rows and keeps_rows and is_whole):
         return None
     dims = tuple(numbers.offset_dims)
     return Lookup(shape, range(sizes[0]), dims, columns.index(0), clips)
-
-
-def _dynamic_slice_lookup(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
-    sizes = tuple(eqn.params["slice_sizes"])
-    if sizes[1:] != shape[1:]:
-        return None
-    return Lookup(shape, range(sizes[0]), (), None, clips=True)
-
-
-def _slice_lookup(eqn: JaxprEqn, shape: tuple[int, ...]) -> Lookup | None:
-    start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
-    strides = eqn.params["strides"] or (1,) * len(shape)
-    if any(start[1:]) or limit[1:] != shape[1:] or any(n != 1 for n in strides[1:]):
-        return None
-    return Lookup(shape, range(start[0], limit[0], strides[0]), (), None, clips=True)
 
 
 Selection: TypeAlias = Callable[[str], bool] | Collection[str] | str
@@ -181,11 +175,17 @@ class _Table(NamedTuple):  # the value of a selected leaf in the jaxpr, with its
     array: Any
     casts: tuple[JaxprEqn, ...] = ()
 
+    def whole(self) -> Any:
+        x = self.array
+        for eqn in self.casts:
+            (x,) = evaluate_eqn(eqn, [x])
+        return x
+
 
 class _Read(NamedTuple):  # one lookup in the jaxpr
     leaf: int
     lookup: Lookup
-    output: jax.ShapeDtypeStruct
+    output: Any  # its shape and dtype
 
 
 class _Lookups:
@@ -201,10 +201,9 @@ class _Lookups:
         (out,) = evaluate_eqn(eqn, [table.array, *operands[1:]])
         if self.zeros is not None:
             out = _with_zero(out, self.zeros[len(self.reads)])
-        struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
-        self.reads.append(_Read(table.leaf, lookup, struct))
+        self.reads.append(_Read(table.leaf, lookup, jax.typeof(out)))
         self.rows.append(lookup.rows(operands[1:]))
-        return _cast(out, table.casts)
+        return table._replace(array=out).whole()
 
 
 def _value_and_grad(
@@ -218,9 +217,8 @@ def _value_and_grad(
         lookups = _Lookups(zeros)
         inputs = [tables[i] if i in tables else dense[i] for i in range(len(leaves))]
         outs = _evaluate(closed, inputs, lookups, None)
-        outs = [_cast_whole(x) for x in outs]
         reads[:] = lookups.reads
-        value, aux = flat.split(outs)
+        value, aux = flat.split([_cast_whole(x) for x in outs])
         return value, (aux, lookups.rows)
 
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in tables}
@@ -301,19 +299,12 @@ def _apply(
     raise ValueError(
         f"{tables[0].name} is selected by `sparse`, but {name} uses it otherwise than"
         f" by looking up whole rows{line and f', at {line}'}. Look up its rows outside"
-        f" of {name}, as in table[ids], and use these; or leave it out of `sparse`,"
-        " which makes its gradient dense."
+        f" of {name}, as in table[ids]; or leave it out of `sparse`."
     )
 
 
-def _cast(x: Any, casts: tuple[JaxprEqn, ...]) -> Any:
-    for eqn in casts:
-        (x,) = evaluate_eqn(eqn, [x])
-    return x
-
-
 def _cast_whole(x: Any) -> Any:
-    return _cast(x.array, x.casts) if isinstance(x, _Table) else x
+    return x.whole() if isinstance(x, _Table) else x
 
 
 @jax.custom_jvp
@@ -361,15 +352,11 @@ def _select_leaves(sparse: Selection, paths: list[Any]) -> list[int]:
         missing = [] if selected else ["`sparse` is true of no leaf"]
     else:
         wanted = [sparse] if isinstance(sparse, str) else list(sparse)
-        called = [
-            {name, _last_name(path)} for name, path in zip(names, paths, strict=True)
-        ]
+        pairs = zip(names, map(_last_name, paths), strict=True)
+        called = [{name, last} for name, last in pairs]
         selected = [i for i, both in enumerate(called) if both.intersection(wanted)]
-        missing = [
-            f"`sparse` names {name!r}, which is no leaf"
-            for name in wanted
-            if not any(name in both for both in called)
-        ]
+        unknown = [name for name in wanted if name not in set().union(*called)]
+        missing = [f"`sparse` names {name!r}, which is no leaf" for name in unknown]
     if missing:
         raise ValueError(
             f"{listed(missing)}. The leaves of params are"
