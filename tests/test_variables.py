@@ -685,9 +685,13 @@ def test_select_tower_takes_the_towers_device():
     for device in ("cpu:1", "/device:CPU:1", strategy.placement.jax_devices[1]):
         assert strategy.select_tower({"x": value}, device) == {"x": 8}
     assert strategy.select_tower(value, np.int64(2)) == 9
-    with refuses("gpu:2 has no tower; towers run on cpu:0, cpu:1, cpu:2. Name"):
+    with refuses(
+        "gpu:2 is not the device of one tower: there are 1 on each of cpu:0, cpu:1"
+    ):
         strategy.select_tower(value, "gpu:2")
-    with refuses("cpu:0 has the towers 0 to 2. Name the tower by its number."):
+    with refuses(
+        "cpu:0 is not the device of one tower: there are 3 on each of cpu:0. Name"
+    ):
         mirrored(3).select_tower(value, "cpu:0")
     for wrong in (1.5, 3, -1):
         with refuses("select_tower: tower=.* must be a whole number"):

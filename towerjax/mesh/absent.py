@@ -167,29 +167,38 @@ class Absent:
 
 def _gpu_devices(absent: Absent) -> list[Any]:
     each = len(absent) // absent.num_hosts
-    options: dict[str, Any] = {
-        "target_config": absent.text,
-        "topology": f"1x{absent.num_hosts}x{each}",
-    }
+    options = {"topology": f"1x{absent.num_hosts}x{each}"}
+    options["target_config"] = absent.text
     try:
         found = topologies.get_topology_desc(platform="cuda", **options)
     except NotImplementedError:  # JAX found no driver and did not register the plugin
-        _register_compiler()
+        plugins = importlib.metadata.entry_points(group="jax_plugins")
+        compilers = [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
+        if not compilers:
+            raise _missing_compiler(absent) from None
+        with _set_by_default("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+            compilers[0].load().initialize()
         found = topologies.get_topology_desc(platform="cuda", **options)
     return list(found.devices)
 
 
-def _register_compiler() -> None:
-    """Register the CUDA plugin, which JAX skips on a machine without a driver."""
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    compilers = [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
-    if not compilers:
-        raise ValueError(
-            "Compiling for GPUs that are not here needs their compiler, a wheel of"
-            " JAX's own version: pip install 'towerjax[gpu-compiler]'."
-        )
-    with _set_by_default("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
-        compilers[0].load().initialize()
+def _tpu_devices(absent: Absent) -> list[Any]:
+    try:
+        # libtpu's lock, of one process at a time, is not needed: nothing runs.
+        with _set_by_default("ALLOW_MULTIPLE_LIBTPU_LOAD"):
+            found = topologies.get_topology_desc(absent.target, platform="tpu")
+    except RuntimeError as error:
+        if "TPU support not installed" not in str(error):
+            raise
+        raise _missing_compiler(absent) from None
+    return list(found.devices)
+
+
+def _missing_compiler(absent: Absent) -> ValueError:
+    return ValueError(
+        f"Compiling for {absent}, which is not here, needs its compiler, a wheel of"
+        f" JAX's own version: pip install 'towerjax[{absent.platform}-compiler]'."
+    )
 
 
 @contextlib.contextmanager
@@ -202,21 +211,6 @@ def _set_by_default(variable: str) -> Iterator[None]:
     finally:
         if is_ours:
             del os.environ[variable]
-
-
-def _tpu_devices(absent: Absent) -> list[Any]:
-    try:
-        # libtpu's lock, of one process at a time, is not needed: nothing runs.
-        with _set_by_default("ALLOW_MULTIPLE_LIBTPU_LOAD"):
-            found = topologies.get_topology_desc(absent.target, platform="tpu")
-    except RuntimeError as error:
-        if "TPU support not installed" not in str(error):
-            raise
-        raise ValueError(
-            "Compiling for TPUs that are not here needs their compiler: pip install"
-            " 'towerjax[tpu-compiler]'."
-        ) from None
-    return list(found.devices)
 
 
 def _is_worth_logging(record: logging.LogRecord) -> bool:

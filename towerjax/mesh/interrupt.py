@@ -23,7 +23,7 @@ class InterruptGuard:
     def __init__(self, exit_code: int | None = None) -> None:
         self._exit_code = exit_code
         self._previous: dict[int, Any] = {}
-        self._waiting: list[int] = []
+        self._waiting: set[int] = set()
         self._inside = self._holding = 0
         self._raised = self._finished = self._dropped = False
 
@@ -31,7 +31,12 @@ class InterruptGuard:
     def installed(self) -> Iterator[None]:
         """Handle the signals for the length of a block, in the main thread only."""
         if threading.current_thread() is threading.main_thread():
-            self._previous = self._previous_handlers()
+            if callable(previous := signal.getsignal(signal.SIGINT)):
+                self._previous[signal.SIGINT] = previous
+            if self._exit_code is not None:
+                # None stands for a handler set from C, such as JAX's own.
+                previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+                self._previous[signal.SIGTERM] = previous
         for number in self._previous:
             signal.signal(number, self._handle)
         reporter = sys.unraisablehook
@@ -47,14 +52,6 @@ class InterruptGuard:
             if signal.SIGTERM in self._waiting:  # held since `finish` or a failed block
                 signal.raise_signal(signal.SIGTERM)
 
-    def _previous_handlers(self) -> dict[int, Any]:
-        previous = signal.getsignal(signal.SIGINT)
-        found: dict[int, Any] = {signal.SIGINT: previous} if callable(previous) else {}
-        if self._exit_code is not None:
-            # None stands for a handler set from C, such as JAX's own.
-            found[signal.SIGTERM] = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-        return found
-
     def _note_dropped(self, found: Any, reporter: Callable[[Any], Any]) -> None:
         """Note a Ctrl-C that Python cannot raise, and have it reported."""
         self._dropped |= found.exc_type is KeyboardInterrupt
@@ -63,10 +60,10 @@ class InterruptGuard:
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
             return  # a second one would interrupt the saving after the first
-        is_first = number not in self._waiting
         # A second Ctrl-C is from someone who does not want to wait.
-        if self._must_wait(number) and (is_first or number == signal.SIGTERM):
-            self._waiting += [number] * is_first
+        is_second = number in self._waiting and number != signal.SIGTERM
+        if self._must_wait(number) and not is_second:
+            self._waiting.add(number)
         else:
             self._deliver(number, frame)
 
@@ -113,8 +110,7 @@ class InterruptGuard:
         self._release()
 
     def _release(self) -> None:
-        for number in list(self._waiting):
-            if self._must_wait(number):
-                continue
-            self._waiting.remove(number)
-            self._deliver(number)
+        for number in sorted(self._waiting):
+            if not self._must_wait(number):
+                self._waiting.remove(number)
+                self._deliver(number)

@@ -102,15 +102,13 @@ class Placement:
 
     def tower_on(self, device: str) -> int:
         """The tower that runs on a device."""
-        k = self.axes.num_local
+        k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
             return self.devices.index(device)
-        if device not in self.devices:
-            has = f"has no tower; towers run on {', '.join(self.devices)}"
-        else:
-            first = self.devices.index(device) * k
-            has = f"has the towers {first} to {first + k - 1}"
-        raise ValueError(f"{device} {has}. Name the tower by its number.")
+        raise ValueError(
+            f"{device} is not the device of one tower: there are {k} on each of"
+            f" {', '.join(self.devices)}. Name the tower by its number."
+        )
 
     @property
     def axes(self) -> TowerAxes:
@@ -374,15 +372,11 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 def wait_on_cpus(out: PyTree) -> PyTree:
     """Return ``out``; wait for it first if it is on several CPUs, see `InFlight`."""
-    spread = [
-        x
-        for x in jax.tree.leaves(out)
-        if isinstance(x, jax.Array)
-        and not isinstance(x, Tracer)
-        and len(x.sharding.device_set) > 1
-    ]
-    if spread and next(iter(spread[0].sharding.device_set)).platform == "cpu":
-        jax.block_until_ready(spread)
+    for x in jax.tree.leaves(out):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            devices = x.sharding.device_set
+            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+                x.block_until_ready()
     return out
 
 

@@ -145,11 +145,8 @@ def _merge_in(block: Any) -> None:
 
 def _may_merge(op: Any) -> bool:
     """Has an operation no effect, so that two equal ones can be one?"""
-    if op.name == "stablehlo.custom_call":
-        attributes = op.attributes
-        return not (
-            "has_side_effect" in attributes and attributes["has_side_effect"].value
-        )
+    if op.name == "stablehlo.custom_call" and "has_side_effect" in op.attributes:
+        return not op.attributes["has_side_effect"].value
     is_plain = op.name.startswith(("stablehlo.", "chlo.")) and len(op.results) > 0
     return is_plain and op.name not in _NEVER_MERGED
 
@@ -157,19 +154,15 @@ def _may_merge(op: Any) -> bool:
 def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
     """A key that equal operations share; values defined in its regions are numbered."""
     operands = tuple(inside.get(x, x) for x in op.operands)
-    attributes = _attribute_key(op)
     regions = []
-    for region in op.regions:
-        for block in region.blocks:
-            inside = inside | {
-                x: len(inside) + i for i, x in enumerate(block.arguments)
-            }
-            for each in block.operations:
-                regions.append(_merge_key(each.operation, inside))
-                for x in each.operation.results:
-                    inside = inside | {x: len(inside)}
+    for block in (block for region in op.regions for block in region.blocks):
+        defined = [*block.arguments]
+        for each in block.operations:
+            known = inside | {x: len(inside) + i for i, x in enumerate(defined)}
+            regions.append(_merge_key(each.operation, known))
+            defined += each.operation.results
     types = tuple(x.type for x in op.results)
-    return op.name, operands, attributes, types, tuple(regions)
+    return op.name, operands, _attribute_key(op), types, tuple(regions)
 
 
 def _attribute_key(op: Any) -> tuple[Any, ...]:

@@ -235,9 +235,7 @@ class CompiledStep:
         Raises:
           ValueError: As a step's call.
         """
-        given = state, batch, timed_calls
-        keeps = not self.options.donate
-        return report_on(self, *given, split=split_state, keeps=keeps)
+        return report_on(self, state, batch, timed_calls, split=split_state)
 
     def _runner_for(self, batch: PlacedBatch) -> Runner:
         steps = batch.num_steps

@@ -83,44 +83,33 @@ class Memory:
 
 
 def memory_of(
-    compiled: Any,
-    module: Module,
-    *,
-    roots: Sequence[str],
-    keeps: bool = False,
-    capacity: int | None = None,
+    compiled: Any, module: Module, *, roots: Sequence[str], capacity: int | None = None
 ) -> Memory:
-    """The `Memory` of one device, for ``donate=False`` if it ``keeps`` its state.
-
-    Argument ``i`` is called ``roots[i]``.
-    """
+    """The `Memory` of one device; argument ``i`` is called ``roots[i]``."""
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    read = read_arguments(compiled)
-    # Tokens, if there are any, are the first parameters.
-    parameters = dict(zip(read, module.parameters[-len(read) :], strict=True))
-    results, taken_over = collections.Counter(module.results), module.aliased
-    donated = collections.Counter(
-        parameters[i].shapes[0] for i in read if leaves[i][1].donated
-    )
+    read, taken_over = read_arguments(compiled), module.aliased
+    # The last parameters: tokens, if there are any, are the first.
+    first = len(module.parameters) - len(read)
+    shapes = {
+        i: x.shapes[0] for i, x in zip(read, module.parameters[first:], strict=True)
+    }
+    aliased = {i for at, i in enumerate(read, first) if at in taken_over}
+    results = collections.Counter(module.results)
+    donated = collections.Counter(shapes[i] for i in read if leaves[i][1].donated)
     buffers = []
     for number, (path, info) in enumerate(leaves):
-        parameter = parameters.get(number)
-        below = leaf_name("", path[2:])  # of (args, kwargs)
-        root = roots[int(path[1].idx)]
-        aliased, size, why_not = False, 0, "the program does not read it"
-        shape = Shape(str(info.dtype), tuple(info.shape))
-        if parameter is not None:
-            shape, aliased = (
-                parameter.shapes[0],
-                int(parameter.operands[0]) in taken_over,
-            )
-            size, why_not = shape.bytes, _reason(shape, donated[shape], results[shape])
-        if not info.donated:
-            is_kept = keeps and root == roots[0] and parameter is not None
-            why_not = "donate=False" if is_kept else ""
-        names = _name_and_kind(root, below)
-        given = shape.dtype, shape.dims, size, info.donated, aliased
-        buffers.append(Buffer(*names, *given, "" if aliased else why_not))
+        root, below = roots[int(path[1].idx)], leaf_name("", path[2:])
+        shape = shapes.get(number, Shape(str(info.dtype), tuple(info.shape)))
+        size = shape.bytes if number in shapes else 0
+        why_not = ""
+        if info.donated and number not in shapes:
+            why_not = "the program does not read it"
+        elif info.donated and number not in aliased:
+            why_not = _reason(shape, donated[shape], results[shape])
+        elif root == "state" and "kept" in roots and number in shapes:
+            why_not = "donate=False" * (not info.donated)
+        names, given = _name_and_kind(root, below), (shape.dtype, shape.dims, size)
+        buffers.append(Buffer(*names, *given, info.donated, number in aliased, why_not))
     analysis = compiled.memory_analysis()
     return Memory(
         buffers=tuple(buffers),

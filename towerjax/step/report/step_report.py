@@ -180,11 +180,9 @@ def report_of(
     names = [*inspect.signature(fn).parameters]
     names = [names[min(i, len(names) - 1)] for i in range(len(args))]
     traced = fn.trace(*args)
-    lowered = lower_on_devices(traced, placement)
-    compiled = compile_on_devices(lowered, placement)
+    compiled = compile_on_devices(lower_on_devices(traced, placement), placement)
     seconds = time.perf_counter() - start
-    jaxpr = traced.jaxpr.jaxpr
-    return _make_report(compiled, jaxpr, tuple(names), placement, compile_s=seconds)
+    return _make_report(compiled, traced.jaxpr.jaxpr, names, placement, seconds)
 
 
 def report_on(
@@ -194,7 +192,6 @@ def report_on(
     timed_calls: int,
     *,
     split: Callable[[PyTree], tuple[Any, ...]],
-    keeps: bool = False,
 ) -> StepReport:
     """The report on a step's program; ``split`` makes a placed state its arguments."""
     check_whole("timed_calls", timed_calls, 0)
@@ -209,10 +206,8 @@ def report_on(
             return (out[0] if program.recipe.donate else first), out
 
         timing = time_calls(call, first, timed_calls)
-    placement, roots = step.strategy.placement, tuple(program.recipe.in_layouts)
-    more: dict[str, Any] = {"compile_s": program.seconds, "timing": timing}
-    jaxpr = program.jaxpr
-    return _make_report(program.call, jaxpr, roots, placement, keeps=keeps, **more)
+    of_step = program.call, program.jaxpr, [*program.recipe.in_layouts]
+    return _make_report(*of_step, step.strategy.placement, program.seconds, timing)
 
 
 def _make_report(
@@ -220,24 +215,24 @@ def _make_report(
     jaxpr: Jaxpr,
     roots: Sequence[str],
     placement: Placement,
-    *,
-    keeps: bool = False,
-    **more: Any,
+    compile_s: float,
+    timing: Timing | None = None,
 ) -> StepReport:
     """The report on a compiled program, whose arguments are called ``roots``."""
-    capacity = placement.absent.memory_bytes if placement.absent else None
-    module = parse(compiled.as_text())
+    absent, module = placement.absent, parse(compiled.as_text())
     operations = module.computations[module.entry].values()
+    capacity = absent.memory_bytes if absent else None
     return StepReport(
         towers=placement.num_towers,
         devices=placement.num_devices,
-        platform=placement.absent.kind if placement.absent else placement.platform,
+        platform=absent.kind if absent else placement.platform,
         collectives=collectives_of(module),
         flops=flops_of(jaxpr),
-        memory=memory_of(compiled, module, roots=roots, keeps=keeps, capacity=capacity),
+        memory=memory_of(compiled, module, roots=roots, capacity=capacity),
         at_peak=alive_at_peak(module),
         kernels=sum(op.opcode == "fusion" for op in operations),
-        **more,
+        compile_s=compile_s,
+        timing=timing,
     )
 
 
@@ -270,11 +265,10 @@ def _step_table(report: StepReport) -> Table:
     if timing is not None:
         rows.append(("host, until a call returns", in_seconds(timing.dispatch_s)))
         rows.append(("until it is done", in_seconds(timing.step_s)))
-        if timing.step_s > 0 and not flops.notes:
-            rate = in_flops(flops.total / timing.step_s) + "/s"
-            rows.append(("achieved", rate))
-    head = ("what", "how much")
-    return Table(_title(report), head, tuple(rows), "; ".join(flops.notes))
+        if not flops.notes:
+            rows.append(("achieved", in_flops(flops.total / timing.step_s) + "/s"))
+    note = "; ".join(flops.notes)
+    return Table(_title(report), ("what", "how much"), tuple(rows), note)
 
 
 def _collectives_table(report: StepReport) -> Table:
@@ -303,15 +297,14 @@ def _schedule_text(found: CompiledCollective) -> str:
 
 
 def _memory_table(memory: Memory) -> Table:
-    rows = tuple((kind, in_bytes(size)) for kind, size in memory.by_kind.items())
-    note = f"{in_bytes(memory.aliased)} of the results take over arguments' buffers."
-    total = ("together", in_bytes(memory.total))
-    peak = f"The most at once: {in_bytes(memory.peak)}"
+    rows = [(kind, in_bytes(size)) for kind, size in memory.by_kind.items()]
+    rows.append(("together", in_bytes(memory.total)))
+    note = f"The most at once: {in_bytes(memory.peak)}"
     if memory.capacity is not None:
         fits = "fits" if memory.fits else "does not fit"
-        peak += f", which {fits} in {in_bytes(memory.capacity)}"
-    note = f"{peak}. {note}"
-    return Table("Memory of a device", ("kind", "bytes"), (*rows, total), note)
+        note += f", which {fits} in {in_bytes(memory.capacity)}"
+    note += f". {in_bytes(memory.aliased)} of the results take over arguments' buffers."
+    return Table("Memory of a device", ("kind", "bytes"), tuple(rows), note)
 
 
 def _peak_table(values: tuple[Alive, ...]) -> Table:
@@ -322,13 +315,8 @@ def _peak_table(values: tuple[Alive, ...]) -> Table:
 
 def _buffers_table(memory: Memory) -> Table:
     rows = tuple(
-        (
-            buffer.name,
-            f"{Shape(buffer.dtype, buffer.shape)}",
-            in_bytes(buffer.bytes),
-            _fate(buffer),
-        )
-        for buffer in memory.buffers
+        (x.name, f"{Shape(x.dtype, x.shape)}", in_bytes(x.bytes), _fate(x))
+        for x in memory.buffers
     )
     return Table("Arguments", ("leaf", "on a device", "bytes", "buffer"), rows)
 
