@@ -64,36 +64,6 @@ class Sgd:
 
 
 @dataclasses.dataclass
-class Adam:
-    rate: float
-    first: float = 0.9
-    second: float = 0.999
-    epsilon: float = 1e-8
-    clip_tower: float = np.inf
-
-    def init(self, params):
-        zeros = {name: 0.0 * x for name, x in params.items()}
-        return {"count": 0, "mu": dict(zeros), "nu": dict(zeros)}
-
-    def step(self, params, slots, grads):
-        count = slots["count"] + 1
-        mu = {
-            k: self.first * slots["mu"][k] + (1 - self.first) * g
-            for k, g in grads.items()
-        }
-        nu = {
-            k: self.second * slots["nu"][k] + (1 - self.second) * g**2
-            for k, g in grads.items()
-        }
-        moved = {}
-        for k in params:
-            mean = mu[k] / (1 - self.first**count)
-            root = np.sqrt(nu[k] / (1 - self.second**count))
-            moved[k] = params[k] - self.rate * mean / (root + self.epsilon)
-        return moved, {"count": count, "mu": mu, "nu": nu}
-
-
-@dataclasses.dataclass
 class Model:
     """``params`` ``w [F, C]``, ``b [C]``; ``mean [T, F]``; the optimizer's slots."""
 

@@ -26,7 +26,6 @@ OPTIMIZERS = {
         numpy_model.Sgd(0.5, momentum=0.8),
         None,
     ),
-    "adam": (optax.adam(0.05), numpy_model.Adam(0.05), None),
     "clip each tower": (
         optax.sgd(0.5),
         numpy_model.Sgd(0.5, clip_tower=0.4),
@@ -37,8 +36,8 @@ OPTIMIZERS = {
 # cross-tower ops take turns.
 CASES = [
     ("shard_map", 8, 4, "SUM", None, "clip each tower", None),
-    ("pmap", 4, 2, "MEAN", None, "momentum", tj.collectives.Packed(num_packs=2)),
-    ("shard_map", 3, 1, "SUM_BY_NONZERO_WEIGHTS", "tf1", "adam", None),
+    ("pmap", 4, 2, "MEAN", None, "sgd", tj.collectives.Packed(num_packs=2)),
+    ("shard_map", 3, 1, "SUM_BY_NONZERO_WEIGHTS", "tf1", "momentum", None),
 ]  # fmt: skip
 
 
@@ -221,9 +220,6 @@ def check_variables(variables, model, what):
     for name in ("w", "b"):
         close(params[name], model.params[name], f"{what}: {name}")
     for name, expected in slots.items():
-        if name == "count":
-            assert int(expected) == model.slots["count"]
-            continue
         for key, x in expected.items():
             close(x, model.slots[name][key], f"{what}: {name} of {key}")
     close(mean, model.mean, f"{what}: tower-local means")
@@ -316,7 +312,7 @@ def test_towers_equal_numpy(executor, towers, devices, reduction, compat, name, 
 
 SIZES = {
     # The first are fewer than towers.
-    "padded": ((3, FULL, 19), "pad", 4, "SUM_BY_NONZERO_WEIGHTS"),
+    "padded": ((3, FULL, 19), "pad", 2, "SUM_BY_NONZERO_WEIGHTS"),
     "dropped": ((19, 18), "drop", 2, "SUM_OVER_BATCH_SIZE"),
 }
 

@@ -463,7 +463,7 @@ def test_rows_of_a_table_are_updated_of_the_one_gradient():
         loss, after = optimizer.minimize(loss_fn, state, sparse=["table"])
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(4, 2))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2, 2))
     state = model.init(tj.TrainState.create(weights, optimizer))
     spec = model(state, {"id": ids, "weight": weight}, y, tj.estimator.Mode.TRAIN)
     after = jax.device_get(spec.train_op.params)
