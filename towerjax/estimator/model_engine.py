@@ -105,7 +105,7 @@ class ModelEngine:
             how: Any = {"micro_batches": parts, "reads_local": reads_local}
             first = Pass(lambda *args: self._split(*args)[0], self.strategy, **how)
             axes = self.strategy.placement.abstract_axes
-            layouts = tuple(first.in_layouts.values())
+            layouts = first.in_layouts
             _, out = trace_one_tower(first.on_device(axes), axes, layouts, args)
             split: SplitProgram = out.merged
             self._cache[key] = self._build_engine(split, reads_local), split

@@ -140,7 +140,7 @@ class Engine:
         outs: list[PassResult] = []
         for one in passes:
             out = _run_pass(run, one, state, *batch, merged)
-            tree = _pin_result(one, fill_holes(out.merged, {"own": out.own}))
+            tree = _pin_result(one, fill_holes(out.merged, own=out.own))
             before = merged[0] if merged else []
             merged = ([*before, tree] if self.keeps_all else tree,)
             outs.append(out)

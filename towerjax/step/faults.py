@@ -170,13 +170,12 @@ class Place:
 class NonFiniteError(Portable, FloatingPointError):
     """The loss, a gradient or a parameter was NaN or infinite, on some tower.
 
-    A refused step left parameters, optimizer state and local variables as they were.
-    A tower that trains alone skips its own refused step and reports it at a meeting.
+    A refused step changed nothing.
 
     Attributes:
       step: Which step, counted from 0.
-      places: Where it was found, a `Place` for each tower and leaf; empty where that
-        is not known: ``step.locate(state, batch)`` finds it.
+      places: A `Place` for each tower and leaf; empty where not known:
+        ``step.locate(state, batch)`` finds it.
       refused: Whether the step was refused; else a check found what the guard passes.
       alone: Whether towers train alone and reported it at this step, a meeting.
     """
@@ -189,29 +188,23 @@ class NonFiniteError(Portable, FloatingPointError):
         refused: bool = True,
         alone: bool = False,
     ) -> None:
-        where = f" Found: {places_text(places)}." if places else ""
-        advice = (
-            " Lower the learning rate, clip gradients, or look at the batch;"
-            " on_nonfinite='skip' goes on without such batches, 'ignore' updates all"
-            " the same."
-        )
+        what = f"The loss or a gradient of step {step} was not finite."
         if alone:
-            text = (
-                f"Before towers met at step {step}, a tower's own loss or gradient was"
-                f" not finite.{where} That step changed nothing of the tower's.{advice}"
+            when = f"Before towers met at step {step}, a tower's"
+            what = f"{when} own loss or gradient was not finite."
+        advice = (
+            "That step changed nothing. Lower the learning rate, clip gradients, or"
+            " look at the batch; on_nonfinite='skip' goes on without such batches,"
+            " 'ignore' updates all the same."
+        )
+        if not refused:
+            what = f"The check of step {step} found what is not finite."
+            advice = (
+                "That step has updated all the same: go on from an earlier state, such"
+                " as a checkpoint. guard='gradients' refuses such a step."
             )
-        elif refused:
-            text = (
-                f"The loss or a gradient of step {step} was not finite.{where} That"
-                f" step changed neither parameters nor optimizer state.{advice}"
-            )
-        else:
-            text = (
-                f"The check of step {step} found what is not finite.{where} That step"
-                " has updated all the same: go on from an earlier state, such as a"
-                " checkpoint. guard='gradients' refuses such a step."
-            )
-        super().__init__(text)
+        where = f"Found: {places_text(places)}. " if places else ""
+        super().__init__(f"{what} {where}{advice}")
         self.step, self.places = step, tuple(places)
         self.refused, self.alone = refused, alone
 

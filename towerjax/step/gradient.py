@@ -38,12 +38,8 @@ def value_and_grad(
     The sum is differentiated, and nothing is divided: the gradient of the global loss
     is the sum of the towers' gradients over the sum of their weights.
 
-    A sum of means (``ce + 0.1 * aux``) has several denominators, which towers must know
-    before they differentiate: the step then runs the loss once more for the weights
+    For a sum of means (``ce + 0.1 * aux``) the step first runs the loss for the weights
     alone, most of which the compiler prunes, and sums a few numbers more.
-
-    Weights that depend on the parameters are refused: what is differentiated is the
-    sum. ``jax.lax.stop_gradient`` says that they are numbers.
 
     Args:
       loss_fn: ``(params, *args) -> Weighted | Means | TowerOutput``, such as a

@@ -155,7 +155,7 @@ class InferenceStep:
 
 def _result(tree: dict[str, PyTree], own: PyTree, batch: PlacedBatch) -> PyTree:
     """What towers returned under one name, without padding."""
-    (result,) = fill_holes(tree, {"own": without_padding(own, batch)}).values()
+    (result,) = fill_holes(tree, own=without_padding(own, batch)).values()
     return result
 
 
@@ -168,10 +168,9 @@ def build_eval_step(
 ) -> InferenceStep:
     """A step that computes metrics over a global batch.
 
-    The result holds metric states, ``Weighted`` or others of ``tj.metrics``. Merge
-    those of several batches, then compute: the metric of a data set is exact however
-    it is cut (`evaluate` does both). Tower-local variables are read by their own
-    reduction.
+    Merge the states of several batches, then compute: the metric of a data set is
+    exact however it is cut (`evaluate` does both). Tower-local variables are read by
+    their own reduction.
 
     Args:
       metric_fn: ``(params, batch, tower) -> {name: state}``.

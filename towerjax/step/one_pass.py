@@ -42,6 +42,16 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names
 from towerjax.types.leaves import key_data
 
 
+class PassArgs(NamedTuple):
+    """What a pass is given, as global values; or the layouts of these."""
+
+    state: TrainState
+    batch: PyTree
+    num_valid: jax.Array
+    shared: list[PyTree]  # the values of the batch's `Shared` leaves
+    merged: PyTree  # the result of the pass before, if any
+
+
 class PassResult(NamedTuple):
     """What a pass returns, as global values; or the layouts of these."""
 
@@ -78,12 +88,10 @@ class Pass:
     # it is proved that towers do not communicate until then.
     alone: Callable[[TrainState, PyTree], PyTree] | None = None
 
-    # Prefix trees of layouts, of each argument by its name, and of the result.
-    in_layouts: ClassVar[dict[str, Any]] = {
-        "state": STATE_LAYOUT,
-        **BATCH_LAYOUT,
-        "merged": Layout.MIRRORED,
-    }
+    # Prefix trees of layouts.
+    in_layouts: ClassVar[PassArgs] = PassArgs(
+        STATE_LAYOUT, *BATCH_LAYOUT.values(), merged=Layout.MIRRORED
+    )
     out_layouts: ClassVar[PassResult] = PassResult(
         merged=Layout.MIRRORED,
         own=Layout.PER_TOWER,
@@ -107,13 +115,8 @@ class Pass:
     def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
         """The function that each device runs."""
 
-        def run(
-            state: TrainState,
-            batch: PyTree,
-            num_valid: jax.Array,
-            shared: list[PyTree],
-            merged: PyTree,
-        ) -> PassResult:
+        def run(*args: PyTree) -> PassResult:
+            state, batch, num_valid, shared, _ = given = PassArgs(*args)
             copies, common = None, None
             if self.check is not None:
                 layout = state_layout(self.strategy)
@@ -125,7 +128,7 @@ class Pass:
                     num_valid = after(common.table, num_valid)
                 if copies is not None:
                     num_valid = after(copies.prints, num_valid)
-            towers = self._run_towers(axes, state, batch, num_valid, shared, merged)
+            towers = self._run_towers(axes, given._replace(num_valid=num_valid))
             sums, (tree, folded, joined, own, flagged) = towers
             sums, op_state, op_metrics = self._sum_over_towers(sums, tree, state, axes)
             added, shown, due = sums.tree()
@@ -133,7 +136,7 @@ class Pass:
             joined = [_join_table_rows(x, axes) for x in joined]
             tree = jax.tree.map(lambda x: x[0], tree)  # bare values: proved mirrored
             pools = {"added": added, "shown": shown, "folded": folded}
-            tree = fill_holes(tree, {**pools, "joined": joined})
+            tree = fill_holes(tree, **pools, joined=joined)
             finite, found = None, None
             if self.guards_sums:
                 finite = sums.are_finite(len(jax.tree.leaves(added)))
@@ -169,7 +172,7 @@ class Pass:
             axes = dataclasses.replace(axes, traced=None)
 
         def run(*args: PyTree) -> PyTree:
-            towers = returned._run_towers(axes, *args)
+            towers = returned._run_towers(axes, PassArgs(*args))
             (added, shown, _), (tree, folded, joined, own, _) = towers
             pools = {"added": added, "shown": shown, "folded": folded}
             # A weight never decides which rows of a table are looked up.
@@ -184,20 +187,13 @@ class Pass:
                     return weighs if self.rows_used_later else None
                 return x if isinstance(x, TowerLocal) and self.of_state else None
 
-            return fill_holes(tree, {**pools, "own": [kept(x) for x in own]})
+            return fill_holes(tree, **pools, own=[kept(x) for x in own])
 
         return run
 
-    def _run_towers(
-        self,
-        axes: TowerAxes,
-        state: TrainState,
-        batch: PyTree,
-        num_valid: jax.Array,
-        shared: list[PyTree],
-        merged: PyTree,
-    ) -> tuple[PyTree, PyTree]:
+    def _run_towers(self, axes: TowerAxes, given: PassArgs) -> tuple[PyTree, PyTree]:
         """This device's sums over its towers, and each tower's own, ``[k, ...]``."""
+        state, batch, num_valid, shared, merged = given
         ops, read = self.strategy.cross_tower_ops, None
         if self.reads_local:
             read = read_local_over_towers(state.local, ops, axes)
@@ -270,7 +266,7 @@ class Pass:
             tree, pools = of_part(0, rows, local)
         if self.alone is None:
             return tree, pools
-        return split(self.alone(holding(local), fill_holes(tree, pools)), part)
+        return split(self.alone(holding(local), fill_holes(tree, **pools)), part)
 
     def _call_tower_fn(
         self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,7 +23,7 @@ from towerjax.proof.findings import (
     refuse_unknown,
 )
 from towerjax.proof.scale import REDUCED
-from towerjax.step.one_pass import Pass, PassResult
+from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
 from towerjax.types.leaves import has_tracers
@@ -74,18 +74,18 @@ class Proving:
             self._traced[key] = self._prove(one, shapes)
         _, out, towers = self._traced[key]
         placement = self._placement
-        layouts = tuple(one.in_layouts.values()), one.out_layouts
         if not self._on_devices:
-            return _zeros(out, layouts[1], placement.num_towers)
+            return _zeros(out, one.out_layouts, placement.num_towers)
         # The towers' program is the one that was proved.
         axes = dataclasses.replace(placement.axes, traced=towers)
+        layouts = one.in_layouts, one.out_layouts
         return over_devices(one.on_device(axes), placement, *layouts)(*args)
 
     def _prove(self, one: Pass, args: PyTree) -> tuple[Proof, PyTree, dict[Any, Any]]:
         placement, towers = self._placement, {}
         axes = dataclasses.replace(placement.abstract_axes, traced=towers)
-        layouts = tuple(one.in_layouts.values())
-        jaxpr, out = trace_one_tower(one.on_device(axes), axes, layouts, args)
+        fn, layouts = one.on_device(axes), one.in_layouts
+        jaxpr, out = trace_one_tower(fn, axes, layouts, args)
         proof = _prove_body(one, jaxpr, args, out, axes)
         refuse_draws(proof.analysis, shared=placement.shares_devices)
         if has_tracers(jaxpr.consts):
@@ -116,10 +116,10 @@ def _prove_body(
     one: Pass, body: Any, args: PyTree, out: PyTree, axes: TowerAxes
 ) -> Proof:
     is_free = axes.num_towers == 1 and one.of_state
-    inputs = _names_where(one.in_layouts, args, mirrored=False)
+    inputs = _names_where(PassArgs._fields, one.in_layouts, args, mirrored=False)
     # The leaves of what towers return have names of their own.
-    parts = dict(zip(("", *PassResult._fields[1:]), one.out_layouts, strict=True))
-    outputs = _names_where(parts, out, mirrored=True)
+    parts = ("", *PassResult._fields[1:])
+    outputs = _names_where(parts, one.out_layouts, out, mirrored=True)
     # Arrays that the user's function closes over come first; all towers have the same.
     closed_over = len(body.in_avals) - len(inputs)
     names = {} if is_free else {DEVICE_AXIS: axes.num_towers}
@@ -127,8 +127,8 @@ def _prove_body(
 
     def of_more_towers() -> Any:
         more = dataclasses.replace(axes, num_devices=2 * axes.num_towers, num_local=1)
-        fn, layouts = one.on_device(more), tuple(one.in_layouts.values())
-        return trace_one_tower(fn, more, layouts, args, args_of=axes.num_towers)[0]
+        fn, size = one.on_device(more), axes.num_towers
+        return trace_one_tower(fn, more, one.in_layouts, args, args_of=size)[0]
 
     how: Any = {"constants": closed_over, "of_more_towers": of_more_towers}
     found = analyse(body, [None] * closed_over + inputs, names, **how)
@@ -145,9 +145,9 @@ def _prove_body(
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     """Names of results that depend on the rows and not on which rows are padding."""
-    layouts = tuple(one.in_layouts.values())
-    jaxpr, out = trace_one_tower(one.values_to_mask(axes), axes, layouts, args)
-    body, names = jaxpr.jaxpr, _all_names(one.in_layouts, args)
+    fn, names = one.values_to_mask(axes), _all_names(PassArgs._fields, args)
+    jaxpr, out = trace_one_tower(fn, axes, one.in_layouts, args)
+    body = jaxpr.jaxpr
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
     outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
@@ -174,7 +174,7 @@ def _grow_with_rows(
     """The constants that differ for twice the rows: denominators that count padding."""
     one = dataclasses.replace(one, micro_batches=1)
     axes = dataclasses.replace(axes, traced=None)
-    fn, layouts = one.values_to_mask(axes), tuple(one.in_layouts.values())
+    fn, layouts = one.values_to_mask(axes), one.in_layouts
     state, rows, *others = args
 
     def values(n: int) -> list[str]:
@@ -192,18 +192,18 @@ def _grow_with_rows(
         return []
 
 
-def _all_names(layouts: dict[str, PyTree], values: PyTree) -> list[str]:
+def _all_names(roots: Sequence[str], values: PyTree) -> list[str]:
     names = []
-    for root, value in zip(layouts, values, strict=True):
+    for root, value in zip(roots, values, strict=True):
         named = [name for name, _ in named_leaves(root, value)]
         names += named if root else names_by_key(value)
     return names
 
 
 def _names_where(
-    layouts: dict[str, PyTree], values: PyTree, *, mirrored: bool
+    roots: Sequence[str], layouts: PyTree, values: PyTree, *, mirrored: bool
 ) -> list[str | None]:
     """In tree order, the names of leaves with this layout; None for the others."""
-    each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts.values()), tuple(values)))
-    pairs = zip(_all_names(layouts, values), each, strict=True)
+    each = jax.tree.leaves(jax.tree.broadcast(tuple(layouts), tuple(values)))
+    pairs = zip(_all_names(roots, values), each, strict=True)
     return [x if (at is Layout.MIRRORED) is mirrored else None for x, at in pairs]

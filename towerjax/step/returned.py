@@ -81,7 +81,7 @@ def split(
     return tree, pools
 
 
-def fill_holes(tree: PyTree, pools: dict[str, list[Any]]) -> PyTree:
+def fill_holes(tree: PyTree, **pools: list[Any]) -> PyTree:
     """The inverse of `split`, for the holes of the kinds that ``pools`` has."""
     left = {kind: iter(pool) for kind, pool in pools.items()}
 
@@ -124,7 +124,7 @@ def _paths_of(tree: PyTree, kind: str) -> list[tuple[Any, ...]]:
 
 def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]:
     """A tower's sums by what they are: loss first, then gradients, then metrics."""
-    tree = fill_holes(tree, {"added": pools["added"], "shown": pools["shown"]})
+    tree = fill_holes(tree, added=pools["added"], shown=pools["shown"])
     parts = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
         if not is_typed(x):

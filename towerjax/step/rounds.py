@@ -119,7 +119,7 @@ class Rounds:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
         out = run(self.engine.passes[0], state, *batch, ())
-        after = fill_holes(out.merged, {"own": out.own})
+        after = fill_holes(out.merged, own=out.own)
         state = dataclasses.replace(state, **after, step=state.step + 1)
         flags = self._fragments(
             state.params, trainable_flags(state.params, self.trainable)

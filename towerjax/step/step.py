@@ -62,9 +62,9 @@ class Step(CompiledStep):
         """The step as a JAX function of global arrays, ``(state, batch)``.
 
         For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
-        proved where it is traced. The host's part of a call is left out: nothing is
-        placed or donated, and a refused step leaves the state unchanged and does not
-        raise. Inside a tower function write that of a step of one device.
+        proved where it is traced. Nothing is placed or donated, and a refused step
+        leaves the state unchanged and does not raise. Inside a tower function write
+        that of a step of one device.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -235,19 +235,16 @@ class Step(CompiledStep):
     ) -> tuple[Place, ...]:
         """Which towers' values of a step are not finite, before any reduction.
 
-        Runs the towers once more, in a program of its own: a refused step has left
-        the state as it was. Nothing is updated and nothing donated.
+        Runs the towers once more, in a program of its own, without an update.
 
         Args:
           state: The state before the step, or after it if it was refused.
           batch: The step's batch.
-          number: The step's number, for ``tower.step`` and ``tower.rng``; None is the
-            state's.
+          number: The step's number; None is the state's.
           index: Which batch, of several that were placed together.
 
         Returns:
-          The places, pass after pass and tower after tower: after a pass all towers
-          may have what one had.
+          The places, pass after pass: after one, all towers may have what one had.
 
         Raises:
           ValueError: As a step's call.
@@ -330,15 +327,12 @@ def build_step(
 ) -> Step:
     """A step of your own: towers compute, what they return is merged, one update.
 
-    The type of a leaf that a tower returns says how it is merged: ``Weighted`` and
-    other metric states are merged over micro-batches and towers and divided once;
-    ``Sum`` is added; ``Rows`` become the rows of the global batch; ``PerTower`` and
-    ``TowerLocal`` stay each tower's own, ``[T, ...]``, and ``PerTower(Weighted(...))``
-    is merged over the tower's micro-batches; a bare array is proved to be the same on
-    every tower, or refused.
-
-    With several passes, towers can use each other's results in the middle of a step:
-    each pass is given the merged result of the one before, rows included.
+    A leaf's type says how it is merged: ``Weighted`` and other metric states over
+    micro-batches and towers, divided once; ``Sum`` is added; ``Rows`` become the rows
+    of the global batch; ``PerTower`` and ``TowerLocal`` stay each tower's own, ``[T,
+    ...]``, and ``PerTower(Weighted(...))`` is merged over the tower's micro-batches; a
+    bare array is proved to be the same on every tower, or refused. Each pass is given
+    the merged result of the one before, rows included.
 
     Args:
       tower_fn: ``(state, batch, tower) -> tree`` of one tower and its own rows; or
@@ -348,16 +342,15 @@ def build_step(
         ``metrics`` are a mapping of names to arrays or metric states. The step itself
         adds 1 to ``state.step``.
       strategy: Which towers, where, and how they reduce.
-      micro_batches: ``A``: each tower's rows are processed in so many parts.
-        ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
-      remainder: For a batch that ``T * A`` does not divide; see `build_train_step`.
-      on_nonfinite: See `build_train_step`.
+      micro_batches: As for `build_train_step`.
+      remainder: As for `build_train_step`.
+      on_nonfinite: As for `build_train_step`.
       guard: What must be finite: ``"loss"`` is ``metrics["loss"]``, or all metrics
         where none has that name; ``"gradients"`` is also every sum over towers, except
         those under ``"metrics"``.
-      donate: Whether the next state may take over the state's buffers.
-      max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
-      check: See `build_train_step`; it checks towers in the last pass.
+      donate: As for `build_train_step`.
+      max_programs: As for `build_train_step`.
+      check: As for `build_train_step`; it checks towers in the last pass.
 
     Returns:
       A `Step`.

@@ -237,8 +237,7 @@ def build_train_step(
     """A step that trains one tower function on all towers.
 
     With the towers' losses ``s_t / w_t`` the global loss is ``sum_t s_t / sum_t
-    w_t``; the step differentiates the sums, adds gradients and weights over towers
-    and micro-batches in one reduction, divides once and updates once.
+    w_t``: sums are differentiated, added in one reduction and divided once.
 
     Args:
       loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, pure; the loss may
@@ -246,35 +245,29 @@ def build_train_step(
       optimizer: Any optax transformation; it sees the whole reduced gradient.
       strategy: Which towers, where, and how they reduce.
       loss_reduction: What a bare scalar loss means: SUM is the total over towers,
-        MEAN the mean of the values of the towers that have examples. None refuses
-        bare scalars. A total is a bare scalar with SUM; ``Weighted(total, 1)`` would
-        divide by ``T``.
+        MEAN the mean of the values of the towers that have examples; None refuses it.
       trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
         as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
-        trains the floating and complex ones. The loss sees the others, of any dtype;
-        they get no gradient, are not sent, and are hidden from the optimizer.
+        trains the floating and complex ones. The loss alone sees the others.
       micro_batches: ``A``: each tower's rows are processed in so many parts.
         ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
-        weight 0, ``"drop"`` what is left over, or ``"error"``. Padded rows do enter
-        the statistics of Flax's batch norm, and not those of ``TowerBatchNorm``;
-        see ``docs/batch_norm.md``.
+        weight 0, ``"drop"`` what is left over, or ``"error"``. Padded rows enter the
+        statistics of Flax's batch norm, not those of ``TowerBatchNorm``.
       on_nonfinite: If what is guarded is not finite, on any tower: ``"raise"`` and
-        ``"skip"`` leave parameters, optimizer state and local variables unchanged,
-        and ``"raise"`` raises `NonFiniteError`; ``"ignore"`` updates all the same.
+        ``"skip"`` change nothing, and ``"raise"`` raises `NonFiniteError`;
+        ``"ignore"`` updates all the same.
       guard: ``"loss"``, or ``"gradients"``: the loss and every gradient, which
         reads each gradient once more.
       donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
-      check: What the step checks besides, such as ``tj.Check(every=100)``; None adds
-        nothing to the program.
+      check: What the step checks besides, such as ``tj.Check(every=100)``.
       example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
         weights)``: counts each example in ``state.seen``, for `check_examples`; see
         ``docs/each_example_once.md``.
-      statistics: `TowerStatistics()` adds metrics of the towers' gradients, which tell
-        how large a batch pays; see ``docs/how_to/batch_size.md``.
-      sync: When towers synchronise: ``tj.sync.EveryStep()``; or after some local
-        steps, with ``tj.sync.LocalSGD`` and ``tj.sync.DiLoCo``, see
+      statistics: `TowerStatistics()` adds metrics of the towers' gradients; see
+        ``docs/how_to/batch_size.md``.
+      sync: When towers synchronise, such as ``tj.sync.LocalSGD(every=8)``; see
         ``docs/how_to/synchronise_less.md``.
 
     Returns:
