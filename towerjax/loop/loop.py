@@ -179,7 +179,8 @@ class Loop:
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
             return failure
-        error.add_note(f"It is saved: {self._saving.describe(self._dispatched)}")
+        where = f"step {self._dispatched} in {self._saving.directory!r}"
+        error.add_note(f"It is saved: {where}. The same run again goes on from there.")
         return None
 
     def _fetch(self, allowed: int) -> None:
@@ -228,9 +229,11 @@ class Loop:
             error.add_note(f"Looking for the place failed: {failure}")
             return error
         located = NonFiniteError(error.step, places)
-        note = "The batch was run again to locate this, with the parameters after step"
-        note += f" {step_number(self.state)}"
-        located.add_note(note + ("." if places else ": all values were finite."))
+        found = "" if places else ": all values were finite"
+        number = step_number(self.state)
+        located.add_note(
+            f"To find this the batch was run again, after step {number}{found}."
+        )
         return located
 
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:

@@ -46,9 +46,8 @@ def run(
 ) -> tuple[TrainState, History]:
     """Train for a number of steps; return the last state and the history.
 
-    A thread places batches while the devices work, and calls are dispatched without
-    waiting for their results, up to ``in_flight`` of them. Step numbers count the
-    steps that the state has done, so that they continue those of a restored state.
+    A thread places batches while the devices work, and up to ``in_flight`` calls are
+    dispatched without waiting for their results. Step numbers are those of the state.
 
     Args:
       step: What `build_train_step` returns.
@@ -58,14 +57,13 @@ def run(
         set takes some in advance from its source).
       steps: How many steps to do; None runs to the end of the data.
       evaluate: What `build_eval_step` returns, or another `EvaluationStep`.
-      eval_batches: The data to evaluate on, all of it each time: an iterable that can
-        be iterated again, such as `batches` returns, or a function that returns an
-        iterable.
+      eval_batches: The data of each evaluation: an iterable that can be iterated
+        again, such as `batches` returns, or a function that returns an iterable.
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end.
       eval_params: ``state -> parameters or state``: what to evaluate instead of the
-        state: other parameters in it, such as averaged ones that it keeps, or another
-        state. ``best`` and checkpoints keep the run's state.
+        state, such as averaged parameters in it. ``best`` and checkpoints keep the
+        run's state.
       early_stopping: Ends the run when evaluations stop improving.
       best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
@@ -74,16 +72,14 @@ def run(
       prefetch: How many placed batches may wait; 0 places them without a thread.
       in_flight: How many dispatched calls may run before one is waited for.
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
-        ``steps`` counts from the state that is passed, and the remaining ones are
-        done. At SIGTERM the run is saved and ends with
-        ``SystemExit(checkpointer.exit_code)``; see ``docs/checkpoints.md``.
+        ``steps`` counts from the state that is passed. See ``docs/checkpoints.md``.
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
         True always shows a bar, False nothing.
       hooks: Each is called as ``hook(step number, metrics)`` with host values, for
-        every step in order, once its metrics are there: some calls later. A
-        `towerjax.loop.WithState` is given the state, too, every so many steps.
-      writers: Such as `JsonLines`; each is given every step and every evaluation.
-        Of several processes that share the towers process 0 writes.
+        every step in order, some calls later; a `towerjax.loop.WithState` is given
+        the state, too, every so many steps.
+      writers: Such as `JsonLines`; each is given every step and every evaluation, on
+        process 0.
 
     Returns:
       ``(state, history)``.
@@ -98,11 +94,9 @@ def run(
         another model. Raised before the first step.
       DesyncError: The step has a check, and devices' copies of the state differed.
 
-    Any exception during the run (also of the loader, a hook, a writer, or Ctrl-C) has
-    ``error.state``, ``error.batches`` and ``error.history``:
-    ``run(step, error.state, error.batches, ...)`` continues as if it had not been
-    raised. Writers have every step of that history, and are closed. See
-    ``docs/all_or_nothing.md``.
+    Any exception during the run (also Ctrl-C) has ``error.state``, ``error.batches``
+    and ``error.history``: ``run(step, error.state, error.batches, ...)`` continues as
+    if it had not been raised. See ``docs/all_or_nothing.md``.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj

@@ -39,6 +39,7 @@ class Saving:
         stack: contextlib.ExitStack,
     ) -> None:
         self._options, self._step, self._ledger = options, step, ledger
+        self.directory = str(options.path)
         self._is_first = jax.process_index() == 0
         self._several = step.strategy.placement.num_processes > 1
         if jax.process_count() > 1 and not self._several:
@@ -62,7 +63,7 @@ class Saving:
         require_same(
             "Who has locked the folder of the checkpoints",
             folder.owner(options.path),
-            f"Here it is in {str(options.path)!r}. Name one that all processes see.",
+            f"Here it is in {self.directory!r}. Name one that all processes see.",
         )
         self._files = stack.enter_context(
             contextlib.closing(record.array_checkpointer())
@@ -227,7 +228,7 @@ class Saving:
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
-                f" {str(self._options.path)!r}; those before it are whole."
+                f" {self.directory!r}; those before it are whole."
                 f" {error!s:.400}"  # TensorStore's has its whole configuration
             ) from error
 
@@ -245,8 +246,3 @@ class Saving:
         heartbeat.notify_launcher(heartbeat.STEP)
         if self._several and is_preempted(number):
             raise Terminated(self._options.exit_code)
-
-    def describe(self, number: int) -> str:
-        """The checkpoint in words."""
-        where = str(self._options.path)
-        return f"step {number} in {where!r}. The same run again goes on from there."

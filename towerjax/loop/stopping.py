@@ -239,17 +239,12 @@ class Watch:
 def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
     what = f"{type(option).__name__}(metric={option.metric!r})"
     if option.metric not in values:
-        raise ValueError(
-            f"{what}: the evaluation has no such metric, but {sorted(values)}. Name one"
-            " of these, or return it from the evaluation."
-        )
+        names = sorted(values)
+        raise ValueError(f"{what}: the evaluation has no such metric, but {names}.")
     value = values[option.metric]
     if not is_one_real(value):
         kind = f"{type(value).__name__}{getattr(value, 'shape', '')}"
-        raise ValueError(
-            f"{what}: its value is a {kind}, not one real number. Name a scalar metric,"
-            " such as its mean."
-        )
+        raise ValueError(f"{what}: its value is a {kind}, not one real number.")
     return float(value)
 
 

@@ -179,9 +179,8 @@ def _decode_cell(sums: np.ndarray) -> tuple[int, tuple[int, float], Any, Any] | 
 class ExampleCount:
     """How often each example was seen: 3.5 KB of sums, for any number of examples.
 
-    Each pair of an id and a weight adds its words to one cell in each of three tables.
-    All sums are of integers modulo ``2**32``, so they are exact in any order, and two
-    counts are merged by adding them. From the difference of two counts the ids of
+    Each pair of an id and a weight adds its words to one cell in each of three tables,
+    modulo ``2**32``: exact in any order. From the difference of two counts the ids of
     some 40 dropped or repeated examples can be decoded.
 
     Attributes:

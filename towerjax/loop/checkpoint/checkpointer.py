@@ -42,10 +42,8 @@ class Checkpointer:
 
     ``run(..., checkpointer=...)`` starts from the newest checkpoint of the folder if
     that is after the state that was passed. It saves during the run, at its end, at
-    SIGTERM and at Ctrl-C. A resumed run has the bits of one that was never stopped:
-    the state, its random key, the count of examples and the position in the batches
-    are saved. A checkpoint fits any number of towers and devices. See
-    ``docs/checkpoints.md``.
+    SIGTERM and at Ctrl-C. A resumed run has the bits of one that was never stopped. A
+    checkpoint fits any number of towers and devices. See ``docs/checkpoints.md``.
 
     Attributes:
       directory: A folder for this training alone; made. All of several processes must
