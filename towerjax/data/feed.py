@@ -19,24 +19,11 @@ from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Shared
 from towerjax.types.options import cast_ints, check_flag, check_whole
 
-
-@dataclasses.dataclass(frozen=True)
-class Batching:
-    """How data is cut into batches: cut and data determine every batch."""
-
-    examples: int  # N
-    batch_size: int  # B
-    epochs: int | None  # None never ends
-    seed: int | None  # None keeps the order
-    drop_remainder: bool  # leave out the smaller last batch of each epoch
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """How many batches an epoch has."""
-        whole, over = divmod(self.examples, self.batch_size)
-        return whole if self.drop_remainder or not over else whole + 1
+_CUT = ("examples", "batch_size", "epochs", "seed", "drop_remainder")
+"""The fields of `Batches` that determine every batch, besides the data."""
 
 
+@dataclasses.dataclass(eq=False)
 class Batches(Iterator[PyTree]):
     """An iterator over the batches of a data set, with a position; `batches` makes it.
 
@@ -47,25 +34,39 @@ class Batches(Iterator[PyTree]):
       position: The number of batches before the next one, from the first epoch on.
     """
 
-    def __init__(self, data: PyTree, cut: Batching, position: int = 0) -> None:
-        self._data, self._cut, self.position = data, cut, position
-        rows, self._shared = without_shared(data)
+    data: PyTree = dataclasses.field(repr=False)
+    examples: int  # N
+    batch_size: int  # B
+    epochs: int | None  # None never ends
+    seed: int | None  # None keeps the order
+    drop_remainder: bool  # leave out the smaller last batch of each epoch
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        """Take the data apart."""
+        cast_ints(self)  # JSON cannot hold NumPy's integers
+        rows, self._shared = without_shared(self.data)
         self._sparse, self._dense = SparseRows.put_aside(rows)
         self._shuffled: tuple[int, np.ndarray] | None = None
 
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has."""
+        whole, over = divmod(self.examples, self.batch_size)
+        return whole if self.drop_remainder or not over else whole + 1
+
     def __next__(self) -> PyTree:
         """The next batch, a pytree ``[B, ...]``."""
-        cut = self._cut
-        epoch, number = divmod(self.position, cut.batches_per_epoch)
-        if cut.epochs is not None and epoch >= cut.epochs:
+        epoch, number = divmod(self.position, self.batches_per_epoch)
+        if self.epochs is not None and epoch >= self.epochs:
             raise StopIteration
-        start = number * cut.batch_size
-        rows: Any = slice(start, start + cut.batch_size)
-        if cut.seed is not None:
-            rows = self._order(cut.seed, epoch)[rows]
+        start = number * self.batch_size
+        rows: Any = slice(start, start + self.batch_size)
+        if self.seed is not None:
+            rows = self._order(self.seed, epoch)[rows]
         batch = jax.tree.map(lambda x: x[rows], self._dense)
         if self._sparse.leaves:
-            batch = self._sparse.take(np.arange(cut.examples)[rows], batch)
+            batch = self._sparse.take(np.arange(self.examples)[rows], batch)
         if self._shared:
             batch = with_shared(batch, [Shared(x) for x in self._shared])
         self.position += 1
@@ -73,48 +74,44 @@ class Batches(Iterator[PyTree]):
 
     def __len__(self) -> int:
         """How many batches are left."""
-        epochs = self._cut.epochs
-        if epochs is None:  # list and tqdm catch a TypeError and go without a length
+        if self.epochs is None:  # list and tqdm catch a TypeError, go without a length
             raise TypeError(
                 "tj.batches(..., epochs=None) never end, so they have no len."
             )
-        return epochs * self._cut.batches_per_epoch - self.position
+        return self.epochs * self.batches_per_epoch - self.position
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
         if self._shuffled is None or self._shuffled[0] != epoch:
             rng = np.random.default_rng((seed, epoch))
-            self._shuffled = epoch, rng.permutation(self._cut.examples)
+            self._shuffled = epoch, rng.permutation(self.examples)
         return self._shuffled[1]
 
     @property
     def most_rows(self) -> int:
         """How many examples the largest batch has."""
-        return min(self._cut.batch_size, self._cut.examples)
+        return min(self.batch_size, self.examples)
 
     def at(self, position: int) -> "Batches":
         """The same batches from another position on; this iterator does not move."""
-        epochs = self._cut.epochs
-        last = math.inf if epochs is None else epochs * self._cut.batches_per_epoch
-        check_whole("position", position, 0, last)
-        return Batches(self._data, self._cut, int(position))
+        length = math.inf if self.epochs is None else self.epochs
+        check_whole("position", position, 0, length * self.batches_per_epoch)
+        return dataclasses.replace(self, position=position)
 
     def get_state(self) -> dict[str, Any]:
         """The position and the cut, as JSON can hold them."""
-        return {"position": self.position, **dataclasses.asdict(self._cut)}
+        return {name: getattr(self, name) for name in ("position", *_CUT)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position that `get_state` gave."""
-        cut = dataclasses.asdict(self._cut)
-        others = {
-            name: (state.get(name), now)
-            for name, now in cut.items()
-            if name != "epochs" and state.get(name) != now
-        }
+        others = [
+            f"{name} was {state.get(name)} and is {getattr(self, name)}"
+            for name in _CUT
+            if name != "epochs" and state.get(name) != getattr(self, name)
+        ]
         if others:
             raise ValueError(
-                "The position is one among other batches: "
-                + ", ".join(f"{n} was {a} and is {b}" for n, (a, b) in others.items())
-                + ". Cut the data as before, or say tj.Checkpointer(batches='anew')."
+                f"The position is one among other batches: {', '.join(others)}. Cut the"
+                " data as before, or say tj.Checkpointer(batches='anew')."
             )
         self.position = self.at(state["position"]).position
 
@@ -169,9 +166,7 @@ def batches(
             f"drop_remainder leaves nothing of {num_examples} examples in batches of"
             f" {batch_size}."
         )
-    cut = Batching(num_examples, batch_size, epochs, seed, drop_remainder)
-    cast_ints(cut)  # JSON cannot hold NumPy's integers
-    return Batches(data, cut)
+    return Batches(data, num_examples, batch_size, epochs, seed, drop_remainder)
 
 
 def in_groups(
