@@ -1,6 +1,7 @@
 """What the original's own tests and code promise, with the numbers from its file."""
 
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -179,7 +180,8 @@ def assert_there(out, devices, case, expected):
 def check_reduce_with_every_op(case, strategy):
     names, expected = ("value1", "value2"), case["expected"]
     values = [tj.PerTower(np.float32(case["input"][name])) for name in names]
-    for one in strategies_with_ops(strategy):
+    every_op = strategies_with_ops(strategy) if strategy.num_towers == 3 else ()
+    for one in every_op:  # and of 2 and 4 towers in test_cross_tower_ops
         sums = one.reduce(tj.Reduction.SUM, values)
         for total, name in zip(sums, ("sum1", "sum2"), strict=True):
             assert_equal(total, case, expected[name])
@@ -412,15 +414,20 @@ def check_dropped_batch(case, strategy):
 
 def train(strategy, loss_fn, params, batch, *, lr, steps, reduction, local=None):
     """The states after each step."""
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(lr), strategy, loss_reduction=reduction, donate=False
-    )
+    step = built(strategy, loss_fn, lr, reduction)
     state = step.init(params, local=local)
     states = []
     for _ in range(steps):
         state, _ = step(state, batch)
         states.append(state)
     return states
+
+
+@functools.cache
+def built(strategy, loss_fn, lr, reduction):
+    return tj.build_train_step(
+        loss_fn, optax.sgd(lr), strategy, loss_reduction=reduction, donate=False
+    )
 
 
 @TABLE.checks("lib.minimize_loss.2")
@@ -441,6 +448,10 @@ def check_minimize_loss(case, strategy):
     np.testing.assert_allclose(factors, expected["factor_per_step"], rtol=1e-4)
 
 
+def squared_error(p, batch, tower):
+    return ((p["w"] * batch + p["b"] - 1.0) ** 2).mean()
+
+
 @TABLE.checks(
     "min.testTrainNetwork.sgd",
     "min.testTrainNetworkByCallForEachTower.sgd",
@@ -449,7 +460,7 @@ def check_train_network(case, strategy):
     given = case["input"]
     states = train(
         strategy,
-        lambda p, batch, tower: ((p["w"] * batch + p["b"] - 1.0) ** 2).mean(),
+        squared_error,
         {"w": np.float32(1.0 + given["initial_error"]), "b": np.float32(0.0)},
         np.ones(strategy.num_towers, np.float32),
         lr=given["lr"],
@@ -496,22 +507,23 @@ def check_train_mini(case, strategy):
         assert_equal(state.params[name], case, expected)
 
 
+def moving_mean(params, batch, tower):
+    momentum, x = batch["momentum"], batch["x"]
+    mean = momentum * tower.local + (1 - momentum) * x.mean(axis=0)
+    loss = tj.Weighted.mean(params * x, tower.weight)
+    return tj.TowerOutput(loss=loss, local=mean)
+
+
 @TABLE.checks(*[id for id in TABLE.cases if id.startswith("min.batchnorm.")])
 def check_batchnorm(case, strategy):
     given, expected, n = case["input"], case["expected"], strategy.num_towers
-    momentum = given["momentum"]
-
-    def loss_fn(params, batch, tower):
-        mean = momentum * tower.local + (1 - momentum) * batch.mean(axis=0)
-        loss = tj.Weighted.mean(params * batch, tower.weight)
-        return tj.TowerOutput(loss=loss, local=mean)
-
+    momentum = tj.Shared(np.float32(given["momentum"]))
     x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     states = train(
         strategy,
-        loss_fn,
+        moving_mean,
         np.float32(1.0),
-        np.concatenate([x + 100 * t for t in range(n)]),
+        {"x": np.concatenate([x + 100 * t for t in range(n)]), "momentum": momentum},
         lr=1e-3,
         steps=given["steps"],
         reduction=None,

@@ -49,19 +49,12 @@ def test_a_tower_local_argument_is_the_towers_own():
     assert out.values.tolist() == (2 * ROWS[:T]).tolist()
 
 
-def test_a_tuple_of_rows_is_an_argument_too():
-    out = mirrored(3, 3).call_for_each_tower(
-        lambda tower, x: 2 * x, tj.PerTower((1.0, np.float32(2), jnp.float32(4)))
-    )
-    assert out.values.tolist() == [2, 4, 8]
-
-
-@pytest.mark.parametrize("name", ["fn", "form", "strategy", "self"])
-def test_any_keyword_belongs_to_the_tower_function(name):
+def test_any_keyword_belongs_to_the_tower_function():
     def tower_fn(tower, /, **kwargs):
         return kwargs
 
-    assert mirrored(2).call_for_each_tower(tower_fn, **{name: 5}) == {name: 5}
+    named = dict(fn=5, form=6, strategy=7, self=8)
+    assert mirrored(2).call_for_each_tower(tower_fn, **named) == named
 
 
 def test_what_is_the_same_by_proof_comes_back_bare():
@@ -105,13 +98,6 @@ def test_arrays_closed_over_are_the_same_on_all_towers():
     assert out.values.tolist() == (ROWS[:T, None] * [2, 3] + [0, 10]).tolist()
 
 
-def test_a_result_can_be_the_next_argument():
-    strategy = mirrored(3, 3)
-    first = strategy.call_for_each_tower(lambda tower: (tower.id + 1, jnp.ones(2)))
-    again = strategy.call_for_each_tower(lambda tower, x, y: x**2 * y, *first)
-    assert again.values.tolist() == [[1, 1], [4, 4], [9, 9]]
-
-
 class OurError(Exception):
     pass
 
@@ -147,7 +133,7 @@ def test_rows_for_another_number_of_towers_are_refused(rows):
         assert f"{np.shape(rows)}, {text}" in str(error.value)
 
 
-# unwrap and worker_device_index
+# unwrap
 
 
 def test_unwrap_is_a_list_in_tower_order():
@@ -166,15 +152,6 @@ def test_unwrap_is_a_list_in_tower_order():
     assert unwrap({"a": [5]}) == [{"a": [5]}]
 
 
-def test_worker_device_index_is_the_towers_id():
-    strategy = mirrored(T, D)
-    out = strategy.call_for_each_tower(
-        lambda tower, index: (index, index - tower.id), strategy.worker_device_index
-    )
-    assert out[0].values.tolist() == list(range(T))
-    assert not out[1].values.any()
-
-
 # reduce
 
 
@@ -191,12 +168,6 @@ def test_reduce_of_a_tree():
         np.testing.assert_allclose(out["a"], total, rtol=4 * EPS)
         np.testing.assert_allclose(out["b"][0], [total, 4 * total], rtol=4 * EPS)
         assert out["b"][1] == 0  # shared by all, and its own sum
-
-
-def test_a_tuple_of_rows_reduces_too():
-    value = tj.PerTower((1, 2.5, np.float32(4)))
-    assert float(mirrored(3).reduce(R.SUM, value)) == 7.5
-    assert float(mirrored(3).reduce(R.ONLY_FIRST_TOWER, value)) == 1
 
 
 @pytest.mark.parametrize("value", [5.0, jnp.int32(3), np.arange(2)])

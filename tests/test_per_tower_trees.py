@@ -37,28 +37,20 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced():
         assert out["b"][1][0].tolist() == [[n, n]]
 
 
-@pytest.mark.slow
-def test_a_tuple_of_indexed_rows_is_handed_out_and_reduced():
-    T, strategy = 4, mirrored(4, 2)
-    value = tj.PerTower(tuple(rows_of(t) for t in range(T)))
-    each = [np.zeros((4, 1)) for _ in range(T)]
-    for t, x in enumerate(each):
-        np.add.at(x, rows_of(t).indices, rows_of(t).values)
-    dense = sum(each)
-    own, total = strategy.call_for_each_tower(
-        lambda tower, rows: (rows.to_dense(), tower.reduce(R.SUM, rows)),
-        value,
-    )
-    np.testing.assert_array_equal(own.values, each)
-    np.testing.assert_allclose(total.to_dense(), dense)
-    np.testing.assert_allclose(strategy.reduce(R.SUM, value).to_dense(), dense)
-
-
-def test_a_tuple_of_trees_with_indexed_rows_is_reduced():
+def test_a_tuple_of_trees_with_indexed_rows_is_handed_out_and_reduced():
     strategy = mirrored(4, 2)
     trees = tuple({"rows": rows_of(t), "n": np.int32(t)} for t in range(4))
-    out = strategy.reduce(R.SUM, tj.PerTower(trees))
-    assert int(out["n"]) == 6 and out["rows"].values.shape == (8, 1)
+    expected = np.zeros((4, 1))
+    for t in range(4):
+        np.add.at(expected, rows_of(t).indices, rows_of(t).values)
+    inside = strategy.call_for_each_tower(
+        lambda tower, tree: tower.reduce(R.SUM, tree), tj.PerTower(trees)
+    )
+    for out in (inside, strategy.reduce(R.SUM, tj.PerTower(trees))):
+        dense = np.zeros((4, 1))
+        np.add.at(dense, np.asarray(out["rows"].indices), out["rows"].values)
+        np.testing.assert_allclose(dense, expected)
+        assert int(out["n"]) == 6 and out["rows"].values.shape == (8, 1)
     with pytest.raises(ValueError, match="of tower 3, which .* Give all towers one"):
         strategy.reduce(R.SUM, tj.PerTower((*trees[:3], {"rows": rows_of(0)})))
 
@@ -174,7 +166,7 @@ def test_small_floats_are_rounded_once_and_small_indices_reach_their_rows():
 
 
 def test_boolean_rows_are_refused():
-    with pytest.raises(ValueError, match=r"IndexedRows.values are bool.*astype"):
+    with pytest.raises(ValueError, match="IndexedRows.values are bool"):
         tj.sparse.IndexedRows(np.ones(1, bool), np.array([0]), (2,))
 
 
