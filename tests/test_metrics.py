@@ -215,18 +215,6 @@ def test_of_equally_near_rates_the_best_is_taken_in_any_precision():
 
 
 @pytest.mark.slow
-def test_merge_is_associative_in_any_grouping():
-    parts = [
-        on_host(compiled()(part(random_rows(seed, 9), slice(None), 25))["auc"])
-        for seed in range(3)
-    ]
-    a, b, c = parts
-    left, right = m.merge(m.merge(a, b), c), m.merge(a, m.merge(b, c))
-    for x, y in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.slow
 def test_values_before_they_are_summed_may_have_more_dims():
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     ids = values.astype(np.int32) % 4
@@ -455,29 +443,6 @@ def test_counts_are_exact_beyond_24_bits_on_the_host():
     assert complex(large.merge(one).sum) == (2**24 + 1) * 1j
 
 
-@pytest.mark.slow
-def test_areas_agree_with_scikit_learn():
-    # Half a second to import, so not for every run of any test.
-    from sklearn.metrics import balanced_accuracy_score, jaccard_score, roc_auc_score
-
-    rows = random_rows(3, 400)
-    rows["score"] = np.random.default_rng(0).permutation(400).astype(np.float32) / 400
-    state = jax.jit(functools.partial(m.auc, num_thresholds=4001))(
-        rows["yes"], rows["score"]
-    )
-    expected = roc_auc_score(rows["yes"], rows["score"])
-    np.testing.assert_allclose(value_on_host(on_host(state)), expected, rtol=1e-6)
-    ids = rows["label"], rows["class"] % 3
-    accuracy, iou = jax.jit(
-        lambda *ids: (
-            m.mean_per_class_accuracy(*ids, 4).compute(),
-            m.mean_iou(*ids, 4).compute(),
-        )
-    )(*ids)
-    np.testing.assert_allclose(accuracy, balanced_accuracy_score(*ids), rtol=1e-6)
-    np.testing.assert_allclose(iou, jaccard_score(*ids, average="macro"), rtol=1e-6)
-
-
 # On real towers.
 
 
@@ -633,20 +598,6 @@ def test_a_step_with_states_is_proved_for_any_number_of_towers():
     kinds = sorted(c.primitive for c in proof.analysis.collectives)
     # All sums in one, and each leaf of the state that does not add up.
     assert kinds == ["all_gather", "all_gather", "psum"]
-
-
-@pytest.mark.slow
-def test_pinned_tree_gives_states_of_the_same_bits_on_any_devices():
-    bits = []
-    for devices in (1, 4):
-        strategy = tj.Mirrored(
-            [f"cpu:{i}" for i in range(devices)], towers=8, **WAYS["pinned"]
-        )
-        evaluate = tj.build_eval_step(own_metrics, strategy)
-        rows = np.random.default_rng(0).normal(size=40).astype(np.float32)
-        leaves = jax.tree.leaves(evaluate(np.float32(0), rows))
-        bits.append([np.asarray(x).tobytes() for x in leaves])
-    assert bits[1:] == bits[:-1]
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -1,10 +1,8 @@
 """Updating rows is updating the table, or is refused; and nothing dense is made."""
 
 import functools
-import operator
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,21 +134,6 @@ def test_without_rows_it_is_the_optimizers_update():
     assert str(of_rows(grads, state, params)) == str(
         jax.make_jaxpr(optimizer.update)(grads, state, params)
     )
-
-
-@pytest.mark.slow
-def test_adagrad_by_hand():
-    """NumPy float64: the squares of each row's sum, not the sum of squares."""
-    t, total = np.float64(arrays(0)["a"]), np.full((N, D), 0.1)
-    for step in SOME_STEPS:
-        grad = np.zeros((N, D))
-        rows = gradients(step)["a"]
-        np.add.at(grad, np.asarray(rows.indices), np.float64(rows.values))
-        total += grad**2
-        t -= 0.3 * grad / np.sqrt(total + 1e-7)
-    by_rows, densely = trained(optax.adagrad(0.3), SOME_STEPS, arrays(0))
-    np.testing.assert_allclose(by_rows[0]["a"], t, rtol=1e-5)
-    assert_same(by_rows, densely)
 
 
 @pytest.mark.slow
@@ -381,26 +364,9 @@ def test_a_narrow_state_takes_rows_of_float32_without_a_warning():
 
 
 @pytest.mark.slow
-def test_rows_of_bfloat16_are_added_in_float32():
-    dtype = jnp.bfloat16
-    optimizer, params = optax.sgd(1.0), {"t": np.zeros((N, 1), dtype)}
-    rows = tj.sparse.IndexedRows(np.ones((300, 1), dtype), np.full(300, 2), (N, 1))
-
-    @jax.jit
-    def step():
-        updates, _ = tj.sparse.update_with_rows(
-            optimizer, {"t": rows}, optimizer.init(params), params, lazy=True
-        )
-        return optax.apply_updates(params, updates)["t"]
-
-    out = np.asarray(step())
-    assert out.dtype == dtype and out[:, 0].tolist() == [0, 0, -300, 0, 0, 0, 0]
-
-
-@pytest.mark.slow
 def test_rows_by_index():
     rng = np.random.default_rng(0)
-    for rows, num_rows in [(0, 4), (1, 4), (6, 4), (6, 50), (9, 1)]:
+    for rows, num_rows in [(0, 4), (6, 4), (6, 50)]:
         values = rng.normal(size=(rows, 2)).astype(np.float32)
         indices = rng.integers(0, num_rows, rows)
         summed, unique = jax.device_get(
@@ -425,12 +391,14 @@ def test_an_array_plus_rows_is_an_array():
     rows = gradients(0)["a"]
     expected = np.float64(arrays(0)["a"])
     np.add.at(expected, np.asarray(rows.indices), np.float64(rows.values))
-    for add in (operator.add, jax.jit(operator.add)):
-        out = add(arrays(0)["a"], rows)
+
+    @jax.jit
+    def added(array):
+        return array + rows, optax.apply_updates({"a": array}, {"a": rows})["a"]
+
+    for out in (arrays(0)["a"] + rows, *added(arrays(0)["a"])):
         assert isinstance(out, jax.Array)
         np.testing.assert_allclose(out, expected, rtol=1e-6)
-    out = optax.apply_updates({"a": arrays(0)["a"]}, {"a": rows})["a"]
-    np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -472,10 +440,8 @@ def test_a_map_of_values_leaves_indices_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer, lazy", [(optax.sgd(0.1), False), (optax.adam(0.1), True)]
-)
-def test_rows_are_put_back_in_place(optimizer, lazy):
+def test_rows_are_put_back_in_place():
+    optimizer, lazy = optax.adam(0.1), True
     params = {"t": jnp.ones((20_000, 16))}
     state = optimizer.init(params)
 
@@ -498,58 +464,3 @@ def test_rows_are_put_back_in_place(optimizer, lazy):
     assert makes.count("scatter") == tables
     assert set(makes) <= {"scatter", "parameter", "fusion"}
     assert makes.count("fusion") <= tables  # those of the scatters
-
-
-# In towers.
-
-
-@pytest.mark.slow
-def test_towers_update_one_table():
-    """Rows that towers share; the same table on each, and the one of NumPy float64."""
-    T, strategy = 4, tj.Mirrored(["cpu:0", "cpu:1"], towers=4)
-    optimizer, rng = optax.adagrad(0.1), np.random.default_rng(4)
-    ids = rng.integers(0, N, (2, T, 4))
-    ids[0], ids[1, -1] = ids[0] % 2, N - 1  # towers share rows 0 and 1
-    targets = rng.normal(size=(2, T)).astype(np.float32)
-    params = {"t": arrays(0)["a"], "v": arrays(1)["b"]}
-
-    def loss(params, ids, target):
-        return ((params["t"][ids].mean(0) @ params["v"]) - target) ** 2
-
-    def tower_fn(tower, params, state, ids, target):
-        gradient = tj.sparse.sparse_value_and_grad(loss, ["t"])
-        _, grads = gradient(params, ids, target)
-        grads = tower.reduce(R.SUM, grads)
-        updates, state = tj.sparse.update_with_rows(optimizer, grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def step(params, state, ids, targets):
-        return strategy.call_for_each_tower(
-            tower_fn, params, state, tj.PerTower(ids), tj.PerTower(targets)
-        )
-
-    actual = params, jax.jit(optimizer.init)(params)
-    expected = jax.tree.map(np.float64, params)
-    squares = jax.tree.map(lambda x: np.full(x.shape, 0.1), expected)
-    for i in range(2):
-        actual, *others = [
-            jax.tree.map(
-                lambda x, t=t: x.values[t] if isinstance(x, tj.PerTower) else x,
-                jax.device_get(step(*actual, ids[i], targets[i])),
-                is_leaf=lambda x: isinstance(x, tj.PerTower),
-            )
-            for t in range(T)
-        ]
-        for other in others:
-            chex.assert_trees_all_equal(other, actual)
-        grads = jax.tree.map(np.zeros_like, expected)
-        for own, target in zip(ids[i], targets[i], strict=True):
-            mean, v = expected["t"][own].mean(0), expected["v"]
-            slope = 2 * (mean @ v - target)
-            np.add.at(grads["t"], own, slope * v / len(own))
-            grads["v"] += slope * mean
-        for name, grad in grads.items():
-            squares[name] += grad**2
-            expected[name] -= 0.1 * grad / np.sqrt(squares[name] + 1e-7)
-    assert_same(actual[0], expected, rtol=2e-5)
