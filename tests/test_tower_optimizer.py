@@ -94,19 +94,15 @@ def test_it_is_a_transformation_for_optax():
     )
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_copies_are_optimizers(lazy):
+def test_copies_are_optimizers():
     weights = {"w": np.ones((2, 1), np.float32)}
     of_rows = tj.sparse.IndexedRows(weights["w"][:1], np.array([1]), (2, 1))
-    ours = tj.estimator.TowerOptimizer(optax.sgd(0.1, momentum=0.5), lazy=lazy)
-    again, state = copy.deepcopy(ours), ours.init(weights)
-    assert isinstance(again, tj.estimator.TowerOptimizer) and again.lazy == lazy
-    if not lazy:
-        with pytest.raises(ValueError, match="Write lazy=True"):
-            jax.eval_shape(again.update, {"w": of_rows}, state, weights)
-    grads = {"w": of_rows} if lazy else weights
-    programs = [jax.make_jaxpr(x.update)(grads, state, weights) for x in (again, ours)]
-    assert str(programs[0]) == str(programs[1])
+    ours = tj.estimator.TowerOptimizer(optax.sgd(0.1, momentum=0.5), lazy=True)
+    again, state = copy.deepcopy(ours), jax.eval_shape(ours.init, weights)
+    assert isinstance(again, tj.estimator.TowerOptimizer) and again.lazy
+    made = [jax.eval_shape(x.update, {"w": of_rows}, state, weights)
+            for x in (again, ours)]  # fmt: skip
+    assert made[0] == made[1]
 
 
 @pytest.mark.slow
@@ -206,7 +202,7 @@ def towers(count, devices, **options):
     return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count, **options)
 
 
-SGD, ADAM = optax.sgd(0.1), optax.adam(0.05)
+SGD, MOMENTUM = optax.sgd(0.1), INNER["momentum"]
 
 
 def around(wrap):
@@ -214,7 +210,8 @@ def around(wrap):
     return {
         "chain": optax.chain(optax.scale(2.0), wrap(SGD), optax.clip(0.05)),
         "multi_transform": optax.multi_transform(
-            {"sgd": wrap(SGD), "adam": wrap(ADAM)}, {"w": "sgd", "b": "adam"}
+            {"sgd": wrap(SGD), "momentum": wrap(MOMENTUM)},
+            {"w": "sgd", "b": "momentum"},
         ),
         "injected": optax.inject_hyperparams(
             lambda rate: optax.chain(wrap(optax.identity()), optax.sgd(rate))
@@ -223,7 +220,7 @@ def around(wrap):
 
 
 def inside(wrap):
-    names = ("momentum", "clip", "plateau", "accumulated")
+    names = ("momentum", "clip", "accumulated")
     return {name: wrap(INNER[name]) for name in names}
 
 
