@@ -1,9 +1,11 @@
 """Show the progress of a run: a bar on a terminal or in a notebook, or lines."""
 
+import dataclasses
+import functools
 import html
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,85 +14,57 @@ import numpy as np
 from towerjax.types.options import check_choice
 
 
+def _ignore(*_: Any) -> None:
+    """Show nothing."""
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
 class Display:
-    """Where the progress of a run is shown; this one is silent."""
+    """Where the progress of a run is shown; by default nowhere."""
 
-    seconds_between: float = float("inf")
-    """The least time between two shown texts."""
-
-    def show(self, done: int, total: int | None, text: str) -> None:
-        """Replace the shown text and bar."""
-
-    def note(self, text: str) -> None:
-        """Add a line that stays."""
-
-    def close(self) -> None:
-        """End the display, so that later output starts on a new line."""
+    seconds_between: float = float("inf")  # the least time between two shown texts
+    # Replaces the shown text and bar: ``(done, total, text)``.
+    show: Callable[[int, int | None, str], None] = _ignore
+    note: Callable[[str], None] = _ignore  # adds a line that stays
+    close: Callable[[], None] = _ignore  # so that later output starts on a new line
 
 
-class Lines(Display):
-    """Plain lines, for logs."""
-
-    seconds_between = 5.0
-
-    def show(self, done: int, total: int | None, text: str) -> None:
-        """As in `Display`."""
-        self.note(text)
-
-    def note(self, text: str) -> None:
-        """As in `Display`."""
-        print(text, flush=True)
-
-
-class TerminalBar(Display):
+def _terminal_bar() -> Display:
     """A rich bar; other printed output appears above it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
 
-    seconds_between = 0.1
+    console = Console(file=sys.stdout, force_terminal=True)
+    columns = (BarColumn(), TextColumn("{task.description}", markup=False))
+    # Redrawn by `show` alone: rich's refresh thread would compete with the run.
+    bar = Progress(*columns, console=console, auto_refresh=False)
+    task = bar.add_task("compiling", total=None)
+    bar.start()
+    bar.refresh()
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        console = Console(file=sys.stdout, force_terminal=True)
-        columns = (BarColumn(), TextColumn("{task.description}", markup=False))
-        # Redrawn by `show` alone: rich's refresh thread would compete with the run.
-        self._bar = Progress(*columns, console=console, auto_refresh=False)
-        self._task = self._bar.add_task("compiling", total=None)
-        self._bar.start()
-        self._bar.refresh()
-
-    def show(self, done: int, total: int | None, text: str) -> None:
-        """As in `Display`."""
+    def show(done: int, total: int | None, text: str) -> None:
         shown = {"completed": done, "total": total, "description": text}
-        self._bar.update(self._task, **shown, refresh=True)
+        bar.update(task, **shown, refresh=True)
 
-    def note(self, text: str) -> None:
-        """As in `Display`."""
-        self._bar.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        """As in `Display`."""
-        self._bar.stop()
+    note = functools.partial(console.print, markup=False, highlight=False)
+    return Display(0.1, show, note, bar.stop)
 
 
-class NotebookBar(Lines):
+def _notebook_bar() -> Display:
     """An HTML ``<progress>`` element, which needs no widgets."""
+    display = sys.modules["IPython"].display
 
-    seconds_between = 0.25
-
-    def __init__(self) -> None:
-        self._display = sys.modules["IPython"].display
-        page = self._html(0, None, "compiling")
-        self._handle = self._display.display(page, display_id=True)
-
-    def _html(self, done: int, total: int | None, text: str) -> Any:
+    def page(done: int, total: int | None, text: str) -> Any:
         value = "" if total is None else f' value="{done}" max="{total}"'
-        page = f"<progress{value}></progress> <code>{html.escape(text)}</code>"
-        return self._display.HTML(page)
+        text = html.escape(text)
+        return display.HTML(f"<progress{value}></progress> <code>{text}</code>")
 
-    def show(self, done: int, total: int | None, text: str) -> None:
-        """As in `Display`."""
-        self._handle.update(self._html(done, total, text))
+    handle = display.display(page(0, None, "compiling"), display_id=True)
+    return Display(0.25, lambda *shown: handle.update(page(*shown)), _print)
 
 
 def in_notebook() -> bool:
@@ -109,9 +83,10 @@ def choose_display(progress: bool | None, *, job: bool = True) -> Display:
     if progress is False or (progress is None and job and jax.process_index() > 0):
         return Display()
     if in_notebook():
-        return NotebookBar()
-    has_screen = progress or getattr(sys.stdout, "isatty", lambda: False)()
-    return TerminalBar() if has_screen else Lines()
+        return _notebook_bar()
+    if progress or getattr(sys.stdout, "isatty", lambda: False)():
+        return _terminal_bar()
+    return Display(5.0, lambda done, total, text: _print(text), _print)
 
 
 class Progress:
