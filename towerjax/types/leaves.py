@@ -101,13 +101,12 @@ def overflow_of(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     leaf = np.asarray(leaf)
-    if leaf.dtype.kind not in "iu":
+    if leaf.dtype.kind not in "iu" or not leaf.size:
         return None
-    held = held_dtype(leaf.dtype)
-    if held.itemsize == leaf.dtype.itemsize or not leaf.size:
+    limits = np.iinfo(held_dtype(leaf.dtype))
+    if limits.bits == 8 * leaf.dtype.itemsize:
         return None
-    limits, ends = np.iinfo(held), (leaf.min(), leaf.max())
-    wrong = [x for x in ends if not limits.min <= x <= limits.max]
+    wrong = [x for x in (leaf.min(), leaf.max()) if not limits.min <= x <= limits.max]
     return wrong[0] if wrong else None
 
 

@@ -97,56 +97,49 @@ class Work:
         return self.params, self.optimizer.init(self.params)
 
 
-def by_hand(work: Work, placement: Placement, *, use_jit: bool = False) -> Contender:
+def by_hand(work: Work, placement: Placement, way: str = "shard_map") -> Contender:
     """``jit(shard_map(...))`` with ``pmean(gradients)``, as users write it.
 
-    With ``use_jit`` plain ``jit`` of the global step with sharded inputs.
+    Other ways are plain ``"jit"`` of the global step with sharded inputs, and
+    ``"pmap"``, with a copy of the state on each device.
     """
+    num_devices = placement.num_devices
 
     def mean(value: PyTree) -> PyTree:
-        is_sent = placement.num_devices > 1 and not use_jit
+        is_sent = way == "pmap" or (way == "shard_map" and num_devices > 1)
         return lax.pmean(value, DEVICE_AXIS) if is_sent else value
 
     step: Any = functools.partial(work.train, mean=mean)
+    if way == "pmap":
+        devices = list(placement.jax_devices)
+        fn = jax.pmap(step, DEVICE_AXIS, devices=devices, donate_argnums=(0,))
+        state = jax.tree.map(lambda x: np.stack([x] * num_devices), work.init())
+        found = _compiled(fn, state, split_rows(work.batch, num_devices))
+        args = found.state, found.batch
+        args = jax.device_put(args, found.call.input_shardings[0])
+        return dataclasses.replace(found, state=args[0], batch=args[1])
     host_batch, layout = work.batch, Layout.PER_TOWER
     if work.steps_per_call > 1:
         layout, copies = Layout.PER_TOWER_STEPS, [work.batch] * work.steps_per_call
         host_batch = jax.tree.map(lambda *leaves: np.stack(leaves), *copies)
         step = functools.partial(lax.scan, step)
     layouts = (Layout.MIRRORED, layout)
+    if way == "shard_map":
+        step = over_devices(step, placement, layouts, _OUT)
     state = place(work.init(), placement, Layout.MIRRORED)
     batch = place(host_batch, placement, layout)
-    if not use_jit:
-        step = over_devices(step, placement, layouts, _OUT)
-    return _compiled(step, placement, layouts, (state, batch))
+    return _compiled(_jitted(step, placement, layouts), state, batch)
 
 
-def _compiled(
-    fn: Any, placement: Placement, layouts: tuple[Layout, ...], args: tuple[Any, Any]
-) -> Contender:
-    start = time.perf_counter()
+def _jitted(fn: Any, placement: Placement, layouts: tuple[Layout, ...]) -> Any:
     ins, outs = jax.tree.map(placement.sharding, (layouts, _OUT))
-    jitted = jax.jit(fn, in_shardings=ins, out_shardings=outs, donate_argnums=0)
-    call = jitted.lower(*map(shapes_of, args)).compile()
-    return Contender(call, *args, time.perf_counter() - start)
+    return jax.jit(fn, in_shardings=ins, out_shardings=outs, donate_argnums=0)
 
 
-def by_pmap(work: Work, placement: Placement) -> Contender:
-    """``jax.pmap`` as users wrote it: a copy of the state on each device."""
-    num_devices, axis = placement.num_devices, "device"
-
-    def step(state: Any, batch: PyTree) -> tuple[Any, jax.Array]:
-        return work.train(state, batch, lambda value: lax.pmean(value, axis))
-
-    copies = jax.tree.map(lambda x: np.stack([x] * num_devices), work.init())
-    args = copies, split_rows(work.batch, num_devices)
-    devices = list(placement.jax_devices)
+def _compiled(fn: Any, state: Any, batch: Any) -> Contender:
     start = time.perf_counter()
-    pmapped = jax.pmap(step, axis_name=axis, devices=devices, donate_argnums=(0,))
-    call = pmapped.lower(*args).compile()
-    seconds = time.perf_counter() - start
-    state, batch = jax.device_put(args, call.input_shardings[0])
-    return Contender(call, state, batch, seconds)
+    call = fn.lower(shapes_of(state), shapes_of(batch)).compile()
+    return Contender(call, state, batch, time.perf_counter() - start)
 
 
 def by_towerjax(
@@ -205,12 +198,11 @@ def bare_reduction(work: Work, strategy: Strategy) -> Contender:
     factors = np.full(placement.num_towers, 1 / placement.num_towers, np.float32)
     factors = place(factors, placement, Layout.PER_TOWER)
     fn = over_devices(device_fn, placement, layouts, _OUT)
-    return _compiled(fn, placement, layouts, (tree, factors))
+    return _compiled(_jitted(fn, placement, layouts), tree, factors)
 
 
 NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-_PEERS = {"jit": functools.partial(by_hand, use_jit=True), "pmap": by_pmap}
 
 
 def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
@@ -221,7 +213,7 @@ def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     if is_ours:
         own = by_towerjax(work, strategy)
     else:
-        own = _PEERS[trial.by](work, strategy.placement)
+        own = by_hand(work, strategy.placement, trial.by)
     contenders, from_cache = {"own": own}, _CACHE_HIT in events
     contenders["hand"] = by_hand(work, strategy.placement)
     if is_ours and trial.devices > 1:
