@@ -429,6 +429,12 @@ def test_what_is_natural_and_wrong_is_named():
     state = tj.TrainState.create(jnp.float32(1), optimizer)
     with pytest.raises(TypeError, match="'Weighted' object is not callable"):
         optimizer.minimize(tj.Weighted(1.0, 2.0), state)
+    with pytest.raises(ValueError, match="weights of the loss depend on the param"):
+        optimizer.compute_gradients(
+            lambda w: tj.Weighted(w[0] ** 2, w[0]),
+            np.ones(2, "f4"),
+            sparse=lambda _: True,
+        )
     with pytest.raises(ValueError, match="variables of type dict, not a tj.TrainState"):
         optimizer.minimize(lambda w: w**2, {"w": 1.0})
     with pytest.raises(ValueError, match="returned a tuple.* has_aux=True"):

@@ -268,9 +268,11 @@ def _differentiate(
         refuse_moving_weights(loss, params)
         return differentiated(loss), out
 
-    if sparse:
-        return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
-    return jax.value_and_grad(of_loss, has_aux=True)(params)
+    if not sparse:
+        return jax.value_and_grad(of_loss, has_aux=True)(params)
+    # In the jaxpr of a sparse gradient no weight can be seen to move.
+    jax.eval_shape(lambda x: jax.grad(of_loss, has_aux=True)(x)[0], params)
+    return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
 
 
 def _summed_loss(loss: Any) -> jax.Array:
