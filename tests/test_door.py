@@ -52,14 +52,23 @@ def test_the_next_of_a_kind_has_its_own_values(devices):
     assert step.place_batch({"x": first.arrays["x"]}).arrays["x"] is first.arrays["x"]
 
 
-def test_a_buffer_that_is_written_again_changes_no_batch():
-    step, batch = build(), rows(8)
+def aligned(count, dtype):
+    """An array of which XLA:CPU would share the memory, without a copy."""
+    room = np.zeros(8 * count + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("count", [8, 2**16, 2**19])
+def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
+    step, x = build(devices), aligned(count, np.float32)
     placed = []
-    for number in range(5):
-        batch["x"][:] = number
-        placed.append(step.place_batch(batch))
-    found = [np.asarray(one.arrays["x"]).tolist() for one in placed]
-    assert found == [[number] * 8 for number in range(5)]
+    for number in range(3):
+        x[:] = number
+        placed.append(step.place_batch({"x": x}))
+    for number, one in enumerate(placed):
+        assert (np.asarray(one.arrays["x"]) == number).all()
 
 
 @pytest.mark.few_fast(2)
@@ -67,10 +76,7 @@ def test_a_buffer_that_is_written_again_changes_no_batch():
 @pytest.mark.parametrize("dtype", [np.float32, np.int64, bool])
 def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
     """Their copies travel with the call; a large aligned array would be shared."""
-    step, state = build(devices), None
-    room = np.zeros(8 << 20, np.uint8)
-    start = -room.ctypes.data % 64
-    x = room[start : start + (4 << 18)].view(dtype)
+    step, x = build(devices), aligned(2**18, dtype)
     for value in (1, 0, 1):
         x[:] = value
         state = step.init(np.float32(3.0))
@@ -84,9 +90,9 @@ def test_large_rows_are_copied_once(monkeypatch, dtype):
     """XLA:CPU takes the copy over, which begins where it wants it to begin."""
     handed = []
 
-    def noted(array, sharding):
+    def noted(array, sharding, **how):
         handed.append(array)
-        return put(array, sharding)
+        return put(array, sharding, **how)
 
     monkeypatch.setattr("towerjax.mesh.placement.put", noted)
     x = (np.arange(1 << 20) % 2).reshape(4, -1).astype(dtype).T
@@ -161,12 +167,13 @@ def test_the_first_batch_of_a_kind_is_not_kept_alive():
     assert len(jax.live_arrays()) == alive - 1
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("layout", [Layout.PER_TOWER, Layout.PER_TOWER_STEPS])
 @pytest.mark.parametrize("dtype", [np.float32, np.int8, bool, jnp.bfloat16])
-def test_put_is_device_put(layout, dtype):
+def test_put_is_device_put(layout, dtype, shared):
     sharding = build(4).strategy.placement.sharding(layout)
     x = np.arange(8 * 4 * 3).reshape(8, 4, 3).astype(dtype)[:, ::-1]
-    found, expected = put(x, sharding), jax.device_put(x, sharding)
+    found, expected = put(x, sharding, shared=shared), jax.device_put(x, sharding)
     assert found.sharding == expected.sharding and found.aval == expected.aval
     for mine, theirs in zip(
         found.addressable_shards, expected.addressable_shards, strict=True

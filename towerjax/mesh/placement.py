@@ -36,8 +36,9 @@ LOCAL_AXIS = "towerjax_local"
 TOWER_AXIS = "towerjax_tower"
 
 # XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
-# Below _LARGE bytes a second copy costs less than an aligned allocation.
-_ALIGNED, _LARGE = 64, 2**20
+# Bytes below which a program's own copy of an argument takes the least time, and from
+# which NumPy's does, whose pages are large.
+_ALIGNED, _SMALL, _LARGE = 64, 2**17, 2**20
 
 SPECS = {
     Layout.MIRRORED: PartitionSpec(),
@@ -314,11 +315,10 @@ def has_sharding(x: Any, sharding: NamedSharding) -> bool:
 
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """Place rows on the devices of their towers; host arrays are copied first.
+    """Place rows on the devices of their towers; host arrays are copied.
 
-    One process returns leaves that have the sharding as they are. On the CPU, placing
-    an aligned NumPy array shares its memory, so a loader that reuses its buffer would
-    rewrite a batch in flight.
+    One process returns leaves that have the sharding as they are. A loader may write
+    into its buffer again while a step runs.
     """
     placement.require_present()
     if placement.num_processes > 1:
@@ -328,37 +328,35 @@ def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
 
 
 def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
-    if not isinstance(x, jax.Array):
-        return put(_copy_aligned(x), sharding)
-    return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
-
-
-def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
-    """A function that converts arrays like ``x`` to arguments of a compiled program.
-
-    A program of one device places a NumPy argument in a tenth of the time of `put`; a
-    program of several devices takes longer than `put`.
-    """
-    if not isinstance(x, jax.Array) and sharding.num_devices == 1:
-        small = functools.partial(np.array, dtype=held_dtype(x.dtype))
-        return small if x.nbytes < _LARGE else _copy_aligned
-    if has_sharding(x, sharding):  # so have those like it: it need not be asked again
-        return lambda x: x
-    return functools.partial(_place_rows_of, sharding=sharding)
-
-
-def _copy_aligned(x: Any) -> Any:
-    """A copy of a host array; a large one is aligned, so that XLA:CPU shares it."""
+    if isinstance(x, jax.Array):
+        return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
     x = np.asarray(x)
     dtype = held_dtype(x.dtype)
-    if x.nbytes < _LARGE:
-        return np.array(x, dtype=dtype)
+    if x.nbytes >= _LARGE:
+        return put(_copy_aligned(x, dtype), sharding, shared=True)
+    return put(x.astype(dtype, copy=False), sharding)
+
+
+def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     size = x.size * dtype.itemsize
     room = np.empty(size + _ALIGNED, np.uint8)
     start = -room.__array_interface__["data"][0] % _ALIGNED
     copy = room[start : start + size].view(dtype).reshape(x.shape)
     np.copyto(copy, x, casting="unsafe")
     return copy
+
+
+def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any]:
+    """A function that converts arrays like ``x`` to arguments of a compiled program.
+
+    A program of one device places a copy of few rows in less time than `put`; one of
+    several devices takes longer than `put`.
+    """
+    if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
+        return functools.partial(np.array, dtype=held_dtype(x.dtype))
+    if has_sharding(x, sharding):  # so have those like it: it need not be asked again
+        return lambda x: x
+    return functools.partial(_place_rows_of, sharding=sharding)
 
 
 def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
