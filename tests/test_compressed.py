@@ -344,7 +344,7 @@ def test_a_mean_without_weight_keeps_what_was_lost_before():
         ),
         (
             lambda: tj.testing.one_tower(step_of(2, 2)),
-            "one tower only as far as its certificate says",
+            "which rounds what is sent",
         ),
     ],
 )

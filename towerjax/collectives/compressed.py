@@ -44,7 +44,7 @@ class Code:
         if self.bits == 4:
             pairs = (codes + 8).astype(jnp.uint8).reshape(*lead, -1, 2)
             codes = pairs[..., 0] | (pairs[..., 1] << 4)
-        return jnp.concatenate([as_bytes(codes), as_bytes(scales)], axis=-1)
+        return jnp.concatenate([codes.view(jnp.uint8), scales.view(jnp.uint8)], axis=-1)
 
     def decode(self, data: jax.Array, numbers: int, dtype: Any) -> jax.Array:
         """The inverse of `encode`, up to half a scale; returns ``[..., numbers]``."""
@@ -54,22 +54,10 @@ class Code:
             pairs = jnp.stack([codes & 15, codes >> 4], axis=-1)
             whole = pairs.astype(jnp.int8) - 8
         else:
-            whole = lax.bitcast_convert_type(codes, jnp.int8)
-        units = from_bytes(scales).astype(dtype)[..., None]
+            whole = codes.view(jnp.int8)
+        units = scales.view(jnp.float32).astype(dtype)[..., None]
         blocks = whole.reshape(*lead, -1, self.block).astype(dtype)
         return (blocks * units).reshape(*lead, numbers)
-
-
-def as_bytes(x: jax.Array) -> jax.Array:
-    """``[..., n]`` of any dtype as bytes ``[..., bytes]`` uint8."""
-    data = lax.bitcast_convert_type(x, jnp.uint8)
-    return data.reshape(*x.shape[:-1], -1)
-
-
-def from_bytes(data: jax.Array) -> jax.Array:
-    """The inverse of `as_bytes`, for float32."""
-    each = data.reshape(*data.shape[:-1], -1, 4)
-    return lax.bitcast_convert_type(each, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,17 +201,21 @@ class Compressed:
         # Errors are kept of the mean, as the next batch may have another weight.
         divisors = _places_of_divisors(tree)
         weights = [leaves[divisors[i]] if i in divisors else 1.0 for i in at]
-        units = [jnp.where(w == 0, 1.0, w) for w in weights]
-        coded = [x / unit.astype(x.dtype) for x, unit in zip(coded, units, strict=True)]
-        if rows:  # the rows of a device's towers add up to its rounding errors
-            pairs = zip(coded, rows, strict=True)
-            coded = [x + add_pairwise(row) for x, row in pairs]
+        units = [
+            jnp.where(w == 0, 1.0, w).astype(x.dtype)
+            for w, x in zip(weights, coded, strict=True)
+        ]
+        # The rows of a device's towers add up to its rounding errors.
+        coded = [x / unit for x, unit in zip(coded, units, strict=True)]
+        if rows:
+            lost = map(add_pairwise, rows)
+            coded = [x + own for x, own in zip(coded, lost, strict=True)]
         error, lost = jnp.float32(0), [jnp.zeros_like(x) for x in coded]
         if axes.device_axis:
             fn = functools.partial(self._sum_encoded, num_devices=axes.num_devices)
             coded, lost, error = _differentiate_exactly(fn)(coded)
         for i, total, unit in zip(at, coded, units, strict=True):
-            leaves[i] = total * unit.astype(total.dtype)
+            leaves[i] = total * unit
         if rows:  # a mean without weight is 0, so that nothing of it is sent
             own = zip(weights, lost, rows, strict=True)
             rows = [
@@ -239,16 +231,14 @@ class Compressed:
         shapes = [x.shape for x in coded]
         if not coded:
             raise ValueError(
-                f"{self!r} found no gradient: no floating leaf above"
-                f" {self.above_bytes} bytes is returned as 'grads' by the last pass."
-                " Return {'grads': grads, ...} there, or use tj.AllReduce()."
+                f"{self!r} found no gradient: the last pass returns no floating leaf"
+                f" above {self.above_bytes} bytes as 'grads'."
             )
         if self.error_feedback and shapes != [x.shape[1:] for x in lost]:
             raise ValueError(
-                f"{self!r} keeps what is lost of leaves like those of state.params,"
-                f" {[x.shape[1:] for x in lost]}, but 'grads' has {shapes}. Make the"
-                " state with step.init, return a gradient like state.params, or say"
-                " error_feedback=False."
+                f"{self!r} keeps what is lost of leaves {[x.shape[1:] for x in lost]},"
+                f" but 'grads' has {shapes}. Make the state with step.init, and return"
+                " a gradient like state.params, or say error_feedback=False."
             )
 
     def _sum_encoded(
@@ -270,11 +260,10 @@ class Compressed:
         row = lax.axis_index(DEVICE_AXIS)
         first = row * (size // self.block)
         squares = blocks.norms_squared(lost), blocks.norms_squared(share_lost, first)
-        gathered = lax.all_gather(
-            jnp.concatenate([sent, as_bytes(jnp.concatenate(squares))]), DEVICE_AXIS
-        )
+        errors = jnp.concatenate(squares).view(jnp.uint8)
+        gathered = lax.all_gather(jnp.concatenate([sent, errors]), DEVICE_AXIS)
         total = code.decode(gathered[:, : len(sent)], size, x.dtype).reshape(-1)
-        squares = from_bytes(gathered[:, len(sent) :]).reshape(num_devices, 2, -1)
+        squares = gathered[:, len(sent) :].view(jnp.float32).reshape(num_devices, 2, -1)
         error = _largest_error(squares, blocks.norms_squared(total))
         # This device sends the error of its share's sums with its next gradient.
         own = lax.dynamic_index_in_dim(lost, row, keepdims=False) + share_lost
