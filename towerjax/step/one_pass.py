@@ -47,8 +47,8 @@ class PassArgs(NamedTuple):
 
     state: TrainState
     batch: PyTree
-    num_valid: jax.Array
-    shared: list[PyTree]  # the values of the batch's `Shared` leaves
+    num_valid: Any
+    shared: Any  # the values of the batch's `Shared` leaves
     merged: PyTree  # the result of the pass before, if any
 
 
