@@ -209,7 +209,7 @@ def check_reduced(reduction, values, found):
 @pytest.mark.parametrize(
     "ops, towers, reductions",
     [
-        (tj.AllReduce(), 4, (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)),
+        (tj.AllReduce(), 4, (R.SUM, R.MEAN)),
         (tj.PinnedTree(), 6, (R.MEAN,)),
     ],
 )
