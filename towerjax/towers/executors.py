@@ -106,32 +106,30 @@ def closed_over_kinds(jaxpr: Any) -> str:
     return _kinds_in_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(eq=False)
-class TracedCall:
-    """The first call of a traced function; compared by identity."""
+class Static:
+    """A value that is no array, among a trace's results: a pytree without leaves."""
+
+    value: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
+class TracedCall(Static):
+    """A `Static` of a traced function, with its first call."""
 
     first: Any  # the call that was traced
-    closes_over: str
+    closes_over: str  # see `closed_over_kinds`
     # Whether all processes have traced the same.
     is_agreed: bool = dataclasses.field(default=False, init=False)
-
-    def refuse_again(self, call: Any) -> None:
-        """Raise where another call would use the constants of the first one."""
-        if self.closes_over and self.first is not call:
-            raise ValueError(
-                "A tower function closes over arrays that a strategy has placed, such"
-                " as a variable's value, or gets them in an object that is no pytree:"
-                f" {self.closes_over}. It was traced with those of its first call, and"
-                " is called again. Pass them as arguments, of fn(tower, variable):"
-                " strategy.call_for_each_tower(fn, variable); or in the carry of"
-                " run_steps_on_dataset."
-            )
 
 
 def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> Any:
     """The results of ``jitted(call, *args)``, of which the last is a `TracedCall`.
 
-    Raises, before it runs, unless all processes have traced the same program.
+    Raises, before it runs, unless all processes have traced the same program; and where
+    another call would use the constants of the first one.
     """
     if placement.num_processes > 1 and not is_traced(args):
         traced = jitted.trace(call, *args)  # kept by JAX for the call below
@@ -144,9 +142,17 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
                 " process's are used.",
             )
             kept.is_agreed = True
-    out = jitted(call, *args)
-    out[-1].refuse_again(call)
-    return out
+    *out, kept = jitted(call, *args)
+    if kept.closes_over and kept.first is not call:
+        raise ValueError(
+            "A tower function closes over arrays that a strategy has placed, such as a"
+            " variable's value, or gets them in an object that is no pytree:"
+            f" {kept.closes_over}. It was traced with those of its first call, and is"
+            " called again. Pass them as arguments, of fn(tower, variable):"
+            " strategy.call_for_each_tower(fn, variable); or in the carry of"
+            " run_steps_on_dataset."
+        )
+    return *out, kept.value
 
 
 def _kinds_in_mesh(constants: Iterable[Any]) -> str:

@@ -21,6 +21,7 @@ from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import prove_mirrored, refuse_draws
 from towerjax.towers.cross_tower.constant import Constant
 from towerjax.towers.executors import (
+    Static,
     TracedCall,
     closed_over_kinds,
     in_tower_fn,
@@ -50,42 +51,6 @@ variable says; assign in tower.merge_call; or create it with tower_local=True.""
 _ROWS, _FREE = "rows", "free"
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(eq=False)
-class _Returned:
-    """What a tower function returned, but for arrays: a pytree node without leaves."""
-
-    treedef: Any
-    leaves: tuple[Any, ...]  # the kind of an array, or a constant
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kind of each array."""
-        return [x for x in self.leaves if isinstance(x, str)]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(eq=False)
-class _Outputs(TracedCall):
-    """How a compiled call's arrays become the function's results."""
-
-    returned: _Returned
-    mirrored: tuple[bool, ...]  # for each array
-
-    def tree(self, arrays: list[Any]) -> PyTree:
-        """The function's tree of results, from its arrays."""
-        pairs = zip(arrays, self.mirrored, strict=True)
-
-        def result(leaf: Any) -> Any:
-            if isinstance(leaf, Constant):
-                return leaf.value
-            x, mirrored = next(pairs)
-            return x if mirrored or leaf == _ROWS else PerTower(x)
-
-        leaves = map(result, self.returned.leaves)
-        return jax.tree.unflatten(self.returned.treedef, leaves)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """The key of the jit cache: a function, its placement, its arguments' structure."""
@@ -98,7 +63,7 @@ class _Call:
 
     def on_device(
         self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
-    ) -> tuple[list[Any], _Returned]:
+    ) -> tuple[list[Any], Static]:
         """Run a device's towers: their arrays ``[k, ...]``, and the other results."""
 
         def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
@@ -108,7 +73,7 @@ class _Call:
             kinds = tuple(_kinds_of(out))
             pairs = zip(leaves, kinds, strict=True)
             arrays_out = [jnp.asarray(x) for x, kind in pairs if isinstance(kind, str)]
-            return (), (arrays_out, _Returned(treedef, kinds))
+            return (), (arrays_out, Static((treedef, kinds)))
 
         return over_local_towers(tower_fn, axes, rows, stack_sums=False)[1]
 
@@ -120,7 +85,7 @@ class _Call:
         with in_tower_fn():
             return self.fn(tower, *args, **kwargs)
 
-    def prove(self, *values: list[Any]) -> _Outputs:
+    def prove(self, *values: list[Any]) -> TracedCall:
         """Find the outputs that are mirrored; raise where one must be and is not."""
         axes = self.placement.abstract_axes
 
@@ -146,24 +111,29 @@ class _Call:
         sizes = {DEVICE_AXIS: axes.num_towers}
         found = analyse(jaxpr, names, sizes, of_more_towers=of_more_towers)
         refuse_draws(found, shared=self.placement.shares_devices)
-        kinds = returned.kinds
+        treedef, leaves = returned.value
+        kinds = [x for x in leaves if isinstance(x, str)]
         variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
         prove_mirrored(found, variables, advice=_ASSIGN)
         pairs = zip(found.outputs, kinds, strict=True)
         mirrored = tuple(x is None and kind != _ROWS for x, kind in pairs)
-        return _Outputs(self, closed_over_kinds(jaxpr), returned, mirrored)
+        outputs = treedef, leaves, mirrored
+        return TracedCall(outputs, self, closed_over_kinds(jaxpr))
 
 
 # Kept, since the unused first argument sets the device of a call without others.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
-def _run(call: _Call, rows: list[Any], arrays: list[Any]) -> tuple[list[Any], _Outputs]:
+def _run(
+    call: _Call, rows: list[Any], arrays: list[Any]
+) -> tuple[list[Any], TracedCall]:
     """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
     outputs = call.prove(rows, arrays)
-    layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in outputs.mirrored]
+    *_, mirrored = outputs.value
+    layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
 
     def device_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
         out, _ = call.on_device(call.placement.axes, rows, arrays)
-        return [x[0] if m else x for x, m in zip(out, outputs.mirrored, strict=True)]
+        return [x[0] if m else x for x, m in zip(out, mirrored, strict=True)]
 
     run = over_devices(device_fn, call.placement, _IN_LAYOUTS, layouts)
     return run(rows, arrays), outputs
@@ -231,7 +201,21 @@ def call_for_each_tower(
     rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
     out, outputs = run_traced(_run, placement, call, rows, arrays)
-    return outputs.tree(wait_on_cpus(out))
+    return _results(outputs, wait_on_cpus(out))
+
+
+def _results(outputs: Any, arrays: list[Any]) -> PyTree:
+    """The function's tree of results, from its arrays."""
+    treedef, leaves, mirrored = outputs
+    pairs = zip(arrays, mirrored, strict=True)
+
+    def result(leaf: Any) -> Any:
+        if isinstance(leaf, Constant):
+            return leaf.value
+        x, is_mirrored = next(pairs)
+        return x if is_mirrored or leaf == _ROWS else PerTower(x)
+
+    return jax.tree.unflatten(treedef, map(result, leaves))
 
 
 def _kinds_of(out: PyTree) -> Iterator[Any]:

@@ -1,6 +1,5 @@
 """Several steps of a function on a data set, in one program."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -36,14 +35,6 @@ from towerjax.types.leaves import (
     shown,
 )
 from towerjax.types.options import check_takes, check_whole
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(eq=False)
-class _StaticOutputs(TracedCall):
-    """Values that are no arrays, as a trace's output: a pytree node without leaves."""
-
-    values: dict[str, Any]
 
 
 class MultiStepContext:
@@ -155,7 +146,7 @@ _Steps: TypeAlias = tuple[StrategyFields, Callable[..., PyTree], bool]
 @functools.partial(jax.jit, static_argnums=0)
 def _run_steps(
     steps: _Steps, carry: PyTree, arrays: list[PyTree], count: Any
-) -> tuple[PyTree, dict[str, Any], _StaticOutputs]:
+) -> tuple[PyTree, dict[str, Any], TracedCall]:
     """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
     strategy, fn, bare = steps
     num_towers, values = strategy.num_towers, {}
@@ -183,7 +174,7 @@ def _run_steps(
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
 
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
-    kept = _StaticOutputs(steps, closed_over_kinds(jaxpr), values)
+    kept = TracedCall(values, steps, closed_over_kinds(jaxpr))
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: one(i, done[0]), first)
     # Placed as before, so that the next call needs no other program.
@@ -260,9 +251,9 @@ def run_steps_on_dataset(
     *arrays, count = placer.place_several(batches, iterations).args
     carry = _place_carry(_stack_own(initial, self.num_towers), self.placement)
     given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
-    carry, outputs, kept = run_traced(_run_steps, *given)
+    carry, outputs, values = run_traced(_run_steps, *given)
     ctx = MultiStepContext(self)
     ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
-    ctx.non_tensor_outputs = dict(kept.values)
+    ctx.non_tensor_outputs = dict(values)
     ctx.iterations = len(batches)
     return ctx
