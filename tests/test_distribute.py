@@ -143,8 +143,7 @@ def test_elements_of_unequal_size_train_as_one_batch_of_them_all():
 
 
 @pytest.mark.parametrize(
-    "remainder, expected",
-    [("pad", [[2, 2, 2], [2, 2, 0]]), ("drop", [[2, 2, 2]])],
+    "remainder, expected", [("pad", [[2, 2, 2], [2, 2, 0]]), ("drop", [[2, 2, 2]])]
 )
 def test_elements_left_over_at_the_end(remainder, expected):
     dataset = mirrored(3).distribute_dataset(

@@ -74,8 +74,7 @@ def mirrored(T, D, options):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    "T, D, options, layout",
-    [(4, 2, {"local": "scan"}, {}), (4, 2, {}, {"n_batch": 1})],
+    "T, D, options, layout", [(4, 2, {"local": "scan"}, {}), (4, 2, {}, {"n_batch": 1})]
 )
 def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
     batch, x = batch_of(7, **layout)

@@ -61,12 +61,7 @@ def train(built, values, num_steps, **options):
     data = [np.full(8, float(i), np.float32) for i in range(num_steps)]
     options = {"eval_every": 1, "progress": False, **options}
     return run(
-        step,
-        init(step),
-        data,
-        evaluate=evaluate,
-        eval_batches=told(values),
-        **options,
+        step, init(step), data, evaluate=evaluate, eval_batches=told(values), **options
     )
 
 
@@ -172,13 +167,7 @@ def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "300")
     train(
-        steps,
-        [3, 1, 2],
-        4,
-        steps=4,
-        eval_every=2,
-        progress=True,
-        best=tj.Best("told"),
+        steps, [3, 1, 2], 4, steps=4, eval_every=2, progress=True, best=tj.Best("told")
     )
     text = screen.getvalue()
     # Steps 3 and 4 come after the evaluation after step 2.
@@ -315,10 +304,7 @@ def test_an_exception_keeps_the_best(steps):
     [
         (lambda: tj.EarlyStopping("x", 0), "patience=0 must be a whole number >= 1"),
         (lambda: tj.EarlyStopping("x", 2.0), "patience=2.0 must be a whole"),
-        (
-            lambda: tj.EarlyStopping("x", 1, "least"),
-            "mode='least' must be one",
-        ),
+        (lambda: tj.EarlyStopping("x", 1, "least"), "mode='least' must be one"),
         (lambda: tj.EarlyStopping("", 1), "metric='' must be the name of a metric"),
         (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
         (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),

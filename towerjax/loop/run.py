@@ -161,10 +161,7 @@ def _run_loop(
 
 
 def _require_same_work(
-    placement: Placement,
-    batches: Iterable[PyTree],
-    options: RunOptions,
-    start: int,
+    placement: Placement, batches: Iterable[PyTree], options: RunOptions, start: int
 ) -> None:
     """Raise, on every process, unless all processes will make the same calls."""
     if placement.num_processes == 1:
