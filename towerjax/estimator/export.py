@@ -24,7 +24,6 @@ from towerjax.estimator.spec import (
     Mode,
     ModelSpec,
     PredictOutput,
-    RegressionOutput,
 )
 from towerjax.estimator.variables import as_state
 from towerjax.loop.checkpoint.folder import (
@@ -254,17 +253,16 @@ def _served(spec: ModelSpec) -> dict[str, tuple[dict[str, Any], PyTree]]:
 
 
 def _describe_output(output: Any) -> tuple[dict[str, Any], PyTree]:
+    kind = type(output).__name__.removesuffix("Output").lower()
+    about: dict[str, Any] = {"kind": kind}
     if isinstance(output, PredictOutput):
         outputs = output.outputs
         outputs = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
-        return {"kind": "predict"}, outputs
-    if isinstance(output, RegressionOutput):
-        return {"kind": "regression"}, {"value": output.value}
-    about: dict[str, Any] = {"kind": "classification"}
-    parts = {"scores": output.scores, "classes": output.classes}
-    if isinstance(output.classes, ClassNames):
+        return about, outputs
+    parts = {name: part for name, part in vars(output).items() if part is not None}
+    if isinstance(parts.get("classes"), ClassNames):
         about["classes"] = list(parts.pop("classes"))
-    return about, {name: part for name, part in parts.items() if part is not None}
+    return about, parts
 
 
 def _write(
