@@ -421,24 +421,12 @@ def test_a_check_that_cannot_be_honoured_is_refused():
 
 
 @pytest.mark.slow
-def test_a_replicated_models_step_has_the_check_too():
-    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+def test_a_place_that_cannot_be_looked_for_keeps_the_error(plain, monkeypatch):
+    def locate(*args, **options):
+        raise RuntimeError("out of memory")
 
-    def model_fn(variables, features, labels, mode, tower):
-        def of(w):
-            return tj.Weighted.mean((features * w - labels) ** 2, tower.weight)
-
-        loss, after = optimizer.minimize(of, variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
-
-    strategy = tj.Mirrored(devices(4), local="scan")
-    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
-    data = {"features": np.ones(8, np.float32), "labels": np.zeros(8, np.float32)}
-    step = model.train_step(check=EVERY_STEP)
-    state = model.init(tj.TrainState.create(np.float32(1), optimizer))
-    state, _ = step(state, data)
-    step.settle()
-    assert float(state.params) < 1
-    step(corrupted(state, {"params": [3]}), data)
-    with pytest.raises(tj.DesyncError, match=r"step 1: cpu:3 \(tower 3\), params\."):
-        step.settle()
+    monkeypatch.setattr(plain, "locate", locate)
+    poisoned = batch() | {"x": np.full((16, 3), np.nan, np.float32)}
+    with pytest.raises(tj.NonFiniteError, match="of step 0 was not") as caught:
+        tj.run(plain, plain.init(params()), [poisoned], progress=False)
+    assert caught.value.__notes__[0].endswith("failed: out of memory")

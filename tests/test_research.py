@@ -92,66 +92,6 @@ def test_dp_sgd_clips_each_example_and_adds_noise_once():
     assert not np.allclose(noises[0], noises[1])
 
 
-# A mean teacher
-
-
-@pytest.mark.slow
-def test_a_mean_teacher_teaches_and_is_evaluated():
-    """Tarvainen and Valpola, 2017: an error of labelled rows, a distance of all."""
-
-    def tower_fn(state, batch, tower):
-        def loss_of(w, batch, tower):
-            predicted = batch["x"] @ w
-            known = tower.weight * batch["known"]
-            errors = (predicted - batch["y"]) ** 2
-            apart = (predicted - batch["x"] @ tower.extra) ** 2
-            mean = tj.Weighted.mean
-            return mean(errors, known) + 0.5 * mean(apart, tower.weight)
-
-        loss, grads = tj.value_and_grad(loss_of)(state.params, batch, tower)
-        return {"loss": loss, "grads": grads}
-
-    def update_fn(state, merged):
-        w = state.params - 0.1 * merged["grads"].value
-        teacher = 0.75 * state.extra + 0.25 * w
-        after = dataclasses.replace(state, params=w, extra=teacher)
-        return after, {"loss": merged["loss"]}
-
-    def metric_fn(w, batch, tower):
-        return {
-            "mse": tj.Weighted.mean((batch["x"] @ w - batch["y"]) ** 2, tower.weight)
-        }
-
-    step = tj.build_step(tower_fn, update_fn, IN_TURN, **PARTS)
-    cut = [data(22, seed) for seed in range(5)]
-    for batch in cut:
-        batch["known"] = (batch.pop("weight") > 0.5).astype(np.float32)
-    held_out = data(9, 9)
-    state, history = tj.run(
-        step,
-        step.init(W, extra=W),
-        cut,
-        evaluate=tj.build_eval_step(metric_fn, IN_TURN),
-        eval_batches=[held_out],
-        eval_params=lambda state: state.extra,
-        progress=False,
-    )
-    w = teacher = W.astype(float)
-    for batch, loss in zip(cut, history.metrics["loss"], strict=True):
-        x, y, known = (batch[name].astype(float) for name in ("x", "y", "known"))
-        errors, apart = x @ w - y, x @ (w - teacher)
-        expected = known @ errors**2 / known.sum() + 0.5 * np.mean(apart**2)
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
-        slope = 2 * (known * errors) @ x / known.sum() + 0.5 * 2 * apart @ x / len(x)
-        w = w - 0.1 * slope
-        teacher = 0.75 * teacher + 0.25 * w
-    np.testing.assert_allclose(state.params, w, atol=1e-6)
-    np.testing.assert_allclose(state.extra, teacher, atol=1e-6)
-    x, y = held_out["x"].astype(float), held_out["y"].astype(float)
-    expected = np.mean((x @ teacher - y) ** 2)
-    np.testing.assert_allclose(history.evaluations[-1][1]["mse"], expected, rtol=1e-5)
-
-
 # The step as a JAX function: populations, gradients through training, searches
 
 

@@ -131,18 +131,6 @@ def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
     assert len(step._runner.programs) == 1
 
 
-@pytest.mark.slow
-def test_a_number_of_the_host_goes_into_a_run_and_is_located():
-    step = rated(2)
-    batch = np.array([1, 2, 4, 9], np.float32)
-    state = step.init({"w": np.float32(0)})
-    state.opt_state.hyperparams["learning_rate"] = 0.25
-    state = dataclasses.replace(state, step=7)
-    assert step.locate(state, batch) == ()
-    state, _ = tj.run(step, state, [batch] * 2, progress=False)
-    assert float(state.params["w"]) == 3.0 and int(state.step) == 9
-
-
 def test_a_number_that_a_state_cannot_hold_is_refused():
     step = rated(2)
     batch = np.array([1, 2, 4, 9], np.float32)
