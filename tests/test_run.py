@@ -515,50 +515,35 @@ def loader_that_fails(cut, error):
     "prefetch, steps_per_call, error",
     [(0, 2, LoaderError("gone")), (2, 1, KeyboardInterrupt())],
 )
-def test_after_a_loader_error_the_run_can_go_on(
-    train_step, prefetch, steps_per_call, error
-):
-    cut = list(batches(make_data(112), 16))
-    options = {
-        "steps_per_call": steps_per_call,
-        "prefetch": prefetch,
-        "progress": False,
-    }
+def test_after_a_loader_error_the_run_can_go_on(prefetch, steps_per_call, error):
+    cut, seen = list(batches(make_data(112), 16)), []
+    options = {"steps_per_call": steps_per_call, "prefetch": prefetch, "in_flight": 8}
     with pytest.raises(type(error)) as caught:
-        run(train_step, init(train_step), loader_that_fails(cut[:5], error), **options)
+        hooks = [lambda number, metrics: seen.append(number)]
+        train(loader_that_fails(cut[:5], error), hooks=hooks, **options)
     assert caught.value is error
+    if isinstance(error, LoaderError):  # hooks see the steps before it
+        assert seen == [1, 2, 3, 4, 5]
     losses, w = oracle(cut)
     assert int(error.state.step) == 5
     assert "error.state is the state after step 5" in error.__notes__[-1]
-    np.testing.assert_allclose(
-        error.history.metrics["loss"], losses[:5], rtol=5 * 16 * EPS
-    )
-    state, history = run(train_step, error.state, cut[5:], **options)
+    found = error.history.metrics["loss"]
+    np.testing.assert_allclose(found, losses[:5], rtol=5 * 16 * EPS)
+    state, history = train(cut[5:], state=error.state, **options)
     assert history.steps.tolist() == [6, 7]
     np.testing.assert_allclose(state.params["w"], w, rtol=7 * 16 * EPS)
 
 
 @pytest.mark.parametrize("steps, note", [(2, "2, the last. e"), (3, "2; go on from")])
-def test_an_error_after_the_last_step_says_so(train_step, steps, note):
+def test_an_error_after_the_last_step_says_so(steps, note):
     def hook(number, metrics):
         if number == 2:
             raise LookupError
 
-    cut, options = batches(make_data(64), 16), {"in_flight": 1, "progress": False}
     with pytest.raises(LookupError) as caught:
-        run(train_step, init(train_step), cut, steps=steps, hooks=[hook], **options)
+        cut = batches(make_data(64), 16)
+        train(cut, steps=steps, hooks=[hook], in_flight=1)
     assert f"after step {note}" in caught.value.__notes__[-1]
-
-
-def test_hooks_see_the_steps_before_a_loader_error():
-    cut, seen = list(batches(make_data(64), 16)), []
-    with pytest.raises(LoaderError):
-        train(
-            loader_that_fails(cut, LoaderError()),
-            in_flight=8,
-            hooks=[lambda number, metrics: seen.append(number)],
-        )
-    assert seen == [1, 2, 3, 4]
 
 
 def test_hooks_are_called_in_order_for_every_step():
