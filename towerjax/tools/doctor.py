@@ -293,7 +293,7 @@ def _report_text(
         (
             probe.name,
             found[probe.name]["kind"],
-            in_bytes(found[probe.name]["memory_bytes"] or 0),
+            in_bytes(held) if (held := found[probe.name]["memory_bytes"]) else "-",
             *_probe_cells(probe),
         )
         for probe in alone
