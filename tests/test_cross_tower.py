@@ -238,7 +238,7 @@ def test_destinations():
         ((), r"devices=\(\) must be a tuple of names"),
         (("cpu:1", "CPU:1"), "devices names cpu:1 more than once"),
         ("cpu:8", "'cpu:8' is not on this machine, which has 8 of platform 'cpu'"),
-        (3, "destinations=3 names no devices. It may be a device name such"),
+        (3, "devices=3 must be a tuple of names or of jax.Device"),
     ],
 )
 def test_bad_destinations_are_refused(destinations, text):

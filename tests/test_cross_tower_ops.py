@@ -642,12 +642,12 @@ def test_destinations_are_where_a_value_lies():
 @pytest.mark.parametrize(
     "destinations, text",
     [
-        (3, "destinations=3 names no devices. It may be a device name such"),
-        ({"cpu:0"}, "destinations={'cpu:0'} names no devices."),
+        (3, "devices=3 must be a tuple of names"),
+        ({"cpu:0"}, "devices={'cpu:0'} must be a tuple of names"),
         (("cpu:0", 1), "devices: 1 is not a device name"),
-        (tj.PerTower(np.ones(2)), "names no devices. It may be a device name such as"),
+        (tj.PerTower(np.ones(2)), "must be a tuple of names or of jax.Device"),
         ("somewhere", "'somewhere' is not a device name"),
-        (tj.PerTower(()), "devices=[] must be a tuple of names"),
+        (tj.PerTower(()), "must be a tuple of names or of jax.Device objects"),
     ],
 )
 def test_what_names_no_devices_is_refused(destinations, text):

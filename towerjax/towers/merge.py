@@ -57,11 +57,21 @@ def unpad_batches(tree: PyTree) -> PyTree:
 
 def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
     """Stack the towers' values to leaves ``[T, ...]``; raise unless there are ``T``."""
+
+    def stack(leaves: Sequence[Any]) -> jax.Array:
+        shapes = [np.shape(leaf) for leaf in leaves]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
+                " cannot lie side by side. Pad or join them: strategy.gather, or axis="
+            )
+        return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+
     rows = value.values
     if is_tuple(rows):
         refuse_unheld(name, rows)
         check_structures(rows, name)
-        rows = jax.tree.map(lambda *leaves: _stack_leaves(leaves, name), *rows or [()])
+        rows = jax.tree.map(lambda *leaves: stack(leaves), *rows or [()])
         rows = rows if value.values else np.zeros(0)
     for x in jax.tree.leaves(rows):
         if np.shape(x)[:1] != (num_towers,):
@@ -87,16 +97,6 @@ def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> 
                 f"{name} holds {treedefs[0]} of tower 0 and {treedef} of tower {tower},"
                 " which cannot lie side by side. Give all towers one structure."
             )
-
-
-def _stack_leaves(leaves: Sequence[Any], name: str) -> jax.Array:
-    shapes = [np.shape(leaf) for leaf in leaves]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"{name} holds values of shapes {', '.join(map(str, shapes))}, which cannot"
-            " lie side by side. Pad them, or join them: strategy.gather, or axis=..."
-        )
-    return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
 
 
 def merge_over_towers(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from towerjax.collectives.reduce import reduced_dtype
 from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
 from towerjax.types import PerTower, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (
@@ -106,17 +107,11 @@ def label(variable: Variable) -> str:
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
-def fit(
-    variable: Variable,
-    value: PyTree,
-    *,
-    copies: bool = False,
-    takes: Callable[[Any], Sequence[Any]] = lambda dtype: (dtype,),
-) -> PyTree:
+def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     """Cast the value to the variable's dtypes; raise where it does not fit.
 
-    With ``copies`` the variable holds ``[T, ...]`` and the value is for one tower.
-    ``takes(dtype)`` are the dtypes that fit a leaf of ``dtype``, preferred first.
+    With ``reads`` it is what a tower-local variable, ``[T, ...]``, shall read as, of its
+    own dtype or that of its reduction.
     """
     old = variable.value
     if jax.tree.structure(value) != jax.tree.structure(old):
@@ -128,15 +123,22 @@ def fit(
         )
     problems = []
 
+    def dtypes_of(dtype: Any) -> tuple[Any, ...]:  # preferred first
+        adds = reads and variable.reduction in (Reduction.SUM, Reduction.MEAN)
+        if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
+            return (dtype,)
+        read = reduced_dtype(variable.reduction, dtype)
+        return (read, dtype) if variable.reduction is Reduction.SUM else (dtype, read)
+
     def one(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
         leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
         new = native(new)
-        shape = leaf.shape[1:] if copies else leaf.shape
+        shape = leaf.shape[1:] if reads else leaf.shape
         if problem is not None:
             problem = f"is {problem}"
         elif np.shape(new) != shape:
             problem = f"has shape {np.shape(new)}, expected {shape}"
-        elif held := [d for d in takes(leaf.dtype) if _holds(d, new)]:
+        elif held := [d for d in dtypes_of(leaf.dtype) if _holds(d, new)]:
             try:
                 return jnp.asarray(new, held[0])
             except OverflowError:
@@ -147,7 +149,7 @@ def fit(
 
     fitted = jax.tree_util.tree_map_with_path(one, value, old)
     if problems:
-        closed = isinstance(variable, TowerLocal) and not copies
+        closed = isinstance(variable, TowerLocal) and not reads
         raise ValueError(
             f"The value does not fit {label(variable)}: {listed(problems)}. Cast or"
             " reshape it, or create the variable as the value is."

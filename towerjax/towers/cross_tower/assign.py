@@ -1,9 +1,8 @@
 """Create, assign, update, read, save and restore variables for all towers at once."""
 
 import dataclasses
-import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -203,8 +202,8 @@ def update_var(
         return _replace_value(variable, fit(variable, new))
     check_towers(variable, self.num_towers)
     news = [plain(fn(own, *args, **kwargs)) for own in unwrap(self, variable)]
-    rows = [fit(variable, new, copies=True) for new in news]
-    return _replace_value(variable, jax.tree.map(lambda *xs: jnp.stack(xs), *rows))
+    rows = jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *news)
+    return _replace_value(variable, fit(variable, rows))
 
 
 def read_var(self: StrategyFields, value: PyTree) -> PyTree:
@@ -264,8 +263,7 @@ def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     """The towers' copies of which a tower-local variable reads as the value."""
     refuse_own_copy(variable)
-    takes = functools.partial(_dtypes_to_assign, variable.reduction)
-    value = fit(variable, value, copies=True, takes=takes)
+    value = fit(variable, value, reads=True)
     rows = split_sum(variable, value, num_towers)
     dtypes = jax.tree.map(jnp.result_type, variable.value)
     try:
@@ -275,15 +273,6 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
             f"The value does not fit {label(variable)}: it {error}. Create the variable"
             " with a larger dtype, or pass a value that fits."
         ) from error
-
-
-def _dtypes_to_assign(reduction: Reduction, dtype: Any) -> Sequence[Any]:
-    """The dtypes of values that fit, preferred first: its own and its reduction's."""
-    adds = reduction in (Reduction.SUM, Reduction.MEAN)
-    if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return (dtype,)
-    read = reduced_dtype(reduction, dtype)
-    return (read, dtype) if reduction is Reduction.SUM else (dtype, read)
 
 
 def check_towers(variable: Variable, num_towers: int) -> None:

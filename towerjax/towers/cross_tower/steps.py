@@ -1,5 +1,6 @@
 """Several steps of a function on a data set, in one program."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from towerjax.types.leaves import (
 from towerjax.types.options import check_takes, check_whole
 
 
+@dataclasses.dataclass(eq=False)
 class MultiStepContext:
     """The context of a step function of ``run_steps_on_dataset``, and its outputs.
 
@@ -51,16 +53,14 @@ class MultiStepContext:
       iterations: After the run: the number of steps done.
     """
 
-    def __init__(
-        self, strategy: StrategyFields, weight: PerTower | None = None
-    ) -> None:
-        self.strategy, self.weight = strategy, weight
-        self.last_step_outputs: dict[str, Any] = {}
-        self.non_tensor_outputs: dict[str, Any] = {}
-        self.final: PyTree = None
-        self.iterations = 0
-        # What a tower function sets; None outside of one.
-        self._of_towers: dict[str, Any] | None = None
+    strategy: StrategyFields
+    weight: PerTower | None = None
+    last_step_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    non_tensor_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    final: PyTree = None
+    iterations: int = 0
+    # What a tower function sets; None outside of one.
+    _of_towers: dict[str, Any] | None = None
 
     def call_for_each_tower(
         self, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree

@@ -26,7 +26,6 @@ from towerjax.towers.tower_local import read_local, refuse_own_copy
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
-    Variable,
     is_per_tower,
     is_variable,
     refuse_per_tower,
@@ -289,17 +288,9 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
 
 
 def _devices_in(destinations: Any) -> Any:
-    if isinstance(destinations, str | jax.Device):
-        return [destinations]
-    if isinstance(destinations, tuple | list):
-        return destinations
     arrays = jax.tree.leaves(destinations)
-    lies = isinstance(destinations, jax.Array | PerTower | Variable)
-    if lies and all(isinstance(x, jax.Array) for x in arrays):
+    if arrays and all(isinstance(x, jax.Array) for x in arrays):
         found = {device for x in arrays for device in x.devices()}
         return sorted(found, key=lambda device: device.id)
-    raise ValueError(
-        f"destinations={destinations!r:.200} names no devices. It may be a device name"
-        " such as 'cpu:1', a jax.Device, a tuple or list of these, or a value that lies"
-        " on the devices: a jax.Array, a PerTower or a variable."
-    )
+    is_one = isinstance(destinations, str | jax.Device)
+    return [destinations] if is_one else destinations
