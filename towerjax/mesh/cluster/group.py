@@ -86,9 +86,7 @@ class Timeouts:
     failed_s: float  # the same, after a process has failed
     hang_s: float = math.inf  # without a sign of life of one process
     step_s: float = math.inf  # without a step of any process, once all have begun one
-    regrow_at: float = (
-        math.inf
-    )  # the time.monotonic at which to end, so that more start
+    regrow_at: float = math.inf  # the time.monotonic from which more would fit
 
 
 def say(text: str) -> None:
