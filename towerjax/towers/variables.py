@@ -110,7 +110,7 @@ def label(variable: Variable) -> str:
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     """Cast the value to the variable's dtypes; raise where it does not fit.
 
-    With ``reads`` it is what a tower-local variable, ``[T, ...]``, shall read as, of its
+    With ``reads`` it is what a tower-local variable ``[T, ...]`` shall read as, of its
     own dtype or that of its reduction.
     """
     old = variable.value
