@@ -206,6 +206,7 @@ def test_after_a_hook_that_raises_the_bits_are_those_of_an_undisturbed_run(
     assert_same_losses(losses, undisturbed[1])
 
 
+@pytest.mark.slow
 def test_batches_with_a_cursor_are_set_back_themselves(step, undisturbed):
     source = shuffled()
     with pytest.raises(BrokenError) as caught:
@@ -226,6 +227,7 @@ def test_batches_with_a_cursor_are_set_back_themselves(step, undisturbed):
     tj.metrics.check_examples(state, ids_of_steps())
 
 
+@pytest.mark.slow
 def test_a_new_step_may_go_on_at_the_smaller_last_batch():
     first, other = light.build_light(), light.build_light()  # max_programs=1
     expected, _ = tj.run(
@@ -436,6 +438,7 @@ def test_memory_that_runs_out_in_a_donated_step_takes_the_state():
     assert found.endswith("RESOURCE_EXHAUSTED: Out of memory None None\n"), found
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_donated_is_there_after_a_failure(monkeypatch):
     step, calls = light.build_light(donate=False), itertools.count(1)
     state, dispatch = light.init(step), step.dispatch
@@ -505,6 +508,7 @@ def test_a_nan_on_one_tower_is_one_verdict_for_all():
     tj.metrics.check_examples(state, TOTAL(np.concatenate(seen)))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_nan():
     step, skipping = (light.build_light(on_nonfinite=x) for x in ("raise", "skip"))
     cut = all_batches()

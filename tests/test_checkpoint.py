@@ -142,6 +142,7 @@ def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_2_to_the_31_steps(light, tmp_path):
     """The int32 of the state is negative then; numbers of steps are not."""
     start, saving = model.init(light), tj.Checkpointer(tmp_path / "run")
@@ -154,6 +155,7 @@ def test_a_run_goes_on_after_2_to_the_31_steps(light, tmp_path):
     assert int(state_after.step) == 1 - 2**31 and len(history.metrics["loss"]) == 1
 
 
+@pytest.mark.slow
 def test_several_steps_a_call(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, every=4)
     options = {"steps_per_call": 2}
@@ -218,6 +220,7 @@ def saved_at_once(step, saving, state):
         Saving(saving, step, state, Ledger([], copies=False), stack).save(state, 1, {})
 
 
+@pytest.mark.slow
 def test_a_variable_without_one_value_stays_on_as_many_towers(step, other, tmp_path):
     def with_own(step, factor=0):
         numbers = np.arange(step.strategy.placement.num_towers, dtype=np.float32)
@@ -276,6 +279,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
         train(light, tj.Checkpointer(tmp_path / "full"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
     light, tmp_path, monkeypatch, light_bits
 ):
@@ -306,6 +310,7 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
     assert int(e.value.state.step) in (6, 8)
 
 
+@pytest.mark.slow
 def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
     light, tmp_path, monkeypatch
 ):
@@ -465,6 +470,7 @@ def test_a_later_format_is_refused(step, copied):
 # Where the data goes on
 
 
+@pytest.mark.slow
 def test_batches_that_do_not_know_where_they_are(light, light_bits, tmp_path):
     def generator():
         yield from model.batches()
@@ -485,6 +491,7 @@ def test_batches_that_do_not_know_where_they_are(light, light_bits, tmp_path):
     model.assert_same_bits(state, light_bits)
 
 
+@pytest.mark.slow
 def test_a_list_is_counted_off(light, light_bits, tmp_path):
     source = model.batches()
     batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
@@ -499,6 +506,7 @@ def test_a_list_is_counted_off(light, light_bits, tmp_path):
     model.assert_same_bits(state, light_bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["cursor", "count"])
 def test_what_a_run_left_is_counted_from_the_first(light, light_bits, tmp_path, way):
     """The run that goes on with error.batches is ended, too; then a new process."""
@@ -530,6 +538,7 @@ def test_no_batch_is_left_out_before_the_first_that_was_used():
         Ledger(left, copies=False).go_to(2)
 
 
+@pytest.mark.slow
 def test_a_distributed_data_set_goes_on(light, light_bits, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     for steps in (3, model.STEPS):
@@ -594,6 +603,7 @@ def metrics_of(values):
     return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 1}
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "mode, values, kept",
     [
@@ -611,12 +621,14 @@ def test_the_newest_and_the_best_stay(light, tmp_path, mode, values, kept):
     assert saving.record(best + 1).evaluation == {"loss": values[best]}
 
 
+@pytest.mark.slow
 def test_the_last_state_is_saved_with_its_evaluation(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, every=2, best="loss")
     train(light, saving, 4, **metrics_of([3, 1]) | {"eval_every": 3})
     assert saving.best_step == 4 and saving.steps == (2, 3, 4)
 
 
+@pytest.mark.slow
 def test_what_is_due_is_saved_before_the_loader_is_heard(light, tmp_path):
     def loader():
         yield from model.batches(epochs=1).at(1)
@@ -654,6 +666,7 @@ def test_the_best_is_one_real_number(light, tmp_path):
         train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
 
 
+@pytest.mark.slow
 def test_the_best_is_saved_between_and_known_to_the_next_run(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
     train(light, saving, 3, **metrics_of([3, 1, 2]))
@@ -662,6 +675,7 @@ def test_the_best_is_saved_between_and_known_to_the_next_run(light, tmp_path):
     assert saving.steps == (2, 5) and saving.best_step == 2
 
 
+@pytest.mark.slow
 def test_early_stopping_counts_on(light, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3)
     train(light, saving, 3, early_stopping=early, **metrics_of([3, 1, 2]))
@@ -673,6 +687,7 @@ def test_early_stopping_counts_on(light, tmp_path):
     assert int(again.step) == 5
 
 
+@pytest.mark.slow
 def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 1)
     for _ in range(2):  # a finished run evaluates once more
@@ -681,6 +696,7 @@ def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
         assert history.stopped is None and len(history.evaluations) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [3, 4])
 def test_an_evaluation_that_was_due_is_made_up_for(light, tmp_path, number):
     """A run is ended by what sees step 3, after which, or the next, one is due."""
@@ -697,6 +713,7 @@ def test_an_evaluation_that_was_due_is_made_up_for(light, tmp_path, number):
     assert [at for at, _ in history.evaluations] == [number, 2 * number, 3 * number]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, kind):
     """SIGTERM comes before the evaluation that is due, or at its end."""
@@ -800,6 +817,7 @@ def test_sigterm_saves_and_ends_with_its_code(light, light_bits, tmp_path):
     model.assert_same_bits(state, light_bits)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves(light, light_bits, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -809,6 +827,7 @@ def test_ctrl_c_saves(light, light_bits, tmp_path):
     model.assert_same_bits(state, light_bits)
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_evaluates(light, light_bits, tmp_path):
     saving, options = tj.Checkpointer(tmp_path, exit_code=3), metrics_of([1] * 9)
 
@@ -824,6 +843,7 @@ def test_sigterm_while_it_evaluates(light, light_bits, tmp_path):
     model.assert_same_bits(state, light_bits)
 
 
+@pytest.mark.slow
 def test_sigterm_while_it_compiles(light, light_bits, tmp_path, monkeypatch):
     saving, program = tj.Checkpointer(tmp_path), type(light).program
 
@@ -840,6 +860,7 @@ def test_sigterm_while_it_compiles(light, light_bits, tmp_path, monkeypatch):
     model.assert_same_bits(state, light_bits)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     source = model.batches(drop_remainder=True)
@@ -931,6 +952,7 @@ def test_sigterm_before_an_error_is_obeyed_after_it(light, tmp_path):
     assert heard == [signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_a_step_and_its_fault_saves_nothing(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     source = model.batches(drop_remainder=True)

@@ -133,6 +133,7 @@ def test_fingerprints_of_close_data_differ():
     assert len({ExampleCount.of(*each).fingerprint for each in lists}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [256, 257, 2**16])
 def test_sums_over_towers_are_exact_in_float32(towers):
     full = np.full((3, 32, 9), 0xFFFFFFFF, np.uint32)
@@ -186,6 +187,7 @@ def test_weights_are_told_apart_and_an_ignored_nan_is_seen():
         tj.metrics.check_examples(state, IDS, weights=other)
 
 
+@pytest.mark.slow
 def test_wide_ids_come_in_halves():
     ids = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, N)
     halves, weight = ids.view(np.uint32).reshape(-1, 2), np.ones(N, np.float32)

@@ -260,6 +260,7 @@ def exact_metrics(data, w):
     return (weight * squares).sum() / weight.sum(), x.mean(axis=0)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("batch_size", [37, 16, 10])
 def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
     data = eval_data(37)
@@ -565,6 +566,7 @@ def test_hooks_are_called_in_order_for_every_step():
     assert isinstance(seen[0][2], np.float32)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
 def test_a_hook_sees_the_state_before_the_next_step_takes_it(steps_per_call, every):
     cut, seen, plain = list(batches(make_data(160), 16)), [], []
@@ -716,6 +718,7 @@ def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(steps_per_call):
     np.testing.assert_allclose(caught.value.state.params["w"], w, rtol=160 * EPS)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
     train_step, steps_per_call
@@ -738,6 +741,7 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
     np.testing.assert_allclose(error.state.params["w"], w, rtol=80 * EPS)
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_counted():
     step = step_with(on_nonfinite="skip")
     cut = broken(1)
@@ -749,6 +753,7 @@ def test_skipped_steps_are_counted():
     np.testing.assert_allclose(state.params["w"], w, rtol=80 * EPS)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_and_counts_is_not_skipped():
     step = step_with(on_nonfinite="ignore")
     state, history = train(broken(1), step=step)
@@ -782,6 +787,7 @@ def test_a_malformed_batch_leaves_the_state_usable():
     assert int(caught.value.state.step) == 2
 
 
+@pytest.mark.slow
 def test_a_batch_of_another_kind_leaves_the_state_usable():
     step = build_step(remainder="error")
     cut = [*batches(make_data(32), 16), *batches(make_data(24), 24)]
