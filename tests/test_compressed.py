@@ -50,6 +50,7 @@ def step_of(T, D, local="vmap", ops=None, **options):
     """A step, whose programs all tests share."""
     ops = compressed() if ops is None else ops
     strategy = mirrored(T, D, local, cross_tower_ops=ops)
+    options = {"on_nonfinite": "skip"} | options
     return tj.build_train_step(loss_fn, optax.sgd(1.0), strategy, **options)
 
 
@@ -131,7 +132,8 @@ def of_leaf(flat, name):
 def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedback):
     ops = compressed(bits, error_feedback=feedback)
     options = {} if A == 1 else {"local": local, "micro_batches": A}
-    step, oracle = step_of(T, D, ops=ops, **options), Oracle(D, bits, feedback)
+    ops = {} if (T, bits) == (2, 8) else {"ops": ops}  # that of other tests
+    step, oracle = step_of(T, D, **ops, **options), Oracle(D, bits, feedback)
     state, expected = step.init(W), {name: 0.0 for name in W}
     for seed in range(3):
         batch = data(2 * T, seed)
@@ -247,10 +249,10 @@ def test_a_metric_does_not_have_the_name_of_the_rounding_error():
 
 @pytest.mark.slow
 def test_a_step_that_is_refused_loses_nothing():
-    step = step_of(2, 2, on_nonfinite="skip")
-    state, _ = step(step.init(W), data(2))
+    step = step_of(2, 2)
+    state, _ = step(step.init(W), data(4))
     before = jax.device_get(state)
-    batch = data(2)
+    batch = data(4)
     batch["w"][1, 0, 0] = np.nan
     state, _ = step(state, batch)
     after = jax.device_get(state)

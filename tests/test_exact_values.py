@@ -11,9 +11,6 @@ import towerjax as tj
 from towerjax.collectives.reduce import reduced_dtype
 
 R = tj.Reduction
-LAYOUTS = pytest.mark.parametrize(
-    "T, D", [(4, 2), pytest.param(4, 1, marks=pytest.mark.slow)]
-)
 
 
 def bits(x):
@@ -30,8 +27,8 @@ SPECIAL = {
 }
 
 
-@LAYOUTS
-def test_the_first_towers_value_comes_bit_for_bit(T, D):
+def test_the_first_towers_value_comes_bit_for_bit():
+    T, D = 4, 2
     rows = {
         name: np.stack([first, *[np.ones_like(first)] * (T - 1)])
         for name, first in SPECIAL.items()
@@ -91,8 +88,6 @@ def test_the_first_towers_integers_have_no_derivative():
     "T, D, options",
     [
         (4, 1, {"local": "scan"}),
-        (8, 4, {"executor": "pmap"}),
-        (8, 4, {"cross_tower_ops": tj.PinnedTree()}),
         (8, 4, {"cross_tower_ops": tj.collectives.ReduceToOneDevice()}),
     ],
 )
@@ -183,7 +178,7 @@ def test_gathered_and_reduced_python_numbers_are_strong():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, T, value",
-    [("int8", 200, -7), ("int8", 200, 2500), ("uint8", 300, 200), ("int32", 3, -7)],
+    [("int8", 200, 2500), ("int32", 3, -7)],
 )
 def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
     strategy = mirrored(T)
