@@ -157,29 +157,29 @@ def _closing(text: str, opening: int) -> int:
 
 def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
     """The tables at the head of the text; empty where there are none."""
-    parts = {
-        name: re.findall(r"^(\d+) (.*)$", body, re.MULTILINE)
+    tables = {
+        name: dict(re.findall(r"^(\d+) (.*)$", body, re.MULTILINE))
         for name, body in re.findall(
             r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)",
             text,
             re.MULTILINE,
         )
     }
-    files = {int(i): x.strip('"') for i, x in parts.get("FileNames", [])}
-    functions = {int(i): x.strip('"') for i, x in parts.get("FunctionNames", [])}
-    places = {int(i): _parse_fields(x) for i, x in parts.get("FileLocations", [])}
-    frames = {int(i): _parse_fields(x) for i, x in parts.get("StackFrames", [])}
+    frames = tables.get("StackFrames", {})
     # Some versions print parents one higher, so that 0 is "none": frame 1 has none.
-    shift = int(frames.get(1, {}).get("parent_frame_id", 0) == 1)
+    shift = int(_fields(frames.get("1", "")).get("parent_frame_id") == "1")
     found = {}
     for i, frame in frames.items():
-        place = places[frame["file_location_id"]]
-        function = functions.get(place.get("function_name_id", 0), "")
-        parent = frame.get("parent_frame_id", 0) - shift
-        around = parent if 0 < parent < i else 0
-        found[i] = (files[place["file_name_id"]], place["line"], function, around)
+        fields = _fields(frame)
+        place = _fields(tables["FileLocations"][fields["file_location_id"]])
+        file = tables["FileNames"][place["file_name_id"]].strip('"')
+        names = tables.get("FunctionNames", {})
+        function = names.get(place.get("function_name_id", ""), "").strip('"')
+        parent = int(fields.get("parent_frame_id", 0)) - shift
+        around = parent if 0 < parent < int(i) else 0
+        found[int(i)] = (file, int(place["line"]), function, around)
     return found
 
 
-def _parse_fields(text: str) -> dict[str, int]:
-    return {name: int(x) for name, x in re.findall(r"(\w+)=(\d+)", text)}
+def _fields(text: str) -> dict[str, str]:
+    return dict(re.findall(r"(\w+)=(\d+)", text))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.report.communication import source_line
@@ -174,27 +175,21 @@ def _at_peak(module: Module, computation: str) -> list[Alive]:
     operations = list(module.computations[computation].values())
     last_uses = _last_uses(module, computation)
     alive: list[tuple[int, int, Alive]] = []
-    change = collections.Counter[int]()
-    inside: dict[int, list[Alive]] = {}
+    inside: list[list[Alive]] = [[] for _ in operations]
+    change = np.zeros(len(operations) + 2, np.int64)
     for made, op in enumerate(operations):
         if op.opcode in _RUNS:
             bodies = [_at_peak(module, name) for name in op.called().values()]
             inside[made] = max(bodies, key=_total_bytes, default=[])
         for part, shape in enumerate(op.shapes):
-            start, end = made, last_uses.get((op.name, part), -1)
-            if op.opcode == "parameter":  # the caller holds it throughout
-                start, end = 0, min(end, len(operations) - 1)
+            end = last_uses.get((op.name, part), -1)
+            start = 0 if op.opcode == "parameter" else made  # the caller holds it
             if end >= start and shape.bytes:
                 alive.append((start, end, _alive_value(module, op, part)))
-                change[start] += shape.bytes
-                change[end + 1] -= shape.bytes
-    held, worst, most = 0, 0, -1
-    for position in range(len(operations)):
-        held += change[position]
-        if (size := held + _total_bytes(inside.get(position, []))) > most:
-            worst, most = position, size
-    here = [value for start, end, value in alive if start <= worst <= end]
-    return [*here, *inside.get(worst, [])]
+                change[[start, end + 1]] += shape.bytes, -shape.bytes
+    held = change.cumsum()[: len(operations)] + [*map(_total_bytes, inside)]
+    worst = int(held.argmax())
+    return [x for start, end, x in alive if start <= worst <= end] + inside[worst]
 
 
 def _alive_value(module: Module, op: Operation, part: int) -> Alive:
