@@ -194,17 +194,20 @@ def _join_cluster(named: Cluster | None, options: _Options) -> Cluster:
     """Join the named cluster or else the one that JAX detects; of one if none."""
     who, others, where = "this process", "the others of the cluster", {}
     if named is not None:
-        address, me = named.coordinator or "", named.process_id
+        address = named.coordinator or ""
         who, others = f"{_name_of(named)}, at {address},", _other_processes(named)
         where = {
             "coordinator_address": address,
             "num_processes": named.num_processes,
-            "process_id": me,
+            "process_id": named.process_id,
             "cluster_detection_method": "deactivate",
             "coordinator_bind_address": address if is_loopback(address) else None,
         }
-        if me == 0:
-            _check_port(address)
+        if named.process_id == 0 and not is_free(split_address(address)[1]):
+            raise RuntimeError(
+                f"process 0 is to listen at {address}, but something on this machine"
+                " does already. End it, or choose another port for all processes."
+            )
     try:
         _initialize_jax(who, others, options, where)
     except ValueError as error:
@@ -250,15 +253,6 @@ def _initialize_jax(who: str, others: str, options: _Options, where: Any) -> Non
     if options.exit_on_exception:
         _process.excepthook = sys.excepthook
         sys.excepthook = _exit_at_once(who, sys.excepthook)
-
-
-def _check_port(address: str) -> None:
-    _, port = split_address(address)
-    if not is_free(port):
-        raise RuntimeError(
-            f"process 0 is to listen at {address}, but something on this machine does"
-            f" already. End it, or choose another port than {port} for all processes."
-        )
 
 
 def _name_of(cluster: Cluster) -> str:
