@@ -82,8 +82,7 @@ def true_positives(
       >>> float(true_positives([1, 0, 1, 1], [1, 1, 0, 1]).compute())
       2.0
     """
-    rows = labels, predictions, weight, threshold
-    return Sum(_outcomes("true_positives", *rows)[0])
+    return Sum(_outcomes("true_positives", labels, predictions, weight, threshold)[0])
 
 
 def true_negatives(
@@ -101,8 +100,7 @@ def true_negatives(
       >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
       1.0
     """
-    rows = labels, predictions, weight, threshold
-    return Sum(_outcomes("true_negatives", *rows)[3])
+    return Sum(_outcomes("true_negatives", labels, predictions, weight, threshold)[3])
 
 
 def false_positives(
@@ -121,8 +119,7 @@ def false_positives(
       >>> float(false_positives([1, 0, 0, 1], scores, threshold=0.5).compute())
       1.0
     """
-    rows = labels, predictions, weight, threshold
-    return Sum(_outcomes("false_positives", *rows)[1])
+    return Sum(_outcomes("false_positives", labels, predictions, weight, threshold)[1])
 
 
 def false_negatives(
@@ -140,8 +137,7 @@ def false_negatives(
       >>> float(false_negatives([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 2, 1]).compute())
       2.0
     """
-    rows = labels, predictions, weight, threshold
-    return Sum(_outcomes("false_negatives", *rows)[2])
+    return Sum(_outcomes("false_negatives", labels, predictions, weight, threshold)[2])
 
 
 def precision(
@@ -160,9 +156,8 @@ def precision(
       >>> float(precision([1, 0, 1, 1], [1, 1, 0, 0]).compute())
       0.5
     """
-    rows = labels, predictions, weight, threshold
-    right, wrong, _, _ = _outcomes("precision", *rows)
-    return Weighted(right, right + wrong)
+    found = _outcomes("precision", labels, predictions, weight, threshold)
+    return Weighted(found[0], found[0] + found[1])
 
 
 def recall(
@@ -181,9 +176,8 @@ def recall(
       >>> float(recall([1, 1, 1, 1], [0, 0, 1, 0]).compute())
       0.25
     """
-    rows = labels, predictions, weight, threshold
-    right, _, missed, _ = _outcomes("recall", *rows)
-    return Weighted(right, right + missed)
+    found = _outcomes("recall", labels, predictions, weight, threshold)
+    return Weighted(found[0], found[0] + found[2])
 
 
 def _mean_over_classes(part: Any, whole: Any) -> Any:

@@ -194,9 +194,8 @@ def _at_nearest(
     rate, _, given = name.split("_")
     if not 0 <= wanted <= 1:
         raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
-    thresholds = _even_thresholds(name, num_thresholds)
-    options = rate, given, float(wanted)
-    return Curves(*_histograms(name, *rows, thresholds), _rate_at_nearest, options)
+    found = _histograms(name, *rows, _even_thresholds(name, num_thresholds))
+    return Curves(*found, _rate_at_nearest, (rate, given, float(wanted)))
 
 
 def sensitivity_at_specificity(
@@ -231,8 +230,8 @@ def sensitivity_at_specificity(
       >>> float(sensitivity_at_specificity(labels, scores, 0.9).compute())
       0.5
     """
-    name = "sensitivity_at_specificity"
-    return _at_nearest(name, (labels, predictions, weight), specificity, num_thresholds)
+    rows = labels, predictions, weight
+    return _at_nearest("sensitivity_at_specificity", rows, specificity, num_thresholds)
 
 
 def specificity_at_sensitivity(
@@ -266,8 +265,8 @@ def specificity_at_sensitivity(
       >>> float(specificity_at_sensitivity(labels, scores, 0.9).compute())
       0.5
     """
-    name = "specificity_at_sensitivity"
-    return _at_nearest(name, (labels, predictions, weight), sensitivity, num_thresholds)
+    rows = labels, predictions, weight
+    return _at_nearest("specificity_at_sensitivity", rows, sensitivity, num_thresholds)
 
 
 def precision_at_thresholds(

@@ -160,8 +160,15 @@ def sparse_value_and_grad(
         for table in tables.values():
             _check_table(table)
 
-        def of_leaves(leaves: list[Any]) -> Any:
-            return fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+        def of_leaves(leaves: list[Any]) -> tuple[Any, Any]:
+            out = fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
+            if not has_aux:
+                return out, None
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise TypeError(
+                    f"With has_aux=True fn must return (scalar, aux), not {out!r}."
+                )
+            return out
 
         out, grads = _value_and_grad(of_leaves, leaves, tables, has_aux)
         return out, jax.tree.unflatten(treedef, grads)
@@ -209,22 +216,33 @@ class _Lookups:
 def _value_and_grad(
     fn: Callable[..., Any], leaves: list[Any], tables: dict[int, _Table], has_aux: bool
 ) -> tuple[Any, list[Any]]:
-    flat = _FlatFunction(fn, has_aux)
-    closed = jax.make_jaxpr(flat.run)(leaves)
+    kept: list[Any] = []  # of what fn returns, what is no tracer
+    treedef: Any = None
     reads: list[_Read] = []
+
+    def flat(leaves: list[Any]) -> list[Any]:
+        nonlocal treedef
+        outs, treedef = jax.tree.flatten(fn(leaves))
+        kept[:] = [None if isinstance(x, Tracer) else x for x in outs]
+        return [x for x in outs if isinstance(x, Tracer)]
+
+    def with_kept(outs: list[Any]) -> tuple[Any, Any]:
+        traced = iter(outs)
+        return treedef.unflatten([next(traced) if x is None else x for x in kept])
+
+    closed = jax.make_jaxpr(flat)(leaves)
 
     def run(dense: dict[int, Any], zeros: list[Any] | None) -> tuple[Any, Any]:
         lookups = _Lookups(zeros)
         inputs = [tables[i] if i in tables else dense[i] for i in range(len(leaves))]
-        outs = _evaluate(closed, inputs, lookups, None)
+        outs = list(map(_cast_whole, _evaluate(closed, inputs, lookups, None)))
         reads[:] = lookups.reads
-        value, aux = flat.split([_cast_whole(x) for x in outs])
-        return value, (aux, lookups.rows)
+        return with_kept(outs)[0], (outs, lookups.rows)
 
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in tables}
     jax.eval_shape(functools.partial(run, zeros=None), dense)  # fills `reads`
-    zeros = [jnp.zeros_like(x.output) for x in reads]
-    (value, (aux, rows)), (grads, by_lookup) = jax.value_and_grad(
+    zeros = [jnp.zeros(x.output.shape, x.output.dtype) for x in reads]
+    (value, (outs, rows)), (grads, by_lookup) = jax.value_and_grad(
         run, argnums=(0, 1), has_aux=True
     )(dense, zeros)
     for i, table in tables.items():
@@ -234,37 +252,8 @@ def _value_and_grad(
             if x.leaf == i
         ]
         grads[i] = _join_lookups(jnp.asarray(table.array), found)
-    out = (value, flat.with_kept(aux)) if has_aux else value
+    out = (value, with_kept(outs)[1]) if has_aux else value
     return out, [grads[i] for i in range(len(leaves))]
-
-
-class _FlatFunction:
-    """``fn`` as a function of leaves to leaves; keeps what of aux is no tracer."""
-
-    def __init__(self, fn: Callable[..., Any], has_aux: bool) -> None:
-        self.fn, self.has_aux = fn, has_aux
-
-    def run(self, leaves: list[Any]) -> tuple[Any, list[Any]]:
-        out, aux = self.fn(leaves), None
-        if self.has_aux:
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise TypeError(
-                    f"With has_aux=True fn must return (scalar, aux), not {out!r}."
-                )
-            out, aux = out
-        leaves, self.aux_treedef = jax.tree.flatten(aux)
-        self.value_treedef = jax.tree.structure(out)
-        self.kept = [None if isinstance(x, Tracer) else x for x in leaves]
-        return out, [x for x in leaves if isinstance(x, Tracer)]
-
-    def split(self, outs: list[Any]) -> tuple[Any, list[Any]]:
-        count = self.value_treedef.num_leaves
-        return jax.tree.unflatten(self.value_treedef, outs[:count]), outs[count:]
-
-    def with_kept(self, outs: list[Any]) -> Any:
-        traced = iter(outs)
-        aux = [next(traced) if x is None else x for x in self.kept]
-        return jax.tree.unflatten(self.aux_treedef, aux)
 
 
 def _evaluate(
