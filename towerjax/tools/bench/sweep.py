@@ -18,7 +18,7 @@ from towerjax.loop.progress import choose_display
 from towerjax.tools.bench.grid import Grid, Trial
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result, Results
-from towerjax.tools.sweep.record_file import RecordFile, SweepBar
+from towerjax.tools.sweep.record_file import RecordFile, show_counts
 
 
 def describe_machine() -> dict[str, Any]:
@@ -112,13 +112,14 @@ def sweep(
     ]
     # Without `job`, which starts JAX's devices: the workers need them.
     with contextlib.closing(choose_display(progress, job=False)) as display:
-        bar = SweepBar(display, len(trials), len(trials) - len(todo), "trial")
-        for trial in todo:
-            bar.start(trial.describe())
+        done = len(trials) - len(todo)
+        show = show_counts(display, "trial", len(trials), done)
+        for number, trial in enumerate(todo, done):
+            show(number, trial.describe())
             known[trial] = found = file.add(_measure(trial, timing, trial_timeout_s))
-            error = str(found.get("error", "")).partition("\n")[0]
-            note = f"{trial.describe()}: {found['status']}: {error}"
-            bar.end(note if error else "")
+            if error := str(found.get("error", "")).partition("\n")[0]:
+                display.note(f"{trial.describe()}: {found['status']}: {error}")
+        show(len(trials), "done")
     return Results(Result.of(record) for record in known.values() if record)
 
 

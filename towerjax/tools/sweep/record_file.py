@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from towerjax.loop.progress import Display, format_seconds
@@ -63,29 +64,19 @@ def key_text(key: Any) -> str:
     return json.dumps(as_json(key), sort_keys=True)
 
 
-class SweepBar:
-    """Shows which result of a sweep is being made, and the time left."""
+def show_counts(
+    display: Display, what: str, total: int, done: int
+) -> Callable[[int, str], None]:
+    """``show(done, text)`` of a sweep: which result is begun, and the time left."""
+    before, start_s = done, time.monotonic()
+    if done:
+        display.note(f"{done} of {total} {what}s were done before")
 
-    def __init__(self, display: Display, total: int, done: int, what: str) -> None:
-        self._display, self._total, self._before = display, total, done
-        self._done, self._start_s, self._what = done, time.monotonic(), what
-        if done:
-            display.note(f"{done} of {total} {what}s were done before")
+    def show(done: int, text: str) -> None:
+        text = f"{what} {min(done + 1, total)}/{total}  {text}"
+        if before < done < total:
+            each_s = (time.monotonic() - start_s) / (done - before)
+            text += f"  {format_seconds(each_s * (total - done))} left"
+        display.show(done, total, text)
 
-    def start(self, text: str) -> None:
-        """Show that a result is begun."""
-        here, left = self._done - self._before, self._total - self._done
-        number = min(self._done + 1, self._total)
-        text = f"{self._what} {number}/{self._total}  {text}"
-        if here and left:
-            each_s = (time.monotonic() - self._start_s) / here
-            text += f"  {format_seconds(each_s * left)} left"
-        self._display.show(self._done, self._total, text)
-
-    def end(self, note: str = "") -> None:
-        """Count a result as done."""
-        self._done += 1
-        if note:
-            self._display.note(note)
-        if self._done == self._total:
-            self.start("done")
+    return show

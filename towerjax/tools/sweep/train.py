@@ -24,8 +24,8 @@ from towerjax.tools.sweep.record_file import (
     Config,
     Line,
     RecordFile,
-    SweepBar,
     key_text,
+    show_counts,
 )
 from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
@@ -118,7 +118,7 @@ def sweep(
         programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
     done = sum(file.get(config) is not None for config in configs)
     with contextlib.closing(choose_display(progress)) as display:
-        bar = SweepBar(display, len(configs), done, "member")
+        show = show_counts(display, "member", len(configs), done)
         for fixed, members in programs.values():
             todo = [config for config in members if file.get(config) is None]
             known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
@@ -126,11 +126,12 @@ def sweep(
                 build, fixed, traced, batches, steps, steps_per_call, evaluate
             )
             chosen = known.pop() if order == "fastest" and known else order
-            bar.start(", ".join(f"{k}={x}" for k, x in fixed.items()))
+            show(done, ", ".join(f"{k}={x}" for k, x in fixed.items()))
             with _explain_tracing(traced):
                 for record in program.train_members(todo, chosen) if todo else ():
                     file.add(record)
-                    bar.end()
+                    done += 1
+        show(done, "done")
     return Sweep(tuple(Member.of(file.get(config), config) for config in configs))
 
 

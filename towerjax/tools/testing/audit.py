@@ -186,7 +186,13 @@ def assert_replicates(
     with jax.default_matmul_precision("highest"):
         alone = audited.step(1)
         expected = audited.run(alone, batch)
-        _refuse_nonfinite(expected)
+        for name in ("loss", *sorted(expected)):
+            is_needed = name.startswith(("loss", "gradient"))
+            if is_needed and not np.isfinite(expected[name]).all():
+                raise ValueError(
+                    f"On one tower {name} is not finite. Give parameters and a batch"
+                    " whose loss is finite."
+                )
         random = audited.random_leaves(alone, batch, expected) if ignores else set()
         runs = {}
         for number in towers:
@@ -323,16 +329,3 @@ def _worst_finding(
 
 def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
-
-
-def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
-    bad = [
-        name
-        for name, x in expected.items()
-        if name.startswith(("loss", "gradient")) and not np.isfinite(x).all()
-    ]
-    if bad:
-        raise ValueError(
-            f"On one tower {', '.join(bad)} is not finite. Give parameters and a batch"
-            " whose loss is finite."
-        )
