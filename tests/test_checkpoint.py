@@ -360,7 +360,7 @@ def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbe
 
 def test_two_runs_do_not_share_a_folder(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
-    unfinished = folder.partial_folder(tmp_path, 1)
+    unfinished = folder.partial_path_of(tmp_path, 1)
     with folder.lock(tmp_path):
         unfinished.mkdir()
         with pytest.raises(tj.CheckpointError, match="Another run writes"):

@@ -89,7 +89,7 @@ class Saving:
         if newest < 0:
             return state, options
         saved = self._options.record(newest)
-        where = folder.folder_of(self._options.path, newest)
+        where = folder.path_of(self._options.path, newest)
         record.check_same_model(saved.leaves, state, where)
         if newest >= start:
             self._saved = newest, saved.evaluation
@@ -187,7 +187,7 @@ class Saving:
         with contextlib.ExitStack() as held, self._explaining(number):
             if number != newest:  # else only the record changes
                 held.enter_context(_ONE_AT_ONCE)
-                path = folder.partial_folder(self._options.path, number)
+                path = folder.partial_path_of(self._options.path, number)
                 if self._is_first:
                     shutil.rmtree(path, ignore_errors=True)
                     path.mkdir()
@@ -208,10 +208,10 @@ class Saving:
                 return
             fields = dataclasses.asdict(new)
             if is_new:
-                folder.write_manifest(folder.partial_folder(directory, number), fields)
+                folder.write_manifest(folder.partial_path_of(directory, number), fields)
                 folder.commit(directory, number)
             else:
-                folder.replace_record(folder.folder_of(directory, number), fields)
+                folder.replace_record(folder.path_of(directory, number), fields)
         steps, best = self._options.steps, self._options.best_step
         for number in steps[: -self._options.keep]:
             if number != best:
@@ -224,7 +224,7 @@ class Saving:
         except Exception as error:
             self._saved = -1, {}
             if self._is_first:
-                path = folder.partial_folder(self._options.path, number)
+                path = folder.partial_path_of(self._options.path, number)
                 shutil.rmtree(path, ignore_errors=True)
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"

@@ -6,18 +6,8 @@ import os
 import pathlib
 from typing import Any, Literal, get_args
 
-from towerjax.loop.checkpoint.folder import (
-    CheckpointError,
-    check_manifest,
-    folder_of,
-    saved_steps,
-)
-from towerjax.loop.checkpoint.record import (
-    CheckpointRecord,
-    array_checkpointer,
-    check_same_model,
-    restore_leaves,
-)
+from towerjax.loop.checkpoint import folder, record
+from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.stopping import Direction, sign_of
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.compiled_step import CompiledStep
@@ -104,7 +94,7 @@ class Checkpointer:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps of the checkpoints, ascending; read from the folder each time."""
-        return saved_steps(self.path)
+        return folder.saved_steps(self.path)
 
     @property
     def best_step(self) -> int | None:
@@ -118,7 +108,7 @@ class Checkpointer:
                 found[number] = sign * values[self.best]
         return min(found, key=found.__getitem__, default=None)
 
-    def record(self, number: int) -> CheckpointRecord:
+    def record(self, number: int) -> record.CheckpointRecord:
         """The record of a checkpoint.
 
         Args:
@@ -130,7 +120,7 @@ class Checkpointer:
         Raises:
           CheckpointError: There is none, or it cannot be read.
         """
-        return CheckpointRecord.read(self._folder(number))
+        return record.CheckpointRecord.read(self._folder(number))
 
     def restore(
         self, step: CompiledStep, state: TrainState, *, number: int | None = None
@@ -161,14 +151,14 @@ class Checkpointer:
             if chosen is None:
                 raise CheckpointError(f"There is no checkpoint in {str(self.path)!r}.")
             where = self._folder(chosen)
-            check_manifest(where)
-            check_same_model(self.record(chosen).leaves, state, where)
+            folder.check_manifest(where)
+            record.check_same_model(self.record(chosen).leaves, state, where)
             return chosen
 
         chosen = call_on_first_process(choose)
-        arrays = folder_of(self.path, chosen) / ARRAYS
-        with contextlib.closing(array_checkpointer()) as files:
-            return restore_leaves(
+        arrays = folder.path_of(self.path, chosen) / ARRAYS
+        with contextlib.closing(record.array_checkpointer()) as files:
+            return record.restore_leaves(
                 lambda shapes: files.restore(arrays, shapes),
                 self.record(chosen).leaves,
                 state,
@@ -181,4 +171,4 @@ class Checkpointer:
                 f"There is no checkpoint of step {number} in {str(self.path)!r}, but of"
                 f" {list(self.steps)}."
             )
-        return folder_of(self.path, number)
+        return folder.path_of(self.path, number)

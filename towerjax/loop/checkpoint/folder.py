@@ -130,12 +130,12 @@ def _hash_of_table(table: Any) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
 
 
-def folder_of(directory: pathlib.Path, number: int) -> pathlib.Path:
+def path_of(directory: pathlib.Path, number: int) -> pathlib.Path:
     """The folder of a checkpoint."""
     return directory / f"step-{number}"
 
 
-def partial_folder(directory: pathlib.Path, number: int) -> pathlib.Path:
+def partial_path_of(directory: pathlib.Path, number: int) -> pathlib.Path:
     """The folder of a checkpoint that is being written or deleted."""
     return directory / f"step-{number}.partial"
 
@@ -150,14 +150,14 @@ def saved_steps(directory: pathlib.Path) -> tuple[int, ...]:
 
 def commit(directory: pathlib.Path, number: int) -> None:
     """Rename a written checkpoint to its final name."""
-    partial_folder(directory, number).rename(folder_of(directory, number))
+    partial_path_of(directory, number).rename(path_of(directory, number))
     _sync_folder(directory)
 
 
 def remove(directory: pathlib.Path, number: int) -> None:
     """Delete a checkpoint; it is renamed first, so that none is ever partial."""
-    folder_of(directory, number).rename(partial_folder(directory, number))
-    shutil.rmtree(partial_folder(directory, number))
+    path_of(directory, number).rename(partial_path_of(directory, number))
+    shutil.rmtree(partial_path_of(directory, number))
 
 
 @contextlib.contextmanager
