@@ -124,35 +124,29 @@ def find_device(name: str) -> Device:
     )
 
 
-class InFlight:
-    """The results of the last few calls, to bound how many run at once.
+def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
+    """Keep the first array of a call's results; wait for the one 16 calls ago.
 
     Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
     devices deadlock and abort the process. A depth of 16 costs nothing measurable
     and leaves room for programs of other libraries.
     """
-
-    def __init__(self) -> None:
-        self._running: collections.deque[Any] = collections.deque()  # arrays
-
-    def add(self, *results: PyTree) -> None:
-        """Keep the first array of a call's results; wait for the one 16 calls ago."""
-        leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
-        # A key cannot be asked whether it is ready.
-        first = next((x for x in leaves if not is_key(x)), None)
-        running = self._running
-        if first is not None:
-            running.append(first)
-        if len(running) > 16:
-            while running[0].is_deleted():  # the caller has donated it
-                running.popleft()
-            running[0].block_until_ready()
-        # What has run is let go: predictions may be large.
-        while running and not running[0].is_deleted() and running[0].is_ready():
+    leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
+    # A key cannot be asked whether it is ready.
+    first = next((x for x in leaves if not is_key(x)), None)
+    running = _running_on(devices)
+    if first is not None:
+        running.append(first)
+    if len(running) > 16:
+        while running[0].is_deleted():  # the caller has donated it
             running.popleft()
+        running[0].block_until_ready()
+    # What has run is let go: predictions may be large.
+    while running and not running[0].is_deleted() and running[0].is_ready():
+        running.popleft()
 
 
 @functools.cache
-def in_flight_on(devices: tuple[str, ...]) -> InFlight:
-    """The one `InFlight` of all steps on these devices: the limit is per device."""
-    return InFlight()
+def _running_on(devices: tuple[str, ...]) -> collections.deque[Any]:
+    """The results of all steps' calls on these devices: the limit is per device."""
+    return collections.deque()

@@ -332,7 +332,7 @@ def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
         return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
     x = np.asarray(x)
     dtype = held_dtype(x.dtype)
-    if x.nbytes >= _LARGE:
+    if not 0 < x.nbytes < _LARGE:  # XLA fails to copy an array without elements
         return put(_copy_aligned(x, dtype), sharding, shared=True)
     return put(x.astype(dtype, copy=False), sharding)
 
@@ -369,7 +369,7 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
 
 
 def wait_on_cpus(out: PyTree) -> PyTree:
-    """Return ``out``; wait for it first if it is on several CPUs, see `InFlight`."""
+    """Return ``out``; wait for it first if it is on several CPUs: `bound_in_flight`."""
     for x in jax.tree.leaves(out):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer):
             devices = x.sharding.device_set

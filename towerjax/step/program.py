@@ -10,8 +10,9 @@ import jax
 from jax.extend.core import Jaxpr
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.signatures import SeenSignatures
-from towerjax.mesh.devices import in_flight_on
+from towerjax.data.shard import Signature
+from towerjax.data.signatures import admit
+from towerjax.mesh.devices import bound_in_flight
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import FoundNonFinite
@@ -109,7 +110,8 @@ class Runner:
     ) -> None:
         self.recipe, self.placement = recipe, placement
         self.programs: dict[Any, Program] = {}
-        self._signatures = SeenSignatures(max_programs)
+        self._max_programs = max_programs
+        self._seen: list[Signature] = []  # as `admit` tells batches apart
         self._on_cpus = placement.platform == "cpu" and placement.num_devices > 1
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
@@ -118,7 +120,7 @@ class Runner:
         if program is not None:
             _refuse_unread_weight(batch, program.proof)
             return program
-        signature = self._signatures.admit(batch)
+        signature = admit(batch, self._seen, self._max_programs)
         if self.placement.num_processes > 1:
             require_same(
                 "The global batch",
@@ -130,7 +132,8 @@ class Runner:
         args = (*first, *batch.args)
         proof, compile_it = prepare(self.recipe, self.placement, args)
         _refuse_unread_weight(batch, proof)
-        self._signatures.seen[signature] = None
+        if signature not in self._seen:
+            self._seen.append(signature)
         self.programs[batch.signature] = program = compile_it()
         return program
 
@@ -163,7 +166,7 @@ class Runner:
                 " step.locate(state, batch) names towers and leaves."
             ) from None
         if self._on_cpus:  # the next call may donate out[0]
-            in_flight_on(self.placement.devices).add(*out[1:], out[0])
+            bound_in_flight(self.placement.devices, *out[1:], out[0])
         return out
 
 
