@@ -36,7 +36,6 @@ def put(
     call. With ``shared``, as with that, the CPU may share the array's memory.
     """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
-    shared |= not array.size  # JAX does not copy what has no elements
     with explicit_device_put_scope():  # ``jax.transfer_guard`` may allow these alone
         return xla_client.batched_device_put(
             aval,
