@@ -42,20 +42,7 @@ class Saving:
         self.directory = str(options.path)
         self._is_first = jax.process_index() == 0
         self._several = step.strategy.placement.num_processes > 1
-        if jax.process_count() > 1 and not self._several:
-            raise CheckpointError(
-                "A Checkpointer saves what all processes of a job train together, but"
-                " the towers here are one process's own: use save_safetensors."
-            )
-        is_known = ledger.has_cursor or ledger.is_reproducible
-        if options.batches == "cursor" and not is_known:
-            raise CheckpointError(
-                "Checkpointer(batches='cursor') saves the position of the batches, but"
-                " these have no get_state and set_state. Say batches='count' if they"
-                " come in the same order each time, or 'anew'; or pass"
-                " tj.batches(...) itself or a list."
-            )
-        record.encode_cursor(ledger.cursor)
+        self._refuse_what_cannot_be_saved()
         needed = sum(x.nbytes for x in record.arrays_by_name(state).values())
         call_on_first_process(
             lambda: stack.enter_context(folder.lock(options.path, needed))
@@ -79,6 +66,22 @@ class Saving:
         self.resumed: record.CheckpointRecord | None = None
         self._before = step_number(state)
         self._is_best = False
+
+    def _refuse_what_cannot_be_saved(self) -> None:
+        if jax.process_count() > 1 and not self._several:
+            raise CheckpointError(
+                "A Checkpointer saves what all processes of a job train together, but"
+                " the towers here are one process's own: use save_safetensors."
+            )
+        is_known = self._ledger.has_cursor or self._ledger.is_reproducible
+        if self._options.batches == "cursor" and not is_known:
+            raise CheckpointError(
+                "Checkpointer(batches='cursor') saves the position of the batches, but"
+                " these have no get_state and set_state. Say batches='count' if they"
+                " come in the same order each time, or 'anew'; or pass"
+                " tj.batches(...) itself or a list."
+            )
+        record.encode_cursor(self._ledger.cursor)
 
     def resume(
         self, state: TrainState, options: RunOptions
