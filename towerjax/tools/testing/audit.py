@@ -16,7 +16,7 @@ from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower_local import is_local, read_local
 from towerjax.types import LossFn, Portable, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_key
-from towerjax.types.options import check_number, check_wholes
+from towerjax.types.options import check_choice, check_number, check_wholes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +174,8 @@ def assert_replicates(
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
     ignores = isinstance(rng, str)
-    if ignores and rng != "ignore":
-        raise ValueError(
-            f"rng={rng!r} must be a key, such as jax.random.key(0), None or 'ignore'."
-        )
+    if ignores:
+        check_choice("rng", rng, ("ignore",))
     key: Any = jax.random.key(0) if rng is None or ignores else rng
     audited = _Audit(
         loss_fn, params, local, extra, loss_reduction, padding, examples, key
@@ -186,13 +184,7 @@ def assert_replicates(
     with jax.default_matmul_precision("highest"):
         alone = audited.step(1)
         expected = audited.run(alone, batch)
-        for name in ("loss", *sorted(expected)):
-            is_needed = name.startswith(("loss", "gradient"))
-            if is_needed and not np.isfinite(expected[name]).all():
-                raise ValueError(
-                    f"On one tower {name} is not finite. Give parameters and a batch"
-                    " whose loss is finite."
-                )
+        _refuse_nonfinite(expected)
         random = audited.random_leaves(alone, batch, expected) if ignores else set()
         runs = {}
         for number in towers:
@@ -329,3 +321,12 @@ def _worst_finding(
 
 def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
+
+
+def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
+    for name, x in expected.items():
+        if name.startswith(("loss", "gradient")) and not np.isfinite(x).all():
+            raise ValueError(
+                f"On one tower {name} is not finite. Give parameters and a batch whose"
+                " loss is finite."
+            )
