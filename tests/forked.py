@@ -68,7 +68,7 @@ def told(run, *args, timeout_s=120):
     return text
 
 
-def told_by_all(run, *args, processes=2, devices=2, timeout_s=120):
+def told_by_all(run, *args, processes=2, devices=2, timeout_s=300):
     """What each process of a job prints that calls a function."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = "127.0.0.1:{1}".format(*server.getsockname())
