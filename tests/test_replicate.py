@@ -242,7 +242,7 @@ def wide(features, labels):
 
 def check(
     executor, towers, devices, reduction, compat, name, *, sizes=(FULL,) * 3,
-    remainder="error", model_fn=state_model_fn, ops=None, predicts=False,
+    remainder="error", model_fn=state_model_fn, ops=None, evaluates=False,
 ):  # fmt: skip
     kind = tj.estimator.LossReduction[reduction]
     fn, start = model_fn(name, kind)
@@ -280,23 +280,20 @@ def check(
         what = f"step {number}"
         check_predictions(spec.predictions, before, features, rows, before.mean, what)
         check_variables(variables, expected, what)
-    if not predicts:
+    if not evaluates:
         return
     size = sizes[-1]
     features, labels = data(size, seed=9)
-    specs = [model(variables, features, labels, tj.estimator.Mode.EVAL)]
-    specs += [model(variables, features, None, tj.estimator.Mode.PREDICT)]
-    assert specs[1].loss is None and specs[1].eval_metrics is None
+    spec = model(variables, features, labels, tj.estimator.Mode.EVAL)
     shares = -(-size // towers) * towers
     loss, _, _, accuracy, rows = numpy_model.forward(
         expected, wide(features, labels), shares=shares, **how
     )
-    assert specs[0].train_op is None
-    close(value_of(specs[0].loss), loss, "EVAL loss")
-    close(specs[0].eval_metrics["accuracy"].value, accuracy, "EVAL accuracy")
-    for one in specs:  # the aggregate of the tower-local variable
-        mean = expected.mean.mean(0)
-        check_predictions(one.predictions, expected, features, rows, mean, "EVAL")
+    assert spec.train_op is None
+    close(value_of(spec.loss), loss, "EVAL loss")
+    close(spec.eval_metrics["accuracy"].value, accuracy, "EVAL accuracy")
+    mean = expected.mean.mean(0)  # the aggregate of the tower-local variable
+    check_predictions(spec.predictions, expected, features, rows, mean, "EVAL")
 
 
 @pytest.mark.slow
@@ -323,7 +320,7 @@ def test_a_size_of_each_kind_equals_numpy(size):
     sizes, remainder, devices, reduction = SIZES[size]
     check(
         "shard_map scan", 4, devices, reduction, None, "sgd",
-        sizes=sizes, remainder=remainder, predicts=size == "padded",
+        sizes=sizes, remainder=remainder, evaluates=size == "padded",
     )  # fmt: skip
 
 
