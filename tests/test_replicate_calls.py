@@ -486,7 +486,7 @@ def test_a_batch_that_is_refused_leaves_others_as_they_were():
         return {"rows": tj.sparse.IndexedRows(values, indices, (size, 3))}
 
     for make in (dense, sparse):
-        strategy = towers(4, 1)
+        strategy = towers(2, 1)
         model = tj.estimator.replicate_model_fn(sums, devices=strategy, max_programs=1)
         for size in (8, 16, 8, 5):
             features = make(size)

@@ -19,13 +19,10 @@ SUM, EXACT = (
     tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
 )
 INNER = {
-    "sgd": optax.sgd(0.1),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": optax.adamw(0.01, weight_decay=0.1),
     "lamb": optax.lamb(0.1),
     "clip": optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.5)),
-    "schedule": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
-    "injected": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
     "plateau": optax.chain(
         optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)
     ),
