@@ -280,6 +280,8 @@ def test_ids_are_equal_as_numbers_and_not_as_bits():
         (np.array([2**64 - 1, 7], np.uint64), np.array([-1, 7])),
         (np.array([2**32 + 1, 5]), np.array([1, 5])),
         (np.array([True, False]), np.array([2, 0])),
+        (np.array([-1, 7], jnp.int4), np.array([15, 7], jnp.uint4)),
+        (np.array([2**53 + 1, 5], np.uint64), np.array([2**53, 5])),
     ]
     for first, second in pairs:
         both = [(first, second), (second, first)]

@@ -56,40 +56,46 @@ def as_floats(x: Any) -> jax.Array:
     return x.astype(widen_dtype(x.dtype))
 
 
+def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
+    """Where integers have one sign, and both as unsigned numbers, which wrap alike."""
+    library = np if is_known(first) and is_known(second) else jnp
+    a, b = (library.asarray(native(x)) for x in (first, second))
+    unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
+    with jax.numpy_dtype_promotion("standard"):
+        have_one_sign = (a < 0) == (b < 0)
+    return have_one_sign, a.astype(unsigned), b.astype(unsigned)
+
+
 def distance(first: Any, second: Any) -> jax.Array:
     """``|first - second|``, float32 or wider; integers are subtracted exactly."""
-    x, y = map(as_floats, (first, second))
+    pair = first, second
+    x, y = map(as_floats, pair)
     dtype = promote_dtypes(x.dtype, y.dtype)
     apart = abs(x.astype(dtype) - y.astype(dtype))
-    pair = first, second
-    on_host = all(map(is_known, pair))
-    wraps = not on_host and any(overflow_of(x) is not None for x in pair)
-    if wraps or not all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in pair):
+    whole = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in pair)
+    wraps = not all(map(is_known, pair)) and any(map(_wraps, pair))
+    if wraps or not whole:
         return apart
-    library = np if on_host else jnp
-    a, b = (library.asarray(native(x)) for x in pair)
-    have_one_sign = (a < 0) == (b < 0)
-    # As unsigned numbers, which wrap round alike, they are exactly as far apart.
-    unsigned = f"u{max(a.dtype.itemsize, b.dtype.itemsize)}"
-    a, b = a.astype(unsigned), b.astype(unsigned)
-    return jnp.where(
-        have_one_sign, as_floats(library.where(a > b, a - b, b - a)), apart
-    )
+    have_one_sign, a, b = _as_unsigned(first, second)
+    exact = as_floats(library_of(a, b).where(a > b, a - b, b - a))
+    return jnp.where(have_one_sign, exact, apart)
+
+
+def _wraps(x: Any) -> bool:
+    return overflow_of(x) is not None
 
 
 def are_equal(name: str, labels: Any, predictions: Any) -> Any:
     """Where ids are equal as numbers, whatever their dtypes; raise if one wraps."""
     if not (is_known(labels) and is_known(predictions)):
         for what, x in (("labels", labels), ("predictions", predictions)):
-            if (wide := overflow_of(x)) is not None:
+            if _wraps(x):
                 raise ValueError(
-                    f"{name} got {what} with the id {wide}, which would wrap round in"
-                    " 32 bits. Give smaller ids, or enable jax_enable_x64."
+                    f"{name} got {what} with the id {overflow_of(x)}, which would wrap"
+                    " round in 32 bits. Give smaller ids, or enable jax_enable_x64."
                 )
-        labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
-    # Cast to one dtype, an unsigned id may become equal to a negative one.
-    with jax.numpy_dtype_promotion("standard"):
-        return (labels == predictions) & ((labels < 0) == (predictions < 0))
+    have_one_sign, a, b = _as_unsigned(labels, predictions)
+    return have_one_sign & (a == b)
 
 
 def number_of_rows(leaves: list[jax.Array]) -> int:
