@@ -25,6 +25,7 @@ from towerjax.step.proving import Proof, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
+    check_params,
     init_state,
     make_state,
     split_state,
@@ -91,7 +92,7 @@ class Step(CompiledStep):
         self,
         params: PyTree,
         *,
-        opt_state: PyTree = (),
+        opt_state: PyTree = None,
         local: PyTree = None,
         extra: PyTree = None,
         rng: jax.Array | None = None,
@@ -101,7 +102,8 @@ class Step(CompiledStep):
         Args:
           params: Arrays; copied, so that yours stay usable.
           opt_state: What ``update_fn`` keeps from step to step, such as
-            ``optimizer.init(params)``, or a dict of several; copied.
+            ``optimizer.init(params)``, or a dict of several; copied. A train step makes
+            it, where none is given.
           local: Tower-local variables: a pytree of ``TowerLocal`` of the value that
             each tower's copy starts with.
           extra: Mirrored values that do not train, ``state.extra``: any pytree.
@@ -111,9 +113,12 @@ class Step(CompiledStep):
           A ``TrainState``.
 
         Raises:
-          ValueError: A leaf is of a dtype that devices do not hold, ``local`` says no
-            reduction, or a device is not on this machine.
+          ValueError: A leaf is of a dtype that devices do not hold, or one that is
+            trained has no gradient; ``local`` says no reduction; or a device is not on
+            this machine.
         """
+        if opt_state is None:
+            opt_state = self._opt_state(check_params(params))
         others = {"rng": rng, "extra": extra, "seen": self._seen}
         state = init_state(self.strategy, params, opt_state, local, **others)
         if self._made(state.params)["own"] is None:
@@ -133,6 +138,11 @@ class Step(CompiledStep):
     def _stacked_own(self, params: PyTree) -> TowerLocal | None:
         own = self._own(params)
         return None if own is None else stack_local(own, self.strategy.num_towers)
+
+    def _opt_state(self, params: PyTree) -> PyTree:
+        """``opt_state``, where `init` is given none."""
+        del params
+        return ()
 
     def _trained(self, params: PyTree) -> PyTree:
         """The parameters that get gradients."""

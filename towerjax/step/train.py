@@ -32,7 +32,7 @@ from towerjax.step.optimizers import (
     with_trained,
 )
 from towerjax.step.rounds import Rounds
-from towerjax.step.state import TrainState, check_params
+from towerjax.step.state import TrainState
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import apply_update, check_types
@@ -171,37 +171,13 @@ class TrainStep(Step):
         counts = training.example_ids is not None
         super().__init__(engine, strategy, options, counts_examples=counts)
 
-    def init(
-        self,
-        params: PyTree,
-        *,
-        local: PyTree = None,
-        extra: PyTree = None,
-        rng: jax.Array | None = None,
-    ) -> TrainState:
-        """The state before the first step, placed on the strategy's devices.
-
-        Args:
-          params: Arrays; copied, so that yours stay usable.
-          local: Tower-local variables: a pytree of ``TowerLocal``.
-          extra: Mirrored values that do not train; towers see ``tower.extra``, and
-            return the next as ``TowerOutput(extra=...)``.
-          rng: One key; None is ``jax.random.key(0)``.
-
-        Returns:
-          A ``TrainState``, whose ``opt_state`` the optimizer's ``init`` made.
-
-        Raises:
-          ValueError: A leaf of ``params`` that is trained is neither floating nor
-            complex, ``local`` says no reduction, or a device is not on this machine.
-        """
-        part = self._trained(check_params(params))
+    def _opt_state(self, params: PyTree) -> PyTree:
+        part = self._trained(params)
         needs = jax.eval_shape(self.optimizer.init, part)
         if may_need_more(needs):
             update = functools.partial(apply_update, self.optimizer)
             jax.eval_shape(update, part, needs, part, jnp.float32(0))
-        made = self._make_opt_state(part)
-        return super().init(params, opt_state=made, local=local, extra=extra, rng=rng)
+        return self._make_opt_state(part)
 
     def _trained(self, params: PyTree) -> PyTree:
         return trained_part(params, trainable_flags(params, self.training.trainable))
