@@ -251,25 +251,6 @@ def test_towers_are_called_in_a_merge(T, D, executor):
     close(gradients, [10 + t.sum() + 1] * T)
 
 
-@pytest.mark.slow
-def test_towers_are_called_in_a_merge_of_a_train_step():
-    """`L_t = w (x_t + mean_j(j + 1) x_j)` summed: the gradient in closed form."""
-    x = ROWS.astype(np.float64)
-
-    def merge_fn(strategy, v):
-        own = strategy.call_for_each_tower(lambda tower, y: y * (tower.id + 1), v)
-        return strategy.reduce(R.MEAN, own)
-
-    def loss_fn(w, batch, tower):
-        mean = tower.merge_call(merge_fn, w * batch.sum())
-        return tj.Weighted((w * batch).sum() + mean, batch.shape[0])
-
-    step = tj.build_train_step(loss_fn, optax.sgd(1.0), mirrored(4, 2))
-    state, _ = step(step.init(np.float32(1)), ROWS)
-    gradient = (x.sum() + 4 * (np.arange(1, 5) * x).mean()) / 4
-    np.testing.assert_allclose(1 - float(state.params), gradient, rtol=8 * EPS)
-
-
 # Across towers, differentiated: what is joined or reduced outside.
 
 
