@@ -160,13 +160,9 @@ def evaluate(
       4.6667
     """
     check_methods("model", model, "eval_step", MAKE_MODEL)
-    given = not_none(params=params, config=config)
+    step = model.eval_step(**not_none(params=params, config=config))
     return evaluate_batches(
-        model.eval_step(**given),
-        variables,
-        Epochs("data", data),
-        prefetch=prefetch,
-        in_flight=in_flight,
+        step, variables, Epochs("data", data), prefetch=prefetch, in_flight=in_flight
     )
 
 
