@@ -174,8 +174,7 @@ class Hierarchical:
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Raise unless ``group_size`` divides the number of devices."""
-        if self.group_size is not None:
-            _check_group_size(self.group_size, len(devices))
+        _check_group_size(self.group_size or 1, len(devices))
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""

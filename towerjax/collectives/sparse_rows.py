@@ -229,7 +229,7 @@ def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
         raise ValueError(
             f"IndexedRows of an array of shape {rows.dense_shape}, with indices of"
             f" shape {np.shape(rows.indices)}, cannot be added to an array of shape"
-            f" {array.shape}. Both shapes must be the same, and indices [r]."
+            f" {array.shape}: give the same shape, and indices [r]."
         )
     rows.check_range()
 
@@ -301,15 +301,13 @@ def splits_entries(tree: PyTree) -> bool:
 def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
     """Split a tower's rows into ``parts`` micro-batches, stacked along dim 0."""
 
-    def split(x: Any) -> Any:
-        return x.reshape((parts, x.shape[0] // parts) + x.shape[1:])
-
     def one(x: Any) -> Any:
-        if not is_sparse(x):
-            return split(x)
+        split = [
+            leaf.reshape((parts, leaf.shape[0] // parts) + leaf.shape[1:])
+            for leaf in jax.tree.leaves(x)
+        ]
         shape = (num_rows(x) // parts, *dense_shape(x)[1:])
-        values, indices = map(split, jax.tree.leaves(x))
-        return rebuild(x, values, indices, shape)
+        return rebuild(x, *split, shape) if is_sparse(x) else split[0]
 
     return jax.tree.map(one, rows, is_leaf=is_sparse)
 
@@ -343,11 +341,9 @@ def flatten_stack(rows: IndexedRows) -> IndexedRows:
 def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """Apply ``fn`` to each array of a tree and to the values of ``IndexedRows``."""
 
-    def one(x: Any, *rest: Any) -> Any:
-        rest = tuple(r.values if is_rows(r) else r for r in rest)
-        if not is_rows(x):
-            return fn(x, *rest)
-        return dataclasses.replace(x, values=fn(x.values, *rest))
+    def one(*args: Any) -> Any:
+        out = fn(*(x.values if is_rows(x) else x for x in args))
+        return dataclasses.replace(args[0], values=out) if is_rows(args[0]) else out
 
     return jax.tree.map(one, tree, *others, is_leaf=is_rows)
 
