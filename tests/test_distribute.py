@@ -429,7 +429,7 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     options = distribute.InputOptions("batch", "error", 1, 0)
     dataset = distribute.DistributedDataset(placement, source, options)
     dataset._place = lambda tree, counts, bare: (tree, counts)
-    ((tree, counts), _), *none = dataset._placed_rounds(1, threading.Event(), None, 0)
+    ((tree, counts), _), *none = iter(dataset)._stream
     assert asked == [tj.towers.InputContext(1, num_processes=2, num_towers=4)]
     assert tree.tolist() == [[1.0], [1.0]] and not none
     assert counts.tolist() == [1, 1, 1, 1]
@@ -471,8 +471,10 @@ def test_a_pass_says_where_it_is_and_goes_on_there(split, kind):
         first.close()
     with pytest.raises(ValueError, match=r"'elements' and 'rows', but got \['posi"):
         begun().set_state({"position": 3})
-    made_anew = mirrored(2).distribute_dataset(lambda: tj.batches(np.arange(23), 3))
-    assert not hasattr(iter(made_anew), "get_state")
+    made = mirrored(2).distribute_dataset(lambda: tj.batches(np.arange(23), 3))
+    assert iter(made).get_state()["elements"]["position"] == 0
+    plain = mirrored(2).distribute_dataset([np.arange(2)])
+    assert not hasattr(iter(plain), "get_state")
 
 
 def test_a_pass_may_begin_at_the_smaller_last_batch():

@@ -213,15 +213,13 @@ class DistributedDataset:
     def __iter__(self) -> sources.DataPass:
         """A pass through the batches, some of them placed in advance.
 
-        It has ``get_state`` and ``set_state`` where the source is an iterable whose
-        iterator has them, as that of `batches` has.
+        It has ``get_state`` and ``set_state`` where all processes go through the same
+        source, whose iterator has them, as that of `batches` has.
         """
         self._passes += 1
-        number, elements = self._passes, None
-        if not sources.is_function(self._source):
-            elements = sources.open_source(self._source, self._context)
-        begin = functools.partial(self._stream, number, elements)
-        if feed.has_cursor(elements):
+        elements = sources.open_source(self._source, self._context)
+        begin = functools.partial(self._stream, self._passes, elements)
+        if feed.has_cursor(elements) and not self._asks_peers:
             return sources.ResumableDataPass(begin, elements)
         return sources.DataPass(begin)
 
@@ -253,8 +251,6 @@ class DistributedDataset:
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
     ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
         """Each round's batch, and the cursor after it."""
-        if source is None:
-            source = sources.open_source(self._source, self._context)
         elements = map(sources.as_arrays, source)
         peers, taken = None, []
         if self._asks_peers:
