@@ -1,7 +1,6 @@
 """Stack, check and read tower-local variables: one copy a tower."""
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from towerjax.mesh.processes import says_if_alone
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device
 from towerjax.towers.variables import TowerLocal, Variable, is_variable, label, plain
-from towerjax.types import Layout, PyTree, Reduction, named_leaves
+from towerjax.types import PyTree, Reduction, named_leaves
 from towerjax.types.leaves import (
     few,
     is_key,
@@ -49,15 +48,6 @@ def refuse_own_copy(variable: Variable) -> None:
             " .value, change it with tower.assign, or meet first, with"
             " tower.merge_call(fn, variable), whose function gets all copies."
         )
-
-
-def layouts_of(tree: PyTree, is_own: Callable[[Any], bool] = is_local) -> PyTree:
-    """The layout of each part: PER_TOWER for those that ``is_own`` finds."""
-    return jax.tree.map(
-        lambda x: Layout.PER_TOWER if is_own(x) else Layout.MIRRORED,
-        tree,
-        is_leaf=is_own,
-    )
 
 
 def with_local_values(local: PyTree, values: PyTree) -> PyTree:

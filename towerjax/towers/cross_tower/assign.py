@@ -129,12 +129,12 @@ def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
       ValueError: As `assign`; the variable is tower-local, so that either its copies or
         their sum could be meant.
     """
-    return _combine(self, variable, value, operator.add, "assign_add")
+    return _combine(self, variable, value, operator.add, "+")
 
 
 def assign_sub(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
     """As `assign_add`, but subtracts the value."""
-    return _combine(self, variable, value, operator.sub, "assign_sub")
+    return _combine(self, variable, value, operator.sub, "-")
 
 
 def _combine(
@@ -142,13 +142,13 @@ def _combine(
     variable: Variable,
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
-    what: str,
+    sign: str,
 ) -> Any:
+    what = f"assign_{combine.__name__}"
     value = _given(strategy, variable, value, what)
     if isinstance(variable, MirroredVar):
         new = jax.tree.map(combine, variable.value, fit(variable, value))
         return _replace_value(variable, new)
-    sign = "-" if what == "assign_sub" else "+"
     raise ValueError(
         f"strategy.{what} of {label(variable)}: shall each copy change? Write"
         f" strategy.update(v, lambda x: x {sign} value). Or what they read as?"

@@ -24,7 +24,6 @@ from towerjax.towers.executors import (
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.merge import stack_towers
 from towerjax.towers.tower import Tower
-from towerjax.towers.tower_local import layouts_of
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import (
@@ -178,8 +177,7 @@ def _run_steps(
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: one(i, done[0]), first)
     # Placed as before, so that the next call needs no other program.
-    layouts = layouts_of(carry, is_per_tower)
-    shardings = strategy.placement.shardings(layouts, carry)
+    shardings = strategy.placement.shardings(_layouts_of(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
 
 
@@ -192,14 +190,20 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
     return map_parts(PerTower, stack, carry)
 
 
+def _layouts_of(carry: PyTree) -> PyTree:
+    def one(x: Any) -> Layout:
+        return Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED
+
+    return jax.tree.map(one, carry, is_leaf=is_per_tower)
+
+
 def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
     def one(layout: Layout, x: Any) -> Any:
         sharding = placement.sharding(layout)
         there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
         return x if there else place(x, placement, layout)
 
-    layouts = jax.tree.broadcast(layouts_of(tree, is_per_tower), tree)
-    return jax.tree.map(one, layouts, tree)
+    return jax.tree.map(one, jax.tree.broadcast(_layouts_of(tree), tree), tree)
 
 
 def run_steps_on_dataset(
