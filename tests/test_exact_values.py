@@ -206,7 +206,7 @@ def test_a_sum_whose_parts_do_not_fit_is_refused():
 
 @pytest.mark.slow
 def test_what_a_sum_reads_as_may_be_assigned():
-    strategy, dtypes = mirrored(4), ("uint8", "int8", "int16", "int32", "uint32")
+    strategy, dtypes = mirrored(4), ("uint8", "int16", "int32")
     start = [np.array(60, dtype) for dtype in dtypes]
     v = strategy.create_var("v", start, reduction=R.SUM, tower_local=True)
     out = strategy.assign(v, [x + 3 for x in strategy.read_var(v)])

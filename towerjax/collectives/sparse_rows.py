@@ -307,7 +307,7 @@ def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
             for leaf in jax.tree.leaves(x)
         ]
         shape = (num_rows(x) // parts, *dense_shape(x)[1:])
-        return rebuild(x, *split, shape) if is_sparse(x) else split[0]
+        return rebuild(x, split[0], split[1], shape) if is_sparse(x) else split[0]
 
     return jax.tree.map(one, rows, is_leaf=is_sparse)
 
