@@ -153,6 +153,7 @@ def test_padding_that_the_other_part_of_a_loss_masks_is_refused():
     assert step.check(params, good(5)).unmasked() == ["grads.sum['aux']"]
 
 
+@pytest.mark.slow
 def test_denominators_that_count_padding_are_refused(compiled):
     def masked(params, batch, tower):
         return tower.weight * (batch["x"] @ params["w"]) ** 2

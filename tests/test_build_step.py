@@ -105,6 +105,7 @@ def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
     assert int(state.step) == 3
 
 
+@pytest.mark.slow
 def test_a_scalar_loss_is_the_total_or_the_mean_of_the_towers():
     def total(params, batch, tower):
         return loss_fn(params, batch, tower).sum
@@ -138,6 +139,7 @@ def test_a_scalar_loss_is_the_total_or_the_mean_of_the_towers():
         close(found, {leaf: weight * grad for leaf, grad in grads.items()})
 
 
+@pytest.mark.slow
 @layouts
 def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
     batch, size = data(12 * T), 12 * T
@@ -248,6 +250,7 @@ def trained():
     return step, step.init(params())
 
 
+@pytest.mark.slow
 def test_a_step_under_jit_fits_its_batch_as_the_step_does():
     options = {"remainder": "pad", "micro_batches": 2, "donate": False}
     strategy = mirrored(2, 1, "scan")
@@ -338,6 +341,7 @@ def mean_square(strategy):
     return lambda rows: step.fn(np.float32(0), rows)["m"].value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build, near", [(half_way, (0.25, 1.25)), (mean_square, (0.5, 6.5))]
 )
@@ -636,6 +640,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert state.rng != jax.random.key(1) and int(state.step) == 1
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
     def first(state, batch, tower):
         return {"mean": tj.Weighted.mean(batch["y"], tower.weight)}

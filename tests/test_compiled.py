@@ -64,6 +64,7 @@ def test_one_all_reduce_for_all_gradients():
     assert f"f32[{numbers}]" in found[0]
 
 
+@pytest.mark.slow
 def test_large_leaves_travel_alone_in_the_same_all_reduce():
     wide = {"w": np.ones((600, 600), np.float32), "b": np.zeros(600, np.float32)}
 

@@ -119,6 +119,7 @@ LEAVES = [
 ]
 
 
+@pytest.mark.slow
 def test_what_a_batch_shares_is_the_same_on_all_devices():
     """As in a job whose processes compute it each for itself."""
 

@@ -42,6 +42,7 @@ def moved(w, batch, scale):
 # tj.Shared: the same on all towers, not split, traced.
 
 
+@pytest.mark.slow
 @layouts
 def test_a_shared_leaf_reaches_every_tower_whole_and_compiles_once(T, D, local, A):
     step = tj.build_train_step(

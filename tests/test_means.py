@@ -68,7 +68,8 @@ OF_4 = (0, 6, 12, 18)  # the first row of each of four towers
 
 
 @pytest.mark.parametrize(
-    ("T", "D", "local", "A"), [(4, 2, "scan", 3), (4, 2, "vmap", 1)]
+    ("T", "D", "local", "A"),
+    [(4, 2, "scan", 3), pytest.param(4, 2, "vmap", 1, marks=pytest.mark.slow)],
 )
 def test_a_sum_of_means_is_that_of_one_tower(T, D, local, A):
     def with_own(params, batch, tower):
@@ -124,6 +125,7 @@ def test_a_model_function_minimizes_a_sum_of_means():
     np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
 
 
+@pytest.mark.slow
 def test_outside_of_towers_a_sum_of_means_is_one_towers():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.5))
     state = tj.TrainState.create(np.float32(1), optimizer)
@@ -138,6 +140,7 @@ def test_outside_of_towers_a_sum_of_means_is_one_towers():
         optimizer.compute_gradients(means[1], np.float32(1))
 
 
+@pytest.mark.slow
 def test_a_metric_may_be_a_sum_of_means():
     """Of two batches of unequal weights it is that of all their rows."""
 
@@ -248,6 +251,7 @@ def test_several_means_cost_one_small_reduction_more():
     assert [x.primitive for x in found] == ["psum"] * 2 and found[0].bytes == 8
 
 
+@pytest.mark.slow
 def test_one_mean_and_what_is_shared_need_one_pass():
     def loss(params, batch, tower):
         mean = tj.Weighted.mean(losses(params, batch)[0], batch["labelled"])
@@ -397,6 +401,7 @@ def test_weights_are_not_those_of_a_gradient_that_is_not_yet_known():
     tj.build_step((first, second), update_fn, tj.OneDevice()).check(params(), data())
 
 
+@pytest.mark.slow
 def test_several_means_beside_several_local_variables(A=2):
     def loss(w, batch, tower):
         error = w - batch["x"]

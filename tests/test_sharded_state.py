@@ -165,6 +165,7 @@ def test_nan_is_refused_and_changes_nothing():
     assert_same(state.params, start())
 
 
+@pytest.mark.slow
 def test_what_is_sharded_has_no_copies_to_compare():
     found = {}
     for state in ("mirrored", *SHARDED):
