@@ -90,17 +90,14 @@ def _norm(**options: Any) -> Any:
     return nn.BatchNorm(use_running_average=False, **options)
 
 
-class ResNet(nn.Module):
+class _ResNet50(nn.Module):
     """ResNet-50, whose running statistics are not kept."""
-
-    blocks: tuple[int, ...] = (3, 4, 6, 3)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Logits of each class."""
         x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=BF16)(x)
         x = nn.max_pool(nn.relu(_norm(dtype=BF16)(x)), (3, 3), (2, 2), "SAME")
-        for stage, blocks in enumerate(self.blocks):
+        for stage, blocks in enumerate((3, 4, 6, 3)):
             for block in range(blocks):
                 stride = 2 if stage and not block else 1
                 x = _Bottleneck(64 * 2**stage, stride)(x)
@@ -189,7 +186,7 @@ PROGRAMS = {
     "mlp": Program(_MLP(), 256, ((784,), jnp.float32)),
     "cnn": Program(_CNN(), 128, ((32, 32, 3), jnp.float32)),
     "resnet50": Program(
-        ResNet(), 64, ((224, 224, 3), BF16), optimizer=optax.sgd(0.1, 0.9)
+        _ResNet50(), 64, ((224, 224, 3), BF16), optimizer=optax.sgd(0.1, 0.9)
     ),
     "gpt2": GPT2,
 }

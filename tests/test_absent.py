@@ -19,10 +19,15 @@ import optax
 import pytest
 
 import towerjax as tj
-from benchmarks.absent import GPT, PROGRAMS, TITLES, by_hand, by_towerjax, is_no_worse
+from benchmarks.absent import PROGRAMS, TITLES, by_hand, by_towerjax
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
+from towerjax.step.engine import repeated_recipe
+from towerjax.step.program import prepare
+from towerjax.step.report.communication import collectives_of
+from towerjax.step.report.hlo import parse
+from towerjax.step.state import split_state
 from towerjax.tools.cli import main
 from towerjax.tools.plans import most_that
 from towerjax.towers.executors import compile_on_devices
@@ -170,37 +175,34 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
     assert "Traceback" not in found.stderr and "rror" not in found.stderr
 
 
+PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
+
+
 def assert_nothing_is_forgotten(made):
     """What a report names is what XLA plans for."""
     alive = sum(value.bytes for value in made.at_peak)
-    # In GPT-2 JAX 0.12 gives values one buffer without a sign in the text: they count.
-    most = 1.003 if jax.__version_info__ < (0, 12) else 1.02
-    assert 0.997 <= alive / made.memory.peak <= most
+    assert alive == pytest.approx(made.memory.peak, rel=0.003)
 
 
-SMALL_GPT2 = dataclasses.replace(PROGRAMS["gpt2"], net=GPT(words=4096, layers=2))
-# Arguments, peak and all-reduces of by_hand(SMALL_GPT2, H200S), which compiles long.
-BY_HAND = {
-    "0.10.2": (217_378_820, 1_479_421_820, 3),
-    "0.12.0.1": (217_378_820, 1_479_192_444, 3),
-}
+def hand_written(name):
+    """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
+    text = PAGE.read_text()
+    if name in ("resnet50", "gpt2") and f"by JAX {jax.__version__}," in text:
+        row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
+        found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
+        return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
+    hand = by_hand(PROGRAMS[name], H200S)
+    assert_nothing_is_forgotten(hand)
+    return hand.memory.arguments, hand.memory.peak, len(hand.collectives)
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["cnn", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
-    """ResNet-50 and all layers of GPT-2: `python -m benchmarks.absent`."""
-    program = SMALL_GPT2 if name == "gpt2" else PROGRAMS[name]
+    program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
-    if name == "cnn" or jax.__version__ not in BY_HAND:
-        hand = by_hand(program, H200S)
-        assert is_no_worse(ours, hand)
-        assert_nothing_is_forgotten(hand)
-        figures = hand.memory.arguments, hand.memory.peak, len(hand.collectives)
-    else:
-        figures = BY_HAND[jax.__version__]
-    arguments, peak, all_reduces = figures
+    arguments, peak, all_reduces = hand_written(name)
     assert 1 <= len(ours.collectives) <= all_reduces
     assert {found.opcode for found in ours.collectives} == {"all-reduce"}
     params = program.params()
@@ -209,11 +211,27 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.not_donated == ()
     opt_state = jax.eval_shape(program.optimizer.init, params)
     assert ours.memory.aliased == bytes_of((params, opt_state)) > 0
-    assert ours.memory.arguments == pytest.approx(arguments, abs=100)
+    assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
     assert ours.memory.peak <= 1.02 * peak
     assert_nothing_is_forgotten(ours)
-    if name == "gpt2":  # XLA starts them while it still computes
+    if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_pinned_tree_sends_the_bytes_that_it_promises():
+    strategy = tj.Mirrored(
+        devices=H200S, towers=16, local="scan", cross_tower_ops=tj.PinnedTree()
+    )
+    step, params, batch = make_step(strategy)
+    found = step.report(params, batch)
+    share = -(-(LAYERS * WIDTH * WIDTH + 2) // 8)
+    to_all, gather = found.collectives
+    assert (to_all.opcode, to_all.bytes) == ("all-to-all", 4 * share * 8)
+    assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
+    assert found.bytes_sent == 2 * 4 * share * 7
+    assert (found.towers, found.devices) == (16, 8)
 
 
 def bytes_of(tree):
@@ -221,9 +239,8 @@ def bytes_of(tree):
 
 
 def test_the_page_shows_no_more_sent_and_held_than_by_hand():
-    page = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
     for name, title in TITLES.items():
-        text = page.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+        text = PAGE.read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
         rows = re.findall(r"\| (\d+) \| (\S+ ?\S*) \|(.*)\|", text)
         figures = [[float(x.split()[0]) for x in row[2].split("|")] for row in rows]
         assert [row[:2] for row in rows] == [
@@ -276,6 +293,25 @@ def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word()
     assert compile_on_devices(Lowered(), absent_ones) == "compiled"
     with pytest.warns(UserWarning, match="Error reading"):
         compile_on_devices(Lowered(), tj.Mirrored(("cpu:0",)).placement)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_several_steps_are_one_loop_with_one_reduction_in_it():
+    step, params, batch = make_step(tj.Mirrored(devices=H200S), micro_batches=2)
+    donated, kept = split_state(step.shapes(params))
+    x = shapes(5, *batch["x"].shape)
+    args = (donated, kept, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
+    args = (*args, shapes(dtype=jnp.int32))
+    recipe = repeated_recipe(step._runner.recipe)
+    program = prepare(recipe, step.strategy.placement, args)[1]()
+    module = parse(program.call.as_text())
+    (found,) = collectives_of(module)
+    assert found.opcode == "all-reduce" and not found.trips_known  # in the loop
+    # And the loss, with both weights.
+    assert found.bytes == 4 * (LAYERS * WIDTH * WIDTH + 3)
+    entry = module.computations[module.entry].values()
+    assert [op.opcode for op in entry].count("while") == 1
 
 
 @pytest.mark.slow
