@@ -9,14 +9,11 @@ import dataclasses
 import numpy as np
 import oracle
 
-REDUCTIONS = ("SUM", "MEAN", "SUM_BY_NONZERO_WEIGHTS", "SUM_OVER_BATCH_SIZE")
-
 
 def divisor(reduction, weight):
     """What a sum over examples of these weights is divided by."""
     return {
         "SUM": 1.0,
-        "MEAN": weight.sum(),
         "SUM_BY_NONZERO_WEIGHTS": float((weight != 0).sum()),
         "SUM_OVER_BATCH_SIZE": float(weight.size),
     }[reduction]
@@ -28,7 +25,7 @@ def quotient(total, by):
 
 def sum_of_towers(reduction, compat, weights):
     """Each tower's factor in ``one value = sum_t factor_t * sum_t``."""
-    if reduction in ("SUM", "MEAN") or compat == "tf1":
+    if reduction == "SUM" or compat == "tf1":
         towers = sum(w.size > 0 for w in weights)  # those that have examples
         each = 1.0 if reduction == "SUM" else 1.0 / towers
         return [quotient(each, divisor(reduction, w)) for w in weights]
@@ -98,15 +95,6 @@ def train(model, batch, optimizer, decay, **how):
     """The model after one step, the loss, and the accuracy."""
     x, weight = batch["x"], batch["weight"]
     loss, own, factors, accuracy, rows = forward(model, batch, **how)
-    if how["reduction"] == "MEAN":
-        # Such a tower's loss is a scalar, its mean: its gradient is that mean's. Other
-        # losses know what they are divided by, and gradients are those of their sums.
-        towers = sum(r.size > 0 for r in rows)
-        own = [
-            {name: g * f * towers for name, g in one.items()}
-            for one, f in zip(own, factors, strict=True)
-        ]
-        factors = [1.0 / towers] * len(rows)
     own = [clipped(one, optimizer.clip_tower) if norm(one) else one for one in own]
     grads = {
         name: sum(f * one[name] for f, one in zip(factors, own, strict=True))

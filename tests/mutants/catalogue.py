@@ -669,7 +669,7 @@ MODELS = (
         "reduction is LossReduction.SUM and",
         "False and",
         "test_replicate.py::test_towers_equal_numpy"
-        "[shard_map-4-2-SUM-None-clip each tower-None]",
+        "[pmap-4-2-SUM-None-clip each tower-ops0]",
     ),
     _m(
         "M04",
