@@ -101,9 +101,8 @@ class Step(CompiledStep):
 
         Args:
           params: Arrays; copied, so that yours stay usable.
-          opt_state: What ``update_fn`` keeps from step to step, such as
-            ``optimizer.init(params)``, or a dict of several; copied. A train step makes
-            it, where none is given.
+          opt_state: What ``update_fn`` keeps, such as ``optimizer.init(params)``;
+            copied. A train step makes it, where none is given.
           local: Tower-local variables: a pytree of ``TowerLocal`` of the value that
             each tower's copy starts with.
           extra: Mirrored values that do not train, ``state.extra``: any pytree.
@@ -212,8 +211,7 @@ class Step(CompiledStep):
     ) -> TrainState:
         """The shapes of the state before the first step, without any device.
 
-        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays. A
-        train step makes ``opt_state``, where none is given.
+        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays.
 
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
