@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import jax
 
+from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree
-from towerjax.types.leaves import is_key
 
 Device: TypeAlias = Any
 """A ``jax.Device``, which type checkers take for a variable."""
@@ -133,7 +133,7 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
     """
     leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
     # A key cannot be asked whether it is ready.
-    first = next((x for x in leaves if not is_key(x)), None)
+    first = next((x for x in leaves if type(x) is DeviceArray), None)
     running = _running_on(devices)
     if first is not None:
         running.append(first)
