@@ -451,3 +451,41 @@ def test_where_weights_cannot_be_known_it_is_said():
     mean = tj.Weighted.mean(np.ones(3, np.float32))
     with pytest.raises(ValueError, match="several denominators"):
         optimizer.compute_gradients(lambda w: w * mean + mean, np.float32(1))
+
+
+@pytest.mark.slow
+def test_weights_learn_in_a_second_pass():
+    def first(state, batch, tower):
+        return moving(state.params, batch, tower)
+
+    def second(state, batch, tower, mean):
+        def loss_fn(params, batch, tower):
+            loss = held(params, batch, tower)
+            weight = moving(params, batch, tower).weight
+            return tj.Weighted(loss.sum - mean.value * weight, loss.weight)
+
+        of_loss = tj.value_and_grad(loss_fn)
+        _, grads = of_loss(state.params, tower=tower, batch=batch)
+        return {"loss": mean.value, "grads": grads}
+
+    def update_fn(state, merged):
+        w = state.params["w"] - RATE * merged["grads"].value["w"]
+        return dataclasses.replace(state, params={"w": w}), {"loss": merged["loss"]}
+
+    step = tj.build_step(
+        (first, second),
+        update_fn,
+        mirrored(4, 2, "scan"),
+        micro_batches=2,
+        remainder="pad",
+    )
+    state, metrics = step(step.init(params()), data())
+    x, w = data()["x"].astype(float), params()["w"].astype(float)
+    hidden, weight = np.tanh(x @ w), 1 / (1 + np.exp(-x @ w))
+    error = hidden - data()["y"]
+    mean = weight @ error**2 / weight.sum()
+    slope = weight * 2 * error * (1 - hidden**2)
+    slope += weight * (1 - weight) * (error**2 - mean)
+    np.testing.assert_allclose(metrics["loss"], mean, rtol=200 * EPS)
+    expected = w - RATE * slope @ x / weight.sum()
+    np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)

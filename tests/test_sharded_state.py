@@ -14,7 +14,21 @@ import towerjax as tj
 
 SHARDED = ("sharded_optimizer", "sharded")
 EVEN = 6 * 16 + 16 + 16  # what four devices divide; 4 numbers are not even
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.01, momentum=0.9))
+KINDS = {
+    "clipped adamw": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1)
+    ),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "every second": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+}
+OWN = {"w1": "adafactor", "b1": "clipped adamw", "b2": "every second"}
+OWN |= {"odd": "clipped adamw", "n": "every second"}
+OPTIMIZERS = {
+    "momentum": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.sgd(0.01, momentum=0.9)
+    ),
+    "each its own": optax.partition(KINDS, OWN),
+}
 
 
 def mirrored(state="mirrored", towers=8, devices=4, **options):
@@ -50,9 +64,10 @@ def loss_fn(params, batch, tower):
 
 
 @functools.cache
-def build(state="mirrored"):
+def build(state="mirrored", optimizer="momentum", devices=4):
     """A step, whose programs all tests share."""
-    return tj.build_train_step(loss_fn, OPTIMIZER, mirrored(state))
+    strategy = mirrored(state, devices=devices)
+    return tj.build_train_step(loss_fn, OPTIMIZERS[optimizer], strategy)
 
 
 def assert_same(state, expected):
@@ -69,9 +84,12 @@ def bytes_a_device(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", SHARDED)
-def test_sharded_states_have_the_numbers_of_mirrored_ones(state):
-    sharded, whole = build(state), build()
+@pytest.mark.parametrize(
+    ("state", "optimizer"),
+    [("sharded", "momentum"), ("sharded_optimizer", "each its own")],
+)
+def test_sharded_states_have_the_numbers_of_mirrored_ones(state, optimizer):
+    sharded, whole = build(state, optimizer), build("mirrored", optimizer)
     a, b = sharded.init(start()), whole.init(start())
     for seed in range(3):
         a, found = sharded(a, rows(seed=seed))
@@ -127,19 +145,21 @@ def test_evaluation_and_the_function_take_sharded_states():
 
 
 @pytest.mark.slow
-def test_checkpoints_go_from_one_layout_to_another(tmp_path):
-    batches = [rows(seed=i) for i in range(3)]
+def test_checkpoints_go_from_one_layout_and_number_of_devices_to_another(tmp_path):
+    batches = [rows(seed=i) for i in range(4)]
 
-    def go(state, count, folder):
-        step = build(state)
+    def go(state, devices, count, folder):
+        step = build(state, devices=devices)
         saver = folder and tj.Checkpointer(folder, every=1, batches="count")
         given, quiet = batches[:count], {"checkpointer": saver, "progress": False}
         return tj.run(step, step.init(start()), given, **quiet)[0]
 
-    whole = go("mirrored", 3, None)
-    for count, state in enumerate(("mirrored", "sharded", "sharded_optimizer")):
-        resumed = go(state, count + 1, tmp_path)
-    assert int(resumed.step) == 3
+    whole = go("mirrored", 4, 4, None)
+    go("mirrored", 4, 1, tmp_path)
+    go("sharded", 2, 2, tmp_path)
+    go("sharded_optimizer", 4, 3, tmp_path)
+    resumed = go("mirrored", 4, 4, tmp_path)
+    assert int(resumed.step) == 4
     assert_same(resumed, whole)
 
 

@@ -490,3 +490,15 @@ def test_a_step_says_how_the_state_of_another_sync_or_op_goes_on(name):
     if "bits" in name:
         assert going_on.opt_state is state.opt_state
     advised(then, state, lambda state: then(state, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [1.0, None])
+def test_rounds_of_one_step_are_the_synchronous_step(weight):
+    given = [x | ({"weight": x["weight"] * 0 + 1} if weight else {}) for x in batches()]
+    every = build(tj.sync.EveryStep(), devices=4, optimizer=PLAIN)
+    alone = build(tj.sync.LocalSGD(every=1), devices=4, optimizer=PLAIN)
+    (state, losses), (other, others) = trained(every, given), trained(alone, given)
+    np.testing.assert_allclose(losses, others, rtol=2e-6)
+    for a, b in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6)
