@@ -107,6 +107,15 @@ def label(variable: Variable) -> str:
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
+def _dtypes_to_fit(variable: Variable, dtype: Any, *, reads: bool) -> tuple[Any, ...]:
+    """The dtypes that a value may be of, the preferred one first."""
+    adds = reads and variable.reduction in (Reduction.SUM, Reduction.MEAN)
+    if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return (dtype,)
+    read = reduced_dtype(variable.reduction, dtype)
+    return (read, dtype) if variable.reduction is Reduction.SUM else (dtype, read)
+
+
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     """Cast the value to the variable's dtypes; raise where it does not fit.
 
@@ -122,13 +131,7 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
             " of a table as rows.add_to(variable.value)."
         )
     problems = []
-
-    def dtypes_of(dtype: Any) -> tuple[Any, ...]:  # preferred first
-        adds = reads and variable.reduction in (Reduction.SUM, Reduction.MEAN)
-        if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
-            return (dtype,)
-        read = reduced_dtype(variable.reduction, dtype)
-        return (read, dtype) if variable.reduction is Reduction.SUM else (dtype, read)
+    dtypes = functools.partial(_dtypes_to_fit, variable, reads=reads)
 
     def one(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
         leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
@@ -138,7 +141,7 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
             problem = f"is {problem}"
         elif np.shape(new) != shape:
             problem = f"has shape {np.shape(new)}, expected {shape}"
-        elif held := [d for d in dtypes_of(leaf.dtype) if _holds(d, new)]:
+        elif held := [d for d in dtypes(leaf.dtype) if _holds(d, new)]:
             try:
                 return jnp.asarray(new, held[0])
             except OverflowError:
