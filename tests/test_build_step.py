@@ -1,6 +1,7 @@
 """Steps of one's own: passes, types of leaves and an update, on any towers."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -715,3 +716,72 @@ def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added():
     with pytest.raises(tj.NonFiniteError, match="step 0 was not finite"):
         step.settle()
     np.testing.assert_array_equal(state.params["w"], params()["w"])
+
+
+@pytest.mark.slow
+def test_the_towers_gradients_tell_the_noise_in_one_all_reduce():
+    """One more number of each tower; the simple noise scale of McCandlish, 2018."""
+
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        square = tree_norm(grads.value) ** 2
+        return {"loss": loss, "grads": grads, "square": tj.Sum(square)}
+
+    def update_fn(state, merged):
+        after, metrics = sgd(0.1)(state, merged)
+        metrics["of_towers"] = merged["square"].value / 4
+        metrics["of_all"] = tree_norm(merged["grads"].value) ** 2
+        return after, metrics
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 4))
+    batch, state = data(16), step.init(params())
+    program = step.program(state, batch).call.as_text()
+    assert len(re.findall(r" all-reduce\(", program)) == 1
+    _, metrics = step(state, batch)
+    parts = [{name: x[i : i + 4] for name, x in batch.items()} for i in range(0, 16, 4)]
+    squares = [norm(value_and_grad(params(), part)[1]) ** 2 for part in parts]
+    close(metrics["of_towers"], np.mean(squares))
+    close(metrics["of_all"], norm(value_and_grad(params(), batch)[1]) ** 2)
+
+
+@pytest.mark.slow
+def test_two_optimizers_of_two_models_in_one_step():
+    """A tug of war: each has its own parameters, loss and optimizer."""
+    optimizers = {"low": optax.sgd(0.1), "high": optax.sgd(0.2, momentum=0.9)}
+
+    def tower_fn(state, batch, tower):
+        def loss(own, sign):
+            both = sum(jax.tree.leaves(own))
+            return tj.Weighted.mean(sign * (both - batch["y"]) ** 2, tower.weight)
+
+        p = state.params
+        low, of_low = tj.value_and_grad(lambda own: loss({**p, "low": own}, 1))(
+            p["low"]
+        )
+        _, of_high = tj.value_and_grad(lambda own: loss({**p, "high": own}, -1))(
+            p["high"]
+        )
+        return {"loss": low, "low": of_low, "high": of_high}
+
+    def update_fn(state, merged):
+        after, states = {}, {}
+        for name, optimizer in optimizers.items():
+            grads = merged[name].value
+            updates, states[name] = optimizer.update(grads, state.opt_state[name])
+            after[name] = optax.apply_updates(state.params[name], updates)
+        after = dataclasses.replace(state, params=after, opt_state=states)
+        return after, {"loss": merged["loss"]}
+
+    start = {"low": np.float32(1), "high": np.float32(2)}
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), remainder="pad")
+    opt_state = {name: each.init(start[name]) for name, each in optimizers.items()}
+    state = step.init(start, opt_state=opt_state)
+    low, high, trace = 1.0, 2.0, 0.0
+    for seed in range(3):
+        y = data(7, seed)["y"].astype(float)
+        state, metrics = step(state, data(7, seed))
+        close(metrics["loss"], ((low + high - y) ** 2).mean())
+        slope = 2 * (low + high - y).mean()
+        trace = 0.9 * trace - slope
+        low, high = low - 0.1 * slope, high - 0.2 * trace
+    close(state.params, {"low": low, "high": high})
