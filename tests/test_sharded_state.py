@@ -24,9 +24,7 @@ KINDS = {
 OWN = {"w1": "adafactor", "b1": "clipped adamw", "b2": "every second"}
 OWN |= {"odd": "clipped adamw", "n": "every second"}
 OPTIMIZERS = {
-    "momentum": optax.chain(
-        optax.clip_by_global_norm(0.1), optax.sgd(0.01, momentum=0.9)
-    ),
+    "momentum": optax.sgd(0.01, momentum=0.9),
     "each its own": optax.partition(KINDS, OWN),
 }
 
@@ -124,9 +122,7 @@ def test_the_optimizers_state_is_not_gathered(state):
     sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
     # Parameters once, before the towers or after the update; those that are split.
     assert sum(sizes) == EVEN
-    # One of the gradient; parts may add up their norm, one number, besides.
-    assert len(re.findall(r"f32\[\d+\S* all-reduce\(", text)) == 1
-    assert text.count(" all-reduce(") <= 2
+    assert text.count(" all-reduce(") == 1
 
 
 @pytest.mark.slow
