@@ -260,7 +260,7 @@ def test_parameters_may_be_variables_of_flax():
     errors = 2 * (features @ params()["w"] + params()["b"] - labels) / len(labels)
     grads = {"w": features.T @ errors, "b": errors.sum(0)}
     for name, found in pure(after).items():
-        np.testing.assert_allclose(found, params()[name] - 0.1 * grads[name], rtol=1e-4)
+        np.testing.assert_allclose(found, params()[name] - 0.1 * grads[name], rtol=1e-5)
 
 
 def test_what_is_each_towers_own_around_it_is_refused():
