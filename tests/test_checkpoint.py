@@ -908,7 +908,7 @@ def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
     last, ended = signalled_at(0, signal.SIGTERM, lambda: run(tmp_path / "whole"))
     assert last > 300 and ended is None
     inside = 0
-    for event_number in range(3, last, last // 5):
+    for event_number in range(3, last, last // 7):
         path = tmp_path / str(event_number)
         _, ended = signalled_at(event_number, signal.SIGTERM, lambda: run(path))  # noqa: B023
         seen = []
@@ -917,7 +917,7 @@ def test_a_signal_at_many_lines_of_the_loop_is_gone_on_from(
         if hasattr(ended, "state"):  # not before the first step, nor after the last
             done, inside = int(ended.state.step), inside + 1
             assert seen == list(range(done + 1, 9)), event_number
-    assert inside >= 3
+    assert inside >= 4
 
 
 @pytest.mark.slow
@@ -1046,4 +1046,4 @@ def test_killed_at_many_moments_of_saving():
     found = json.loads(done.stdout)
     assert found["kills"] == 20 and found["bad"] == []
     # Some were killed between two checkpoints, some in the middle of one.
-    assert found["left"] >= 1 and found["newest"] >= 3
+    assert found["left"] >= 3 and found["newest"] >= 8
