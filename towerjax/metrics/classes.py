@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.metrics.rows import (
-    as_booleans,
+    Pairs,
     as_floats,
-    check_ids,
-    check_pair,
     check_threshold,
-    check_values,
-    element_weights,
     library_of,
-    mark_invalid,
     ratio,
     weights_where,
 )
@@ -31,25 +26,23 @@ def _outcomes(
     name: str, labels: Any, predictions: Any, weight: Any, threshold: float | None
 ) -> list[jax.Array]:
     """The weights of true and false positives, and of false and true negatives."""
-    labels, predictions = check_pair(name, labels, predictions)
-    weights = element_weights(name, jnp.shape(labels), weight)
-    yes, has_label = as_booleans(name, "labels", labels, weight)
-    dtype = jnp.result_type(predictions)
+    pairs = Pairs(name, labels, predictions, weight)
+    yes, said = pairs.as_booleans("labels", pairs.labels), pairs.predictions
+    dtype = jnp.result_type(said)
     if jnp.issubdtype(dtype, jnp.floating) != (threshold is not None):
         raise ValueError(
             f"{name} got predictions of dtype {dtype} and threshold={threshold!r}."
             " Scores need a threshold, such as 0.5; booleans, 0 and 1 take none."
         )
     if threshold is None:
-        said, is_valid = as_booleans(name, "predictions", predictions, weight)
+        said = pairs.as_booleans("predictions", said)
     else:
         check_threshold(name, threshold)
-        scores = as_floats(predictions)
-        said, is_valid = scores > jnp.asarray(threshold, scores.dtype), scores == scores
-    weights = mark_invalid(weights, has_label, is_valid)
-
+        scores = as_floats(said)
+        said = scores > jnp.asarray(threshold, scores.dtype)
+        pairs.mark(scores == scores)
     found = yes & said, ~yes & said, yes & ~said, ~yes & ~said
-    return [weights_where(which, weights).sum() for which in found]
+    return [weights_where(which, pairs.weights).sum() for which in found]
 
 
 def true_positives(
@@ -216,19 +209,15 @@ def _ids_and_weights(
     name: str, labels: Any, predictions: Any, num_classes: int, weight: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Labels, predictions and weights, flat; NaN if one that counts is no class."""
-    labels, predictions = check_pair(name, labels, predictions)
-    weights = element_weights(name, jnp.shape(labels), weight)
+    pairs, ids = Pairs(name, labels, predictions, weight), []
     check_whole(f"{name}: num_classes", num_classes)
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
-    ids = []
-    for what, x in (("labels", labels), ("predictions", predictions)):
-        check_ids(name, what, x)
+    for what, x in pairs.ids():
         x = widen(x)  # compared before the cast, in which 64 bits would wrap round
         valid = (x >= 0) & (x < num_classes)
-        valid = check_values(name, what, x, weight, valid, remedy)
-        weights = mark_invalid(weights, valid)
+        pairs.require(what, x, valid, remedy)
         ids.append(jnp.where(valid, x, 0).astype(jnp.int32).reshape(-1))
-    return *ids, weights.reshape(-1)
+    return *ids, pairs.weights.reshape(-1)
 
 
 def mean_iou(

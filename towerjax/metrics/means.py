@@ -8,13 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.metrics.rows import (
-    are_equal,
+    Pairs,
     as_array,
     as_floats,
-    check_ids,
-    check_pair,
     check_threshold,
-    distance,
     element_weights,
     is_known,
     library_of,
@@ -45,11 +42,11 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
       >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
       2.0
     """
-    return _weighted("mean", as_floats(as_array(values)), weight)
+    values = as_floats(as_array(values))
+    return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
 
 
-def _weighted(name: str, values: jax.Array, weight: ArrayLike | None) -> Weighted:
-    weights = element_weights(name, values.shape, weight, "values")
+def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
     dtype = promote_dtypes(values.dtype, weights.dtype)
     return Weighted.mean(values.astype(dtype), weights)
 
@@ -75,11 +72,8 @@ def accuracy(
       >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
       0.75
     """
-    labels, predictions = check_pair("accuracy", labels, predictions)
-    for what, x in (("labels", labels), ("predictions", predictions)):
-        check_ids("accuracy", what, x)
-    hits = jnp.asarray(are_equal("accuracy", labels, predictions))
-    return _weighted("accuracy", hits, weight)
+    pairs = Pairs("accuracy", labels, predictions, weight)
+    return _mean_of(pairs.are_equal(), pairs.weights)
 
 
 def percentage_below(
@@ -104,7 +98,8 @@ def percentage_below(
     """
     check_threshold("percentage_below", threshold)
     below = jnp.asarray(_is_below(as_array(values), threshold))
-    return _weighted("percentage_below", below, weight)
+    weights = element_weights("percentage_below", below.shape, weight, "values")
+    return _mean_of(below, weights)
 
 
 def _is_below(values: Any, threshold: Any) -> Any:
@@ -116,10 +111,6 @@ def _is_below(values: Any, threshold: Any) -> Any:
     if not limits.min < threshold <= limits.max:  # it may be NaN
         return np.full(values.shape, threshold > limits.max)
     return values < np.asarray(math.ceil(threshold), values.dtype)
-
-
-def _errors(name: str, labels: ArrayLike, predictions: ArrayLike) -> jax.Array:
-    return distance(*check_pair(name, labels, predictions))
 
 
 def mean_absolute_error(
@@ -142,8 +133,8 @@ def mean_absolute_error(
       >>> float(mean_absolute_error([1.0, 2.0], [1.0, 5.0]).compute())
       1.5
     """
-    errors = _errors("mean_absolute_error", labels, predictions)
-    return _weighted("mean_absolute_error", errors, weight)
+    pairs = Pairs("mean_absolute_error", labels, predictions, weight)
+    return _mean_of(pairs.distances(), pairs.weights)
 
 
 def mean_squared_error(
@@ -157,8 +148,8 @@ def mean_squared_error(
       >>> float(mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
       4.5
     """
-    errors = _errors("mean_squared_error", labels, predictions)
-    return _weighted("mean_squared_error", errors**2, weight)
+    pairs = Pairs("mean_squared_error", labels, predictions, weight)
+    return _mean_of(pairs.distances() ** 2, pairs.weights)
 
 
 class RootMean(Additive):
@@ -183,6 +174,6 @@ def root_mean_squared_error(
       >>> float(root_mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
       2.1213202...
     """
-    name = "root_mean_squared_error"
-    squares = _weighted(name, _errors(name, labels, predictions) ** 2, weight)
+    pairs = Pairs("root_mean_squared_error", labels, predictions, weight)
+    squares = _mean_of(pairs.distances() ** 2, pairs.weights)
     return RootMean(jnp.asarray(squares.sum), jnp.asarray(squares.weight))

@@ -1,6 +1,5 @@
 """Check labels, predictions and weights, and weigh each element."""
 
-import functools
 from typing import Any
 
 import jax
@@ -66,38 +65,6 @@ def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
     return have_one_sign, a.astype(unsigned), b.astype(unsigned)
 
 
-def distance(first: Any, second: Any) -> jax.Array:
-    """``|first - second|``, float32 or wider; integers are subtracted exactly."""
-    pair = first, second
-    x, y = map(as_floats, pair)
-    dtype = promote_dtypes(x.dtype, y.dtype)
-    apart = abs(x.astype(dtype) - y.astype(dtype))
-    whole = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in pair)
-    wraps = not all(map(is_known, pair)) and any(map(_wraps, pair))
-    if wraps or not whole:
-        return apart
-    have_one_sign, a, b = _as_unsigned(first, second)
-    exact = as_floats(library_of(a, b).where(a > b, a - b, b - a))
-    return jnp.where(have_one_sign, exact, apart)
-
-
-def _wraps(x: Any) -> bool:
-    return overflow_of(x) is not None
-
-
-def are_equal(name: str, labels: Any, predictions: Any) -> Any:
-    """Where ids are equal as numbers, whatever their dtypes; raise if one wraps."""
-    if not (is_known(labels) and is_known(predictions)):
-        for what, x in (("labels", labels), ("predictions", predictions)):
-            if _wraps(x):
-                raise ValueError(
-                    f"{name} got {what} with the id {overflow_of(x)}, which would wrap"
-                    " round in 32 bits. Give smaller ids, or enable jax_enable_x64."
-                )
-    have_one_sign, a, b = _as_unsigned(labels, predictions)
-    return have_one_sign & (a == b)
-
-
 def number_of_rows(leaves: list[jax.Array]) -> int:
     """``b``, the size of dim 0; raise unless all arrays have the same."""
     sizes = {x.shape[:1] for x in leaves}
@@ -107,18 +74,6 @@ def number_of_rows(leaves: list[jax.Array]) -> int:
             f"With axis=0 leaves must be [b, ...] for one b, got {shapes}."
         )
     return sizes.pop()[0]
-
-
-def check_pair(name: str, labels: Any, predictions: Any) -> tuple[Any, Any]:
-    """Labels and predictions as arrays; raise unless their shapes are equal."""
-    labels, predictions = as_array(labels), as_array(predictions)
-    if (shapes := (jnp.shape(labels), jnp.shape(predictions)))[0] != shapes[1]:
-        raise ValueError(
-            f"{name} got labels of shape {shapes[0]} and predictions of shape"
-            f" {shapes[1]}. Give one prediction for each label, such as"
-            " jnp.argmax(logits, axis=-1), or labels[..., 0]."
-        )
-    return labels, predictions
 
 
 def element_weights(
@@ -141,43 +96,9 @@ def element_weights(
     return jnp.broadcast_to(weight, shape)
 
 
-def check_values(
-    name: str, what: str, x: Any, weight: Any, valid: Any, remedy: str
-) -> jax.Array:
-    """Which elements are valid, for `mark_invalid`; raise for a known one that is not.
-
-    An element whose weight is known to be 0 may be anything.
-    """
-    if is_known(x) and (weight is None or is_known(weight)):
-        x, counts = np.asarray(x), np.asarray(1 if weight is None else weight) != 0
-        counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
-        if (bad := x[counts & ~np.asarray(valid)]).size:
-            raise ValueError(f"{name} got {what} with the value {bad[0]}; {remedy}")
-    return jnp.asarray(valid)
-
-
-def mark_invalid(weight: jax.Array, *valid: jax.Array) -> jax.Array:
-    """The weights, all NaN where an element of nonzero weight is not valid.
-
-    A compiled program cannot raise, so an invalid element makes the metric NaN.
-    """
-    bad = [((weight != 0) & ~x).any() for x in valid]
-    return jnp.where(functools.reduce(jnp.logical_or, bad), jnp.nan, weight)
-
-
 def weights_where(which: Any, weight: jax.Array) -> jax.Array:
     """The weights of the elements in ``which``, 0 elsewhere; NaN stays everywhere."""
     return jnp.where(which | jnp.isnan(weight), weight, 0)
-
-
-def as_booleans(name: str, what: str, x: Any, weight: Any) -> tuple[Any, Any]:
-    """``x`` as booleans, and which elements are valid: booleans, 0 or 1."""
-    x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
-    remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
-    with jax.numpy_dtype_promotion("standard"):
-        is_no, is_yes = x == 0, x == 1
-    valid = check_values(name, what, x, weight, is_no | is_yes, remedy)
-    return jnp.asarray(~is_no), valid
 
 
 def check_threshold(name: str, threshold: Any) -> None:
@@ -189,12 +110,87 @@ def check_threshold(name: str, threshold: Any) -> None:
         )
 
 
-def check_ids(name: str, what: str, ids: Any) -> None:
-    """Raise unless ids are integers or booleans."""
-    dtype = jnp.result_type(ids)
-    if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
-        raise ValueError(
-            f"{name} got {what} of dtype {dtype}; class ids are integers or booleans:"
-            " write jnp.argmax(logits, axis=-1), probabilities > 0.5, or"
-            f" {what}.astype(jnp.int32) of ids that are floats."
-        )
+class Pairs:
+    """The labels and predictions of one metric, of equal shapes, and their weights.
+
+    A compiled program cannot raise: a value that is not valid, and not known before
+    tracing, makes all weights NaN, unless its own weight is 0.
+    """
+
+    def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
+        self.labels, self.predictions = as_array(labels), as_array(predictions)
+        shapes = jnp.shape(self.labels), jnp.shape(self.predictions)
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{name} got labels of shape {shapes[0]} and predictions of shape"
+                f" {shapes[1]}. Give one prediction for each label, such as"
+                " jnp.argmax(logits, axis=-1), or labels[..., 0]."
+            )
+        self._name, self._given = name, weight
+        self.weights = element_weights(name, shapes[0], weight)
+
+    def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
+        """Raise for a known value that is not valid; any other marks the weights."""
+        given = self._given
+        if is_known(x) and (given is None or is_known(given)):
+            x, counts = np.asarray(x), np.asarray(1 if given is None else given) != 0
+            counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
+            if (bad := x[counts & ~np.asarray(valid)]).size:
+                raise ValueError(
+                    f"{self._name} got {what} with the value {bad[0]}; {remedy}"
+                )
+        self.mark(valid)
+
+    def mark(self, valid: Any) -> None:
+        """Make all weights NaN if an element of nonzero weight is not valid."""
+        is_bad = ((self.weights != 0) & ~jnp.asarray(valid)).any()
+        self.weights = jnp.where(is_bad, jnp.nan, self.weights)
+
+    def as_booleans(self, what: str, x: Any) -> jax.Array:
+        """Labels or predictions as booleans; they are booleans, 0 or 1."""
+        x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
+        remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
+        with jax.numpy_dtype_promotion("standard"):
+            is_no, is_yes = x == 0, x == 1
+        self.require(what, x, is_no | is_yes, remedy)
+        return jnp.asarray(~is_no)
+
+    def ids(self) -> tuple[tuple[str, Any], ...]:
+        """``(what, ids)`` of both; raise unless they are integers or booleans."""
+        both = ("labels", self.labels), ("predictions", self.predictions)
+        for what, x in both:
+            dtype = jnp.result_type(x)
+            if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
+                raise ValueError(
+                    f"{self._name} got {what} of dtype {dtype}; class ids are integers"
+                    " or booleans: write jnp.argmax(logits, axis=-1), probabilities >"
+                    f" 0.5, or {what}.astype(jnp.int32) of ids that are floats."
+                )
+        return both
+
+    def are_equal(self) -> jax.Array:
+        """Where ids are equal as numbers, whatever their dtypes; raise if one wraps."""
+        ids = self.ids()
+        for what, x in ids if not all(is_known(x) for _, x in ids) else ():
+            if (wrapped := overflow_of(x)) is not None:
+                raise ValueError(
+                    f"{self._name} got {what} with the id {wrapped}, which would wrap"
+                    " round in 32 bits. Give smaller ids, or enable jax_enable_x64."
+                )
+        have_one_sign, a, b = _as_unsigned(self.labels, self.predictions)
+        return jnp.asarray(have_one_sign & (a == b))
+
+    def distances(self) -> jax.Array:
+        """``|label - prediction|``, in float32 or wider; exact of integers."""
+        pair = self.labels, self.predictions
+        x, y = map(as_floats, pair)
+        dtype = promote_dtypes(x.dtype, y.dtype)
+        apart = abs(x.astype(dtype) - y.astype(dtype))
+        are_whole = all(jnp.issubdtype(jnp.result_type(x), jnp.integer) for x in pair)
+        are_known = all(map(is_known, pair))
+        wraps = not are_known and any(overflow_of(x) is not None for x in pair)
+        if wraps or not are_whole:
+            return apart
+        have_one_sign, a, b = _as_unsigned(*pair)
+        exact = as_floats(library_of(a, b).where(a > b, a - b, b - a))
+        return jnp.where(have_one_sign, exact, apart)

@@ -8,17 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.metrics.rows import (
-    as_booleans,
-    as_floats,
-    check_pair,
-    check_values,
-    element_weights,
-    library_of,
-    mark_invalid,
-    ratio,
-    weights_where,
-)
+from towerjax.metrics.rows import Pairs, as_floats, library_of, ratio, weights_where
 from towerjax.metrics.state import Additive
 from towerjax.types import ArrayLike
 from towerjax.types.options import check_choice, check_whole
@@ -92,18 +82,15 @@ def _histograms(
     name: str, labels: Any, predictions: Any, weight: Any, thresholds: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
     """``(yes, no)``, ``[n + 1]`` each: weights by the thresholds that are passed."""
-    labels, scores = check_pair(name, labels, predictions)
-    weights = element_weights(name, jnp.shape(labels), weight)
-    dtype = jnp.result_type(scores)
+    pairs = Pairs(name, labels, predictions, weight)
+    scores, dtype = pairs.predictions, jnp.result_type(pairs.predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{name} got predictions of dtype {dtype}; give floating scores."
         )
-    valid = (scores >= 0) & (scores <= 1)
     remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
-    valid = check_values(name, "scores", scores, weight, valid, remedy)
-    yes, has_label = as_booleans(name, "labels", labels, weight)
-    weights = mark_invalid(weights, has_label, valid)
+    pairs.require("scores", scores, (scores >= 0) & (scores <= 1), remedy)
+    yes, weights = pairs.as_booleans("labels", pairs.labels), pairs.weights
     scores = as_floats(scores)
     bucket = jnp.searchsorted(jnp.asarray(thresholds, scores.dtype), scores)
     add = jnp.zeros(len(thresholds) + 1, weights.dtype).at[bucket].add
