@@ -25,8 +25,7 @@ from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
 from towerjax.step.engine import repeated_recipe
 from towerjax.step.program import prepare
-from towerjax.step.report.communication import collectives_of
-from towerjax.step.report.hlo import parse
+from towerjax.step.report.hlo import collectives_of, parse
 from towerjax.step.state import split_state
 from towerjax.tools.cli import main
 from towerjax.tools.plans import most_that

@@ -44,7 +44,7 @@ from towerjax.tools.bench.trials import (
     strategy_of,
     work_of,
 )
-from towerjax.tools.sweep.record_file import RecordFile
+from towerjax.tools.sweep.result import RecordFile
 
 QUICK = TimingProtocol(rounds=6, seconds_per_round=0.001)
 

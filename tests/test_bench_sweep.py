@@ -18,7 +18,7 @@ from towerjax.tools.bench.results import Results
 from towerjax.tools.bench.sweep import describe_machine, versions, worker_environ
 from towerjax.tools.bench.trials import run_recorded
 from towerjax.tools.cli import main
-from towerjax.tools.sweep.record_file import RecordFile
+from towerjax.tools.sweep.result import RecordFile
 
 of_sweep = importlib.import_module("towerjax.tools.bench.sweep")
 

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.report.communication import collectives_of, ring_bytes
 from towerjax.step.report.flops import flops_of
-from towerjax.step.report.hlo import Module, Shape, parse
+from towerjax.step.report.hlo import Module, Shape, collectives_of, parse, ring_bytes
 from towerjax.step.report.memory import alive_at_peak, memory_of
 from towerjax.step.report.step_report import time_calls
 from towerjax.types.tables import Table, as_html, as_text, in_flops

@@ -13,8 +13,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.tools.sweep.record_file import RecordFile
-from towerjax.tools.sweep.result import Member, Sweep
+from towerjax.tools.sweep.result import Member, RecordFile, Sweep
 from towerjax.tools.sweep.train import _Program, configs_of, traced_names
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}

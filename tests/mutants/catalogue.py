@@ -1599,7 +1599,7 @@ SWEEPS = (
     _m(
         "W03",
         "a sweep goes on in the file of another",
-        "tools.sweep.record_file:RecordFile._check_same",
+        "tools.sweep.result:RecordFile._check_same",
         "if (old := record.get(name)) != value:",
         "if (old := record.get(name)) is value:",
         "test_sweep.py::test_a_file_of_another_sweep_is_refused_before_anything_runs",

@@ -73,17 +73,16 @@ def audit(loss_fn: str, json: bool = False, **options: Any) -> int:
     exit code: 0 if nothing depends on the split, 1 if something does, 2 for wrong
     arguments.
     """
-    with shell.importing_from_here():
-        for name in {"params", "batch", "local", "extra"} & options.keys():
-            options[name] = shell.resolve_value(options[name])
-        if not callable(found := shell.resolve(loss_fn)):
-            raise ValueError(f"{loss_fn} is no function: {found!r}.")
-        try:
-            report = assert_replicates(found, **options)
-        except SplitError as error:
-            findings = [dataclasses.asdict(finding) for finding in error.findings]
-            shell.show(str(error), {"same": False, "findings": findings}, json)
-            return FAULT
+    for name in {"params", "batch", "local", "extra"} & options.keys():
+        options[name] = shell.resolve_value(options[name])
+    if not callable(found := shell.resolve(loss_fn)):
+        raise ValueError(f"{loss_fn} is no function: {found!r}.")
+    try:
+        report = assert_replicates(found, **options)
+    except SplitError as error:
+        findings = [dataclasses.asdict(finding) for finding in error.findings]
+        shell.show(str(error), {"same": False, "findings": findings}, json)
+        return FAULT
     shell.show(str(report), {"same": True, **dataclasses.asdict(report)}, json)
     return OK
 
@@ -106,15 +105,14 @@ def report(
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
-    with shell.importing_from_here():
-        given = (Mirrored(devices=_devices_of(on)),) if on else ()
-        match shell.call_named(make_step, *given):
-            case (CompiledStep() | InferenceStep()) as step, state, batch:
-                found = step.report(state, batch, timed_calls=timed_calls)
-            case _:
-                raise ValueError(
-                    f"{make_step} must be a function that returns (step, state, batch)."
-                )
+    given = (Mirrored(devices=_devices_of(on)),) if on else ()
+    match shell.call_named(make_step, *given):
+        case (CompiledStep() | InferenceStep()) as step, state, batch:
+            found = step.report(state, batch, timed_calls=timed_calls)
+        case _:
+            raise ValueError(
+                f"{make_step} must be a function that returns (step, state, batch)."
+            )
     return _show_tables(found, json, html)
 
 
@@ -142,8 +140,7 @@ def plan(
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
-    with shell.importing_from_here():
-        found = plan_of(functools.partial(shell.call_named, make_step), **options)
+    found = plan_of(functools.partial(shell.call_named, make_step), **options)
     return _show_tables(found, json, html)
 
 

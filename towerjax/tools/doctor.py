@@ -23,7 +23,7 @@ from towerjax.tools.shell import FAULT, OK, show
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout
 from towerjax.types.options import check_whole
-from towerjax.types.tables import Table, as_text, in_bytes
+from towerjax.types.tables import Shown, Table, in_bytes
 
 _PREFIXES = ("JAX_", "XLA_", "CUDA_VISIBLE", "NCCL_", "TOWERJAX_", "TF_CONFIG")
 _ROUNDS = 5
@@ -139,6 +139,12 @@ class Probe:
     # links carry when none is idle. None where nothing is sent.
     gigabytes_per_second: float | None
 
+    def cells(self) -> tuple[str, str, str]:
+        """The verdict, the time and the rate, as shown."""
+        rate = self.gigabytes_per_second
+        shown = "-" if rate is None else f"{rate:.2f}"
+        return "wrong" if self.wrong else "right", f"{self.milliseconds:.3f}", shown
+
 
 def ops_for(num_devices: int) -> tuple[collectives.CrossTowerOps, ...]:
     """One of every cross-tower op that can run on so many devices."""
@@ -222,41 +228,6 @@ def wrong_sums(
     ]
 
 
-def doctor(mebibytes: int = 4, json: bool = False) -> int:
-    """Show this machine's devices, test them, and say what to mend.
-
-    Print versions, devices and settings; test every device and every cross-tower op
-    against NumPy and measure them; say what to mend. In a job of several processes each
-    tests its own devices; process 0 prints, and each that finds something wrong.
-
-    Example:
-      towerjax doctor --mebibytes 256 --json
-      JAX_NUM_CPU_DEVICES=8 towerjax doctor
-      towerjax launch --processes 2 --devices-per-process 4 -- towerjax doctor
-
-    exit code: 0 if all is well, 1 if something is wrong, 2 for wrong arguments.
-    """
-    check_whole("--mebibytes", mebibytes)
-    cluster.initialize()
-    machine, num_bytes = this_machine(), mebibytes << 20
-    alone, together = [], []
-    if names := tuple(device["name"] for device in machine["devices"]):
-        alone = [check_device(device, num_bytes) for device in jax.local_devices()]
-        together = [check_op(op, names, num_bytes) for op in ops_for(len(names))]
-    advice = [*_failures(alone, together), *advice_on(machine)]
-    is_well = not any(one.is_wrong for one in advice)
-    if not names or jax.process_index() == 0 or not is_well:
-        fields = {
-            "well": is_well,
-            "machine": machine,
-            "devices": [dataclasses.asdict(x) for x in alone],
-            "ops": [dataclasses.asdict(x) for x in together],
-            "advice": [dataclasses.asdict(x) for x in advice],
-        }
-        show(_report_text(machine, alone, together, advice), fields, json)
-    return OK if is_well else FAULT
-
-
 _LEAVE_OUT = "Leave that device out, tj.Mirrored(devices=...), and have it looked at."
 _TEST_FEWER = (
     "Test with fewer devices, tj.Mirrored(devices=...), to find the one or the link"
@@ -282,44 +253,70 @@ def _failures(alone: Sequence[Probe], together: Sequence[Probe]) -> list[Advice]
     return found
 
 
-def _report_text(
-    machine: Machine,
-    alone: Sequence[Probe],
-    together: Sequence[Probe],
-    advice: Sequence[Advice],
-) -> str:
-    found = {device["name"]: device for device in machine["devices"]}
-    of_devices = [
-        (
-            probe.name,
-            found[probe.name]["kind"],
-            in_bytes(held) if (held := found[probe.name]["memory_bytes"]) else "-",
-            *_probe_cells(probe),
+@dataclasses.dataclass(frozen=True)
+class Diagnosis(Shown):
+    """A machine, what its tests found, and what to do."""
+
+    well: bool
+    machine: Machine
+    devices: list[Probe]  # each alone
+    ops: list[Probe]  # on all devices together
+    advice: list[Advice]
+
+    def tables(self) -> tuple[Table, ...]:
+        """What was tested."""
+        known = {device["name"]: device for device in self.machine["devices"]}
+        head, of_devices = ("test", "ms", "GB/s"), []
+        for probe in self.devices:
+            held, kind = (known[probe.name][x] for x in ("memory_bytes", "kind"))
+            memory = in_bytes(held) if held else "-"
+            of_devices.append((probe.name, kind, memory, *probe.cells()))
+        of_ops = [(probe.name, *probe.cells()) for probe in self.ops]
+        about = ("device", "kind", "memory")
+        found = (
+            Table("Devices, each alone", about + head, tuple(of_devices)),
+            Table("All devices together", ("cross-tower op", *head), tuple(of_ops)),
         )
-        for probe in alone
-    ]
-    of_ops = [(probe.name, *_probe_cells(probe)) for probe in together]
-    head = ("device", "kind", "memory", "test", "ms", "GB/s")
-    tables = (
-        Table("Devices, each alone", head, tuple(of_devices)),
-        Table("All devices together", ("cross-tower op", *head[3:]), tuple(of_ops)),
-    )
-    num_wrong = sum(one.is_wrong for one in advice)
-    memory = f"{in_bytes(machine['memory_bytes'])} of memory"
-    lines = [
-        ", ".join(f"{name} {text}" for name, text in machine["versions"].items()),
-        f"{machine['system']}, {machine['cores']} processors, {memory}",
-        *(f"{name}={value}" for name, value in machine["environment"].items()),
-        "",
-        as_text([table for table in tables if table.rows]),
-        "",
-        *map(str, advice),
-        f"{num_wrong} wrong." if num_wrong else "All is well.",
-    ]
-    return "\n".join(lines)
+        return tuple(table for table in found if table.rows)
+
+    def __str__(self) -> str:
+        machine, num_wrong = self.machine, sum(one.is_wrong for one in self.advice)
+        memory = f"{in_bytes(machine['memory_bytes'])} of memory"
+        lines = [
+            ", ".join(f"{name} {text}" for name, text in machine["versions"].items()),
+            f"{machine['system']}, {machine['cores']} processors, {memory}",
+            *(f"{name}={value}" for name, value in machine["environment"].items()),
+            f"\n{super().__str__()}\n",
+            *map(str, self.advice),
+            f"{num_wrong} wrong." if num_wrong else "All is well.",
+        ]
+        return "\n".join(lines)
 
 
-def _probe_cells(result: Probe) -> tuple[str, str, str]:
-    rate = result.gigabytes_per_second
-    shown = "-" if rate is None else f"{rate:.2f}"
-    return "wrong" if result.wrong else "right", f"{result.milliseconds:.3f}", shown
+def doctor(mebibytes: int = 4, json: bool = False) -> int:
+    """Show this machine's devices, test them, and say what to mend.
+
+    Print versions, devices and settings; test every device and every cross-tower op
+    against NumPy and measure them; say what to mend. In a job of several processes each
+    tests its own devices; process 0 prints, and each that finds something wrong.
+
+    Example:
+      towerjax doctor --mebibytes 256 --json
+      JAX_NUM_CPU_DEVICES=8 towerjax doctor
+      towerjax launch --processes 2 --devices-per-process 4 -- towerjax doctor
+
+    exit code: 0 if all is well, 1 if something is wrong, 2 for wrong arguments.
+    """
+    check_whole("--mebibytes", mebibytes)
+    cluster.initialize()
+    machine, num_bytes = this_machine(), mebibytes << 20
+    alone, together = [], []
+    if names := tuple(device["name"] for device in machine["devices"]):
+        alone = [check_device(device, num_bytes) for device in jax.local_devices()]
+        together = [check_op(op, names, num_bytes) for op in ops_for(len(names))]
+    advice = [*_failures(alone, together), *advice_on(machine)]
+    is_well = not any(one.is_wrong for one in advice)
+    if not names or jax.process_index() == 0 or not is_well:
+        found = Diagnosis(is_well, machine, alone, together, advice)
+        show(str(found), dataclasses.asdict(found), json)
+    return OK if is_well else FAULT

@@ -1,7 +1,6 @@
 """What all commands share: help, exit codes, JSON, and objects by ``module:name``."""
 
 import argparse
-import contextlib
 import importlib
 import inspect
 import json
@@ -9,7 +8,7 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from towerjax.loop.writers import as_json
@@ -85,11 +84,13 @@ def show(text: str, fields: Mapping[str, Any], in_json: bool) -> None:
 def run_parsed(options: argparse.Namespace) -> int:
     """Run a parsed command; return its exit code.
 
-    A ``ValueError`` is a mistake of the user, an ``OSError`` a refusal of the system:
-    both are printed without a traceback, unless ``options.traceback``.
+    It can import modules of the current folder, as with ``python -m``. A ``ValueError``
+    is a mistake of the user, an ``OSError`` a refusal of the system: both are printed
+    without a traceback, unless ``options.traceback``.
     """
     given = vars(options)
     name, run, traceback = (given.pop(x) for x in ("name", "run", "traceback"))
+    sys.path.insert(0, "")
     try:
         return run(**given)
     except BrokenPipeError:
@@ -104,6 +105,8 @@ def run_parsed(options: argparse.Namespace) -> int:
             raise
         sys.stderr.write(f"towerjax {name}: {error}\n")
         return USAGE if isinstance(error, ValueError) else NOT_STARTED
+    finally:
+        sys.path.remove("")
 
 
 def resolve_value(name: str) -> Any:
@@ -131,14 +134,3 @@ def resolve(name: str) -> Any:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another
         raise ValueError(f"{name}: {error}; set PYTHONPATH.") from error
-
-
-@contextlib.contextmanager
-def importing_from_here() -> Iterator[None]:
-    """Import modules of the current folder within the block, as ``python -m`` does."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)

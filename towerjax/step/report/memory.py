@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from towerjax.mesh.private_jax import read_arguments
-from towerjax.step.report.communication import source_line
-from towerjax.step.report.hlo import Module, Operation, Shape
+from towerjax.step.report.hlo import Module, Operation, Shape, source_line
 from towerjax.types import leaf_name
 
 _GROUPS = {

@@ -11,9 +11,8 @@ import jax
 from jax.extend.core import Jaxpr
 
 from towerjax.mesh.placement import Placement
-from towerjax.step.report.communication import CompiledCollective, collectives_of
 from towerjax.step.report.flops import Flops, flops_of
-from towerjax.step.report.hlo import Shape, parse
+from towerjax.step.report.hlo import CompiledCollective, Shape, collectives_of, parse
 from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
 from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles

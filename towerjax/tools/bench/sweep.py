@@ -18,7 +18,7 @@ from towerjax.loop.progress import choose_display
 from towerjax.tools.bench.grid import Grid, Trial
 from towerjax.tools.bench.protocol import TimingProtocol
 from towerjax.tools.bench.results import Result, Results
-from towerjax.tools.sweep.record_file import RecordFile, show_counts
+from towerjax.tools.sweep.result import RecordFile, show_counts
 
 
 def describe_machine() -> dict[str, Any]:

@@ -20,14 +20,15 @@ from towerjax.step.members import MembersStep
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.tools.bench.protocol import in_turns
-from towerjax.tools.sweep.record_file import (
+from towerjax.tools.sweep.result import (
     Config,
     Line,
+    Member,
     RecordFile,
+    Sweep,
     key_text,
     show_counts,
 )
-from towerjax.tools.sweep.result import Member, Sweep
 from towerjax.types import PyTree
 from towerjax.types.leaves import held_dtype
 from towerjax.types.options import check_choice, check_function

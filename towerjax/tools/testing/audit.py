@@ -183,7 +183,8 @@ def assert_replicates(
     permuted = next(feed.batches(batch, examples, seed=0))
     with jax.default_matmul_precision("highest"):
         alone = audited.step(1)
-        expected = audited.run(alone, batch)
+        found = audited.run(alone, batch)
+        expected = {name: x for name, x in found.items() if x is not None}
         _refuse_nonfinite(expected)
         random = audited.random_leaves(alone, batch, expected) if ignores else set()
         runs = {}
@@ -194,16 +195,16 @@ def assert_replicates(
         if rtol is None:
             rtol = audited.rtol(alone, batch)
     compared = sorted(expected.keys() - random)
-    found = [_worst_finding(name, runs, expected) for name in compared]
-    if bad := [finding for finding in found if finding.relative > rtol]:
+    findings = [_worst_finding(name, runs, expected) for name in compared]
+    if bad := [finding for finding in findings if finding.relative > rtol]:
         raise SplitError(bad)
-    largest = max(found, key=lambda x: x.relative)
+    largest = max(findings, key=lambda x: x.relative)
     return AuditReport(
         tuple(dict.fromkeys(towers)),
         examples,
         splits=len(runs),
         compared=tuple(compared),
-        not_compared=(*sorted(random), *audited.left_out()),
+        not_compared=(*sorted(random), *(x for x in found if x not in expected)),
         largest=largest.relative,
         largest_leaf=largest.leaf,
     )
@@ -252,8 +253,11 @@ class _Audit:
         """The state before the step."""
         return step.init(self.params, rng=self.key, local=self.local, extra=self.extra)
 
-    def run(self, step: TrainStep, batch: PyTree) -> dict[str, np.ndarray]:
-        """Gradient, loss, metrics and other state after one step, by leaf name."""
+    def run(self, step: TrainStep, batch: PyTree) -> dict[str, Any]:
+        """Gradient, loss, metrics and other state after one step, by leaf name.
+
+        None stands for a leaf that has no one value to compare.
+        """
         state, metrics = step(self.init(step), batch)
         found = named_leaves("gradient", state.opt_state)
         found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
@@ -261,7 +265,13 @@ class _Audit:
         for name, variable in named_leaves("local", state.local, is_leaf=is_local):
             if variable.reduction is not Reduction.NONE:
                 found += named_leaves(name, read_local(variable))
-        return {name: _as_reals(x) for name, x in found if not is_key(x)}
+            else:
+                found += [
+                    (leaf, None) for leaf, _ in named_leaves(name, variable.value)
+                ]
+        return {
+            name: None if x is None or is_key(x) else _as_reals(x) for name, x in found
+        }
 
     def random_leaves(
         self, step: TrainStep, batch: PyTree, expected: Mapping[str, np.ndarray]
@@ -276,14 +286,6 @@ class _Audit:
                 " tower.rng. Switch that off, or draw from keys that lie in the batch."
             )
         return random
-
-    def left_out(self) -> list[str]:
-        """Names of the leaves of the state that have no one value to compare."""
-        found = [(name, x, True) for name, x in named_leaves("extra", self.extra)]
-        for path, variable in named_leaves("local", self.local, is_leaf=is_local):
-            has_one = variable.reduction is not Reduction.NONE
-            found += [(*leaf, has_one) for leaf in named_leaves(path, variable.value)]
-        return [name for name, x, has_one in found if is_key(x) or not has_one]
 
     def rtol(self, step: TrainStep, batch: PyTree) -> float:
         """The tolerance for rounding, by the narrowest dtype of the traced step."""
