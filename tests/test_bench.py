@@ -17,13 +17,13 @@ import pytest
 import towerjax as tj
 from towerjax.collectives.choose import parse_ops
 from towerjax.tools.bench import Grid, Result, TimingProtocol, Trial, compare, protocol
-from towerjax.tools.bench.grid import read_toml
 from towerjax.tools.bench.models import MODELS, find_model, mlp
 from towerjax.tools.bench.protocol import (
     Interval,
     calls_in,
     in_turns,
     interval_of_median,
+    read_toml,
 )
 from towerjax.tools.bench.results import (
     Results,

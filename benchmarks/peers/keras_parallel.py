@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks.peers.same_work import Job, job_of, measured
-from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.protocol import TimingProtocol
+from towerjax.tools.bench.protocol import TimingProtocol, Trial
 from towerjax.tools.bench.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES
 
 

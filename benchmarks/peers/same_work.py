@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from towerjax.mesh.placement import Placement
-from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.protocol import TimingProtocol, calls_in, in_turns
+from towerjax.tools.bench.protocol import TimingProtocol, Trial, calls_in, in_turns
 from towerjax.tools.bench.trials import (
     NUM_LOSSES,
     by_hand,

@@ -17,8 +17,7 @@ from benchmarks.peers.same_work import (
     job_of,
     timed_rounds,
 )
-from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.protocol import TimingProtocol, calls_in
+from towerjax.tools.bench.protocol import TimingProtocol, Trial, calls_in
 from towerjax.tools.bench.sweep import describe_machine
 from towerjax.tools.bench.trials import (
     LEARNING_RATE,

@@ -12,7 +12,7 @@ from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.inference import InferenceStep
 from towerjax.tools import shell
-from towerjax.tools.bench.grid import read_toml
+from towerjax.tools.bench.protocol import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.doctor import doctor

@@ -79,15 +79,24 @@ def _flops_inside(*jaxprs: Jaxpr) -> Flops:
 
 
 def _flops_of_equation(eqn: Any) -> Flops:
-    name = eqn.primitive.name
+    name, inner = eqn.primitive.name, sub_jaxprs(eqn)
     if name == "dot_general":
-        return Flops(matmul=_dot_flops(eqn))
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lengths = (eqn.invars[0].aval.shape[dim] for dim in contracted)
+        return Flops(matmul=2 * eqn.outvars[0].aval.size * math.prod(lengths))
     if name == "conv_general_dilated":
         return Flops(matmul=_convolution_flops(eqn))
     if name in _NOT_COUNTED:
         return Flops(notes=(f"{name} is not counted",))
+    if name == "cond":
+        return max(map(_flops_inside, inner), key=lambda flops: flops.total)
+    if name == "while":
+        one = _flops_inside(*inner)
+        notes = ("a loop of unknown trips is counted once",)
+        return one + Flops(notes=notes) if one.total else one
     if name not in _COUNTED:
-        return _flops_of_inner(eqn)
+        trips = eqn.params["length"] if name == "scan" else 1
+        return _flops_inside(*inner[:1]).times(trips)
     out: Any = eqn.outvars[0].aval
     if not jnp.issubdtype(out.dtype, jnp.inexact):
         return Flops()
@@ -96,27 +105,6 @@ def _flops_of_equation(eqn: Any) -> Flops:
     if name in _REDUCE_OPS:
         return Flops(other=eqn.invars[0].aval.size - out.size)
     return Flops(other=eqn.invars[2].aval.size)  # a scatter's updates
-
-
-def _flops_of_inner(eqn: Any) -> Flops:
-    name, inner = eqn.primitive.name, sub_jaxprs(eqn)
-    if not inner:
-        return Flops()
-    if name == "cond":
-        return max(map(_flops_inside, inner), key=lambda flops: flops.total)
-    if name == "scan":
-        return _flops_inside(inner[0]).times(eqn.params["length"])
-    if name == "while":
-        notes = ("a loop of unknown trips is counted once",)
-        one = _flops_inside(*inner)
-        return one + Flops(notes=notes) if one.total else one
-    return _flops_inside(inner[0])
-
-
-def _dot_flops(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    return 2 * out.size * math.prod(lhs.shape[dim] for dim in contracted)
 
 
 def _convolution_flops(eqn: Any) -> int:

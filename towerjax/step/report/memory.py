@@ -180,21 +180,17 @@ def _at_peak(module: Module, computation: str) -> list[Alive]:
         if op.opcode in _RUNS:
             bodies = [_at_peak(module, name) for name in op.called().values()]
             inside[made] = max(bodies, key=_total_bytes, default=[])
+        is_held = op.opcode == "parameter"  # by the caller, from the start
+        start, name = 0 if is_held else made, _STATE.sub(r"\1", op.op_name) or op.name
+        line = "" if is_held else source_line(module, op)
         for part, shape in enumerate(op.shapes):
             end = last_uses.get((op.name, part), -1)
-            start = 0 if op.opcode == "parameter" else made  # the caller holds it
             if end >= start and shape.bytes:
-                alive.append((start, end, _alive_value(module, op, part)))
+                alive.append((start, end, Alive(name, f"{shape}", shape.bytes, line)))
                 change[[start, end + 1]] += shape.bytes, -shape.bytes
     held = change.cumsum()[: len(operations)] + [*map(_total_bytes, inside)]
     worst = int(held.argmax())
     return [x for start, end, x in alive if start <= worst <= end] + inside[worst]
-
-
-def _alive_value(module: Module, op: Operation, part: int) -> Alive:
-    name = _STATE.sub(r"\1", op.op_name) or op.name
-    line = "" if op.opcode == "parameter" else source_line(module, op)
-    return Alive(name, f"{op.shapes[part]}", op.shapes[part].bytes, line)
 
 
 def _last_uses(module: Module, computation: str) -> dict[Output, int]:

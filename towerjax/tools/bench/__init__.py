@@ -1,10 +1,10 @@
 """Benchmarks: sweeps of trials, timed in turns with hand-written JAX."""
 
-from towerjax.tools.bench.grid import Grid as Grid
-from towerjax.tools.bench.grid import Trial as Trial
-from towerjax.tools.bench.grid import read_toml as read_toml
 from towerjax.tools.bench.models import Model as Model
+from towerjax.tools.bench.protocol import Grid as Grid
 from towerjax.tools.bench.protocol import TimingProtocol as TimingProtocol
+from towerjax.tools.bench.protocol import Trial as Trial
+from towerjax.tools.bench.protocol import read_toml as read_toml
 from towerjax.tools.bench.results import Comparison as Comparison
 from towerjax.tools.bench.results import Result as Result
 from towerjax.tools.bench.results import compare as compare

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from towerjax.loop.writers import read_lines
-from towerjax.tools.bench.grid import Trial
-from towerjax.tools.bench.protocol import Interval
+from towerjax.tools.bench.protocol import Interval, Trial
 from towerjax.types.tables import Shown, Table
 
 

@@ -15,17 +15,18 @@ from typing import Any
 
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.progress import choose_display
-from towerjax.tools.bench.grid import Grid, Trial
-from towerjax.tools.bench.protocol import TimingProtocol
+from towerjax.tools.bench.protocol import Grid, TimingProtocol, Trial
 from towerjax.tools.bench.results import Result, Results
 from towerjax.tools.sweep.result import RecordFile, show_counts
 
 
 def describe_machine() -> dict[str, Any]:
     """The processor, the number of cores that this process may use, the system."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return {
         "processor": _processor(),
-        "cores": num_cores(),
+        "cores": cores,
         "system": f"{platform.system()} {platform.machine()}",
     }
 
@@ -34,13 +35,6 @@ def versions() -> dict[str, str]:
     """Name -> version of Python and of installed packages."""
     others = library_versions("keras", "tensorflow", "torch")
     return {"python": platform.python_version(), **others}
-
-
-def num_cores() -> int:
-    """The number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _processor() -> str:

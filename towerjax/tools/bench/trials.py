@@ -23,9 +23,8 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.step.checking import Check
 from towerjax.step.train import build_train_step
 from towerjax.tools.bench import protocol
-from towerjax.tools.bench.grid import Trial
 from towerjax.tools.bench.models import Model, find_model
-from towerjax.tools.bench.protocol import TimingProtocol
+from towerjax.tools.bench.protocol import TimingProtocol, Trial
 from towerjax.tools.shell import resolve
 from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy

@@ -215,8 +215,10 @@ def _keep(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, A
     return updates, updates
 
 
-def _as_reals(x: Any) -> np.ndarray:
-    """The array in float64; real and imaginary parts stacked if it is complex."""
+def _as_reals(x: Any) -> np.ndarray | None:
+    """The array in float64; real and imaginary parts stacked; None of a key or None."""
+    if x is None or is_key(x):
+        return None
     x = np.asarray(x)
     return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
 
@@ -263,15 +265,10 @@ class _Audit:
         found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
         found += named_leaves("extra", state.extra)
         for name, variable in named_leaves("local", state.local, is_leaf=is_local):
-            if variable.reduction is not Reduction.NONE:
-                found += named_leaves(name, read_local(variable))
-            else:
-                found += [
-                    (leaf, None) for leaf, _ in named_leaves(name, variable.value)
-                ]
-        return {
-            name: None if x is None or is_key(x) else _as_reals(x) for name, x in found
-        }
+            has_one = variable.reduction is not Reduction.NONE
+            value = read_local(variable) if has_one else variable.value
+            found += [(n, x if has_one else None) for n, x in named_leaves(name, value)]
+        return {name: _as_reals(x) for name, x in found}
 
     def random_leaves(
         self, step: TrainStep, batch: PyTree, expected: Mapping[str, np.ndarray]
