@@ -82,11 +82,10 @@ class TowerBatchNorm(linen.BatchNorm):
         Raises:
           ValueError: As `towerjax.layers.batch_norm.normalize.normalize`.
         """
-        options = BatchNormOptions.of(self)
-        frozen = options.statistics == "frozen"
-        use_running_average = frozen or linen.merge_param(
+        frozen = self.statistics == "frozen" or linen.merge_param(
             "use_running_average", self.use_running_average, use_running_average
         )
+        options = BatchNormOptions.of(self, frozen)
         shape = [x.shape[i] for i in options.feature_axes(x.ndim)]
         mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
         var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
@@ -95,15 +94,9 @@ class TowerBatchNorm(linen.BatchNorm):
             own["scale"] = self.param("scale", self.scale_init, shape, self.param_dtype)
         if self.use_bias:
             own["bias"] = self.param("bias", self.bias_init, shape, self.param_dtype)
-        y, running = normalize(
-            x,
-            None if self.is_initializing() else tower,
-            Moments(mean.value, var.value),
-            **own,
-            mask=mask,
-            options=options,
-            use_running_average=use_running_average,
-        )
-        if not (use_running_average or self.is_initializing()):
+        before = Moments(mean.value, var.value)
+        tower = None if self.is_initializing() else tower
+        y, running = normalize(x, tower, before, **own, mask=mask, options=options)
+        if not (frozen or self.is_initializing()):
             mean.value, var.value = running.mean, running.var
         return y.astype(canonicalize_dtype(x, *own.values(), dtype=self.dtype))

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.module import first_from
 from flax.nnx.nn import dtypes
 
 from towerjax.layers.batch_norm.normalize import (
@@ -91,35 +92,25 @@ class TowerBatchNorm(nnx.BatchNorm):
           ValueError: As `towerjax.layers.batch_norm.normalize.normalize`; ``x`` has
             another number of features; or ``use_running_average`` is None in both.
         """
-        options = BatchNormOptions.of(self)
+        frozen = self.statistics == "frozen" or first_from(
+            use_running_average,
+            self.use_running_average,
+            error_msg="TowerBatchNorm got use_running_average=None, at the layer and at"
+            " the call. Pass True or False to one of them.",
+        )
+        options = BatchNormOptions.of(self, frozen)
         (axis,) = options.feature_axes(x.ndim)
         if x.shape[axis] != self.num_features:
             raise ValueError(
                 f"TowerBatchNorm got x of shape {x.shape}, with {x.shape[axis]}"
                 f" features along axis={options.axis}, not {self.num_features=}."
             )
-        if use_running_average is None:
-            use_running_average = self.use_running_average
-        if options.statistics == "frozen":
-            use_running_average = True
-        if use_running_average is None:
-            raise ValueError(
-                "TowerBatchNorm got use_running_average=None, at the layer and at the"
-                " call. Pass True or False to one of them."
-            )
         before = Moments(self.mean[...], self.var[...])
         scale, bias = (x if x is None else x[...] for x in (self.scale, self.bias))
         y, running = normalize(
-            x,
-            tower,
-            before,
-            scale=scale,
-            bias=bias,
-            mask=mask,
-            options=options,
-            use_running_average=use_running_average,
+            x, tower, before, scale=scale, bias=bias, mask=mask, options=options
         )
-        if not use_running_average:
+        if not frozen:
             self.mean[...], self.var[...] = running.mean, running.var
         values = (x, before.mean, before.var, scale, bias)
         return y.astype(dtypes.canonicalize_dtype(*values, dtype=options.dtype))

@@ -36,9 +36,12 @@ class BatchNormOptions:
     dtype: Any = None  # None is the input's; statistics are float32 or wider
 
     @classmethod
-    def of(cls, layer: Any) -> "BatchNormOptions":
-        """The options of a layer, checked."""
-        return cls(**{x.name: getattr(layer, x.name) for x in dataclasses.fields(cls)})
+    def of(cls, layer: Any, use_running_average: bool = False) -> "BatchNormOptions":
+        """The options of a layer, checked; with the running average it is frozen."""
+        options = {x.name: getattr(layer, x.name) for x in dataclasses.fields(cls)}
+        if use_running_average:
+            options["statistics"] = "frozen"
+        return cls(**options)
 
     def __post_init__(self) -> None:
         check_choice("statistics", self.statistics, get_args(Statistics))
@@ -86,7 +89,6 @@ def normalize(
     bias: jax.Array | None = None,
     mask: jax.typing.ArrayLike | None = None,
     options: BatchNormOptions = _DEFAULTS,
-    use_running_average: bool = False,
 ) -> tuple[jax.Array, Moments]:
     """``scale (x - mean) / sqrt(var + epsilon) + bias``, and the running statistics.
 
@@ -127,7 +129,7 @@ def normalize(
         return values.astype(x.dtype).reshape(shape)
 
     x, used = x.astype(dtype), running
-    if not (use_running_average or options.statistics == "frozen"):
+    if options.statistics != "frozen":
         weight = _weights(x, tower, mask, axes)
         reducer = tower if options.statistics == "synchronised" else None
         total, batch = _moments(x, weight, axes, reducer)

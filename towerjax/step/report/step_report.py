@@ -196,17 +196,18 @@ def report_on(
     check_whole("timed_calls", timed_calls, 0)
     if timed_calls:
         batch = step.place_batch(batch)
-    program, timing = step.program(state, batch), None
-    if timed_calls:
-        first, *rest = split(step.place(state))
-
-        def call(first: Any) -> Any:
-            out = program.call(first, *rest, *batch.args)
-            return (out[0] if program.recipe.donate else first), out
-
-        timing = time_calls(call, first, timed_calls)
+    program, placement = step.program(state, batch), step.strategy.placement
     of_step = program.call, program.jaxpr, [*program.recipe.in_layouts]
-    return _make_report(*of_step, step.strategy.placement, program.seconds, timing)
+    report = _make_report(*of_step, placement, program.seconds)
+    if not timed_calls:
+        return report
+    first, *rest = split(step.place(state))
+
+    def call(first: Any) -> Any:
+        out = program.call(first, *rest, *batch.args)
+        return (out[0] if program.recipe.donate else first), out
+
+    return dataclasses.replace(report, timing=time_calls(call, first, timed_calls))
 
 
 def _make_report(
@@ -215,7 +216,6 @@ def _make_report(
     roots: Sequence[str],
     placement: Placement,
     compile_s: float,
-    timing: Timing | None = None,
 ) -> StepReport:
     """The report on a compiled program, whose arguments are called ``roots``."""
     absent, module = placement.absent, parse(compiled.as_text())
@@ -231,7 +231,6 @@ def _make_report(
         at_peak=alive_at_peak(module),
         kernels=sum(op.opcode == "fusion" for op in operations),
         compile_s=compile_s,
-        timing=timing,
     )
 
 
