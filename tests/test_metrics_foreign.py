@@ -15,8 +15,7 @@ from clu import metrics as clu_metrics
 from test_metrics import WAYS, batches_of, random_rows
 
 import towerjax as tj
-from towerjax.metrics.foreign import merge_parts
-from towerjax.metrics.state import is_additive
+from towerjax.metrics.state import is_additive, merge_parts
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ from towerjax.metrics.example_count import ExampleCount as ExampleCount
 from towerjax.metrics.example_count import ExampleReport as ExampleReport
 from towerjax.metrics.example_count import ExamplesError as ExamplesError
 from towerjax.metrics.example_count import check_examples as check_examples
-from towerjax.metrics.foreign import from_clu as from_clu
 from towerjax.metrics.means import accuracy as accuracy
 from towerjax.metrics.means import mean as mean
 from towerjax.metrics.means import mean_absolute_error as mean_absolute_error
@@ -20,8 +19,8 @@ from towerjax.metrics.means import mean_squared_error as mean_squared_error
 from towerjax.metrics.means import percentage_below as percentage_below
 from towerjax.metrics.means import root_mean_squared_error as root_mean_squared_error
 from towerjax.metrics.rows import ratio as ratio
-from towerjax.metrics.state import Additive as Additive
 from towerjax.metrics.state import compute as compute
+from towerjax.metrics.state import from_clu as from_clu
 from towerjax.metrics.state import is_metric as is_metric
 from towerjax.metrics.state import merge as merge
 from towerjax.metrics.thresholds import auc as auc
@@ -35,3 +34,4 @@ from towerjax.metrics.thresholds import (
 from towerjax.metrics.thresholds import (
     specificity_at_sensitivity as specificity_at_sensitivity,
 )
+from towerjax.metrics.weighted import Additive as Additive

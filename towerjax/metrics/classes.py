@@ -14,8 +14,7 @@ from towerjax.metrics.rows import (
     ratio,
     weights_where,
 )
-from towerjax.metrics.state import Additive, widen
-from towerjax.metrics.weighted import Weighted
+from towerjax.metrics.weighted import Additive, Weighted, widen
 from towerjax.types import ArrayLike, Sum
 from towerjax.types.options import check_choice, check_whole
 

@@ -17,8 +17,7 @@ from towerjax.metrics.rows import (
     library_of,
     ratio,
 )
-from towerjax.metrics.state import Additive, widen
-from towerjax.metrics.weighted import Weighted
+from towerjax.metrics.weighted import Additive, Weighted, widen
 from towerjax.types import ArrayLike
 from towerjax.types.leaves import promote_dtypes
 

@@ -1,8 +1,8 @@
-"""Check metric states, merge them over towers and batches, compute their values."""
+"""Check metric states, ours and other libraries', merge them, compute their values."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, dataclass_transform
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,88 +10,167 @@ import numpy as np
 from jax import lax
 
 from towerjax.collectives.reduce import drop_weak_type
-from towerjax.metrics.foreign import (
-    Adapted,
-    adapt,
-    check_merge,
-    is_collection,
-    looks_like_state,
-    merge_parts,
-)
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Additive, Means, Weighted, widen
 from towerjax.types import Sum
-from towerjax.types.leaves import promote_dtypes, widen_dtype
+from towerjax.types.leaves import changes, listed, promote_dtypes, widen_dtype
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
-def widen(x: Any) -> Any:
-    """The array in at least 32 bits, so that sums do not soon overflow."""
-    x = x if hasattr(x, "dtype") else np.asarray(x)
-    dtype = x.dtype
-    if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return x
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return x.astype(jnp.float32 if floating else jnp.int32)
+def looks_like_state(x: Any) -> bool:
+    """Whether the class of ``x`` has ``merge`` and ``compute``.
+
+    The object is not asked: a ``flax.nnx`` variable forwards attributes to its value.
+    """
+    cls = type(x)
+    return all(callable(getattr(cls, name, None)) for name in ("merge", "compute"))
 
 
-@dataclass_transform(frozen_default=True)
-class Additive:
-    """A state that merges by adding every leaf: write its fields and ``compute``.
+def is_collection(x: Any) -> bool:
+    """Whether ``x`` is a ``clu.metrics.Collection``, several metrics in one object."""
+    return looks_like_state(x) and hasattr(x, "_reduction_counter")
 
-    A subclass is made a frozen dataclass and a pytree; do not decorate it. A field
-    that is no array, such as a threshold, is marked static by
-    ``dataclasses.field(metadata={"static": True})``, and must be equal in states that
-    are merged. A tower returns sums over its rows, each row multiplied by its weight;
-    ``compute`` divides, after all sums are added.
 
-    Example:
-      >>> class Variance(Additive):
-      ...     weight: jax.Array
-      ...     total: jax.Array
-      ...     squares: jax.Array
-      ...
-      ...     def compute(self):
-      ...         return self.squares / self.weight - (self.total / self.weight) ** 2
-      >>> low, high = Variance(2.0, 2.0, 4.0), Variance(1.0, 4.0, 16.0)
-      >>> round(float(low.merge(high).compute()), 4)
-      2.6667
+def merge_parts(first: Any, second: Any) -> Any:
+    """Merge the metrics of two parts of one batch.
+
+    ``clu.metrics`` merges parts of a batch in another way than batches: ``LastValue``
+    averages over parts and keeps the last batch. Others have ``merge`` for both.
+    """
+    of_parts = getattr(first, "_reduce_merge", None)
+    return first.merge(second) if of_parts is None else of_parts(second)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A metric of another library, with its Python numbers kept static.
+
+    So a number that decides a shape, such as ``num_thresholds``, stays a number
+    when the arrays are traced. Made by `from_clu`.
     """
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    arrays: list[Any]  # the metric's arrays, in tree order
+    # Its other leaves, in tree order; None for each array.
+    numbers: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+    treedef: Any = dataclasses.field(metadata={"static": True})
 
-    def merge(self, other: Any) -> Any:
-        """Both states added, leaf by leaf; neither is changed.
+    @property
+    def metric(self) -> Any:
+        """The metric, an object of its own class."""
+        arrays = iter(self.arrays)
+        leaves = [next(arrays) if x is None else x for x in self.numbers]
+        return jax.tree.unflatten(self.treedef, leaves)
 
-        Args:
-          other: A state of the same class, of the same shapes.
+    def merge(self, other: "Adapted") -> "Adapted":
+        """Merge the metrics of two batches, by the class's ``merge``."""
+        return self._like_this(self.metric.merge(other.metric))
 
-        Returns:
-          A state of this class.
+    def _reduce_merge(self, other: "Adapted") -> "Adapted":
+        return self._like_this(merge_parts(self.metric, other.metric))
 
-        Raises:
-          ValueError: It is of another class, its shapes or static fields differ.
-        """
-        mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
-        if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
-            raise ValueError(
-                f"Cannot merge {mine!r} with {others!r}: of different classes, or made"
-                " with different options."
-            )
-        return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
+    def _like_this(self, metric: Any) -> "Adapted":
+        pairs = zip(jax.tree.leaves(metric), self.numbers, strict=True)
+        arrays = [leaf for leaf, number in pairs if number is None]
+        return dataclasses.replace(self, arrays=arrays)
 
     def compute(self) -> Any:
-        """The value of the merged state.
+        """The value, by the class's ``compute`` on ``jax.Array``."""
+        arrays = [jnp.asarray(x) for x in self.arrays]
+        return dataclasses.replace(self, arrays=arrays).metric.compute()
 
-        Returns:
-          One array.
 
-        Raises:
-          NotImplementedError: The subclass does not define ``compute``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no compute.")
+def from_clu(metric: Any) -> Any:
+    """A metric of ``clu.metrics`` or ``metrax`` as a metric state.
+
+    A step converts a ``Metric`` among its metrics by itself. A ``Collection`` becomes
+    a dict of its metrics: write ``{**from_clu(collection)}``. Values are the library's
+    own: ``clu.metrics.Average`` of nothing is NaN. Give the metric ``tower.weight`` as
+    ``mask`` or ``sample_weights``.
+
+    Args:
+      metric: An object made by ``from_model_output(...)`` of its class.
+
+    Returns:
+      A state with ``merge`` and ``compute``, a pytree; or name -> state.
+
+    Raises:
+      ValueError: ``metric`` is a class, or has no ``merge`` and ``compute``; or its
+        merge cannot be traced or changes shapes, as that of a ``CollectingMetric``.
+
+    Example:
+      >>> from clu import metrics as clu_metrics
+      >>> average = clu_metrics.Average.from_model_output(
+      ...     jnp.array([1.0, 5.0, 9.0]), mask=jnp.array([1, 1, 0]))
+      >>> state = from_clu(average)
+      >>> float(state.merge(state).compute())
+      3.0
+
+    Source:
+      ``clu.metrics`` (Common Loop Utils, 2021),
+      https://github.com/google/CommonLoopUtils; ``metrax`` builds on it,
+      https://github.com/google/metrax.
+    """
+    if is_collection(metric):
+        parts = {name: part for name, part in vars(metric).items() if name[0] != "_"}
+        return {name: from_clu(part) for name, part in parts.items()}
+    if isinstance(metric, Adapted):
+        return metric
+    if not looks_like_state(metric) or jax.tree_util.all_leaves([metric]):
+        raise ValueError(
+            f"from_clu got {metric!r}, which is no pytree with merge and compute. Pass"
+            " what from_model_output(...) returns."
+        )
+    return adapt(metric)
+
+
+def adapt(metric: Any) -> Adapted:
+    """Another library's state as an `Adapted`.
+
+    A Python number that the class's merge does not change stays a number; every other
+    leaf becomes an array.
+    """
+    leaves, treedef = jax.tree.flatten(metric)
+    numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
+    merged: list[Any] = []
+
+    def merge(first: Adapted, second: Adapted) -> None:
+        merged[:] = jax.tree.leaves(merge_parts(first.metric, second.metric))
+
+    def adapted() -> Adapted:
+        pairs = zip(leaves, numbers, strict=True)
+        arrays = [drop_weak_type(x) for x, number in pairs if number is None]
+        return Adapted(arrays, tuple(numbers), treedef)
+
+    _trace_merge(type(metric).__name__, merge, adapted())
+    if len(merged) == len(leaves):  # else check_merge raises
+        for i, (number, new) in enumerate(zip(numbers, merged, strict=True)):
+            if not (isinstance(new, type(number)) and new == number):
+                numbers[i] = None
+    state = adapted()
+    check_merge(state)
+    return state
+
+
+def check_merge(state: Any) -> None:
+    """Raise unless merging keeps the state's structure, shapes and dtypes."""
+    name = type(getattr(state, "metric", state)).__name__
+    if bad := changes("it", state, _trace_merge(name, merge_parts, state)):
+        raise ValueError(
+            f"The merge of two {name} changes the state: {listed(bad)}. In a step only"
+            " arrays travel over towers, of fixed shapes and dtypes: make a count an"
+            " array, and concatenate on the host what a predict step returns."
+        )
+
+
+def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any:
+    try:
+        return jax.eval_shape(merge, state, state)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"The merge of a {name} cannot be traced, so a step cannot merge its"
+            f" towers: {error} A state merges arrays of fixed shapes with jax.numpy."
+        ) from error
 
 
 def is_metric(x: Any) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.metrics.rows import Pairs, as_floats, library_of, ratio, weights_where
-from towerjax.metrics.state import Additive
+from towerjax.metrics.weighted import Additive
 from towerjax.types import ArrayLike
 from towerjax.types.options import check_choice, check_whole
 

@@ -1,9 +1,9 @@
-"""Weighted, a numerator with its denominator, and Means, a sum of several."""
+"""Metric states: Weighted, Means, a sum of several, and Additive, for one's own."""
 
 import dataclasses
 import math
 import operator
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -298,3 +298,72 @@ class UnknownWeights(Portable, ValueError):
             " over towers: use tj.value_and_grad in tj.build_step, TowerOptimizer"
             ".minimize, or tj.build_train_step. Elsewhere return each mean by itself."
         )
+
+
+def widen(x: Any) -> Any:
+    """The array in at least 32 bits, so that sums do not soon overflow."""
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    dtype = x.dtype
+    if dtype.itemsize >= 4 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return x
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return x.astype(jnp.float32 if floating else jnp.int32)
+
+
+@dataclass_transform(frozen_default=True)
+class Additive:
+    """A state that merges by adding every leaf: write its fields and ``compute``.
+
+    A subclass is made a frozen dataclass and a pytree; do not decorate it. A field
+    that is no array, such as a threshold, is marked static by
+    ``dataclasses.field(metadata={"static": True})``, and must be equal in states that
+    are merged. A tower returns sums over its rows, each row multiplied by its weight;
+    ``compute`` divides, after all sums are added.
+
+    Example:
+      >>> class Variance(Additive):
+      ...     weight: jax.Array
+      ...     total: jax.Array
+      ...     squares: jax.Array
+      ...
+      ...     def compute(self):
+      ...         return self.squares / self.weight - (self.total / self.weight) ** 2
+      >>> low, high = Variance(2.0, 2.0, 4.0), Variance(1.0, 4.0, 16.0)
+      >>> round(float(low.merge(high).compute()), 4)
+      2.6667
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+    def merge(self, other: Any) -> Any:
+        """Both states added, leaf by leaf; neither is changed.
+
+        Args:
+          other: A state of the same class, of the same shapes.
+
+        Returns:
+          A state of this class.
+
+        Raises:
+          ValueError: It is of another class, its shapes or static fields differ.
+        """
+        mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
+        if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
+            raise ValueError(
+                f"Cannot merge {mine!r} with {others!r}: of different classes, or made"
+                " with different options."
+            )
+        return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
+
+    def compute(self) -> Any:
+        """The value of the merged state.
+
+        Returns:
+          One array.
+
+        Raises:
+          NotImplementedError: The subclass does not define ``compute``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no compute.")
