@@ -15,7 +15,7 @@ from jax import lax
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.towers.cross_tower.constant import Constant
+from towerjax.towers.cross_tower.call import Constant
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps

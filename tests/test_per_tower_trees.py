@@ -197,6 +197,13 @@ def test_a_tuple_that_a_tower_local_variable_holds_is_a_tree():
     assert strategy.unwrap(variable) == [(1, 39), (3, 3)]
 
 
+def test_a_tower_local_variable_without_arrays_has_a_value_a_tower():
+    strategy = mirrored(4, 2)
+    state = strategy.create_var("s", (), reduction=R.SUM, tower_local=True)
+    assert strategy.unwrap(state) == [()] * 4
+    assert strategy.reduce(R.SUM, state) == () == strategy.select_tower(state, 3).value
+
+
 def test_a_list_of_the_towers_values_is_told_to_be_a_tuple():
     with pytest.raises(ValueError, match="or pass a tuple of them; a list is"):
         mirrored(2).unwrap(tj.PerTower([1.0, 2.0]))

@@ -391,7 +391,7 @@ REGISTRY = (
     _m(
         "B39",
         "the plain all-reduce instead of the fixed tree",
-        "collectives.pinned_tree:_add_in_tower_order",
+        "collectives.ops:_add_in_tower_order",
         "share = -(-size // axes.num_devices)",
         "return lax.psum(rows.sum(axis=0), DEVICE_AXIS)",
         "test_same_bits.py::test_the_tree_is_not_fused_into_the_update",
@@ -1215,7 +1215,7 @@ VALUES = (
     _m(
         "V02",
         "gathered rows keep the indices of their towers",
-        "collectives.rows_over_towers:_shift_indices",
+        "collectives.reduce:_shift_indices",
         "indices + jnp.asarray(first, indices.dtype)",
         "indices",
         "test_sparse.py::test_gathered_rows_are_rows_of_the_joined_array",
@@ -1223,7 +1223,7 @@ VALUES = (
     _m(
         "V03",
         "a list as long as there are towers is read as the towers' values",
-        "towers.merge:is_tuple",
+        "towers.cross_tower.values:is_tuple",
         "type(values) is tuple",
         "isinstance(values, tuple | list)",
         "test_per_tower_trees.py::test_a_list_and_a_named_tuple_are_trees_whatever_their"

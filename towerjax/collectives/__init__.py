@@ -15,5 +15,5 @@ from towerjax.collectives.compressed import Compressed as Compressed
 from towerjax.collectives.ops import AllReduce as AllReduce
 from towerjax.collectives.ops import Hierarchical as Hierarchical
 from towerjax.collectives.ops import Packed as Packed
+from towerjax.collectives.ops import PinnedTree as PinnedTree
 from towerjax.collectives.ops import ReduceToOneDevice as ReduceToOneDevice
-from towerjax.collectives.pinned_tree import PinnedTree as PinnedTree

@@ -7,8 +7,13 @@ from typing import Any
 
 from towerjax.collectives.base import CrossTowerOps
 from towerjax.collectives.compressed import Compressed
-from towerjax.collectives.ops import AllReduce, Hierarchical, Packed, ReduceToOneDevice
-from towerjax.collectives.pinned_tree import PinnedTree
+from towerjax.collectives.ops import (
+    AllReduce,
+    Hierarchical,
+    Packed,
+    PinnedTree,
+    ReduceToOneDevice,
+)
 from towerjax.mesh.devices import canonical_device_names, platform_devices
 from towerjax.types.options import is_whole
 

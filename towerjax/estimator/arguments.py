@@ -11,7 +11,7 @@ from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.spec import Mode, ModelSpec, check_spec
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.step.compiled_step import StepOptions
-from towerjax.towers.cross_tower.constant import key_of
+from towerjax.towers.cross_tower.call import key_of
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower

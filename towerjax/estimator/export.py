@@ -38,8 +38,7 @@ from towerjax.step.state_checks import check_num_towers
 from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_axis import lower_tower_axis
-from towerjax.towers.tower_local import read_local
-from towerjax.towers.variables import TowerLocal, plain
+from towerjax.towers.variables import TowerLocal, plain, read_local
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data, like_key, map_parts, native
 from towerjax.types.options import check_methods, require

@@ -31,7 +31,7 @@ from towerjax.mesh.placement import place
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.state import state_layout
 from towerjax.towers.strategies import Mirrored, Strategy
-from towerjax.towers.tower_local import stack_local
+from towerjax.towers.variables import stack_local
 from towerjax.types import PyTree
 from towerjax.types.leaves import refuse_unheld
 from towerjax.types.options import check_choice

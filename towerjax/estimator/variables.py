@@ -12,8 +12,7 @@ from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.step.state import TrainState, state_layout
 from towerjax.step.state_checks import check_not_donated, check_num_towers
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower_local import is_local
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, is_local
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import is_key, parts_of, put_parts, refuse_unheld
 

@@ -36,8 +36,12 @@ from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_axis import over_local_towers
-from towerjax.towers.tower_local import read_local_over_towers, with_local_values
-from towerjax.towers.variables import TowerLocal, plain
+from towerjax.towers.variables import (
+    TowerLocal,
+    plain,
+    read_local_over_towers,
+    with_local_values,
+)
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
 from towerjax.types.leaves import key_data
 

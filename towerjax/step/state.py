@@ -17,7 +17,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.optimizers import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower_local import check_tower_local, stack_local
+from towerjax.towers.variables import check_tower_local, stack_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, refuse_unheld
 from towerjax.types.tables import leaf_table

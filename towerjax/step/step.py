@@ -34,8 +34,7 @@ from towerjax.step.state import (
 from towerjax.step.state_checks import check_is_state, check_made
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy, check_roles
-from towerjax.towers.tower_local import stack_local
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, stack_local
 from towerjax.types import Layout, PyTree, Reduction
 from towerjax.types.options import check_function
 

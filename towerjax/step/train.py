@@ -39,8 +39,7 @@ from towerjax.step.update import apply_update, check_types
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
-from towerjax.towers.tower_local import with_local_values
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.leaves import map_parts
 from towerjax.types.options import check_choice, check_function

@@ -82,23 +82,19 @@ def _trace_without_mesh(
         try:
             values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
         except Exception as error:
-            _explain_mesh_error(arrays_in(traced), error)
-            raise
+            kinds = _kinds_in_mesh(arrays_in(traced))
+            if not kinds or "Mesh for all inputs" not in str(error):
+                raise
+            raise ValueError(
+                "A tower function closes over arrays that lie in a mesh, such as"
+                f" another state's parameters: {kinds}. Pass them to"
+                " call_for_each_tower as arguments; to a step give them in the batch,"
+                " tj.Shared(teacher), as step.init(..., extra=teacher), or close over"
+                " jax.device_get(teacher)."
+            ) from error
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return run
-
-
-def _explain_mesh_error(constants: Iterable[Any], error: Exception) -> None:
-    """Raise a clear error where the mesh of a constant is not that of the towers."""
-    kinds = _kinds_in_mesh(constants)
-    if kinds and "Mesh for all inputs" in str(error):
-        raise ValueError(
-            "A tower function closes over arrays that lie in a mesh, such as another"
-            f" state's parameters: {kinds}. Pass them to call_for_each_tower as"
-            " arguments; to a step give them in the batch, tj.Shared(teacher), as"
-            " step.init(..., extra=teacher), or close over jax.device_get(teacher)."
-        ) from error
 
 
 def closed_over_kinds(jaxpr: Any) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from towerjax.collectives.rows_over_towers import join_rows
+from towerjax.collectives.reduce import join_rows
 
 FusedSum = tuple[Callable[..., jax.Array], list[Any]]
 

@@ -7,18 +7,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from towerjax.collectives.reduce import gather_over_towers, reduce_over_towers
-from towerjax.collectives.rows_over_towers import check_joins, join_rows
+from towerjax.collectives.reduce import (
+    check_joins,
+    gather_over_towers,
+    join_rows,
+    reduce_over_towers,
+)
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.proof.scale import GATHERED, REDUCED
+from towerjax.proof.scale import GATHERED, MERGED, REDUCED
+from towerjax.towers.cross_tower.values import is_mergeable, stack_towers
+from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.merge import check_meeting, merge_over_towers
-from towerjax.towers.variables import Variable, assign_in_tower, plain
-from towerjax.types import PyTree, Reduction
+from towerjax.towers.variables import (
+    TowerLocal,
+    Variable,
+    assign_in_tower,
+    is_per_tower,
+    is_variable,
+    plain,
+)
+from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types.leaves import parts_of
 
 _STATIC = {"static": True}
 
@@ -105,7 +119,7 @@ class Tower:
         Raises:
           ValueError: Under ``local="scan"``, where towers cannot communicate.
         """
-        check_meeting(self._axes, "tower.axis_names")
+        _check_meeting(self._axes, "tower.axis_names")
         return (self._axes.tower_axis,)
 
     @property
@@ -143,9 +157,33 @@ class Tower:
           >>> out.values.tolist()
           [10, 11]
         """
-        return merge_over_towers(
-            self.strategy, self._all_axes, self.id, merge_fn, values, named
-        )
+        _check_meeting(self._axes, "tower.merge_call", (values, named))
+        axes = self._all_axes
+
+        def gather(leaf: Any) -> Any:
+            if isinstance(leaf, TowerLocal):
+                return gather_over_towers(leaf, axes)
+            is_array = is_mergeable(leaf)
+            return PerTower(gather_over_towers(leaf, axes)) if is_array else leaf
+
+        def row_of(rows: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(rows, self.id, keepdims=False)
+
+        def own_row(leaf: Any) -> Any:
+            if isinstance(leaf, TowerLocal):
+                return jax.tree.map(lambda x: own_row(PerTower(x)), leaf)
+            if not isinstance(leaf, PerTower):
+                return leaf
+            what = "A PerTower that merge_fn returned"
+            return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, what))
+
+        # Every tower computes the same function of the same gathered values, so that
+        # nothing is sent back, and JAX can differentiate it.
+        with jax.named_scope(MERGED):
+            values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
+        with in_merge_fn():
+            merged = merge_fn(self.strategy, *values, **named)
+        return jax.tree.map(own_row, merged, is_leaf=is_per_tower)
 
     def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
         """One value of all towers' values, the same on each tower.
@@ -168,7 +206,7 @@ class Tower:
         Raises:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
-        check_meeting(self._axes, "tower.reduce", value)
+        _check_meeting(self._axes, "tower.reduce", value)
         value = plain(value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
         with jax.named_scope("tower.first" if is_first else REDUCED):
@@ -195,7 +233,7 @@ class Tower:
           ValueError: Under ``local="scan"``, where towers cannot communicate; a leaf
             has no such dim, or it is not dim 0 of ``IndexedRows``.
         """
-        check_meeting(self._axes, "tower.all_gather", value)
+        _check_meeting(self._axes, "tower.all_gather", value)
         value = plain(value)
         if axis is not None:
             check_joins(value, axis)
@@ -254,6 +292,23 @@ class Tower:
     def assign_sub(self, variable: Variable, value: PyTree) -> Any:
         """As `assign`, but subtracts the reduced value from the variable."""
         return assign_in_tower(self, variable, value, operator.sub)
+
+
+def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
+    """Raise where a device's towers cannot communicate, or have already met."""
+    if axes.in_turn:
+        raise ValueError(
+            f"{what} needs all towers at once, but local='scan' runs the towers of a"
+            " device one after another. Use local='vmap', or return the value as"
+            " tj.Weighted; what a loss needs of all rows comes from an earlier pass of"
+            " tj.build_step; what call_for_each_tower returns, strategy.reduce reduces."
+        )
+    if parts_of(PerTower, values):
+        raise ValueError(
+            f"{what} of a PerTower, which holds all towers' values. In a merge function"
+            " they have met: write strategy.reduce(tj.Reduction.MEAN, value), or"
+            " strategy.unwrap(value)."
+        )
 
 
 def _require_step(value: Any, name: str, instead: str) -> Any:

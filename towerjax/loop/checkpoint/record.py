@@ -15,8 +15,7 @@ import jax
 from towerjax.loop.checkpoint.folder import CheckpointError, read_manifest
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import restore_on
-from towerjax.towers.tower_local import read_local
-from towerjax.towers.variables import TowerLocal, is_variable
+from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (
     is_key,

@@ -13,7 +13,7 @@ from towerjax.step.state import TrainState
 from towerjax.step.train import TrainStep, build_train_step
 from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
-from towerjax.towers.tower_local import is_local, read_local
+from towerjax.towers.variables import is_local, read_local
 from towerjax.types import LossFn, Portable, PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_key
 from towerjax.types.options import check_choice, check_number, check_wholes

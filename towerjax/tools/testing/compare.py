@@ -16,7 +16,7 @@ from towerjax.step.step import Step, build_step
 from towerjax.step.sync import EveryStep
 from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
-from towerjax.towers.tower_local import read_local
+from towerjax.towers.variables import read_local
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import few, key_data
 from towerjax.types.options import check_number

@@ -11,11 +11,9 @@ import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement, place, readable
-from towerjax.towers.cross_tower.values import of_first_process, unwrap
+from towerjax.towers.cross_tower.values import as_native, of_first_process, unwrap
 from towerjax.towers.executors import is_in_tower_fn
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.merge import as_native
-from towerjax.towers.tower_local import read_local, refuse_own_copy
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
@@ -25,6 +23,8 @@ from towerjax.towers.variables import (
     is_variable,
     label,
     plain,
+    read_local,
+    refuse_own_copy,
     refuse_per_tower,
 )
 from towerjax.types import Layout, PyTree, Reduction, leaf_name

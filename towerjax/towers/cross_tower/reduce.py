@@ -11,39 +11,38 @@ from jax.core import Tracer
 
 from towerjax.collectives.reduce import (
     as_addend,
+    check_joins,
     check_reduction,
     from_total,
-    one_of,
-)
-from towerjax.collectives.rows_over_towers import (
-    check_joins,
     join_rows,
     join_tower_rows,
+    one_of,
     reduce_rows,
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.placement import has_sharding, place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.values import (
-    as_per_tower,
+    as_native,
+    check_structures,
+    copies_by_leaf,
     copy_to,
+    is_tuple,
     of_first_process,
     refuse_in_tower,
+    stack_towers,
+    unpad_batches,
     values_of_towers,
 )
 from towerjax.towers.executors import over_devices
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.merge import (
-    as_native,
-    check_structures,
-    is_tuple,
-    stack_towers,
-    unpad_batches,
+from towerjax.towers.variables import (
+    TowerLocal,
+    read_local_over_towers,
+    refuse_per_tower,
 )
-from towerjax.towers.tower_local import read_local_over_towers
-from towerjax.towers.variables import TowerLocal, is_per_tower, refuse_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
-from towerjax.types.leaves import is_traced, map_parts, parts_of
+from towerjax.types.leaves import is_traced, map_parts, parts_of, put_parts
 
 _VALUE = "The PerTower value"
 
@@ -80,10 +79,10 @@ def reduce_values(
             f"axis={axis} adds up elements or takes their mean: write SUM or MEAN, or"
             " reduce without axis, and then over the dim."
         )
-    value = _group_fields(Weighted | IndexedRows, value, self.num_towers)
+    value = _by_leaf(value, self.num_towers, Weighted | IndexedRows)
 
     def one(x: Any) -> Any:
-        if not is_per_tower(x):
+        if not _is_own(x):
             x = _reduce_mirrored(self, reduction, x)
             return x if axis is None else _reduce_dim(reduction, x, axis)
         check_reduction(reduction, x)
@@ -98,12 +97,10 @@ def reduce_values(
             return _reduce_sparse(self, reduction, x.values)
         return PerTower(stack_towers(x, self.num_towers, _VALUE))
 
-    out = jax.tree.map(one, _by_leaf(value, self.num_towers), is_leaf=_is_one)
-    leaves, treedef = jax.tree.flatten(out, is_leaf=is_per_tower)
-    stacked = [x.values for x in leaves if is_per_tower(x)]
-    reduced = iter(_reduce_on_devices(self, reduction, stacked))
-    leaves = [next(reduced) if is_per_tower(x) else x for x in leaves]
-    return copy_to(jax.tree.unflatten(treedef, leaves), destinations)
+    out = jax.tree.map(one, value, is_leaf=_is_leaf)
+    stacked = [x.values for x in parts_of(PerTower, out)]
+    out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))
+    return copy_to(out, destinations)
 
 
 def batch_reduce(
@@ -153,38 +150,32 @@ def _reduce_all(
     return jax.lax.with_sharding_constraint(out, placement.sharding(mirrored))
 
 
-def _group_fields(kind: Any, tree: PyTree, num_towers: int) -> PyTree:
-    """Make each part of class ``kind`` with a ``PerTower`` field one ``PerTower``.
+def _is_own(x: Any) -> bool:
+    return isinstance(x, PerTower)
 
-    So both fields of a ``Weighted`` are reduced alike, even if towers share the weight.
+
+def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
+    """The tree with a ``PerTower`` of one leaf wherever towers have their own values.
+
+    A part of class ``kind`` with a ``PerTower`` field becomes one ``PerTower`` first:
+    so both fields of a ``Weighted`` are reduced alike, even if towers share the weight.
     """
 
     def stack_field(x: Any) -> Any:
-        if is_per_tower(x):
-            return stack_towers(as_per_tower(x), num_towers, "A field")
+        if _is_own(x):
+            return stack_towers(x, num_towers, "A field")
         return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
 
-    def one(part: Any) -> Any:
-        fields, treedef = jax.tree.flatten(part, is_leaf=is_per_tower)
-        own = [as_per_tower(x).values for x in fields if is_per_tower(x)]
+    def grouped(part: Any) -> Any:
+        own = parts_of(PerTower, part)
         if not own:
             return part
-        if any(map(is_tuple, own)):  # whose shapes may differ
+        if any(is_tuple(x.values) for x in own):  # whose shapes may differ
             return PerTower(tuple(values_of_towers(part, num_towers)))
-        return PerTower(treedef.unflatten(map(stack_field, fields)))
+        return PerTower(jax.tree.map(stack_field, part, is_leaf=_is_own))
 
-    return map_parts(kind, one, tree)
-
-
-def _is_one(x: Any) -> bool:
-    return is_per_tower(x) or is_rows(x)
-
-
-def _by_leaf(tree: PyTree, num_towers: int) -> PyTree:
-    """Each part that has a value a tower as a tree of ``PerTower`` of one leaf."""
-
-    def one(x: Any) -> PyTree:
-        rows = as_per_tower(x).values
+    def one(x: PerTower) -> PyTree:
+        rows = x.values
         if not is_tuple(rows):
             return jax.tree.map(PerTower, rows, is_leaf=is_rows)
         # A tuple of ``map`` may lack the values of the last towers.
@@ -193,7 +184,12 @@ def _by_leaf(tree: PyTree, num_towers: int) -> PyTree:
         check_structures(rows, _VALUE, is_leaf=is_rows)
         return jax.tree.map(lambda *xs: PerTower(xs), *rows, is_leaf=is_rows)
 
-    return map_parts(PerTower | TowerLocal, one, tree)
+    value = map_parts(TowerLocal, lambda x: copies_by_leaf(x).value, value)
+    return map_parts(PerTower, one, map_parts(kind, grouped, value))
+
+
+def _is_leaf(x: Any) -> bool:
+    return _is_own(x) or is_rows(x)
 
 
 def _check_number(rows: Sequence[Any], num_towers: int) -> None:
@@ -253,10 +249,10 @@ def gather_values(self: StrategyFields, value: PyTree, axis: int) -> PyTree:
     Returns:
       One array, or tree of them, in tower order.
     """
-    value = _group_fields(IndexedRows, as_native("value", value), self.num_towers)
+    value = _by_leaf(as_native("value", value), self.num_towers, IndexedRows)
 
     def one(x: Any) -> Any:
-        if not is_per_tower(x):
+        if not _is_own(x):
             refuse_in_tower("gather", x, "tower.all_gather(x)")
             if self.num_towers > 1:
                 raise ValueError(
@@ -266,7 +262,7 @@ def gather_values(self: StrategyFields, value: PyTree, axis: int) -> PyTree:
             x = PerTower((x,))
         return _join_leaf(self, x, axis, "gather along")
 
-    return jax.tree.map(one, _by_leaf(value, self.num_towers), is_leaf=_is_one)
+    return jax.tree.map(one, value, is_leaf=_is_leaf)
 
 
 def _join_leaf(strategy: StrategyFields, value: PerTower, axis: int, what: str) -> Any:

@@ -15,6 +15,7 @@ from towerjax.data.shard import row_weights, split_rows, with_shared
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.cross_tower.call import call_for_each_tower
 from towerjax.towers.cross_tower.reduce import reduce_values
+from towerjax.towers.cross_tower.values import stack_towers
 from towerjax.towers.executors import (
     TracedCall,
     closed_over_kinds,
@@ -22,7 +23,6 @@ from towerjax.towers.executors import (
     run_traced,
 )
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.merge import stack_towers
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction

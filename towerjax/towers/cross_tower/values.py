@@ -1,4 +1,4 @@
-"""Take all towers' values apart, put them together, and copy them to devices."""
+"""The values of all towers: take apart, put together, stack, copy to devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import (
     canonical_device_name,
     canonical_device_names,
@@ -16,23 +18,117 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import Placement, place
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.merge import (
-    check_structures,
-    is_tuple,
-    stack_towers,
-    unpad_batches,
-)
-from towerjax.towers.tower_local import read_local, refuse_own_copy
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
     is_per_tower,
     is_variable,
+    read_local,
+    refuse_own_copy,
     refuse_per_tower,
 )
 from towerjax.types import Layout, PerTower, PyTree, leaf_name
-from towerjax.types.leaves import has_tracers, is_traced, key_data, map_parts, parts_of
+from towerjax.types.leaves import (
+    has_tracers,
+    is_traced,
+    key_data,
+    map_parts,
+    native,
+    parts_of,
+    refuse_unheld,
+)
 from towerjax.types.options import check_whole
+
+
+def is_mergeable(leaf: Any) -> bool:
+    """Whether ``leaf`` is an array, which may differ from tower to tower."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+def as_native(root: str, tree: PyTree) -> PyTree:
+    """The tree in native byte order; raise where devices cannot hold an array."""
+    arrays = jax.tree.map(lambda x: x if is_mergeable(x) else None, tree)
+    refuse_unheld(root, arrays)
+    return jax.tree.map(native, tree)
+
+
+def unpad_batches(tree: PyTree) -> PyTree:
+    """Replace each placed batch of a tree by its towers' rows."""
+    if not parts_of(PlacedBatch, tree):
+        return tree  # the same objects
+    return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
+
+
+def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
+    """Stack the towers' values to leaves ``[T, ...]``; raise unless there are ``T``."""
+
+    def stack(leaves: Sequence[Any]) -> jax.Array:
+        shapes = [np.shape(leaf) for leaf in leaves]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
+                " cannot lie side by side. Pad or join them: strategy.gather, or axis="
+            )
+        return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
+
+    rows = value.values
+    if is_tuple(rows):
+        refuse_unheld(name, rows)
+        check_structures(rows, name)
+        rows = jax.tree.map(lambda *leaves: stack(leaves), *rows or [()])
+        rows = rows if value.values else np.zeros(0)
+    for x in jax.tree.leaves(rows):
+        if np.shape(x)[:1] != (num_towers,):
+            raise ValueError(
+                f"{name} has shape {np.shape(x)}, but dim 0 runs over the {num_towers}"
+                " towers. Stack one value for each tower, or pass a tuple of them; a"
+                " list is a tree of such arrays."
+            )
+    return rows
+
+
+def is_tuple(values: Any) -> bool:
+    """Whether ``values`` is a tuple of one value a tower, and no tree ``[T, ...]``."""
+    return type(values) is tuple
+
+
+def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> None:
+    """Raise unless all towers' values have the same structure."""
+    treedefs = [jax.tree.structure(row, is_leaf=is_leaf) for row in rows]
+    for tower, treedef in enumerate(treedefs):
+        if treedef != treedefs[0]:
+            raise ValueError(
+                f"{name} holds {treedefs[0]} of tower 0 and {treedef} of tower {tower},"
+                " which cannot lie side by side. Give all towers one structure."
+            )
+
+
+def copies_by_leaf(variable: TowerLocal) -> TowerLocal:
+    """The variable, each leaf ``[T, ...]`` of its value as a ``PerTower``."""
+    refuse_own_copy(variable)
+    return jax.tree.map(PerTower, variable, is_leaf=is_rows)
+
+
+def values_of_towers(value: Any, num_towers: int) -> list[Any]:
+    """Each tower's tree, as many as the shortest tuple of a ``map`` has; or the one."""
+    if not parts_of(PerTower | TowerLocal, value):
+        return [value]
+    value = map_parts(TowerLocal, lambda x: copies_by_leaf(x).value, value)
+    parts = [x.values for x in parts_of(PerTower, value)]
+    counts = [len(x) if is_tuple(x) else num_towers for x in parts]
+
+    def own(tower: int) -> PyTree:
+        return map_parts(PerTower, lambda x: row_of(x, tower, num_towers), value)
+
+    return [own(tower) for tower in range(min(counts, default=num_towers))]
+
+
+def row_of(x: PerTower, tower: Any, num_towers: int) -> PyTree:
+    """One tower's value."""
+    if is_tuple(x.values):
+        return x.values[tower]
+    rows = stack_towers(x, num_towers, "The PerTower value")
+    return jax.tree.map(lambda x: x[tower], rows)
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
@@ -45,40 +141,6 @@ def unwrap(self: StrategyFields, value: Any) -> list[Any]:
       ``T`` values, or trees, in tower order, or one.
     """
     return values_of_towers(unpad_batches(value), self.num_towers)
-
-
-def values_of_towers(value: Any, num_towers: int) -> list[Any]:
-    """As `unwrap`: each tower's tree; as many as the shortest tuple of a `map` has."""
-    parts = [as_per_tower(x).values for x in parts_of(PerTower | TowerLocal, value)]
-    counts = [len(x) if is_tuple(x) else num_towers for x in parts]
-
-    def own(tower: int) -> PyTree:
-        return map_parts(
-            PerTower | TowerLocal,
-            lambda x: _row_of(as_per_tower(x), tower, num_towers),
-            value,
-        )
-
-    return [own(tower) for tower in range(min(counts))] if parts else [value]
-
-
-def as_per_tower(x: Any) -> PerTower:
-    """``x`` as ``PerTower``, if it is a tower-local variable; else ``x``."""
-    if not isinstance(x, TowerLocal):
-        return x
-    refuse_own_copy(x)
-    if not is_tuple(x.value):
-        return PerTower(x.value)
-    count = len(jax.tree.leaves(x.value)[0])  # it is a tree of leaves [T, ...]
-    rows = (jax.tree.map(lambda x, t=t: x[t], x.value) for t in range(count))
-    return PerTower(tuple(rows))
-
-
-def _row_of(x: PerTower, tower: int, num_towers: int) -> PyTree:
-    if is_tuple(x.values):
-        return x.values[tower]
-    rows = stack_towers(x, num_towers, "The PerTower value")
-    return jax.tree.map(lambda x: x[tower], rows)
 
 
 def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
@@ -105,19 +167,22 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
         tower = self.placement.tower_on(canonical_device_name(tower))
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
+    def own(x: PerTower) -> PyTree:
+        return row_of(x, tower, self.num_towers)
+
     def one(x: Any) -> Any:
         if isinstance(x, TowerLocal):
-            refuse_own_copy(x)
-            return jax.tree.map(lambda rows: rows[tower], x)
+            return map_parts(PerTower, own, copies_by_leaf(x))
         if isinstance(x, PerTower):
-            return _row_of(x, tower, self.num_towers)
+            return own(x)
         if not is_variable(x):
             refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
         return x
 
-    return jax.tree.map(
-        one, unpad_batches(value), is_leaf=lambda x: is_per_tower(x) or is_variable(x)
-    )
+    def is_leaf(x: Any) -> bool:
+        return is_per_tower(x) or is_variable(x)
+
+    return jax.tree.map(one, unpad_batches(value), is_leaf=is_leaf)
 
 
 def refuse_in_tower(what: str, value: Any, instead: str) -> None:
