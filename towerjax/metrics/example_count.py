@@ -23,8 +23,7 @@ WORDS = 9
 
 def count_on_host(ids: Any, weights: Any) -> np.ndarray:
     """The cells of a data set, made by NumPy."""
-    ids = np.asarray(ids)
-    low, high = _halves(ids if ids.ndim == 2 else _check_ids(ids).astype(np.int64))
+    low, high = _halves(_check_ids(np.asarray(ids)))
     bits = _weight_bits(weights, low)
     is_example = (bits << 1) != 0  # a weight of 0.0 or -0.0 is none
     words, index = (x[:, is_example] for x in _words(low, high, bits))
@@ -91,13 +90,10 @@ def _check_ids(ids: Any) -> Any:
 def _halves(ids: Any) -> tuple[Any, Any]:
     """The low and the high 32 bits of each id."""
     if ids.ndim == 2:
-        return _check_ids(ids)[:, 0], ids[:, 1]
-    if ids.dtype.itemsize == 8:
-        return ids.astype(np.uint32), (ids >> 32).astype(np.uint32)
-    if ids.dtype.kind == "u":
-        return ids.astype(np.uint32), ids.astype(np.uint32) * np.uint32(0)
-    ids = ids.astype(np.int32)
-    return ids.astype(np.uint32), (ids >> 31).astype(np.uint32)
+        return ids[:, 0], ids[:, 1]
+    ids = ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
+    # In two shifts, because 32-bit integers cannot be shifted by 32.
+    return ids.astype(np.uint32), (ids >> 31 >> 1).astype(np.uint32)
 
 
 def _weight_bits(weights: Any, like: Any) -> Any:
