@@ -204,12 +204,10 @@ class ClassHits(Additive):
         return _mean_over_classes(self.hits, self.totals)
 
 
-def _ids_and_weights(
-    name: str, labels: Any, predictions: Any, num_classes: int, weight: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
     """Labels, predictions and weights, flat; NaN if one that counts is no class."""
-    pairs, ids = Pairs(name, labels, predictions, weight), []
-    check_whole(f"{name}: num_classes", num_classes)
+    check_whole(f"{pairs.name}: num_classes", num_classes)
+    ids = []
     remedy = f"num_classes={num_classes} has ids 0 to {num_classes - 1}."
     for what, x in pairs.ids():
         x = widen(x)  # compared before the cast, in which 64 bits would wrap round
@@ -250,8 +248,8 @@ def mean_iou(
       >>> float(mean_iou([0, 0, 1, 1], [0, 1, 1, 1], num_classes=3).compute())
       0.5833333...
     """
-    rows = labels, predictions, num_classes, weight
-    labels, predictions, weights = _ids_and_weights("mean_iou", *rows)
+    pairs = Pairs("mean_iou", labels, predictions, weight)
+    labels, predictions, weights = _ids_and_weights(pairs, num_classes)
     matrix = jnp.zeros((num_classes, num_classes), weights.dtype)
     return Confusion(matrix.at[labels, predictions].add(weights))
 
@@ -288,8 +286,8 @@ def mean_per_class_accuracy(
       0.75
     """
     check_choice("absent", absent, get_args(AbsentClasses))
-    rows = labels, predictions, num_classes, weight
-    labels, predictions, weights = _ids_and_weights("mean_per_class_accuracy", *rows)
+    pairs = Pairs("mean_per_class_accuracy", labels, predictions, weight)
+    labels, predictions, weights = _ids_and_weights(pairs, num_classes)
     none = jnp.zeros(num_classes, weights.dtype)
     hits = weights_where(labels == predictions, weights)
     return ClassHits(none.at[labels].add(hits), none.at[labels].add(weights), absent)

@@ -126,7 +126,7 @@ class Pairs:
                 f" {shapes[1]}. Give one prediction for each label, such as"
                 " jnp.argmax(logits, axis=-1), or labels[..., 0]."
             )
-        self._name, self._given = name, weight
+        self.name, self._given = name, weight
         self.weights = element_weights(name, shapes[0], weight)
 
     def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
@@ -137,7 +137,7 @@ class Pairs:
             counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
             if (bad := x[counts & ~np.asarray(valid)]).size:
                 raise ValueError(
-                    f"{self._name} got {what} with the value {bad[0]}; {remedy}"
+                    f"{self.name} got {what} with the value {bad[0]}; {remedy}"
                 )
         self.mark(valid)
 
@@ -162,7 +162,7 @@ class Pairs:
             dtype = jnp.result_type(x)
             if not jnp.issubdtype(dtype, jnp.integer) and dtype != jnp.bool_:
                 raise ValueError(
-                    f"{self._name} got {what} of dtype {dtype}; class ids are integers"
+                    f"{self.name} got {what} of dtype {dtype}; class ids are integers"
                     " or booleans: write jnp.argmax(logits, axis=-1), probabilities >"
                     f" 0.5, or {what}.astype(jnp.int32) of ids that are floats."
                 )
@@ -174,7 +174,7 @@ class Pairs:
         for what, x in ids if not all(is_known(x) for _, x in ids) else ():
             if (wrapped := overflow_of(x)) is not None:
                 raise ValueError(
-                    f"{self._name} got {what} with the id {wrapped}, which would wrap"
+                    f"{self.name} got {what} with the id {wrapped}, which would wrap"
                     " round in 32 bits. Give smaller ids, or enable jax_enable_x64."
                 )
         have_one_sign, a, b = _as_unsigned(self.labels, self.predictions)

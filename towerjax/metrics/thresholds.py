@@ -78,15 +78,12 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
     return ratio((slope * (gained + (true - slope * above) * stretch)).sum(), yes.sum())
 
 
-def _histograms(
-    name: str, labels: Any, predictions: Any, weight: Any, thresholds: np.ndarray
-) -> tuple[jax.Array, jax.Array]:
+def _histograms(pairs: Pairs, thresholds: np.ndarray) -> tuple[jax.Array, jax.Array]:
     """``(yes, no)``, ``[n + 1]`` each: weights by the thresholds that are passed."""
-    pairs = Pairs(name, labels, predictions, weight)
     scores, dtype = pairs.predictions, jnp.result_type(pairs.predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"{name} got predictions of dtype {dtype}; give floating scores."
+            f"{pairs.name} got predictions of dtype {dtype}; give floating scores."
         )
     remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
     pairs.require("scores", scores, (scores >= 0) & (scores <= 1), remedy)
@@ -170,18 +167,17 @@ def auc(
         given = tuple(edges[1:-1].tolist())
         if given[0] < 0 or given[-1] > 1:
             raise ValueError(f"auc got thresholds={thresholds!r}; give 0 to 1.")
-    found = _histograms("auc", labels, predictions, weight, edges)
+    found = _histograms(Pairs("auc", labels, predictions, weight), edges)
     area = _area_under_roc if curve == "ROC" else _area_under_pr
     return Curves(*found, area, given=given)
 
 
-def _at_nearest(
-    name: str, rows: tuple[Any, Any, Any], wanted: float, num_thresholds: int
-) -> Curves:
+def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Curves:
+    name = pairs.name
     rate, _, given = name.split("_")
     if not 0 <= wanted <= 1:
         raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
-    found = _histograms(name, *rows, _even_thresholds(name, num_thresholds))
+    found = _histograms(pairs, _even_thresholds(name, num_thresholds))
     return Curves(*found, _rate_at_nearest, (rate, given, float(wanted)))
 
 
@@ -217,8 +213,8 @@ def sensitivity_at_specificity(
       >>> float(sensitivity_at_specificity(labels, scores, 0.9).compute())
       0.5
     """
-    rows = labels, predictions, weight
-    return _at_nearest("sensitivity_at_specificity", rows, specificity, num_thresholds)
+    pairs = Pairs("sensitivity_at_specificity", labels, predictions, weight)
+    return _at_nearest(pairs, specificity, num_thresholds)
 
 
 def specificity_at_sensitivity(
@@ -252,8 +248,8 @@ def specificity_at_sensitivity(
       >>> float(specificity_at_sensitivity(labels, scores, 0.9).compute())
       0.5
     """
-    rows = labels, predictions, weight
-    return _at_nearest("specificity_at_sensitivity", rows, sensitivity, num_thresholds)
+    pairs = Pairs("specificity_at_sensitivity", labels, predictions, weight)
+    return _at_nearest(pairs, sensitivity, num_thresholds)
 
 
 def precision_at_thresholds(
@@ -281,8 +277,8 @@ def precision_at_thresholds(
       >>> precision_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
       [0.6666666..., 1.0]
     """
-    rows = labels, predictions, weight
-    return _at_thresholds("precision_at_thresholds", rows, thresholds, "precision")
+    pairs = Pairs("precision_at_thresholds", labels, predictions, weight)
+    return _at_thresholds(pairs, thresholds, "precision")
 
 
 def recall_at_thresholds(
@@ -301,13 +297,11 @@ def recall_at_thresholds(
       >>> recall_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
       [1.0, 0.5]
     """
-    rows = labels, predictions, weight
-    return _at_thresholds("recall_at_thresholds", rows, thresholds, "sensitivity")
+    pairs = Pairs("recall_at_thresholds", labels, predictions, weight)
+    return _at_thresholds(pairs, thresholds, "sensitivity")
 
 
-def _at_thresholds(
-    name: str, rows: tuple[Any, Any, Any], thresholds: Any, rate: str
-) -> Curves:
-    edges = _check_rising(name, thresholds)
-    found = _histograms(name, *rows, edges)
+def _at_thresholds(pairs: Pairs, thresholds: Any, rate: str) -> Curves:
+    edges = _check_rising(pairs.name, thresholds)
+    found = _histograms(pairs, edges)
     return Curves(*found, _rates, (rate,), tuple(edges.tolist()))
