@@ -1,8 +1,8 @@
 """Check that a loss function gives the same on any number of towers."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -102,6 +102,9 @@ class SplitError(Portable, AssertionError):
             " that lie in the batch, or say rng='ignore'."
         )
 
+
+Leaves: TypeAlias = dict[str, np.ndarray]
+"""Name -> what a step gave there."""
 
 # By the names of dtypes in a jaxpr: eight times the dtype's epsilon.
 _RTOLS = {":f16[": 8 * 2.0**-10, ":bf16[": 8 * 2.0**-7}
@@ -271,7 +274,7 @@ class _Audit:
         return {name: _as_reals(x) for name, x in found}
 
     def random_leaves(
-        self, step: TrainStep, batch: PyTree, expected: Mapping[str, np.ndarray]
+        self, step: TrainStep, batch: PyTree, expected: Leaves
     ) -> set[str]:
         """The names of the leaves that another key changes."""
         other = dataclasses.replace(self, key=jax.random.fold_in(self.key, 1))
@@ -291,9 +294,7 @@ class _Audit:
 
 
 def _worst_finding(
-    name: str,
-    runs: Mapping[tuple[int, str], Mapping[str, np.ndarray]],
-    expected: Mapping[str, np.ndarray],
+    name: str, runs: dict[tuple[int, str], Leaves], expected: Leaves
 ) -> Finding:
     """The largest difference of a leaf from its value on one tower, over all runs."""
     want, found = expected[name], []
@@ -322,7 +323,7 @@ def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
-def _refuse_nonfinite(expected: Mapping[str, np.ndarray]) -> None:
+def _refuse_nonfinite(expected: Leaves) -> None:
     for name, x in expected.items():
         if name.startswith(("loss", "gradient")) and not np.isfinite(x).all():
             raise ValueError(
