@@ -613,7 +613,7 @@ PROOF = (
     _m(
         "P28",
         "to what is there already the towers' rows are added once",
-        "towers.fused_sums:fused_sum",
+        "towers.vmap_sums:_fused_sum",
         'name == "scatter-add" and _are_zeros(given[0], made)',
         'name == "scatter-add"',
         "test_one_axis.py::test_sums_of_convolutions_and_of_rows_are_one",

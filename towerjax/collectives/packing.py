@@ -104,7 +104,7 @@ class Packing:
         if platform == "cpu" and shares and max(starts) < 1 << 31:
             starts = starts if witness is None else _hide_from_folding(starts, witness)
         return [
-            self._slice_leaf(buffers[slot.buffer], slot, start)
+            _slice_leaf(buffers[slot.buffer], slot, start)
             for slot, start in zip(self.slots, starts, strict=True)
         ]
 
@@ -116,18 +116,16 @@ class Packing:
         pairs = zip(buffers, ends, strict=True)
         return [x if end == x.size else x[:end] for x, end in pairs if end]
 
-    @staticmethod
-    def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Array:
-        if buffer.size == slot.size:
-            return buffer.reshape(slot.shape)
-        if isinstance(start, int):
-            part = lax.slice_in_dim(buffer, start, start + slot.size)
-        else:
-            # False leaves out the code for starts that count from the end.
-            part = lax.dynamic_slice(
-                buffer, (start,), (slot.size,), allow_negative_indices=False
-            )
-        return part.reshape(slot.shape)
+
+def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Array:
+    if buffer.size == slot.size:
+        return buffer.reshape(slot.shape)
+    if isinstance(start, int):
+        return lax.slice_in_dim(buffer, start, start + slot.size).reshape(slot.shape)
+    size = (slot.size,)
+    # False leaves out the code for starts that count from the end.
+    part = lax.dynamic_slice(buffer, (start,), size, allow_negative_indices=False)
+    return part.reshape(slot.shape)
 
 
 def _hide_from_folding(

@@ -167,7 +167,7 @@ class IndexedRows:
             the values; an index names no row.
         """
         array, values = jnp.asarray(array), jnp.asarray(self.values)
-        _check_fits(self, array)
+        check_fits("IndexedRows", self, array.shape)
         _check_holds(array.dtype, values.dtype)
         indices, wide = widen_indices(self.indices), sum_dtype(array.dtype)
         added = array.astype(wide).at[indices].add(values.astype(wide))
@@ -208,7 +208,7 @@ class IndexedRows:
         may be added, in its own dtype and rounded once, as optax adds updates.
         """
         array = jnp.asarray(array)
-        _check_fits(self, array)
+        check_fits("IndexedRows", self, array.shape)
         values, num_rows = jnp.asarray(self.values), array.shape[0]
         wide = sum_dtype(promote_dtypes(array.dtype, values.dtype))
         if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -224,12 +224,13 @@ class IndexedRows:
         return set_rows(array, indices, rows)
 
 
-def _check_fits(rows: IndexedRows, array: jax.Array) -> None:
-    if array.shape != rows.dense_shape or np.ndim(rows.indices) != 1:
+def check_fits(name: str, rows: IndexedRows, shape: tuple[int, ...]) -> None:
+    """Raise unless rows can be added to an array of this shape."""
+    if shape != rows.dense_shape or np.ndim(rows.indices) != 1:
         raise ValueError(
-            f"IndexedRows of an array of shape {rows.dense_shape}, with indices of"
-            f" shape {np.shape(rows.indices)}, cannot be added to an array of shape"
-            f" {array.shape}: give the same shape, and indices [r]."
+            f"{name} has rows of an array of shape {rows.dense_shape}, with indices of"
+            f" shape {np.shape(rows.indices)}, which cannot be added to an array of"
+            f" shape {shape}: give the same shape, and indices [r]."
         )
     rows.check_range()
 

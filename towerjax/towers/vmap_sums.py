@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from towerjax.collectives.reduce import add_pairwise
+from towerjax.collectives.reduce import add_pairwise, join_rows
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import (
     all_eqns,
@@ -30,11 +30,13 @@ from towerjax.proof.equation import (
     sub_jaxprs,
 )
 from towerjax.proof.interpreter import Interpreter, eqn_context
-from towerjax.towers.fused_sums import apply_linear, fused_sum, is_linear
 from towerjax.types import PyTree
 
 Operands = Sequence[jax.Array]
 Part = Callable[[Operands], jax.Array]
+
+# Linear in one operand: the result for a sum is the sum of the results.
+_LINEAR = frozenset("transpose reshape squeeze broadcast_in_dim neg reduce_sum".split())
 
 
 def vmap_and_sum(
@@ -50,15 +52,14 @@ def vmap_and_sum(
     first ``num_sums`` results are summed.
     """
     plan = SumPlan(program.jaxpr, len(own), num_sums)
-    opened = {id(eqn): _with_sums(eqn, sums) for eqn, sums in plan.opened.values()}
     kept = program.jaxpr.outvars[num_sums:]
 
     def of_tower(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
         walk = Interpreter(program, [*own, *common])
         for eqn in program.jaxpr.eqns:
-            if id(eqn) in opened:
+            if opened := plan.opened.get(id(eqn)):
                 with eqn_context(eqn):
-                    out = opened[id(eqn)](number, *map(walk.read, eqn.invars))
+                    out = opened.evaluate(number, *map(walk.read, eqn.invars))
                 walk.values.update(zip(eqn.outvars, out, strict=True))
             else:
                 walk.evaluate(eqn)
@@ -92,13 +93,13 @@ class SumPlan:
       operands: The values that sums are computed from.
       is_sum: Whether an opened equation has already summed each operand over towers.
       sums: For each sum its parts.
-      opened: Equations with an inner program, by ``id``, and their results to sum.
+      opened: Equations whose inner programs also sum, by ``id``.
     """
 
     def __init__(self, body: Jaxpr, num_own: int, num_sums: int) -> None:
         self.operands: list[Any] = []
         self.is_sum: list[bool] = []
-        self.opened: dict[int, tuple[JaxprEqn, set[int]]] = {}
+        self.opened: dict[int, _Opened] = {}
         self._carried: dict[int, set[int]] = {}
         self._own = dependents(body, body.invars[:num_own])
         self._uses = _uses_in(body)
@@ -127,15 +128,15 @@ class SumPlan:
             eqn = self._made.get(value) if once else None
             if eqn and _is_addition(eqn):
                 left += reversed(eqn.invars)
-            elif eqn and (found := fused_sum(eqn, self._is_own, self._made)):
+            elif eqn and (found := _fused_sum(eqn, self._is_own, self._made)):
                 merge, given = found
                 given = [self._take(x) for x in given]
-                parts.append(partial(_fused_part, merge, eqn, given))
-            elif eqn and is_linear(eqn) and (before := self._parts(eqn.invars[0])):
+                parts.append(partial(_fused_part, partial(merge, eqn), given))
+            elif eqn and _is_linear(eqn) and (before := self._parts(eqn.invars[0])):
                 parts += [partial(_linear_part, eqn, part) for part in before]
             elif eqn and self._is_own(value) and self._adds_inside(eqn, value):
-                sums = self.opened.setdefault(id(eqn), (eqn, set()))[1]
-                sums.add(eqn.outvars.index(value))
+                opened = self.opened.setdefault(id(eqn), _Opened(eqn))
+                opened.sums.add(eqn.outvars.index(value))
                 parts.append(operator.itemgetter(self._take(value, is_sum=True)))
             else:
                 rest.append(value)
@@ -157,16 +158,11 @@ def dependents(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
     """The values that depend on ``given``, or on an axis of towers, and so differ."""
     found: set[Any] = set(given)
     for eqn in body.eqns:
+        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
         is_own = any(isinstance(x, Var) and x in found for x in eqn.invars)
-        if is_own or _names_local_axis(eqn):
+        if is_own or any(LOCAL_AXIS in named_axes(x) for x in (eqn, *inside)):
             found.update([*eqn.outvars, *refs(eqn)])
     return found
-
-
-def _names_local_axis(eqn: JaxprEqn) -> bool:
-    """Whether the equation, or one inside it, runs over the towers of a device."""
-    inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
-    return any(LOCAL_AXIS in named_axes(x) for x in itertools.chain([eqn], inside))
 
 
 def _is_addition(eqn: JaxprEqn) -> bool:
@@ -182,16 +178,14 @@ def _uses_in(body: Jaxpr) -> Counter[Any]:
 
 
 def _fused_part(
-    merge: Callable[..., jax.Array],
-    eqn: JaxprEqn,
-    taken: Sequence[int],
-    given: Operands,
+    merge: Callable[..., jax.Array], taken: Sequence[int], given: Operands
 ) -> jax.Array:
-    return merge(eqn, *[given[i] for i in taken])
+    return merge(*[given[i] for i in taken])
 
 
 def _linear_part(eqn: JaxprEqn, part: Part, given: Operands) -> jax.Array:
-    return apply_linear(eqn, part(given))
+    numbers = [x.val for x in eqn.invars[1:] if isinstance(x, Literal)]
+    return eqn.primitive.bind(part(given), *numbers, **eqn.params)
 
 
 def _added_part(rows: Sequence[int], given: Operands) -> jax.Array:
@@ -224,118 +218,181 @@ def _carried_sums(eqn: JaxprEqn) -> set[int]:
     return found
 
 
-def _with_sums(eqn: JaxprEqn, sums: set[int]) -> Callable[..., Any]:
-    """An equation with an inner program, for which ``vmap`` sums some results.
+def _fused_sum(
+    eqn: JaxprEqn, is_own: Callable[[Any], bool], made: dict[Any, JaxprEqn]
+) -> tuple[Callable[..., jax.Array], list[Any]] | None:
+    """The one operation that sums an equation's results over towers, and its operands.
 
-    ``of_tower`` is mapped, so that the rule runs even if all towers share the rest.
+    ``is_own(x)`` says if x differs between towers; ``made[x]`` is the equation of x.
     """
+    name, given = eqn.primitive.name, list(eqn.invars)
+    if name == "scatter-add" and _are_zeros(given[0], made):
+        return _sum_of_scatters, given[1:]
+    if not all(map(is_own, given)):
+        return None  # a value that all towers share would be copied ``k`` times
+    if name == "dot_general":
+        return _sum_of_products, given
+    if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
+        return _sum_of_convolutions, given
+    return None
 
-    @jax.custom_batching.custom_vmap
-    def one(of_tower: jax.Array, *given: jax.Array) -> list[jax.Array]:
-        return eqn.primitive.bind(*given, **eqn.params)
 
-    @one.def_vmap
-    def of_all(size: int, are_own: list[bool], *all_given: Any) -> Any:
+def _is_linear(eqn: JaxprEqn) -> bool:
+    """Whether an equation gives for a sum the sum of its results.
+
+    A conversion does not: a sum would be rounded to 16 bits once, and not the value of
+    each tower, so that the result would depend on how many towers share a device.
+    """
+    if eqn.primitive.name == "pad":
+        return _is_zero(eqn.invars[1])
+    return eqn.primitive.name in _LINEAR
+
+
+def _are_zeros(value: Any, made: dict[Any, JaxprEqn]) -> bool:
+    eqn = made.get(value) if isinstance(value, Var) else None
+    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+        return False
+    return _is_zero(eqn.invars[0])
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, Literal) and value.val == 0
+
+
+def _sum_of_products(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum over dim 0 of products, as one product that also contracts dim 0."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    within = tuple((0, *(dim + 1 for dim in dims)) for dims in contracted)
+    beside = tuple(tuple(dim + 1 for dim in dims) for dims in batch)
+    params = eqn.params | {"dimension_numbers": (within, beside)}
+    return eqn.primitive.bind(a, b, **params)
+
+
+def _sum_of_convolutions(eqn: JaxprEqn, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The sum over dim 0 of convolutions, as one with ``k`` times the features."""
+    dims = eqn.params["dimension_numbers"]
+    x, kernel = join_rows(x, dims.lhs_spec[1]), join_rows(kernel, dims.rhs_spec[1])
+    return eqn.primitive.bind(x, kernel, **eqn.params)
+
+
+def _sum_of_scatters(eqn: JaxprEqn, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The sum over dim 0 of scatters into zeros, as one scatter of all rows."""
+    dims = eqn.params["dimension_numbers"]
+    batching = dims.scatter_indices_batching_dims
+    dims = dims._replace(
+        update_window_dims=tuple(i + 1 for i in dims.update_window_dims),
+        scatter_indices_batching_dims=tuple(i + 1 for i in batching),
+    )
+    params = eqn.params | {"dimension_numbers": dims}
+    params |= {"indices_are_sorted": False, "unique_indices": False}
+    table: Any = eqn.outvars[0].aval
+    zeros = jnp.zeros(table.shape, table.dtype)
+    return eqn.primitive.bind(zeros, indices, rows, **params)
+
+
+class _Opened:
+    """An equation with an inner program, which sums some of its results over towers."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self.eqn = eqn
+        self.sums: set[int] = set()  # the indices of these results
+
+    def evaluate(self, of_tower: jax.Array, *given: Any) -> list[jax.Array]:
+        """Evaluate it for one tower, so that ``vmap`` sums these results.
+
+        ``of_tower`` is mapped, so that the rule runs even if all towers share the rest.
+        """
+        one = jax.custom_batching.custom_vmap(
+            lambda _, *given: self.eqn.primitive.bind(*given, **self.eqn.params)
+        )
+        one.def_vmap(self._on_all)
+        return one(of_tower, *given)
+
+    def _on_all(self, size: int, are_own: list[bool], *all_given: Any) -> Any:
         (_, *is_own), (_, *given) = are_own, all_given
-        if eqn.primitive.name == "scan":
-            return _scan_on_all(eqn, sums, is_own, given, size)
-        out = _call_on_all(eqn, sums, is_own, given, size)
-        return out, [i not in sums for i in range(len(out))]
+        params, program = self.eqn.params, self.eqn.params["jaxpr"]
+        if self.eqn.primitive.name == "scan":
+            return self._scan_on_all(is_own, given, size)
+        if self.eqn.primitive.name == "remat2":
+            if not isinstance(program, ClosedJaxpr):
+                program = ClosedJaxpr(program, ())
+            # A barrier: else XLA would use the values of the forward pass instead.
+            if params["differentiated"] and params["prevent_cse"]:
+                given = lax.optimization_barrier(given)
+        out = self._vmap_program(program, is_own, given, size)
+        return out, [i not in self.sums for i in range(len(out))]
 
-    return one
+    def _vmap_program(
+        self, program: ClosedJaxpr, is_own: list[bool], given: list[Any], size: int
+    ) -> list[jax.Array]:
+        """`vmap_and_sum` with towers' own arguments, and sums, in any position."""
+        body = program.jaxpr
+        order = sorted(range(len(given)), key=lambda i: not is_own[i])
+        results = sorted(range(len(body.outvars)), key=lambda i: i not in self.sums)
+        body = body.replace(
+            invars=[body.invars[i] for i in order],
+            outvars=[body.outvars[i] for i in results],
+        )
+        values, num_own = [given[i] for i in order], sum(is_own)
+        own, common = values[:num_own], values[num_own:]
+        program = program.replace(jaxpr=body)
+        out = vmap_and_sum(program, own, common, len(self.sums), size)
+        return [out[results.index(i)] for i in range(len(out))]
 
+    def _scan_on_all(
+        self, is_own: list[bool], given: list[Any], size: int
+    ) -> tuple[list[jax.Array], list[bool]]:
+        """Scan all towers, summing in each step; and which results are ``[k, ...]``."""
+        params, sums, (first, number) = self.eqn.params, self.sums, loop_sizes(self.eqn)
+        own, own_out = self._own_in_scan(is_own)
+        consts, xs = given[:first], given[first + number :]
 
-def _call_on_all(
-    eqn: JaxprEqn, sums: set[int], is_own: list[bool], given: list[Any], size: int
-) -> list[jax.Array]:
-    program = eqn.params["jaxpr"]
-    if eqn.primitive.name == "remat2":
-        if not isinstance(program, ClosedJaxpr):
-            program = ClosedJaxpr(program, ())
-        # A barrier, so that XLA does not use the values of the forward pass instead.
-        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
-            given = lax.optimization_barrier(given)
-    return _vmap_any_order(program, sums, is_own, given, size)
+        def initial(i: int) -> jax.Array:
+            # A scan of a number starts from a literal, which has no shape.
+            x, has_towers = jnp.asarray(given[first + i]), is_own[first + i]
+            if i in sums:
+                return _add_rows(x) if has_towers else x * jnp.asarray(size, x.dtype)
+            if own_out[i] and not has_towers:
+                return jnp.broadcast_to(x, (size, *x.shape))
+            return x
 
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            seen = [jnp.zeros_like(x) if i in sums else x for i, x in enumerate(carry)]
+            given = [*consts, *seen, *xs]
+            out = self._vmap_program(params["jaxpr"], own, given, size)
+            out = [x if i in sums or own_out[i] else x[0] for i, x in enumerate(out)]
+            new = [x + out[i] if i in sums else out[i] for i, x in enumerate(carry)]
+            return new, out[number:]
 
-def _vmap_any_order(
-    program: ClosedJaxpr,
-    sums: set[int],
-    is_own: Sequence[bool],
-    given: Sequence[Any],
-    size: int,
-) -> list[jax.Array]:
-    """`vmap_and_sum` with towers' own arguments, and sums, in any position."""
-    body = program.jaxpr
-    order = sorted(range(len(given)), key=lambda i: not is_own[i])
-    results = sorted(range(len(body.outvars)), key=lambda i: i not in sums)
-    body = body.replace(
-        invars=[body.invars[i] for i in order],
-        outvars=[body.outvars[i] for i in results],
-    )
-    values, num_own = [given[i] for i in order], sum(is_own)
-    own, common = values[:num_own], values[num_own:]
-    out = vmap_and_sum(program.replace(jaxpr=body), own, common, len(sums), size)
-    return [out[results.index(i)] for i in range(len(out))]
+        carry, ys = lax.scan(
+            step,
+            [initial(i) for i in range(number)],
+            [_swap_axes(x, is_own[first + number + i]) for i, x in enumerate(xs)],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        has_towers = [x and i not in sums for i, x in enumerate(own_out)]
+        ys = [_swap_axes(y, has_towers[number + i]) for i, y in enumerate(ys)]
+        return [*carry, *ys], has_towers
 
-
-def _scan_on_all(
-    eqn: JaxprEqn, sums: set[int], is_own: list[bool], given: list[Any], size: int
-) -> tuple[list[jax.Array], list[bool]]:
-    """Scan all towers, summing in each step; and which results are ``[k, ...]``."""
-    params, program = eqn.params, eqn.params["jaxpr"]
-    first, number = loop_sizes(eqn)
-    own, own_out = _own_in_scan(eqn, sums, is_own)
-    consts, xs = given[:first], given[first + number :]
-
-    def initial(i: int) -> jax.Array:
-        # A scan of a number starts from a literal, which has no shape.
-        x, has_towers = jnp.asarray(given[first + i]), is_own[first + i]
-        if i in sums:
-            return _add_rows(x) if has_towers else x * jnp.asarray(size, x.dtype)
-        if own_out[i] and not has_towers:
-            return jnp.broadcast_to(x, (size, *x.shape))
-        return x
-
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        seen = [jnp.zeros_like(x) if i in sums else x for i, x in enumerate(carry)]
-        out = _vmap_any_order(program, sums, own, [*consts, *seen, *xs], size)
-        out = [x if i in sums or own_out[i] else x[0] for i, x in enumerate(out)]
-        new = [x + out[i] if i in sums else out[i] for i, x in enumerate(carry)]
-        return new, out[number:]
-
-    carry, ys = lax.scan(
-        step,
-        [initial(i) for i in range(number)],
-        [_swap_axes(x, is_own[first + number + i]) for i, x in enumerate(xs)],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    has_towers = [x and i not in sums for i, x in enumerate(own_out)]
-    ys = [_swap_axes(y, has_towers[number + i]) for i, y in enumerate(ys)]
-    return [*carry, *ys], has_towers
+    def _own_in_scan(self, is_own: list[bool]) -> tuple[list[bool], list[bool]]:
+        """Whether each argument and result of a scan's step differs between towers."""
+        body, own = open_jaxpr(self.eqn.params["jaxpr"]), list(is_own)
+        first, number = loop_sizes(self.eqn)
+        while True:
+            for i in range(number):
+                own[first + i] &= i not in self.sums  # all towers share a sum
+            pairs = zip(body.invars, own, strict=True)
+            found = dependents(body, [x for x, one in pairs if one])
+            out = [isinstance(x, Var) and x in found for x in body.outvars]
+            out = [x or (i < number and own[first + i]) for i, x in enumerate(out)]
+            carry = [x and i not in self.sums for i, x in enumerate(out[:number])]
+            if carry == own[first : first + number]:
+                return own, out
+            own[first : first + number] = carry
 
 
 def _swap_axes(x: Any, has_towers: bool) -> Any:
     """Swap the dims of steps and of towers, where there are towers."""
     return jnp.swapaxes(x, 0, 1) if has_towers else x
-
-
-def _own_in_scan(
-    eqn: JaxprEqn, sums: set[int], is_own: Sequence[bool]
-) -> tuple[list[bool], list[bool]]:
-    """Whether each argument and result of a scan's step differs between towers."""
-    body, own = open_jaxpr(eqn.params["jaxpr"]), list(is_own)
-    first, number = loop_sizes(eqn)
-    while True:
-        for i in range(number):
-            own[first + i] &= i not in sums  # all towers share a sum
-        pairs = zip(body.invars, own, strict=True)
-        found = dependents(body, [x for x, one in pairs if one])
-        out = [isinstance(x, Var) and x in found for x in body.outvars]
-        out = [x or (i < number and own[first + i]) for i, x in enumerate(out)]
-        carry = [x and i not in sums for i, x in enumerate(out[:number])]
-        if carry == own[first : first + number]:
-            return own, out
-        own[first : first + number] = carry

@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 
 from towerjax.collectives.sparse_rows import (
     IndexedRows,
+    check_fits,
     is_rows,
     set_rows,
     sum_duplicates,
@@ -175,7 +176,7 @@ def check_row_wise(
     row_wise = dataclasses.replace(row_wise, extra_args=known)
     with jax.ensure_compile_time_eval():
         try:
-            differs = _first_difference(row_wise, params, tables)
+            differs = _Trials(row_wise, params, tables).first_difference()
         except Exception as error:
             names = ", ".join(row_wise.names[i] for i in tables)
             raise ValueError(
@@ -197,105 +198,99 @@ def _ones_like(x: Any) -> Any:
     return x
 
 
-def _first_difference(
-    row_wise: RowWise, params: Sequence[Any], tables: list[int]
-) -> int | None:
-    """The first table whose row-wise and dense updates differ, or None."""
-    rng = np.random.default_rng(0)
-    small = [_small_array(rng, x, i in tables) for i, x in enumerate(params)]
-    state = row_wise.optimizer.init(row_wise.treedef.unflatten(small))
-    owners = row_wise.owners(small, tables, state)
-    update_both_ways = jax.jit(functools.partial(_update, row_wise, tables, owners))
-    tables_of_leaves = [i if i in tables else None for i in range(len(params))]
-    tables_of_leaves += owners
+class _Trials:
+    """Updates of small tables, in a tree like the parameters, by rows and dense."""
 
-    def try_once(indices: np.ndarray, state: PyTree, scale: float = 1.0) -> Any:
-        grads = [_noise(rng, x, scale) for x in small]
-        got, expected, moved = update_both_ways(indices, grads, small, state)
+    def __init__(
+        self, row_wise: RowWise, params: Sequence[Any], tables: list[int]
+    ) -> None:
+        self.row_wise, self.params, self.tables = row_wise, params, tables
+        self.rng = np.random.default_rng(0)
+        self.small = [self._small_array(i, x) for i, x in enumerate(params)]
+        self.state = row_wise.optimizer.init(row_wise.treedef.unflatten(self.small))
+        self.owners = row_wise.owners(self.small, tables, self.state)
+        self.update_both_ways = jax.jit(self._update)
+
+    def first_difference(self) -> int | None:
+        """The first table whose row-wise and dense updates differ, or None."""
+        state = self.state
+        for indices in np.array(_STEPS):
+            differs, self.small, state = self._try_once(indices, state)
+            if differs is not None:
+                return differs
+        others = [(x, 1.0) for x in self._with_other_scalars(state)]
+        others += [(state, scale) for scale in _SCALES]
+        found = (self._try_once(np.array(_STEPS[0]), *other)[0] for other in others)
+        return next((x for x in found if x is not None), None)
+
+    def _small_array(self, number: int, x: Any) -> Any:
+        shape = tuple(min(n, 3) for n in np.shape(x))
+        shape = (_TABLE_ROWS, *shape[1:]) if number in self.tables else shape
+        dtype = jnp.result_type(x)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return jnp.ones(shape, dtype)
+        # At least float32: rounding to 16 bits could hide a small change.
+        return jnp.asarray(self.rng.normal(size=shape), widen_dtype(dtype))
+
+    def _noise(self, x: jax.Array, scale: float) -> np.ndarray:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return np.zeros(x.shape, x.dtype)
+        return (scale * self.rng.normal(size=x.shape)).astype(x.dtype)
+
+    def _try_once(self, indices: np.ndarray, state: PyTree, scale: float = 1.0) -> Any:
+        """The first table that differs, and the dense update's params and state."""
+        grads = [self._noise(x, scale) for x in self.small]
+        got, expected, moved = self.update_both_ways(indices, grads, self.small, state)
         untouched = np.setdiff1d(np.arange(_TABLE_ROWS), indices)
+        of_params = [i if i in self.tables else None for i in range(len(self.small))]
+        tables = [*of_params, *self.owners]
         leaves = jax.tree.leaves(got), jax.tree.leaves(expected)
-        for table, x, y in zip(tables_of_leaves, *leaves, strict=True):
+        for table, x, y in zip(tables, *leaves, strict=True):
             if not _agree(x, y, untouched if table is not None else None):
-                return tables[0] if table is None else table, moved, expected[1]
+                return self.tables[0] if table is None else table, moved, expected[1]
         return None, moved, expected[1]
 
-    for indices in np.array(_STEPS):
-        differs, small, state = try_once(indices, state)
-        if differs is not None:
-            return differs
-    counts = _counts(row_wise, params, small, tables)
-    others = [(x, 1.0) for x in _with_other_scalars(state, owners, counts)]
-    others += [(state, scale) for scale in _SCALES]
-    found = (try_once(np.array(_STEPS[0]), *other)[0] for other in others)
-    return next((x for x in found if x is not None), None)
+    def _update(
+        self, indices: jax.Array, grads: list[Any], params: list[Any], state: PyTree
+    ) -> tuple[Any, Any, list[Any]]:
+        """Updates and states, row-wise and dense, and the dense update's params."""
+        of_rows, dense = list(grads), list(grads)
+        for i in self.tables:
+            values = grads[i][: len(indices)]
+            of_rows[i] = IndexedRows(values, indices, params[i].shape)
+            dense[i] = of_rows[i].to_dense()
+        got, got_state = self.row_wise.update(of_rows, state, params, self.owners)
+        updates, next_state = self.row_wise.update_dense(dense, state, params)
+        got = [x.to_dense() if is_rows(x) else x for x in got]
+        moved = zip(params, updates, strict=True)
+        params = [jnp.asarray(p + u).astype(p.dtype) for p, u in moved]
+        return (got, got_state), (updates, next_state), params
 
+    def _counts(self) -> list[int]:
+        """Step counts to try: powers of ten, and those about the program's integers."""
+        primitives, numbers = self.row_wise.program(self.small)
+        real = list(self.small)
+        for i in self.tables:
+            shape = np.shape(self.params[i])
+            real[i] = jax.ShapeDtypeStruct(shape, self.small[i].dtype)
+        if self.row_wise.program(real)[0] != primitives:
+            raise ValueError("it does something else to a table of the real size")
+        near = {n + off for n in numbers for off in (-1, 0, 1)}
+        return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
 
-def _small_array(rng: np.random.Generator, x: Any, is_table: bool) -> Any:
-    shape = tuple(min(n, 3) for n in np.shape(x))
-    shape = (_TABLE_ROWS, *shape[1:]) if is_table else shape
-    dtype = jnp.result_type(x)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return jnp.ones(shape, dtype)
-    # At least float32: rounding to 16 bits could hide a small change.
-    return jnp.asarray(rng.normal(size=shape), widen_dtype(dtype))
-
-
-def _noise(rng: np.random.Generator, x: jax.Array, scale: float) -> np.ndarray:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return np.zeros(x.shape, x.dtype)
-    return (scale * rng.normal(size=x.shape)).astype(x.dtype)
-
-
-def _counts(
-    row_wise: RowWise, params: Sequence[Any], small: list[Any], tables: list[int]
-) -> list[int]:
-    """Step counts to try: powers of ten, and those about the program's integers."""
-    primitives, numbers = row_wise.program(small)
-    real = list(small)
-    for i in tables:
-        real[i] = jax.ShapeDtypeStruct(np.shape(params[i]), small[i].dtype)
-    if row_wise.program(real)[0] != primitives:
-        raise ValueError("it does something else to a table of the real size")
-    near = {n + off for n in numbers for off in (-1, 0, 1)}
-    return sorted({*_COUNTS, *(n for n in near if 0 <= n <= 10**9)})
-
-
-def _with_other_scalars(
-    state: PyTree, owners: Sequence[int | None], counts: Sequence[int]
-) -> Iterator[PyTree]:
-    """The state with each count in place of its integers, then 0.5 of its floats."""
-    leaves, treedef = jax.tree.flatten(state)
-    for kind, value in [*((jnp.integer, n) for n in counts), (jnp.floating, 0.5)]:
-        yield treedef.unflatten(
-            jnp.full_like(x, value)
-            if jnp.ndim(x) == 0
-            and owner is None
-            and jnp.issubdtype(jnp.result_type(x), kind)
-            else x
-            for x, owner in zip(leaves, owners, strict=True)
-        )
-
-
-def _update(
-    row_wise: RowWise,
-    tables: list[int],
-    owners: Sequence[int | None],
-    indices: jax.Array,
-    grads: list[Any],
-    params: list[Any],
-    state: PyTree,
-) -> tuple[Any, Any, list[Any]]:
-    """Updates and states, row-wise and dense, and the dense update's params."""
-    of_rows, dense = list(grads), list(grads)
-    for i in tables:
-        of_rows[i] = IndexedRows(grads[i][: len(indices)], indices, params[i].shape)
-        dense[i] = of_rows[i].to_dense()
-    got, got_state = row_wise.update(of_rows, state, params, owners)
-    updates, next_state = row_wise.update_dense(dense, state, params)
-    got = [x.to_dense() if is_rows(x) else x for x in got]
-    moved = zip(params, updates, strict=True)
-    params = [jnp.asarray(p + u).astype(p.dtype) for p, u in moved]
-    return (got, got_state), (updates, next_state), params
+    def _with_other_scalars(self, state: PyTree) -> Iterator[PyTree]:
+        """The state with each count in its integers, then with 0.5 in its floats."""
+        leaves, treedef = jax.tree.flatten(state)
+        counts = ((jnp.integer, n) for n in self._counts())
+        for kind, value in [*counts, (jnp.floating, 0.5)]:
+            yield treedef.unflatten(
+                jnp.full_like(x, value)
+                if jnp.ndim(x) == 0
+                and owner is None
+                and jnp.issubdtype(jnp.result_type(x), kind)
+                else x
+                for x, owner in zip(leaves, self.owners, strict=True)
+            )
 
 
 def _agree(x: Any, y: Any, untouched: np.ndarray | None) -> bool:
@@ -381,14 +376,7 @@ def update_with_rows(
     row_wise = RowWise(optimizer, treedef, names, extra_args)
     params = treedef.flatten_up_to(params)
     for i in tables:
-        rows, shape = leaves[i], np.shape(params[i])
-        if rows.dense_shape != shape or np.ndim(rows.indices) != 1:
-            raise ValueError(
-                f"{names[i]} has rows of an array of shape {rows.dense_shape}, with"
-                f" indices of shape {np.shape(rows.indices)}, but the parameter is of"
-                f" shape {shape}. Both must be the same, and indices [r]."
-            )
-        rows.check_range()
+        check_fits(names[i], leaves[i], np.shape(params[i]))
     owners = row_wise.owners(params, tables, opt_state)
     if not lazy:
         check_row_wise(row_wise, leaves, params)

@@ -340,7 +340,12 @@ def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
 
 def _names_of(destinations: Any) -> tuple[str, ...]:
     """The canonical names of the devices of ``destinations``."""
-    names = canonical_device_names(_devices_in(destinations))
+    arrays, devices = jax.tree.leaves(destinations), destinations
+    if arrays and all(isinstance(x, jax.Array) for x in arrays):
+        found = {device for x in arrays for device in x.devices()}
+        devices = sorted(found, key=lambda device: device.id)
+    is_one = isinstance(destinations, str | jax.Device)
+    names = canonical_device_names([destinations] if is_one else devices)
     if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
         owners = [find_device(name).process_index for name in names]
         if len({owners.count(p) for p in range(jax.process_count())}) > 1:
@@ -350,12 +355,3 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
                 " jax.local_devices()[0], or leave destinations out."
             )
     return names
-
-
-def _devices_in(destinations: Any) -> Any:
-    arrays = jax.tree.leaves(destinations)
-    if arrays and all(isinstance(x, jax.Array) for x in arrays):
-        found = {device for x in arrays for device in x.devices()}
-        return sorted(found, key=lambda device: device.id)
-    is_one = isinstance(destinations, str | jax.Device)
-    return [destinations] if is_one else destinations
