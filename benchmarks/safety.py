@@ -16,7 +16,7 @@ import optax
 
 import towerjax as tj
 from towerjax.data.ledger import Ledger
-from towerjax.loop.saving import Saving
+from towerjax.loop.checkpoint.checkpointer import Saving
 
 
 def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:

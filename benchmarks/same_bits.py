@@ -22,9 +22,9 @@ import numpy as np
 from benchmarks.catalogue import MODELS, OPTIMIZERS, Model
 from towerjax import collectives
 from towerjax.collectives import CrossTowerOps
+from towerjax.estimator.model_fn import ModelSpec
 from towerjax.estimator.optimizer import TowerOptimizer
 from towerjax.estimator.replicate import replicate_model_fn
-from towerjax.estimator.spec import ModelSpec
 from towerjax.estimator.train import train_and_evaluate
 from towerjax.loop.run import run
 from towerjax.metrics.weighted import Weighted

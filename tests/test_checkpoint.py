@@ -27,9 +27,8 @@ import pytest
 
 import towerjax as tj
 from towerjax.data.ledger import Ledger
-from towerjax.loop import saving as saving_module
 from towerjax.loop.checkpoint import folder, record
-from towerjax.loop.saving import Saving
+from towerjax.loop.checkpoint.checkpointer import Saving
 
 TESTS = pathlib.Path(__file__).parent
 LOOP = pathlib.Path(tj.loop.__file__).parent
@@ -295,6 +294,12 @@ def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
         def __getattr__(self, name):
             return getattr(self.files, name)
 
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.files.close()
+
         def wait_until_finished(self):
             self.files.wait_until_finished()
             calls.append(1)
@@ -317,7 +322,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
     def refuse(directory, number):
         raise OSError(39, "Directory not empty", f"step-{number}.partial")
 
-    monkeypatch.setattr(saving_module.folder, "remove", refuse)
+    monkeypatch.setattr(folder, "remove", refuse)
     saving = tj.Checkpointer(tmp_path, every=1, keep=1)
     with pytest.raises(OSError, match=r"^\[Errno 39\].*step-1\.partial"):
         train(light, saving)

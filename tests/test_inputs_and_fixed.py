@@ -11,7 +11,7 @@ from layouts import layouts, mirrored
 from oracle import data
 
 import towerjax as tj
-from towerjax.estimator.data import as_batch
+from towerjax.estimator.train import as_batch
 
 RATE = 0.1
 

@@ -21,7 +21,6 @@ from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import Cluster, free_port
 from towerjax.mesh.cluster.start import (
     _join_cluster,
-    _Options,
     _other_processes,
     initialize,
 )
@@ -312,9 +311,9 @@ def test_jax_must_count_as_many_processes(monkeypatch):
         with pytest.raises(
             RuntimeError, match="TF_CONFIG: this is process 1 of .*0 of 1"
         ):
-            _join_cluster(mine, _Options(1, 1, 1, None, False))
+            _join_cluster(mine, {}, False)
     alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
-    assert _join_cluster(alone, _Options(1, 1, 1, None, False)) == alone
+    assert _join_cluster(alone, {}, False) == alone
 
 
 def test_many_others_are_named_in_short():

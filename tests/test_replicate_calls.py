@@ -12,7 +12,7 @@ import pytest
 from oracle import rows
 
 import towerjax as tj
-from towerjax.estimator.arguments import ModelFn, static_keys
+from towerjax.estimator.model_fn import ModelFn, static_keys
 from towerjax.metrics.state import on_host, value_on_host
 
 SUM, EXACT = (

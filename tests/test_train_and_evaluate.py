@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.estimator.data import Epochs, as_batch
+from towerjax.estimator.train import Epochs, as_batch
 
 RATE = 0.1
 EPS = np.finfo(np.float32).eps

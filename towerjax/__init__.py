@@ -10,8 +10,7 @@ from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.stopping import Best, EarlyStopping
-from towerjax.loop.tensorboard import TensorBoard
-from towerjax.loop.writers import JsonLines
+from towerjax.loop.writers import JsonLines, TensorBoard
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.tower_statistics import TowerStatistics

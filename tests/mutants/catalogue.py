@@ -722,7 +722,7 @@ MODELS = (
     _m(
         "M10",
         "data is gone through once too often",
-        "estimator.data:_EpochsIterator.__next__",
+        "estimator.train:_EpochsIterator.__next__",
         "left - 1",
         "left",
         "test_train_and_evaluate.py::test_how_long[list-4-3-4]",
@@ -731,7 +731,7 @@ MODELS = (
     _m(
         "M11",
         "labels are taken for features in a prediction",
-        "estimator.data:as_batch",
+        "estimator.train:as_batch",
         "if labels is None or not with_labels:",
         "if labels is None:",
         "test_train_and_evaluate.py::test_without_labels_there_are_none",
@@ -962,7 +962,7 @@ STATE = (
         "S10",
         "init shares the caller's arrays, which donation deletes",
         "mesh.placement:place_own",
-        "jax.device_put(jax.tree.map(_copy_leaf, tree), shardings)",
+        "jax.device_put(jax.tree.map(copy_to_host, tree), shardings)",
         "jax.device_put(tree, shardings)",
         "test_compiled.py::test_init_copies_so_donation_spares_the_callers_arrays",
     ),
@@ -1346,9 +1346,9 @@ CHECKPOINTS = (
     _m(
         "C03",
         "a resumed run begins its data anew",
-        "loop.saving:Saving._seek",
-        'if self._options.batches == "anew":',
-        'if self._options.batches != "count":',
+        "loop.checkpoint.checkpointer:Saving._seek",
+        'if self.options.batches == "anew":',
+        'if self.options.batches != "count":',
         _RESUMED,
     ),
     _m(
@@ -1370,15 +1370,15 @@ CHECKPOINTS = (
     _m(
         "C06",
         "a resumed run does all of its steps again",
-        "loop.saving:Saving.resume",
-        "start + options.steps - newest",
-        "options.steps",
+        "loop.checkpoint.checkpointer:Saving.resume",
+        "start + steps - newest",
+        "steps",
         _RESUMED,
     ),
     _m(
         "C07",
         "how far a batch was padded is forgotten",
-        "loop.saving:Saving.resume",
+        "loop.checkpoint.checkpointer:Saving.resume",
         "self._step.expect_batch_rows(saved.batch_rows)",
         "self._step.expect_batch_rows(())",
         "test_checkpoint.py::test_other_towers_deal_out_what_was_there_and_go_on",
@@ -1386,7 +1386,7 @@ CHECKPOINTS = (
     _m(
         "C08",
         "the best checkpoint is removed with the old ones",
-        "loop.saving:Saving._finish",
+        "loop.checkpoint.checkpointer:Saving._finish",
         "if number != best:",
         "if number != steps[-1]:",
         "test_checkpoint.py::test_the_newest_and_the_best_stay[min-values0-kept0]",
@@ -1394,7 +1394,7 @@ CHECKPOINTS = (
     _m(
         "C09",
         "early stopping counts from 0 in a resumed run",
-        "loop.saving:Saving.save",
+        "loop.checkpoint.checkpointer:Saving.save",
         "stopping=stopping,",
         "stopping={},",
         "test_checkpoint.py::test_early_stopping_counts_on",

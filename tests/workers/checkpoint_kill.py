@@ -25,7 +25,7 @@ import orbax.checkpoint  # noqa: F401  imported once, for all of them
 
 import towerjax as tj
 from towerjax.data.ledger import Ledger
-from towerjax.loop.saving import Saving
+from towerjax.loop.checkpoint.checkpointer import Saving
 
 
 def values(number):

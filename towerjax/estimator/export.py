@@ -13,18 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
-from towerjax.data.shard import (
-    fit_shapes,
-    refuse_other_than_rows,
-    refuse_wrapping,
-)
+from towerjax.data.shard import fit_shapes, refuse_other_than_rows, refuse_wrapping
+from towerjax.estimator.model_fn import ClassNames, Mode, ModelSpec, PredictOutput
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
-from towerjax.estimator.spec import (
-    ClassNames,
-    Mode,
-    ModelSpec,
-    PredictOutput,
-)
 from towerjax.estimator.variables import as_state
 from towerjax.loop.checkpoint.folder import (
     check_manifest,

@@ -12,10 +12,16 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import batch_signature
-from towerjax.estimator.arguments import ModelFn, ModelOptions
 from towerjax.estimator.losses import TowersOfStep, has_denominator, one_loss
+from towerjax.estimator.model_fn import (
+    Mode,
+    ModelFn,
+    ModelOptions,
+    ModelSpec,
+    concat_outputs,
+    typed_rows,
+)
 from towerjax.estimator.optimizer import set_towers
-from towerjax.estimator.spec import Mode, ModelSpec, concat_outputs, typed_rows
 from towerjax.estimator.split_program import SplitProgram
 from towerjax.estimator.variables import (
     VariablePlacement,

@@ -7,20 +7,17 @@ from typing import Any
 
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
-from towerjax.estimator.arguments import (
+from towerjax.estimator.losses import LossReduction
+from towerjax.estimator.model_engine import ModelEngine, ModelStep, ModelTrainStep
+from towerjax.estimator.model_fn import (
     Compat,
+    Mode,
     ModelFn,
     ModelOptions,
+    ModelSpec,
+    not_none,
     static_keys,
 )
-from towerjax.estimator.data import as_batch
-from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.model_engine import (
-    ModelEngine,
-    ModelStep,
-    ModelTrainStep,
-)
-from towerjax.estimator.spec import Mode, ModelSpec
 from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
@@ -121,7 +118,8 @@ class ReplicatedModel:
         """
         check_choice("mode", mode, tuple(Mode))
         step = self._step(mode, _SPEC_PARTS[mode], params, config)
-        return step.spec(variables, step.place_batch(as_batch((features, labels))))
+        batch = {"features": features, **not_none(labels=labels)}
+        return step.spec(variables, step.place_batch(batch))
 
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ import jax
 from towerjax.data import feed
 from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
+from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog, RunSummary
 from towerjax.loop.options import RunOptions, WithState, reaches_multiple
 from towerjax.loop.progress import Progress
-from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Watch
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
@@ -83,11 +84,12 @@ class Loop:
 
     def _run(self) -> None:
         with contextlib.closing(self._placed_batches()) as placed_batches:
+            before = self._dispatched
             while True:
                 # Before the first step: the resumed run may have ended here.
                 if self._is_evaluation_due:
                     self._evaluate()
-                if self._saving is not None and self._saving.is_due(self._dispatched):
+                if self._is_saving_due(before):
                     self._save()
                 if self._watch.stopped is not None:
                     break
@@ -116,16 +118,13 @@ class Loop:
 
     def _placed_batches(self) -> Any:
         size, ledger = self._options.steps_per_call, self._ledger
+        batches: Any = itertools.islice(ledger, self._options.steps)
+        place = ledger.placing(self._step.place_batch)
+        if size > 1:
+            batches = feed.in_groups(batches, size, before=self._dispatched)
+            place = functools.partial(self._step.place_batches, steps=size)
         depth = 0 if ledger.prefetches else self._options.prefetch
-        batches = itertools.islice(ledger, self._options.steps)
-        if size == 1:
-            place = ledger.placing(self._step.place_batch)
-            return feed.prefetch(batches, place, depth=depth)
-        return feed.prefetch(
-            feed.in_groups(batches, size, before=self._dispatched),
-            lambda group: self._step.place_batches(group, size),
-            depth=depth,
-        )
+        return feed.prefetch(batches, place, depth=depth)
 
     def _next(self, placed_batches: Iterator[PlacedBatch]) -> PlacedBatch | None:
         start_s = time.perf_counter()
@@ -154,6 +153,13 @@ class Loop:
                 self._is_evaluation_due = True
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
+
+    def _is_saving_due(self, before: int) -> bool:
+        """Whether a step after this one is to be saved, or the last evaluation."""
+        if (saving := self._saving) is None:
+            return False
+        every = saving.options.every
+        return reaches_multiple(every, before, self._dispatched) or saving.is_best
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""

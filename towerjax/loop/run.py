@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from towerjax.data.feed import Batches, as_reusable
 from towerjax.data.ledger import Ledger
 from towerjax.data.sources import check_batches
-from towerjax.loop.checkpoint.checkpointer import Checkpointer
+from towerjax.loop.checkpoint.checkpointer import Checkpointer, Saving
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
 from towerjax.loop.progress import Progress, choose_display
-from towerjax.loop.saving import Saving
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.writers import Writer, check_writers, open_all
 from towerjax.mesh.placement import Placement
@@ -145,7 +144,8 @@ def _run_loop(
         with contextlib.ExitStack() as stack:
             if options.checkpointer is not None:
                 saving = Saving(options.checkpointer, step, state, ledger, stack)
-                state, options = saving.resume(state, options)
+                state, left = saving.resume(state, options.steps)
+                options = dataclasses.replace(options, steps=left, may_end=True)
             start, display = step_number(state), choose_display(options.progress)
             shown = Progress(display, start, options.steps)
             stack.enter_context(contextlib.closing(shown))

@@ -7,12 +7,10 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from towerjax.loop.progress import format_value
-from towerjax.mesh.placement import readable
+from towerjax.mesh.placement import copy_to_host
 from towerjax.step.state import TrainState
-from towerjax.types.leaves import is_key
 from towerjax.types.options import (
     check_choice,
     check_flag,
@@ -250,15 +248,8 @@ def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> fl
 
 def copy_state(state: TrainState, keep: Keep) -> TrainState:
     """A copy of a state, which outlives the donation of the state."""
-    if keep == "devices":
-        return jax.tree.map(jnp.copy, state)  # jnp.copy keeps shardings
-
-    def on_host(leaf: jax.Array) -> Any:
-        if is_key(leaf):
-            return leaf.copy()
-        return np.array(readable(leaf))
-
-    return jax.tree.map(on_host, state)
+    # jnp.copy keeps shardings.
+    return jax.tree.map(jnp.copy if keep == "devices" else copy_to_host, state)
 
 
 def _restore_copy(kept: Any, like: TrainState) -> TrainState:

@@ -238,7 +238,7 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
     if on_host and placement.num_processes > 1:
-        own = [_copy_leaf(key_data(leaves[i])) for i in on_host]
+        own = [copy_to_host(key_data(leaves[i])) for i in on_host]
         kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
         advice = "Run the same program on every process."
         require_same("What is placed on all devices", f"{treedef}: {kinds}", advice)
@@ -256,11 +256,12 @@ def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
     placement.require_present()
     shardings = placement.shardings(layouts, tree)
     if placement.num_processes == 1:
-        return jax.device_put(jax.tree.map(_copy_leaf, tree), shardings)
+        return jax.device_put(jax.tree.map(copy_to_host, tree), shardings)
     return jax.tree.map(_place_on_processes, tree, shardings)
 
 
-def _copy_leaf(leaf: Any) -> Any:
+def copy_to_host(leaf: Any) -> Any:
+    """A NumPy array of its own, of a dtype that devices hold; a key stays a key."""
     if is_key(leaf):
         return leaf.copy()
     if isinstance(leaf, jax.Array):
@@ -298,7 +299,7 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if _is_global(leaf):
         if leaf.sharding.device_set == sharding.device_set:
             return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
-    host = _copy_leaf(leaf)
+    host = copy_to_host(leaf)
     return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
 
@@ -364,7 +365,8 @@ def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
     placement.require_present()
     sharding = placement.sharding(Layout.PER_TOWER)
     return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, _copy_leaf(x)), tree
+        lambda x: jax.make_array_from_process_local_data(sharding, copy_to_host(x)),
+        tree,
     )
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import math
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,10 +99,7 @@ def check_same_model(
 
 
 def restore_leaves(
-    read: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]],
-    saved: Sequence[Leaf],
-    state: PyTree,
-    placement: Placement,
+    arrays: pathlib.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
 ) -> PyTree:
     """The state with saved values, in the shardings of ``state``.
 
@@ -132,7 +129,8 @@ def restore_leaves(
         if x.size:
             dtype = numbers.dtype
             shapes[leaf.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    found = read(shapes)
+    with array_checkpointer() as files:
+        found = files.restore(arrays, shapes)
     new = treedef.unflatten(
         like_key(found[leaf.name], x) if leaf.name in found else x for leaf, x in pairs
     )

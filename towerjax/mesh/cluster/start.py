@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -35,22 +36,6 @@ class _Process:
 
 
 _process = _Process()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The arguments of `initialize` besides the cluster."""
-
-    heartbeat_timeout_s: int
-    initialization_timeout_s: int
-    shutdown_timeout_s: int
-    collective_timeout_s: int | None
-    exit_on_exception: bool
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if name.endswith("_s"):
-                check_whole(name, value, or_none=name == "collective_timeout_s")
 
 
 def initialize(
@@ -114,13 +99,10 @@ def initialize(
       >>> initialize()  # doctest: +SKIP
       Cluster(process_id=0, num_processes=1, coordinator=None, how='one process: ...
     """
-    options = _Options(
-        heartbeat_timeout_s,
-        initialization_timeout_s,
-        shutdown_timeout_s,
-        collective_timeout_s,
-        exit_on_exception,
-    )
+    check_whole("heartbeat_timeout_s", heartbeat_timeout_s)
+    check_whole("initialization_timeout_s", initialization_timeout_s)
+    check_whole("shutdown_timeout_s", shutdown_timeout_s)
+    check_whole("collective_timeout_s", collective_timeout_s, or_none=True)
     named = find_cluster(
         os.environ,
         explicit=(coordinator, num_processes, process_id),
@@ -135,7 +117,12 @@ def initialize(
         return running
     heartbeat.start()
     _set_collective_timeout(collective_timeout_s)
-    cluster = _process.cluster = _join_cluster(named, options)
+    options = {
+        "heartbeat_timeout_seconds": heartbeat_timeout_s,
+        "initialization_timeout": initialization_timeout_s,
+        "shutdown_timeout_seconds": shutdown_timeout_s,
+    }
+    cluster = _process.cluster = _join_cluster(named, options, exit_on_exception)
     if cluster.num_processes == 1:
         _restore_excepthook()
     else:
@@ -190,13 +177,16 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} {said}".strip()
 
 
-def _join_cluster(named: Cluster | None, options: _Options) -> Cluster:
+def _join_cluster(
+    named: Cluster | None, options: Mapping[str, Any], exit_on_exception: bool
+) -> Cluster:
     """Join the named cluster or else the one that JAX detects; of one if none."""
-    who, others, where = "this process", "the others of the cluster", {}
+    who, others = "this process", "the others of the cluster"
     if named is not None:
         address = named.coordinator or ""
         who, others = f"{_name_of(named)}, at {address},", _other_processes(named)
-        where = {
+        options = {
+            **options,
             "coordinator_address": address,
             "num_processes": named.num_processes,
             "process_id": named.process_id,
@@ -209,11 +199,14 @@ def _join_cluster(named: Cluster | None, options: _Options) -> Cluster:
                 " does already. End it, or choose another port for all processes."
             )
     try:
-        _initialize_jax(who, others, options, where)
+        _initialize_jax(who, others, options)
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
             return Cluster(0, 1, None, SINGLE_PROCESS)
         raise
+    if exit_on_exception:
+        _process.excepthook = sys.excepthook
+        sys.excepthook = _exit_at_once(who, sys.excepthook)
     # All have joined. Starting the devices may take longer than the timeout.
     me, count = jax.process_index(), jax.process_count()
     if named is None:
@@ -227,9 +220,9 @@ def _join_cluster(named: Cluster | None, options: _Options) -> Cluster:
     return named
 
 
-def _initialize_jax(who: str, others: str, options: _Options, where: Any) -> None:
+def _initialize_jax(who: str, others: str, options: Mapping[str, Any]) -> None:
     """Join, and print what is waited for; exit if that takes too long."""
-    limit_s = options.initialization_timeout_s
+    limit_s = options["initialization_timeout"]
 
     def end() -> None:
         print_line(
@@ -243,16 +236,8 @@ def _initialize_jax(who: str, others: str, options: _Options, where: Any) -> Non
         calls_after(min(_SILENCE_S, limit_s / 2), lambda: print_line(waits)),
         calls_after(limit_s, end),  # JAX waits in C++, which no exception can end
     ):
-        jax.distributed.initialize(
-            heartbeat_timeout_seconds=options.heartbeat_timeout_s,
-            # Our timeout ends first: JAX's aborts and names no missing process.
-            initialization_timeout=limit_s + 5,
-            shutdown_timeout_seconds=options.shutdown_timeout_s,
-            **where,
-        )
-    if options.exit_on_exception:
-        _process.excepthook = sys.excepthook
-        sys.excepthook = _exit_at_once(who, sys.excepthook)
+        # Our timeout ends first: JAX's aborts and names no missing process.
+        jax.distributed.initialize(**{**options, "initialization_timeout": limit_s + 5})
 
 
 def _name_of(cluster: Cluster) -> str:
