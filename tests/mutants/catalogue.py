@@ -1129,7 +1129,7 @@ OTHER = (
     _m(
         "O07",
         "the rows of a weight are clipped as if they were examples",
-        "step.optimizers:pass_loss",
+        "step.update:pass_loss",
         "if _OF_EXAMPLES in kinds:",
         "if False:",
         "test_proof_optax.py::test_what_takes_more_is_refused[dpsgd]",
@@ -1137,7 +1137,7 @@ OTHER = (
     _m(
         "O08",
         "an update of another shape is broadcast",
-        "step.optimizers:check_updates",
+        "step.update:apply_update",
         'if found := changes("params", params, shapes):',
         "if found := []:",
         "test_proof_optax.py::test_updates_of_another_shape_are_refused",
@@ -1199,7 +1199,7 @@ VALUES = (
     _m(
         "V15",
         "a function that chooses by readable names freezes nothing",
-        "step.optimizers:trainable_flags",
+        "step.update:trainable_flags",
         'readable = readable_leaves("", shapes)',
         'readable = named_leaves("", shapes)',
         "test_inputs_and_fixed.py::test_trainable_is_given_readable_names",
@@ -1500,7 +1500,7 @@ BESIDES = (
     _m(
         "N04",
         "what is fixed is trained when it is floating",
-        "step.optimizers:trained_part",
+        "step.update:trained_part",
         "x if yes else None",
         "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
         "test_inputs_and_fixed.py::test_only_what_is_trainable_is_trained",

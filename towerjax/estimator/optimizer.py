@@ -19,9 +19,13 @@ from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.step.gradient import part_of, refuse_moving_weights
-from towerjax.step.optimizers import OF_MODELS, pass_loss, trainable_flags
 from towerjax.step.state import TrainState
-from towerjax.step.update import check_types
+from towerjax.step.update import (
+    OF_MODELS,
+    check_types,
+    pass_loss,
+    trainable_flags,
+)
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import has_tracers, map_parts, widen_dtype

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,14 +13,7 @@ from jax import lax
 
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.step.faults import (
-    DesyncError,
-    Differing,
-    Flags,
-    NonFiniteError,
-    differing_leaves,
-    fingerprints,
-)
+from towerjax.step import faults
 from towerjax.step.state import TrainState
 from towerjax.types import Layout, PyTree, readable_leaves
 from towerjax.types.options import cast_ints, check_flag, check_whole
@@ -81,13 +75,13 @@ class Fingerprints:
     numbers: jax.Array  # [D] int32, the step's number on each device
     leaves: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
-    def differing(self, placement: Placement) -> list[Differing]:
+    def differing(self, placement: Placement) -> list[faults.Differing]:
         """The copies that differ from most devices', once this is on the host."""
         numbers: Any = self.numbers
         if (numbers != numbers[0]).any():  # then a check was not due on all devices
-            return differing_leaves(numbers[:, None], ("step",), placement)
+            return faults.differing_leaves(numbers[:, None], ("step",), placement)
         prints: Any = self.prints
-        return differing_leaves(prints, self.leaves, placement)
+        return faults.differing_leaves(prints, self.leaves, placement)
 
 
 @jax.tree_util.register_dataclass
@@ -97,14 +91,14 @@ class Findings:
 
     any_fault: jax.Array  # () bool
     copies: Fingerprints | None  # None where they are not compared, as on one device
-    flags: Flags | None  # [T, M]; None where they are not looked for
+    flags: faults.Flags | None  # [T, M]; None where they are not looked for
 
     def error(self, number: int, placement: Placement) -> Exception | None:
         """The error to raise, once this is on the host; None if all is well."""
         if self.copies and (differing := self.copies.differing(placement)):
-            return DesyncError(number, differing)
+            return faults.DesyncError(number, differing)
         if self.flags and (places := self.flags.places(number)):
-            return NonFiniteError(number, places, refused=False)
+            return faults.NonFiniteError(number, places, refused=False)
         return None
 
 
@@ -126,21 +120,27 @@ def device_prints(
     """
     if not (check.desync and axes.device_axis):
         return None
-    names = ("params", "opt_state", "seen", "extra", "rng")
-    names = [name for name in names if getattr(layout, name) is Layout.MIRRORED]
-    mirrored = {name: getattr(state, name) for name in names} | {"batch": shared}
+    fields, layouts = vars(state), vars(layout)
+    mirrored = {x: fields[x] for x in fields if layouts[x] is Layout.MIRRORED}
+    mirrored |= {"step": None, "batch": shared}  # numbers are compared by themselves
     leaves = tuple(name for name, _ in readable_leaves("", mirrored))
     none = jnp.zeros(len(leaves), jnp.uint32)
     due = check.is_due(state.step)
-    prints = lax.cond(due, fingerprints, lambda _: none, mirrored)
+    prints = lax.cond(due, faults.fingerprints, lambda _: none, mirrored)
     return Fingerprints(prints[None], state.step[None], leaves)
 
 
 def gather_findings(
-    copies: Fingerprints | None, flagged: Flags | None, due: jax.Array, axes: TowerAxes
+    copies: Fingerprints | None,
+    flagged: faults.Flags | None,
+    due: jax.Array,
+    axes: TowerAxes,
 ) -> Findings:
-    """Gather from all devices what a check found."""
-    copies, flagged = _on_all_devices((copies, flagged), due, axes)
+    """Gather from all devices what a check found, if it is due; else zeros."""
+    if axes.device_axis:
+        gather, own = functools.partial(all_gather_rows, axes=axes), (copies, flagged)
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gather, own))
+        copies, flagged = lax.cond(due, gather, lambda _: zeros, own)
     any_fault = jnp.bool_(False)
     if copies:
         any_fault |= (copies.prints != copies.prints[:1]).any()
@@ -158,15 +158,6 @@ def after(done: jax.Array, count: jax.Array) -> jax.Array:
     is unsigned: shifted it is >= 0 in any dtype, so that 0 is added.
     """
     return count + jnp.minimum((done.reshape(-1)[0] >> 1).astype(count.dtype), 0)
-
-
-def _on_all_devices(own: PyTree, due: jax.Array, axes: TowerAxes) -> PyTree:
-    """All devices' rows gathered if a check is due, else zeros."""
-    if not axes.device_axis:
-        return own
-    shapes = jax.eval_shape(lambda: all_gather_rows(own, axes))
-    zeros = jax.tree.map(jnp.zeros_like, shapes)
-    return lax.cond(due, lambda x: all_gather_rows(x, axes), lambda _: zeros, own)
 
 
 def is_refused(guarded: Any) -> bool:
@@ -193,9 +184,9 @@ def error_of(
     if any_fault is not None and _fetch(any_fault, placement)[index]:
         found = jax.tree.map(lambda x: x[index], jax.device_get(guarded.found))
         error = found.error(_as_count(number), placement)
-    if isinstance(error, NonFiniteError) and refused and not error.alone:
-        return NonFiniteError(error.step, error.places)
-    return error or (NonFiniteError(_as_count(number)) if refused else None)
+    if isinstance(error, faults.NonFiniteError) and refused and not error.alone:
+        return faults.NonFiniteError(error.step, error.places)
+    return error or (faults.NonFiniteError(_as_count(number)) if refused else None)
 
 
 def _as_count(number: Any) -> int:

@@ -12,17 +12,13 @@ import numpy as np
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import are_placed, on_every_process, place
+from towerjax.step import state_checks
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import TrainState, make_state, state_layout
-from towerjax.step.state_checks import (
-    check_like,
-    check_not_donated,
-    check_num_towers,
-)
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -87,8 +83,8 @@ class InferenceStep:
     def _place(self, model: TrainState) -> TrainState:
         """The model itself if it lies there already."""
         refuse_traced(model)
-        check_not_donated(model)
-        check_num_towers(model, self.strategy.num_towers)
+        state_checks.check_not_donated(model)
+        state_checks.check_num_towers(model, self.strategy.num_towers)
         placement, layout = self.strategy.placement, state_layout(self.strategy)
         here = are_placed(model, placement, layout)
         return model if here else place(model, placement, layout)
@@ -146,7 +142,7 @@ class InferenceStep:
             # JAX refuses a donated state, and one of other devices or leaves.
             placed = self._place(model)
             if (program := self._runner.programs.get(batch.signature)) is not None:
-                check_like(placed, program.call.args_info[0][0])
+                state_checks.check_like(placed, program.call.args_info[0][0])
             if placed is model:
                 raise
             return self(placed, batch)

@@ -21,16 +21,9 @@ from towerjax.metrics.state import is_additive, is_metric, merge_stacked
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import refuse_varying
 from towerjax.proof.scale import SUMMED_BY_STEP
+from towerjax.step import returned
 from towerjax.step.checking import Check, after, device_prints, gather_findings
 from towerjax.step.faults import flag_leaves, join_flags
-from towerjax.step.returned import (
-    are_gradients,
-    fill_holes,
-    is_typed,
-    parts_of_tower,
-    refuse_mixed_up,
-    split,
-)
 from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
@@ -140,7 +133,7 @@ class Pass:
             joined = [_join_table_rows(x, axes) for x in joined]
             tree = jax.tree.map(lambda x: x[0], tree)  # bare values: proved mirrored
             pools = {"added": added, "shown": shown, "folded": folded}
-            tree = fill_holes(tree, **pools, joined=joined)
+            tree = returned.fill_holes(tree, **pools, joined=joined)
             finite, found = None, None
             if self.guards_sums:
                 finite = sums.are_finite(len(jax.tree.leaves(added)))
@@ -163,7 +156,7 @@ class Pass:
         if not (self.has_op_state and isinstance(ops, KeepsState)):
             return sum_over_towers(ops, sums, axes), None, {}
         is_gradient = jax.tree.map(lambda _: False, sums)
-        is_gradient = (are_gradients(tree, sums[0]), *is_gradient[1:])
+        is_gradient = (returned.are_gradients(tree, sums[0]), *is_gradient[1:])
         own = plain(state.own)
         with jax.named_scope(SUMMED_BY_STEP):
             sums, own, op_metrics = ops.sum_with_state(sums, is_gradient, own, axes)
@@ -171,12 +164,12 @@ class Pass:
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
-        returned = dataclasses.replace(self, alone=None)
+        until_alone = dataclasses.replace(self, alone=None)
         if self.alone is not None:  # ``axes.traced`` holds the program with ``alone``
             axes = dataclasses.replace(axes, traced=None)
 
         def run(*args: PyTree) -> PyTree:
-            towers = returned._run_towers(axes, PassArgs(*args))
+            towers = until_alone._run_towers(axes, PassArgs(*args))
             (added, shown, _), (tree, folded, joined, own, _) = towers
             pools = {"added": added, "shown": shown, "folded": folded}
             # A weight never decides which rows of a table are looked up.
@@ -191,7 +184,7 @@ class Pass:
                     return weighs if self.rows_used_later else None
                 return x if isinstance(x, TowerLocal) and self.of_state else None
 
-            return fill_holes(tree, **pools, own=[kept(x) for x in own])
+            return returned.fill_holes(tree, **pools, own=[kept(x) for x in own])
 
         return run
 
@@ -203,17 +196,16 @@ class Pass:
             read = read_local_over_towers(state.local, ops, axes)
 
         def tower_fn(
-            tower_id: jax.Array, own: PyTree, state: TrainState, *common: PyTree
+            tower_id: jax.Array, own: PyTree, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
-            *own, mine = own
-            state = dataclasses.replace(state, own=mine)
-            tree, pools = self._run_tower(axes, tower_id, state, *own, *common)
+            tree, pools = self._run_tower(axes, tower_id, own, common)
             due, flagged = None, None
             if self.check is not None:
                 # Any check due? Summed with the rest, which saves a collective.
-                due = self.check.is_due(state.step).astype(jnp.float32)
+                due = self.check.is_due(common[0].step).astype(jnp.float32)
                 if self.check.nonfinite:
-                    flagged = flag_leaves(parts_of_tower(tree, pools), due=due > 0)
+                    parts = returned.parts_of_tower(tree, pools)
+                    flagged = flag_leaves(parts, due=due > 0)
             sums = (pools["added"], pools["shown"], due)
             kept = (pools["folded"], pools["joined"], pools["own"])
             return sums, (tree, *kept, flagged)
@@ -235,15 +227,13 @@ class Pass:
         self,
         axes: TowerAxes,
         tower_id: jax.Array,
-        state: TrainState,
-        rows: PyTree,
-        num_valid: jax.Array,
-        local: PyTree,
-        read: PyTree,
-        shared: list[PyTree],
-        merged: PyTree,
+        own: PyTree,
+        common: PyTree,
     ) -> tuple[PyTree, dict[str, list[Any]]]:
         """What one tower returns, merged over micro-batches and split by leaf types."""
+        rows, num_valid, local, mine = own
+        state, read, shared, merged = common
+        state = dataclasses.replace(state, own=mine)
         part, several = num_rows(rows) // self.micro_batches, self.micro_batches > 1
 
         def holding(values: PyTree) -> TrainState:
@@ -260,7 +250,7 @@ class Pass:
             tower = tower_of(self.strategy, axes, tower_id, state, **where)
             rows = with_shared(rows, shared) if shared else rows
             out = self._call_tower_fn(holding(seen), rows, tower, merged)
-            return split(out, part, merged)
+            return returned.split(out, part, merged)
 
         if several:
             parts = split_micro_batches(rows, self.micro_batches)
@@ -270,7 +260,8 @@ class Pass:
             tree, pools = of_part(0, rows, local)
         if self.alone is None:
             return tree, pools
-        return split(self.alone(holding(local), fill_holes(tree, **pools)), part)
+        out = self.alone(holding(local), returned.fill_holes(tree, **pools))
+        return returned.split(out, part)
 
     def _call_tower_fn(
         self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree
@@ -301,7 +292,7 @@ class Pass:
             return out
         # The next micro-batch starts from these, and its weights may depend on them.
         kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
-        return noted, jax.tree.map(kept, out, is_leaf=is_typed)
+        return noted, jax.tree.map(kept, out, is_leaf=returned.is_typed)
 
 
 def _scan_micro_batches(
@@ -315,7 +306,7 @@ def _scan_micro_batches(
     own = shapes[1]["own"]
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
     _check_adds_up([x for x in own if isinstance(x, PerTower)])
-    refuse_mixed_up(shapes[0], shapes[1], variables)
+    returned.refuse_mixed_up(shapes[0], shapes[1], variables)
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
@@ -358,7 +349,7 @@ def _addends(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
 
 def _check_adds_up(own: list[PerTower]) -> None:
     """Raise unless what a tower keeps of each micro-batch can be added up."""
-    values = jax.tree.leaves([x.values for x in own], is_leaf=is_typed)
+    values = jax.tree.leaves([x.values for x in own], is_leaf=returned.is_typed)
     if not all(is_metric(v) and is_additive(v) for v in values):
         raise ValueError(
             "A tower of several micro-batches returned tj.PerTower of an array: each"

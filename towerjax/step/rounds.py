@@ -16,19 +16,18 @@ from towerjax.metrics.weighted import UnknownWeights, Weighted
 from towerjax.step.engine import Engine, Outcome, all_finite
 from towerjax.step.faults import NonFiniteError, Place
 from towerjax.step.one_pass import Pass
-from towerjax.step.optimizers import (
-    Trainable,
-    trainable_flags,
-    trained_part,
-    with_trained,
-)
 from towerjax.step.proving import Run
 from towerjax.step.returned import fill_holes
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.sync import DiLoCo
-from towerjax.step.update import apply_update
+from towerjax.step.update import (
+    Trainable,
+    apply_update,
+    trained_part,
+    with_trained,
+)
 from towerjax.towers.tower import Tower
-from towerjax.towers.variables import TowerLocal
+from towerjax.towers.variables import TowerLocal, stack_local
 from towerjax.towers.vmap_sums import with_leading_dim
 from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import widen_dtype
@@ -102,16 +101,17 @@ class Rounds:
 
     def begin(self, part: PyTree) -> Outer:
         """The outer optimizer's state before the first step, for trained parameters."""
-        every = jax.tree.map(lambda _: True, part)
-        fragments = self._fragments(part, every)
-        outer = [self.sync.outer.init(trained_part(part, flags)) for flags in fragments]
-        return Outer(tuple(outer), Weighted(jnp.zeros(()), jnp.zeros(())))
+        fragments = [trained_part(part, flags) for flags in self._fragments(part)]
+        outer = tuple(map(self.sync.outer.init, fragments))
+        return Outer(outer, Weighted(jnp.zeros(()), jnp.zeros(())))
 
-    def own(self, part: PyTree) -> TowerLocal:
-        """One tower's own before the first step, for trained parameters."""
+    def own(self, params: PyTree) -> TowerLocal:
+        """Each tower's own before the first step."""
+        part = trained_part(params, self.trainable)
         none, weight = Weighted(0.0, 0.0), jnp.zeros(self.sync.fragments)
         own = Own(part, self.optimizer.init(part), weight, none, jnp.int32(0))
-        return TowerLocal(own, Reduction.NONE)
+        towers = self.one.passes[0].strategy.num_towers
+        return stack_local(TowerLocal(own, Reduction.NONE), towers)
 
     def step(
         self, run: Run, donated: dict[str, Any], kept: dict[str, Any], *batch: PyTree
@@ -121,12 +121,9 @@ class Rounds:
         out = run(self.engine.passes[0], state, *batch, ())
         after = fill_holes(out.merged, own=out.own)
         state = dataclasses.replace(state, **after, step=state.step + 1)
-        flags = self._fragments(
-            state.params, trainable_flags(state.params, self.trainable)
-        )
         bad: Any = 0
         for p in range(self.sync.fragments):
-            state, found = self._meet(run, state, batch, p, flags[p])
+            state, found = self._meet(run, state, batch, p)
             bad += found
         loss = state.opt_state.loss
         # Before the first meeting there is no loss of all towers.
@@ -163,9 +160,8 @@ class Rounds:
 
     def _of_one(self, state: TrainState) -> TrainState:
         """The state of a tower as if it were the only one."""
-        own, flags = state.own.value, trainable_flags(state.params, self.trainable)
-        params = with_trained(own.params, state.params, flags)
-        opt_state = own.opt_state
+        own = state.own.value
+        params, opt_state = with_trained(own.params, state.params), own.opt_state
         return dataclasses.replace(state, params=params, opt_state=opt_state, own=None)
 
     def _alone(self, state: TrainState, returned: dict[str, Any]) -> PyTree:
@@ -187,17 +183,14 @@ class Rounds:
         total = jnp.where(weight > 0, loss.value * weight, 0)
         merged = own.loss.merge(Weighted(total.astype(own.loss.sum.dtype), weight))
         first = jnp.where(fine | (own.bad > 0), own.bad, state.step + 1)
-        flags = trainable_flags(state.params, self.trainable)
-        part = trained_part(donated["params"], flags)
+        part = trained_part(donated["params"], self.trainable)
         own = Own(part, donated["opt_state"], own.weight + weight, merged, first)
         return {"own": TowerLocal(own, Reduction.NONE), "local": donated["local"]}
 
     def _send(self, p: int, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
         """What one tower sends of a fragment: its weighted move since it was sent."""
         del rows
-        trained = trainable_flags(state.params, self.trainable)
-        flags = self._fragments(state.params, trained)[p]
-        own, outer = state.own.value, trained_part(state.params, flags)
+        own, (outer, flags) = state.own.value, self._fragment(state.params, p)
         weight = own.weight[p]
 
         def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
@@ -215,11 +208,10 @@ class Rounds:
         state: TrainState,
         batch: tuple[PyTree, ...],
         p: int,
-        flags: PyTree,
     ) -> tuple[TrainState, jax.Array]:
         """The state after a fragment's meeting, if due; ``bad`` of each tower."""
         own, before = state.own.value, state.opt_state
-        mine = trained_part(state.params, flags)
+        mine, flags = self._fragment(state.params, p)
         offset = (p + 1) * self.sync.every // self.sync.fragments
         is_due = (state.step - offset) % self.sync.every == 0
         # XLA copies the operands of a branch: leave out what it does not need.
@@ -245,7 +237,7 @@ class Rounds:
         own = self._adopt(own, mine, flags, state.step - offset)
         state = dataclasses.replace(
             state,
-            params=with_trained(mine, state.params, flags),
+            params=with_trained(mine, state.params),
             opt_state=Outer(outer, loss),
             own=TowerLocal(own, Reduction.NONE),
         )
@@ -261,23 +253,27 @@ class Rounds:
             return jnp.where(is_due, new.astype(x.dtype), x)
 
         params = jax.tree.map(taken, trained_part(own.params, flags), mine)
-        params = with_trained(params, own.params, flags)
+        params = with_trained(params, own.params)
         return dataclasses.replace(own, params=params)
 
-    def _fragments(self, params: PyTree, trained: PyTree) -> list[PyTree]:
+    def _fragment(self, params: PyTree, p: int) -> tuple[PyTree, PyTree]:
+        """The parameters of a fragment, None for others; and the fragment's flags."""
+        part = trained_part(params, self.trainable)
+        flags = self._fragments(part)[p]
+        return trained_part(part, flags), flags
+
+    def _fragments(self, part: PyTree) -> list[PyTree]:
         """For each fragment the flags of its leaves; sizes are as equal as may be."""
-        leaves, treedef = jax.tree.flatten(params)
-        of_trained = jax.tree.leaves(trained)
-        sizes, chosen = [0] * self.sync.fragments, [-1] * len(leaves)
-        if sum(of_trained) < len(sizes):
+        leaves, treedef = jax.tree.flatten(part)
+        sizes, chosen = [0] * self.sync.fragments, [0] * len(leaves)
+        if len(leaves) < len(sizes):
             raise ValueError(
                 f"sync={self.sync!r} has more fragments than there are parameters that"
-                f" are trained, {sum(of_trained)}. Use as many fragments, or fewer."
+                f" are trained, {len(leaves)}. Use as many fragments, or fewer."
             )
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
-            if of_trained[i]:
-                chosen[i] = sizes.index(min(sizes))
-                sizes[chosen[i]] += max(leaves[i].size, 1)
+            chosen[i] = sizes.index(min(sizes))
+            sizes[chosen[i]] += max(leaves[i].size, 1)
         return [treedef.unflatten([x == p for x in chosen]) for p in range(len(sizes))]
 
 

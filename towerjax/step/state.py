@@ -15,7 +15,7 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
-from towerjax.step.optimizers import OF_MODELS, trainable_flags
+from towerjax.step.update import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import check_tower_local, stack_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves

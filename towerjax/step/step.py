@@ -13,7 +13,6 @@ from towerjax.collectives.base import KeepsState
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import Remainder, batch_signature
 from towerjax.mesh.placement import place
-from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
@@ -50,12 +49,13 @@ class Step(CompiledStep):
         engine: Engine | Rounds,
         strategy: Strategy,
         options: StepOptions,
-        *,
-        counts_examples: bool = False,
+        **makes: Callable[[PyTree], PyTree],
     ) -> None:
+        """``makes`` gives, by its name, a field of the first state from parameters."""
         super().__init__(engine.step, strategy, options)
         self.engine = engine
-        self._seen = ExampleCount.none() if counts_examples else None
+        own = functools.partial(own_of_op, strategy)
+        self._makes = {"own": own, "seen": lambda _: None, **makes}
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
@@ -116,40 +116,20 @@ class Step(CompiledStep):
             this machine.
         """
         if opt_state is None:
-            opt_state = self._opt_state(check_params(params))
-        others = {"rng": rng, "extra": extra, "seen": self._seen}
+            make = self._makes.get("opt_state", lambda _: ())
+            opt_state = make(check_params(params))
+        others = {"rng": rng, "extra": extra, "seen": self._makes["seen"](params)}
         state = init_state(self.strategy, params, opt_state, local, **others)
         if self._made(state.params)["own"] is None:
             return state
         sharding = self.strategy.placement.sharding(Layout.PER_TOWER)
-        own = jax.jit(self._stacked_own, out_shardings=sharding)(state.params)
+        own = jax.jit(self._makes["own"], out_shardings=sharding)(state.params)
         return dataclasses.replace(state, own=own)
-
-    def _own(self, params: PyTree) -> TowerLocal | None:
-        """What one tower has of its own before the first step; traced."""
-        ops: Any = self.strategy.cross_tower_ops
-        if not isinstance(ops, KeepsState):
-            return None
-        own = ops.init_state(shapes_of(self._trained(params)))
-        return None if own is None else TowerLocal(own, Reduction.SUM, name="own")
-
-    def _stacked_own(self, params: PyTree) -> TowerLocal | None:
-        own = self._own(params)
-        return None if own is None else stack_local(own, self.strategy.num_towers)
-
-    def _opt_state(self, params: PyTree) -> PyTree:
-        """``opt_state``, where `init` is given none."""
-        del params
-        return ()
-
-    def _trained(self, params: PyTree) -> PyTree:
-        """The parameters that get gradients."""
-        return params
 
     def _made(self, params: PyTree) -> dict[str, PyTree]:
         """The shapes of the fields of a state that the step makes, by their names."""
-        own = jax.eval_shape(self._stacked_own, params)
-        return {"own": own, "seen": jax.eval_shape(lambda: self._seen)}
+        makes = self._makes.items()
+        return {name: jax.eval_shape(make, params) for name, make in makes}
 
     def _before_first_call(self, state: TrainState) -> TrainState:
         made = self._made(state.params)
@@ -293,6 +273,16 @@ def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:
     args = take(placed.args[:3])
     signature = batch_signature(args[0], args[2])
     return dataclasses.replace(placed, args=args, signature=signature)
+
+
+def own_of_op(strategy: Strategy, params: PyTree) -> TowerLocal | None:
+    """Each tower's own first state of a cross-tower op that sums such a gradient."""
+    ops: Any = strategy.cross_tower_ops
+    own = ops.init_state(shapes_of(params)) if isinstance(ops, KeepsState) else None
+    if own is None:
+        return None
+    own = TowerLocal(own, Reduction.SUM, name="own")
+    return stack_local(own, strategy.num_towers)
 
 
 def engine_of(

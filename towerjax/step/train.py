@@ -10,32 +10,26 @@ import optax
 
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
-from towerjax.metrics.example_count import (
-    ExampleCount,
-    ExampleIds,
-    as_addends,
-    count_rows,
-    from_sums,
-)
+from towerjax.metrics import example_count
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.optimizers import (
+from towerjax.step.rounds import Rounds
+from towerjax.step.state import TrainState
+from towerjax.step.step import Step, engine_of, own_of_op
+from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
+from towerjax.step.update import (
     Trainable,
+    apply_update,
     check_trainable,
+    check_types,
     may_need_more,
-    trainable_flags,
     trained_part,
     with_trained,
 )
-from towerjax.step.rounds import Rounds
-from towerjax.step.state import TrainState
-from towerjax.step.step import Step, engine_of
-from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
-from towerjax.step.update import apply_update, check_types
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -52,21 +46,21 @@ class Training:
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     loss_reduction: Reduction | None = None
-    example_ids: ExampleIds | None = None
+    example_ids: example_count.ExampleIds | None = None
     trainable: Trainable | None = None
     statistics: TowerStatistics | None = None
     parts: int = 1  # T A: micro-batches of all towers, counted together
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
         """What one tower returns: loss, gradient, metrics and state."""
-        flags = trainable_flags(state.params, self.trainable)
 
         def loss_fn(part: PyTree, *args: Any) -> Any:
-            params = with_trained(part, state.params, flags)
+            params = with_trained(part, state.params)
             return call_refusing_writes(self.loss_fn, params, *args)
 
         of_loss = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
-        out, grads = of_loss(trained_part(state.params, flags), rows, tower)
+        part = trained_part(state.params, self.trainable)
+        out, grads = of_loss(part, rows, tower)
         out = out if isinstance(out, TowerOutput) else TowerOutput(out)
         local = tower.local if out.local is None else out.local
         local = check_local(tower.local, local)
@@ -79,8 +73,8 @@ class Training:
         if out.extra is not None:
             returned["extra"] = out.extra
         if self.example_ids is not None:
-            cells = count_rows(self.example_ids, rows, tower.weight)
-            returned["seen"] = Sum(as_addends(cells, self.parts))
+            cells = example_count.count_rows(self.example_ids, rows, tower.weight)
+            returned["seen"] = Sum(example_count.as_addends(cells, self.parts))
         if self.statistics is not None:
             returned["statistics"] = self.statistics.of_tower(out.loss, grads)
         return returned
@@ -90,12 +84,11 @@ class Training:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, from the merged values."""
         loss, grads = merged["loss"], merged["grads"]
-        flags = trainable_flags(state.params, self.trainable)
-        part = trained_part(state.params, flags)
+        part = trained_part(state.params, self.trainable)
         part, opt_state = apply_update(
             self.optimizer, _mean_gradient(grads), state.opt_state, part, loss.value
         )
-        params = with_trained(part, state.params, flags)
+        params = with_trained(part, state.params)
         changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
         if "extra" in merged:
             culprit = (
@@ -105,9 +98,9 @@ class Training:
             )
             changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
         if "seen" in merged:
-            cells = from_sums(merged["seen"].value, self.parts)
+            cells = example_count.from_sums(merged["seen"].value, self.parts)
             before: Any = state.seen  # an ExampleCount, as `check_made_for` has seen
-            changed["seen"] = before + ExampleCount(cells)
+            changed["seen"] = before + example_count.ExampleCount(cells)
         metrics = {"loss": loss, **merged["metrics"]}
         more = loss.by_name() if isinstance(loss, Means) else {}
         if self.statistics is not None:
@@ -161,34 +154,29 @@ class TrainStep(Step):
         engine = engine_of(
             (self.training.tower,), self.training.update, strategy, options
         )
-        self._make_opt_state = self.optimizer.init
+
+        def own(params: PyTree) -> TowerLocal | None:
+            return own_of_op(strategy, trained_part(params, training.trainable))
+
+        makes: Any = {"opt_state": self._opt_state, "own": own}
         if not isinstance(sync, EveryStep):
             _check_fits_sync(self.training, strategy, options)
             trainable = training.trainable
             engine = Rounds(engine, sync.rounds, self.optimizer, trainable)
-            self._make_opt_state = engine.begin
-        counts = training.example_ids is not None
-        super().__init__(engine, strategy, options, counts_examples=counts)
+            makes["own"] = engine.own
+        if training.example_ids is not None:
+            makes["seen"] = lambda _: example_count.ExampleCount.none()
+        super().__init__(engine, strategy, options, **makes)
 
     def _opt_state(self, params: PyTree) -> PyTree:
-        part = self._trained(params)
+        part = trained_part(params, self.training.trainable)
         needs = jax.eval_shape(self.optimizer.init, part)
         if may_need_more(needs):
             update = functools.partial(apply_update, self.optimizer)
             jax.eval_shape(update, part, needs, part, jnp.float32(0))
-        return self._make_opt_state(part)
-
-    def _trained(self, params: PyTree) -> PyTree:
-        return trained_part(params, trainable_flags(params, self.training.trainable))
-
-    def _made(self, params: PyTree) -> dict[str, PyTree]:
-        opt_state = jax.eval_shape(self._make_opt_state, self._trained(params))
-        return {"opt_state": opt_state, **super()._made(params)}
-
-    def _own(self, params: PyTree) -> TowerLocal | None:
         if isinstance(self.engine, Rounds):
-            return self.engine.own(self._trained(params))
-        return super()._own(params)
+            return self.engine.begin(part)
+        return self.optimizer.init(part)
 
 
 def build_train_step(
@@ -205,7 +193,7 @@ def build_train_step(
     donate: bool = True,
     max_programs: int = 1,
     check: Check | None = None,
-    example_ids: ExampleIds | None = None,
+    example_ids: example_count.ExampleIds | None = None,
     statistics: TowerStatistics | None = None,
     sync: Sync = EVERY_STEP,
 ) -> TrainStep:
