@@ -286,15 +286,16 @@ class DistributedDataset:
         self, elements: Iterator[PyTree], peers: Exchange | None
     ) -> tuple[_Pulled | None, list[Any]]:
         """This process's part of the next round, and the sizes of all parts."""
-        if peers is None:
-            pulled = self._rounds.pull(elements)
-            return pulled, [None if pulled is None else pulled[1]]
         try:
             pulled = self._rounds.pull(elements)
-        except Exception as error:  # the other processes wait for this part
-            peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
+        except Exception as error:
+            if peers is not None:  # they wait for this part
+                peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
             raise
-        answers = peers.all_gather({"sizes": None if pulled is None else pulled[1]})
+        sizes = None if pulled is None else pulled[1]
+        if peers is None:
+            return pulled, [sizes]
+        answers = peers.all_gather({"sizes": sizes})
         for process, part in enumerate(answers):
             if "failed" in part:
                 raise ValueError(

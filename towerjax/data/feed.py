@@ -178,21 +178,18 @@ def in_groups(
     before the exception.
     """
     iterator = iter(iterable)
-    failure: BaseException | None = None
-    while failure is None:
+    most = size - before % size
+    while True:
         group: list[PyTree] = []
-        most = size - before % size
         try:
             for batch in itertools.islice(iterator, most):
                 group.append(batch)
-        except BaseException as error:
-            failure = error
-        if group:
-            yield group
-        if failure is None and len(group) < most:
+        finally:  # also before an exception of the source
+            if group:
+                yield group
+        if len(group) < most:
             return
-        before += most
-    raise failure
+        most = size
 
 
 def own_copy(leaf: Any) -> Any:

@@ -118,15 +118,11 @@ class Engine:
 
     def find_flags(self, run: Run, donated: Any, kept: Any, *batch: Any) -> tuple[Any]:
         """Run the towers once more, without an update, to flag what is not finite."""
-        state = TrainState(**donated, **kept)
-        *_, outs = self.run_passes(run, self._flagging_passes, state, batch)
-        return ([out.found.flags for out in outs],)
-
-    @functools.cached_property
-    def _flagging_passes(self) -> tuple[Pass, ...]:
-        check = Check(every=1, desync=False)
+        state, check = TrainState(**donated, **kept), Check(every=1, desync=False)
         changes: Any = {"check": check, "guards_sums": False, "alone": None}
-        return tuple(dataclasses.replace(one, **changes) for one in self.passes)
+        passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
+        *_, outs = self.run_passes(run, passes, state, batch)
+        return ([out.found.flags for out in outs],)
 
     def run_passes(
         self,

@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr
 
+from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import Signature
-from towerjax.data.signatures import admit
+from towerjax.data.shard import Signature, batch_signature, explain_change
 from towerjax.mesh.devices import bound_in_flight
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
@@ -27,6 +28,8 @@ from towerjax.towers.executors import (
 )
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import listed
+
+_MOST_PROGRAMS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +103,43 @@ def _require_jit() -> None:
             " see values write jax.debug.print('{}', x) in a tower function, and to"
             " stop there in a debugger jax.debug.breakpoint()."
         )
+
+
+def admit(
+    batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
+) -> Signature:
+    """The batch's signature; raise where ``seen`` are as many as may compile."""
+    towers = batch.counts.shape[-1]
+    dense = functools.partial(_shape_over_towers, towers=towers)
+    arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
+    signature = batch_signature(arrays, batch.args[2])
+    if not seen or signature in seen:
+        return signature
+    difference = explain_change(seen[-1], signature)
+    change = f"The batch has changed since the step was compiled:\n{difference}\n"
+    most = max_programs or _MOST_PROGRAMS
+    if len(seen) >= most:
+        raise ValueError(
+            change + "Make it like the first one (a smaller last batch is filled up"
+            " under remainder='pad'; tj.batches(..., drop_remainder=True) leaves it"
+            " out). If batches of several shapes are meant, build the step or the"
+            f" model with max_programs=... (now {most}): each shape compiles once."
+        )
+    if max_programs is None and len(seen) == 1:
+        warnings.warn(
+            change + f"It compiles anew, as up to {most} kinds of batch do, without a"
+            " further warning. Give all batches one shape, or build the step or the"
+            " model with max_programs=2 (or more), where they are meant.",
+            stacklevel=2,
+        )
+    return signature
+
+
+def _shape_over_towers(x: Any, towers: int) -> Any:
+    if not is_sparse(x):
+        return x
+    rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
+    return jax.ShapeDtypeStruct((towers * rows, *shape), jax.tree.leaves(x)[0].dtype)
 
 
 class Runner:
