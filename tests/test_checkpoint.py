@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import pathlib
 import pickle
@@ -688,6 +689,14 @@ def test_early_stopping_counts_on(light, tmp_path):
     assert "best 1.000 after 2" in history.stopped
     again, _ = train(light, saving, 8, **options)
     assert int(again.step) == 5
+
+
+def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path):
+    saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3, mode="max")
+    train(light, saving, 3, early_stopping=early, **metrics_of([math.inf, 1, 2]))
+    options = {"early_stopping": early, **metrics_of([3, 4, 5])}
+    state, history = train(light, saving, 6, **options)
+    assert int(state.step) == 4 and "best inf after 1" in history.stopped
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.loop.progress import format_value
+from towerjax.loop.writers import as_json
 from towerjax.mesh.placement import copy_to_host
 from towerjax.step.state import TrainState
 from towerjax.types.options import (
@@ -145,20 +146,18 @@ class Watch:
     @property
     def counts(self) -> dict[str, Any]:
         """The counts of early stopping, for JSON; empty without early stopping."""
-        option, lowest = self._early_stopping, self._counts["lowest"]
+        option = self._early_stopping
         if option is None:
             return {}
-        lowest = lowest if math.isfinite(lowest) else None
-        of = {"metric": option.metric, "mode": option.mode}
-        return {**of, **self._counts, "lowest": lowest}
+        return {"metric": option.metric, "mode": option.mode, **as_json(self._counts)}
 
     def restore_counts(self, counts: Mapping[str, Any]) -> None:
         """Restore the counts of a saved run, if they are of the same metric."""
         mine = self.counts
         if mine and all(mine[name] == counts.get(name) for name in ("metric", "mode")):
             self._counts = {name: counts[name] for name in self._counts}
-            if counts["lowest"] is None:
-                self._counts["lowest"] = math.inf
+            lowest = counts["lowest"]  # None in older checkpoints
+            self._counts["lowest"] = math.inf if lowest is None else float(lowest)
             self._stop_if_enough()
 
     def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
