@@ -197,7 +197,7 @@ def _as_one_tower(variables: PyTree, num_towers: int) -> PyTree:
 
     JAX arrays, because NumPy arrays take no traced index, as in ``table[ids]``.
     """
-    check_num_towers(as_state(variables, {"step": None, "rng": None}), num_towers)
+    check_num_towers(as_state(variables), num_towers)
 
     def one(x: TowerLocal) -> TowerLocal:
         return dataclasses.replace(x, value=read_local(x))

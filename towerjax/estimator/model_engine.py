@@ -213,8 +213,7 @@ class ModelEngine:
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
             parts["loss"] = loss.value if "loss_is_scalar" in parts else loss
         if "train_op" in parts:
-            counters = {"step": state.step, "rng": state.rng}
-            after = as_state(parts.pop("train_op"), counters)
+            after = as_state(parts.pop("train_op"), state.step, state.rng)
             extra = next_extra(state.extra, after.extra, "the train_op's extra")
             after = dataclasses.replace(after, extra=extra)
         return after, parts
@@ -284,9 +283,9 @@ class ModelStep:
         self._runners: dict[Any, Runner] = {}  # one for each type of the variables
 
     @functools.cached_property
-    def _counters(self) -> dict[str, Any]:
+    def _counters(self) -> PyTree:
         """The step number and the key of variables that are no `TrainState`."""
-        counters = {"step": np.int32(0), "rng": jax.random.key(0)}
+        counters = (np.int32(0), jax.random.key(0))
         return place(counters, self._placer.placement, Layout.MIRRORED)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
@@ -297,7 +296,7 @@ class ModelStep:
         """The runner for such variables, and those on all devices as its argument."""
         engine = self._engine
         strategy, policy = engine.strategy, engine.model_options.variable_placement
-        state = spread(as_state(variables, self._counters), strategy, policy)
+        state = spread(as_state(variables, *self._counters), strategy, policy)
         key = batch_signature(state)
         if key not in self._runners:
             donated, trains = donated_layout(strategy), engine.mode is Mode.TRAIN

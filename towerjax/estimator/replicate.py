@@ -78,8 +78,7 @@ class ReplicatedModel:
           ValueError: A device is not on this machine.
         """
         refuse_unheld("variables", variables)
-        placement, counters = self.strategy.placement, {"step": None, "rng": None}
-        state: Any = as_state(variables, counters)
+        placement, state = self.strategy.placement, as_state(variables)
         local = stack_local(state.local, placement.num_towers)
         state = dataclasses.replace(state, local=local)
         placed = as_variables(place(state, placement, state_layout(self.strategy)))

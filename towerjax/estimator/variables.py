@@ -23,14 +23,14 @@ class _Plain:
     """Stands for the optimizer's state where variables are no `TrainState`."""
 
 
-def as_state(variables: PyTree, counters: dict[str, Any]) -> TrainState:
-    """The variables as a state; other trees get step and key from ``counters``."""
+def as_state(variables: PyTree, step: Any = None, rng: Any = None) -> TrainState:
+    """The variables as a state; other trees get this step number and key."""
     if isinstance(variables, TrainState):
         return variables
     local = parts_of(TowerLocal, variables)
     places = [dataclasses.replace(x, value=None) for x in local]
     bare = put_parts(TowerLocal, variables, places)
-    return TrainState(params=bare, opt_state=_Plain(), local=local, **counters)
+    return TrainState(step, bare, _Plain(), local, rng)
 
 
 def as_variables(state: TrainState) -> PyTree:
@@ -63,12 +63,16 @@ class VariablePlacement(enum.Enum):
 
 def variable_devices(placement: Placement, policy: VariablePlacement) -> list[Device]:
     """The devices that keep the variables, in turn."""
-    here = jax.process_index()
-    devices = [d for d in placement.jax_devices if d.process_index == here]
+    devices = _own_devices(placement)
     if policy is VariablePlacement.ROUND_ROBIN:
         return devices
     gpus = [d for d in devices if d.platform == "gpu"]
     return gpus if len(gpus) == 1 else [host_device()]
+
+
+def _own_devices(placement: Placement) -> list[Device]:
+    here = jax.process_index()
+    return [d for d in placement.jax_devices if d.process_index == here]
 
 
 def store(variables: PyTree, placement: Placement, policy: VariablePlacement) -> PyTree:
@@ -134,8 +138,6 @@ def _is_stored(x: Any, layout: Layout, policy: VariablePlacement) -> bool:
 
 def _copy_to_all(x: jax.Array, placement: Placement) -> jax.Array:
     """Mirror an array of one device, each process from its own copy."""
-    here = jax.process_index()
-    devices = [d for d in placement.jax_devices if d.process_index == here]
-    copies = [jax.device_put(x, device) for device in devices]
+    copies = [jax.device_put(x, device) for device in _own_devices(placement)]
     mirrored = placement.sharding(Layout.MIRRORED)
     return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)

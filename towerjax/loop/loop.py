@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -118,13 +117,16 @@ class Loop:
 
     def _placed_batches(self) -> Any:
         size, ledger = self._options.steps_per_call, self._ledger
-        batches: Any = itertools.islice(ledger, self._options.steps)
-        place = ledger.placing(self._step.place_batch)
-        if size > 1:
-            batches = feed.in_groups(batches, size, before=self._dispatched)
-            place = functools.partial(self._step.place_batches, steps=size)
         depth = 0 if ledger.prefetches else self._options.prefetch
-        return feed.prefetch(batches, place, depth=depth)
+        batches = itertools.islice(ledger, self._options.steps)
+        if size == 1:
+            place = ledger.placing(self._step.place_batch)
+            return feed.prefetch(batches, place, depth=depth)
+        return feed.prefetch(
+            feed.in_groups(batches, size, before=self._dispatched),
+            lambda group: self._step.place_batches(group, size),
+            depth=depth,
+        )
 
     def _next(self, placed_batches: Iterator[PlacedBatch]) -> PlacedBatch | None:
         start_s = time.perf_counter()

@@ -25,7 +25,7 @@ class InterruptGuard:
         self._previous: dict[int, Any] = {}
         self._waiting: set[int] = set()
         self._inside = self._holding = 0
-        self._raised = self._finished = self._dropped = False
+        self._raised = self._dropped = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -68,12 +68,11 @@ class InterruptGuard:
             self._deliver(number, frame)
 
     def _must_wait(self, number: int) -> bool:
-        late = number == signal.SIGTERM and (self._holding or self._finished)
-        return bool(self._inside or late)
+        return bool(self._inside or (number == signal.SIGTERM and self._holding))
 
     def finish(self) -> None:
         """Hold SIGTERM back until `installed` ends: the run saves and cleans up."""
-        self._finished = True
+        self._holding += 1
 
     def _deliver(self, number: int, frame: Any = None) -> None:
         if number != signal.SIGTERM:
