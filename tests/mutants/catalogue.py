@@ -1004,7 +1004,7 @@ INPUT = (
     _m(
         "I02",
         "the last call of several steps repeats its last batch",
-        "data.placer:Placer._wrap_several",
+        "data.placer:Placer._stack",
         "np.array(len(counts), np.int32)",
         "np.array(steps, np.int32)",
         "test_run.py::test_any_steps_per_call_equals_gradient_descent[0-4]",

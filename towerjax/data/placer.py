@@ -273,50 +273,44 @@ class Placer:
                 f" is {batches!r}."
             )
         if any(isinstance(batch, PlacedBatch) for batch in batches):
-            return self._stack_placed([self.place(x) for x in batches], steps)
-        parts = [without_shared(batch) for batch in batches]
-        shared = [self._place_shared(held, rows) for rows, held in parts]
-        rows, counts = self._fit_all([rows for rows, _ in parts])
-        counts = np.stack(counts)
+            placed = [self.place(batch) for batch in batches]
+            for batch in placed:
+                batch.refuse_several()
+            refuse_unlike([batch.signature for batch in placed])
+            parts = [(x.arrays, x.counts, x.args[2]) for x in placed]
+            return self._stack(parts, steps, on_devices=True)
+        apart = [without_shared(batch) for batch in batches]
+        shared = [self._place_shared(held, rows) for rows, held in apart]
+        rows, counts = self._fit_all([rows for rows, _ in apart])
         pairs = zip(rows, shared, strict=True)
         refuse_unlike([batch_signature(*pair) for pair in pairs])
-        filled = rows + [rows[-1]] * (steps - len(rows))
-        stacked = jax.tree.map(
-            lambda *x: (jnp if is_key(x[0]) else np).stack(x), *filled
-        )
-        arrays = place_rows(stacked, self.placement, Layout.PER_TOWER_STEPS)
-        return self._wrap_several(arrays, counts, shared, steps, stacked)
+        parts = [*zip(rows, counts, shared, strict=True)]
+        return self._stack(parts, steps, on_devices=False)
 
-    def _stack_placed(self, batches: Sequence[PlacedBatch], steps: int) -> PlacedBatch:
-        for batch in batches:
-            batch.refuse_several()
-        refuse_unlike([batch.signature for batch in batches])
-        arrays = [batch.arrays for batch in batches]
-        arrays += [arrays[-1]] * (steps - len(arrays))
-        counts = np.stack([batch.counts for batch in batches])
-        sharding = self.placement.sharding(Layout.PER_TOWER_STEPS)
-        stacked = jax.tree.map(
-            lambda *x: _stack_on_devices(x, sharding=sharding), *arrays
-        )
-        shared = [batch.args[2] for batch in batches]
-        return self._wrap_several(stacked, counts, shared, steps, None)
-
-    def _wrap_several(
-        self,
-        arrays: PyTree,
-        counts: np.ndarray,
-        shared: list[list[PyTree]],
-        steps: int,
-        batch: PyTree,
+    def _stack(
+        self, parts: list[tuple[Any, ...]], steps: int, *, on_devices: bool
     ) -> PlacedBatch:
-        missing = np.zeros((steps - len(counts), counts.shape[1]), np.int32)
-        num_valid = np.concatenate([counts, missing])
-        num_valid = place_rows(num_valid, self.placement, Layout.PER_TOWER_STEPS)
-        shared = shared + [shared[-1]] * (steps - len(shared))
+        """The ``(rows, counts, shared)`` of each step, stacked on the devices."""
+        layout = Layout.PER_TOWER_STEPS
+        filled = parts + parts[-1:] * (steps - len(parts))
+        rows, counts, shared = zip(*filled, strict=True)
+        counts = np.stack(counts[: len(parts)])
+        if on_devices:
+            host, sharding = None, self.placement.sharding(layout)
+            arrays = jax.tree.map(
+                lambda *x: _stack_on_devices(x, sharding=sharding), *rows
+            )
+        else:
+            host = jax.tree.map(
+                lambda *x: (jnp if is_key(x[0]) else np).stack(x), *rows
+            )
+            arrays = place_rows(host, self.placement, layout)
+        num_valid = np.zeros((steps, counts.shape[1]), np.int32)
+        num_valid[: len(counts)] = counts
+        num_valid = place_rows(num_valid, self.placement, layout)
         held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
         number = self._place_counts(np.array(len(counts), np.int32), Layout.MIRRORED)
-        args = (arrays, num_valid, held, number)
-        return self._wrap(args, counts, batch)
+        return self._wrap((arrays, num_valid, held, number), counts, host)
 
     def _wrap(
         self, args: tuple[PyTree, ...], counts: np.ndarray, batch: PyTree

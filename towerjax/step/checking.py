@@ -77,11 +77,17 @@ class Fingerprints:
 
     def differing(self, placement: Placement) -> list[faults.Differing]:
         """The copies that differ from most devices', once this is on the host."""
-        numbers: Any = self.numbers
-        if (numbers != numbers[0]).any():  # then a check was not due on all devices
-            return faults.differing_leaves(numbers[:, None], ("step",), placement)
         prints: Any = self.prints
-        return faults.differing_leaves(prints, self.leaves, placement)
+        numbers: Any = self.numbers
+        leaves, k = self.leaves, placement.num_towers // placement.num_devices
+        if (numbers != numbers[0]).any():  # then a check was not due on all devices
+            prints, leaves = numbers[:, None], ("step",)
+        return [
+            faults.Differing(
+                placement.devices[d], tuple(range(d * k, d * k + k)), leaves[leaf]
+            )
+            for d, leaf in np.argwhere(faults.outliers(prints)).tolist()
+        ]
 
 
 @jax.tree_util.register_dataclass

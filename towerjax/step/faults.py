@@ -11,7 +11,6 @@ from jax import lax
 
 from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
-from towerjax.mesh.placement import Placement
 from towerjax.types import Portable, PyTree, readable_leaves
 from towerjax.types.leaves import key_data, listed
 
@@ -103,17 +102,6 @@ def outliers(prints: np.ndarray) -> np.ndarray:
         right = min(range(len(sizes)), key=lambda g: (-sizes[g], first[g]))
         wrong[:, leaf] = group.reshape(-1) != right
     return wrong
-
-
-def differing_leaves(
-    prints: np.ndarray, leaves: tuple[str, ...], placement: Placement
-) -> list[Differing]:
-    """Which devices' copies of which leaves differ from most."""
-    k = placement.num_towers // placement.num_devices
-    return [
-        Differing(placement.devices[d], tuple(range(d * k, d * k + k)), leaves[leaf])
-        for d, leaf in np.argwhere(outliers(prints)).tolist()
-    ]
 
 
 def check_mirrored(state: PyTree) -> None:
