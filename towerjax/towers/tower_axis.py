@@ -75,9 +75,23 @@ def _lower_program(
     tower_fn: Callable[..., PyTree], axes: TowerAxes, args: tuple[PyTree, ...]
 ) -> tuple[ClosedJaxpr, Any]:
     """The lowered program of one tower, and the treedef of its results."""
-    lowering = _Lowering(axes)
-    program, tree = lowering.trace(tower_fn, *jax.tree.flatten(args))
-    return lowering.lower(program) if _has_tower_axis(axes) else program, tree
+    leaves, treedef = jax.tree.flatten(args)
+    kinds = [jax.typeof(x) for x in leaves]
+    key = (axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
+    cache = {} if axes.traced is None else axes.traced
+    program, tree = cache.get(key, (None, None))
+    if program is None:
+
+        def of_leaves(*leaves: Any) -> list[Any]:
+            nonlocal tree
+            args = jax.tree.unflatten(treedef, leaves)
+            out, tree = jax.tree.flatten(tower_fn(*args))
+            return out
+
+        program = jax.make_jaxpr(of_leaves, axis_env=axes_in_tower(axes))(*leaves)
+        if not has_tracers(program.consts):
+            cache[key] = program, tree
+    return _Lowering(axes).lower(program) if _has_tower_axis(axes) else program, tree
 
 
 class _Lowering:
@@ -93,26 +107,6 @@ class _Lowering:
             "bwd": self._lower_bwd,
         }
         self._done: dict[int, Any] = {}
-
-    def trace(
-        self, tower_fn: Callable[..., PyTree], leaves: list[Any], treedef: Any
-    ) -> tuple[Any, Any]:
-        """Trace a tower function once: its program, and the treedef of its results."""
-        kinds = [jax.typeof(x) for x in leaves]
-        key = (self.axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
-        if (known := (self.axes.traced or {}).get(key)) is not None:
-            return known
-        trees = []
-
-        def of_leaves(*leaves: Any) -> list[Any]:
-            out, tree = jax.tree.flatten(tower_fn(*jax.tree.unflatten(treedef, leaves)))
-            trees[:] = [tree]
-            return out
-
-        traced = jax.make_jaxpr(of_leaves, axis_env=self._env)(*leaves)
-        if self.axes.traced is not None and not has_tracers(traced.consts):
-            self.axes.traced[key] = traced, trees[0]
-        return traced, trees[0]
 
     def lower(self, jaxpr: Any) -> Any:
         """Replace the collectives of a jaxpr, closed or not."""
@@ -291,25 +285,26 @@ def over_local_towers(
     """
     lowered_fn = lower_tower_axis(tower_fn, axes)
 
-    def of_tower(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-        return lowered_fn(tower_id, own, *common)
-
-    def isolated(tower_id: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
-        return _isolate(lowered_fn, tower_id, own, *common)
+    def isolated(tower: tuple[jax.Array, PyTree]) -> tuple[PyTree, PyTree]:
+        # Between barriers XLA fuses nothing else with a tower's program. Else it would
+        # also move what all towers compute alike out of the loop over towers, and other
+        # parts of it on one device than on several.
+        given = lax.optimization_barrier((*tower, *common))
+        return lax.optimization_barrier(lowered_fn(*given))
 
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
-        sums, kept = of_tower(first, jax.tree.map(lambda x: x[0], per_tower))
+        own = jax.tree.map(lambda x: x[0], per_tower)
+        sums, kept = lowered_fn(first, own, *common)
         kept = jax.tree.map(lambda x: jnp.asarray(x)[None], kept)
         return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
-    ids = first + jnp.arange(axes.num_local, dtype=jnp.int32)
+    towers = first + jnp.arange(axes.num_local, dtype=jnp.int32), per_tower
     if not axes.in_turn:
-        own = (ids, per_tower)
-        args = (*jax.tree.map(lambda x: x[0], own), *common)
+        args = (*jax.tree.map(lambda x: x[0], towers), *common)
         program, tree = _lower_program(tower_fn, axes, args)
         num_sums = 0 if stack_sums else tree.children()[0].num_leaves
-        own, rest = jax.tree.leaves(own), jax.tree.leaves(common)
+        own, rest = jax.tree.leaves(towers), jax.tree.leaves(common)
         try:
             out = vmap_and_sum(program, own, rest, num_sums, axes.num_local)
         except (NotImplementedError, ValueError) as error:
@@ -317,28 +312,16 @@ def over_local_towers(
                 error.add_note(_NO_VMAP)
             raise
         return jax.tree.unflatten(tree, out)
-    if stack_sums:
-        if axes.num_local == 1:
-            number = ids[0] if number is None else number
-            return _map_one_tower(isolated, ids, per_tower, number)
-        return lax.map(lambda row: isolated(*row), (ids, per_tower))
-    return _scan_and_add(of_tower, ids, per_tower)
-
-
-def _isolate(tower_fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Run one tower's program between barriers, so that XLA fuses nothing else with it.
-
-    Else XLA would also move what all towers compute alike out of the loop over towers,
-    and other parts of it on one device than on several.
-    """
-    return lax.optimization_barrier(tower_fn(*lax.optimization_barrier(args)))
+    if not stack_sums:
+        return _scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
+    if axes.num_local > 1:
+        return lax.map(isolated, towers)
+    number = towers[0][0] if number is None else number
+    return _map_one_tower(isolated, towers, number)
 
 
 def _map_one_tower(
-    tower_fn: Callable[..., PyTree],
-    ids: jax.Array,
-    per_tower: PyTree,
-    number: jax.Array,
+    tower_fn: Callable[[PyTree], PyTree], towers: PyTree, number: jax.Array
 ) -> PyTree:
     """``lax.map`` over one tower, compiled as it would be over several.
 
@@ -346,30 +329,27 @@ def _map_one_tower(
     tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So
     ``number`` hides that there is one trip, and the row is a slice of two.
     """
-    row = jax.tree.map(lambda x: x[0], (ids, per_tower))
-    shapes = jax.eval_shape(tower_fn, *row)
+    shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
     zeros = jax.tree.map(lambda s: jnp.zeros((1, *s.shape), s.dtype), shapes)
     count = 1 + jnp.minimum(number, 0)
-    rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), (ids, per_tower))
+    rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), towers)
 
     def body(i: jax.Array, done: PyTree) -> PyTree:
-        out = tower_fn(*jax.tree.map(lambda x: x[i], rows))
+        out = tower_fn(jax.tree.map(lambda x: x[i], rows))
         return jax.tree.map(lambda all_of_them, x: all_of_them.at[i].set(x), done, out)
 
     return lax.fori_loop(0, count, body, zeros)
 
 
 def _scan_and_add(
-    tower_fn: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
-    ids: jax.Array,
-    per_tower: PyTree,
+    tower_fn: Callable[[PyTree], tuple[PyTree, PyTree]], towers: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Run one tower after another, and hold one tower's sums at a time."""
-    row = jax.tree.map(lambda x: x[0], (ids, per_tower))
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(tower_fn, *row)[0])
+    shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
+    zeros = jax.tree.map(jnp.zeros_like, shapes[0])
 
-    def body(total: PyTree, row: PyTree) -> tuple[PyTree, PyTree]:
-        sums, kept = tower_fn(*row)
+    def body(total: PyTree, tower: PyTree) -> tuple[PyTree, PyTree]:
+        sums, kept = tower_fn(tower)
         return jax.tree.map(jnp.add, total, sums), kept
 
-    return lax.scan(body, zeros, (ids, per_tower))
+    return lax.scan(body, zeros, towers)

@@ -247,32 +247,29 @@ def split_sum(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(one, value)
 
 
-def cast_exactly(rows: jax.Array, dtype: Any) -> jax.Array:
-    """Cast the towers' copies; raise where the dtype cannot hold a number."""
-    if rows.dtype == dtype:
-        return rows
-    cast = rows.astype(dtype)
-    if not is_traced((rows, cast)):
-        parts = np.asarray(rows)
-        lost = parts[np.asarray(cast) != parts]
-        if lost.size:
-            raise ValueError(f"gives a tower {lost[0]}, which {dtype} cannot hold")
-    return cast
-
-
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     """The towers' copies of which a tower-local variable reads as the value."""
     refuse_own_copy(variable)
     value = fit(variable, value, reads=True)
+
+    def cast(rows: jax.Array, old: Any) -> jax.Array:
+        dtype = jnp.result_type(old)
+        if rows.dtype == dtype:
+            return rows
+        cast = rows.astype(dtype)
+        if not is_traced((rows, cast)):
+            parts = np.asarray(rows)
+            lost = parts[np.asarray(cast) != parts]
+            if lost.size:
+                raise ValueError(
+                    f"The value does not fit {label(variable)}: it gives a tower"
+                    f" {lost[0]}, which {dtype} cannot hold. Create the variable with a"
+                    " larger dtype, or pass a value that fits."
+                )
+        return cast
+
     rows = split_sum(variable, value, num_towers)
-    dtypes = jax.tree.map(jnp.result_type, variable.value)
-    try:
-        return jax.tree.map(cast_exactly, rows, dtypes)
-    except ValueError as error:
-        raise ValueError(
-            f"The value does not fit {label(variable)}: it {error}. Create the variable"
-            " with a larger dtype, or pass a value that fits."
-        ) from error
+    return jax.tree.map(cast, rows, variable.value)
 
 
 def check_towers(variable: Variable, num_towers: int) -> None:

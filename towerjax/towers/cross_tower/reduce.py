@@ -269,7 +269,12 @@ def _join_leaf(strategy: StrategyFields, value: PerTower, axis: int, what: str) 
     """All towers' values of one leaf, joined along dim ``axis`` of a tower's."""
     if not is_tuple(value.values) and not is_rows(value.values):
         rows = stack_towers(value, strategy.num_towers, _VALUE)
-        return _join_stacked(strategy, rows, axis)
+        check_joins([jax.ShapeDtypeStruct(np.shape(rows)[1:], np.int32)], axis)
+        sharding = strategy.placement.sharding
+        if is_traced(rows) or not has_sharding(rows, sharding(Layout.PER_TOWER)):
+            return join_rows(jnp.asarray(rows), axis)
+        mirrored = sharding(Layout.MIRRORED)
+        return wait_on_cpus(_join_on_devices(rows, axis=axis, sharding=mirrored))
     leaves = values_of_towers(value, strategy.num_towers)
     check_joins(leaves, axis)
     if any(map(is_rows, leaves)):
@@ -281,15 +286,6 @@ def _join_leaf(strategy: StrategyFields, value: PerTower, axis: int, what: str) 
             f" dim {axis} may differ."
         )
     return wait_on_cpus(jnp.concatenate(leaves, axis=axis))
-
-
-def _join_stacked(strategy: StrategyFields, x: Any, axis: int) -> jax.Array:
-    check_joins([jax.ShapeDtypeStruct(np.shape(x)[1:], np.int32)], axis)
-    per_tower = strategy.placement.sharding(Layout.PER_TOWER)
-    if is_traced(x) or not has_sharding(x, per_tower):
-        return join_rows(jnp.asarray(x), axis)
-    mirrored = strategy.placement.sharding(Layout.MIRRORED)
-    return wait_on_cpus(_join_on_devices(x, axis=axis, sharding=mirrored))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "sharding"))
