@@ -54,8 +54,9 @@ class Step(CompiledStep):
         """``makes`` gives, by its name, a field of the first state from parameters."""
         super().__init__(engine.step, strategy, options)
         self.engine = engine
-        own = functools.partial(own_of_op, strategy)
-        self._makes = {"own": own, "seen": lambda _: None, **makes}
+        makes.setdefault("own", functools.partial(own_of_op, strategy))
+        makes.setdefault("seen", lambda _: None)
+        self._makes = makes
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
