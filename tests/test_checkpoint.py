@@ -614,6 +614,7 @@ def metrics_of(values):
         ("min", [5, 1, 3, 1, 4], (2, 4, 5)),
         ("max", [5, 9, 3, np.nan], (2, 3, 4)),
         ("min", [5, 4, 3], (2, 3)),
+        ("max", [5, np.inf, 3, 4], (2, 3, 4)),
     ],
 )
 def test_the_newest_and_the_best_stay(light, tmp_path, mode, values, kept):
@@ -654,9 +655,10 @@ def test_a_record_has_the_real_numbers_of_an_evaluation():
         "turned": 1j,
         "column": np.ones(2),
         "nan": np.nan,
+        "large": np.inf,
     }
-    kept = {"loss": 0.5, "half": 1.5, "count": 3.0}
-    assert record.finite_scalars(values) == kept
+    kept = {"loss": 0.5, "half": 1.5, "count": 3.0, "large": math.inf}
+    assert record.real_scalars(values) == kept
 
 
 def test_the_best_is_one_real_number(light, tmp_path):

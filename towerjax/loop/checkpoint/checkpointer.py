@@ -16,6 +16,7 @@ from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.stopping import Direction, sign_of
+from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
@@ -237,10 +238,7 @@ class Saving:
     def resume(
         self, state: TrainState, steps: int | None
     ) -> tuple[TrainState, int | None]:
-        """Restore the newest checkpoint if it is of a later step than ``state``.
-
-        Also return how many of the ``steps`` are left.
-        """
+        """The state of the newest checkpoint if that is later, and the steps left."""
         start = step_number(state)
         newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
         if newest < 0:
@@ -284,7 +282,7 @@ class Saving:
 
     def add_evaluation(self, number: int, values: Mapping[str, Any]) -> None:
         """Keep an evaluation, and whether it is the best so far."""
-        numbers, name = record.finite_scalars(values), self.options.best
+        numbers, name = record.real_scalars(values), self.options.best
         self._evaluated, self.is_best = (number, numbers), False
         if name is None:
             return
@@ -358,7 +356,7 @@ class Saving:
                 self._files.wait_until_finished()
             if not self._is_first:
                 return
-            fields = dataclasses.asdict(new)
+            fields = as_json(dataclasses.asdict(new))
             if is_new:
                 folder.write_manifest(folder.partial_path_of(directory, number), fields)
                 folder.commit(directory, number)

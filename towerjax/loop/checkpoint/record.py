@@ -162,7 +162,8 @@ class CheckpointRecord:
       batches: How many batches were used, and the cursor after them, where the source
         has one.
       batch_rows: The sizes of batches to which smaller ones were padded.
-      evaluation: The scalars of the evaluation after this step, if there was one.
+      evaluation: The scalars of the evaluation after this step, if there was one; no
+        NaN.
       evaluation_due: Whether the run ended before an evaluation due after this step.
       stopping: The counts of early stopping.
       fingerprint: Of the examples that were seen; None where they are not counted.
@@ -194,6 +195,8 @@ class CheckpointRecord:
         fields["leaves"] = tuple(Leaf(**x) for x in leaves)
         for name in ("devices", "batch_rows"):
             fields[name] = tuple(fields[name])
+        values = fields["evaluation"]  # an infinity is written as text
+        fields["evaluation"] = {name: float(x) for name, x in values.items()}
         return cls(**fields)
 
 
@@ -206,10 +209,10 @@ def library_versions(*others: str) -> dict[str, str]:
     return found
 
 
-def finite_scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The real finite scalars of an evaluation."""
+def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """The real scalars of an evaluation, without NaN."""
     numbers = {k: float(v) for k, v in values.items() if is_one_real(v)}
-    return {name: v for name, v in numbers.items() if math.isfinite(v)}
+    return {name: v for name, v in numbers.items() if not math.isnan(v)}
 
 
 def encode_cursor(cursor: Any) -> Any:
