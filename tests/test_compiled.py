@@ -155,6 +155,22 @@ def pointers(state):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 4])
+def test_one_program_for_init_and_the_first_call(count, caplog):
+    strategy = tj.Mirrored(devices(count))
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    key = jax.random.key(0)  # as a user has made it
+    given = [{"w": np.ones((WIDTH, WIDTH), np.float32), "b": np.ones(WIDTH)}]
+    given += [{"w": np.ones((WIDTH, count), np.float32), "b": np.ones(count)}]
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        step(step.init(given, rng=key), batch())
+    lines = [x.getMessage() for x in caplog.records]
+    compiled = [x for x in lines if x.startswith("Finished XLA compilation")]
+    assert len(compiled) == 1 and "jit(step)" in compiled[0], compiled
+
+
+@pytest.mark.slow
 def test_init_copies_so_donation_spares_the_callers_arrays():
     mine = jax.tree.map(jnp.asarray, params(1))
     kept = jax.tree.map(np.array, mine)

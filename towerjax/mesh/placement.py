@@ -262,8 +262,9 @@ def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
 
 def copy_to_host(leaf: Any) -> Any:
     """A NumPy array of its own, of a dtype that devices hold; a key stays a key."""
-    if is_key(leaf):
-        return leaf.copy()
+    if is_key(leaf):  # a key's own copy() would compile a program
+        data = key_data(leaf)
+        return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
     if isinstance(leaf, jax.Array):
         return np.array(readable(leaf))
     return np.array(leaf, dtype=held_dtype(np.asarray(leaf).dtype))

@@ -19,7 +19,7 @@ from towerjax.step.update import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import check_tower_local, stack_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
-from towerjax.types.leaves import is_key, native, refuse_unheld
+from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
 from towerjax.types.tables import leaf_table
 
 
@@ -234,7 +234,7 @@ def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
     refuse_unheld("params", params, shapes=shapes)
     if "flax.nnx" in sys.modules and not shapes:
         _refuse_shared_weights(params, sys.modules["flax.nnx"].Variable)
-    make = functools.partial(jax.tree.map, jnp.asarray)
+    make = functools.partial(jax.tree.map, own_array)
     params = jax.tree.map(native, params)
     return jax.eval_shape(make, params) if shapes else make(params)
 
@@ -260,7 +260,7 @@ def _one_key(rng: Any) -> jax.Array:
     if rng is None:
         return jax.random.key(0)
     refuse_unheld("rng", rng)
-    key = given = jnp.asarray(native(rng))
+    key = given = own_array(native(rng))
     if given.dtype == jnp.uint32 and given.ndim == 1:
         key = jax.random.wrap_key_data(given)
     if not is_key(key) or key.shape:

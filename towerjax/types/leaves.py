@@ -50,6 +50,16 @@ def native(leaf: Any) -> Any:
     return leaf
 
 
+def own_array(leaf: Any) -> jax.Array:
+    """A leaf as a JAX array that shares no memory with a NumPy array.
+
+    ``jnp.asarray`` would compile a program for each shape and dtype.
+    """
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.device_put(np.array(leaf))
+    return jnp.asarray(leaf)
+
+
 def problem_of(leaf: Any) -> str | None:
     """Why no device can hold a leaf, and what to write instead."""
     if isinstance(leaf, jax.Array):
@@ -210,7 +220,7 @@ def refuse_traced(tree: PyTree) -> None:
 
 def is_traced(tree: PyTree) -> bool:
     """Whether any leaf is a tracer, or a new array would be one."""
-    return has_tracers((tree, jnp.arange(1)))
+    return has_tracers((tree, jax.device_put(np.int32(0))))
 
 
 def widen_dtype(dtype: Any) -> Any:
