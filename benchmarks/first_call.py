@@ -334,7 +334,7 @@ def compare(name: str, num_devices: int, rounds: int) -> None:
     cells = [name, f"{num_devices}"]
     cells += [f"{median(way, 'first'):.2f}" for way in ("jit", "towerjax")]
     cells += [f"**{ratio('jit', 'first'):.2f}**"]
-    cells += [f"{ratio('shard_map', 'first'):.2f}" if num_devices > 1 else ""]
+    cells += [f"{ratio('shard_map', 'first'):.2f}" if num_devices > 1 else "-"]
     cells += [f"{ratio('jit', 'wall'):.2f}"]
     parts = (*PARTS, "init")
     cells += [f"{median('jit', x):.2f}, {median('towerjax', x):.2f}" for x in parts]
