@@ -519,3 +519,14 @@ def test_a_constant_that_changed_is_traced_anew():
         model.w = w
         assert strategy.call_for_each_tower(tower_fn, model, {1}) == {1}
         assert len(seen) == count * seen.count(3) and seen[-1] == w
+
+
+def test_a_towers_own_copy_is_not_read_as_all_copies():
+    strategy = mirrored(2, 2)
+    v = strategy.create_var("v", np.zeros(2, "f"), reduction=R.SUM, tower_local=True)
+
+    def fn(tower, v):
+        return strategy.call_for_each_tower(lambda tower, v: v.value.sum(), v)
+
+    with pytest.raises(ValueError, match="'v' is the tower's own copy"):
+        strategy.call_for_each_tower(fn, v)
