@@ -184,7 +184,7 @@ def test_sums_are_proved_the_same_on_every_tower(ops):
         return ops.sum_over_towers(leaves, axes).tree()
 
     jaxpr, _ = trace_one_tower(tower_fn, axes, (Layout.PER_TOWER,), (np.ones((12, 3)),))
-    found = analyse(jaxpr, ["x"], {axes.names[0]: 12})
+    found = analyse(jaxpr, ["x"], axes.names[0], 12)
     assert found.outputs == (None, None)
 
 

@@ -220,7 +220,7 @@ def several(seeds):
     body = open_jaxpr(eqn.params["jaxpr"])
     closed_over = len(body.invars) - 2
     inputs = [None] * (closed_over + 1) + ["x"]
-    found = analyse(body, inputs, {AXIS: T}, constants=closed_over)
+    found = analyse(body, inputs, AXIS, T, constants=closed_over)
     return traced.lower().compile(), found
 
 

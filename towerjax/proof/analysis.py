@@ -1,14 +1,14 @@
 """Find the outputs of a tower function that may differ from tower to tower.
 
 The function is traced, not run. The analysis propagates a mark through its jaxpr with
-every value, which says along which axes the value may differ. A value that differs
-along none is MIRRORED. A dependence starts at a per-tower input or at `axis_index`, and
-ends at a reduction over the tower axes, or at two that together are one: see
+every value, which says between which towers the value may differ. A value that differs
+between none is MIRRORED. A dependence starts at a per-tower input or at `axis_index`,
+and ends at a reduction over all towers, or at two that together are one: see
 `towerjax.proof.marks`. The analysis also finds collectives that only some towers reach,
 and sums of values that are the same on all: see `towerjax.proof.scale`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -36,13 +36,15 @@ from towerjax.proof.findings import (
     TowerCall,
 )
 from towerjax.proof.marks import (
+    ALL,
     FIXED,
+    NOTHING,
     Context,
     Mark,
     apply_collective,
-    hang_of,
     join,
     mark_of_choice,
+    note_hang,
     origin_line,
     use_of_weight,
 )
@@ -66,14 +68,15 @@ from towerjax.proof.scale import (
 _Marks = list[Mark]
 # No later division is right once a value counted T times is added to one that differs.
 _ADDITIONS = frozenset("add add_any sub max min select_n".split())
-_NO_AXIS = frozenset([""])
+_NO_AXIS = ""  # which no collective names, so that none ends a dependence
 _A_MIXTURE = "a value that differs from tower to tower, to which it is added"
 
 
 def analyse(
     jaxpr: Jaxpr | ClosedJaxpr,
     inputs: Sequence[str | None],
-    axes: Mapping[str, int],
+    axis: str | None,
+    num_towers: int,
     *,
     constants: int = 0,
     of_more_towers: Callable[[], Jaxpr | ClosedJaxpr] | None = None,
@@ -81,14 +84,14 @@ def analyse(
     """Find what differs from tower to tower, what communicates, and what would hang.
 
     ``inputs`` has a name for each per-tower input, and None for one that is the same on
-    all; the first ``constants`` are constants. ``axes`` are the tower axes with their
-    sizes. ``of_more_towers`` traces the function for another ``T``, which shows the
-    literals that may stand for ``T``.
+    all; the first ``constants`` are constants. ``axis`` is that of the towers; None:
+    nothing differs. ``of_more_towers`` traces the function for another ``T``, which
+    shows the literals that may stand for ``T``.
     """
-    body, towers = open_jaxpr(jaxpr), frozenset(axes)
-    ins = [Mark(frozenset()) if n is None else Mark(towers, n) for n in inputs]
+    body, along = open_jaxpr(jaxpr), NOTHING if axis is None else ALL
+    ins = [Mark() if name is None else Mark(along, name) for name in inputs]
     ins[:constants] = [mark._replace(scale=CONSTANT) for mark in ins[:constants]]
-    context = Context(towers, axes, [])
+    context = Context(axis, num_towers, [])
     if of_more_towers is None:
         return _analyse_once(body, ins, context)
     strict = _analyse_once(body, ins, context._replace(varying=()))  # no literal is T
@@ -103,33 +106,33 @@ def analyse(
 
 def depends(jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]) -> Analysis:
     """Which named input each output depends on, reductions over towers included."""
-    return analyse(jaxpr, inputs, dict.fromkeys(_NO_AXIS, 0))
+    return analyse(jaxpr, inputs, _NO_AXIS, 0)
 
 
 def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
     found: list[Any] = []
     outs, _ = _propagate(body, ins, context._replace(found=found))
-    return Analysis(
-        outputs=tuple(
-            Dependence(m.source, origin_line(m)) if m.axes else None for m in outs
-        ),
-        hangs=tuple(x for x in found if isinstance(x, Hang)),
-        collectives=tuple(x for x in found if isinstance(x, Collective)),
-        repeats=(*(x for x in found if isinstance(x, Repeat)), *_repeats(outs)),
-        draws=tuple(x for x in found if isinstance(x, Draw)),
-        factors=tuple(x for x in found if isinstance(x, Dependence)),
-        changed=tuple(x for x in found if isinstance(x, Changed)),
-        tower_calls=tuple(x for x in found if isinstance(x, TowerCall)),
-    )
-
-
-def _repeats(outs: _Marks) -> list[Repeat]:
-    """For each sum of a value that is the same on all, the outputs that hold it."""
+    # For each sum of a value that is the same on all, the outputs that hold it.
     lines: dict[str, list[int]] = {}
     for i, mark in enumerate(outs):
         if mark.scale.site is not None:
             lines.setdefault(user_line(mark.scale.site), []).append(i)
-    return [Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
+    found += [Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
+
+    def each(kind: Any) -> tuple[Any, ...]:
+        return tuple(x for x in found if isinstance(x, kind))
+
+    outputs = [Dependence(m.source, origin_line(m)) if m.along else None for m in outs]
+    return Analysis(
+        outputs=tuple(outputs),
+        hangs=each(Hang),
+        collectives=each(Collective),
+        repeats=each(Repeat),
+        draws=each(Draw),
+        factors=each(Dependence),
+        changed=each(Changed),
+        tower_calls=each(TowerCall),
+    )
 
 
 def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
@@ -152,7 +155,7 @@ def _rule_of(
     eqn: JaxprEqn, context: Context
 ) -> Callable[[JaxprEqn, _Marks, Context], _Marks]:
     inner = sub_jaxprs(eqn)
-    if not inner and not named_axes(eqn) and is_foreign(eqn, context.towers):
+    if not inner and not named_axes(eqn) and is_foreign(eqn, context.axis):
         return _originate
     if eqn.primitive.name not in _RULES and is_hidden(eqn):
         return _hidden
@@ -170,9 +173,9 @@ def _rule_of(
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     names = [x for x in TOWER_CALLS if x in str(eqn.source_info.name_stack)]
-    if context.towers == _NO_AXIS and names and not context.is_derived(eqn):
+    if context.axis == _NO_AXIS and names and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
-        context.found.extend(TowerCall(names[0], line, bool(m.axes)) for m in ins)
+        context.found.extend(TowerCall(names[0], line, bool(m.along)) for m in ins)
     return apply_collective(eqn, ins, context)
 
 
@@ -181,11 +184,11 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     scales = [m.scale for m in ins]
     scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
-        if any(m.axes and m.scale.site is None for m in ins):
+        if any(m.along and m.scale.site is None for m in ins):
             context.found.append(Repeat(user_line(scale.site), (), _A_MIXTURE))
             scale = scale.once()
     weight = use_of_weight(eqn, ins)
-    if not scale.is_constant or mark.axes or weight:
+    if not scale.is_constant or mark.along or weight:
         # The reported line is that of the last equation.
         mark = mark._replace(site=(eqn, context.outer), before=mark)
     mark = mark._replace(scale=scale, weight=weight)
@@ -198,10 +201,10 @@ def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
 
 
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    axes, source = context.towers, eqn.primitive.name
+    source, differs = eqn.primitive.name, context.axis is not None
     if source == "axis_index":
-        axes, source = axes.intersection(named_axes(eqn)), "tower.id"
-    mark = Mark(axes, source, (eqn, context.outer)) if axes else FIXED
+        source, differs = "tower.id", context.axis in named_axes(eqn)
+    mark = Mark(ALL, source, (eqn, context.outer)) if differs else FIXED
     return _for_each_result(mark, eqn)
 
 
@@ -212,43 +215,43 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     derives = eqn.primitive.name in ("random_fold_in", "random_split")
     is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
     # vmap batches the carry of a while whose predicate differs, keys included.
-    if is_rbg and (context.control or any(m.axes for m in ins[: 1 + derives])):
+    if is_rbg and (context.control or any(m.along for m in ins[: 1 + derives])):
         context.found.append(Draw(user_line((eqn, context.outer))))
     return _compute(eqn, ins, context)
 
 
 def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see the names in `towerjax.proof.scale`."""
-    if eqn.params["name"] == ONE:
+    name, [mark] = eqn.params["name"], ins
+    if name == ONE or (name == HAS_EXAMPLES and context.axis == _NO_AXIS):
         return [FIXED]
-    if eqn.params["name"] == UNKNOWN_GRADIENT and context.towers == _NO_AXIS:
-        return [Mark(context.towers, "a gradient", (eqn, context.outer))]
-    if eqn.params["name"] == SHARED and ins[0].axes:
-        context.found.append(Dependence(ins[0].source, origin_line(ins[0])))
-    if eqn.params["name"] == SUMMED_FOR_A_VARIABLE:
-        scale = scale_of_summed(eqn.invars[0], ins[0].scale, context.num_towers)
-        return [ins[0]._replace(scale=scale)]
-    if eqn.params["name"] == GRADIENT_WEIGHT:
-        return [ins[0]._replace(weight=1)]
-    if ins[0].weight == 2 and eqn.params["name"].startswith(WEIGHT_OF):
-        name = eqn.params["name"].removeprefix(WEIGHT_OF)
-        context.found.append(Changed(name, origin_line(ins[0])))
-    if eqn.params["name"] == HAS_EXAMPLES and context.towers == _NO_AXIS:
-        return [FIXED]
-    [mark], (_, counts, what) = ins, eqn.params["name"].partition(COUNTS_EACH_TOWER)
-    is_same = not mark.axes and not mark.scale.is_constant and mark.scale.low >= 0
-    if counts and is_same and context.num_towers > 1 and not context.is_derived(eqn):
-        context.found.append(Repeat(origin_line(mark), (), what))
+    if name == UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
+        return [Mark(ALL, "a gradient", (eqn, context.outer))]
+    if name == SUMMED_FOR_A_VARIABLE:
+        scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
+        return [mark._replace(scale=scale)]
+    if name == GRADIENT_WEIGHT:
+        return [mark._replace(weight=1)]
+    if name == SHARED and mark.along:
+        context.found.append(Dependence(mark.source, origin_line(mark)))
+    if name.startswith(WEIGHT_OF) and mark.weight == 2:
+        of = name.removeprefix(WEIGHT_OF)
+        context.found.append(Changed(of, origin_line(mark)))
+    is_same = not mark.along and not mark.scale.is_constant and mark.scale.low >= 0
+    if name.startswith(COUNTS_EACH_TOWER) and is_same and context.num_towers > 1:
+        if not context.is_derived(eqn):
+            what = name.removeprefix(COUNTS_EACH_TOWER)
+            context.found.append(Repeat(origin_line(mark), (), what))
     return ins
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Analyse the hidden code if it can be traced; else its results may differ."""
-    program = None if context.is_inside(eqn) else trace_hidden(eqn, context.sizes)
+    env = {} if context.axis is None else {context.axis: context.num_towers}
+    program = None if context.is_inside(eqn) else trace_hidden(eqn, env)
     if program is not None:
         return _propagate(program.jaxpr, ins, context.enter(eqn))[0]
-    if context.control:
-        context.found.append(hang_of(eqn, context))
+    note_hang(eqn, context)
     return _originate(eqn, ins, context)
 
 
@@ -271,7 +274,7 @@ def _cond(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Marks:
-    if predicate.axes:
+    if predicate.along:
         predicate = predicate._replace(site=(eqn, context.outer), before=predicate)
     return [mark_of_choice(mark, predicate) for mark in outs]
 
@@ -321,7 +324,7 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
 
 def _without_sites(marks: _Marks) -> list[Any]:
     """The parts of marks that decide whether the fixed point is reached."""
-    return [(m.axes, m.scale._replace(site=None), m.weight) for m in marks]
+    return [(m.along, m.scale._replace(site=None), m.weight) for m in marks]
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:

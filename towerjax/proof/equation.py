@@ -132,17 +132,17 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
-def is_foreign(eqn: JaxprEqn, towers: frozenset[str]) -> bool:
+def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
     """Whether its results may differ between towers although its operands do not.
 
-    True for side effects, for foreign code, and for an unknown primitive with a tower
-    axis among its params.
+    True for side effects, for foreign code, and for an unknown primitive with the
+    towers' axis among its params.
     """
     name = eqn.primitive.name
     effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
     if effects or name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES):
         return True
-    return any(isinstance(x, str) and x in towers for x in param_leaves(eqn.params))
+    return any(isinstance(x, str) and x == axis for x in param_leaves(eqn.params))
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:

@@ -2,21 +2,19 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from towerjax.types.leaves import few, listed
 
 
-@dataclasses.dataclass(frozen=True)
-class Dependence:
+class Dependence(NamedTuple):
     """The source of a difference (an input, "tower.id" or a primitive) and its line."""
 
     source: str
     line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective in the jaxpr; XLA may merge or remove it."""
 
     primitive: str
@@ -26,8 +24,7 @@ class Collective:
     line: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Hang:
+class Hang(NamedTuple):
     """A collective that only some towers reach: devices would hang."""
 
     primitive: str
@@ -36,8 +33,7 @@ class Hang:
     control_line: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Repeat:
+class Repeat(NamedTuple):
     """A sum over towers of a value that is the same on all: `T` times too much."""
 
     line: str
@@ -45,23 +41,20 @@ class Repeat:
     into: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """Random numbers, at `line`, from an rbg key that differs from tower to tower."""
 
     line: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Changed:
+class Changed(NamedTuple):
     """A mean's weight, computed from a gradient's weight by more than a sum or mask."""
 
     name: str
     line: str
 
 
-@dataclasses.dataclass(frozen=True)
-class TowerCall:
+class TowerCall(NamedTuple):
     """A collective of ``tower``, and whether its operand depends on a named input."""
 
     name: str

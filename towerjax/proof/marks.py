@@ -1,8 +1,7 @@
 """Marks: what the analysis knows of a value, and how a collective changes it."""
 
 import functools
-import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
@@ -25,58 +24,48 @@ from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, scale_of_sum
 class Coordinate(NamedTuple):
     """One of the two coordinates of tower ``i`` in a grid of blocks.
 
-    An axis of ``N`` towers is a grid of ``N / L`` blocks of ``L`` neighbours. Groups
-    that are the blocks run over the position in the block; the groups ``j, j + L,
-    j + 2 L, ...`` run over the number of the block. A value reduced over both is the
-    same on every tower; reduced over one, it still depends on the other.
+    ``T`` towers are a grid of ``T / L`` blocks of ``L`` neighbours. Groups that are the
+    blocks run over the position in the block; the groups ``j, j + L, j + 2 L, ...`` run
+    over the number of the block. A value reduced over both is the same on every tower;
+    reduced over one, it still depends on the other.
     """
 
-    axis: str
     block: int  # L
     within: bool  # True: the position in the block, i % L; False: its number, i // L
 
 
-Along: TypeAlias = frozenset[str | Coordinate]
-"""What a value may depend on: whole axes, or one coordinate of an axis."""
+Along: TypeAlias = frozenset[Coordinate]
+"""The coordinates of a tower that a value may depend on."""
+
+NOTHING: Along = frozenset()
+ALL: Along = frozenset([Coordinate(1, within=False)])
+"""A tower is a block of its own: the value may differ on every tower."""
 
 
-def along_axes(along: Along) -> frozenset[str]:
-    """The axes that a value may depend on, wholly or by a coordinate."""
-    return frozenset(x if isinstance(x, str) else x.axis for x in along)
-
-
-def without_axes(along: Along, axes: Iterable[str]) -> Along:
-    """What a value may depend on after a reduction over whole axes."""
-    return frozenset(x for x in along if not along_axes(frozenset([x])) & set(axes))
-
-
-def coordinate_of(
-    groups: Sequence[Sequence[int]], axis: str, size: int
-) -> Coordinate | None:
+def coordinate_of(groups: Sequence[Sequence[int]], size: int) -> Coordinate | None:
     """The coordinate that differs inside each group while the other does not."""
     rows = [list(group) for group in groups]
     length = len(rows[0])
     if any(len(row) != length for row in rows):
         return None
     if rows == [list(range(i, i + length)) for i in range(0, size, length)]:
-        return Coordinate(axis, length, within=True)
+        return Coordinate(length, within=True)
     if rows == [list(range(i, size, len(rows))) for i in range(len(rows))]:
-        return Coordinate(axis, len(rows), within=False)
+        return Coordinate(len(rows), within=False)
     return None
 
 
 def without_coordinate(along: Along, over: Coordinate) -> Along:
     """What a value may depend on after a reduction in the groups of a coordinate."""
-    left = without_axes(along, [over.axis])
-    if along - left <= {over}:
-        return left
-    return left | {over._replace(within=not over.within)}
+    if along <= {over}:
+        return NOTHING
+    return frozenset([over._replace(within=not over.within)])
 
 
 class Mark(NamedTuple):
     """What is known of a value."""
 
-    axes: Along  # what it may depend on; empty for a MIRRORED value
+    along: Along = NOTHING  # what it may depend on; nothing for a MIRRORED value
     source: str = ""  # why it may differ: an input, "tower.id" or a primitive
     site: Site | None = None  # None for an input or a constant
     before: Any = None  # the mark of the operand that the dependence comes from
@@ -85,7 +74,7 @@ class Mark(NamedTuple):
     weight: int = 0
 
 
-FIXED = Mark(frozenset(), scale=CONSTANT)
+FIXED = Mark(scale=CONSTANT)
 """The mark of a constant."""
 
 
@@ -95,12 +84,12 @@ def join(marks: Iterable[Mark]) -> Mark:
 
 
 def _join_two(first: Mark, second: Mark) -> Mark:
-    origin = max(first, second, key=lambda m: (bool(m.axes), m.weight))
-    axes, scale = first.axes | second.axes, scale_of_sum(first.scale, second.scale)
+    origin = max(first, second, key=lambda m: (bool(m.along), m.weight))
+    along, scale = first.along | second.along, scale_of_sum(first.scale, second.scale)
     constant = first.scale.is_constant and second.scale.is_constant
     scale = scale._replace(is_constant=constant)
     weight = max(first.weight, second.weight)
-    return origin._replace(axes=axes, scale=scale, weight=weight)
+    return origin._replace(along=along, scale=scale, weight=weight)
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
@@ -142,7 +131,7 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
         return 0
     if name == "reduce_sum":
         return _weight_of_sum(ins[0])
-    if name == "div" and ins[0].axes and not ins[0].weight:
+    if name == "div" and ins[0].along and not ins[0].weight:
         return 0
     kept = name in _MOVES
     if name in _JOINS:
@@ -150,7 +139,7 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
         kept = all(m.weight or m.scale.is_constant for m in given)
     elif name in ("mul", "div"):
         others = [m for m in ins if not m.weight]
-        kept = len(others) == 1 and bool(others[0].axes)
+        kept = len(others) == 1 and bool(others[0].along)
     return found if kept and min(results) >= 32 else 2
 
 
@@ -168,23 +157,14 @@ def _float_bits(var: Any) -> int:
 class Context(NamedTuple):
     """The position of the analysis in nested jaxprs, and what it has found."""
 
-    towers: frozenset[str]  # the tower axes
-    sizes: Mapping[str, int]  # of the axes, where known
+    axis: str | None  # of the towers; None: nothing differs
+    num_towers: int  # T; 0 where unknown
     found: list[Found]  # so far
     outer: Site | None = None  # the equation that holds the jaxpr
     trips: int | None = 1  # product of the lengths of the scans around; None in a while
     control: Site | None = None  # the innermost equation whose predicate differs
     # Which literals may stand for T; None is each that T divides.
     varying: Container[tuple[int, int]] | None = None
-
-    def size_of(self, axes: Iterable[str]) -> int:
-        """The number of towers along these axes; 0 where unknown."""
-        return math.prod(self.sizes.get(axis, 0) for axis in axes)
-
-    @property
-    def num_towers(self) -> int:
-        """``T``; 0 where unknown."""
-        return self.size_of(self.towers)
 
     def enter(
         self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = FIXED
@@ -193,7 +173,7 @@ class Context(NamedTuple):
         site = (eqn, self.outer)
         outer = self.trips
         trips = None if trips is None or outer is None else trips * outer
-        control = site if predicate.axes else self.control
+        control = site if predicate.along else self.control
         return self._replace(outer=site, trips=trips, control=control)
 
     def is_inside(self, eqn: JaxprEqn) -> bool:
@@ -213,85 +193,69 @@ class Context(NamedTuple):
 
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
     """Record a collective, and return the marks of its results."""
-    name, site = eqn.primitive.name.removesuffix("_start"), (eqn, context.outer)
-    axes = context.towers.intersection(named_axes(eqn))
-    _record_collective(eqn, context, bool(axes))
-    size = context.size_of(named_axes(eqn))
-    given = groups(eqn, size)
-    over = _grid_coordinate(eqn, axes, size) if given is not None else None
+    names, site = named_axes(eqn), (eqn, context.outer)
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    size = sum(aval.size * aval.dtype.itemsize for aval in avals)
+    found = Collective(eqn.primitive.name, names, size, context.trips, user_line(site))
+    context.found.append(found)
+    if over_towers := context.axis in names:
+        note_hang(eqn, context)
+    name = eqn.primitive.name.removesuffix("_start")
+    num_towers = context.num_towers if names == (context.axis,) else 0
+    given = groups(eqn, num_towers)
+    over = None
+    if given is not None and num_towers:
+        over = coordinate_of(given, num_towers)
     if name in REDUCTIONS and (given is None or over):
-        scales = [_scale_after_sum(eqn, name, mark, context) for mark in ins]
-        return [
-            _reduce_mark(mark, over or axes, site)._replace(
-                scale=scale, weight=_weight_of_sum(mark)
-            )
-            for mark, scale in zip(ins, scales, strict=True)
-        ]
+        return [_reduce_mark(eqn, name, mark, over, context) for mark in ins]
     # Sums over groups of unequal size differ even when their operands are equal.
     even = given is not None and len({len(group) for group in given}) == 1
-    if (name in REDUCTIONS and even) or (name == "ppermute" and is_full(eqn, size)):
-        axes = frozenset()
+    is_same = name in REDUCTIONS and even
+    is_same |= name == "ppermute" and is_full(eqn, num_towers)
     # all_to_all, reduce_scatter, ...: each tower gets another part of equal operands.
-    own = [Mark(axes, name, site)] if axes else []
-    # A dependence on one coordinate becomes one on the whole axis.
-    mark = join(m._replace(axes=along_axes(m.axes)) for m in [*ins, *own])
-    if mark.axes:
-        source = next((m for m in [*ins, *own] if m.axes), mark)
+    own = [Mark(ALL, name, site)] if over_towers and not is_same else []
+    marks = [*ins, *own]
+    # A dependence on one coordinate becomes one on both.
+    mark = join(m._replace(along=ALL if m.along else NOTHING) for m in marks)
+    if mark.along:
+        source = next(m for m in marks if m.along)
         mark = mark._replace(site=site, before=source)
     # The collective may have added up a value that is the same on all towers.
     scale = mark.scale._replace(sums=max(1.0, mark.scale.sums))
-    mark = mark._replace(scale=scale)
-    return [mark] * len(eqn.outvars)
+    return [mark._replace(scale=scale)] * len(eqn.outvars)
 
 
-def _scale_after_sum(eqn: JaxprEqn, name: str, mark: Mark, context: Context) -> Scale:
-    scale, axes = mark.scale, context.towers.intersection(named_axes(eqn))
-    if name not in SUMS or not axes or context.num_towers < 2:
-        return scale
-    size = context.size_of(named_axes(eqn))
-    is_whole = axes == context.towers and groups(eqn, size) is None
-    if mark.axes or scale.is_constant or not is_whole:
+def _reduce_mark(
+    eqn: JaxprEqn, name: str, mark: Mark, over: Coordinate | None, context: Context
+) -> Mark:
+    """The mark after a reduction in the groups of a coordinate; for None, in one."""
+    new = mark._replace(weight=_weight_of_sum(mark))
+    if context.axis in named_axes(eqn):
+        along = without_coordinate(mark.along, over) if over else NOTHING
+        new = new._replace(along=along)
+        if name in SUMS and context.num_towers > 1:
+            is_whole = over is None
+            new = new._replace(scale=_scale_of_sum(eqn, mark, is_whole, context))
+    if mark.along:
+        new = new._replace(site=(eqn, context.outer), before=mark)
+    return new
+
+
+def _scale_of_sum(eqn: JaxprEqn, mark: Mark, is_whole: bool, context: Context) -> Scale:
+    """The scale of a sum over towers, of all of them or in groups."""
+    if mark.along or mark.scale.is_constant or not is_whole:
         # Values that differ may be meant to be summed, or averaged by a later division.
-        return scale.times(Scale(sums=1.0))
-    scale = scale.times(Scale(low=1.0, high=1.0))
+        return mark.scale.times(Scale(sums=1.0))
+    scale = mark.scale.times(Scale(low=1.0, high=1.0))
     if context.is_derived(eqn):
         return scale._replace(site=None)
     site = scale.site or (eqn, context.outer)
     return scale._replace(site=site) if scale.low > 0 else scale
 
 
-def _reduce_mark(mark: Mark, over: frozenset[str] | Coordinate, site: Site) -> Mark:
-    if not mark.axes:
-        return mark
-    if isinstance(over, Coordinate):
-        left = without_coordinate(mark.axes, over)
-    else:
-        left = without_axes(mark.axes, over)
-    return mark._replace(axes=left, site=site, before=mark)
-
-
-def _grid_coordinate(
-    eqn: JaxprEqn, axes: frozenset[str], size: int
-) -> Coordinate | None:
-    """The coordinate that the groups run over; None unless they form a grid."""
-    if len(axes) != 1 or len(named_axes(eqn)) != 1:
-        return None
-    [axis] = axes
-    return coordinate_of(eqn.params["axis_index_groups"], axis, size) if size else None
-
-
-def _record_collective(eqn: JaxprEqn, context: Context, over_towers: bool) -> None:
-    name, line = eqn.primitive.name, user_line((eqn, context.outer))
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    size = sum(aval.size * aval.dtype.itemsize for aval in avals)
-    collective = Collective(name, named_axes(eqn), size, context.trips, line)
-    context.found.append(collective)
-    if over_towers and context.control:
-        context.found.append(hang_of(eqn, context))
-
-
-def hang_of(eqn: JaxprEqn, context: Context) -> Hang:
-    """The finding for a collective that not every tower reaches."""
-    assert context.control is not None
-    line, control = user_line((eqn, context.outer)), context.control
-    return Hang(eqn.primitive.name, line, control[0].primitive.name, user_line(control))
+def note_hang(eqn: JaxprEqn, context: Context) -> None:
+    """Record that a collective hangs, if not every tower reaches it."""
+    if control := context.control:
+        line, name = user_line((eqn, context.outer)), control[0].primitive.name
+        hang = Hang(eqn.primitive.name, line, name, user_line(control))
+        context.found.append(hang)

@@ -122,7 +122,7 @@ def _prove_body(
     outputs = _names_where(parts, one.out_layouts, out, mirrored=True)
     # Arrays that the user's function closes over come first; all towers have the same.
     closed_over = len(body.in_avals) - len(inputs)
-    names = {} if is_free else {DEVICE_AXIS: axes.num_towers}
+    axis = None if is_free else DEVICE_AXIS
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
 
     def of_more_towers() -> Any:
@@ -131,7 +131,8 @@ def _prove_body(
         return trace_one_tower(fn, more, one.in_layouts, args, args_of=size)[0]
 
     how: Any = {"constants": closed_over, "of_more_towers": of_more_towers}
-    found = analyse(body, [None] * closed_over + inputs, names, **how)
+    names = [None] * closed_over + inputs
+    found = analyse(body, names, axis, axes.num_towers, **how)
     if one.alone is None:
         refuse_factors(found)
         refuse_changed(found)

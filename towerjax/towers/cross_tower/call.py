@@ -117,8 +117,8 @@ class _Call:
             )
         rows, arrays = map(jax.tree.leaves, values)
         names = ["argument"] * len(rows) + [None] * len(arrays)
-        sizes = {DEVICE_AXIS: axes.num_towers}
-        found = analyse(jaxpr, names, sizes, of_more_towers=of_more_towers)
+        towers = DEVICE_AXIS, axes.num_towers
+        found = analyse(jaxpr, names, *towers, of_more_towers=of_more_towers)
         refuse_draws(found, shared=self.placement.shares_devices)
         treedef, leaves = returned.value
         kinds = [x for x in leaves if isinstance(x, str)]
