@@ -11,6 +11,8 @@ import pytest
 from jax import lax
 
 import towerjax as tj
+from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.layers.batch_norm.normalize import Moments, normalize
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
@@ -642,32 +644,96 @@ def adds_weighted_rows(w, batch, tower):
     return batch @ (total / count) * w + tower.reduce(R.ONLY_FIRST_TOWER, batch[0, 0])
 
 
+def normed_by_flax(w, batch, tower, mask=None):
+    norm = nn.BatchNorm(use_running_average=False, axis_name=tower.axis_names)
+    stats = {"mean": jnp.zeros(3), "var": jnp.ones(3)}
+    params = {"scale": jnp.ones(3), "bias": jnp.zeros(3)}
+    variables = {"params": params, "batch_stats": stats}
+    y, _ = norm.apply(variables, batch * w, mask=mask, mutable=["batch_stats"])
+    return y[:, 0]
+
+
+def normed_by_flax_with_a_mask(w, batch, tower):
+    return normed_by_flax(w, batch, tower, tower.weight[:, None] > 0)
+
+
+def normed_by_towerjax(w, batch, tower):
+    running = Moments(jnp.zeros(3), jnp.ones(3))
+    return normalize(batch * w, tower, running)[0][:, 0]
+
+
+def gathers_by_name(w, batch, tower):
+    return (batch @ lax.all_gather(batch, tower.axis_names, tiled=True).T).sum(1) * w
+
+
+def gathers_by_name_their_weight_too(w, batch, tower):
+    others, weight = lax.all_gather((batch, tower.weight), tower.axis_names, tiled=True)
+    return (batch @ others.T) @ weight * w
+
+
+def gathers_by_name_and_counts(w, batch, tower):
+    others = lax.all_gather(batch, tower.axis_names, tiled=True)
+    count = lax.psum(tower.weight.sum(), tower.axis_names)
+    return (batch @ others.T) @ (jnp.arange(len(others)) < count) * w
+
+
+def scatters_a_sum(w, batch, tower):
+    rows = batch.sum() * jnp.arange(1.0 + tower.num_towers)[1:]
+    share = lax.psum_scatter(rows, tower.axis_names)
+    return batch[:, 0] * share * w
+
+
+def adds_rows_of_a_table(w, batch, tower):
+    indices = batch[:, 0].astype(jnp.int32)
+    rows = IndexedRows(batch * tower.weight[:, None], indices, (2, 3))
+    return batch @ tower.reduce(R.SUM, rows).to_dense()[0] * w
+
+
+def asks_what_a_copy_does_not_change(w, batch, tower):
+    names, bad = tower.axis_names, jnp.isnan(batch).any()
+    largest = lax.pmax(lax.stop_gradient(batch.max()), names)
+    first = lax.psum(jnp.where(tower.id == 0, batch[0], 0), names)
+    ok = lax.psum(bad, names) + lax.psum(bad.astype(jnp.float32) * 2, names) == 0
+    return batch @ first * w / largest * ok
+
+
 @pytest.mark.parametrize(
     "losses, where",
     [
-        (gathers_rows, "tower.all_gather is given"),
+        (gathers_rows, "tower.all_gather"),
         (gathers_their_weight_too, None),
-        (adds_rows, "tower.reduce is given"),
-        (adds_rows_in_a_loop, "tower.reduce is given"),
-        (merges_rows, "tower.merge_call is given"),
+        (adds_rows, "tower.reduce"),
+        (adds_rows_in_a_loop, "tower.reduce"),
+        (merges_rows, "tower.merge_call"),
         (adds_weighted_rows, None),
+        (normed_by_flax, "psum"),
+        (normed_by_flax_with_a_mask, None),
+        (normed_by_towerjax, None),
+        (gathers_by_name, "all_gather"),
+        (gathers_by_name_their_weight_too, None),
+        (gathers_by_name_and_counts, None),
+        (scatters_a_sum, "reduce_scatter"),
+        (adds_rows_of_a_table, None),
+        (asks_what_a_copy_does_not_change, None),
     ],
 )
 def test_padding_does_not_count_where_towers_meet(losses, where):
     def loss_fn(w, batch, tower):
-        return tj.Weighted.mean(losses(w, batch, tower), tower.weight)
+        each = losses(w, batch["x"], tower)
+        return tj.Weighted.mean(each, tower.weight)
 
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0", "cpu:1")), remainder="pad"
     )
 
     def run(rows):
-        jax.eval_shape(step.fn, step.init(1.0), np.ones((rows, 3), np.float32))
+        batch = {"x": np.ones((rows, 3), np.float32)}
+        jax.eval_shape(step.fn, step.init(1.0), batch)
 
     run(8)
     if where is None:
         run(7)
         return
-    text = rf"{where} at \S*test_merge.py:\d+ \(.*\) does not depend on tower.weight"
-    with pytest.raises(ValueError, match=text):
+    at = r"at \S*test_merge.py:\d+ \(.*\) does not depend on tower.weight"
+    with pytest.raises(ValueError, match=rf"{where} is given of batch\['x'\] {at}"):
         run(7)

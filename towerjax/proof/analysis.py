@@ -13,8 +13,10 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof.equation import (
     IDENTITIES,
+    SUMS,
     is_foreign,
     is_hidden,
     loop_sizes,
@@ -172,11 +174,30 @@ def _rule_of(
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    names = [x for x in TOWER_CALLS if x in str(eqn.source_info.name_stack)]
-    if context.axis == _NO_AXIS and names and not context.is_derived(eqn):
+    name, stack = eqn.primitive.name, str(eqn.source_info.name_stack)
+    is_sum = name in SUMS or name == "reduce_scatter"
+    over_towers = DEVICE_AXIS in named_axes(eqn) and (is_sum or "gather" in name)
+    if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
-        context.found.extend(TowerCall(names[0], line, bool(m.along)) for m in ins)
+        what = next((x for x in TOWER_CALLS if x in stack), name)
+        for m in ins:
+            passes = not m.along or (what not in TOWER_CALLS and _is_flag(m))
+            source = "" if passes else m.source
+            context.found.append(TowerCall(what, line, is_sum, source))
     return apply_collective(eqn, ins, context)
+
+
+def _is_flag(mark: Mark) -> bool:
+    """Whether one bool decides the value, for which a row may count twice."""
+    at: Any = mark
+    while at is not None and at.site is not None:
+        eqn, at = at.site[0], at.before
+        kinds = [v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)]
+        if "bool[]" in kinds:
+            return True
+        if not kinds[-1].endswith("[]"):
+            return False
+    return False
 
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:

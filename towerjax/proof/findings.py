@@ -55,11 +55,12 @@ class Changed(NamedTuple):
 
 
 class TowerCall(NamedTuple):
-    """A collective of ``tower``, and whether its operand depends on a named input."""
+    """One operand of a sum or gather over towers that a tower function calls."""
 
-    name: str
+    name: str  # "tower.reduce", "psum" ...
     line: str
-    depends: bool
+    is_sum: bool
+    source: str  # the named input that it depends on, or ""
 
 
 Found: TypeAlias = Changed | Collective | Dependence | Draw | Hang | Repeat | TowerCall

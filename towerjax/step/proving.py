@@ -22,7 +22,7 @@ from towerjax.proof.findings import (
     refuse_factors,
     refuse_unknown,
 )
-from towerjax.proof.scale import REDUCED
+from towerjax.proof.scale import TOWER_CALLS
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
@@ -159,13 +159,16 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     # A gradient that is constant is 0.
     constant = [x for x, of, _, f in parts if of in masked and not f.startswith("sum")]
     found += _grow_with_rows(constant, one, args, axes)
-    calls = [
-        (f"what {x.name} is given at {x.line}", x.name, x.depends, y.depends)
-        for x, y in zip(by_rows.tower_calls, by_count.tower_calls, strict=True)
+    calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
+    # Weights that are gathered, or that are added up alone, mask what is gathered.
+    known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
+    masked = {x.name for x in known if not x.is_sum}
+    bad = [
+        f"what {x.name} is given of {x.source} at {x.line}"
+        for x, weight in calls
+        if x.source and not weight.source
+        if x.is_sum or not (x.name in masked if x.name in TOWER_CALLS else known)
     ]
-    # Where one value of a call depends on the weights, it masks the others.
-    safe = {name for _, name, _, ok in calls if ok} - {REDUCED}
-    bad = [x for x, name, rows, ok in calls if rows and not ok and name not in safe]
     return found + list(dict.fromkeys(bad))
 
 
