@@ -414,7 +414,33 @@ def sharded(me):
     return [round(float(metrics["loss"]), 2), parts, *read, refused]
 
 
+def shared_values_of_the_first(me):
+    """All that is not the same on all processes, but for the first batch's."""
+
+    def loss_fn(w, batch, tower):
+        seed = jax.random.key_data(batch["by"]["key"])[1]
+        rate = batch["by"]["rate"] * (1 + seed)
+        return tj.Weighted.mean(w * batch["x"] * rate, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), tj.Mirrored(towers=4))
+    state = step.init(np.float32(0))
+    given = [
+        {**rows(8), "by": tj.Shared({"rate": rate, "key": jax.random.key(seed)})}
+        for rate, seed in ((1.0, 0), (2.0 + me, 0), (jnp.float32(4 - me), me))
+    ]
+    for batch in given[:2]:
+        state, _ = step(state, batch)
+    state, _ = tj.run(step, state, given, progress=False)
+    given = given[:1] * 2 + given[1:]
+    state, _ = tj.run(step, state, given, steps_per_call=2, progress=False)
+    several = step.place_batches(given[1:3], 2)
+    assert step.locate(state, several, index=1) == ()
+    assert step.report(state, several, timed_calls=1).timing.calls == 1
+    return [float(x.data) for x in state.params.addressable_shards]
+
+
 SCENARIOS = [
+    shared_values_of_the_first,
     sharded,
     desynced,
     not_finite,

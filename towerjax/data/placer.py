@@ -32,6 +32,7 @@ from towerjax.mesh.placement import (
     Placement,
     are_placed,
     argument_converter,
+    copy_to_host,
     place_own,
     place_rows,
 )
@@ -367,12 +368,19 @@ class Placer:
         return counts_of_towers(num_valid, rows, num_towers)
 
     def _place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """The values of `Shared` leaves, on all devices; copies only where needed."""
+        """The values of `Shared` leaves, on all devices; copies only where needed.
+
+        Of several processes each has its own, which a step's call places: the first
+        one's are sent to all, and this may be a thread, which must not send.
+        """
         refuse_unheld("batch", with_shared(jax.tree.map(lambda _: None, rows), held))
 
         def one(x: Any) -> Any:
-            is_placed = are_placed(x, self.placement, Layout.MIRRORED)
-            return x if is_placed else place_own(x, self.placement, Layout.MIRRORED)
+            if are_placed(x, self.placement, Layout.MIRRORED):
+                return x
+            if self.placement.num_processes > 1:
+                return copy_to_host(x)
+            return place_own(x, self.placement, Layout.MIRRORED)
 
         return jax.tree.map(one, held)
 

@@ -10,12 +10,19 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr
 
+from towerjax.collectives.reduce import take_first
 from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature, batch_signature, explain_change
 from towerjax.mesh.devices import bound_in_flight
 from towerjax.mesh.interrupt import InterruptGuard
-from towerjax.mesh.placement import Placement
+from towerjax.mesh.placement import (
+    DEVICE_AXIS,
+    Placement,
+    are_placed,
+    place_own,
+    wait_on_cpus,
+)
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.step.proving import Proof, Proving, Recipe
@@ -23,11 +30,12 @@ from towerjax.towers.executors import (
     compile_on_devices,
     fingerprint_of_program,
     lower_on_devices,
+    over_devices,
     refuse_devices_in_tower,
     shapes_of,
 )
-from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import listed
+from towerjax.types import Layout, PyTree, named_leaves
+from towerjax.types.leaves import key_data, like_key, listed
 
 _MOST_PROGRAMS = 8
 
@@ -187,7 +195,7 @@ class Runner:
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results of the program for this batch."""
-        program = self.program(first, batch)
+        program, batch = self.program(first, batch), send_shared(batch)
         if self.recipe.donate and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
@@ -208,6 +216,38 @@ class Runner:
         if self._on_cpus:  # the next call may donate out[0]
             bound_in_flight(self.placement.devices, *out[1:], out[0])
         return out
+
+
+def send_shared(batch: PlacedBatch) -> PlacedBatch:
+    """The batch with the first process's values of what each one holds on its host."""
+    placement, layout = batch.placement, Layout.MIRRORED
+    if placement.num_processes == 1:
+        return batch
+    leaves, treedef = jax.tree.flatten(batch.args[2])
+    own = {
+        i: place_own(x, placement, layout)
+        for i, x in enumerate(leaves)
+        if not are_placed(x, placement, layout)
+    }
+    if not own:
+        return batch
+    for i, x in wait_on_cpus(_first_of(own, placement)).items():
+        leaves[i] = x
+    args = (*batch.args[:2], treedef.unflatten(leaves), *batch.args[3:])
+    return dataclasses.replace(batch, args=args)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first_of(values: PyTree, placement: Placement) -> PyTree:
+    """The first device's copies, on all."""
+
+    def of_device(values: PyTree) -> PyTree:
+        number = jax.lax.axis_index(DEVICE_AXIS)
+        return jax.tree.map(lambda x: take_first(x, number, (DEVICE_AXIS,)), values)
+
+    layout = Layout.MIRRORED
+    first = over_devices(of_device, placement, (layout,), layout)
+    return jax.tree.map(like_key, first(jax.tree.map(key_data, values)), values)
 
 
 def _refuse_stored_tracers(traced: Any) -> None:

@@ -19,7 +19,7 @@ from towerjax.step.engine import Engine, Guard, OnNonfinite
 from towerjax.step.faults import Place
 from towerjax.step.gradient import refusing_tangents
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.program import Program, Runner, prepare, send_shared
 from towerjax.step.proving import Proof, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
@@ -248,7 +248,7 @@ class Step(CompiledStep):
           (1, 'params/w', 'gradient', 'infinity')
         """
         placement = self.strategy.placement
-        state, placed = self.start(state), self.place_batch(batch)
+        state, placed = self.start(state), send_shared(self.place_batch(batch))
         number = step_number(state) if number is None else number
         at = place(np.asarray(number).astype(np.int32), placement, Layout.MIRRORED)
         if placed.num_steps is not None:

@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import Jaxpr
 
 from towerjax.mesh.placement import Placement
+from towerjax.step.program import send_shared
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import CompiledCollective, Shape, collectives_of, parse
 from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
@@ -195,7 +196,7 @@ def report_on(
     """The report on a step's program; ``split`` makes a placed state its arguments."""
     check_whole("timed_calls", timed_calls, 0)
     if timed_calls:
-        batch = step.place_batch(batch)
+        batch = send_shared(step.place_batch(batch))
     program, placement = step.program(state, batch), step.strategy.placement
     of_step = program.call, program.jaxpr, [*program.recipe.in_layouts]
     report = _make_report(*of_step, placement, program.seconds)
