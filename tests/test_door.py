@@ -297,7 +297,7 @@ def test_parameters_that_lie_right_are_not_copied_for_an_evaluation(state):
     )
     host = np.arange(8, dtype=np.float32) + 1
     params = train.init(host).params
-    assert evaluate._model_of(params).params is params
+    assert evaluate.place(params).params is params
     for given in (params, host, params, jnp.asarray(host)):
         found = evaluate(given, rows())["mean"].value
         np.testing.assert_allclose(found, rows()["x"].mean(), rtol=1e-6)

@@ -398,9 +398,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
 
 def collectives(model, mode):
     step = model._step(mode, _SPEC_PARTS[mode], None, None)
-    runner, state = step.runner(model.init(start()))
-    program = runner.program(state, step.place_batch(batch(16)))
-    text = program.call.as_text()
+    text = step.program(model.init(start()), batch(16)).call.as_text()
     names = "|".join(COLLECTIVES)
     return re.findall(rf" ({names})(?:-start)?\(", text), text
 

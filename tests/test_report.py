@@ -318,6 +318,28 @@ def test_an_evaluation_has_a_report():
     assert found.memory.not_donated == () and found.timing.calls == 1
 
 
+def test_a_model_has_a_report_in_each_mode():
+    def model_fn(variables, features, labels, mode, tower):
+        y = features["x"] @ variables["w"]
+        if mode is tj.estimator.Mode.PREDICT:
+            return tj.estimator.ModelSpec(mode, predictions={"y": y})
+        loss = tj.Weighted.mean((y - labels) ** 2, tower.weight)
+        return tj.estimator.ModelSpec(mode, loss=loss)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=tj.Mirrored(devices(2)))
+    values = {"w": np.ones((IN, 2), np.float32)}
+    labelled = {"features": batch(6), "labels": np.ones((6, 2), np.float32)}
+    for step, given, sent in (
+        (model.eval_step(), labelled, 8),
+        (model.predict_step(), {"features": batch(6)}, 0),
+    ):
+        found = step.report(values, given, timed_calls=1)
+        assert found.flops.matmul == 2 * 3 * IN * 2
+        assert sum(c.bytes for c in found.collectives) == sent
+        assert found.memory.by_kind["parameters"] == 4 * IN * 2
+        assert found.memory.not_donated == () and found.timing.calls == 1
+
+
 # Bytes are in the comments; the loop inside holds 400 more than what it is given.
 SCHEDULE = """HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}) }
 

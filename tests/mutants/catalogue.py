@@ -309,8 +309,8 @@ REGISTRY = (
         "the towers' predictions are joined in another order",
         "step.inference:InferenceStep.__call__",
         "on_every_process(own, self.strategy.placement)",
-        "jax.tree.map(lambda x: np.concatenate(\n"
-        "        np.split(x, self.strategy.num_towers)[::-1]), own)",
+        "jax.tree.map(lambda x: jnp.concatenate(\n"
+        "        jnp.split(x, self.strategy.num_towers)[::-1]), own)",
         _EXACT,
     ),
     _m(

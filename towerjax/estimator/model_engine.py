@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
@@ -30,15 +29,21 @@ from towerjax.estimator.variables import (
     spread,
     store,
 )
-from towerjax.mesh.placement import TowerAxes, on_every_process, place
+from towerjax.mesh.placement import TowerAxes, on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.caller import Caller
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Engine, Outcome, join_metrics
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
-from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout, split_state
+from towerjax.step.state import (
+    KEPT_LAYOUT,
+    TrainState,
+    donated_layout,
+    split_state,
+)
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.train import next_extra
@@ -270,55 +275,49 @@ class ModelTrainStep(Step):
         after, metrics, guarded = super().dispatch(state, batch)
         return store(after, self.strategy.placement, self._policy), metrics, guarded
 
-    def _ready(self, state: Any, runner: Runner) -> TrainState:
+    def start(self, state: Any) -> TrainState:
+        """As `Step.start`; variables that are kept elsewhere are copied first."""
         check_is_state(state, MAKE_STATE)
-        return super()._ready(spread(state, self.strategy, self._policy), runner)
+        return super().start(spread(state, self.strategy, self._policy))
 
 
-class ModelStep:
+class ModelStep(Caller):
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
 
     def __init__(self, engine: ModelEngine, placer: Placer) -> None:
-        self._engine, self._placer = engine, placer
-        self._runners: dict[Any, Runner] = {}  # one for each type of the variables
+        self._engine, strategy, options = engine, engine.strategy, engine.options
+        self._policy = engine.model_options.variable_placement
+        donated, trains = donated_layout(strategy), engine.mode is Mode.TRAIN
+        kept = {"kept" if trains else "counters": KEPT_LAYOUT}
+        ins = {"state": donated, **kept, **BATCH_LAYOUT}
+        out = (donated, KEPT_LAYOUT, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
+        recipe = Recipe(engine.run, ins, out, donate=options.donate and trains)
+        super().__init__(recipe, strategy, placer, options.max_programs)
 
-    @functools.cached_property
-    def _counters(self) -> PyTree:
-        """The step number and the key of variables that are no `TrainState`."""
-        counters = (np.int32(0), jax.random.key(0))
-        return place(counters, self._placer.placement, Layout.MIRRORED)
+    def start(self, state: PyTree) -> TrainState:
+        """The variables as a state, on all devices."""
+        variables = as_state(state, *self._counters)
+        return spread(variables, self.strategy, self._policy)
 
-    def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers."""
-        return self._placer.place(batch)
+    place = start
 
-    def runner(self, variables: PyTree) -> tuple[Runner, tuple[Any, Any]]:
-        """The runner for such variables, and those on all devices as its argument."""
-        engine = self._engine
-        strategy, policy = engine.strategy, engine.model_options.variable_placement
-        state = spread(as_state(variables, *self._counters), strategy, policy)
-        key = batch_signature(state)
+    def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
+        batch.refuse_several()
+        key = batch_signature(state)  # a runner for each type of the variables
         if key not in self._runners:
-            donated, trains = donated_layout(strategy), engine.mode is Mode.TRAIN
-            ins = {"state": donated, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
-            out = (donated, KEPT_LAYOUT, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
-            donate, most = engine.options.donate and trains, engine.options.max_programs
-            recipe = Recipe(engine.run, ins, out, donate=donate)
-            runner = Runner(recipe, strategy.placement, max_programs=most)
-            self._runners[key] = runner
-        return self._runners[key], split_state(state)
+            self._runners[key] = self._run(self._runner.recipe)
+        return self._runners[key]
 
     def spec(self, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
-        runner, state = self.runner(variables)
-        *after, parts = runner(state, batch)
-        placement, names = self._placer.placement, ("predictions", "export_outputs")
+        state, placement = self.start(variables), self.strategy.placement
+        *after, parts = self._runner_for(state, batch)(split_state(state), batch)
+        names = "predictions", "export_outputs"
         outputs = on_every_process([parts[name] for name in names], placement)
         parts |= zip(names, concat_outputs(outputs, batch), strict=True)
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
-            policy = self._engine.model_options.variable_placement
-            parts["train_op"] = store(after, placement, policy)
+            parts["train_op"] = store(after, placement, self._policy)
         return ModelSpec(self._engine.mode, hooks=tuple(self._engine.hooks), **parts)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:

@@ -2,19 +2,24 @@
 
 import dataclasses
 import enum
+import functools
 import itertools
 from typing import Any
 
 import jax
 
 from towerjax.mesh.devices import Device, host_device
-from towerjax.mesh.placement import Placement, has_sharding, place
+from towerjax.mesh.placement import Placement, has_sharding
 from towerjax.step.state import TrainState, state_layout
-from towerjax.step.state_checks import check_not_donated, check_num_towers
+from towerjax.step.state_checks import (
+    check_not_donated,
+    check_num_towers,
+    place_others,
+)
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, is_local
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import is_key, parts_of, put_parts, refuse_unheld
+from towerjax.types.leaves import is_key, parts_of, put_parts
 
 
 @jax.tree_util.register_static
@@ -107,33 +112,24 @@ def spread(
     placement, layout = strategy.placement, state_layout(strategy)
     check_num_towers(state, placement.num_towers)
     check_not_donated(state)
-    leaves, treedef = jax.tree.flatten(state)
-    expected = jax.tree.leaves(placement.shardings(layout, state))
-    layouts = jax.tree.leaves(jax.tree.broadcast(layout, state))
-    away, copies = [], {}
-    for i, (x, sharding) in enumerate(zip(leaves, expected, strict=True)):
-        if has_sharding(x, sharding) and x.committed:
-            continue
-        if not _is_stored(x, layouts[i], policy):
-            away.append(i)
-            continue
-        if id(x) not in copies:  # an array that is in the tree twice is copied once
-            copies[id(x)] = _copy_to_all(x, placement)
-        leaves[i] = copies[id(x)]
-    if away:
-        refuse_unheld("variables", state)
-        arrays, at = zip(*[(leaves[i], layouts[i]) for i in away], strict=True)
-        for i, leaf in zip(away, place(arrays, placement, at), strict=True):
-            leaves[i] = leaf
-    return treedef.unflatten(leaves)
+    if policy is not VariablePlacement.MIRRORED:
+        copy = functools.partial(_copy_stored, placement=placement, copies={})
+        state = jax.tree.map(copy, state, jax.tree.broadcast(layout, state))
+    return place_others(state, placement, layout, "variables", own=True)
 
 
-def _is_stored(x: Any, layout: Layout, policy: VariablePlacement) -> bool:
-    """Whether `store` has put the array on one device."""
-    if policy is VariablePlacement.MIRRORED or layout is not Layout.MIRRORED:
-        return False
+def _copy_stored(
+    x: Any, layout: Layout, *, placement: Placement, copies: dict[int, Any]
+) -> Any:
+    """What `store` has put on one device, mirrored; else the leaf itself."""
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
-    return is_kept and len(x.sharding.device_set) == 1
+    is_stored = is_kept and len(x.sharding.device_set) == 1
+    is_here = has_sharding(x, placement.sharding(Layout.MIRRORED))
+    if is_here or not is_stored or layout is not Layout.MIRRORED:
+        return x
+    if id(x) not in copies:  # an array that is in the tree twice is copied once
+        copies[id(x)] = _copy_to_all(x, placement)
+    return copies[id(x)]
 
 
 def _copy_to_all(x: jax.Array, placement: Placement) -> jax.Array:

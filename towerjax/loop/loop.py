@@ -25,8 +25,8 @@ from towerjax.mesh.processes import require_same
 from towerjax.step.checking import error_of, is_refused, verdict_of
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
-from towerjax.step.inference import place_params
-from towerjax.step.state import TrainState, step_number
+from towerjax.step.state import TrainState, state_layout, step_number
+from towerjax.step.state_checks import place_others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +298,8 @@ class Loop:
         given = self._options.eval_params(self.state)
         if isinstance(given, TrainState):
             return given
-        params = place_params(given, self._step.strategy)
+        placement, at = self._step.strategy.placement, state_layout(self._step.strategy)
+        params = place_others(given, placement, at.params, "params")
         return dataclasses.replace(self.state, params=params)
 
     def _check_enough(self) -> None:

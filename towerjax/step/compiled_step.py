@@ -1,7 +1,6 @@
 """A compiled step: its options, and calling it with a checked state and batch."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
@@ -10,30 +9,25 @@ import jax
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
+from towerjax.step.caller import Caller
 from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
-from towerjax.step.program import Program, Runner
+from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
-from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.state import (
     KEPT_LAYOUT,
     TrainState,
     donated_layout,
     join_state,
-    split_state,
     state_layout,
 )
 from towerjax.step.state_checks import (
     check_is_state,
-    check_like,
     check_made_for,
     check_num_towers,
-    is_usable,
-    with_numbers_placed,
 )
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
-from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import cast_ints, check_choice, check_flag, check_whole
 
 
@@ -74,7 +68,7 @@ class StepOptions:
             )
 
 
-class CompiledStep:
+class CompiledStep(Caller):
     """A pure training step: ``(state, batch) -> (state, metrics)``.
 
     Compiled at its first call, once. Subclasses make its state.
@@ -88,17 +82,17 @@ class CompiledStep:
         *,
         layout: dict[str, Layout] | None = None,
     ) -> None:
-        self.strategy, self.options = strategy, options
+        self.options = options
         layout, one = layout or donated_layout(strategy), Layout.MIRRORED
         ins = {"state": layout, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
         out = Outcome(layout, one, {"one": one, "own": Layout.PER_TOWER}, one, one)
-        self._runner = self._run(Recipe(step, ins, out, donate=options.donate))
-        self._repeated: dict[int, Runner] = {}
-        self._placer = Placer(
+        placer = Placer(
             strategy.placement,
             remainder=options.remainder,
             micro_batches=options.micro_batches,
         )
+        recipe = Recipe(step, ins, out, donate=options.donate)
+        super().__init__(recipe, strategy, placer, options.max_programs)
         self._verdicts = Verdicts(
             strategy.placement, refusals=options.on_nonfinite == "raise"
         )
@@ -106,27 +100,16 @@ class CompiledStep:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.strategy}, {self.options})"
 
-    def _run(self, recipe: Recipe) -> Runner:
-        max_programs = self.options.max_programs
-        return Runner(recipe, self.strategy.placement, max_programs=max_programs)
+    def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
+        steps = batch.num_steps
+        if steps is None:
+            return self._runner
+        if steps not in self._runners:
+            self._runners[steps] = self._run(repeated_recipe(self._runner.recipe))
+        return self._runners[steps]
 
     def _check(self, state: Any) -> None:
         check_made_for(state, self.strategy.placement, state_layout(self.strategy))
-
-    def start(self, state: TrainState) -> TrainState:
-        """The state to start a loop from: the same, its numbers on the devices.
-
-        Args:
-          state: On the step's devices, but for numbers.
-
-        Returns:
-          The state.
-
-        Raises:
-          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
-            variables have another number of towers.
-        """
-        return self._ready(state, self._runner)
 
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
@@ -145,20 +128,6 @@ class CompiledStep:
         placed = place(state, self.strategy.placement, state_layout(self.strategy))
         self._check(placed)
         return placed
-
-    def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers.
-
-        Args:
-          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
-
-        Returns:
-          A ``PlacedBatch``, which the step takes as it takes a batch.
-
-        Raises:
-          ValueError: The batch is malformed, or does not divide.
-        """
-        return self._placer.place(batch)
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call that does them all.
@@ -188,63 +157,6 @@ class CompiledStep:
         """
         self._placer.expect(sizes)
 
-    def program(self, state: TrainState, batch: PyTree) -> Program:
-        """The compiled program for such a batch; compiles it if need be.
-
-        Args:
-          state: The state.
-          batch: A global batch, or one placed before.
-
-        Returns:
-          A ``Program``: ``.call.as_text()`` is the compiler's own text.
-        """
-        batch = self.place_batch(batch)
-        runner = self._runner_for(batch)
-        return runner.program(split_state(self._ready(state, runner)), batch)
-
-    def _ready(self, state: Any, runner: Runner) -> TrainState:
-        """The state checked, its numbers placed on the devices."""
-        check_is_state(state)
-        refuse_traced(state)
-        expected = self._before_first_call(state)
-        for program in itertools.islice(runner.programs.values(), 1):
-            expected = _state_shapes(program)
-        placed = with_numbers_placed(state, self.strategy.placement, expected)
-        self._check(placed)
-        return placed
-
-    def _before_first_call(self, state: TrainState) -> TrainState:
-        """A state of the dtypes that the step expects, as far as they are known."""
-        return state
-
-    def report(
-        self, state: TrainState, batch: PyTree, *, timed_calls: int = 0
-    ) -> StepReport:
-        """What the compiler made of the step for such a batch.
-
-        Args:
-          state: The state; it is kept. For absent devices shapes: of parameters, or
-            what ``step.shapes`` gives.
-          batch: A global batch, or one placed before; for absent devices shapes.
-          timed_calls: So many calls are timed, on a copy of the state, which needs
-            its memory once more; 0 times none.
-
-        Returns:
-          A `StepReport`: collectives, FLOPs, memory, buffers, times.
-
-        Raises:
-          ValueError: As a step's call.
-        """
-        return report_on(self, state, batch, timed_calls, split=split_state)
-
-    def _runner_for(self, batch: PlacedBatch) -> Runner:
-        steps = batch.num_steps
-        if steps is None:
-            return self._runner
-        if steps not in self._repeated:
-            self._repeated[steps] = self._run(repeated_recipe(self._runner.recipe))
-        return self._repeated[steps]
-
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], Any]:
@@ -260,25 +172,9 @@ class CompiledStep:
           ``Checked`` of that. For stacked batches metrics and ``guarded`` are
           ``[K]``, of which the first so many count.
         """
-        runner = self._runner_for(batch)
-        several = self.strategy.placement.num_processes > 1
-        if several or batch.signature not in runner.programs or not is_usable(state):
-            # Several processes might each give numbers of their own: take the first's.
-            state = self._ready(state, runner)
-        try:
-            out = runner(split_state(state), batch)
-        except (TypeError, ValueError):
-            if not is_usable(state):  # the devices failed after they had taken it
-                raise
-            # JAX refuses a wrong state before it runs: name the leaf and the remedy.
-            placed = self._ready(state, runner)
-            if (program := runner.programs.get(batch.signature)) is not None:
-                check_like(placed, _state_shapes(program))
-            if placed is state:
-                raise
-            out = runner(split_state(placed), batch)
+        state, out = self._call(state, batch)
         own = out.metrics["own"]
-        if several and own:
+        if own:
             own = on_every_process(own, self.strategy.placement)
         metrics = {**out.metrics["one"], **own}
         guarded = metrics["loss"] if out.finite is None else out.finite
@@ -324,8 +220,3 @@ class CompiledStep:
           DesyncError: With a check: the devices' copies of the state differed.
         """
         self._verdicts.settle()
-
-
-def _state_shapes(program: Program) -> TrainState:
-    """The shapes of the state that a program was compiled for."""
-    return join_state(*program.call.args_info[0][:2])

@@ -1,24 +1,33 @@
 """Evaluation and prediction steps, which run towers and update nothing."""
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.mesh.placement import are_placed, on_every_process, place
-from towerjax.step import state_checks
+from towerjax.mesh.placement import on_every_process
+from towerjax.step.caller import Caller
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
-from towerjax.step.report.step_report import StepReport, report_on
 from towerjax.step.returned import fill_holes, without_padding
-from towerjax.step.state import TrainState, make_state, state_layout
+from towerjax.step.state import (
+    KEPT_LAYOUT,
+    TrainState,
+    donated_layout,
+    join_state,
+    make_state,
+    split_state,
+    state_layout,
+)
+from towerjax.step.state_checks import (
+    check_not_donated,
+    check_num_towers,
+    place_others,
+)
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
@@ -29,20 +38,10 @@ from towerjax.types.options import check_whole
 
 def _model_part(state: TrainState) -> TrainState:
     """The state without the fields that evaluation never reads."""
-    return dataclasses.replace(state, opt_state=(), seen=None, own=None)
+    return join_state(vars(state), {"opt_state": (), "seen": None, "own": None})
 
 
-def place_params(params: PyTree, strategy: Strategy) -> PyTree:
-    """Place parameters as in a state; they are not copied if they lie there already."""
-    refuse_traced(params)
-    refuse_unheld("params", params)
-    placement, layout = strategy.placement, state_layout(strategy).params
-    if are_placed(params, placement, layout):
-        return params
-    return place(params, placement, layout)
-
-
-class InferenceStep:
+class InferenceStep(Caller):
     """A pure step of `build_eval_step` or `build_predict_step`."""
 
     def __init__(
@@ -54,47 +53,40 @@ class InferenceStep:
     ) -> None:
         check_remainder(remainder)
         check_whole("max_programs", max_programs, or_none=True)
-        self.strategy, placement = strategy, strategy.placement
         one = Pass(tower_fn, strategy, reads_local=True)
 
-        def towers(run: Run, state: TrainState, *batch: PyTree) -> tuple[Any, Any]:
-            out = run(one, state, *batch, ())
+        def towers(run: Run, of_model: Any, counters: Any, *batch: PyTree) -> Any:
+            out = run(one, TrainState(**of_model, **counters), *batch, ())
             return out.merged, out.own
 
-        in_layouts = {"state": state_layout(strategy), **BATCH_LAYOUT}
+        # Not "kept", whose state is updated.
+        state = {"state": donated_layout(strategy), "counters": KEPT_LAYOUT}
         out_layouts = (Layout.MIRRORED, Layout.PER_TOWER)
-        recipe = Recipe(towers, in_layouts, out_layouts, donate=False)
-        self._runner = Runner(recipe, placement, max_programs=max_programs)
-        self._placer = Placer(placement, remainder=remainder)
+        recipe = Recipe(towers, state | BATCH_LAYOUT, out_layouts, donate=False)
+        placer = Placer(strategy.placement, remainder=remainder)
+        super().__init__(recipe, strategy, placer, max_programs)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.strategy})"
-
-    def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers."""
-        placed = self._placer.place(batch)
-        placed.refuse_several()
-        return placed
-
-    def place(self, state: Any) -> TrainState:
+    def start(self, state: Any) -> TrainState:
         """What evaluation reads of a state or of bare parameters, on the devices."""
-        return self._place(self._model_of(state))
+        refuse_traced(state)
+        if not isinstance(state, TrainState):
+            refuse_unheld("params", state)
+            step, rng = self._counters
+            state = TrainState(step, state, (), {}, rng)
+        model, strategy = _model_part(state), self.strategy
+        check_not_donated(model)
+        check_num_towers(model, strategy.num_towers)
+        return place_others(model, strategy.placement, state_layout(strategy), "state")
 
-    def _place(self, model: TrainState) -> TrainState:
-        """The model itself if it lies there already."""
-        refuse_traced(model)
-        state_checks.check_not_donated(model)
-        state_checks.check_num_towers(model, self.strategy.num_towers)
-        placement, layout = self.strategy.placement, state_layout(self.strategy)
-        here = are_placed(model, placement, layout)
-        return model if here else place(model, placement, layout)
+    place = start
 
-    def _model_of(self, state: Any) -> TrainState:
-        """What evaluation reads of a state; bare parameters are made a state."""
-        if isinstance(state, TrainState):
-            return _model_part(state)
-        step, rng = self._counters
-        return TrainState(step, place_params(state, self.strategy), (), {}, rng)
+    def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
+        batch.refuse_several()
+        return self._runner
+
+    def _shapes_of(self, state: Any) -> TrainState:
+        is_state = isinstance(state, TrainState)
+        return _model_part(state if is_state else make_state(1, state, (), shapes=True))
 
     @property
     def fn(self) -> Callable[[Any, PyTree], Any]:
@@ -105,48 +97,17 @@ class InferenceStep:
                 step, rng = jnp.int32(0), jax.random.key(0)
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
             placed = self._placer.fit_traced(batch)
-            tree, own = self._runner.trace((_model_part(state),), placed)
-            return _result(tree, own, placed)
+            first = split_state(_model_part(state))
+            return _result(*self._runner.trace(first, placed), placed)
 
         return fn
 
-    @functools.cached_property
-    def _counters(self) -> PyTree:
-        """The step number and the key that go with bare parameters."""
-        # The value is cached, so it must not be traced. A key has no explicit transfer.
-        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-            counters = (np.int32(0), jax.random.key(0))
-            return place(counters, self.strategy.placement, Layout.MIRRORED)
-
-    def program(self, state: Any, batch: PyTree) -> Program:
-        """The compiled program for such a batch; compiles it if need be."""
-        if self.strategy.placement.absent is not None:
-            if not isinstance(state, TrainState):
-                state = make_state(1, state, (), shapes=True)
-            args = (_model_part(state), *self._placer.shapes(batch))
-            return prepare(self._runner.recipe, self.strategy.placement, args)[1]()
-        model = self.place(state)
-        return self._runner.program((model,), self.place_batch(batch))
-
-    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
-        """What the compiler made of the step for such a batch."""
-        return report_on(self, state, batch, timed_calls, split=lambda model: (model,))
-
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""
-        batch = self.place_batch(batch)
-        model = self._model_of(state)
-        try:
-            tree, own = self._runner((model,), batch)
-        except (RuntimeError, TypeError, ValueError, IndexError):
-            # JAX refuses a donated state, and one of other devices or leaves.
-            placed = self._place(model)
-            if (program := self._runner.programs.get(batch.signature)) is not None:
-                state_checks.check_like(placed, program.call.args_info[0][0])
-            if placed is model:
-                raise
-            return self(placed, batch)
-        return _result(tree, on_every_process(own, self.strategy.placement), batch)
+        placed, is_state = self.place_batch(batch), isinstance(state, TrainState)
+        model = _model_part(state) if is_state else self.start(state)
+        _, (tree, own) = self._call(model, placed)
+        return _result(tree, on_every_process(own, self.strategy.placement), placed)
 
 
 def _result(tree: dict[str, PyTree], own: PyTree, batch: PlacedBatch) -> PyTree:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from towerjax.mesh.placement import place
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.engine import Outcome
-from towerjax.step.program import Runner
 from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step
@@ -97,6 +96,6 @@ class MembersStep(CompiledStep):
         now["step"] = kept["step"] + 1
         return Outcome(donated, now, {"one": metrics, "own": {}}, finite.all())
 
-    def _ready(self, state: Any, runner: Runner) -> TrainState:
+    def start(self, state: Any) -> TrainState:
         """The state itself: `begin` or a step made it, so nothing needs checking."""
         return state

@@ -12,13 +12,15 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
+from towerjax.collectives.base import KeepsState
 from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.update import OF_MODELS, trainable_flags
+from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.variables import check_tower_local, stack_local
-from towerjax.types import Layout, PyTree, leaf_name, named_leaves
+from towerjax.towers.variables import TowerLocal, check_tower_local, stack_local
+from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
 from towerjax.types.tables import leaf_table
 
@@ -220,6 +222,16 @@ def make_state(
     )
     as_arrays = functools.partial(jax.tree.map, jnp.asarray)
     return jax.eval_shape(as_arrays, state) if shapes else state
+
+
+def own_of_op(strategy: Strategy, params: PyTree) -> TowerLocal | None:
+    """Each tower's own first state of a cross-tower op that sums such a gradient."""
+    ops: Any = strategy.cross_tower_ops
+    own = ops.init_state(shapes_of(params)) if isinstance(ops, KeepsState) else None
+    if own is None:
+        return None
+    own = TowerLocal(own, Reduction.SUM, name="own")
+    return stack_local(own, strategy.num_towers)
 
 
 def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:

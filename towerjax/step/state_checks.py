@@ -1,4 +1,4 @@
-"""Check the state that a step is given, and place its numbers on the devices."""
+"""Check the state that a step is given, and place what of it lies elsewhere."""
 
 from typing import Any
 
@@ -12,6 +12,26 @@ from towerjax.step.state import TrainState, split_state
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
 from towerjax.types.tables import layout_of
+
+
+def place_others(
+    tree: PyTree, placement: Placement, layouts: PyTree, root: str, *, own: bool = False
+) -> PyTree:
+    """The tree, with the leaves placed that lie elsewhere; itself if there are none.
+
+    With ``own`` a leaf that JAX has put there by default is copied, too.
+    """
+
+    def if_elsewhere(x: Any, sharding: Any) -> Any:
+        is_there = has_sharding(x, sharding) and (x.committed or not own)
+        return None if is_there else x
+
+    others = jax.tree.map(if_elsewhere, tree, placement.shardings(layouts, tree))
+    if not jax.tree.leaves(others):
+        return tree
+    refuse_unheld(root, others)
+    placed = place(others, placement, layouts)
+    return jax.tree.map(lambda x, new: x if new is None else new, tree, placed)
 
 
 def with_numbers_placed(
@@ -67,7 +87,7 @@ def is_usable(state: Any) -> bool:
     while type(leaf) in (dict, list, tuple) and leaf:
         leaf = next(iter(leaf.values())) if type(leaf) is dict else leaf[0]
     if type(leaf) is not DeviceArray:
-        leaf = jax.tree.leaves(state.params)[0]
+        leaf = next(iter(jax.tree.leaves(state.params)), None)
     return type(leaf) is DeviceArray and not leaf.is_deleted()
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +14,14 @@ from towerjax.collectives.base import KeepsState
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import Remainder, batch_signature
 from towerjax.mesh.placement import place
+from towerjax.step.caller import state_taken_by
 from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
 from towerjax.step.faults import Place
 from towerjax.step.gradient import refusing_tangents
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Program, Runner, prepare, send_shared
+from towerjax.step.program import Runner, send_shared
 from towerjax.step.proving import Proof, prove
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
@@ -27,14 +29,18 @@ from towerjax.step.state import (
     check_params,
     init_state,
     make_state,
+    own_of_op,
     split_state,
     step_number,
 )
-from towerjax.step.state_checks import check_is_state, check_made
-from towerjax.towers.executors import shapes_of
+from towerjax.step.state_checks import (
+    check_is_state,
+    check_made,
+    with_numbers_placed,
+)
 from towerjax.towers.strategies import Strategy, check_roles
-from towerjax.towers.variables import TowerLocal, stack_local
-from towerjax.types import Layout, PyTree, Reduction
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import check_function
 
 
@@ -132,11 +138,31 @@ class Step(CompiledStep):
         makes = self._makes.items()
         return {name: jax.eval_shape(make, params) for name, make in makes}
 
-    def _before_first_call(self, state: TrainState) -> TrainState:
+    def start(self, state: TrainState) -> TrainState:
+        """The state to start a loop from: the same, its numbers on the devices.
+
+        Args:
+          state: On the step's devices, but for numbers.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
+            variables have another number of towers.
+        """
+        check_is_state(state)
+        refuse_traced(state)
         made = self._made(state.params)
         check_made(state, made)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        return dataclasses.replace(state, step=number, **made)
+        expected = dataclasses.replace(state, step=number, **made)
+        for runner in (self._runner, *self._runners.values()):
+            for program in itertools.islice(runner.programs.values(), 1):
+                expected = state_taken_by(program)
+        placed = with_numbers_placed(state, self.strategy.placement, expected)
+        self._check(placed)
+        return placed
 
     def check(
         self,
@@ -203,15 +229,8 @@ class Step(CompiledStep):
             made["opt_state"] = state.opt_state
         return dataclasses.replace(state, **made)
 
-    def program(self, state: TrainState, batch: PyTree) -> Program:
-        """The compiled program for such a batch; for absent devices from shapes."""
-        placement = self.strategy.placement
-        if placement.absent is None:
-            return super().program(state, batch)
-        if not isinstance(state, TrainState):
-            state = self.shapes(state)
-        args = (*split_state(state), *self._placer.shapes(batch))
-        return prepare(self._runner.recipe, placement, args)[1]()
+    def _shapes_of(self, state: Any) -> TrainState:
+        return state if isinstance(state, TrainState) else self.shapes(state)
 
     def locate(
         self,
@@ -274,16 +293,6 @@ def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:
     args = take(placed.args[:3])
     signature = batch_signature(args[0], args[2])
     return dataclasses.replace(placed, args=args, signature=signature)
-
-
-def own_of_op(strategy: Strategy, params: PyTree) -> TowerLocal | None:
-    """Each tower's own first state of a cross-tower op that sums such a gradient."""
-    ops: Any = strategy.cross_tower_ops
-    own = ops.init_state(shapes_of(params)) if isinstance(ops, KeepsState) else None
-    if own is None:
-        return None
-    own = TowerLocal(own, Reduction.SUM, name="own")
-    return stack_local(own, strategy.num_towers)
 
 
 def engine_of(

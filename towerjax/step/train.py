@@ -18,8 +18,8 @@ from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.rounds import Rounds
-from towerjax.step.state import TrainState
-from towerjax.step.step import Step, engine_of, own_of_op
+from towerjax.step.state import TrainState, own_of_op
+from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import (
     Trainable,

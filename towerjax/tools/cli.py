@@ -9,8 +9,7 @@ from typing import Any
 
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
-from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.inference import InferenceStep
+from towerjax.step.caller import Caller
 from towerjax.tools import shell
 from towerjax.tools.bench.protocol import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
@@ -107,7 +106,7 @@ def report(
     """
     given = (Mirrored(devices=_devices_of(on)),) if on else ()
     match shell.call_named(make_step, *given):
-        case (CompiledStep() | InferenceStep()) as step, state, batch:
+        case Caller() as step, state, batch:
             found = step.report(state, batch, timed_calls=timed_calls)
         case _:
             raise ValueError(

@@ -125,7 +125,7 @@ def memory_of(
 def _name_and_kind(root: str, path: str) -> tuple[str, str]:
     """A leaf's name and kind: ``state['params']['w']`` is ``params['w']``."""
     found = _IN_GROUP.match(path)
-    if root in ("state", "kept") and found:
+    if root in ("state", "kept", "counters") and found:
         return found[1] + found[2], _GROUPS.get(found[1], "other")
     return root + path, _GROUPS.get(root, "other")
 

@@ -15,6 +15,7 @@ from towerjax.step.program import send_shared
 from towerjax.step.report.flops import Flops, flops_of
 from towerjax.step.report.hlo import CompiledCollective, Shape, collectives_of, parse
 from towerjax.step.report.memory import Alive, Buffer, Memory, alive_at_peak, memory_of
+from towerjax.step.state import split_state
 from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
@@ -185,15 +186,8 @@ def report_of(
     return _make_report(compiled, traced.jaxpr.jaxpr, names, placement, seconds)
 
 
-def report_on(
-    step: Any,
-    state: PyTree,
-    batch: PyTree,
-    timed_calls: int,
-    *,
-    split: Callable[[PyTree], tuple[Any, ...]],
-) -> StepReport:
-    """The report on a step's program; ``split`` makes a placed state its arguments."""
+def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> StepReport:
+    """The report on a step's program."""
     check_whole("timed_calls", timed_calls, 0)
     if timed_calls:
         batch = send_shared(step.place_batch(batch))
@@ -202,10 +196,10 @@ def report_on(
     report = _make_report(*of_step, placement, program.seconds)
     if not timed_calls:
         return report
-    first, *rest = split(step.place(state))
+    first, kept = split_state(step.place(state))
 
     def call(first: Any) -> Any:
-        out = program.call(first, *rest, *batch.args)
+        out = program.call(first, kept, *batch.args)
         return (out[0] if program.recipe.donate else first), out
 
     return dataclasses.replace(report, timing=time_calls(call, first, timed_calls))

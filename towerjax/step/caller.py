@@ -1,0 +1,139 @@
+"""Call programs: check and place a state and a batch, compile once, and call."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.mesh.placement import place
+from towerjax.step.program import Program, Runner, prepare
+from towerjax.step.proving import Recipe
+from towerjax.step.report.step_report import StepReport, report_on
+from towerjax.step.state import TrainState, join_state, split_state
+from towerjax.step.state_checks import check_like, is_usable
+from towerjax.towers.strategies import Strategy
+from towerjax.types import Layout, PyTree
+
+
+class Caller:
+    """Calls the programs of a recipe with states and batches from anywhere.
+
+    A kind of step says what a state is, by `start`, and which runner has the programs
+    for a state and a batch, by `_runner_for`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        strategy: Strategy,
+        placer: Placer,
+        max_programs: int | None,
+    ) -> None:
+        self.strategy, self._placer = strategy, placer
+        self._max_programs = max_programs
+        self._runner = self._run(recipe)
+        self._runners: dict[Any, Runner] = {}  # others, made when they are needed
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.strategy})"
+
+    def _run(self, recipe: Recipe) -> Runner:
+        placement = self.strategy.placement
+        return Runner(recipe, placement, max_programs=self._max_programs)
+
+    def start(self, state: Any) -> TrainState:
+        """The state checked and placed; itself, if that changes nothing."""
+        raise NotImplementedError
+
+    def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
+        """The runner that has the programs for such a state and batch."""
+        raise NotImplementedError
+
+    def _shapes_of(self, state: Any) -> TrainState:
+        """The shapes of a state of absent devices, or of one with these parameters."""
+        return state
+
+    @functools.cached_property
+    def _counters(self) -> PyTree:
+        """The step number and the key that go with what is no state."""
+        # The value is cached, so it must not be traced. A key has no explicit transfer.
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+            counters = (np.int32(0), jax.random.key(0))
+            return place(counters, self.strategy.placement, Layout.MIRRORED)
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          A ``PlacedBatch``, which the step takes as it takes a batch.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        return self._placer.place(batch)
+
+    def program(self, state: Any, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be.
+
+        Args:
+          state: The state; for absent devices its shapes, or those of parameters.
+          batch: A global batch, or one placed before; for absent devices shapes.
+
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        placement = self.strategy.placement
+        if placement.absent is not None:
+            first = split_state(self._shapes_of(state))
+            args = (*first, *self._placer.shapes(batch))
+            return prepare(self._runner.recipe, placement, args)[1]()
+        state, placed = self.start(state), self.place_batch(batch)
+        return self._runner_for(state, placed).program(split_state(state), placed)
+
+    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
+        """What the compiler made of the step for such a batch.
+
+        Args:
+          state: The state; it is kept. For absent devices shapes: of parameters, or
+            what ``step.shapes`` gives.
+          batch: A global batch, or one placed before; for absent devices shapes.
+          timed_calls: So many calls are timed, on a copy of the state, which needs
+            its memory once more; 0 times none.
+
+        Returns:
+          A `StepReport`: collectives, FLOPs, memory, buffers, times.
+
+        Raises:
+          ValueError: As a step's call.
+        """
+        return report_on(self, state, batch, timed_calls)
+
+    def _call(self, state: Any, batch: PlacedBatch) -> tuple[TrainState, Any]:
+        """The state as it was given to the program, and the results."""
+        runner = self._runner_for(state, batch)
+        several = self.strategy.placement.num_processes > 1
+        if several or batch.signature not in runner.programs or not is_usable(state):
+            # Several processes might each give numbers of their own: take the first's.
+            state = self.start(state)
+        try:
+            return state, runner(split_state(state), batch)
+        except (RuntimeError, TypeError, ValueError):
+            if not is_usable(state):  # the devices failed after they had taken it
+                raise
+            # JAX refuses a wrong state before it runs: name the leaf and the remedy.
+            placed = self.start(state)
+            if (program := runner.programs.get(batch.signature)) is not None:
+                check_like(placed, state_taken_by(program))
+            if placed is state:
+                raise
+            return placed, runner(split_state(placed), batch)
+
+
+def state_taken_by(program: Program) -> TrainState:
+    """The shapes of the state that a program was compiled for."""
+    return join_state(*program.call.args_info[0][:2])
