@@ -499,7 +499,7 @@ ENTRY %main (x: bf16[3,8,16], w: bf16[3,16,4], y: f32[2,9,9,5]) -> f32[6] {
 
 def test_what_is_taken_over_stands_in_the_header():
     module = parse(GPU)
-    assert module.aliased == {0}
+    assert module.aliased == {0: 0}
     assert str(module.parameters[1].shapes[0]) == "bf16[3,16,4]"
 
 

@@ -5,13 +5,15 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from towerjax.proof.equation import format_line, is_library
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_OPERATION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPERATION = re.compile(
+    r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, .*)?$"
+)
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)"
 )
@@ -23,6 +25,10 @@ _NO_WORK = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all".split()
 )
 _WHERE_STEPS_ARE_MADE = str(Path(__file__).parents[1] / "program.py")
+
+
+Frame: TypeAlias = tuple[str, int, str, int]
+"""``(file, line, function, number)``, the last of the frame around it, or 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Module:
     computations: dict[str, dict[str, Operation]]  # operations in order
     entry: str
     roots: dict[str, str]  # computation -> the operation that is its result
-    frames: dict[int, tuple[str, int, str, int]]  # (file, line, function, around or 0)
+    frames: dict[int, Frame]
 
     @property
     def parameters(self) -> list[Operation]:
@@ -100,10 +106,10 @@ class Module:
         return self.computations[self.entry][self.roots[self.entry]].shapes
 
     @property
-    def aliased(self) -> frozenset[int]:
-        """The arguments whose buffers results take over, by number."""
-        pairs = re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}", self.header)
-        return frozenset(int(number) for number in pairs)
+    def aliased(self) -> dict[int, int]:
+        """Result -> the argument whose buffer it takes over, both by number."""
+        pairs = re.findall(r"\{(\d*)\}: \((\d+), \{", self.header)
+        return {int(result or 0): int(argument) for result, argument in pairs}
 
     @property
     def num_devices(self) -> int:
@@ -125,76 +131,58 @@ class Module:
 
 def parse(text: str) -> Module:
     """A compiled program's text, taken apart."""
-    lines = text.splitlines()
-    computations, roots, entry = {}, {}, ""
-    inside: dict[str, Operation] = {}
-    for line in lines[1:]:
+    header, *lines = text.splitlines()
+    computations: dict[str, dict[str, Operation]] = {}
+    roots, within, entry = {}, "", ""
+    for line in lines:
         if head := _HEAD.match(line):
-            inside = computations[head[2]] = {}
-            name = head[2]
-            entry = name if head[1] else entry
-        elif (found := _OPERATION.match(line)) and computations:
-            inside[found[2]] = _operation(found[2], found[3], inside)
-            if found[1]:
-                roots[name] = found[2]
-    return Module(lines[0], computations, entry, roots, _frames(text))
+            within = head[2]
+            computations[within] = {}
+            entry = within if head[1] else entry
+        elif found := _OPERATION.match(line):
+            is_root, name, results, opcode, inside, rest = found.groups("")
+            before, names = computations[within], re.findall(r"%([\w.\-]+)", inside)
+            before[name] = Operation(
+                name,
+                opcode,
+                tuple(Shape(x, _numbers(dims)) for x, dims in _SHAPE.findall(results)),
+                operands=tuple(names or inside.split()),
+                inputs=tuple(shape for x in names for shape in before[x].shapes),
+                attributes=rest,
+            )
+            if is_root:
+                roots[within] = name
+    return Module(header, computations, entry, roots, _frames(text))
 
 
-def _operation(name: str, text: str, before: dict[str, Operation]) -> Operation:
-    """Parse what follows ``%name =``."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    shapes = tuple(
-        Shape(m[1], tuple(map(int, re.findall(r"\d+", m[2]))))
-        for m in _SHAPE.finditer(text[:end])
-    )
-    opening = text.index("(", end)
-    opcode, closing = text[end:opening].strip(), _closing(text, opening)
-    inside, attributes = text[opening + 1 : closing], text[closing + 1 :]
-    if opcode in ("parameter", "constant"):
-        return Operation(name, opcode, shapes, (inside,), (), attributes)
-    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    inputs = tuple(shape for operand in operands for shape in before[operand].shapes)
-    return Operation(name, opcode, shapes, operands, inputs, attributes)
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _closing(text: str, opening: int) -> int:
-    """The position of the bracket that closes one."""
-    depth = 0
-    for i in range(opening, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i
-    raise ValueError(f"A bracket does not close in the compiler's text: {text[:120]}")
-
-
-def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
-    """The tables at the head of the text; empty where there are none."""
-    tables = {
-        name: dict(re.findall(r"^(\d+) (.*)$", body, re.MULTILINE))
-        for name, body in re.findall(
-            r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)",
-            text,
-            re.MULTILINE,
-        )
+def _frames(text: str) -> dict[int, Frame]:
+    """The tables at the head of the text, joined; empty where there are none."""
+    tables: Any = {
+        name: {int(i): _row(row) for i, row in re.findall(r"(\d+) (.*)\n", body)}
+        for name, body in re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", text, re.MULTILINE)
     }
-    frames = tables.get("StackFrames", {})
+    frames, functions = (tables.get(x, {}) for x in ("StackFrames", "FunctionNames"))
     # Some versions print parents one higher, so that 0 is "none": frame 1 has none.
-    shift = int(_fields(frames.get("1", "")).get("parent_frame_id") == "1")
+    shift = int(frames.get(1, {}).get("parent_frame_id") == 1)
     found = {}
     for i, frame in frames.items():
-        fields = _fields(frame)
-        place = _fields(tables["FileLocations"][fields["file_location_id"]])
-        file = tables["FileNames"][place["file_name_id"]].strip('"')
-        names = tables.get("FunctionNames", {})
-        function = names.get(place.get("function_name_id", ""), "").strip('"')
-        parent = int(fields.get("parent_frame_id", 0)) - shift
-        around = parent if 0 < parent < int(i) else 0
-        found[int(i)] = (file, int(place["line"]), function, around)
+        place = tables["FileLocations"][frame["file_location_id"]]
+        file = tables["FileNames"][place["file_name_id"]]
+        function = functions.get(place.get("function_name_id"), "")
+        parent = frame.get("parent_frame_id", 0) - shift
+        found[i] = (file, place["line"], function, parent if parent < i else 0)
     return found
 
 
-def _fields(text: str) -> dict[str, str]:
-    return dict(re.findall(r"(\w+)=(\d+)", text))
+def _row(text: str) -> Any:
+    """A name in quotes, or numbers by name."""
+    if text.startswith('"'):
+        return text.strip('"')
+    return {name: int(x) for name, x in re.findall(r"(\w+)=(\d+)", text)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,15 +210,12 @@ def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
     all-to-all ``b (n - 1) / n``; all-gather ``b (n - 1)``; a permute or broadcast
     ``b``.
     """
-    others = num_devices - 1
-    if others <= 0:
+    if num_devices < 2:
         return 0
-    if opcode == "all-gather":
-        return operand_bytes * others
     if opcode in ("collective-permute", "collective-broadcast"):
         return operand_bytes
-    rounds = 2 if opcode == "all-reduce" else 1
-    return -(-rounds * operand_bytes * others // num_devices)
+    rounds = {"all-reduce": 2, "all-gather": num_devices}.get(opcode, 1)
+    return -(-rounds * operand_bytes * (num_devices - 1) // num_devices)
 
 
 def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:

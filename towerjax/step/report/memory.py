@@ -87,7 +87,7 @@ def memory_of(
 ) -> Memory:
     """The `Memory` of one device; argument ``i`` is called ``roots[i]``."""
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    read, taken_over = read_arguments(compiled), module.aliased
+    read, taken_over = read_arguments(compiled), {*module.aliased.values()}
     # The last parameters: tokens, if there are any, are the first.
     first = len(module.parameters) - len(read)
     shapes = {
@@ -202,30 +202,25 @@ def _last_uses(module: Module, computation: str) -> dict[Output, int]:
     there, root = module.computations[computation], module.roots[computation]
     parts: dict[str, list[frozenset[Output]]] = {}
     last_uses: dict[Output, int] = {}
-    is_entry = computation == module.entry
     for position, op in enumerate(there.values()):
-        given = [parts[name] for name in op.operands if name in parts]
+        given = sum((parts[name] for name in op.operands if name in parts), [])
         if op.opcode in _VIEWS or op.opcode.endswith("-done"):
-            parts[op.name] = _view(op, sum(given, []))
+            parts[op.name] = _view(op, given)
             continue
-        parts[op.name] = [frozenset(((op.name, i),)) for i in range(len(op.shapes))]
-        for key in frozenset[Output]().union(*sum(given, [])):
-            if key in last_uses:
-                last_uses[key] = max(last_uses[key], position)
-        if op.opcode != "constant" and (is_entry or op.opcode != "parameter"):
-            end = len(there) if op.opcode == "parameter" else position
-            last_uses |= {(op.name, i): end for i in range(len(op.shapes))}
-    for key in frozenset[Output]().union(*parts[root]):
-        if key in last_uses:
-            last_uses[key] = len(there)
-    taken = [*range(len(parts[root]))]
-    if is_entry:
-        taken = [int(x or 0) for x in re.findall(r"\{(\d*)\}: \(\d+, ", module.header)]
-    for index in taken:
-        for name, part in parts[root][index]:
-            if there[name].opcode != "parameter":
-                last_uses.pop((name, part), None)
-    return last_uses
+        own = [{(op.name, i)} for i in range(len(op.shapes))]
+        parts[op.name] = [frozenset(x if op.opcode != "constant" else ()) for x in own]
+        used = frozenset[Output]().union(*given, *parts[op.name])
+        last_uses |= dict.fromkeys(used, position)
+    is_entry = computation == module.entry
+    results, found = frozenset[Output]().union(*parts[root]), {}
+    reused = module.aliased if is_entry else range(len(parts[root]))
+    elsewhere = frozenset[Output]().union(*(parts[root][i] for i in reused))
+    for key, end in last_uses.items():
+        is_argument = there[key[0]].opcode == "parameter"
+        has_own = is_entry if is_argument else key not in elsewhere
+        if has_own:
+            found[key] = len(there) if is_argument or key in results else end
+    return found
 
 
 def _view(op: Operation, given: list[frozenset[Output]]) -> list[frozenset[Output]]:
