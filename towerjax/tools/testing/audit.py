@@ -1,6 +1,7 @@
 """Check that a loss function gives the same on any number of towers."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -106,9 +107,6 @@ class SplitError(Portable, AssertionError):
 Leaves: TypeAlias = dict[str, np.ndarray]
 """Name -> what a step gave there."""
 
-# By the names of dtypes in a jaxpr: eight times the dtype's epsilon.
-_RTOLS = {":f16[": 8 * 2.0**-10, ":bf16[": 8 * 2.0**-7}
-
 
 def assert_replicates(
     loss_fn: LossFn,
@@ -173,49 +171,79 @@ def assert_replicates(
       ...     [finding.leaf for finding in error.findings]
       ['gradient', 'loss']
     """
-    towers, examples = check_wholes("towers", towers), len(feed.batches(batch, 1))
+    towers = tuple(dict.fromkeys(check_wholes("towers", towers)))
+    examples = len(feed.batches(batch, 1))
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
-    ignores = isinstance(rng, str)
-    if ignores:
+    if ignores := isinstance(rng, str):
         check_choice("rng", rng, ("ignore",))
     key: Any = jax.random.key(0) if rng is None or ignores else rng
-    audited = _Audit(
-        loss_fn, params, local, extra, loss_reduction, padding, examples, key
-    )
+
+    @functools.cache
+    def step_of(number: int) -> TrainStep:
+        return _make_step(loss_fn, loss_reduction, number, examples if padding else 0)
+
+    def begin(number: int, key: Any) -> TrainState:
+        return step_of(number).init(params, rng=key, local=local, extra=extra)
+
+    def run(number: int, rows: PyTree, key: Any = key) -> dict[str, Any]:
+        return _outcome(*step_of(number)(begin(number, key), rows))
+
     permuted = next(feed.batches(batch, examples, seed=0))
     with jax.default_matmul_precision("highest"):
-        alone = audited.step(1)
-        found = audited.run(alone, batch)
+        found = run(1, batch)
         expected = {name: x for name, x in found.items() if x is not None}
         _refuse_nonfinite(expected)
-        random = audited.random_leaves(alone, batch, expected) if ignores else set()
-        runs = {}
-        for number in towers:
-            step = alone if number == 1 else audited.step(number)
-            for split, rows in (("in order", batch), ("permuted", permuted)):
-                runs[number, split] = audited.run(step, rows)
+        drawn = run(1, batch, jax.random.fold_in(key, 1)) if ignores else expected
+        random = _changed(drawn, expected)
+        runs = {
+            (number, split): run(number, rows)
+            for number in towers
+            for split, rows in (("in order", batch), ("permuted", permuted))
+        }
         if rtol is None:
-            rtol = audited.rtol(alone, batch)
+            rtol = _rtol(step_of(1).program(begin(1, key), batch).jaxpr)
     compared = sorted(expected.keys() - random)
+    left_out = (*sorted(random), *(x for x in found if x not in expected))
     findings = [_worst_finding(name, runs, expected) for name in compared]
     if bad := [finding for finding in findings if finding.relative > rtol]:
         raise SplitError(bad)
     largest = max(findings, key=lambda x: x.relative)
-    return AuditReport(
-        tuple(dict.fromkeys(towers)),
-        examples,
-        splits=len(runs),
-        compared=tuple(compared),
-        not_compared=(*sorted(random), *(x for x in found if x not in expected)),
-        largest=largest.relative,
-        largest_leaf=largest.leaf,
+    of_all = (towers, examples, len(runs), tuple(compared), left_out)
+    return AuditReport(*of_all, largest.relative, largest.leaf)
+
+
+def _make_step(
+    loss_fn: LossFn, reduction: Reduction | None, towers: int, padded: int
+) -> TrainStep:
+    """A step that keeps its gradient; of ``padded`` rows each tower has other many."""
+    step = build_train_step(
+        loss_fn,
+        optax.GradientTransformation(lambda params: params, lambda g, *_: (g, g)),
+        Mirrored(devices=(jax.local_devices()[0],), towers=towers),
+        loss_reduction=reduction,
+        remainder="pad" if padded else "error",
+        on_nonfinite="ignore",
+        donate=False,
     )
+    if padded and towers > 1:  # a mean of means is right for equal row counts
+        step.expect_batch_rows([towers * (padded // towers + 1)])
+    return step
 
 
-def _keep(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
-    """The update of an optimizer whose state is the last gradient."""
-    return updates, updates
+def _outcome(state: TrainState, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Gradient, loss, metrics and other state after one step, by leaf name.
+
+    None stands for a leaf that has no one value to compare.
+    """
+    found = named_leaves("gradient", state.opt_state)
+    found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
+    found += named_leaves("extra", state.extra)
+    for name, variable in named_leaves("local", state.local, is_leaf=is_local):
+        has_one = variable.reduction is not Reduction.NONE
+        value = read_local(variable) if has_one else variable.value
+        found += [(n, x if has_one else None) for n, x in named_leaves(name, value)]
+    return {name: _as_reals(x) for name, x in found}
 
 
 def _as_reals(x: Any) -> np.ndarray | None:
@@ -226,71 +254,21 @@ def _as_reals(x: Any) -> np.ndarray | None:
     return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Audit:
-    """Makes and runs train steps of a loss function for any number of towers."""
-
-    loss_fn: LossFn
-    params: PyTree
-    local: PyTree
-    extra: PyTree
-    reduction: Reduction | None
-    padding: bool
-    examples: int
-    key: jax.Array
-
-    def step(self, towers: int) -> TrainStep:
-        """A train step of ``towers`` towers, which have unequally many rows."""
-        step = build_train_step(
-            self.loss_fn,
-            optax.GradientTransformation(lambda params: params, _keep),
-            Mirrored(devices=(jax.local_devices()[0],), towers=towers),
-            loss_reduction=self.reduction,
-            remainder="pad" if self.padding else "error",
-            on_nonfinite="ignore",
-            donate=False,
+def _changed(drawn: Leaves, expected: Leaves) -> set[str]:
+    """The names of the leaves that another key changes."""
+    random = {name for name, x in expected.items() if gaps(drawn[name], x).any()}
+    if random == expected.keys():
+        raise ValueError(
+            "rng='ignore' leaves nothing to compare: every leaf changes with"
+            " tower.rng. Switch that off, or draw from keys that lie in the batch."
         )
-        if self.padding and towers > 1:  # a mean of means is right for equal row counts
-            step.expect_batch_rows([towers * (self.examples // towers + 1)])
-        return step
+    return random
 
-    def init(self, step: TrainStep) -> TrainState:
-        """The state before the step."""
-        return step.init(self.params, rng=self.key, local=self.local, extra=self.extra)
 
-    def run(self, step: TrainStep, batch: PyTree) -> dict[str, Any]:
-        """Gradient, loss, metrics and other state after one step, by leaf name.
-
-        None stands for a leaf that has no one value to compare.
-        """
-        state, metrics = step(self.init(step), batch)
-        found = named_leaves("gradient", state.opt_state)
-        found += [("loss", metrics.pop("loss")), *named_leaves("metrics", metrics)]
-        found += named_leaves("extra", state.extra)
-        for name, variable in named_leaves("local", state.local, is_leaf=is_local):
-            has_one = variable.reduction is not Reduction.NONE
-            value = read_local(variable) if has_one else variable.value
-            found += [(n, x if has_one else None) for n, x in named_leaves(name, value)]
-        return {name: _as_reals(x) for name, x in found}
-
-    def random_leaves(
-        self, step: TrainStep, batch: PyTree, expected: Leaves
-    ) -> set[str]:
-        """The names of the leaves that another key changes."""
-        other = dataclasses.replace(self, key=jax.random.fold_in(self.key, 1))
-        drawn = other.run(step, batch)
-        random = {name for name, x in expected.items() if gaps(drawn[name], x).any()}
-        if random == expected.keys():
-            raise ValueError(
-                "rng='ignore' leaves nothing to compare: every leaf changes with"
-                " tower.rng. Switch that off, or draw from keys that lie in the batch."
-            )
-        return random
-
-    def rtol(self, step: TrainStep, batch: PyTree) -> float:
-        """The tolerance for rounding, by the narrowest dtype of the traced step."""
-        text = str(step.program(self.init(step), batch).jaxpr)
-        return max([1e-4, *(rtol for dtype, rtol in _RTOLS.items() if dtype in text)])
+def _rtol(jaxpr: Any) -> float:
+    """The tolerance for rounding: eight times the epsilon of the narrowest dtype."""
+    text, rtols = str(jaxpr), {":bf16[": 8 * 2.0**-7, ":f16[": 8 * 2.0**-10}
+    return next((rtol for dtype, rtol in rtols.items() if dtype in text), 1e-4)
 
 
 def _worst_finding(
