@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -17,9 +17,9 @@ from towerjax.loop.progress import choose_display
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
 from towerjax.step.members import MembersStep
+from towerjax.step.report.step_report import time_calls
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
-from towerjax.tools.bench.protocol import in_turns
 from towerjax.tools.sweep.result import (
     Config,
     Line,
@@ -35,7 +35,7 @@ from towerjax.types.options import check_choice, check_function
 
 Order = Literal["fastest", "together", "in_turn"]
 Build = Callable[..., tuple[Step, TrainState]]
-_MEASURED_STEPS, _ROUNDS = 5, 2  # after one round, which compiles
+_CALLS, _ROUNDS = 5, 3  # after one round, which compiles
 
 
 def sweep(
@@ -224,9 +224,8 @@ class _Program:
             for x in (each[0], numbers)
         )
         if order == "fastest":
-            both = [self._timed(together, numbers), self._timed(alone, each[0])]
-            times = in_turns(both, rounds=1 + _ROUNDS, calls=1)[1:, :, 0].min(axis=0)
-            is_faster = times[0] < len(members) * times[1]
+            seconds = self._seconds(together, numbers), self._seconds(alone, each[0])
+            is_faster = seconds[0] < len(members) * seconds[1]
             order = "together" if is_faster else "in_turn"
         if order == "together":
             yield from self._train_and_record(together, numbers, members, order)
@@ -234,16 +233,10 @@ class _Program:
         for one, config in zip(each, members, strict=True):
             yield from self._train_and_record(alone, one, [config], order)
 
-    def _timed(self, step: MembersStep, numbers: Any) -> Any:
-        """An order of training to time: ``run()`` does a few more calls of the step."""
-        state = step.begin(numbers)
-
-        def few() -> Any:
-            nonlocal state
-            state, _ = self._run(step, state, _MEASURED_STEPS * self.steps_per_call)
-            return state
-
-        return types.SimpleNamespace(run=few)
+    def _seconds(self, step: MembersStep, numbers: Any) -> float:
+        """The time of a few calls of a step, compiled before."""
+        few = functools.partial(self._run, step, few=_CALLS * self.steps_per_call)
+        return time_calls(few, step.begin(numbers), _ROUNDS).step_s
 
     def _run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
         """Run all steps, or the first few; return ``(state, history)``."""

@@ -216,7 +216,7 @@ def assert_replicates(
 def _make_step(
     loss_fn: LossFn, reduction: Reduction | None, towers: int, padded: int
 ) -> TrainStep:
-    """A step that keeps its gradient; of ``padded`` rows each tower has other many."""
+    """A step whose state keeps its gradient; ``padded`` rows are split unevenly."""
     step = build_train_step(
         loss_fn,
         optax.GradientTransformation(lambda params: params, lambda g, *_: (g, g)),
