@@ -62,19 +62,16 @@ class Memory:
     @property
     def total(self) -> int:
         """Arguments, results, temporaries and code; aliased buffers count once."""
-        results = self.results - self.aliased
-        return self.arguments + results + self.temporaries + self.code
+        return sum(self.by_kind.values())
 
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes of arguments by kind, and of the rest; together they are `total`."""
-        found: dict[str, int] = collections.defaultdict(int)
+        found = dict.fromkeys((buffer.kind for buffer in self.buffers), 0)
         for buffer in self.buffers:
             found[buffer.kind] += buffer.bytes
-        found["results not aliased"] = self.results - self.aliased
-        found["temporaries"] = self.temporaries
-        found["code"] = self.code
-        return dict(found)
+        others = {"temporaries": self.temporaries, "code": self.code}
+        return {**found, "results not aliased": self.results - self.aliased, **others}
 
     @property
     def not_donated(self) -> tuple[Buffer, ...]:
@@ -90,26 +87,26 @@ def memory_of(
     read, taken_over = read_arguments(compiled), {*module.aliased.values()}
     # The last parameters: tokens, if there are any, are the first.
     first = len(module.parameters) - len(read)
-    shapes = {
-        i: x.shapes[0] for i, x in zip(read, module.parameters[first:], strict=True)
-    }
-    aliased = {i for at, i in enumerate(read, first) if at in taken_over}
+    given = dict(zip(read, module.parameters[first:], strict=True))
     results = collections.Counter(module.results)
-    donated = collections.Counter(shapes[i] for i in read if leaves[i][1].donated)
+    donated = collections.Counter(
+        op.shapes[0] for i, op in given.items() if leaves[i][1].donated
+    )
     buffers = []
     for number, (path, info) in enumerate(leaves):
-        root, below = roots[int(path[1].idx)], leaf_name("", path[2:])
-        shape = shapes.get(number, Shape(str(info.dtype), tuple(info.shape)))
-        size = shape.bytes if number in shapes else 0
+        op, root = given.get(number), roots[int(path[1].idx)]
+        shape = op.shapes[0] if op else Shape(str(info.dtype), tuple(info.shape))
+        aliased = op is not None and int(op.operands[0]) in taken_over
         why_not = ""
-        if info.donated and number not in shapes:
+        if info.donated and not op:
             why_not = "the program does not read it"
-        elif info.donated and number not in aliased:
+        elif info.donated and not aliased:
             why_not = _reason(shape, donated[shape], results[shape])
-        elif root == "state" and "kept" in roots and number in shapes:
-            why_not = "donate=False" * (not info.donated)
-        names, given = _name_and_kind(root, below), (shape.dtype, shape.dims, size)
-        buffers.append(Buffer(*names, *given, info.donated, number in aliased, why_not))
+        elif not info.donated and op and root == "state" and "kept" in roots:
+            why_not = "donate=False"
+        names = _name_and_kind(root, leaf_name("", path[2:]))
+        sizes = (shape.dtype, shape.dims, shape.bytes if op else 0)
+        buffers.append(Buffer(*names, *sizes, info.donated, aliased, why_not))
     analysis = compiled.memory_analysis()
     return Memory(
         buffers=tuple(buffers),

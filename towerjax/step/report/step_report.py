@@ -127,12 +127,10 @@ class SideBySide(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """What is shown."""
-        both = zip(_figures(self.step), _figures(self.other), strict=True)
-        rows = tuple((what, ours, theirs) for (what, ours), (_, theirs) in both)
-        title = _title(self.step)
-        if (other := _title(self.other)) != title:
-            title += f", beside {other}"
-        return (Table(title, ("what", "step", "other"), rows),)
+        step, other = _figures(self.step), _figures(self.other)
+        rows = tuple((what, shown, other[what]) for what, shown in step.items())
+        titles = dict.fromkeys([_title(self.step), _title(self.other)])
+        return (Table(", beside ".join(titles), ("what", "step", "other"), rows),)
 
 
 def report_of(
@@ -237,31 +235,31 @@ def _title(report: StepReport) -> str:
     )
 
 
-def _figures(report: StepReport) -> list[tuple[str, str]]:
-    """``(what, figure)`` of each figure that is one number."""
+def _figures(report: StepReport) -> dict[str, str]:
+    """Each figure that is one number, as shown."""
     flops, sent = report.flops, report.collectives
-    return [
-        ("matrix products and convolutions", in_flops(flops.matmul)),
-        ("other float arithmetic", in_flops(flops.other)),
-        ("collectives", f"{sum(found.trips for found in sent)}"),
-        ("sent", in_bytes(report.bytes_sent)),
-        ("read and written meanwhile", in_bytes(sum(found.beside for found in sent))),
-        ("arguments", in_bytes(report.memory.arguments)),
-        ("held at most", in_bytes(report.memory.peak)),
-        ("fused kernels", f"{report.kernels}"),
-        ("tracing, proving and compiling", in_seconds(report.compile_s)),
-    ]
+    return {
+        "matrix products and convolutions": in_flops(flops.matmul),
+        "other float arithmetic": in_flops(flops.other),
+        "collectives": f"{sum(found.trips for found in sent)}",
+        "sent": in_bytes(report.bytes_sent),
+        "read and written meanwhile": in_bytes(sum(found.beside for found in sent)),
+        "arguments": in_bytes(report.memory.arguments),
+        "held at most": in_bytes(report.memory.peak),
+        "fused kernels": f"{report.kernels}",
+        "tracing, proving and compiling": in_seconds(report.compile_s),
+    }
 
 
 def _step_table(report: StepReport) -> Table:
-    rows, flops, timing = _figures(report), report.flops, report.timing
+    figures, flops, timing = _figures(report), report.flops, report.timing
     if timing is not None:
-        rows.append(("host, until a call returns", in_seconds(timing.dispatch_s)))
-        rows.append(("until it is done", in_seconds(timing.step_s)))
+        figures["host, until a call returns"] = in_seconds(timing.dispatch_s)
+        figures["until it is done"] = in_seconds(timing.step_s)
         if not flops.notes:
-            rows.append(("achieved", in_flops(flops.total / timing.step_s) + "/s"))
-    note = "; ".join(flops.notes)
-    return Table(_title(report), ("what", "how much"), tuple(rows), note)
+            figures["achieved"] = in_flops(flops.total / timing.step_s) + "/s"
+    head, rows = ("what", "how much"), tuple(figures.items())
+    return Table(_title(report), head, rows, "; ".join(flops.notes))
 
 
 def _collectives_table(report: StepReport) -> Table:
@@ -290,19 +288,19 @@ def _schedule_text(found: CompiledCollective) -> str:
 
 
 def _memory_table(memory: Memory) -> Table:
-    rows = [(kind, in_bytes(size)) for kind, size in memory.by_kind.items()]
-    rows.append(("together", in_bytes(memory.total)))
+    sizes = {**memory.by_kind, "together": memory.total}
+    rows = tuple((kind, in_bytes(size)) for kind, size in sizes.items())
     note = f"The most at once: {in_bytes(memory.peak)}"
     if memory.capacity is not None:
         fits = "fits" if memory.fits else "does not fit"
         note += f", which {fits} in {in_bytes(memory.capacity)}"
     note += f". {in_bytes(memory.aliased)} of the results take over arguments' buffers."
-    return Table("Memory of a device", ("kind", "bytes"), tuple(rows), note)
+    return Table("Memory of a device", ("kind", "bytes"), rows, note)
 
 
 def _peak_table(values: tuple[Alive, ...]) -> Table:
-    rows = tuple((x.name, x.shape, in_bytes(x.bytes), x.line) for x in values)
     head = ("value", "on a device", "bytes", "where")
+    rows = tuple((x.name, x.shape, in_bytes(x.bytes), x.line) for x in values)
     return Table("Largest when most is held", head, rows)
 
 
