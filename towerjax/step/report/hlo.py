@@ -162,7 +162,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _frames(text: str) -> dict[int, Frame]:
     """The tables at the head of the text, joined; empty where there are none."""
     tables: Any = {
-        name: {int(i): _row(row) for i, row in re.findall(r"(\d+) (.*)\n", body)}
+        name: {int(i): _table_row(row) for i, row in re.findall(r"(\d+) (.*)\n", body)}
         for name, body in re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", text, re.MULTILINE)
     }
     frames, functions = (tables.get(x, {}) for x in ("StackFrames", "FunctionNames"))
@@ -178,7 +178,7 @@ def _frames(text: str) -> dict[int, Frame]:
     return found
 
 
-def _row(text: str) -> Any:
+def _table_row(text: str) -> Any:
     """A name in quotes, or numbers by name."""
     if text.startswith('"'):
         return text.strip('"')
