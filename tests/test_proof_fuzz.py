@@ -10,7 +10,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from towerjax.proof.analysis import analyse
-from towerjax.proof.equation import open_jaxpr
 
 AXIS, T = "device", 4
 ROWS = [[0, 1], [2, 3]]
@@ -215,13 +214,10 @@ def several(seeds):
     sharded = jax.shard_map(
         tower, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P(AXIS), check_vma=False
     )
-    traced = jax.jit(sharded).trace(*data(0))
-    (eqn,) = traced.jaxpr.eqns
-    body = open_jaxpr(eqn.params["jaxpr"])
-    closed_over = len(body.invars) - 2
-    inputs = [None] * (closed_over + 1) + ["x"]
-    found = analyse(body, inputs, AXIS, T, constants=closed_over)
-    return traced.lower().compile(), found
+    w, x = data(0)
+    traced = jax.make_jaxpr(tower, axis_env=[(AXIS, T)])(w, x[:1])
+    found = analyse(traced, [None, "x"], AXIS, T)
+    return jax.jit(sharded).lower(w, x).compile(), found
 
 
 def data(seed):

@@ -1572,7 +1572,7 @@ ROUNDS = (
     _m(
         "Y04",
         "towers that go alone may meet in their loss",
-        "step.proving:Proving._prove",
+        "step.proving:_prove_pass",
         "if one.alone is not None:",
         "if False:",
         "test_sync.py::test_what_cannot_be_honoured_is_refused[meeting]",

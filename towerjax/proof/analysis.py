@@ -51,7 +51,6 @@ from towerjax.proof.marks import (
     use_of_weight,
 )
 from towerjax.proof.scale import (
-    CONSTANT,
     COUNTS_EACH_TOWER,
     GRADIENT_WEIGHT,
     HAS_EXAMPLES,
@@ -80,19 +79,17 @@ def analyse(
     axis: str | None,
     num_towers: int,
     *,
-    constants: int = 0,
     of_more_towers: Callable[[], Jaxpr | ClosedJaxpr] | None = None,
 ) -> Analysis:
     """Find what differs from tower to tower, what communicates, and what would hang.
 
     ``inputs`` has a name for each per-tower input, and None for one that is the same on
-    all; the first ``constants`` are constants. ``axis`` is that of the towers; None:
-    nothing differs. ``of_more_towers`` traces the function for another ``T``, which
-    shows the literals that may stand for ``T``.
+    all. ``axis`` is that of the towers; None: nothing differs. ``of_more_towers``
+    traces the function for another ``T``, which shows the literals that may stand for
+    ``T``.
     """
     body, along = open_jaxpr(jaxpr), NOTHING if axis is None else ALL
     ins = [Mark() if name is None else Mark(along, name) for name in inputs]
-    ins[:constants] = [mark._replace(scale=CONSTANT) for mark in ins[:constants]]
     context = Context(axis, num_towers, [])
     if of_more_towers is None:
         return _analyse_once(body, ins, context)

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
-from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
-from towerjax.proof.analysis import analyse, depends
+from towerjax.mesh.placement import Placement, TowerAxes
+from towerjax.proof.analysis import depends
 from towerjax.proof.findings import (
     Analysis,
     prove_mirrored,
     refuse_changed,
     refuse_collectives,
-    refuse_draws,
     refuse_factors,
     refuse_unknown,
 )
 from towerjax.proof.scale import TOWER_CALLS
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
-from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
+from towerjax.towers.executors import shapes_of, trace_one_tower
+from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
 from towerjax.types.leaves import has_tracers
 
@@ -64,39 +64,22 @@ class Proving:
 
     def __init__(self, placement: Placement, *, on_devices: bool) -> None:
         self._placement, self._on_devices = placement, on_devices
-        self._traced: dict[Any, tuple[Proof, PyTree, dict[Any, Any]]] = {}
+        self._proved: dict[Any, tuple[Proof, OnTowers]] = {}
 
     def __call__(self, one: Pass, *args: PyTree) -> PyTree:
         """The pass's results, as global values."""
         shapes = shapes_of(args)
         key = one, batch_signature(shapes)
-        if key not in self._traced:
-            self._traced[key] = self._prove(one, shapes)
-        _, out, towers = self._traced[key]
-        placement = self._placement
+        if key not in self._proved:
+            self._proved[key] = _prove_pass(one, shapes, self._placement)
+        _, towers = self._proved[key]
         if not self._on_devices:
-            return _zeros(out, one.out_layouts, placement.num_towers)
-        # The towers' program is the one that was proved.
-        axes = dataclasses.replace(placement.axes, traced=towers)
-        layouts = one.in_layouts, one.out_layouts
-        return over_devices(one.on_device(axes), placement, *layouts)(*args)
-
-    def _prove(self, one: Pass, args: PyTree) -> tuple[Proof, PyTree, dict[Any, Any]]:
-        placement, towers = self._placement, {}
-        axes = dataclasses.replace(placement.abstract_axes, traced=towers)
-        fn, layouts = one.on_device(axes), one.in_layouts
-        jaxpr, out = trace_one_tower(fn, axes, layouts, args)
-        proof = _prove_body(one, jaxpr, args, out, axes)
-        refuse_draws(proof.analysis, shared=placement.shares_devices)
-        if has_tracers(jaxpr.consts):
-            proof.unmasked()  # while the tracers live
-        if one.alone is not None:
-            refuse_collectives(proof.analysis)
-        return proof, out, towers
+            return _zeros(towers.out, one.out_layouts, self._placement.num_towers)
+        return towers.run(one.out_layouts, args)
 
     def proof(self) -> Proof:
         """The proof of all passes so far."""
-        proofs = [proof for proof, *_ in self._traced.values()]
+        proofs = [proof for proof, _ in self._proved.values()]
         analysis = Analysis.concat([proof.analysis for proof in proofs])
         return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
 
@@ -112,36 +95,33 @@ def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(zeros, jax.tree.broadcast(layouts, out), out)
 
 
-def _prove_body(
-    one: Pass, body: Any, args: PyTree, out: PyTree, axes: TowerAxes
-) -> Proof:
-    is_free = axes.num_towers == 1 and one.of_state
+def _prove_pass(
+    one: Pass, args: PyTree, placement: Placement
+) -> tuple[Proof, OnTowers]:
+    """Trace a pass on all towers, and prove what it declares mirrored."""
     inputs = _names_where(PassArgs._fields, one.in_layouts, args, mirrored=False)
+    inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
+    is_free = placement.num_towers == 1 and one.of_state
+    given = one.on_device, placement, one.in_layouts, args, inputs
+    towers = OnTowers(*given, is_free=is_free)
+    found, body = towers.found, towers.jaxpr
     # The leaves of what towers return have names of their own.
     parts = ("", *PassResult._fields[1:])
-    outputs = _names_where(parts, one.out_layouts, out, mirrored=True)
-    # Arrays that the user's function closes over come first; all towers have the same.
-    closed_over = len(body.in_avals) - len(inputs)
-    axis = None if is_free else DEVICE_AXIS
-    inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
-
-    def of_more_towers() -> Any:
-        more = dataclasses.replace(axes, num_devices=2 * axes.num_towers, num_local=1)
-        fn, size = one.on_device(more), axes.num_towers
-        return trace_one_tower(fn, more, one.in_layouts, args, args_of=size)[0]
-
-    how: Any = {"constants": closed_over, "of_more_towers": of_more_towers}
-    names = [None] * closed_over + inputs
-    found = analyse(body, names, axis, axes.num_towers, **how)
+    outputs = _names_where(parts, one.out_layouts, towers.out, mirrored=True)
     if one.alone is None:
         refuse_factors(found)
         refuse_changed(found)
     prove_mirrored(found, outputs, advice=one.advice)
     if one.weights == "summed":
-        unknown = depends(body, [None] * len(body.invars)).outputs
+        unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
         refuse_unknown([x for x, name in pairs if name is not None])
-    return Proof(found, functools.cache(lambda: _unmasked(one, args, axes)))
+    if one.alone is not None:
+        refuse_collectives(found)
+    proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
+    if has_tracers(body.consts):
+        proof.unmasked()  # while the tracers live
+    return proof, towers
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:

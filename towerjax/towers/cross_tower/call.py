@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.mesh.placement import (
-    DEVICE_AXIS,
     Placement,
     TowerAxes,
     place,
     place_rows,
     wait_on_cpus,
 )
-from towerjax.proof.analysis import analyse
-from towerjax.proof.findings import prove_mirrored, refuse_draws
+from towerjax.proof.findings import prove_mirrored
 from towerjax.towers.cross_tower.values import (
     as_native,
     copies_by_leaf,
@@ -33,11 +31,10 @@ from towerjax.towers.executors import (
     closed_over_kinds,
     in_tower_fn,
     is_inside_tower,
-    over_devices,
     run_traced,
-    trace_one_tower,
 )
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
@@ -70,21 +67,24 @@ class _Call:
     treedef: Any
     leaves: tuple[Any, ...]  # the kind of an array, or a constant
 
-    def on_device(
-        self, axes: TowerAxes, rows: list[Any], arrays: list[Any]
-    ) -> tuple[list[Any], Static]:
-        """Run a device's towers: their arrays ``[k, ...]``, and the other results."""
+    def on_device(self, axes: TowerAxes) -> Callable[..., tuple[list[Any], Static]]:
+        """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
 
-        def tower_fn(tower_id: jax.Array, row: list[Any]) -> tuple[PyTree, PyTree]:
+        def tower_fn(
+            tower_id: jax.Array, rows: list[Any], arrays: list[Any]
+        ) -> tuple[PyTree, PyTree]:
             tower = tower_of(self.strategy, axes, tower_id)
-            out = self._call_fn(tower, row[1:], arrays)
+            out = self._call_fn(tower, rows[1:], arrays)
             leaves, treedef = jax.tree.flatten(out)
             kinds = tuple(_kinds_of(out))
             pairs = zip(leaves, kinds, strict=True)
             arrays_out = [jnp.asarray(x) for x, kind in pairs if isinstance(kind, str)]
             return (), (arrays_out, Static((treedef, kinds)))
 
-        return over_local_towers(tower_fn, axes, rows, stack_sums=False)[1]
+        def run(rows: list[Any], arrays: list[Any]) -> tuple[list[Any], Static]:
+            return over_local_towers(tower_fn, axes, rows, arrays, stack_sums=False)[1]
+
+        return run
 
     def _call_fn(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> PyTree:
         pools = {_ROWS: iter(rows), _FREE: iter(arrays)}
@@ -94,41 +94,6 @@ class _Call:
         with in_tower_fn():
             return self.fn(tower, *args, **kwargs)
 
-    def prove(self, *values: list[Any]) -> TracedCall:
-        """Find the outputs that are mirrored; raise where one must be and is not."""
-        axes = self.placement.abstract_axes
-
-        def trace(axes: TowerAxes, **options: Any) -> Any:
-            on_device = functools.partial(self.on_device, axes)
-            return trace_one_tower(on_device, axes, _IN_LAYOUTS, values, **options)
-
-        def of_more_towers() -> Any:
-            more = dataclasses.replace(axes, num_devices=2 * axes.num_towers)
-            return trace(more, args_of=axes.num_towers)[0]
-
-        # Values that the function closes over are constants, the same on all towers.
-        jaxpr, (_, returned) = trace(axes)
-        is_pmap = self.placement.executor == "pmap" and self.placement.num_devices > 1
-        if is_pmap and has_tracers(jaxpr.consts):
-            # JAX would silently give each device a part of such a value.
-            raise ValueError(
-                "fn closes over a value of the jit, grad or scan around it, which"
-                " executor='pmap' cannot take. Pass it as an argument of fn."
-            )
-        rows, arrays = map(jax.tree.leaves, values)
-        names = ["argument"] * len(rows) + [None] * len(arrays)
-        towers = DEVICE_AXIS, axes.num_towers
-        found = analyse(jaxpr, names, *towers, of_more_towers=of_more_towers)
-        refuse_draws(found, shared=self.placement.shares_devices)
-        treedef, leaves = returned.value
-        kinds = [x for x in leaves if isinstance(x, str)]
-        variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
-        prove_mirrored(found, variables, advice=_ASSIGN)
-        pairs = zip(found.outputs, kinds, strict=True)
-        mirrored = tuple(x is None and kind != _ROWS for x, kind in pairs)
-        outputs = treedef, leaves, mirrored
-        return TracedCall(outputs, self, closed_over_kinds(jaxpr))
-
 
 # Kept, since the unused first argument sets the device of a call without others.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
@@ -136,16 +101,30 @@ def _run(
     call: _Call, rows: list[Any], arrays: list[Any]
 ) -> tuple[list[Any], TracedCall]:
     """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
-    outputs = call.prove(rows, arrays)
-    *_, mirrored = outputs.value
+    placement, args = call.placement, (rows, arrays)
+    names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
+    towers = OnTowers(call.on_device, placement, _IN_LAYOUTS, args, names)
+    by_pmap = placement.executor == "pmap" and placement.num_devices > 1
+    if by_pmap and has_tracers(towers.jaxpr.consts):
+        # JAX would silently give each device a part of such a value.
+        raise ValueError(
+            "fn closes over a value of the jit, grad or scan around it, which"
+            " executor='pmap' cannot take. Pass it as an argument of fn."
+        )
+    treedef, leaves = towers.out[1].value
+    kinds = [x for x in leaves if isinstance(x, str)]
+    variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
+    prove_mirrored(towers.found, variables, advice=_ASSIGN)
+    pairs = zip(towers.found.outputs, kinds, strict=True)
+    mirrored = [x is None and kind != _ROWS for x, kind in pairs]
+
+    def finish(out: tuple[list[Any], Static]) -> list[Any]:
+        return [x[0] if m else x for x, m in zip(out[0], mirrored, strict=True)]
+
     layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
-
-    def device_fn(rows: list[Any], arrays: list[Any]) -> list[Any]:
-        out, _ = call.on_device(call.placement.axes, rows, arrays)
-        return [x[0] if m else x for x, m in zip(out, mirrored, strict=True)]
-
-    run = over_devices(device_fn, call.placement, _IN_LAYOUTS, layouts)
-    return run(rows, arrays), outputs
+    closes_over = closed_over_kinds(towers.jaxpr)
+    outputs = TracedCall((treedef, leaves, mirrored), call, closes_over)
+    return towers.run(layouts, args, finish), outputs
 
 
 def call_for_each_tower(

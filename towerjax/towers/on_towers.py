@@ -1,0 +1,65 @@
+"""A function on all towers: passes of a step and call_for_each_tower are made of it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
+from towerjax.proof.analysis import analyse
+from towerjax.proof.findings import refuse_draws
+from towerjax.towers.executors import over_devices, trace_one_tower
+from towerjax.types import PyTree
+
+
+class OnTowers:
+    """A function on all towers: traced and analysed once, and then run on devices.
+
+    ``on_device(axes)`` is what a device runs. Of the leaves of ``args`` ``names`` names
+    those that towers have of their own. With ``is_free`` nothing is to be the same.
+
+    Attributes:
+      axes: Those of the same towers, each alone on a device, for another trace.
+      jaxpr: The program of one of these devices.
+      out: The shapes of its results.
+      found: What the analysis found.
+    """
+
+    def __init__(
+        self,
+        on_device: Callable[[TowerAxes], Callable[..., PyTree]],
+        placement: Placement,
+        in_layouts: Sequence[PyTree],
+        args: Sequence[PyTree],
+        names: Sequence[str | None],
+        *,
+        is_free: bool = False,
+    ) -> None:
+        def trace(axes: TowerAxes, **options: int) -> tuple[Any, PyTree]:
+            return trace_one_tower(on_device(axes), axes, in_layouts, args, **options)
+
+        def of_more_towers() -> Any:
+            more = dataclasses.replace(self.axes, num_devices=2 * axes.num_towers)
+            return trace(more, args_of=axes.num_towers)[0]
+
+        axes = dataclasses.replace(placement.abstract_axes, traced={})
+        self._on_device, self._placement = on_device, placement
+        self._in_layouts, self.axes = in_layouts, axes
+        self.jaxpr, self.out = trace(axes)
+        axis = None if is_free else DEVICE_AXIS
+        given = self.jaxpr, names, axis, axes.num_towers
+        self.found = analyse(*given, of_more_towers=of_more_towers)
+        refuse_draws(self.found, shared=placement.shares_devices)
+
+    def run(
+        self,
+        out_layouts: PyTree,
+        args: Sequence[PyTree],
+        finish: Callable[[PyTree], PyTree] = lambda out: out,
+    ) -> PyTree:
+        """``finish`` of a device's results, of all devices, as global values."""
+        # The towers' program is the one that was proved.
+        axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
+        device_fn = self._on_device(axes)
+        layouts = self._in_layouts, out_layouts
+        run = lambda *args: finish(device_fn(*args))  # noqa: E731
+        return over_devices(run, self._placement, *layouts)(*args)
