@@ -1053,8 +1053,8 @@ INPUT = (
         "I06",
         "the towers' elements change places",
         "data.distribute:_Rounds.build",
-        "trees = [_resized(x.tree, size) for x in taken]",
-        "trees = [_resized(x.tree, size) for x in taken][::-1]",
+        "trees = [shard.resize(x.tree, size) for x in taken]",
+        "trees = [shard.resize(x.tree, size) for x in taken][::-1]",
         "test_distribute.py::test_each_tower_takes_an_element[3-1]",
     ),
     _m(

@@ -127,7 +127,7 @@ class _Rounds:
     def build(self, taken: list[_Element], rows: int) -> PyTree:
         """The round, leaves ``[towers * rows, ...]``."""
         size = rows * self.towers // len(taken)
-        trees = [_resized(x.tree, size) for x in taken]
+        trees = [shard.resize(x.tree, size) for x in taken]
         if len(taken) > 1:
             trees = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)]
         sparse, parts = taken[0].sparse, self.options.micro_batches
@@ -140,12 +140,6 @@ class _Rounds:
         """``[towers]``: how many of each tower's rows are examples."""
         each = self.towers // len(sizes)
         return np.concatenate([shard.counts_of_towers(n, rows, each) for n in sizes])
-
-
-def _resized(batch: PyTree, size: int) -> PyTree:
-    if _is_empty(batch):
-        return jax.tree.map(lambda x: np.zeros((size, *x.shape[1:]), x.dtype), batch)
-    return shard.pad_rows(jax.tree.map(lambda x: x[:size], batch), size)
 
 
 def _is_empty(batch: PyTree) -> bool:

@@ -177,18 +177,37 @@ def fit_batch(
 ) -> tuple[PyTree, int]:
     """The batch, padded or cut so that ``shares`` divides it, and how many examples.
 
-    Under ``"pad"`` up to ``full_size`` examples are padded to that size. Padding, whose
-    weight is 0, repeats the last row, because a row of zeros may give NaN.
+    Under ``"pad"`` up to ``full_size`` examples are padded to that size. Padding has
+    weight 0.
     """
-    size = count_examples(batch)
+    rows, num_valid = _fitted_rows(batch, shares, remainder)
     refuse_wrapping(batch)
+    if remainder == "pad":
+        rows = max(rows, full_size)
+    return resize(batch, rows), num_valid
+
+
+def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
+    """The shapes that `fit_batch` would give."""
+    refuse_unheld("batch", batch, shapes=True)
+
+    def stand_in(x: Any) -> Any:  # passes the checks of a batch, takes no memory
+        has_shape = hasattr(x, "shape")
+        return np.broadcast_to(np.zeros((), np.bool_), x.shape) if has_shape else x
+
+    rows, _ = _fitted_rows(jax.tree.map(stand_in, batch), shares, remainder)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)), batch
+    )
+
+
+def _fitted_rows(batch: PyTree, shares: int, remainder: str) -> tuple[int, int]:
+    """To how many rows a batch is padded or cut, and how many of them are examples."""
+    size = count_examples(batch)
     over = size % shares
     if remainder == "pad":
-        target = full_size if size <= full_size else size + -size % shares
-        return pad_rows(batch, target), size
-    if over == 0:
-        return batch, size
-    if remainder == "error":
+        return size + -size % shares, size
+    if over and remainder == "error":
         name = named_leaves("batch", batch)[0][0]
         raise ValueError(
             f"{name} has {size} examples, which {shares} towers (times micro-batches)"
@@ -200,37 +219,24 @@ def fit_batch(
             f"remainder='drop' leaves nothing of a batch of {size} examples for"
             f" {shares} towers (times micro-batches). Use remainder='pad'."
         )
-    return jax.tree.map(lambda x: x[: size - over], batch), size - over
+    return size - over, size - over
 
 
-def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
-    """The shapes that `fit_batch` would give."""
-    refuse_unheld("batch", batch, shapes=True)
+def resize(batch: PyTree, rows: int) -> PyTree:
+    """The batch, cut to so many rows, or with its last row repeated up to them.
 
-    def stand_in(x: Any) -> Any:  # passes the checks of a batch, takes no memory
-        has_shape = hasattr(x, "shape")
-        return np.broadcast_to(np.zeros((), np.bool_), x.shape) if has_shape else x
+    A row of zeros may give NaN; a batch without rows is filled up with such rows.
+    """
 
-    size = count_examples(jax.tree.map(stand_in, batch))
-    rows_alone = jax.tree.map(lambda _: np.zeros(size, np.bool_), batch)
-    _, fitted = fit_batch(rows_alone, shares, remainder)
-    rows = fitted + -fitted % shares
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)), batch
-    )
-
-
-def pad_rows(batch: PyTree, size: int) -> PyTree:
-    """The batch with its last row repeated until it has ``size`` rows."""
-
-    def pad(x: Any) -> Any:
-        missing = size - x.shape[0]
-        if missing == 0:
-            return x
+    def one(x: Any) -> Any:
+        missing = rows - x.shape[0]
+        if missing <= 0:
+            return x[:rows] if missing else x
         library = jnp if isinstance(x, jax.Array) else np
-        return library.concatenate([x, library.repeat(x[-1:], missing, axis=0)])
+        last = x[-1:] if x.shape[0] else library.zeros((1, *x.shape[1:]), x.dtype)
+        return library.concatenate([x, library.repeat(last, missing, axis=0)])
 
-    return jax.tree.map(pad, batch)
+    return jax.tree.map(one, batch)
 
 
 def split_rows(batch: PyTree, num_towers: int) -> PyTree:

@@ -172,26 +172,27 @@ def jaxprs_in_params(eqn: JaxprEqn) -> list[Jaxpr | ClosedJaxpr]:
     return [x for x in param_leaves(params) if isinstance(x, (Jaxpr, ClosedJaxpr))]
 
 
+def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """A jaxpr and the jaxprs inside it."""
+    yield jaxpr
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for inner in jaxprs_in_params(eqn):
+            yield from all_jaxprs(inner)
+
+
 def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of its inner jaxprs."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in sub_jaxprs(eqn):
-            yield from all_eqns(inner)
+    return (eqn for each in all_jaxprs(jaxpr) for eqn in open_jaxpr(each).eqns)
 
 
 def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
     """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
-    if isinstance(jaxpr, ClosedJaxpr):
-        yield from jaxpr.consts
-        jaxpr = jaxpr.jaxpr
-    inside = [v for eqn in jaxpr.eqns for v in eqn.invars]
-    for var in [*inside, *jaxpr.outvars]:
-        if isinstance(var, Literal) and np.ndim(var.val):
-            yield var.val
-    for eqn in jaxpr.eqns:
-        for inner in jaxprs_in_params(eqn):
-            yield from arrays_in(inner)
+    for each in all_jaxprs(jaxpr):
+        body = open_jaxpr(each)
+        yield from getattr(each, "consts", ())
+        for var in [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]:
+            if isinstance(var, Literal) and np.ndim(var.val):
+                yield var.val
 
 
 def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:

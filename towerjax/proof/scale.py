@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.equation import Site, jaxprs_in_params, open_jaxpr
+from towerjax.proof.equation import Site, all_jaxprs, open_jaxpr
 
 SUMMED_BY_STEP = "towerjax.sums"
 """Name scope of the sums that a step itself makes: losses, gradients, metrics."""
@@ -117,34 +117,29 @@ def scale_of_sum(first: Scale, second: Scale) -> Scale:
 
 def varying_constants(
     jaxpr: Jaxpr | ClosedJaxpr, other: Jaxpr | ClosedJaxpr
-) -> set[tuple[int, int]] | None:
+) -> set[tuple[int, int]]:
     """The constants that differ for another number of towers: they may hold ``T``.
 
     Literals, by equation and operand; arrays, and results of another shape, by variable
-    or equation and -1. None where the programs differ in more.
+    or equation and -1. Raises a ValueError where the programs differ in more.
     """
     varying: set[tuple[int, int]] = set()
-    if isinstance(jaxpr, ClosedJaxpr) and isinstance(other, ClosedJaxpr):
-        arrays = zip(jaxpr.jaxpr.constvars, jaxpr.consts, other.consts, strict=True)
-        varying = {(id(x), -1) for x, one, two in arrays if not _equal(one, two)}
-    jaxpr, other = open_jaxpr(jaxpr), open_jaxpr(other)
-    if len(jaxpr.eqns) != len(other.eqns):
-        return None
-    for eqn, twin in zip(jaxpr.eqns, other.eqns, strict=True):
-        if eqn.primitive is not twin.primitive:
-            return None
-        for i, (one, two) in enumerate(zip(eqn.invars, twin.invars, strict=True)):
-            if isinstance(one, Literal) and isinstance(two, Literal):
-                if not _equal(one.val, two.val):
+    for one, two in zip(all_jaxprs(jaxpr), all_jaxprs(other), strict=True):
+        body, twins = open_jaxpr(one), open_jaxpr(two)
+        if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
+            arrays = zip(body.constvars, one.consts, two.consts, strict=True)
+            varying |= {(id(var), -1) for var, *pair in arrays if not _equal(*pair)}
+        for eqn, twin in zip(body.eqns, twins.eqns, strict=True):
+            if eqn.primitive is not twin.primitive:
+                raise ValueError(f"{eqn.primitive} has become {twin.primitive}")
+            if [v.aval for v in eqn.outvars] != [v.aval for v in twin.outvars]:
+                varying.add((id(eqn), -1))
+            for i, pair in enumerate(zip(eqn.invars, twin.invars, strict=True)):
+                values = [v.val for v in pair if isinstance(v, Literal)]
+                if len(values) == 1:
+                    raise ValueError(f"an operand of {eqn.primitive} is a literal once")
+                if values and not _equal(*values):
                     varying.add((id(eqn), i))
-            elif isinstance(one, Literal) or isinstance(two, Literal):
-                return None
-        if [v.aval for v in eqn.outvars] != [v.aval for v in twin.outvars]:
-            varying.add((id(eqn), -1))
-        for inner in zip(*map(jaxprs_in_params, (eqn, twin)), strict=True):
-            if (found := varying_constants(*inner)) is None:
-                return None
-            varying |= found
     return varying
 
 
