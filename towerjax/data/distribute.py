@@ -64,7 +64,7 @@ class _Rounds:
 
     towers: int
     options: InputOptions
-    may_be_empty: bool  # where other processes have the rest of a round
+    may_be_empty: bool  # of rows, where other processes have the rest of a round
     capacities: list[Capacity] = dataclasses.field(default_factory=list)
 
     def pull(self, elements: Iterator[PyTree]) -> _Pulled | None:
@@ -82,7 +82,7 @@ class _Rounds:
             if self.may_be_empty:  # sparse leaves: no process knows others' capacities
                 shard.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
-            if self.may_be_empty and _is_empty(batch):
+            if self.may_be_empty and {np.shape(x)[:1] for x in leaves} == {(0,)}:
                 return [_Element(batch)], [0]
             if remainder == "drop" and shard.count_examples(batch) < shares:
                 continue
@@ -140,12 +140,6 @@ class _Rounds:
         """``[towers]``: how many of each tower's rows are examples."""
         each = self.towers // len(sizes)
         return np.concatenate([shard.counts_of_towers(n, rows, each) for n in sizes])
-
-
-def _is_empty(batch: PyTree) -> bool:
-    """Whether this process's part of a round has no rows; those of others may."""
-    leaves = jax.tree.leaves(batch)
-    return bool(leaves) and all(np.shape(x)[:1] == (0,) for x in leaves)
 
 
 def _with_example_dim(element: PyTree) -> _Element:

@@ -19,9 +19,6 @@ from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Shared
 from towerjax.types.options import cast_ints, check_flag, check_whole
 
-_CUT = ("examples", "batch_size", "epochs", "seed", "drop_remainder")
-"""The fields of `Batches` that determine every batch, besides the data."""
-
 
 @dataclasses.dataclass(eq=False)
 class Batches(Iterator[PyTree]):
@@ -99,14 +96,15 @@ class Batches(Iterator[PyTree]):
 
     def get_state(self) -> dict[str, Any]:
         """The position and the cut, as JSON can hold them."""
-        return {name: getattr(self, name) for name in ("position", *_CUT)}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {name: getattr(self, name) for name in names if name != "data"}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position that `get_state` gave."""
         others = [
-            f"{name} was {state.get(name)} and is {getattr(self, name)}"
-            for name in _CUT
-            if name != "epochs" and state.get(name) != getattr(self, name)
+            f"{name} was {state.get(name)} and is {now}"
+            for name, now in self.get_state().items()
+            if name not in ("position", "epochs") and state.get(name) != now
         ]
         if others:
             raise ValueError(

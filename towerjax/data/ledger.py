@@ -1,6 +1,7 @@
 """Keep the batches that a run took and did not use, so that none is lost at its end."""
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,34 +12,32 @@ from towerjax.data.feed import close, has_cursor, own_copy
 from towerjax.types import PyTree
 
 
+@dataclasses.dataclass(eq=False)
 class Unused(Iterator[PyTree]):
     """Batches that a run took and did not use, then the rest of their source.
 
     Attributes:
+      kept: Those batches.
+      rest: The source.
       used_before: How many batches came before the next one, earlier runs included.
       is_reproducible: Whether a restarted job gets the same batches, from the first on.
     """
 
-    def __init__(
-        self,
-        batches: Iterable[PyTree],
-        rest: Iterator[PyTree],
-        used_before: int,
-        is_reproducible: bool,
-    ) -> None:
-        self._batches, self._rest = collections.deque(batches), rest
-        self.used_before, self.is_reproducible = used_before, is_reproducible
+    kept: collections.deque[PyTree]
+    rest: Iterator[PyTree]
+    used_before: int
+    is_reproducible: bool
 
     def __next__(self) -> PyTree:
         """The next batch, which a run may have placed on the devices."""
-        batch = self._batches.popleft() if self._batches else next(self._rest)
+        batch = self.kept.popleft() if self.kept else next(self.rest)
         self.used_before += 1
         return batch
 
     def close(self) -> None:
         """Drop the kept batches and close the source."""
-        self._batches.clear()
-        close(self._rest)
+        self.kept.clear()
+        close(self.rest)
 
 
 class Ledger(Iterator[PyTree]):
@@ -128,7 +127,7 @@ class Ledger(Iterator[PyTree]):
             self._iterator.set_state(self.cursor)
             self._taken.clear()
             return self._iterator
-        kept = (batch for [batch] in self._taken)
+        kept = collections.deque(batch for [batch] in self._taken)
         return Unused(kept, self._iterator, self.used, self.is_reproducible)
 
     def settle(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -337,11 +338,10 @@ class Placer:
         fitted = self._fit_dense([batch for _, batch in aside])
         counts = [self._split_counts(*pair) for pair in fitted]
         towers, parts = self.placement.num_towers, self._micro_batches
-        needed: Capacity = {}
+        needed: Capacity = Counter()
         for (sparse, _), (batch, _) in zip(aside, fitted, strict=True):
             size = jax.tree.leaves(batch)[0].shape[0] // (towers * parts)
-            for i, count in sparse.needed(size).items():
-                needed[i] = max(needed.get(i, 0), count)
+            needed |= Counter(sparse.needed(size))  # the larger of both
         common = towers, parts, capacity_for(needed, self._capacities)
         pairs = zip(aside, fitted, strict=True)
         return [sparse.put_back(b, *common) for (sparse, _), (b, _) in pairs], counts
