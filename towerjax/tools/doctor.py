@@ -148,13 +148,13 @@ class Probe:
 
 def ops_for(num_devices: int) -> tuple[collectives.CrossTowerOps, ...]:
     """One of every cross-tower op that can run on so many devices."""
-    sizes = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
+    size = next((n for n in range(2, num_devices + 1) if num_devices % n == 0), 1)
     return (
         collectives.AllReduce(),
         collectives.Packed(num_packs=2),
         collectives.PinnedTree(),
         collectives.ReduceToOneDevice(),
-        collectives.Hierarchical(group_size=sizes[0] if sizes else 1),
+        collectives.Hierarchical(group_size=size),
     )
 
 

@@ -161,25 +161,26 @@ class Stored(Shown):
 
 def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str:
     """A row for each leaf: shape, dtype, bytes, layout, and each device's part."""
-    leaves = list(leaves)
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout", "where")
-    rows = [
-        (
-            name,
-            str(list(np.shape(leaf))),
-            str(getattr(leaf, "dtype", type(leaf).__name__)),
-            in_bytes(_num_bytes(leaf)),
-            in_bytes(_bytes_a_device(leaf)),
-            layout if layout and _is_there(leaf) else layout_of(leaf),
-            _squares(leaf),
+    rows, sums = [], np.zeros(2, np.int64)
+    for name, leaf, layout in leaves:
+        is_there = isinstance(leaf, jax.Array) and not leaf.is_deleted()
+        part = leaf.sharding.shard_shape(leaf.shape) if is_there else (0,)
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        itemsize = getattr(dtype, "itemsize", 0)  # of an array
+        sizes = [math.prod(x) * itemsize for x in (np.shape(leaf), part)]
+        rows.append(
+            (
+                name,
+                str(list(np.shape(leaf))),
+                str(dtype),
+                *map(in_bytes, sizes),
+                layout if layout and is_there else layout_of(leaf),
+                _squares(leaf) if is_there else "",
+            )
         )
-        for name, leaf, layout in leaves
-    ]
-    sums = [
-        in_bytes(sum(count(leaf) for _, leaf, _ in leaves))
-        for count in (_num_bytes, _bytes_a_device)
-    ]
-    last = (f"{len(rows)} leaves", "", "", *sums)
+        sums += sizes
+    last = (f"{len(rows)} leaves", "", "", *map(in_bytes, sums))
     return as_html([Table(title, head, first_rows(rows), last=last)])
 
 
@@ -212,32 +213,15 @@ def curve(name: str, values: np.ndarray) -> Markup:
     )
 
 
-def _is_there(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not leaf.is_deleted()
-
-
-def _num_bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize if hasattr(leaf, "dtype") else 0
-
-
-def _bytes_a_device(leaf: Any) -> int:
-    if not _is_there(leaf):
-        return 0
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-
-def _squares(leaf: Any) -> Markup:
+def _squares(leaf: jax.Array) -> Markup:
     """One square for each device, in the color of the part that it holds."""
-    if not _is_there(leaf):
-        return Markup("")
     parts = leaf.sharding.devices_indices_map(leaf.shape)
     devices = sorted(parts, key=lambda device: device.id)
-    texts = {device: str_of_index(parts[device]) for device in devices}
-    places = {part: i for i, part in enumerate(dict.fromkeys(texts.values()))}
-    squares = ""
-    for device in devices[:_MOST_DEVICES]:
-        hue = round(210 + 360 * places[texts[device]] / len(places)) % 360
-        title = f"{device.platform}:{device.id}: {texts[device]}"
+    texts = [str_of_index(parts[device]) for device in devices]
+    found, squares = list(dict.fromkeys(texts)), ""
+    for device, text in zip(devices[:_MOST_DEVICES], texts, strict=False):
+        hue = round(210 + 360 * found.index(text) / len(found)) % 360
+        title = f"{device.platform}:{device.id}: {text}"
         style = f"{_SQUARE};background:hsl({hue},55%,60%)"
         squares += f'<span title="{title}" style="{style}"></span>'
     more = len(devices) - _MOST_DEVICES

@@ -244,10 +244,11 @@ def _collectives_in(
                 line=source_line(module, op),
             )
             continue
-        inside = trips * (op.trips or 1), known and (op.trips or op.opcode != "while")
         at = _schedule_of(there, op) if op.opcode == "async-start" else when
+        often = op.trips if op.opcode == "while" else 1
+        inside = (trips * (often or 1), known and often is not None, at)
         for name in op.called().values():
-            yield from _collectives_in(module, name, inside[0], bool(inside[1]), at)
+            yield from _collectives_in(module, name, *inside)
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:

@@ -208,13 +208,10 @@ def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
     """Measure one trial of towerjax, of plain ``jit`` or of ``pmap``."""
     strategy, work, events = strategy_of(trial), work_of(trial), []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    is_ours = trial.by == "towerjax"
-    if is_ours:
-        own = by_towerjax(work, strategy)
-    else:
-        own = by_hand(work, strategy.placement, trial.by)
-    contenders, from_cache = {"own": own}, _CACHE_HIT in events
-    contenders["hand"] = by_hand(work, strategy.placement)
+    placement, is_ours = strategy.placement, trial.by == "towerjax"
+    own = by_towerjax(work, strategy) if is_ours else by_hand(work, placement, trial.by)
+    from_cache = _CACHE_HIT in events
+    contenders = {"own": own, "hand": by_hand(work, placement)}
     if is_ours and trial.devices > 1:
         contenders["communication"] = bare_reduction(work, strategy)
     losses = first_losses(own)
@@ -234,19 +231,17 @@ def run_trial(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
 
 def figures(table: np.ndarray, names: Sequence[str], steps: int) -> dict[str, Any]:
     """The figures of a trial, from the seconds ``[rounds, contenders, 2]``."""
-    own = table[:, 0] / steps
-    values = {"step_s": own[:, 0], "return_s": own[:, 1]}
-    if "hand" in names:
-        hand = table[:, names.index("hand"), 0] / steps
-        values |= {"hand_s": hand, "over_hand": own[:, 0] / hand}
-    if "communication" in names:
-        bare = table[:, names.index("communication"), 0] / CHAIN
-        values["communication"] = bare / own[:, 0]
-    found: dict[str, Any] = {
-        name: dataclasses.asdict(protocol.interval_of_median(x))
-        for name, x in values.items()
-    }
-    return {**found, "rounds_s": own[:, 0].tolist()}
+    seconds = dict(zip(names, table[..., 0].T / steps, strict=True))
+    own = seconds["own"]
+    values = {"step_s": own, "return_s": table[:, 0, 1] / steps}
+    if (hand := seconds.get("hand")) is not None:
+        values |= {"hand_s": hand, "over_hand": own / hand}
+    if (bare := seconds.get("communication")) is not None:
+        values["communication"] = bare * steps / CHAIN / own
+    found: dict[str, Any] = {"rounds_s": values["step_s"].tolist()}
+    for name, x in values.items():
+        found[name] = dataclasses.asdict(protocol.interval_of_median(x))
+    return found
 
 
 def strategy_of(trial: Trial) -> Strategy:
