@@ -10,6 +10,7 @@ import pytest
 from layouts import names as devices
 
 import towerjax as tj
+from towerjax.mesh.private_jax import read_arguments
 
 LAYERS, WIDTH = 4, 8  # 8 parameters, where their number matters
 
@@ -171,6 +172,52 @@ def test_one_program_for_init_and_the_first_call(count, caplog):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_program_for_full_batches_reads_no_weights(count):
+    strategy = tj.Mirrored(devices=devices(count), towers=2)
+
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean((w - batch) ** 2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.5), strategy)
+    x = np.array([1, 2, 4, 9], np.float32)
+    state, _ = step(step.init(0.0), x)
+    assert float(state.params) == 4
+    [full] = step._runner.programs.values()
+    assert full.is_full and not reads_counts(full)
+    assert " iota(" not in full.call.as_text()
+    # Rows that were padded elsewhere need their weights: from now on by one program.
+    [padded] = strategy.distribute_dataset([x[:3]])
+    state, _ = step(state, padded)
+    np.testing.assert_allclose(state.params, 7 / 3, rtol=1e-6)
+    [general] = step._runner.programs.values()
+    assert not general.is_full and reads_counts(general)
+    state, _ = step(state, x)
+    assert float(state.params) == 4
+    assert [*step._runner.programs.values()] == [general]
+
+
+@pytest.mark.parametrize("cross_tower_ops", [tj.AllReduce(), tj.PinnedTree()])
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_weights_are_left_out_where_they_may_be(remainder, cross_tower_ops):
+    """Not with `PinnedTree`, whose bits are those of any other program."""
+    strategy = tj.Mirrored(
+        devices=devices(1), towers=2, local="scan", cross_tower_ops=cross_tower_ops
+    )
+    step = tj.build_train_step(loss_fn, optax.sgd(0.5), strategy, remainder=remainder)
+    found = step.program(step.init(params()), batch())
+    may = remainder == "drop" and cross_tower_ops == tj.AllReduce()
+    assert found.is_full == may
+    assert reads_counts(found) == (not found.is_full)
+
+
+def reads_counts(program):
+    """Whether a program reads how many of each tower's rows are examples."""
+    given = jax.tree.leaves(program.call.args_info)
+    kinds = [(x.shape, x.dtype) for x in given]
+    return kinds.index(((2,), jnp.int32)) in read_arguments(program.call)
+
+
 def test_init_copies_so_donation_spares_the_callers_arrays():
     mine = jax.tree.map(jnp.asarray, params(1))
     kept = jax.tree.map(np.array, mine)

@@ -159,8 +159,8 @@ REGISTRY = (
         "B13",
         "a row that pads counts",
         "data.shard:row_weights",
-        "(here < num_valid)",
-        "(here < num_valid + 1)",
+        "is_valid = here < num_valid",
+        "is_valid = here < num_valid + 1",
         f"{_ONE_TOWER}[shard_map-3-3-weighted]",
     ),
     _m(
@@ -998,6 +998,14 @@ STATE = (
         "False",
         "test_state.py::test_a_number_that_a_state_cannot_hold_is_refused",
     ),
+    _m(
+        "S26",
+        "a program that takes all rows for examples is given padded ones",
+        "step.program:Runner.program",
+        "(program.is_full and batch.padded)",
+        "(program.is_full and False)",
+        "test_compiled.py::test_a_program_for_full_batches_reads_no_weights[1]",
+    ),
 )
 
 INPUT = (
@@ -1438,7 +1446,7 @@ FIGURES = (
     _m(
         "F01",
         "a report counts donated buffers twice",
-        "step.report.memory:Memory.total",
+        "step.report.memory:Memory.by_kind",
         " - self.aliased",
         "",
         "test_report.py::test_memory_counts_what_is_taken_over_once",

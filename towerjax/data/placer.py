@@ -64,6 +64,7 @@ class PlacedBatch:
     # Of the first batch of a signature, where several processes have the whole batch:
     # it must be the same on all.
     fingerprint: str | None = None
+    may_pad: bool = True  # whether such batches may be padded, even if this one is not
     bare: bool = False  # each tower's part is one element without a dim over examples
     micro_batches: int = 1  # between which the entries of sparse leaves are split
 
@@ -149,15 +150,14 @@ class PlacedBatch:
 
 def _flatten(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:
     counts = batch.counts.astype(np.int32)
-    rest = batch.rows, batch.signature, batch.placement, None
-    key = counts.tobytes(), counts.shape, (*rest, batch.bare, batch.micro_batches)
-    return (batch.args,), key
+    rest = batch.rows, batch.signature, batch.placement, None, batch.may_pad
+    rest += batch.bare, batch.micro_batches
+    return (batch.args,), (counts.tobytes(), counts.shape, rest)
 
 
 def _unflatten(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
     (args,), (counts, shape, rest) = parts, known
-    counts = np.frombuffer(counts, np.int32).reshape(shape)
-    return PlacedBatch(args, counts, *rest)
+    return PlacedBatch(args, np.frombuffer(counts, np.int32).reshape(shape), *rest)
 
 
 # A pytree, so that it may be an argument of ``jax.jit(step.fn)``.
@@ -188,6 +188,7 @@ class Placer:
         # What divides the rows: None is towers times micro-batches.
         self._shares: int = shares or placement.num_towers * micro_batches
         self._remainder: Remainder = remainder
+        self.may_pad = remainder == "pad"
         # Padded size -> most examples, over all batches so far, refused ones included.
         self.full_sizes: dict[int, int] = {}
         self._capacities: list[Capacity] = []
@@ -228,10 +229,9 @@ class Placer:
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, shared, rows)
         if key is not None and flatten_with_key(rows)[2] == key:  # placed unchanged
-            template = dataclasses.replace(placed, fingerprint=None)
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
-            template = template.with_arrays(None)
+            template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)
             self._plans[key] = _Plan(template, may_wrap(batch), converts)
         return placed
 
@@ -263,8 +263,8 @@ class Placer:
         batch: PyTree = None,
     ) -> PlacedBatch:
         """A `PlacedBatch` of arrays that are on the devices already."""
-        args = (arrays, self._place_counts(counts, Layout.PER_TOWER), [*shared])
-        return self._wrap(args, counts, batch)
+        placed = self._place_counts(counts, Layout.PER_TOWER)
+        return self._wrap((arrays, placed, [*shared]), counts, batch)
 
     def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call of that many steps."""
@@ -328,7 +328,7 @@ class Placer:
         else:  # counts.ndim - 1 dims over steps come first
             rows = first.shape[counts.ndim - 1] // self.placement.num_towers
         given = args, counts, rows, signature, self.placement, fingerprint
-        return PlacedBatch(*given, micro_batches=self._micro_batches)
+        return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
 
     def _fit_all(
         self, batches: Sequence[PyTree]

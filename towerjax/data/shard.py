@@ -282,11 +282,20 @@ def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
     return np.clip(left, 0, rows).astype(np.int32)
 
 
-def row_weights(num_valid: jax.Array, first_row: Any, rows: int) -> jax.Array:
-    """1 for an example, 0 for a padding row; ``num_valid`` is ``()`` or ``[T, 1]``."""
+def row_weights(
+    num_valid: jax.Array, first_row: Any, rows: int, of_rows: int | None = None
+) -> jax.Array:
+    """1 for an example, 0 for a padding row; ``num_valid`` is ``()`` or ``[T, 1]``.
+
+    With ``of_rows``, all rows of the tower, XLA sees that all weights are 1 where
+    ``num_valid`` is the constant ``of_rows``.
+    """
     here = first_row + jnp.arange(rows)
     here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
-    return (here < num_valid).astype(jnp.float32)
+    is_valid = here < num_valid
+    if of_rows is not None:
+        is_valid |= num_valid >= of_rows
+    return is_valid.astype(jnp.float32)
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:

@@ -33,6 +33,8 @@ class Caller:
     ) -> None:
         self.strategy, self._placer = strategy, placer
         self._max_programs = max_programs
+        # Not where the bits of a sum have to be those that other programs give.
+        self._leaves_out_weights = not strategy.cross_tower_ops.needs_every_tower
         self._runner = self._run(recipe)
         self._runners: dict[Any, Runner] = {}  # others, made when they are needed
 
@@ -40,8 +42,12 @@ class Caller:
         return f"{type(self).__name__}({self.strategy})"
 
     def _run(self, recipe: Recipe) -> Runner:
-        placement = self.strategy.placement
-        return Runner(recipe, placement, max_programs=self._max_programs)
+        return Runner(
+            recipe,
+            self.strategy.placement,
+            max_programs=self._max_programs,
+            leaves_out_weights=self._leaves_out_weights,
+        )
 
     def start(self, state: Any) -> TrainState:
         """The state checked and placed; itself, if that changes nothing."""
@@ -90,8 +96,13 @@ class Caller:
         placement = self.strategy.placement
         if placement.absent is not None:
             first = split_state(self._shapes_of(state))
-            args = (*first, *self._placer.shapes(batch))
-            return prepare(self._runner.recipe, placement, args)[1]()
+            rows, *others = self._placer.shapes(batch)
+            full_rows = None
+            if self._leaves_out_weights and not self._placer.may_pad:
+                full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
+            args = (*first, rows, *others)
+            recipe = self._runner.recipe
+            return prepare(recipe, placement, args, full_rows=full_rows)[1]()
         state, placed = self.start(state), self.place_batch(batch)
         return self._runner_for(state, placed).program(split_state(state), placed)
 

@@ -245,6 +245,8 @@ class Pass:
         ) -> tuple[PyTree, dict[str, list[Any]]]:
             seen = local if read is None else read
             where: Any = {"rows": part, "num_valid": num_valid, "local": seen}
+            if not self.strategy.cross_tower_ops.needs_every_tower:
+                where["of_rows"] = part * self.micro_batches
             if several:
                 where |= {"first_row": index * part, "micro_batch": index}
             tower = tower_of(self.strategy, axes, tower_id, state, **where)

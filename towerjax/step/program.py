@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from towerjax.collectives.reduce import take_first
@@ -49,12 +50,20 @@ class Program:
     recipe: Recipe
     jaxpr: Jaxpr
     seconds: float
+    is_full: bool  # whether it takes all rows for examples
 
 
 def prepare(
-    recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]
+    recipe: Recipe,
+    placement: Placement,
+    args: tuple[PyTree, ...],
+    *,
+    full_rows: int | None = None,
 ) -> tuple[Proof, Callable[[], Program]]:
-    """The proof of the step, and a function that compiles it."""
+    """The proof of the step, and a function that compiles it.
+
+    With ``full_rows`` it is for so many rows of each tower, all of them examples.
+    """
     _require_jit()
     start = time.perf_counter()
     proving = Proving(placement, on_devices=True)
@@ -63,8 +72,9 @@ def prepare(
         name: placement.shardings(layout, given[name])
         for name, layout in recipe.in_layouts.items()
     }
+    fn = functools.partial(recipe.fn, proving)
     jitted = jax.jit(
-        functools.partial(recipe.fn, proving),
+        fn if full_rows is None else _with_full_rows(fn, [*given], full_rows),
         in_shardings=tuple(ins.values()),
         out_shardings=_out_shardings(recipe, placement, ins["state"]),
         donate_argnums=(0,) if recipe.donate else (),
@@ -87,9 +97,25 @@ def prepare(
         with guard.installed(), guard:
             compiled = compile_on_devices(lowered, placement)
         seconds = time.perf_counter() - start
-        return Program(compiled, proof, recipe, traced.jaxpr.jaxpr, seconds)
+        jaxpr = traced.jaxpr.jaxpr
+        is_full = full_rows is not None
+        return Program(compiled, proof, recipe, jaxpr, seconds, is_full)
 
     return proof, compile_it
+
+
+def _with_full_rows(
+    fn: Callable[..., PyTree], names: list[str], full_rows: int
+) -> Callable[..., PyTree]:
+    """The function with constant counts, from which XLA sees that all weights are 1."""
+    at = names.index("num_valid")
+
+    @functools.wraps(fn)
+    def run(*args: PyTree) -> PyTree:
+        counts = jnp.full_like(args[at], full_rows)
+        return fn(*args[:at], counts, *args[at + 1 :])
+
+    return run
 
 
 def _out_shardings(recipe: Recipe, placement: Placement, of_state: PyTree) -> PyTree:
@@ -154,9 +180,15 @@ class Runner:
     """The programs of a step: compiles one for each kind of batch, and calls it."""
 
     def __init__(
-        self, recipe: Recipe, placement: Placement, *, max_programs: int | None
+        self,
+        recipe: Recipe,
+        placement: Placement,
+        *,
+        max_programs: int | None,
+        leaves_out_weights: bool,
     ) -> None:
         self.recipe, self.placement = recipe, placement
+        self._leaves_out_weights = leaves_out_weights  # where nothing is padded
         self.programs: dict[Any, Program] = {}
         self._max_programs = max_programs
         self._seen: list[Signature] = []  # as `admit` tells batches apart
@@ -165,7 +197,7 @@ class Runner:
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
         program = self.programs.get(batch.signature)
-        if program is not None:
+        if program is not None and not (program.is_full and batch.padded):
             _refuse_unread_weight(batch, program.proof)
             return program
         signature = admit(batch, self._seen, self._max_programs)
@@ -178,7 +210,11 @@ class Runner:
                 " its own with strategy.distribute_dataset(lambda context: ...).",
             )
         args = (*first, *batch.args)
-        proof, compile_it = prepare(self.recipe, self.placement, args)
+        is_full = self._leaves_out_weights and not (batch.may_pad or batch.padded)
+        full_rows = batch.rows if is_full else None
+        proof, compile_it = prepare(
+            self.recipe, self.placement, args, full_rows=full_rows
+        )
         _refuse_unread_weight(batch, proof)
         if signature not in self._seen:
             self._seen.append(signature)

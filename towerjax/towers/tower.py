@@ -66,6 +66,8 @@ class Tower:
     _num_valid: jax.Array | None
     _first_row: Any
     _rows: int = dataclasses.field(metadata=_STATIC)
+    # The rows of all micro-batches, where a program may leave out weights that are 1.
+    _of_rows: int | None = dataclasses.field(metadata=_STATIC)
     # For sums of means: where a pass adds up their denominators, what takes a tower's;
     # in the next pass all towers' denominators.
     note_weights: Any = dataclasses.field(default=None, metadata=_STATIC)
@@ -104,7 +106,8 @@ class Tower:
         """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
         # Computed on access, so that a step that pads can see that nothing reads it.
         num_valid = _require_step(self._num_valid, "weight", "weights (ctx.weight)")
-        return row_weights(num_valid, self._first_row, self._rows)
+        where = self._first_row, self._rows, self._of_rows
+        return row_weights(num_valid, *where)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -344,6 +347,7 @@ def tower_of(
     local: PyTree = None,
     num_valid: jax.Array | None = None,
     rows: int = 0,
+    of_rows: int | None = None,
     first_row: Any = 0,
     micro_batch: jax.Array | None = None,
 ) -> Tower:
@@ -361,4 +365,5 @@ def tower_of(
         _num_valid=num_valid,
         _first_row=first_row,
         _rows=rows,
+        _of_rows=of_rows,
     )
