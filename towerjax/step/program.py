@@ -105,16 +105,17 @@ def prepare(
 
 
 def _with_full_rows(
-    fn: Callable[..., PyTree], names: list[str], full_rows: int
+    fn: functools.partial[PyTree], names: list[str], full_rows: int
 ) -> Callable[..., PyTree]:
     """The function with constant counts, from which XLA sees that all weights are 1."""
     at = names.index("num_valid")
 
-    @functools.wraps(fn)
+    @functools.wraps(fn.func)
     def run(*args: PyTree) -> PyTree:
         counts = jnp.full_like(args[at], full_rows)
         return fn(*args[:at], counts, *args[at + 1 :])
 
+    run.__wrapped__ = fn  # whose parameters name the program's
     return run
 
 
