@@ -13,12 +13,7 @@ from towerjax.layers.batch_norm.normalize import (
 )
 from towerjax.towers.tower import Tower
 
-_UNSUPPORTED_DEFAULTS = {
-    "axis_name": None,
-    "axis_index_groups": None,
-    "use_fast_variance": True,
-    "force_float32_reductions": True,
-}
+_NOT_TAKEN = "axis_name axis_index_groups use_fast_variance force_float32_reductions"
 
 
 class TowerBatchNorm(linen.BatchNorm):
@@ -51,8 +46,8 @@ class TowerBatchNorm(linen.BatchNorm):
     statistics: Statistics = "synchronised"
 
     def __post_init__(self) -> None:
-        for name, default in _UNSUPPORTED_DEFAULTS.items():
-            if getattr(self, name) != default:
+        for name in _NOT_TAKEN.split():
+            if getattr(self, name) != getattr(linen.BatchNorm, name):  # the default
                 raise TypeError(f"TowerBatchNorm takes no {name}.")
         BatchNormOptions.of(self)
         super().__post_init__()

@@ -1,6 +1,7 @@
 """Batch norm over towers: its options, weighted moments and running statistics."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -126,18 +127,19 @@ def normalize(
     def expand(values: jax.Array) -> jax.Array:
         """Values of the features, reshaped to broadcast against ``x``."""
         shape = [n if i in axes else 1 for i, n in enumerate(x.shape)]
-        return values.astype(x.dtype).reshape(shape)
+        return values.reshape(shape)
 
-    x, used = x.astype(dtype), running
+    x, used = x.astype(dtype), jax.tree.map(expand, running)
     if options.statistics != "frozen":
         weight = _weights(x, tower, mask, axes)
         reducer = tower if options.statistics == "synchronised" else None
         total, batch = _moments(x, weight, axes, reducer)
-        used, running = _blend(total, batch, running, options.momentum)
+        used, kept = _blend(total, batch, used, options.momentum)
+        running = jax.tree.map(lambda x, old: x.reshape(old.shape), kept, running)
     deviation = lax.rsqrt(used.var.astype(dtype) + options.epsilon)
-    y = (x - expand(used.mean)) * expand(deviation)
-    y = y if scale is None else y * expand(scale)
-    return y if bias is None else y + expand(bias), running
+    y = (x - used.mean.astype(dtype)) * deviation
+    y = y if scale is None else y * expand(scale).astype(dtype)
+    return y if bias is None else y + expand(bias).astype(dtype), running
 
 
 def _blend(
@@ -149,16 +151,11 @@ def _blend(
         return (momentum * old + (1 - momentum) * new).astype(old.dtype)
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(_aligned(total, old) > 0, new, old)
+        return jnp.where(total > 0, new, old)
 
     both = batch, jax.tree.map(moved, running, batch)
     used, kept = (jax.tree.map(choose, new, running) for new in both)
     return used, kept
-
-
-def _aligned(total: jax.Array, like: jax.Array) -> jax.Array:
-    """A total of the features' shape, or one of all, that broadcasts against these."""
-    return total.reshape(total.shape or (1,) * like.ndim)
 
 
 def _weights(
@@ -205,7 +202,7 @@ def _check_mask(x: jax.Array, mask: jax.typing.ArrayLike) -> jax.Array:
 def _moments(
     x: jax.Array, weight: jax.Array | None, axes: tuple[int, ...], tower: Tower | None
 ) -> tuple[jax.Array, Moments]:
-    """The total weight, ``()`` or of the features' shape, and the moments."""
+    """The total weight and the moments, with as many dims as ``x``."""
     over = tuple(i for i in range(x.ndim) if i not in axes)
     if weight is None:
         weight = jnp.ones((1,) * x.ndim, x.dtype)
@@ -213,17 +210,12 @@ def _moments(
         # A product with 0 would keep NaN, in the gradient too.
         x = jnp.where(weight != 0, x, 0)
     repeated = math.prod(x.shape[i] for i in over if weight.shape[i] == 1)
-    count = weight.sum(over) * repeated
-    features = tuple(x.shape[i] for i in axes)
-    if math.prod(count.shape) == 1 and math.prod(features) != 1:
-        count = count.reshape(())
-    else:
-        count = jnp.broadcast_to(count, features)
-    total, addends = _sum_over_towers(tower, count, (weight * x).sum(over))
-    mean = ratio(addends, _aligned(total, addends))
-    squares = weight * (x - jnp.expand_dims(mean, over)) ** 2
-    (addends,) = _sum_over_towers(tower, squares.sum(over))
-    return total, Moments(mean, ratio(addends, _aligned(total, addends)))
+    added = functools.partial(jnp.sum, axis=over, keepdims=True)
+    parts = added(weight) * repeated, added(weight * x)
+    total, addends = _sum_over_towers(tower, *parts)
+    mean = ratio(addends, total)
+    (addends,) = _sum_over_towers(tower, added(weight * (x - mean) ** 2))
+    return total, Moments(mean, ratio(addends, total))
 
 
 def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:
