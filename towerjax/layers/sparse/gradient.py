@@ -42,9 +42,7 @@ class Lookup(NamedTuple):
         first = widen_indices(first).reshape(-1)
         offsets = jnp.asarray(self.offsets, first.dtype)[None]
         last = self.shape[0] - 1 - max(self.offsets, default=0)
-        in_range = jnp.full(first.shape, True)
-        if not self.clips:
-            in_range = (first >= 0) & (first <= last)
+        in_range = ((first >= 0) & (first <= last)) | self.clips
         indices = jnp.clip(first, 0, last)[:, None] + offsets
         in_range = jnp.broadcast_to(in_range[:, None], indices.shape)
         return indices.reshape(-1), in_range.reshape(-1)
@@ -155,10 +153,11 @@ def sparse_value_and_grad(
         with_paths, treedef = jax.tree_util.tree_flatten_with_path(params)
         selected = _select_leaves(sparse, [path for path, _ in with_paths])
         leaves = [leaf for _, leaf in with_paths]
-        names = [leaf_name("params", path) for path, _ in with_paths]
-        tables = {i: _Table(names[i], i, leaves[i]) for i in selected}
-        for table in tables.values():
-            _check_table(table)
+        tables = {
+            i: _table_of(leaf_name("params", path), i, leaf)
+            for i, (path, leaf) in enumerate(with_paths)
+            if i in selected
+        }
 
         def of_leaves(leaves: list[Any]) -> tuple[Any, Any]:
             out = fn(jax.tree.unflatten(treedef, leaves), *args, **kwargs)
@@ -182,12 +181,6 @@ class _Table(NamedTuple):  # the value of a selected leaf in the jaxpr, with its
     array: Any
     casts: tuple[JaxprEqn, ...] = ()
 
-    def whole(self) -> Any:
-        x = self.array
-        for eqn in self.casts:
-            (x,) = evaluate_eqn(eqn, [x])
-        return x
-
 
 class _Read(NamedTuple):  # one lookup in the jaxpr
     leaf: int
@@ -210,7 +203,7 @@ class _Lookups:
             out = _with_zero(out, self.zeros[len(self.reads)])
         self.reads.append(_Read(table.leaf, lookup, jax.typeof(out)))
         self.rows.append(lookup.rows(operands[1:]))
-        return table._replace(array=out).whole()
+        return _cast_table(table._replace(array=out))
 
 
 def _value_and_grad(
@@ -235,7 +228,7 @@ def _value_and_grad(
     def run(dense: dict[int, Any], zeros: list[Any] | None) -> tuple[Any, Any]:
         lookups = _Lookups(zeros)
         inputs = [tables[i] if i in tables else dense[i] for i in range(len(leaves))]
-        outs = list(map(_cast_whole, _evaluate(closed, inputs, lookups, None)))
+        outs = list(map(_cast_table, _evaluate(closed, inputs, lookups, None)))
         reads[:] = lookups.reads
         return with_kept(outs)[0], (outs, lookups.rows)
 
@@ -276,7 +269,7 @@ def _apply(
     if name == "jit":
         return _evaluate(eqn.params["jaxpr"], operands, lookups, (eqn, outer))
     if name == "stop_gradient":
-        return evaluate_eqn(eqn, [_cast_whole(x) for x in operands])
+        return evaluate_eqn(eqn, list(map(_cast_table, operands)))
     if len(tables) == 1 and tables[0] is operands[0]:
         out: Any = eqn.outvars[0].aval
         is_float = jnp.issubdtype(out.dtype, jnp.floating)
@@ -292,8 +285,13 @@ def _apply(
     )
 
 
-def _cast_whole(x: Any) -> Any:
-    return x.whole() if isinstance(x, _Table) else x
+def _cast_table(x: Any) -> Any:
+    """The array of a table, cast as in the jaxpr; anything else as it is."""
+    if isinstance(x, _Table):
+        table, x = x, x.array
+        for eqn in table.casts:
+            (x,) = evaluate_eqn(eqn, [x])
+    return x
 
 
 @jax.custom_jvp
@@ -320,18 +318,19 @@ def _join_lookups(table: jax.Array, found: list[tuple[jax.Array, ...]]) -> Index
     return IndexedRows(values, indices, table.shape)
 
 
-def _check_table(table: _Table) -> None:
-    dtype = jnp.asarray(table.array).dtype
+def _table_of(name: str, leaf: int, x: Any) -> _Table:
+    dtype = jnp.asarray(x).dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{table.name} is selected by `sparse`, but is {dtype}; gradients are of"
-            " real floats."
+            f"{name} is selected by `sparse`, but is {dtype}; gradients are of real"
+            " floats."
         )
-    if not jnp.ndim(table.array):
+    if not jnp.ndim(x):
         raise ValueError(
-            f"{table.name} is selected by `sparse`, but is a scalar, which has no"
-            " rows. Leave it out of `sparse`."
+            f"{name} is selected by `sparse`, but is a scalar, which has no rows. Leave"
+            " it out of `sparse`."
         )
+    return _Table(name, leaf, x)
 
 
 def _select_leaves(sparse: Selection, paths: list[Any]) -> list[int]:

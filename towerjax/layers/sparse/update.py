@@ -47,17 +47,16 @@ class RowWise:
     optimizer: optax.GradientTransformationExtraArgs
     treedef: Any  # of the parameters
     names: tuple[str, ...]  # of its leaves, for errors
+    tables: tuple[int, ...]  # the leaves whose gradients are rows
     extra_args: Mapping[str, Any]
 
-    def owners(
-        self, params: Sequence[Any], tables: Sequence[int], opt_state: PyTree
-    ) -> Owners:
+    def owners(self, params: Sequence[Any], opt_state: PyTree) -> Owners:
         """For each leaf of the state, the table whose rows it has, or None.
 
         A leaf has a table's rows if its shape changes when the table is a row longer,
         by ``eval_shape``, which also works for ``masked``, ``partition`` and the like.
         """
-        structs = [_struct(x) for x in params]
+        structs = jax.eval_shape(list, params)
         expected = self._state_of(structs)
         got = [(name, np.shape(x)) for name, x in named_leaves("opt_state", opt_state)]
         if got != expected:
@@ -67,25 +66,26 @@ class RowWise:
                 f" {', '.join(differing[:4]) or 'the order of leaves'} differ."
             )
         owners: list[int | None] = [None] * len(expected)
-        for table in tables:
-            shape, dtype = structs[table].shape, structs[table].dtype
-            longer = list(structs)
-            longer[table] = jax.ShapeDtypeStruct((shape[0] + 1, *shape[1:]), dtype)
+        for table in self.tables:
+            (rows, *row), longer = structs[table].shape, list(structs)
+            longer[table] = structs[table].update(shape=(rows + 1, *row))
             pairs = zip(expected, self._state_of(longer), strict=True)
             for i, ((name, old), (_, new)) in enumerate(pairs):
-                if old != new and old != shape:
+                if old == new:
+                    continue
+                if old != (rows, *row):
                     raise ValueError(
                         f"{self.names[table]} is of rows, but the optimizer keeps"
-                        f" {name} for it, whose shape is not the parameter's, {shape}."
-                        " Give a dense gradient: leave the leaf out of `sparse`, or use"
-                        " rows.to_dense()."
+                        f" {name} for it, whose shape is not the parameter's,"
+                        f" {(rows, *row)}. Give a dense gradient: leave the leaf out of"
+                        " `sparse`, or use rows.to_dense()."
                     )
-                owners[i] = table if old != new else owners[i]
+                owners[i] = table
         return owners
 
     def program(self, params: Sequence[Any]) -> tuple[list[str], set[int]]:
         """The primitives of one update, which is traced, and its whole numbers."""
-        tree = self.treedef.unflatten(map(_struct, params))
+        tree = self.treedef.unflatten(params)
         update = functools.partial(self.optimizer.update, **self.extra_args)
         state = jax.eval_shape(self.optimizer.init, tree)
         closed = jax.make_jaxpr(update)(tree, state, tree)
@@ -115,11 +115,10 @@ class RowWise:
     ) -> tuple[list[Any], PyTree]:
         """One update; where ``grads`` has rows, the optimizer sees only those rows."""
         indices, inner_grads = {}, list(grads)
-        for i, grad in enumerate(grads):
-            if is_rows(grad):
-                values, size = jnp.asarray(grad.values), grad.dense_shape[0]
-                summed, indices[i] = sum_duplicates(values, grad.indices, size)
-                inner_grads[i] = summed.astype(values.dtype)
+        for i in self.tables:
+            values, size = jnp.asarray(grads[i].values), grads[i].dense_shape[0]
+            summed, indices[i] = sum_duplicates(values, grads[i].indices, size)
+            inner_grads[i] = summed.astype(values.dtype)
 
         def rows_of(x: Any, table: int | None) -> Any:
             if table not in indices:
@@ -149,10 +148,6 @@ def _is_integer(x: Any) -> bool:
     return is_real and np.ndim(x) == 0 and float(x).is_integer()
 
 
-def _struct(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-
-
 def _as_rows(
     values: jax.Array, indices: jax.Array, shape: tuple[int, ...]
 ) -> IndexedRows:
@@ -163,22 +158,19 @@ def _as_rows(
     return IndexedRows(values, jnp.where(exist, indices, indices[:1]), shape)
 
 
-def check_row_wise(
-    row_wise: RowWise, grads: Sequence[Any], params: Sequence[Any]
-) -> None:
+def check_row_wise(row_wise: RowWise, params: Sequence[Any]) -> None:
     """Raise unless updating rows equals updating the table, by trials on a small one.
 
     Rows without a gradient, and their state, must keep every bit; all else must agree
     to 1e-4. The trials run on concrete numbers, under any trace, by one program.
     """
-    tables = [i for i, grad in enumerate(grads) if is_rows(grad)]
     known = jax.tree.map(_ones_like, dict(row_wise.extra_args))
     row_wise = dataclasses.replace(row_wise, extra_args=known)
     with jax.ensure_compile_time_eval():
         try:
-            differs = _Trials(row_wise, params, tables).first_difference()
+            differs = _Trials(row_wise, params).first_difference()
         except Exception as error:
-            names = ", ".join(row_wise.names[i] for i in tables)
+            names = ", ".join(row_wise.names[i] for i in row_wise.tables)
             raise ValueError(
                 f"{names}: of rows, but the optimizer could not be tried on a small"
                 f" table: {error!r}. Its update must not depend on traced values other"
@@ -201,14 +193,12 @@ def _ones_like(x: Any) -> Any:
 class _Trials:
     """Updates of small tables, in a tree like the parameters, by rows and dense."""
 
-    def __init__(
-        self, row_wise: RowWise, params: Sequence[Any], tables: list[int]
-    ) -> None:
-        self.row_wise, self.params, self.tables = row_wise, params, tables
+    def __init__(self, row_wise: RowWise, params: Sequence[Any]) -> None:
+        self.row_wise, self.params, self.tables = row_wise, params, row_wise.tables
         self.rng = np.random.default_rng(0)
         self.small = [self._small_array(i, x) for i, x in enumerate(params)]
         self.state = row_wise.optimizer.init(row_wise.treedef.unflatten(self.small))
-        self.owners = row_wise.owners(self.small, tables, self.state)
+        self.owners = row_wise.owners(self.small, self.state)
         self.update_both_ways = jax.jit(self._update)
 
     def first_difference(self) -> int | None:
@@ -271,8 +261,7 @@ class _Trials:
         primitives, numbers = self.row_wise.program(self.small)
         real = list(self.small)
         for i in self.tables:
-            shape = np.shape(self.params[i])
-            real[i] = jax.ShapeDtypeStruct(shape, self.small[i].dtype)
+            real[i] = jax.ShapeDtypeStruct(np.shape(self.params[i]), real[i].dtype)
         if self.row_wise.program(real)[0] != primitives:
             raise ValueError("it does something else to a table of the real size")
         near = {n + off for n in numbers for off in (-1, 0, 1)}
@@ -369,16 +358,16 @@ def update_with_rows(
     optimizer = optax.with_extra_args_support(optimizer)
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_rows)
     leaves = [leaf for _, leaf in with_paths]
-    tables = [i for i, leaf in enumerate(leaves) if is_rows(leaf)]
+    tables = tuple(i for i, leaf in enumerate(leaves) if is_rows(leaf))
     if not tables:
         return optimizer.update(grads, opt_state, params, **extra_args)
     names = tuple(leaf_name("grads", path) for path, _ in with_paths)
-    row_wise = RowWise(optimizer, treedef, names, extra_args)
+    row_wise = RowWise(optimizer, treedef, names, tables, extra_args)
     params = treedef.flatten_up_to(params)
     for i in tables:
         check_fits(names[i], leaves[i], np.shape(params[i]))
-    owners = row_wise.owners(params, tables, opt_state)
+    owners = row_wise.owners(params, opt_state)
     if not lazy:
-        check_row_wise(row_wise, leaves, params)
+        check_row_wise(row_wise, params)
     updates, opt_state = row_wise.update(leaves, opt_state, params, owners)
     return treedef.unflatten(updates), opt_state
