@@ -13,6 +13,7 @@ from towerjax.data.feed import as_reusable, close
 from towerjax.data.ledger import Unused
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
+from towerjax.data.sources import check_batches
 from towerjax.estimator.model_fn import not_none
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as evaluate_batches
@@ -102,21 +103,20 @@ class _EpochsIterator(Iterator[PyTree]):
     def __init__(self, source: Epochs) -> None:
         self._source, self._epoch, self._left = source, 0, source.most
         self._elements: Iterator[Any] | None = None  # of this epoch
-        self._is_empty = self._failed = False
+        self._taken: int | None = 0  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
         """The next batch; begins the next epoch where one has ended."""
         source = self._source
         while self._left != 0:
             if self._elements is None:
-                self._elements, self._is_empty = self._open(), True
-            failed, self._failed = self._failed, True
+                self._begin_epoch()
+            taken, self._taken = self._taken, None
             element = next(self._elements, _EXHAUSTED)
-            self._failed = False
             if element is _EXHAUSTED:
-                self._end_epoch(failed)
+                self._end_epoch(taken)
                 continue
-            self._is_empty = False
+            self._taken = (taken or 0) + 1
             left, self._left = self._left, 0  # a malformed batch ends the iteration
             if not isinstance(source.data, Unused):  # whose batches are dicts already
                 element = as_batch(element, with_labels=source.with_labels)
@@ -125,24 +125,22 @@ class _EpochsIterator(Iterator[PyTree]):
         self.close()
         raise StopIteration
 
-    def _open(self) -> Iterator[Any]:
-        """The data of one epoch."""
+    def _begin_epoch(self) -> None:
         data: Any = self._source.data
-        if not isinstance(data, Iterable):
+        if callable(data) and not isinstance(data, Iterable):
             data = data()
             _check_batches(f"{self._source.name}()", data)
-        return iter(data)
+        self._epoch, self._elements, self._taken = self._epoch + 1, iter(data), 0
 
-    def _end_epoch(self, failed: bool) -> None:
+    def _end_epoch(self, taken: int | None) -> None:
         self._close_elements()
-        self._epoch += 1
-        # A generator that raised looks exhausted, but its epoch was not complete.
-        if self._is_empty and not failed and self._epoch > 1:
+        if taken == 0 and self._epoch > 1:
             raise ValueError(
                 f"{self._source.name} gave no batches in epoch {self._epoch}: it was"
                 " gone through before. A function must make them anew each time."
             )
-        if failed or self._is_empty or self._epoch == self._source.epochs:
+        # A generator that raised looks exhausted, but its epoch was not complete.
+        if not taken or self._epoch == self._source.epochs:
             self._left = 0
 
     def close(self) -> None:
@@ -152,22 +150,15 @@ class _EpochsIterator(Iterator[PyTree]):
 
     def _close_elements(self) -> None:
         elements, self._elements = self._elements, None
-        if elements is not None and elements is not self._source.data:
+        if elements is not self._source.data:
             close(elements)
 
 
 def _check_batches(name: str, data: Any, *, or_function: bool = False) -> None:
-    """Raise unless the data is an iterable of batches, as far as its type tells."""
-    arrays = Mapping | np.ndarray | jax.Array | PlacedBatch | str | bytes
-    is_pair = isinstance(data, tuple) and len(data) == 2  # perhaps (features, labels)
-    is_one = isinstance(data[0] if is_pair else data, arrays)
-    if is_one or not (isinstance(data, Iterable) or (or_function and callable(data))):
-        what = f"one batch or whole arrays ({type(data).__name__})"
-        raise ValueError(
-            f"{name} is {what if is_one else repr(data)}, but it is gone through batch"
-            " by batch. Pass [batch], tj.batches((features, labels), batch_size), or a"
-            " function that returns such."
-        )
+    """Raise where the data is no batches, or is perhaps ``(features, labels)``."""
+    arrays = Mapping | np.ndarray | jax.Array
+    is_pair = isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], arrays)
+    check_batches(name, data[0] if is_pair else data, or_function=or_function)
 
 
 def train_and_evaluate(
