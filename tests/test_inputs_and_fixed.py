@@ -97,6 +97,18 @@ def test_what_lies_on_the_devices_is_shared_without_a_copy():
 
 
 @pytest.mark.slow
+def test_a_function_of_a_placed_batch_is_given_what_its_towers_share():
+    strategy = mirrored(2)
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
+    placed = step.place_batch({"x": np.arange(4.0), "by": tj.Shared(np.float32(3))})
+
+    def tower_fn(tower, batch):
+        return batch["x"].sum() * batch["by"]
+
+    out = strategy.call_for_each_tower(tower_fn, placed)
+    assert out.values.tolist() == [3, 15]
+
+
 def test_evaluation_and_model_functions_take_shared_leaves():
     strategy, batch = mirrored(2, 2), rows(7)
     shared = {"scale": tj.Shared({"by": 2.0}), **batch}  # before the rows

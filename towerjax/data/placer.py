@@ -134,7 +134,7 @@ class PlacedBatch:
         rows = self.arrays
         if not self.bare:
             rows = split_rows(rows, self.placement.num_towers)
-        return jax.tree.map(PerTower, rows)
+        return with_shared(jax.tree.map(PerTower, rows), self.args[2])
 
     def unpadded(self) -> PerTower:
         """`per_tower`; raise where there is padding, which it could not mark."""
@@ -223,9 +223,7 @@ class Placer:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
             return known.batch.with_arrays(arrays)
         refuse_traced(batch)
-        rows, shared = without_shared(batch)
-        shared = self._place_shared(shared, rows)
-        [rows], [counts] = self._fit_all([rows])
+        [(rows, counts, shared)] = self._fit([batch])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, shared, rows)
         if key is not None and flatten_with_key(rows)[2] == key:  # placed unchanged
@@ -252,7 +250,9 @@ class Placer:
         rows, shared = without_shared(batch)
         rows, num_valid = fit_batch(rows, self._shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
-        counts = self._split_counts(rows, num_valid)
+        towers = self.placement.num_towers
+        each = jax.tree.leaves(rows)[0].shape[0] // towers
+        counts = counts_of_towers(num_valid, each, towers)
         return self._wrap((rows, jnp.asarray(counts), shared), counts, None)
 
     def wrap_arrays(
@@ -281,12 +281,8 @@ class Placer:
             refuse_unlike([batch.signature for batch in placed])
             parts = [(x.arrays, x.counts, x.args[2]) for x in placed]
             return self._stack(parts, steps, on_devices=True)
-        apart = [without_shared(batch) for batch in batches]
-        shared = [self._place_shared(held, rows) for rows, held in apart]
-        rows, counts = self._fit_all([rows for rows, _ in apart])
-        pairs = zip(rows, shared, strict=True)
-        refuse_unlike([batch_signature(*pair) for pair in pairs])
-        parts = [*zip(rows, counts, shared, strict=True)]
+        parts = self._fit(batches)
+        refuse_unlike([batch_signature(rows, shared) for rows, _, shared in parts])
         return self._stack(parts, steps, on_devices=False)
 
     def _stack(
@@ -330,42 +326,35 @@ class Placer:
         given = args, counts, rows, signature, self.placement, fingerprint
         return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
 
-    def _fit_all(
-        self, batches: Sequence[PyTree]
-    ) -> tuple[list[PyTree], list[np.ndarray]]:
-        """The batches of one call, padded to the same shapes, and their counts."""
-        aside = [SparseRows.put_aside(batch) for batch in batches]
-        fitted = self._fit_dense([batch for _, batch in aside])
-        counts = [self._split_counts(*pair) for pair in fitted]
-        towers, parts = self.placement.num_towers, self._micro_batches
-        needed: Capacity = Counter()
-        for (sparse, _), (batch, _) in zip(aside, fitted, strict=True):
-            size = jax.tree.leaves(batch)[0].shape[0] // (towers * parts)
-            needed |= Counter(sparse.needed(size))  # the larger of both
-        common = towers, parts, capacity_for(needed, self._capacities)
-        pairs = zip(aside, fitted, strict=True)
-        return [sparse.put_back(b, *common) for (sparse, _), (b, _) in pairs], counts
+    def _fit(self, batches: Sequence[PyTree]) -> list[tuple[PyTree, np.ndarray, Any]]:
+        """The ``(rows, counts, shared)`` of each batch of a call, padded alike.
 
-    def _fit_dense(self, batches: list[PyTree]) -> list[tuple[PyTree, int]]:
-        """Pad all batches to the smallest earlier size that holds the largest."""
-        leaves = jax.tree.leaves(batches)
+        All are padded to the smallest earlier size that holds the largest.
+        """
+        apart = [without_shared(batch) for batch in batches]
+        shared = [self._place_shared(held, rows) for rows, held in apart]
+        aside = [SparseRows.put_aside(rows) for rows, _ in apart]
+        leaves = jax.tree.leaves([dense for _, dense in aside])
         arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
         most = max((x.shape[0] for x in arrays if x.ndim), default=0)
         sizes = [n for n in self.full_sizes if n >= most]
         size = min(sizes, default=most + -most % self._shares)
-        pairs = [
-            fit_batch(batch, self._shares, self._remainder, full_size=size)
-            for batch in batches
-        ]
-        for batch, num_valid in pairs:
-            padded = jax.tree.leaves(batch)[0].shape[0]
+        towers, parts = self.placement.num_towers, self._micro_batches
+        needed, fitted = Counter[int](), []
+        for (sparse, dense), held in zip(aside, shared, strict=True):
+            dense, num_valid = fit_batch(
+                dense, self._shares, self._remainder, full_size=size
+            )
+            padded = jax.tree.leaves(dense)[0].shape[0]
             self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
-        return pairs
-
-    def _split_counts(self, batch: PyTree, num_valid: int) -> np.ndarray:
-        num_towers = self.placement.num_towers
-        rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
-        return counts_of_towers(num_valid, rows, num_towers)
+            needed |= Counter(sparse.needed(padded // (towers * parts)))
+            counts = counts_of_towers(num_valid, padded // towers, towers)
+            fitted.append((sparse, dense, counts, held))
+        split = towers, parts, capacity_for(needed, self._capacities)
+        return [
+            (sparse.put_back(dense, *split), counts, held)
+            for sparse, dense, counts, held in fitted
+        ]
 
     def _place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
         """The values of `Shared` leaves, on all devices; copies only where needed.
