@@ -742,9 +742,9 @@ MODELS = (
         "predictions come out of order",
         "loop.evaluate:outputs_on_host",
         "if len(running) == in_flight:\n"
-        "                yield jax.device_get(running.popleft())",
+        "                    yield jax.device_get(running.popleft())",
         "if len(running) == in_flight:\n"
-        "                yield jax.device_get(running.pop())",
+        "                    yield jax.device_get(running.pop())",
         "test_train_and_evaluate.py::"
         "test_predictions_are_in_order_and_without_padding[pairs-2-2]",
     ),
@@ -918,9 +918,9 @@ STATE = (
     _m(
         "S08",
         "the last state is kept as the best",
-        "loop.stopping:Watch._keep",
-        "if not sign_of(option.mode) * value < best:",
-        "if value != value:",
+        "loop.stopping:Watch.add",
+        "best is not None and to_keep < self._lowest",
+        "best is not None",
         "test_stopping.py::test_the_best_state_is_that_of_its_step_bit_for_bit"
         "[shard_map-devices]",
     ),
@@ -944,8 +944,8 @@ STATE = (
     _m(
         "S25",
         "a hook sees the state of a later step",
-        "loop.loop:Loop._run",
-        "if reaches_multiple(hook.every, before, self._dispatched):",
+        "loop.loop:Loop._dispatch",
+        "if reaches_multiple(hook.every, before, after):",
         "if False:",
         "test_run.py::test_a_hook_sees_the_state_before_the_next_step_takes_it[1-3]",
     ),

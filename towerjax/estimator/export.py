@@ -17,11 +17,7 @@ from towerjax.data.shard import fit_shapes, refuse_other_than_rows, refuse_wrapp
 from towerjax.estimator.model_fn import ClassNames, Mode, ModelSpec, PredictOutput
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.estimator.variables import as_state
-from towerjax.loop.checkpoint.folder import (
-    check_manifest,
-    read_manifest,
-    write_manifest,
-)
+from towerjax.loop.checkpoint.folder import check_manifest, commit, read_manifest
 from towerjax.mesh.placement import TowerAxes, readable
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.step.state import TrainState
@@ -265,5 +261,4 @@ def _write(
         folder.mkdir()
         for number, program in enumerate(programs.values()):
             (folder / f"program_{number}.bin").write_bytes(program)
-        write_manifest(folder, {"jax": jax.__version__, "signatures": signatures})
-        folder.rename(target)
+        commit(folder, target, {"jax": jax.__version__, "signatures": signatures})

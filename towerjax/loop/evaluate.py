@@ -126,16 +126,13 @@ def outputs_on_host(
             stack.callback(feed.close, elements)
         placed_batches = feed.prefetch(elements, step.place_batch, depth=depth)
         stack.enter_context(contextlib.closing(placed_batches))
-        while True:
-            try:
-                if (placed := next(placed_batches, None)) is None:
-                    break
+        try:
+            for placed in placed_batches:
                 running.append(step(state, placed))
-            except Exception as error:
-                failure = error
-                break
-            if len(running) == in_flight:
-                yield jax.device_get(running.popleft())
+                if len(running) == in_flight:
+                    yield jax.device_get(running.popleft())
+        except Exception as error:
+            failure = error
     while running:
         yield jax.device_get(running.popleft())
     if failure is not None:

@@ -1,6 +1,7 @@
 """The history of a run: its metrics, its evaluations, its rates."""
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
+from towerjax.mesh.placement import Placement
 from towerjax.types.tables import Table, as_html, as_rich, curve
 
 
@@ -127,7 +129,8 @@ class HistoryLog:
     def __init__(self, start: int) -> None:
         self.number = self._start = start
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
-        self.examples = 0
+        self.compile_s = self.evaluate_s = 0.0
+        self._start_s, self._examples = time.perf_counter(), 0
         self._columns: dict[str, list[Any]] = {}
         self._skipped: list[int] = []
         self._waits_s: list[float] = []
@@ -136,6 +139,18 @@ class HistoryLog:
     def num_steps(self) -> int:
         """How many steps were added so far."""
         return self.number - self._start
+
+    @property
+    def steps_per_second(self) -> float:
+        """The rate so far, without the time of compilation and evaluation."""
+        seconds = time.perf_counter() - self._start_s
+        return self.num_steps / max(seconds - self.compile_s - self.evaluate_s, 1e-9)
+
+    @property
+    def evaluated(self) -> dict[str, Any] | None:
+        """The evaluation after the last step, or None."""
+        number, values = self.evaluations[-1] if self.evaluations else (None, None)
+        return values if number == self.number else None
 
     def add(
         self, metrics: Mapping[str, Any], is_refused: bool, examples: int, wait_s: float
@@ -152,15 +167,25 @@ class HistoryLog:
             # A copy, since on CPUs an array is a view that keeps a JAX array alive.
             self._columns[name].append(value.copy())
         self.number += 1
-        self.examples += examples
+        self._examples += examples
         self._waits_s.append(wait_s)
         if is_refused:
             self._skipped.append(self.number)
 
     def history(
-        self, summary: RunSummary, best: BestEvaluation | None, stopped: str | None
+        self, placement: Placement, best: BestEvaluation | None, stopped: str | None
     ) -> History:
         """The `History` of the steps added so far."""
+        rate, steps = self.steps_per_second, self.num_steps
+        summary = RunSummary(
+            towers=placement.num_towers,
+            devices=placement.num_devices,
+            steps=steps,
+            examples=self._examples,
+            compile_seconds=self.compile_s,
+            steps_per_second=rate,
+            examples_per_second=rate * self._examples / max(steps, 1),
+        )
         return History(
             np.arange(self._start + 1, self.number + 1),
             {name: _column(values) for name, values in self._columns.items()},

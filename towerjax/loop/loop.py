@@ -15,7 +15,7 @@ from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate as evaluate_batches
-from towerjax.loop.history import History, HistoryLog, RunSummary
+from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState, reaches_multiple
 from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Watch
@@ -47,24 +47,23 @@ class Loop:
         step: CompiledStep,
         state: TrainState,
         options: RunOptions,
+        steps: int | None,
         progress: Progress,
         ledger: Ledger,
-        saving: Saving | None = None,
+        saving: Saving | None,
     ) -> None:
         self.guard = InterruptGuard(None if saving is None else saving.exit_code)
-        self.state, self.writers = state, Writers((), step_number(state))
-        self._saving = saving
-        self._step, self._options = step, options
-        self._progress, self._ledger = progress, ledger
+        self.state = state
+        self._step, self._options, self._steps = step, options, steps
+        self._progress, self._ledger, self._saving = progress, ledger, saving
+        self._writers, self._log = Writers(), HistoryLog(step_number(state))
         self._watch = Watch(options.early_stopping, options.best)
-        self._log = HistoryLog(step_number(state))
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
-        self._compile_s = self._evaluate_s = self._wait_s = 0.0
-        self._start_s = time.perf_counter()
+        self._wait_s = 0.0
         self._fault: Exception | None = None
-        self._is_evaluation_due = False
+        self._is_evaluation_due = self._is_saving_due = False
         if saving is not None and saving.resumed is not None:
             self._watch.restore_counts(saving.resumed.stopping)
             self._is_evaluation_due = saving.resumed.evaluation_due
@@ -82,23 +81,20 @@ class Loop:
             raise
 
     def _run(self) -> None:
+        placement = self._step.strategy.placement
+        self._writers.open(self._options.writers, self._log.number, placement)
         with contextlib.closing(self._placed_batches()) as placed_batches:
-            before = self._dispatched
             while True:
                 # Before the first step: the resumed run may have ended here.
                 if self._is_evaluation_due:
                     self._evaluate()
-                if self._is_saving_due(before):
+                if self._is_saving_due:
                     self._save()
                 if self._watch.stopped is not None:
                     break
                 if (placed := self._next(placed_batches)) is None:
                     break
-                before = self._dispatched
                 self._dispatch(placed)
-                for hook in self._options.with_state:
-                    if reaches_multiple(hook.every, before, self._dispatched):
-                        self._fetch(0)
                 self.guard.check()
                 if self._saving is not None:
                     self._saving.check_preempted(self._dispatched)
@@ -106,19 +102,18 @@ class Loop:
         self.guard.check()
         self._check_enough()
         self._ledger.settle()
-        evaluations = self._log.evaluations
-        if not evaluations or evaluations[-1][0] != self._log.number:
+        if self._log.evaluated is None:
             self._evaluate()
         self._save(last=True)
-        self.writers.close()
-        self.writers.check()
+        self._writers.close()
+        self._writers.check()
         with self.guard:
             self.state = self._watch.final_state(self.state)
 
     def _placed_batches(self) -> Any:
         size, ledger = self._options.steps_per_call, self._ledger
         depth = 0 if ledger.prefetches else self._options.prefetch
-        batches = itertools.islice(ledger, self._options.steps)
+        batches = itertools.islice(ledger, self._steps)
         if size == 1:
             place = ledger.placing(self._step.place_batch)
             return feed.prefetch(batches, place, depth=depth)
@@ -144,24 +139,22 @@ class Loop:
         if placed.signature not in self._compiled:
             start_s = time.perf_counter()
             self._step.program(self.state, placed)
-            self._compile_s += time.perf_counter() - start_s
+            self._log.compile_s += time.perf_counter() - start_s
             self._compiled.add(placed.signature)
-        number = len(placed.num_examples)
-        after = self._dispatched + number
+        number, before = len(placed.num_examples), self._dispatched
+        after, saving = before + number, self._options.checkpointer
         with self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
-            if reaches_multiple(self._options.eval_every, self._dispatched, after):
+            if reaches_multiple(self._options.eval_every, before, after):
                 self._is_evaluation_due = True
+            if saving is not None and reaches_multiple(saving.every, before, after):
+                self._is_saving_due = True
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
-
-    def _is_saving_due(self, before: int) -> bool:
-        """Whether a step after this one is to be saved, or the last evaluation."""
-        if (saving := self._saving) is None:
-            return False
-        every = saving.options.every
-        return reaches_multiple(every, before, self._dispatched) or saving.is_best
+        for hook in self._options.with_state:
+            if reaches_multiple(hook.every, before, after):
+                self._fetch(0)
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""
@@ -169,8 +162,14 @@ class Loop:
             return
         self._fetch(0)  # first check the steps so far, and write their records
         with self.guard:
-            counts, due = self._watch.counts, self._is_evaluation_due
-            self._saving.save(self.state, self._dispatched, counts, evaluation_due=due)
+            self._is_saving_due = False
+            self._saving.save(
+                self.state,
+                self._dispatched,
+                self._watch.counts,
+                evaluation=self._log.evaluated or {},
+                evaluation_due=self._is_evaluation_due,
+            )
             if last:
                 self._saving.wait()
 
@@ -200,7 +199,7 @@ class Loop:
     def _process_oldest(self) -> None:
         before, call = self._log.number, self._in_flight[0]
         rows, faults = self._record_oldest()
-        self.writers.check()
+        self._writers.check()
         number, last = before, self._log.number
         for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
@@ -220,7 +219,7 @@ class Loop:
                         after = dataclasses.replace(after, step=self.state.step)
                         self.state = self._step.start(after)
         self._hooked = last
-        self._progress.step(number, rows[-1], self._rate())
+        self._progress.step(number, rows[-1], self._log.steps_per_second)
 
     def _locate(self, error: Exception, placed: PlacedBatch, index: int) -> Exception:
         """Add to the error the tower and leaf where a refused step was not finite.
@@ -263,7 +262,7 @@ class Loop:
             self._fault = next((x for x in faults if x is not None), None)
             for step in zip(rows, refused, examples, waits_s, strict=True):
                 self._log.add(*step)
-            self.writers.write(
+            self._writers.write(
                 [Record("train", n, time_s, row) for n, row in enumerate(rows, first)]
             )
         return rows, faults
@@ -281,13 +280,13 @@ class Loop:
         number = self._log.number
         with self.guard:
             self._log.evaluations.append((number, values))
-            self.writers.write([Record("eval", number, time.time(), values)])
+            self._writers.write([Record("eval", number, time.time(), values)])
             self._watch.add(number, values, self.state)
             self._is_evaluation_due = False
-            if self._saving is not None:
-                self._saving.add_evaluation(number, values)
-        self.writers.check()
-        self._evaluate_s += time.perf_counter() - start_s
+            if self._saving is not None and self._saving.is_best(values):
+                self._is_saving_due = True
+        self._writers.check()
+        self._log.evaluate_s += time.perf_counter() - start_s
         in_short = self._watch.describe(number, values)
         self._progress.evaluation(number, values, in_short, self._watch.stopped)
 
@@ -303,7 +302,7 @@ class Loop:
         return dataclasses.replace(self.state, params=params)
 
     def _check_enough(self) -> None:
-        done, steps, number = self._log.num_steps, self._options.steps, self._log.number
+        done, steps, number = self._log.num_steps, self._steps, self._log.number
         if self._watch.stopped is not None:
             return
         if self._saving is not None and self._saving.resumed and not (done or steps):
@@ -322,25 +321,10 @@ class Loop:
                 " data, or leave steps out to stop where the data ends."
             )
 
-    def _rate(self) -> float:
-        seconds = time.perf_counter() - self._start_s
-        seconds -= self._compile_s + self._evaluate_s
-        return self._log.num_steps / max(seconds, 1e-9)
-
     def history(self) -> History:
         """The history so far."""
-        placement, steps = self._step.strategy.placement, self._log.num_steps
-        steps_per_second, examples = self._rate(), self._log.examples
-        summary = RunSummary(
-            towers=placement.num_towers,
-            devices=placement.num_devices,
-            steps=steps,
-            examples=examples,
-            compile_seconds=self._compile_s,
-            steps_per_second=steps_per_second,
-            examples_per_second=steps_per_second * examples / max(steps, 1),
-        )
-        return self._log.history(summary, self._watch.best, self._watch.stopped)
+        placement, watch = self._step.strategy.placement, self._watch
+        return self._log.history(placement, watch.best, watch.stopped)
 
     def attach_results(self, error: Any) -> None:
         """Attach state, batches and history to an exception: the state was donated."""
@@ -348,12 +332,12 @@ class Loop:
             while self._in_flight:
                 self._record_oldest()
         error.state = self.state if _is_usable(self.state) else None
-        self.writers.close()
-        self.writers.explain(error)
+        self._writers.close()
+        self._writers.explain(error)
         error.history = self.history()
         error.batches = self._ledger.rest() if error.state else self._ledger.settle()
         note = f"error.state is the state after step {self._dispatched}"
-        is_last = self._log.num_steps == self._options.steps
+        is_last = self._log.num_steps == self._steps
         note += ", the last" if is_last else "; go on from it, with error.batches"
         if error.state is None:
             note = (

@@ -73,7 +73,7 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """The options of `run`, see there; ``may_end`` allows ``steps`` to be 0."""
+    """The options of `run`, see there."""
 
     steps: int | None
     evaluate: EvaluationStep | None
@@ -89,11 +89,10 @@ class RunOptions:
     progress: bool | None
     hooks: tuple[Hook | WithState, ...]
     writers: tuple[Writer, ...]
-    may_end: bool = False
 
     def __post_init__(self) -> None:
         """Check that the options fit together."""
-        check_whole("steps", self.steps, 0 if self.may_end else 1, or_none=True)
+        check_whole("steps", self.steps, or_none=True)
         check_whole("eval_every", self.eval_every, or_none=True)
         check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
         check_whole("prefetch", self.prefetch, 0, 2**16)
@@ -101,18 +100,15 @@ class RunOptions:
         cast_ints(self)
         intervals = [("eval_every", self.eval_every)]
         intervals += [("WithState.every", hook.every) for hook in self.with_state]
+        size = self.steps_per_call
         for name, every in intervals:
-            if every is not None and every % self.steps_per_call:
+            if every is not None and every % size:
                 raise ValueError(
-                    f"{name}={every} must be a multiple of steps_per_call="
-                    f"{self.steps_per_call}: there is no state between the steps of a"
-                    " call."
+                    f"{name}={every} must be a multiple of steps_per_call={size}: there"
+                    " is no state between the steps of a call."
                 )
-        for name, kind in (
-            ("early_stopping", EarlyStopping),
-            ("best", Best),
-            ("checkpointer", Checkpointer),
-        ):
+        kinds = {"early_stopping": EarlyStopping, "best": Best}
+        for name, kind in {**kinds, "checkpointer": Checkpointer}.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(

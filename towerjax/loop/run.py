@@ -14,7 +14,7 @@ from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.stopping import Best, EarlyStopping
-from towerjax.loop.writers import Writer, check_writers, open_all
+from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.compiled_step import CompiledStep
@@ -139,19 +139,17 @@ def run(
 def _run_loop(
     step: CompiledStep, state: TrainState, ledger: Ledger, options: RunOptions
 ) -> tuple[TrainState, History]:
-    loop, saving, placement = None, None, step.strategy.placement
+    loop, saving, steps = None, None, options.steps
     try:
         with contextlib.ExitStack() as stack:
             if options.checkpointer is not None:
                 saving = Saving(options.checkpointer, step, state, ledger, stack)
-                state, left = saving.resume(state, options.steps)
-                options = dataclasses.replace(options, steps=left, may_end=True)
-            start, display = step_number(state), choose_display(options.progress)
-            shown = Progress(display, start, options.steps)
+                state, steps = saving.resume(state, steps)
+            display = choose_display(options.progress)
+            shown = Progress(display, step_number(state), steps)
             stack.enter_context(contextlib.closing(shown))
-            loop = Loop(step, state, options, shown, ledger, saving)
+            loop = Loop(step, state, options, steps, shown, ledger, saving)
             with loop.guard.installed():
-                loop.writers = open_all(options.writers, start, placement)
                 loop.run()
         return loop.state, loop.history()
     except BaseException as error:

@@ -133,6 +133,7 @@ class Watch:
     def __init__(self, early_stopping: EarlyStopping | None, best: Best | None) -> None:
         self.best: BestEvaluation | None = None
         self.stopped: str | None = None
+        self._lowest = math.inf  # the cost of the best
         self._early_stopping, self._best = early_stopping, best
         # Of early stopping: the lowest cost and the step before it, how many
         # evaluations came since, and the step before the last of them.
@@ -162,24 +163,22 @@ class Watch:
 
     def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
         """Count an evaluation, and keep its state if it is the best."""
-        for option in (self._early_stopping, self._best):
-            if option is not None:
-                _metric_value(option, values)  # check all names before the first copy
-        if self._early_stopping is not None:
-            self._count(self._early_stopping, number, values)
-        if self._best is not None:
-            self._keep(self._best, number, values, state)
+        early, best = self._early_stopping, self._best
+        # Both metrics are read before anything is counted or copied.
+        to_count, to_keep = (_option_cost(option, values) for option in (early, best))
+        if early is not None and number != self._counts["counted_after"]:
+            self._count(number, to_count, early.min_delta)
+        if best is not None and to_keep < self._lowest:
+            self._lowest, value = to_keep, float(values[best.metric])
+            # The old copy is freed first: two copies and the state may not fit.
+            self.best = BestEvaluation(number, value, values, None)
+            copy = copy_state(state, best.keep)
+            self.best = dataclasses.replace(self.best, state=copy)
 
-    def _count(
-        self, option: EarlyStopping, number: int, values: Mapping[str, Any]
-    ) -> None:
+    def _count(self, number: int, cost: float, min_delta: float) -> None:
         counts = self._counts
-        if number == counts["counted_after"]:
-            return  # a finished run was resumed and evaluates again
         counts["counted_after"] = number
-        # Less cost is better; a comparison with NaN is false.
-        cost = sign_of(option.mode) * _metric_value(option, values)
-        if cost < counts["lowest"] - option.min_delta:
+        if cost < counts["lowest"] - min_delta:
             counts |= {"lowest": cost, "lowest_after": number, "without": 0}
             return
         counts["without"] += 1
@@ -192,18 +191,6 @@ class Watch:
         text = f"{option.metric} did not improve in {without} evaluation"
         text += "s in a row" * (without > 1)
         self.stopped = text + self._lowest_in_words()
-
-    def _keep(
-        self, option: Best, number: int, values: dict[str, Any], state: TrainState
-    ) -> None:
-        value = _metric_value(option, values)
-        best = sign_of(option.mode) * self.best.value if self.best else math.inf
-        if not sign_of(option.mode) * value < best:
-            return
-        # The old copy is freed first: two copies and the state may not fit.
-        self.best = BestEvaluation(number, value, values, None)
-        copy = copy_state(state, option.keep)
-        self.best = dataclasses.replace(self.best, state=copy)
 
     def final_state(self, state: TrainState) -> TrainState:
         """The state that `run` returns."""
@@ -219,11 +206,9 @@ class Watch:
         if name not in values:
             return ""
         text = f"evaluated {name} {format_value(values[name])} after {number}"
-        if self._best is None:
-            return text + self._lowest_in_words()
-        if self.best is None:
-            return text
-        return f"{text}, best {format_value(self.best.value)} after {self.best.step}"
+        if (best := self.best) is not None:
+            return f"{text}, best {format_value(best.value)} after {best.step}"
+        return text if self._best else text + self._lowest_in_words()
 
     def _lowest_in_words(self) -> str:
         option, after = self._early_stopping, self._counts["lowest_after"]
@@ -233,16 +218,29 @@ class Watch:
         return f", best {best} after {after}"
 
 
-def _metric_value(option: EarlyStopping | Best, values: Mapping[str, Any]) -> float:
-    what = f"{type(option).__name__}(metric={option.metric!r})"
-    if option.metric not in values:
+def cost_of(
+    values: Mapping[str, Any], metric: str, mode: Direction, option: str
+) -> float:
+    """The metric of an evaluation, negated where more is better: less cost is better.
+
+    NaN is not better than anything, since no comparison with it is true.
+    """
+    what = f"{option}={metric!r}"
+    if metric not in values:
         names = sorted(values)
         raise ValueError(f"{what}: the evaluation has no such metric, but {names}.")
-    value = values[option.metric]
+    value = values[metric]
     if not is_one_real(value):
         kind = f"{type(value).__name__}{getattr(value, 'shape', '')}"
         raise ValueError(f"{what}: its value is a {kind}, not one real number.")
-    return float(value)
+    return sign_of(mode) * float(value)
+
+
+def _option_cost(option: EarlyStopping | Best | None, values: Any) -> float:
+    if option is None:
+        return math.nan
+    name = f"{type(option).__name__}.metric"
+    return cost_of(values, option.metric, option.mode, name)
 
 
 def copy_state(state: TrainState, keep: Keep) -> TrainState:

@@ -55,15 +55,22 @@ class Writer(Protocol):
 class Writers:
     """The open writers of a run. Each gets every record, even if another fails."""
 
-    def __init__(self, writers: Iterable[Writer], start: int) -> None:
+    def __init__(self) -> None:
         self._failure: Exception | None = None
         self._open: list[OpenWriter] = []
-        try:
+
+    def open(self, writers: Iterable[Writer], start: int, placement: Placement) -> None:
+        """Open the writers, on process 0 alone of those that share the run."""
+
+        def open_each() -> None:
             for writer in writers:
                 self._open.append(writer.open(start))
-        except BaseException:
-            self.close()
-            raise
+
+        if placement.num_processes == 1:
+            open_each()
+        else:
+            says = "A writer could not be opened on process 0"
+            call_on_first_process(open_each, says)
 
     def write(self, records: Sequence[Record]) -> None:
         """Give the records to each writer; one that fails is closed and dropped."""
@@ -112,16 +119,6 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
     for writer in writers:
         check_methods("one of writers", writer, "open", example)
     return writers
-
-
-def open_all(writers: Iterable[Writer], start: int, placement: Placement) -> Writers:
-    """Open the writers of a run, on process 0 alone of those that share it."""
-    if placement.num_processes == 1:
-        return Writers(writers, start)
-    made = [Writers((), start)]
-    says = "A writer could not be opened on process 0"
-    call_on_first_process(lambda: made.append(Writers(writers, start)), says)
-    return made[-1]
 
 
 def as_json(value: Any) -> Any:
@@ -186,7 +183,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A pipe or a device has no earlier lines.
         repeated = self._cut(path, start) if path.is_file() else None
-        return OpenJsonLines(path, start, repeated)
+        return OpenJsonLines(path, repeated)
 
     def _cut(self, path: pathlib.Path, start: int) -> int | None:
         """Cut off later lines; the offset of a last line that evaluates ``start``."""
@@ -237,16 +234,13 @@ def append_line(file: IO[bytes], fields: Mapping[str, Any]) -> None:
 class OpenJsonLines:
     """A `JsonLines` file that is being written."""
 
-    def __init__(
-        self, path: pathlib.Path, start: int, repeated: int | None = None
-    ) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._start, self._repeated = start, repeated
+    def __init__(self, path: pathlib.Path, repeated: int | None) -> None:
+        self._file, self._repeated = path.open("ab", buffering=0), repeated
 
     def write(self, record: Record) -> None:
         """Append a line; the same evaluation done again replaces the last line."""
-        is_again = (record.kind, record.step) == ("eval", self._start)
-        if is_again and self._repeated is not None:
+        # An evaluation that comes before any step is that of the start.
+        if record.kind == "eval" and self._repeated is not None:
             self._file.truncate(self._repeated)
         self._repeated = None
         metrics = {name: json_value(name, x) for name, x in record.metrics.items()}

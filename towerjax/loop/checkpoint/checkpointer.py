@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import shutil
@@ -15,7 +16,7 @@ import jax
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.stopping import Direction, sign_of
+from towerjax.loop.stopping import Direction, cost_of, sign_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
@@ -29,7 +30,6 @@ from towerjax.types.options import (
     check_path,
     check_text,
     check_whole,
-    is_one_real,
     is_whole,
 )
 
@@ -112,14 +112,8 @@ class Checkpointer:
     @property
     def best_step(self) -> int | None:
         """The step of the best checkpoint by the metric ``best``, or None."""
-        if self.best is None:
-            return None
-        sign, found = sign_of(self.mode), {}
-        for number in self.steps:
-            values = self.record(number).evaluation
-            if self.best in values:
-                found[number] = sign * values[self.best]
-        return min(found, key=found.__getitem__, default=None)
+        costs = _costs(self)
+        return min(costs, key=costs.__getitem__, default=None)
 
     def record(self, number: int) -> record.CheckpointRecord:
         """The record of a checkpoint.
@@ -182,6 +176,15 @@ class Checkpointer:
         return folder.path_of(self.path, number)
 
 
+def _costs(options: Checkpointer) -> dict[int, float]:
+    """Of each checkpoint with the metric ``best`` its step, and what `cost_of` says."""
+    if options.best is None:
+        return {}
+    found = {n: options.record(n).evaluation.get(options.best) for n in options.steps}
+    sign = sign_of(options.mode)
+    return {number: sign * x for number, x in found.items() if x is not None}
+
+
 class Saving:
     """Saves and resumes one run; ``stack`` closes its thread, files and lock."""
 
@@ -197,6 +200,8 @@ class Saving:
         self.directory = str(options.path)
         self._is_first = jax.process_index() == 0
         self._several = step.strategy.placement.num_processes > 1
+        # With which SIGTERM ends a lone process; several end at the same step.
+        self.exit_code = None if self._several else options.exit_code
         self._refuse_what_cannot_be_saved()
         needed = sum(x.nbytes for x in record.arrays_by_name(state).values())
         call_on_first_process(
@@ -215,9 +220,10 @@ class Saving:
         self._writing: concurrent.futures.Future[None] | None = None
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
-        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self.resumed: record.CheckpointRecord | None = None
-        self.is_best = False  # the last evaluation, whose state is not yet saved
+        self._lowest = call_on_first_process(
+            lambda: min(_costs(options).values(), default=math.inf)
+        )
 
     def _refuse_what_cannot_be_saved(self) -> None:
         if jax.process_count() > 1 and not self._several:
@@ -275,29 +281,15 @@ class Saving:
             )
         self._ledger.go_to(used, record.decode_cursor(cursor) if uses_cursor else None)
 
-    @property
-    def exit_code(self) -> int | None:
-        """With which SIGTERM ends a lone process; several end at the same step."""
-        return None if self._several else self.options.exit_code
-
-    def add_evaluation(self, number: int, values: Mapping[str, Any]) -> None:
-        """Keep an evaluation, and whether it is the best so far."""
-        numbers, name = record.real_scalars(values), self.options.best
-        self._evaluated, self.is_best = (number, numbers), False
+    def is_best(self, values: Mapping[str, Any]) -> bool:
+        """Whether an evaluation is better than all before it, and to be saved."""
+        name = self.options.best
         if name is None:
-            return
-        if name not in values or not is_one_real(values[name]):
-            raise ValueError(
-                f"Checkpointer(best={name!r}): the evaluation has no such scalar, but"
-                f" {sorted(values)}."
-            )
-        if name not in numbers:
-            return
-        self.wait()
-        best = call_on_first_process(lambda: self.options.best_step)
-        before = None if best is None else self.options.record(best).evaluation[name]
-        sign = sign_of(self.options.mode)
-        self.is_best = before is None or sign * numbers[name] < sign * before
+            return False
+        cost = cost_of(values, name, self.options.mode, "Checkpointer.best")
+        is_lower = cost < self._lowest
+        self._lowest = cost if is_lower else self._lowest
+        return is_lower
 
     def save(
         self,
@@ -305,15 +297,14 @@ class Saving:
         number: int,
         stopping: Mapping[str, Any],
         *,
+        evaluation: Mapping[str, Any] = {},  # noqa: B006
         evaluation_due: bool = False,
     ) -> None:
         """Begin to save, unless this step and its evaluation, if any, are saved.
 
         Once this returns a step may donate the state's buffers.
         """
-        self.is_best = False
-        (at, values), ledger = self._evaluated, self._ledger
-        evaluation = values if at == number else {}
+        ledger, evaluation = self._ledger, record.real_scalars(evaluation)
         newest, known = self._saved
         if number == newest and evaluation in ({}, known):
             return
@@ -357,11 +348,11 @@ class Saving:
             if not self._is_first:
                 return
             fields = as_json(dataclasses.asdict(new))
+            target = folder.path_of(directory, number)
             if is_new:
-                folder.write_manifest(folder.partial_path_of(directory, number), fields)
-                folder.commit(directory, number)
+                folder.commit(folder.partial_path_of(directory, number), target, fields)
             else:
-                folder.replace_record(folder.path_of(directory, number), fields)
+                folder.replace_record(target, fields)
         steps, best = self.options.steps, self.options.best_step
         for number in steps[: -self.options.keep]:
             if number != best:

@@ -33,12 +33,17 @@ class CheckpointError(ValueError):
     """
 
 
-def write_manifest(folder: pathlib.Path, record: Any = None) -> None:
-    """Write each file's length and SHA-256, and a record; sync all to the disk."""
+def commit(folder: pathlib.Path, target: pathlib.Path, record: Any) -> None:
+    """Write the manifest of a folder, sync all to the disk, and rename the folder.
+
+    The manifest has each file's length and SHA-256, and the record.
+    """
     files = {name: _checksum(folder / name, sync=True) for name in _files_of(folder)}
     for path in [p for p in folder.rglob("*") if p.is_dir()]:
         _sync_folder(path)
     _write_table(folder, {"format": FORMAT, "files": files, "record": record})
+    folder.rename(target)
+    _sync_folder(target.parent)
 
 
 def replace_record(folder: pathlib.Path, record: Any) -> None:
@@ -146,12 +151,6 @@ def saved_steps(directory: pathlib.Path) -> tuple[int, ...]:
         return ()
     found = (_WHOLE.fullmatch(path.name) for path in directory.iterdir())
     return tuple(sorted(int(match[1]) for match in found if match))
-
-
-def commit(directory: pathlib.Path, number: int) -> None:
-    """Rename a written checkpoint to its final name."""
-    partial_path_of(directory, number).rename(path_of(directory, number))
-    _sync_folder(directory)
 
 
 def remove(directory: pathlib.Path, number: int) -> None:
