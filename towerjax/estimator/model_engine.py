@@ -38,12 +38,7 @@ from towerjax.step.engine import Engine, Outcome, join_metrics
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
-from towerjax.step.state import (
-    KEPT_LAYOUT,
-    TrainState,
-    donated_layout,
-    split_state,
-)
+from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.train import next_extra
@@ -287,10 +282,10 @@ class ModelStep(Caller):
     def __init__(self, engine: ModelEngine, placer: Placer) -> None:
         self._engine, strategy, options = engine, engine.strategy, engine.options
         self._policy = engine.model_options.variable_placement
-        donated, trains = donated_layout(strategy), engine.mode is Mode.TRAIN
-        kept = {"kept" if trains else "counters": KEPT_LAYOUT}
-        ins = {"state": donated, **kept, **BATCH_LAYOUT}
-        out = (donated, KEPT_LAYOUT, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
+        first, trains = split_state(state_layout(strategy)), engine.mode is Mode.TRAIN
+        names = "state", "kept" if trains else "counters"
+        ins = dict(zip(names, first, strict=True)) | BATCH_LAYOUT
+        out = (*first, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
         recipe = Recipe(engine.run, ins, out, donate=options.donate and trains)
         super().__init__(recipe, strategy, placer, options.max_programs)
 

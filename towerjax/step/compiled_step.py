@@ -14,13 +14,7 @@ from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
-from towerjax.step.state import (
-    KEPT_LAYOUT,
-    TrainState,
-    donated_layout,
-    join_state,
-    state_layout,
-)
+from towerjax.step.state import TrainState, join_state, split_state, state_layout
 from towerjax.step.state_checks import (
     check_is_state,
     check_made_for,
@@ -80,12 +74,13 @@ class CompiledStep(Caller):
         strategy: Strategy,
         options: StepOptions,
         *,
-        layout: dict[str, Layout] | None = None,
+        layout: TrainState | None = None,
     ) -> None:
         self.options = options
-        layout, one = layout or donated_layout(strategy), Layout.MIRRORED
-        ins = {"state": layout, "kept": KEPT_LAYOUT, **BATCH_LAYOUT}
-        out = Outcome(layout, one, {"one": one, "own": Layout.PER_TOWER}, one, one)
+        one, own = Layout.MIRRORED, Layout.PER_TOWER
+        donated, kept = split_state(layout or state_layout(strategy))
+        ins = {"state": donated, "kept": kept, **BATCH_LAYOUT}
+        out = Outcome(donated, one, {"one": one, "own": own}, one, one)
         placer = Placer(
             strategy.placement,
             remainder=options.remainder,

@@ -15,9 +15,7 @@ from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import (
-    KEPT_LAYOUT,
     TrainState,
-    donated_layout,
     join_state,
     make_state,
     split_state,
@@ -60,9 +58,10 @@ class InferenceStep(Caller):
             return out.merged, out.own
 
         # Not "kept", whose state is updated.
-        state = {"state": donated_layout(strategy), "counters": KEPT_LAYOUT}
+        names = "state", "counters"
+        ins = dict(zip(names, split_state(state_layout(strategy)), strict=True))
         out_layouts = (Layout.MIRRORED, Layout.PER_TOWER)
-        recipe = Recipe(towers, state | BATCH_LAYOUT, out_layouts, donate=False)
+        recipe = Recipe(towers, ins | BATCH_LAYOUT, out_layouts, donate=False)
         placer = Placer(strategy.placement, remainder=remainder)
         super().__init__(recipe, strategy, placer, max_programs)
 

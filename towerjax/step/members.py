@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from towerjax.mesh.placement import place
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.engine import Outcome
-from towerjax.step.state import KEPT_LAYOUT, TrainState, donated_layout
+from towerjax.step.state import TrainState, state_layout
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step
 from towerjax.towers.executors import vmap_members
@@ -46,9 +46,10 @@ class MembersStep(CompiledStep):
         self._begin = jax.jit(vmap_members(begin) if self._together else begin)
         jax.eval_shape(self._begin, numbers)
         strategy, options = built[-1].strategy, built[-1].options
-        self._layout = donated_layout(strategy)
+        self._layout = state_layout(strategy)
         if self._together:
-            self._layout["local"] = self._layout["own"] = Layout.PER_TOWER_STEPS
+            own: Any = dict.fromkeys(("local", "own"), Layout.PER_TOWER_STEPS)
+            self._layout = dataclasses.replace(self._layout, **own)
         if options.check is not None:
             raise ValueError(
                 f"check={options.check} looks at one training, and this program trains"
@@ -64,8 +65,7 @@ class MembersStep(CompiledStep):
         """The state before the first step, for numbers of the same names and shapes."""
         state = self._begin(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
-        layouts: Any = {**self._layout, **KEPT_LAYOUT}
-        return place(state, self.strategy.placement, TrainState(**layouts))
+        return place(state, self.strategy.placement, self._layout)
 
     def of_member(self, values: Any, index: int) -> Any:
         """One member's part of results that are stacked over steps, ``[n, ...]``."""

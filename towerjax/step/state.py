@@ -118,21 +118,10 @@ def _is_donated(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
-DONATED_LAYOUT = {
-    "params": Layout.MIRRORED,
-    "opt_state": Layout.MIRRORED,
-    "local": Layout.PER_TOWER,
-    "seen": Layout.MIRRORED,
-    "extra": Layout.MIRRORED,
-    "own": Layout.PER_TOWER,
-}
-"""The donated fields of a state, as a prefix tree of layouts."""
-
-KEPT_LAYOUT = {"step": Layout.MIRRORED, "rng": Layout.MIRRORED}
-"""The fields that are not donated, so that old step numbers can still be read."""
-
-_LAYOUTS: Any = {**DONATED_LAYOUT, **KEPT_LAYOUT}
-STATE_LAYOUT = TrainState(**_LAYOUTS)
+_LAYOUTS: Any = dict.fromkeys((x.name for x in fields_of(TrainState)), Layout.MIRRORED)
+STATE_LAYOUT = TrainState(
+    **{**_LAYOUTS, "local": Layout.PER_TOWER, "own": Layout.PER_TOWER}
+)
 """The layout of each part of a state, as a `TrainState`."""
 
 _SHARDED = {
@@ -142,15 +131,10 @@ _SHARDED = {
 }
 
 
-def donated_layout(strategy: Strategy) -> dict[str, Layout]:
-    """`DONATED_LAYOUT`, with the fields that the strategy shards."""
-    return DONATED_LAYOUT | dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
-
-
 def state_layout(strategy: Strategy) -> TrainState:
     """`STATE_LAYOUT`, with the fields that the strategy shards."""
-    layouts: Any = {**donated_layout(strategy), **KEPT_LAYOUT}
-    return TrainState(**layouts)
+    sharded: Any = dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)
+    return dataclasses.replace(STATE_LAYOUT, **sharded)
 
 
 def step_number(state: TrainState) -> int:
@@ -162,7 +146,10 @@ def step_number(state: TrainState) -> int:
 
 
 def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``(donated, kept)``: the fields of a state as a program takes them."""
+    """``(donated, kept)``: the fields of a state as a program takes them.
+
+    What is kept is not donated, so that old step numbers can still be read.
+    """
     donated = dict(vars(state))
     return donated, {"step": donated.pop("step"), "rng": donated.pop("rng")}
 

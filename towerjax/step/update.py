@@ -218,35 +218,30 @@ def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTre
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
 
 
-class RowUpdates:
-    """Leaves of the state into which an update writes some rows alone.
+def guard_rows(
+    eqn: Any, operands: list[Any], left: dict[Any, Any], accepted: jax.Array
+) -> list[Any]:
+    """Change the operands so that an equation writes no rows in a refused step.
 
     Selecting between the new and the old array needs both at once: a copy of a whole
     table for a few rows. This selects the rows that are written instead, so that XLA
-    writes into the donated buffer.
+    writes into the donated buffer. ``left``: the leaf of the state that a refused step
+    leaves in a variable; the equation's result is added.
     """
-
-    def __init__(self, accepted: jax.Array, leaves: dict[Any, Any]) -> None:
-        self._accepted = accepted
-        self.kept = leaves  # variable -> the leaf that a refused step leaves in it
-
-    def guard_operands(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Change the operands so that an equation writes nothing in a refused step."""
-        first = eqn.invars[0] if eqn.invars else None
-        if first is None or isinstance(first, Literal) or first not in self.kept:
-            return operands
-        name, out, leaf = eqn.primitive.name, eqn.outvars[0], self.kept[first]
-        if name.startswith("scatter") and _drops(eqn):
-            self.kept[out] = leaf
-            # A scatter drops the index -1.
-            rows = jnp.where(self._accepted, operands[1], -1)
-            return [operands[0], rows, *operands[2:]]
-        if name == "dynamic_update_slice":
-            self.kept[out] = leaf
-            array, new, *starts = operands
-            old = lax.dynamic_slice(array, starts, new.shape)
-            return [array, lax.select(self._accepted, new, old), *starts]
+    first = eqn.invars[0] if eqn.invars else None
+    if first is None or isinstance(first, Literal) or first not in left:
         return operands
+    name, out, leaf = eqn.primitive.name, eqn.outvars[0], left[first]
+    if name.startswith("scatter") and _drops(eqn):
+        left[out] = leaf
+        # A scatter drops the index -1.
+        return [operands[0], jnp.where(accepted, operands[1], -1), *operands[2:]]
+    if name == "dynamic_update_slice":
+        left[out] = leaf
+        array, new, *starts = operands
+        old = lax.dynamic_slice(array, starts, new.shape)
+        return [array, lax.select(accepted, new, old), *starts]
+    return operands
 
 
 def _drops(eqn: Any) -> bool:
@@ -283,13 +278,14 @@ def accept_or_keep(
         # A scalar costs no copy, and later equations may divide by the new one.
         if not isinstance(var, Literal) and var in made and jnp.ndim(old):
             olds.setdefault(var, old)
-    rows = RowUpdates(accepted, dict(zip(jaxpr.invars, before, strict=True)))
+    left = dict(zip(jaxpr.invars, before, strict=True))
     for eqn in others:
-        walk.evaluate(eqn, rows.guard_operands(eqn, [walk.read(x) for x in eqn.invars]))
+        operands = [walk.read(x) for x in eqn.invars]
+        walk.evaluate(eqn, guard_rows(eqn, operands, left, accepted))
         for var in eqn.outvars:
-            if var in olds and rows.kept.get(var) is not olds[var]:
+            if var in olds and left.get(var) is not olds[var]:
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
-                rows.kept[var] = olds[var]
+                left[var] = olds[var]
 
     def kept(var: Any, old: Any) -> Any:
         if not isinstance(var, Literal) and olds.get(var) is old:
