@@ -668,7 +668,7 @@ def test_the_best_is_one_real_number(light, tmp_path):
             return {"tree": tj.Weighted({"a": one}, one), "loss": one}
 
     options = {**metrics_of([]), "evaluate": Evaluate()}
-    with pytest.raises(ValueError, match="Checkpointer.best='tree': its value is a dict"):
+    with pytest.raises(ValueError, match="best='tree': its value is a dict, not one"):
         train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
 
 
@@ -797,7 +797,7 @@ def test_options_that_do_not_fit_together(light, tmp_path):
         train(light, saving, best=tj.Best("loss"), **metrics_of([1]))
     with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
         train(light, str(tmp_path))
-    with pytest.raises(ValueError, match="best='hits': .* no such metric, but \\['loss'"):
+    with pytest.raises(ValueError, match="no such metric, but \\['loss'\\]"):
         train(light, tj.Checkpointer(tmp_path, best="hits"), **metrics_of([1]))
     with pytest.raises(tj.CheckpointError, match="There is no checkpoint in"):
         tj.Checkpointer(tmp_path / "empty").restore(light, model.init(light))
