@@ -133,7 +133,7 @@ def test_a_second_process_neither_writes_nor_minds_what_the_first_wrote(
 
 def test_a_signature_that_there_is_not_is_refused(folder):
     for name in (None, "second"):
-        text = f"signature={name!r} is not one of ['all', 'classes', 'first']."
+        text = f"signature={name!r} must be one of 'all', 'classes', 'first'."
         with pytest.raises(ValueError, match=re.escape(text)):
             tj.estimator.load_exported(folder)(X, name)
 

@@ -432,7 +432,7 @@ def test_what_is_natural_and_wrong_is_named():
             np.ones(2, "f4"),
             sparse=lambda _: True,
         )
-    with pytest.raises(ValueError, match="variables of type dict, not a tj.TrainState"):
+    with pytest.raises(ValueError, match="minimize got a dict, not a tj.TrainState"):
         optimizer.minimize(lambda w: w**2, {"w": 1.0})
     with pytest.raises(ValueError, match="returned a tuple.* has_aux=True"):
         optimizer.minimize(lambda w: (w**2, w), state)

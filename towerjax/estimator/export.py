@@ -28,7 +28,7 @@ from towerjax.towers.tower_axis import lower_tower_axis
 from towerjax.towers.variables import TowerLocal, plain, read_local
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data, like_key, map_parts, native
-from towerjax.types.options import check_methods, require
+from towerjax.types.options import check_choice, check_methods, require
 
 _ABOUT = ("exported model", "Export the model anew.")
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -63,11 +63,8 @@ class Exported:
             shapes or dtypes, or have no rows.
         """
         if signature is None and len(self._programs) == 1:
-            signature = next(iter(self._programs))
-        if signature is None or signature not in self._programs:
-            raise ValueError(
-                f"signature={signature!r} is not one of {sorted(self._programs)}."
-            )
+            (signature,) = self._programs
+        check_choice("signature", signature, sorted(self._programs))
         refuse_wrapping({"features": features})
         features = jax.tree.map(lambda x: jnp.asarray(native(x)), features)
         return self._programs[signature].call(features)
@@ -123,7 +120,8 @@ def export_model(
     target = pathlib.Path(directory)
     several = model.strategy.placement.num_processes > 1
     on_first = call_on_first_process if several else operator.call
-    on_first(functools.partial(_refuse_existing, target))
+    if on_first(target.exists):
+        raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
     _require_flatbuffers()
     given = {"params": params, "config": config}
     model.model_fn.refuse_unaccepted(given)
@@ -150,11 +148,6 @@ def export_model(
     on_first(functools.partial(_write, target, programs, signatures))
 
 
-def _refuse_existing(target: pathlib.Path) -> None:
-    if target.exists():
-        raise ValueError(f"directory={str(target)!r} exists. Export into a new one.")
-
-
 def load_exported(directory: str | os.PathLike[str]) -> Exported:
     """A model that `export_model` wrote.
 
@@ -177,11 +170,9 @@ def load_exported(directory: str | os.PathLike[str]) -> Exported:
     source = pathlib.Path(directory)
     check_manifest(source, *_ABOUT)
     signatures = read_manifest(source, *_ABOUT)["record"]["signatures"]
-    programs = {}
-    for number, name in enumerate(signatures):
-        program = (source / f"program_{number}.bin").read_bytes()
-        programs[name] = jax.export.deserialize(bytearray(program))
-    return Exported(signatures, programs)
+    files = (source / f"program_{number}.bin" for number in range(len(signatures)))
+    programs = [jax.export.deserialize(bytearray(x.read_bytes())) for x in files]
+    return Exported(signatures, dict(zip(signatures, programs, strict=True)))
 
 
 def _require_flatbuffers() -> None:

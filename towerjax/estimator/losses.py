@@ -118,7 +118,7 @@ class TowersOfStep:
     reduction: LossReduction
     compat: str | None  # "tf1" divides by the number of towers, whatever the weights
     trace: Any  # the model function's own, not that of a jit or scan inside it
-    micro_batches: int = 1
+    num_parts: int  # of a step's rows: towers times micro-batches
 
     @property
     def is_alone(self) -> bool:
@@ -167,17 +167,12 @@ class TowersOfStep:
         _, weights = self._sum_towers(None, weights)
         return weights, self.num_parts
 
-    @property
-    def num_parts(self) -> int:
-        """The number of parts of a step's rows: towers times micro-batches."""
-        return self.tower.num_towers * self.micro_batches
-
     def _sum_towers(self, loss: Weighted | None, grads: PyTree) -> tuple[Any, PyTree]:
         """Sum losses and gradients over towers; raise where towers cannot meet."""
         if get_opaque_trace_state() == self.trace:
             return meet(loss, grads, self.num_parts)
         in_turn = self.tower.strategy.placement.axes.in_turn
-        if not self.is_alone and (in_turn or self.micro_batches > 1):
+        if not self.is_alone and (in_turn or self.num_parts > self.tower.num_towers):
             raise ValueError(_INSIDE)
         with jax.named_scope(SUMMED_BY_STEP):
             return self.tower.reduce(Reduction.SUM, (loss, grads))

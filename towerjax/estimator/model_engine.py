@@ -173,7 +173,7 @@ class ModelEngine:
             context |= {"state": state, "local": plain(local)}
         tower = tower_of(self.strategy, axes, **context)
         trace = get_opaque_trace_state()
-        how, parts = self.model_options, self.options.micro_batches
+        how, parts = self.model_options, tower.num_towers * self.options.micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         variables = set_towers(variables, towers)
         spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)

@@ -224,8 +224,8 @@ class ModelFn:
     """A model function, and which of params, config and tower its signature has."""
 
     fn: Callable[..., Any]
-    # Name -> whether it has a default, also by functools.partial, used for None.
-    accepts: Mapping[str, bool]
+    # Name -> its default, also by functools.partial, in place of which None is given.
+    accepts: Mapping[str, Any]
 
     @classmethod
     def of(cls, fn: Any) -> "ModelFn":
@@ -242,12 +242,11 @@ class ModelFn:
         except TypeError as error:
             raise ValueError(
                 f"model_fn{signature}: {error}. Write def model_fn(variables, features,"
-                " labels, mode, params=None, config=None, tower=None), the last three"
-                " as you like."
+                " labels, mode), and as you like params=None, config=None, tower=None."
             ) from error
-        defaults = {name: p.default for name, p in parameters.items()}
         empty = inspect.Parameter.empty
-        return cls(fn, {x: defaults.get(x, empty) is not empty for x in names})
+        known = {x: p.default for x, p in parameters.items() if p.default is not empty}
+        return cls(fn, {name: known.get(name) for name in names})
 
     def refuse_unaccepted(self, given: Mapping[str, Any]) -> None:
         """Raise where an argument is given that the signature does not have."""
@@ -275,9 +274,8 @@ class ModelFn:
             )
         values = {**copy.deepcopy(dict(given)), "tower": tower}
         accepted = {
-            name: values[name]
-            for name, has_default in self.accepts.items()
-            if values[name] is not None or not has_default
+            name: default if values[name] is None else values[name]
+            for name, default in self.accepts.items()
         }
         data = {"features": batch["features"], "labels": batch.get("labels")}
         try:
@@ -300,13 +298,10 @@ def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
     try:
         return tuple(key_of(name, value) for name, value in given.items())
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"{error}. {_PLAIN_VALUES}") from error
-
-
-_PLAIN_VALUES = (
-    "params and config are plain values, which are compiled in: put arrays into"
-    " variables, or write float(...)."
-)
+        raise ValueError(
+            f"{error}. params and config are plain values, which are compiled in: put"
+            " arrays into variables, or write float(...)."
+        ) from error
 
 
 @jax.tree_util.register_dataclass
@@ -337,9 +332,8 @@ def typed_rows(
     ]
     if bad:
         raise ValueError(
-            f"Towers' outputs are joined row by row, so each leaf has {rows} rows (or a"
-            f" multiple), but {listed(bad)}. Repeat a number that all rows share,"
-            " jnp.full(tower.rows, x)."
+            f"Towers' outputs are joined, so each leaf has {rows} rows (or a multiple),"
+            f" but {listed(bad)}. Repeat one number, jnp.full(tower.rows, x)."
         )
 
     def one(x: Any) -> Any:

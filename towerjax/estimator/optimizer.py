@@ -51,13 +51,11 @@ def set_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
 
 def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
     """The optax transformation to wrap, or the one that a given function returns."""
-    is_made = isinstance(optimizer, optax.GradientTransformation)
-    made = optimizer if is_made or not callable(optimizer) else optimizer()
+    made = optimizer() if callable(optimizer) else optimizer
     if not isinstance(made, optax.GradientTransformation):
         raise ValueError(
-            f"TowerOptimizer got {made!r}; give it an optax transformation, such as"
-            " optax.MultiSteps(...).gradient_transformation(), or a function that"
-            " returns one."
+            f"TowerOptimizer got {made!r}; give it an optax transformation, a function"
+            " of one, or optax.MultiSteps(...).gradient_transformation()."
         )
     return made
 
@@ -232,9 +230,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """
         if not isinstance(state, TrainState):
             raise ValueError(
-                f"TowerOptimizer.minimize got variables of type {type(state).__name__},"
-                " not a tj.TrainState. For other trees use optimizer.compute_gradients"
-                " and apply_gradients."
+                f"TowerOptimizer.minimize got a {type(state).__name__}, not a"
+                " tj.TrainState. Of others use compute_gradients and apply_gradients."
             )
         try:
             out, grads = self.compute_gradients(
@@ -332,7 +329,10 @@ def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> No
     )
 
 
-def _scale_gradients(grads: PyTree, scale: jax.Array) -> PyTree:
+def _divided(grads: PyTree, weight: Any) -> PyTree:
+    """The gradients divided by a weight; of the weight 0 they are 0."""
+    # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
+    scale = lax.optimization_barrier(Weighted(1.0, weight).value)
     return map_values(lambda g: g * scale.astype(g.dtype), grads)
 
 
@@ -349,7 +349,7 @@ def _reduce_gradients(
     if towers is None:
         if not isinstance(loss, Weighted):
             return grads, loss
-        return _scale_gradients(grads, Weighted(1.0, loss.weight).value), loss.value
+        return _divided(grads, loss.weight), loss.value
     if loss is None and not towers.takes_scalars:
         raise ValueError(
             "TowerOptimizer.update got no loss, whose weight divides gradients under"
@@ -358,11 +358,8 @@ def _reduce_gradients(
         )
     wide = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:
-        wide = _scale_gradients(wide, Weighted(1.0, loss.weight).value)
+        wide = _divided(wide, loss.weight)
     total, summed = towers.meet(loss, wide)
-    # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
-    scale = lax.optimization_barrier(Weighted(1.0, total.weight).value)
-    summed = map_values(
-        lambda g, own: g.astype(own.dtype), _scale_gradients(summed, scale), grads
-    )
-    return summed, None if loss is None else total.value
+    whole = _divided(summed, total.weight)
+    out = map_values(lambda g, own: g.astype(own.dtype), whole, grads)
+    return out, None if loss is None else total.value

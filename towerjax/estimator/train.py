@@ -42,9 +42,8 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
     is_dict = isinstance(element, Mapping) and set(element) == {"features", "labels"}
     if is_dict or (isinstance(element, list) and len(element) == 2):
         raise ValueError(
-            f"A batch is a {type(element).__name__} of two, which could be features and"
-            " labels or features alone. Pass the tuple (features, labels), or (batch,"
-            " None)."
+            f"A batch is a {type(element).__name__} of two, features and labels or"
+            " features alone? Pass the tuple (features, labels), or (batch, None)."
         )
     is_pair = isinstance(element, tuple) and len(element) == 2
     if not is_pair or hasattr(element, "_fields"):  # a named tuple is features
@@ -364,9 +363,8 @@ def _examples(outputs: Generator[Any, None, None]) -> Generator[Any, None, None]
             sizes = {name: len(x) for name, x in named_leaves("predictions", output)}
             if len({*sizes.values()}) > 1:
                 raise ValueError(
-                    f"per_example=True yields a row of each prediction, but rows are"
-                    f" {sizes}. Give what an example has several of a dim of its own,"
-                    " [b, n, ...]."
+                    f"per_example=True yields one row of each prediction, of {sizes}."
+                    " Give what an example has several of its own dim, [b, n, ...]."
                 )
             for row in range(next(iter(sizes.values()))):
                 yield jax.tree.map(lambda x, row=row: x[row], output)
