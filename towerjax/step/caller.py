@@ -127,9 +127,7 @@ class Caller:
     def _call(self, state: Any, batch: PlacedBatch) -> tuple[TrainState, Any]:
         """The state as it was given to the program, and the results."""
         runner = self._runner_for(state, batch)
-        several = self.strategy.placement.num_processes > 1
-        if several or batch.signature not in runner.programs or not is_usable(state):
-            # Several processes might each give numbers of their own: take the first's.
+        if batch.signature not in runner.programs or not is_usable(state):
             state = self.start(state)
         try:
             return state, runner(split_state(state), batch)

@@ -167,9 +167,12 @@ class CompiledStep(Caller):
           ``Checked`` of that. For stacked batches metrics and ``guarded`` are
           ``[K]``, of which the first so many count.
         """
+        several = self.strategy.placement.num_processes > 1
+        if several:  # which might each give numbers of their own: take the first's
+            state = self.start(state)
         state, out = self._call(state, batch)
         own = out.metrics["own"]
-        if own:
+        if several and own:
             own = on_every_process(own, self.strategy.placement)
         metrics = {**out.metrics["one"], **own}
         guarded = metrics["loss"] if out.finite is None else out.finite
