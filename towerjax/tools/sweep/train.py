@@ -216,27 +216,28 @@ class _Program:
             for name, dtype in self.traced.items()
         }
         each = [
-            {name: x[i] for name, x in numbers.items()} for i in range(len(members))
+            ({name: x[i] for name, x in numbers.items()}, [config])
+            for i, config in enumerate(members)
         ]
-        order = order if len(members) > 1 else "alone"
-        alone, together = (
-            MembersStep(lambda traced: self.build(**self.fixed, **traced), x)
-            for x in (each[0], numbers)
-        )
-        if order == "fastest":
-            seconds = self._seconds(together, numbers), self._seconds(alone, each[0])
-            is_faster = seconds[0] < len(members) * seconds[1]
-            order = "together" if is_faster else "in_turn"
-        if order == "together":
-            yield from self._train_and_record(together, numbers, members, order)
-            return
-        for one, config in zip(each, members, strict=True):
-            yield from self._train_and_record(alone, one, [config], order)
+        groups = {"together": [(numbers, members)], "in_turn": each, "alone": each}
 
-    def _seconds(self, step: MembersStep, numbers: Any) -> float:
-        """The time of a few calls of a step, compiled before."""
+        @functools.cache
+        def step_for(order: str) -> MembersStep:
+            build = functools.partial(self.build, **self.fixed)
+            return MembersStep(lambda traced: build(**traced), groups[order][0][0])
+
+        order = order if len(members) > 1 else "alone"
+        if order == "fastest":
+            both = ("together", "in_turn")
+            times = [self._seconds(step_for(x), groups[x]) for x in both]
+            order = both[int(np.argmin(times))]
+        for values, configs in groups[order]:
+            yield from self._train_and_record(step_for(order), values, configs, order)
+
+    def _seconds(self, step: MembersStep, groups: Sequence[Any]) -> float:
+        """The time of a few calls for all groups, from those of the first."""
         few = functools.partial(self._run, step, few=_CALLS * self.steps_per_call)
-        return time_calls(few, step.begin(numbers), _ROUNDS).step_s
+        return len(groups) * time_calls(few, step.begin(groups[0][0]), _ROUNDS).step_s
 
     def _run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
         """Run all steps, or the first few; return ``(state, history)``."""
