@@ -1060,8 +1060,8 @@ INPUT = (
         "I06",
         "the towers' elements change places",
         "data.distribute:_Rounds.build",
-        "trees = [shard.resize(x.tree, size) for x in taken]",
-        "trees = [shard.resize(x.tree, size) for x in taken][::-1]",
+        "trees = [shard.resize(tree, size) for tree in taken.trees]",
+        "trees = [shard.resize(tree, size) for tree in taken.trees][::-1]",
         "test_distribute.py::test_each_tower_takes_an_element[3-1]",
     ),
     _m(

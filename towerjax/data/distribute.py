@@ -46,16 +46,13 @@ class InputOptions:
         cast_ints(self)
 
 
-class _Element(NamedTuple):
-    """What one tower takes of a round, or all towers share."""
+class _Pulled(NamedTuple):
+    """What this process's towers take of a round."""
 
-    tree: PyTree
-    bare: bool = False  # had no dim over examples
-    sparse: SparseRows | None = None  # its sparse leaves
-
-
-_Pulled: TypeAlias = tuple[list[_Element], list[int]]
-"""The elements of a round, one for all towers or one for each, and their sizes."""
+    trees: list[PyTree]  # one for all towers, or one for each
+    sizes: list[int]  # how many examples each has
+    bare: bool = False  # they had no dim over examples
+    sparse: SparseRows | None = None  # the sparse leaves of one for all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,23 +80,24 @@ class _Rounds:
                 shard.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self.may_be_empty and {np.shape(x)[:1] for x in leaves} == {(0,)}:
-                return [_Element(batch)], [0]
+                return _Pulled([batch], [0])
             if remainder == "drop" and shard.count_examples(batch) < shares:
                 continue
             batch, num_valid = shard.fit_batch(batch, shares, remainder)
-            return [_Element(batch, sparse=sparse)], [num_valid]
+            return _Pulled([batch], [num_valid], sparse=sparse)
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
         # Each copied at once: a loader may reuse its buffer for the next element.
-        taken = [
-            _with_example_dim(jax.tree.map(feed.own_copy, x))
-            for x in itertools.islice(elements, self.towers)
-        ]
-        sizes = [shard.count_examples(x.tree) for x in taken]
-        for x in taken:
-            shard.refuse_wrapping(x.tree)
-        _refuse_unlike_elements([x.tree for x in taken])
+        taken = itertools.islice(elements, self.towers)
+        taken = [jax.tree.map(feed.own_copy, x) for x in taken]
+        bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
+        pairs = zip(bare, taken, strict=True)
+        taken = [_add_example_dim(x) if is_bare else x for is_bare, x in pairs]
+        sizes = [shard.count_examples(tree) for tree in taken]
+        for tree in taken:
+            shard.refuse_wrapping(tree)
+        _refuse_unlike_elements(taken)
         missing, remainder = self.towers - len(taken), self.options.remainder
         if not taken or (missing and remainder == "drop"):
             return None
@@ -112,7 +110,8 @@ class _Rounds:
                 " (rows of weight 0; use tower.weight in the loss), or 'drop' for the"
                 " end."
             )
-        return taken + [taken[-1]] * missing, sizes + [0] * missing
+        taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
+        return _Pulled(taken, sizes, all(bare))
 
     @property
     def shares(self) -> int:
@@ -124,17 +123,17 @@ class _Rounds:
         shares = self.shares // len(sizes)
         return max(-(-n // shares) for n in sizes) * self.options.micro_batches
 
-    def build(self, taken: list[_Element], rows: int) -> PyTree:
+    def build(self, taken: _Pulled, rows: int) -> PyTree:
         """The round, leaves ``[towers * rows, ...]``."""
-        size = rows * self.towers // len(taken)
-        trees = [shard.resize(x.tree, size) for x in taken]
-        if len(taken) > 1:
-            trees = [jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)]
-        sparse, parts = taken[0].sparse, self.options.micro_batches
-        if sparse is None:
+        size = rows * self.towers // len(taken.trees)
+        trees = [shard.resize(tree, size) for tree in taken.trees]
+        if len(trees) > 1:
+            return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+        if taken.sparse is None:
             return trees[0]
-        capacity = capacity_for(sparse.needed(rows // parts), self.capacities)
-        return sparse.put_back(trees[0], self.towers, parts, capacity)
+        parts = self.options.micro_batches
+        capacity = capacity_for(taken.sparse.needed(rows // parts), self.capacities)
+        return taken.sparse.put_back(trees[0], self.towers, parts, capacity)
 
     def counts(self, sizes: list[int], rows: int) -> np.ndarray:
         """``[towers]``: how many of each tower's rows are examples."""
@@ -142,13 +141,10 @@ class _Rounds:
         return np.concatenate([shard.counts_of_towers(n, rows, each) for n in sizes])
 
 
-def _with_example_dim(element: PyTree) -> _Element:
-    """The element with a dim over examples, which may have to be added."""
-    if bare := any(np.ndim(x) == 0 for x in jax.tree.leaves(element)):
-        element = jax.tree.map(
-            lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
-        )
-    return _Element(element, bare)
+def _add_example_dim(element: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
+    )
 
 
 def _refuse_unlike_elements(elements: list[PyTree]) -> None:
@@ -240,21 +236,21 @@ class DistributedDataset:
     ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
         """Each round's batch, and the cursor after it."""
         elements = map(sources.as_arrays, source)
-        peers, taken = None, []
+        peers: Exchange | None = None
+        taken: Any = None  # of the newest round that this process has a part of
         if self._asks_peers:
             peers = Exchange(f"{self._name}/{number}", "the input", stopped)
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
-            if self._is_end(sizes_of_all, is_first=not taken):
+            if self._is_end(sizes_of_all, is_first=taken is None):
                 return
-            if pulled is not None:
-                taken = pulled[0]
+            taken = taken if pulled is None else pulled
             rows = self._rows(sizes_of_all, most_rows)
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
             counts = [self._rounds.counts(sizes or [0], rows) for sizes in sizes_of_all]
-            bare = rows == 1 and all(x.bare for x in taken)
+            bare = rows == 1 and taken.bare
             cursor = getattr(source, "get_state", lambda: None)()
             placed = self._place(
                 self._rounds.build(taken, rows), np.concatenate(counts), bare
@@ -280,7 +276,7 @@ class DistributedDataset:
             if peers is not None:  # they wait for this part
                 peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
             raise
-        sizes = None if pulled is None else pulled[1]
+        sizes = None if pulled is None else pulled.sizes
         if peers is None:
             return pulled, [sizes]
         answers = peers.all_gather({"sizes": sizes})
