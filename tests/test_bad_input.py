@@ -746,6 +746,20 @@ def test_a_state_that_was_donated_says_so(trains):
         step.program(state, good())
 
 
+def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
+    def fails(_):
+        raise ArithmeticError("a fish")
+
+    def one(params, batch, tower):
+        shape = jax.ShapeDtypeStruct((), np.float32)
+        scale = jax.pure_callback(fails, shape, jax.lax.stop_gradient(batch["x"].sum()))
+        return tj.Weighted.mean(scale * (batch["x"] @ params["w"]), tower.weight)
+
+    step = build(one, tj.Mirrored(TWO[:1]))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a fish"):
+        float(step(step.init(start()), good())[1]["loss"])
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [TWO[:1], TWO])
 def test_one_array_for_two_leaves_is_refused_by_name(devices):

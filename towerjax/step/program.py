@@ -238,7 +238,10 @@ class Runner:
         try:
             out = program.call(*first, *batch.args)
         except (RuntimeError, ValueError):
-            if self.recipe.donate and not self._on_cpus:
+            known = self._on_cpus or not self.recipe.donate
+            donated = () if known else jax.tree.leaves(first[0])
+            # If all are deleted, the devices failed after they had taken the state.
+            if not all(x.is_deleted() for x in donated):
                 _refuse_donated_twice(first[0], batch.args[2])
             raise
         except FoundNonFinite as error:
