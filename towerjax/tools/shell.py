@@ -1,11 +1,10 @@
 """What all commands share: help, exit codes, JSON, and objects by ``module:name``."""
 
 import argparse
-import importlib
 import inspect
 import json
-import operator
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -125,12 +124,11 @@ def resolve(name: str) -> Any:
     """The object that ``module:name`` names."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
         raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
-    module, _, path = name.partition(":")
     try:
-        return operator.attrgetter(path)(importlib.import_module(module))
+        return pkgutil.resolve_name(name)
     except AttributeError as error:
         raise ValueError(f"{name}: {error}.") from error
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+        if not f"{name.partition(':')[0]}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another
         raise ValueError(f"{name}: {error}; set PYTHONPATH.") from error
