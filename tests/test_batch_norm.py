@@ -719,7 +719,7 @@ def test_more_that_is_refused():
     x = jnp.ones((4, OUT))
     linen_norm = LinenNorm(use_running_average=False)
     nnx_norm = NnxNorm(OUT, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"axis=\(0, 1\). num_features is the size of"):
+    with pytest.raises(ValueError, match=r"axis=\(0, 1\). num_features is of one"):
         NnxNorm(OUT, rngs=nnx.Rngs(0), axis=(0, 1))
     with pytest.raises(ValueError, match="features along axis=-1"):
         nnx_norm(jnp.ones((4, 5)), None)

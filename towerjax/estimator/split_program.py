@@ -137,11 +137,6 @@ class SplitProgram:
                 " which micro-batches would not see alike. Say micro_batches=1."
             )
 
-    def _vars_of_pass(self, number: int | None) -> list[Any]:
-        """The jaxpr variables that a pass returns, and the operands of its `meet`s."""
-        wanted = jax.tree.leaves([x for x, at in self._results if at == number])
-        return wanted + [var for eqn in self._meets_of(number) for var in eqn.invars]
-
     def _meets_of(self, number: int | None) -> list[Any]:
         return [eqn for eqn, at in self._meets if at == number]
 
@@ -168,7 +163,9 @@ class SplitProgram:
             at = self.num_passes if number is None else number
             return bool(eqn.effects) and self._pass_of(eqn.invars) == at
 
-        for eqn in needed_eqns(self._eqns, self._vars_of_pass(number), shows):
+        returned = jax.tree.leaves([x for x, at in self._results if at == number])
+        returned += [var for eqn in self._meets_of(number) for var in eqn.invars]
+        for eqn in needed_eqns(self._eqns, returned, shows):
             walk.evaluate(eqn)
         return walk
 

@@ -26,7 +26,7 @@ def count_on_host(ids: Any, weights: Any) -> np.ndarray:
     low, high = _halves(_check_ids(np.asarray(ids)))
     bits = _weight_bits(weights, low)
     is_example = (bits << 1) != 0  # a weight of 0.0 or -0.0 is none
-    words, index = (x[:, is_example] for x in _words(low, high, bits))
+    words, index = (np.stack(x)[:, is_example] for x in _words(low, high, bits))
     cells = np.zeros((TABLES, CELLS, WORDS), np.uint32)
     for table in range(TABLES):
         np.add.at(cells[table], index[table], words.T)
@@ -40,8 +40,7 @@ def count_rows(example_ids: ExampleIds, rows: PyTree, weight: jax.Array) -> jax.
     low, high = _halves(_check_ids(ids))
     if low.shape != weight.shape:
         raise ValueError(
-            f"example_ids gave {low.shape[0]} ids for a tower's {weight.shape[0]} rows;"
-            " it gives one for each row."
+            f"example_ids gave {low.shape[0]} ids for a tower's {weight.shape[0]} rows."
         )
     bits = _weight_bits(weights, low)
     words, index = _words(low, high, bits)
@@ -81,9 +80,8 @@ def _check_ids(ids: Any) -> Any:
     if ids.dtype == np.uint32 and ids.ndim == 2 and ids.shape[1] == 2:
         return ids
     raise ValueError(
-        f"ids are {ids.dtype}{list(ids.shape)}, but an id is one integer a row, [B]; or"
-        " [B, 2] uint32 for 64 bits: ids.astype(np.int64).view(np.uint32).reshape(-1,"
-        " 2)."
+        f"ids are {ids.dtype}{list(ids.shape)}, but an id is one integer, [B]; of 64"
+        " bits two, [B, 2]: ids.astype(np.int64).view(np.uint32).reshape(-1, 2)."
     )
 
 
@@ -101,8 +99,7 @@ def _weight_bits(weights: Any, like: Any) -> Any:
         return like * np.uint32(0) + np.float32(1).view(np.uint32)
     if np.shape(weights) != like.shape:
         raise ValueError(
-            f"weights are {list(np.shape(weights))}, but ids {list(like.shape)}; give"
-            " one float32 for each id."
+            f"weights are {list(np.shape(weights))}, but ids {list(like.shape)}."
         )
     if isinstance(like, np.ndarray):
         return np.asarray(weights, np.float32).view(np.uint32)
@@ -110,7 +107,7 @@ def _weight_bits(weights: Any, like: Any) -> Any:
 
 
 def _words(low: Any, high: Any, bits: Any) -> tuple[Any, Any]:
-    """uint32: the words ``[9, n]`` that examples add, and their cells ``[3, n]``."""
+    """uint32: the 9 words ``[n]`` that examples add, and their 3 cells ``[n]``."""
     first = low * np.uint32(0) + np.uint32(0x9E3779B9)
     for part in (low, high, bits):
         first = _mix(first ^ part)
@@ -118,12 +115,9 @@ def _words(low: Any, high: Any, bits: Any) -> tuple[Any, Any]:
     for part in (bits, high, low):
         second = _mix(second + part)
     parts = [half for x in (low, high, bits) for half in (x & 0xFFFF, x >> 16)]
-    words = [low * np.uint32(0) + np.uint32(1), *parts, first, second]
     where = _mix(second ^ np.uint32(0xC2B2AE35))
     index = [(where >> (8 * table)) & (CELLS - 1) for table in range(TABLES)]
-    if isinstance(low, np.ndarray):
-        return np.stack(words), np.stack(index)
-    return words, index
+    return [low * np.uint32(0) + np.uint32(1), *parts, first, second], index
 
 
 def _mix(x: Any) -> Any:
@@ -162,7 +156,7 @@ def _decode_cell(sums: np.ndarray) -> tuple[int, tuple[int, float], Any, Any] | 
         np.array([a | b << 16], np.uint32)
         for a, b in zip(halves[::2], halves[1::2], strict=True)
     )
-    words, index = _words(low, high, bits)
+    words, index = map(np.stack, _words(low, high, bits))
     added = words[:, 0] * np.array(times, np.int64).astype(np.uint32)
     if (added != sums).any():
         return None

@@ -11,7 +11,7 @@ import numpy as np
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Weighted, one_mean
 from towerjax.types import ArrayLike, PerTower, PyTree, Sum, short_repr
-from towerjax.types.options import check_flag
+from towerjax.types.options import check_flag, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +138,7 @@ class TowerStatistics:
           >>> TowerStatistics.noise_scale(seen, smoothing=1).tolist()
           [2.0, 4.0]
         """
-        if not 0 <= smoothing <= 1:
-            raise ValueError(f"smoothing={smoothing!r} must be from 0 to 1.")
+        check_number("smoothing", smoothing, "a number from 0 to 1", 1.0)
         names = ("gradient/noise", "gradient/signal")
         if missing := [name for name in names if name not in metrics]:
             raise ValueError(

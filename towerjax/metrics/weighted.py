@@ -352,8 +352,7 @@ class Additive:
         mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
             raise ValueError(
-                f"Cannot merge {mine!r} with {others!r}: of different classes, or made"
-                " with different options."
+                f"Cannot merge {mine!r} with {others!r}: made with different options."
             )
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 

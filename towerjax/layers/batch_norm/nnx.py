@@ -56,8 +56,7 @@ class TowerBatchNorm(nnx.BatchNorm):
     ) -> None:
         if isinstance(axis := options.get("axis"), tuple | list):
             raise ValueError(
-                f"TowerBatchNorm got axis={axis!r}. num_features is the size of one"
-                " dim: pass an int."
+                f"TowerBatchNorm got axis={axis!r}. num_features is of one: an int."
             )
         if unknown := [name for name in _UNSUPPORTED if name in options]:
             raise TypeError(f"TowerBatchNorm takes no {', '.join(unknown)}.")

@@ -111,9 +111,8 @@ def normalize(
     """
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(
-            f"Batch norm got {tower!r} as its tower. Write norm(x, tower,"
-            " use_running_average=...) with the Tower that the tower function got, or"
-            " norm(x, None, ...) where there is one tower and every row counts."
+            f"Batch norm got {tower!r} as its tower. Write norm(x, tower) with that of"
+            " the tower function, or norm(x, None) of one tower whose rows all count."
         )
     x = jnp.asarray(x)
     axes = options.feature_axes(x.ndim)

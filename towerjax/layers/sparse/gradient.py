@@ -322,8 +322,7 @@ def _table_of(name: str, leaf: int, x: Any) -> _Table:
     dtype = jnp.asarray(x).dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{name} is selected by `sparse`, but is {dtype}; gradients are of real"
-            " floats."
+            f"{name} is selected by `sparse`, but is {dtype}; tables are real floats."
         )
     if not jnp.ndim(x):
         raise ValueError(
