@@ -124,8 +124,9 @@ def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(tj.CheckpointError) as error:
         tj.loop.load_safetensors(path, like)
     assert (
-        "a is float32[2], expected float32[3]; b is float32[2], expected bfloat16[2];"
-        " c has no place; d is missing" in str(error.value)
+        "a is float32[2] there and float32[3] in like; b is float32[2] there and"
+        " bfloat16[2] in like; c is float64[1] there and absent in like; d is absent"
+        " there and float64[1] in like." in str(error.value)
     )
 
 

@@ -1,7 +1,7 @@
 """Check which leaves devices can hold; refuse the others by name, with a remedy."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -173,17 +173,22 @@ def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
     return map_parts(kind, lambda _: next(left), tree)
 
 
+def differing_texts(
+    was: Mapping[str, str], now: Mapping[str, str], form: str
+) -> list[str]:
+    """A text for each name with two descriptions; a form is "{} was {} and is {}"."""
+    pairs = {x: (was.get(x, "absent"), now.get(x, "absent")) for x in {*was, *now}}
+    both = [(x, *pairs[x]) for x in sorted(pairs)]
+    return [form.format(x, old, new) for x, old, new in both if old != new]
+
+
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     """A text for each leaf whose dtype or shape changed, or else for the container."""
     was, now = (
         {n: f"{_device_dtype(x)}{list(jnp.shape(x))}" for n, x in leaves}
         for leaves in (named_leaves(root, before), named_leaves(root, after))
     )
-    found = [
-        f"{name} was {was.get(name, 'absent')} and is {now.get(name, 'absent')}"
-        for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
-    ]
+    found = differing_texts(was, now, "{} was {} and is {}")
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if not found and trees[0] != trees[1]:
         was, now = _differing(*trees)

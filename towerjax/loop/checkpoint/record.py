@@ -18,6 +18,7 @@ from towerjax.towers.cross_tower.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (
+    differing_texts,
     is_key,
     key_data,
     like_key,
@@ -85,12 +86,7 @@ def check_same_model(
     old, new = (
         {leaf.name: leaf.description for leaf in x} for x in (saved, leaves_of(state))
     )
-    problems = [
-        f"{name} is {old.get(name, 'absent')} there and {new.get(name, 'absent')} here"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    ]
-    if problems:
+    if problems := differing_texts(old, new, "{} is {} there and {} here"):
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is one of another model:"
             f" {listed(problems)}. Build the model, optimizer and step as they"

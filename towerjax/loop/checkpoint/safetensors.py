@@ -12,7 +12,7 @@ import numpy as np
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.mesh.placement import is_split
 from towerjax.types import PyTree, readable_leaves
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import differing_texts, listed
 from towerjax.types.options import require
 
 _DTYPES: Mapping[str, Any] = {
@@ -115,24 +115,17 @@ def load_safetensors(path: str | os.PathLike[str], like: PyTree = None) -> PyTre
     found = _read_arrays(path)
     if like is None:
         return _nest(found, path)
-    wanted = dict(_named_leaves(like))
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [f"{name} has no place" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        new, old = _dtype_and_shape(found[name]), _dtype_and_shape(wanted[name])
-        if new != old:
-            problems.append(f"{name} is {new}, expected {old}")
-    if problems:
-        raise CheckpointError(f"{str(path)!r}: {listed(sorted(problems))}.")
+    there, wanted = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in pairs}
+        for pairs in (found.items(), _named_leaves(like))
+    )
+    if problems := differing_texts(there, wanted, "{} is {} there and {} in like"):
+        raise CheckpointError(f"{str(path)!r}: {listed(problems)}.")
     return jax.tree.unflatten(jax.tree.structure(like), [found[x] for x in wanted])
 
 
 def _named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return [(name or "value", leaf) for name, leaf in readable_leaves("", tree)]
-
-
-def _dtype_and_shape(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
 
 
 def _read_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
