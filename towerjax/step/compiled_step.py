@@ -103,9 +103,6 @@ class CompiledStep(Caller):
             self._runners[steps] = self._run(repeated_recipe(self._runner.recipe))
         return self._runners[steps]
 
-    def _check(self, state: Any) -> None:
-        check_made_for(state, self.strategy.placement, state_layout(self.strategy))
-
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
 
@@ -121,7 +118,7 @@ class CompiledStep(Caller):
         check_is_state(state)
         check_num_towers(state, self.strategy.placement.num_towers)
         placed = place(state, self.strategy.placement, state_layout(self.strategy))
-        self._check(placed)
+        check_made_for(placed, self.strategy)
         return placed
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:

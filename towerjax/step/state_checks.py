@@ -8,7 +8,8 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.step.state import TrainState, split_state
+from towerjax.step.state import TrainState, split_state, state_layout
+from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
 from towerjax.types.tables import layout_of
@@ -133,10 +134,11 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
         )
 
 
-def check_made_for(state: TrainState, placement: Placement, layout: TrainState) -> None:
+def check_made_for(state: TrainState, strategy: Strategy) -> None:
     """Raise unless all arrays but scalars were made for these towers and devices."""
+    placement = strategy.placement
     check_num_towers(state, placement.num_towers)
-    shardings = jax.tree.leaves(placement.shardings(layout, state))
+    shardings = jax.tree.leaves(placement.shardings(state_layout(strategy), state))
     pairs = zip(named_leaves("state", state), shardings, strict=True)
     elsewhere = [
         f"{name} is {_describe_location(x)}"

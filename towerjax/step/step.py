@@ -36,6 +36,7 @@ from towerjax.step.state import (
 from towerjax.step.state_checks import (
     check_is_state,
     check_made,
+    check_made_for,
     with_numbers_placed,
 )
 from towerjax.towers.strategies import Strategy, check_roles
@@ -161,7 +162,7 @@ class Step(CompiledStep):
             for program in itertools.islice(runner.programs.values(), 1):
                 expected = state_taken_by(program)
         placed = with_numbers_placed(state, self.strategy.placement, expected)
-        self._check(placed)
+        check_made_for(placed, self.strategy)
         return placed
 
     def check(
