@@ -183,7 +183,8 @@ class DistributedDataset:
         self._placement, self._source, self._options = placement, source, options
         self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
-        self._context = sources.InputContext(here, processes, placement.num_towers)
+        context = sources.InputContext(here, processes, placement.num_towers)
+        self._open_with = [context] if own_part else []  # arguments of the source
         towers = placement.num_towers // (processes if own_part else 1)
         self._asks_peers = own_part and processes > 1
         self._rounds = _Rounds(towers, options, self._asks_peers)
@@ -201,7 +202,7 @@ class DistributedDataset:
         source, whose iterator has them, as that of `batches` has.
         """
         self._passes += 1
-        elements = sources.open_source(self._source, self._context)
+        elements = sources.open_source(self._source, *self._open_with)
         begin = functools.partial(self._stream, self._passes, elements)
         if feed.has_cursor(elements) and not self._asks_peers:
             return sources.ResumableDataPass(begin, elements)

@@ -59,14 +59,12 @@ class InputContext:
 
 def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None:
     """Raise unless batches can be iterated, or called where that is allowed."""
-    if isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str):
-        kind = f"one batch (a {type(batches).__name__})"
-    elif not is_function(batches) or hasattr(batches, "__getitem__"):
+    is_one = isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str)
+    can_iterate = not is_function(batches) or hasattr(batches, "__getitem__")
+    if not is_one and (can_iterate or (or_function and callable(batches))):
         return
-    elif or_function and callable(batches):
-        return
-    else:
-        kind = f"a {type(batches).__name__}"
+    kind = f"a {type(batches).__name__}"
+    kind = f"one batch ({kind})" if is_one else kind
     more = ", or a function that gives one" * or_function
     raise ValueError(
         f"{name} is {kind}, but is to be an iterable of batches{more}. Pass"
@@ -77,23 +75,20 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
 def check_source(source: Any) -> bool:
     """Whether the source makes each process's own part; raise if it is no source."""
     check_batches("The data set", source, or_function=True)
-    return is_function(source) and _takes_context(source)
-
-
-def _takes_context(fn: Callable[..., Any]) -> bool:
-    """Whether a function takes an `InputContext`; raise if it takes more."""
+    if not is_function(source):
+        return False
     try:
-        inspect.signature(fn).bind()
+        inspect.signature(source).bind()
     except TypeError:
-        check_takes("source(context)", fn, None)
+        check_takes("source(context)", source, None)
         return True
     return False
 
 
-def open_source(source: Any, context: InputContext) -> Iterator[Any]:
-    """An iterator through the source."""
+def open_source(source: Any, *context: InputContext) -> Iterator[Any]:
+    """An iterator through the source; a function is given the context, if any."""
     if is_function(source):
-        source = source(context) if _takes_context(source) else source()
+        source = source(*context)
         check_batches("What the function of the data set returned", source)
     # tf.data gives NumPy arrays instead of tensors by this method.
     return iter(getattr(source, "as_numpy_iterator", lambda: source)())
