@@ -127,6 +127,7 @@ def of_leaf(flat, name):
         (2, 2, "vmap", 8, 1, True),
         (4, 4, "vmap", 4, 1, True),
         (6, 3, "scan", 4, 2, False),
+        (8, 8, "vmap", 8, 1, True),  # shares at the end are of no leaf
     ],
 )
 def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedback):

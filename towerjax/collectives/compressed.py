@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from towerjax.collectives.ops import AllReduce
 from towerjax.collectives.packing import Packing, Sums
@@ -58,58 +58,6 @@ class Code:
         units = scales.view(jnp.float32).astype(dtype)[..., None]
         blocks = whole.reshape(*lead, -1, self.block).astype(dtype)
         return (blocks * units).reshape(*lead, numbers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The layout of leaves end to end, each padded with zeros to whole blocks."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    block: int  # the number of numbers of a block
-    share: int  # the total is padded to a multiple of this
-
-    @property
-    def sizes(self) -> list[int]:
-        """The padded size of each leaf."""
-        sizes = map(math.prod, self.shapes)
-        return [-(-size // self.block) * self.block for size in sizes]
-
-    @property
-    def total(self) -> int:
-        """The padded size of all leaves."""
-        return -(-sum(self.sizes) // self.share) * self.share
-
-    @property
-    def leaf_of_block(self) -> np.ndarray:
-        """The leaf of each block; the number of leaves for the padding at the end."""
-        counts = [size // self.block for size in self.sizes]
-        counts.append(self.total // self.block - sum(counts))
-        return np.repeat(np.arange(len(counts)), counts)
-
-    def concatenate(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """Concatenate and pad leaves to ``[total]``."""
-        dtype = jnp.result_type(*leaves)
-        parts = [
-            jnp.pad(x.reshape(-1).astype(dtype), (0, size - x.size))
-            for x, size in zip(leaves, self.sizes, strict=True)
-        ]
-        rest = self.total - sum(self.sizes)
-        return jnp.concatenate([*parts, jnp.zeros(rest, dtype)])
-
-    def split(self, x: jax.Array) -> list[jax.Array]:
-        """The inverse of `concatenate`."""
-        starts = np.cumsum([0, *self.sizes])
-        return [
-            lax.slice_in_dim(x, start, start + math.prod(shape)).reshape(shape)
-            for start, shape in zip(starts[:-1].tolist(), self.shapes, strict=True)
-        ]
-
-    def norms_squared(self, x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
-        """Squared norms of leaves, ``[leaves]`` float32, from block ``first`` on."""
-        each = (x.reshape(-1, self.block) ** 2).sum(axis=1).astype(jnp.float32)
-        leaf, count = jnp.asarray(self.leaf_of_block), len(self.shapes)
-        leaf = lax.dynamic_slice_in_dim(leaf, first, len(each))
-        return jax.ops.segment_sum(each, leaf, num_segments=count + 1)[:count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,11 +193,13 @@ class Compressed:
         self, leaves: list[jax.Array], num_devices: int
     ) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
         """The sums over devices, this device's rounding errors, and the error."""
-        shapes = tuple(x.shape for x in leaves)
-        blocks = Blocks(shapes, self.block, self.block * num_devices)
-        code, size = Code(self.bits, self.block), blocks.total // num_devices
+        # End to end, each leaf padded to whole blocks, and the last to equal shares.
         # Shares are rows, since a number's place in all of them may need 64 bits.
-        x = blocks.concatenate(leaves).reshape(num_devices, size)
+        padded = [jnp.pad(x.reshape(-1), (0, -x.size % self.block)) for x in leaves]
+        flat, unravel = ravel_pytree(padded)
+        x = jnp.pad(flat, (0, -flat.size % (self.block * num_devices)))
+        x = x.reshape(num_devices, -1)
+        code, size = Code(self.bits, self.block), x.shape[1]
         sent = code.encode(x)
         lost = x - code.decode(sent, size, x.dtype)
         # Row d is device d's contribution to this device's share.
@@ -258,21 +208,33 @@ class Compressed:
         sent = code.encode(share)
         share_lost = share - code.decode(sent, size, x.dtype)
         row = lax.axis_index(DEVICE_AXIS)
-        first = row * (size // self.block)
-        squares = blocks.norms_squared(lost), blocks.norms_squared(share_lost, first)
+        norms = functools.partial(self._norms_squared, [x.size for x in padded])
+        squares = norms(lost), norms(share_lost, row * (size // self.block))
         errors = jnp.concatenate(squares).view(jnp.uint8)
         gathered = lax.all_gather(jnp.concatenate([sent, errors]), DEVICE_AXIS)
-        total = code.decode(gathered[:, : len(sent)], size, x.dtype).reshape(-1)
+        total = code.decode(gathered[:, : len(sent)], size, x.dtype)
         squares = gathered[:, len(sent) :].view(jnp.float32).reshape(num_devices, 2, -1)
-        error = _largest_error(squares, blocks.norms_squared(total))
+        error = _largest_error(squares, norms(total))
         # This device sends the error of its share's sums with its next gradient.
         own = lax.dynamic_index_in_dim(lost, row, keepdims=False) + share_lost
         lost = lax.dynamic_update_index_in_dim(lost, own, row, 0)
-        # One buffer of all leaves has the widest of their dtypes.
-        dtypes = [leaf.dtype for leaf in leaves]
-        each = map(blocks.split, (total, lost.reshape(-1)))
-        total, lost = (list(map(lax.convert_element_type, x, dtypes)) for x in each)
-        return total, lost, error
+
+        def split(rows: jax.Array) -> list[jax.Array]:
+            parts = zip(unravel(rows.reshape(-1)[: flat.size]), leaves, strict=True)
+            return [part[: x.size].reshape(x.shape) for part, x in parts]
+
+        return split(total), split(lost), error
+
+    def _norms_squared(
+        self, sizes: list[int], x: jax.Array, first: jax.Array | int = 0
+    ) -> jax.Array:
+        """Squared norms of leaves, ``[leaves]`` float32, from block ``first`` on."""
+        each = (x.reshape(-1, self.block) ** 2).sum(axis=1).astype(jnp.float32)
+        leaf = np.repeat(np.arange(len(sizes)), [n // self.block for n in sizes])
+        # Blocks behind are of no leaf, wherever the slice begins there.
+        leaf = jnp.pad(leaf, (0, len(each)), constant_values=len(sizes))
+        leaf = lax.dynamic_slice_in_dim(leaf, first, len(each))
+        return jax.ops.segment_sum(each, leaf, num_segments=len(sizes) + 1)[:-1]
 
 
 def _differentiate_exactly(coded_sum: Callable[..., Any]) -> Callable[..., Any]:

@@ -350,13 +350,12 @@ def read_local_over_towers(
     local: PyTree, ops: CrossTowerOps, axes: TowerAxes
 ) -> PyTree:
     """Tower-local variables as one value each, inside a device function."""
-    first_tower = first_tower_of_device(axes)
-    adds = (Reduction.SUM, Reduction.MEAN)
+    first_tower, variables = first_tower_of_device(axes), parts_of(TowerLocal, local)
 
-    def addend(variable: TowerLocal) -> PyTree:
-        to_addend = functools.partial(as_addend, variable.reduction)
-        is_sum = variable.reduction in adds
-        return jax.tree.map(to_addend, variable.value) if is_sum else None
+    def addend(x: TowerLocal) -> PyTree:
+        if x.reduction not in (Reduction.SUM, Reduction.MEAN):
+            return None
+        return jax.tree.map(functools.partial(as_addend, x.reduction), x.value)
 
     def of_first(x: jax.Array) -> jax.Array:
         first = key_data(x)[0]
@@ -364,17 +363,15 @@ def read_local_over_towers(
             first = take_first(first, first_tower, (DEVICE_AXIS,))
         return like_key(first, x)
 
-    def finish(variable: TowerLocal, total: PyTree) -> PyTree:
+    def read(variable: TowerLocal, total: PyTree) -> PyTree:
         reduction, rows = variable.reduction, variable.value
+        if reduction is Reduction.NONE:
+            return None
+        if reduction is Reduction.ONLY_FIRST_TOWER:
+            return jax.tree.map(of_first, rows)
+        finish = functools.partial(from_total, reduction, count=axes.num_towers)
+        return jax.tree.map(lambda x, row: finish(x, dtype=row.dtype), total, rows)
 
-        def of_total(total: jax.Array, x: jax.Array) -> jax.Array:
-            return from_total(reduction, total, axes.num_towers, x.dtype)
-
-        if reduction in adds:
-            return jax.tree.map(of_total, total, rows)
-        is_first = reduction is Reduction.ONLY_FIRST_TOWER
-        return jax.tree.map(of_first, rows) if is_first else None
-
-    rows = jax.tree.map(addend, local, is_leaf=is_local)
+    rows = [addend(x) for x in variables]
     totals = sum_rows_over_towers(ops, rows, axes) if jax.tree.leaves(rows) else rows
-    return jax.tree.map(finish, local, totals, is_leaf=is_local)
+    return put_parts(TowerLocal, local, map(read, variables, totals))

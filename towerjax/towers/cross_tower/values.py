@@ -116,19 +116,20 @@ def values_of_towers(value: Any, num_towers: int) -> list[Any]:
     value = map_parts(TowerLocal, lambda x: copies_by_leaf(x).value, value)
     parts = [x.values for x in parts_of(PerTower, value)]
     counts = [len(x) if is_tuple(x) else num_towers for x in parts]
-
-    def own(tower: int) -> PyTree:
-        return map_parts(PerTower, lambda x: row_of(x, tower, num_towers), value)
-
-    return [own(tower) for tower in range(min(counts, default=num_towers))]
+    towers = range(min(counts, default=num_towers))
+    return [_of_tower(value, tower, num_towers) for tower in towers]
 
 
-def row_of(x: PerTower, tower: Any, num_towers: int) -> PyTree:
-    """One tower's value."""
-    if is_tuple(x.values):
-        return x.values[tower]
-    rows = stack_towers(x, num_towers, "The PerTower value")
-    return jax.tree.map(lambda x: x[tower], rows)
+def _of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
+    """The tree with one tower's value for each ``PerTower``."""
+
+    def one(x: PerTower) -> PyTree:
+        if is_tuple(x.values):
+            return x.values[tower]
+        rows = stack_towers(x, num_towers, "The PerTower value")
+        return jax.tree.map(lambda x: x[tower], rows)
+
+    return map_parts(PerTower, one, value)
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
@@ -167,22 +168,16 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
         tower = self.placement.tower_on(canonical_device_name(tower))
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
-    def own(x: PerTower) -> PyTree:
-        return row_of(x, tower, self.num_towers)
-
-    def one(x: Any) -> Any:
-        if isinstance(x, TowerLocal):
-            return map_parts(PerTower, own, copies_by_leaf(x))
-        if isinstance(x, PerTower):
-            return own(x)
-        if not is_variable(x):
-            refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
-        return x
-
-    def is_leaf(x: Any) -> bool:
+    def is_whole(x: Any) -> bool:
         return is_per_tower(x) or is_variable(x)
 
-    return jax.tree.map(one, unpad_batches(value), is_leaf=is_leaf)
+    def one(x: Any) -> Any:
+        if not is_whole(x):
+            refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
+        x = copies_by_leaf(x) if isinstance(x, TowerLocal) else x
+        return _of_tower(x, tower, self.num_towers) if is_per_tower(x) else x
+
+    return jax.tree.map(one, unpad_batches(value), is_leaf=is_whole)
 
 
 def refuse_in_tower(what: str, value: Any, instead: str) -> None:
@@ -329,8 +324,7 @@ def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
         return tree
     leaves, treedef = jax.tree.flatten(tree)
     scalars = (bool, int, float, complex)
-    kinds = (jax.Array, np.ndarray, np.generic, *scalars)
-    held = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
+    held = [i for i, x in enumerate(leaves) if is_mergeable(x) or type(x) in scalars]
     placed = place([leaves[i] for i in held], placement, Layout.MIRRORED)
     for i, x in zip(held, placed, strict=True):
         # A Python number stays one, which takes the dtype of what it meets.
