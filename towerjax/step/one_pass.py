@@ -307,7 +307,7 @@ def _scan_micro_batches(
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = shapes[1]["own"]
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
-    _check_adds_up([x for x in own if isinstance(x, PerTower)])
+    how = list(map(_how_parts_meet, own))
     returned.refuse_mixed_up(shapes[0], shapes[1], variables)
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
@@ -318,7 +318,7 @@ def _scan_micro_batches(
         total, local = carry
         out = run(*jax.tree.leaves((numbered[0], numbered[1], local)))
         tree, pools = jax.tree.unflatten(treedef, out)
-        rows = pools["joined"], [x for x in pools["own"] if isinstance(x, Rows)]
+        rows = pools["joined"], _of_kind("kept", pools["own"])
         if locals_:
             carried = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
             leaves = jax.tree.leaves(carried)
@@ -332,11 +332,11 @@ def _scan_micro_batches(
     tables, rows = kept
     carried = jax.tree.leaves(local) if locals_ else []
     of_kind = {
-        Rows: iter(map(concat_rows, rows)),
-        PerTower: iter(added[2]),
-        TowerLocal: iter(jax.tree.unflatten(jax.tree.structure(locals_), carried)),
+        "kept": iter(map(_join_parts, rows)),
+        "added": iter(added[2]),
+        "carried": iter(jax.tree.unflatten(jax.tree.structure(locals_), carried)),
     }
-    own = [next(of_kind[type(x)]) for x in own]
+    own = [next(of_kind[kind]) for kind in how]
     pools = {"added": added[0], "shown": added[1], "own": own}
     pools["folded"] = [merge_stacked(x) for x in folded]
     pools["joined"] = [one_of(Reduction.SUM, x) for x in tables]
@@ -345,20 +345,36 @@ def _scan_micro_batches(
 
 def _addends(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
     """What micro-batches add up: sums over towers, and each tower's own sums."""
-    own = [x for x in pools["own"] if isinstance(x, PerTower)]
-    return pools["added"], pools["shown"], own
+    return pools["added"], pools["shown"], _of_kind("added", pools["own"])
 
 
-def _check_adds_up(own: list[PerTower]) -> None:
-    """Raise unless what a tower keeps of each micro-batch can be added up."""
-    values = jax.tree.leaves([x.values for x in own], is_leaf=returned.is_typed)
-    if not all(is_metric(v) and is_additive(v) for v in values):
+def _of_kind(kind: str, own: list[Any]) -> list[Any]:
+    """A tower's own values that become one of its micro-batches in one way."""
+    return [x for x in own if _how_parts_meet(x) == kind]
+
+
+def _how_parts_meet(x: Any) -> str:
+    """Whether micro-batches carry a tower's own value on, add it up, or keep each."""
+    if not isinstance(x, PerTower):
+        return "carried" if isinstance(x, TowerLocal) else "kept"
+    states = jax.tree.leaves(x.values, is_leaf=returned.is_typed)
+    if not all(map(is_metric, states)):
         raise ValueError(
             "A tower of several micro-batches returned tj.PerTower of an array: each"
             " micro-batch has one. Say how they become one, such as"
             " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted, tj.Rows or a"
             " metric state of your own."
         )
+    return "added" if all(map(is_additive, states)) else "kept"
+
+
+def _join_parts(x: Any) -> Any:
+    """One value of those of all micro-batches, stacked: their rows, or states merged."""
+    if isinstance(x, Rows):
+        return concat_rows(x)
+    return jax.tree.map(
+        lambda v: merge_stacked(v) if is_metric(v) else v, x, is_leaf=is_metric
+    )
 
 
 def _join_table_rows(rows: Any, axes: TowerAxes) -> Any:
