@@ -746,6 +746,14 @@ def test_a_state_that_was_donated_says_so(trains):
         step.program(state, good())
 
 
+def test_a_tower_output_as_the_loss_of_another_is_named():
+    def nested(*args):
+        return tj.TowerOutput(loss=tj.TowerOutput(loss_fn(*args)))
+
+    with pytest.raises(ValueError, match="The loss .* is a TowerOutput. Return tj.We"):
+        build(nested).check(start(), good())
+
+
 def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
     def fails(_):
         raise ArithmeticError("a fish")

@@ -194,8 +194,8 @@ def test_put_is_device_put(layout, dtype, shared):
 
 def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_for():
     step = build()
-    state = step.init(np.float32(0))
     with jax.transfer_guard("disallow"):
+        state = step.init(0.0)
         for seed in range(2):
             state, _ = step(state, step.place_batch(rows(seed=seed)))
         state, _ = tj.run(step, state, [rows()] * 2, progress=False)

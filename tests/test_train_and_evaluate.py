@@ -457,6 +457,12 @@ def test_bad_arguments_are_refused_before_anything_is_done(model, data, options,
     assert int(variables.step) == 0 and model.seen == []
 
 
+def test_an_unknown_option_is_named_as_that_of_the_call(model):
+    text = r"^train_and_evaluate\(\) got an .* keyword argument 'nonsense'$"
+    with pytest.raises(TypeError, match=text):
+        train(model, pairs(), variables=None, steps=1, nonsense=1)
+
+
 @pytest.mark.parametrize(
     "data, options, done, text",
     [

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -240,6 +241,10 @@ def train_and_evaluate(
         options["eval_batches"] = Epochs("eval_data", again)
         options["evaluate"] = model.eval_step(**given)
     of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
+    if unknown := options.keys() - inspect.signature(run).parameters.keys():
+        raise TypeError(
+            f"train_and_evaluate() got an unexpected keyword argument {min(unknown)!r}"
+        )
     step = model.train_step(**given, **of_step)
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:

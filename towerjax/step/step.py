@@ -95,6 +95,7 @@ class Step(CompiledStep):
 
         return fn
 
+    @jax.transfer_guard("allow")  # a call that places, which a guard cannot see
     def init(
         self,
         params: PyTree,

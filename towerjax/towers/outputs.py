@@ -34,8 +34,9 @@ def as_tower_output(
             )
     elif not _is_array(loss):
         raise ValueError(
-            f"The loss function returned a {type(loss).__name__}. Return tj.Weighted,"
-            " or tj.TowerOutput(loss=tj.Weighted(...), metrics={...}, local=...)."
+            f"The loss that the loss function returned is a {type(loss).__name__}."
+            " Return tj.Weighted, or tj.TowerOutput(loss=tj.Weighted(...),"
+            " metrics={...}, local=...)."
         )
     elif loss_reduction is None and not np.shape(loss):
         raise ValueError(
