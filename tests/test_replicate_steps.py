@@ -397,7 +397,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
 
 
 def collectives(model, mode):
-    step = model._step(mode, _SPEC_PARTS[mode], None, None)
+    step = model._step(mode, _SPEC_PARTS[mode], params=None, config=None)
     text = step.program(model.init(start()), batch(16)).call.as_text()
     names = "|".join(COLLECTIVES)
     return re.findall(rf" ({names})(?:-start)?\(", text), text

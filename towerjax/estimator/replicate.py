@@ -116,7 +116,7 @@ class ReplicatedModel:
             by an optimizer that is not wrapped.
         """
         check_choice("mode", mode, tuple(Mode))
-        step = self._step(mode, _SPEC_PARTS[mode], params, config)
+        step = self._step(mode, _SPEC_PARTS[mode], params=params, config=config)
         batch = {"features": features, **not_none(labels=labels)}
         return step.spec(variables, step.place_batch(batch))
 
@@ -139,7 +139,7 @@ class ReplicatedModel:
         """
         of_step = dataclasses.replace(self.options.step, **{"donate": True, **options})
         wanted = "loss", "train_op", "eval_metrics"
-        return self._step(Mode.TRAIN, wanted, params, config, of_step)
+        return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
     def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The evaluation step, for ``tj.evaluate``; arguments are as for a call.
@@ -148,7 +148,8 @@ class ReplicatedModel:
           ``(variables, batch) -> {"loss": ..., name: metric state}``, for batches
           ``{"features": ..., "labels": ...}``.
         """
-        return self._step(Mode.EVAL, ("loss", "eval_metrics"), params, config)
+        wanted = "loss", "eval_metrics"
+        return self._step(Mode.EVAL, wanted, params=params, config=config)
 
     def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
         """The prediction step; arguments are as for a call.
@@ -156,28 +157,22 @@ class ReplicatedModel:
         Returns:
           ``(variables, batch) -> {name: rows}``, for batches ``{"features": ...}``.
         """
-        return self._step(Mode.PREDICT, ("predictions",), params, config)
+        wanted = ("predictions",)
+        return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
     def _step(
-        self,
-        mode: Mode,
-        wanted: tuple[str, ...],
-        params: Any,
-        config: Any,
-        of_step: StepOptions | None = None,
+        self, mode: Mode, wanted: tuple[str, ...], of_step: Any = None, **given: Any
     ) -> Any:
         """A `ModelStep`, or with options of a step a `ModelTrainStep`; cached."""
-        given = {"params": params, "config": config}
         key = mode, wanted, of_step, static_keys(given)
         if key not in self._steps:
             self.model_fn.refuse_unaccepted(given)
             given = copy.deepcopy(given)  # the caller's may change before a later trace
             how = (self.model_fn, self.strategy, self.options, mode, wanted, given)
             engine = ModelEngine(*how, of_step or self.options.step)
-            if of_step is None:
-                self._steps[key] = ModelStep(engine, self._placers[mode])
-            else:
-                self._steps[key] = ModelTrainStep(engine)
+            placer = self._placers[mode]
+            step = ModelTrainStep(engine) if of_step else ModelStep(engine, placer)
+            self._steps[key] = step
         return self._steps[key]
 
 

@@ -24,6 +24,7 @@ from towerjax.collectives.sparse_rows import (
 from towerjax.proof.equation import all_eqns
 from towerjax.types import PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import widen_dtype
+from towerjax.types.options import is_one_real
 
 _TABLE_ROWS = 6
 # The rows that each step looks up: one twice, for a padding row; 4 and 5 in no step.
@@ -91,7 +92,8 @@ class RowWise:
         closed = jax.make_jaxpr(update)(tree, state, tree)
         eqns = list(all_eqns(closed.jaxpr))
         atoms = [x.val for eqn in eqns for x in eqn.invars if isinstance(x, Literal)]
-        numbers = {int(x) for x in (*atoms, *closed.consts) if _is_integer(x)}
+        reals = [float(x) for x in (*atoms, *closed.consts) if is_one_real(x)]
+        numbers = {int(x) for x in reals if x.is_integer()}
         return [eqn.primitive.name for eqn in eqns], numbers
 
     def _state_of(self, params: list[Any]) -> list[tuple[str, tuple[int, ...]]]:
@@ -140,12 +142,6 @@ class RowWise:
         for i, rows in indices.items():
             updates[i] = _as_rows(updates[i], rows, np.shape(params[i]))
         return updates, state_def.unflatten(new_state)
-
-
-def _is_integer(x: Any) -> bool:
-    dtype = jnp.result_type(x)
-    is_real = any(jnp.issubdtype(dtype, k) for k in (jnp.integer, jnp.floating))
-    return is_real and np.ndim(x) == 0 and float(x).is_integer()
 
 
 def _as_rows(
@@ -252,9 +248,8 @@ class _Trials:
         got, got_state = self.row_wise.update(of_rows, state, params, self.owners)
         updates, next_state = self.row_wise.update_dense(dense, state, params)
         got = [x.to_dense() if is_rows(x) else x for x in got]
-        moved = zip(params, updates, strict=True)
-        params = [jnp.asarray(p + u).astype(p.dtype) for p, u in moved]
-        return (got, got_state), (updates, next_state), params
+        moved = optax.apply_updates(params, updates)
+        return (got, got_state), (updates, next_state), moved
 
     def _counts(self) -> list[int]:
         """Step counts to try: powers of ten, and those about the program's integers."""
