@@ -369,7 +369,7 @@ def _how_parts_meet(x: Any) -> str:
 
 
 def _join_parts(x: Any) -> Any:
-    """One value of those of all micro-batches, stacked: their rows, or states merged."""
+    """One value of what all micro-batches returned: their rows, or states merged."""
     if isinstance(x, Rows):
         return concat_rows(x)
     return jax.tree.map(
