@@ -320,10 +320,9 @@ def read_local(local: PyTree) -> PyTree:
       >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
       2.0
     """
-    found, problems = named_leaves("tree", local, is_leaf=is_variable), []
+    named, problems = named_leaves("tree", local, is_leaf=is_variable), []
+    found = [(name, x) for name, x in named if is_local(x)]
     for name, x in found:
-        if not is_local(x):
-            continue
         refuse_own_copy(x)
         has_keys = any(map(is_key, jax.tree.leaves(x.value)))
         adds = x.reduction is not Reduction.ONLY_FIRST_TOWER
@@ -336,7 +335,7 @@ def read_local(local: PyTree) -> PyTree:
             " them out of the tree, or read each tower's own with strategy.unwrap."
         )
     with says_if_alone("tower-local values are read"):
-        values = wait_on_cpus(_read_all([x for _, x in found if is_local(x)]))
+        values = wait_on_cpus(_read_all([x for _, x in found]))
     return plain(put_parts(TowerLocal, local, values))
 
 

@@ -35,7 +35,7 @@ from towerjax.towers.executors import (
 )
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.on_towers import OnTowers
-from towerjax.towers.tower import Tower, tower_of
+from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
@@ -74,7 +74,12 @@ class _Call:
             tower_id: jax.Array, rows: list[Any], arrays: list[Any]
         ) -> tuple[PyTree, PyTree]:
             tower = tower_of(self.strategy, axes, tower_id)
-            out = self._call_fn(tower, rows[1:], arrays)
+            pools = {_ROWS: iter(rows[1:]), _FREE: iter(arrays)}
+            given = [next(pools[x]) if x in pools else x.value for x in self.leaves]
+            args, kwargs = jax.tree.unflatten(self.treedef, given)
+            check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
+            with in_tower_fn():
+                out = self.fn(tower, *args, **kwargs)
             leaves, treedef = jax.tree.flatten(out)
             kinds = tuple(_kinds_of(out))
             pairs = zip(leaves, kinds, strict=True)
@@ -85,14 +90,6 @@ class _Call:
             return over_local_towers(tower_fn, axes, rows, arrays, stack_sums=False)[1]
 
         return run
-
-    def _call_fn(self, tower: Tower, rows: list[Any], arrays: list[Any]) -> PyTree:
-        pools = {_ROWS: iter(rows), _FREE: iter(arrays)}
-        leaves = [next(pools[x]) if x in pools else x.value for x in self.leaves]
-        args, kwargs = jax.tree.unflatten(self.treedef, leaves)
-        check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
-        with in_tower_fn():
-            return self.fn(tower, *args, **kwargs)
 
 
 # Kept, since the unused first argument sets the device of a call without others.
