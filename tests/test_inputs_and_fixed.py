@@ -357,12 +357,25 @@ def test_refusals_name_the_leaf_and_what_to_write():
         check(lora(), "a")
 
 
+def test_shared_leaves_of_a_distributed_data_set():
+    strategy = mirrored(4, 2)
+    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")
+    sizes = 12, 11
+    given = [{**rows(n), "scale": tj.Shared({"by": n / 10})} for n in sizes]
+    dataset = strategy.distribute_dataset(given, remainder="pad")
+    state, w = step.init(start()), start()["w"]
+    for batch, n in zip(dataset, sizes, strict=True):
+        state, _ = step(state, batch)
+        w = moved(w, rows(n), n / 10)
+        np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
+
+
 def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
     strategy = mirrored(2, 2)
     batch = {**rows(), "scale": tj.Shared({"by": np.float32(1)})}
     text = r"batch\['scale'\] is a Shared, which has no rows to split"
     with pytest.raises(ValueError, match=text):
-        next(iter(strategy.distribute_dataset([batch])))
+        next(iter(strategy.distribute_dataset([batch], split="elements")))
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
     longer = {**batch, "scale": tj.Shared({"by": np.ones(2, np.float32)})}
     text = r"batch\['scale'\]\['by'\] was float32\[\] and is float32\[2\]"

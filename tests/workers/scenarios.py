@@ -433,6 +433,9 @@ def shared_values_of_the_first(me):
     state, _ = tj.run(step, state, given, progress=False)
     given = given[:1] * 2 + given[1:]
     state, _ = tj.run(step, state, given, steps_per_call=2, progress=False)
+    part = {**rows(4, start=4 * me), "by": given[-1]["by"]}
+    for batch in step.strategy.distribute_dataset(lambda context: [part] * 2):
+        state, _ = step(state, batch)
     several = step.place_batches(given[1:3], 2)
     assert step.locate(state, several, index=1) == ()
     assert step.report(state, several, timed_calls=1).timing.calls == 1

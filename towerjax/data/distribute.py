@@ -53,6 +53,7 @@ class _Pulled(NamedTuple):
     sizes: list[int]  # how many examples each has
     bare: bool = False  # they had no dim over examples
     sparse: SparseRows | None = None  # the sparse leaves of one for all
+    shared: Sequence[PyTree] = ()  # the values of the `Shared` leaves of one for all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ class _Rounds:
         if self.options.split == "elements":
             return self._pull_for_each_tower(elements)
         shares, remainder = self.shares, self.options.remainder
-        for whole in elements:
+        for element in elements:
+            whole, shared = shard.without_shared(element)
             leaves = jax.tree.leaves(whole)
             if leaves and not any(map(np.ndim, leaves)):
                 raise ValueError(
@@ -80,11 +82,11 @@ class _Rounds:
                 shard.refuse_other_than_rows(whole)
             sparse, batch = SparseRows.put_aside(whole)
             if self.may_be_empty and {np.shape(x)[:1] for x in leaves} == {(0,)}:
-                return _Pulled([batch], [0])
+                return _Pulled([batch], [0], shared=shared)
             if remainder == "drop" and shard.count_examples(batch) < shares:
                 continue
             batch, num_valid = shard.fit_batch(batch, shares, remainder)
-            return _Pulled([batch], [num_valid], sparse=sparse)
+            return _Pulled([batch], [num_valid], sparse=sparse, shared=shared)
         return None
 
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
@@ -251,20 +253,19 @@ class DistributedDataset:
                 continue
             most_rows = max(rows, most_rows)
             counts = [self._rounds.counts(sizes or [0], rows) for sizes in sizes_of_all]
-            bare = rows == 1 and taken.bare
             cursor = getattr(source, "get_state", lambda: None)()
-            placed = self._place(
-                self._rounds.build(taken, rows), np.concatenate(counts), bare
-            )
+            placed = self._place(taken, rows, np.concatenate(counts))
             yield placed, {"elements": cursor, "rows": most_rows}
 
-    def _place(self, tree: PyTree, counts: np.ndarray, bare: bool) -> PlacedBatch:
+    def _place(self, taken: _Pulled, rows: int, counts: np.ndarray) -> PlacedBatch:
+        tree, bare = self._rounds.build(taken, rows), rows == 1 and taken.bare
         if self._asks_peers:
             arrays, whole = place_own_rows(tree, self._placement), None
         else:
             arrays = place_rows(tree, self._placement, Layout.PER_TOWER)
             whole = tree
-        placed = self._placer.wrap_arrays(arrays, counts, batch=whole)
+        shared = self._placer.place_shared([*taken.shared], tree)
+        placed = self._placer.wrap_arrays(arrays, counts, shared, whole)
         return dataclasses.replace(placed, bare=True) if bare else placed
 
     def _pull(

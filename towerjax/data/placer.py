@@ -332,7 +332,7 @@ class Placer:
         All are padded to the smallest earlier size that holds the largest.
         """
         apart = [without_shared(batch) for batch in batches]
-        shared = [self._place_shared(held, rows) for rows, held in apart]
+        shared = [self.place_shared(held, rows) for rows, held in apart]
         aside = [SparseRows.put_aside(rows) for rows, _ in apart]
         leaves = jax.tree.leaves([dense for _, dense in aside])
         arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
@@ -356,7 +356,7 @@ class Placer:
             for sparse, dense, counts, held in fitted
         ]
 
-    def _place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
+    def place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
         """The values of `Shared` leaves, on all devices; copies only where needed.
 
         Of several processes each has its own, which a step's call places: the first
