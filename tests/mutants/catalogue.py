@@ -1407,6 +1407,14 @@ CHECKPOINTS = (
         "test_checkpoint.py::test_the_newest_and_the_best_stay[min-values0-kept0]",
     ),
     _m(
+        "C15",
+        "a resumed run takes its first evaluation for the best",
+        "loop.checkpoint.checkpointer:Saving.__init__",
+        "min(_costs(options).values(), default=math.inf)",
+        "math.inf",
+        "test_checkpoint.py::test_the_best_is_saved_between_and_known_to_the_next_run",
+    ),
+    _m(
         "C09",
         "early stopping counts from 0 in a resumed run",
         "loop.checkpoint.checkpointer:Saving.save",
