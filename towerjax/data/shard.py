@@ -130,7 +130,8 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]:
         raise ValueError(
             f"{listed(found)}, which has no rows to split or join here, as the batches"
-            " of a step, an evaluation, a prediction and a model may have."
+            " of a step, an evaluation, a prediction and a model may have. Leave it"
+            " out, and pass its value on its own, as an argument."
         )
     if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]:
         raise ValueError(

@@ -112,8 +112,8 @@ def restore_leaves(
         raise CheckpointError(
             f"{', '.join(x.name for x in bad)}: Reduction.NONE, so the"
             f" {bad[0].shape[0]} towers that were saved have no one value to split"
-            " over another number of towers. Use as many towers, or give it SUM, MEAN"
-            " or ONLY_FIRST_TOWER."
+            " over another number of towers. Use as many towers, on any devices; a"
+            " variable of your own may have SUM, MEAN or ONLY_FIRST_TOWER."
         )
     shapes = {}
     for leaf, x in pairs:
