@@ -480,7 +480,7 @@ ANYWHERE = {
     ),
     "integer": (SUM, lambda x, t: jnp.int32(1), "dtype int32, which has no gradient"),
     "boolean": (MEAN, lambda x, t: x.sum() > 0, "dtype bool"),
-    "tuple": (SUM, lambda x, t: (x.sum(), {}), r"returned a tuple"),
+    "tuple": (SUM, lambda x, t: (x.sum(), {}), r"The loss that .* returned is a tuple"),
     "negative": (EXACT, lambda x, t: tj.Weighted(x.sum(), -1.0), "must be >= 0"),
 }
 
