@@ -67,7 +67,7 @@ class Exported:
         check_choice("signature", signature, sorted(self._programs))
         refuse_wrapping({"features": features})
         features = jax.tree.map(lambda x: jnp.asarray(native(x)), features)
-        return self._programs[signature].call(features)
+        return self._programs[str(signature)].call(features)
 
 
 def export_model(

@@ -102,7 +102,7 @@ class _EpochsIterator(Iterator[PyTree]):
 
     def __init__(self, source: Epochs) -> None:
         self._source, self._epoch, self._left = source, 0, source.most
-        self._elements: Iterator[Any] | None = None  # of this epoch
+        self._elements: Any = None  # an iterator over those of this epoch
         self._taken: int | None = 0  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:

@@ -97,7 +97,8 @@ class InferenceStep(Caller):
                 state = TrainState(step, jax.tree.map(jnp.asarray, state), (), {}, rng)
             placed = self._placer.fit_traced(batch)
             first = split_state(_model_part(state))
-            return _result(*self._runner.trace(first, placed), placed)
+            tree, own = self._runner.trace(first, placed)
+            return _result(tree, own, placed)
 
         return fn
 

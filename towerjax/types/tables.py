@@ -180,7 +180,7 @@ def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str
             )
         )
         sums += sizes
-    last = (f"{len(rows)} leaves", "", "", *map(in_bytes, sums))
+    last = (f"{len(rows)} leaves", "", "", *map(in_bytes, sums.tolist()))
     return as_html([Table(title, head, first_rows(rows), last=last)])
 
 

@@ -238,7 +238,7 @@ class _Trials:
 
     def _update(
         self, indices: jax.Array, grads: list[Any], params: list[Any], state: PyTree
-    ) -> tuple[Any, Any, list[Any]]:
+    ) -> tuple[Any, Any, Any]:
         """Updates and states, row-wise and dense, and the dense update's params."""
         of_rows, dense = list(grads), list(grads)
         for i in self.tables:

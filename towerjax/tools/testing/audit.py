@@ -217,9 +217,10 @@ def _make_step(
     loss_fn: LossFn, reduction: Reduction | None, towers: int, padded: int
 ) -> TrainStep:
     """A step whose state keeps its gradient; ``padded`` rows are split unevenly."""
+    keep_gradient: Any = lambda g, *_: (g, g)  # noqa: E731
     step = build_train_step(
         loss_fn,
-        optax.GradientTransformation(lambda params: params, lambda g, *_: (g, g)),
+        optax.GradientTransformation(lambda params: params, keep_gradient),
         Mirrored(devices=(jax.local_devices()[0],), towers=towers),
         loss_reduction=reduction,
         remainder="pad" if padded else "error",
