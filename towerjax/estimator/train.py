@@ -102,17 +102,17 @@ class _EpochsIterator(Iterator[PyTree]):
 
     def __init__(self, source: Epochs) -> None:
         self._source, self._epoch, self._left = source, 0, source.most
-        self._elements: Any = None  # an iterator over those of this epoch
+        self._elements: Iterator[Any] | None = None  # of this epoch
         self._taken: int | None = 0  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
         """The next batch; begins the next epoch where one has ended."""
         source = self._source
         while self._left != 0:
-            if self._elements is None:
-                self._begin_epoch()
+            elements = self._elements
+            elements = self._begin_epoch() if elements is None else elements
             taken, self._taken = self._taken, None
-            element = next(self._elements, _EXHAUSTED)
+            element = next(elements, _EXHAUSTED)
             if element is _EXHAUSTED:
                 self._end_epoch(taken)
                 continue
@@ -125,12 +125,14 @@ class _EpochsIterator(Iterator[PyTree]):
         self.close()
         raise StopIteration
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self) -> Iterator[Any]:
         data: Any = self._source.data
         if callable(data) and not isinstance(data, Iterable):
             data = data()
             _check_batches(f"{self._source.name}()", data)
-        self._epoch, self._elements, self._taken = self._epoch + 1, iter(data), 0
+        self._epoch, self._taken = self._epoch + 1, 0
+        self._elements = elements = iter(data)
+        return elements
 
     def _end_epoch(self, taken: int | None) -> None:
         self._close_elements()
