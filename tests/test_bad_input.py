@@ -375,9 +375,9 @@ LOSSES = {
     "integer": (lambda p, b, t: tj.Weighted(jnp.int32(1), 1.0), "dtype int32"),
     "boolean": (lambda p, b, t: tj.Weighted(p["w"][0] > 0, 1.0), "dtype bool"),
     "bare": (lambda p, b, t: p["w"].sum(), r"bare scalar.*Weighted\.mean.*loss_reduc"),
-    "tuple": (lambda p, b, t: (p["w"].sum(), {}), r"returned a tuple.*TowerOutput"),
-    "none": (lambda p, b, t: None, "returned a NoneType"),
-    "text": (lambda p, b, t: "mse", r"returned a str\. Return tj\.Weighted"),
+    "tuple": (lambda p, b, t: (p["w"].sum(), {}), r"returned is a tuple.*TowerOutput"),
+    "none": (lambda p, b, t: None, "returned is a NoneType"),
+    "text": (lambda p, b, t: "mse", r"returned is a str\. Return tj\.Weighted"),
     "bare vector": (lambda p, b, t: p["w"], r"not a scalar: sum has shape \(3,\)"),
     "negative weight": (
         lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
