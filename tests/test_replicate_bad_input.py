@@ -253,8 +253,9 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
     several = replicated(towers=1)
     several(variables, X, Y, EVAL)
-    with pytest.warns(UserWarning, match="(?s)has changed.*compiles anew"):
+    with pytest.warns(UserWarning, match="(?s)has changed.*compiles anew") as caught:
         several(variables, rows(6, 3), rows(6), EVAL)
+    assert caught[0].filename == __file__
 
 
 VALUES = {

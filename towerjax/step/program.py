@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from towerjax.towers.executors import (
 )
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key, listed
+from towerjax.types.warning import warn
 
 _MOST_PROGRAMS = 8
 
@@ -161,11 +161,10 @@ def admit(
             f" model with max_programs=... (now {most}): each shape compiles once."
         )
     if max_programs is None and len(seen) == 1:
-        warnings.warn(
+        warn(
             change + f"It compiles anew, as up to {most} kinds of batch do, without a"
             " further warning. Give all batches one shape, or build the step or the"
-            " model with max_programs=2 (or more), where they are meant.",
-            stacklevel=2,
+            " model with max_programs=2 (or more), where they are meant."
         )
     return signature
 
