@@ -1052,7 +1052,7 @@ def test_integers_that_would_wrap_round_are_refused_by_name():
     predict = tj.build_predict_step(predict_fn, strategy)
     for value in (2**31, -(2**31) - 1, 2**40):
         ids = np.array([1, value, 3, 4])
-        text = rf"batch\['id'\] holds {value} of int64, but on the devices integers ha"
+        text = rf"batch\['id'\] is an array of int64 that holds {value} and would wrap"
         with pytest.raises(ValueError, match=text):
             predict(np.float32(0), {"id": ids})
         for split in ("batch", "elements"):

@@ -445,8 +445,8 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
             {"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},
             "eval_params='ema' is not a function; write def eval_params(state)",
         ),
-        ({"hooks": print}, "must be a list: write hooks=[...]"),
-        ({"hooks": 3}, "hooks=3 must be a list: write hooks=[...]"),
+        ({"hooks": print}, "must be a list: write hooks=[<built-in function print>]."),
+        ({"hooks": 3}, "hooks=3 must be a list: write hooks=[3]."),
         ({"hooks": ["print"]}, "hooks[0]='print' is not a function"),
         (
             {"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},

@@ -308,7 +308,7 @@ def checked(rate):
         (small, {}, {}, "grid must be"),
         (small, {"rate": []}, {}, "grid must be .* it has 0"),
         (small, [{"rate": 1.0}, {"seed": 1}], {}, "same.*names; it has 2, .*rate"),
-        (small, {"rate": 0.1}, {}, r"rate=0.1 must be a list, \[0.1\]"),
+        (small, {"rate": 0.1}, {}, r"grid\['rate'\]=0.1 must be a list: write"),
         (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
         (small, {"rate": [0.1]}, {"static": ["widht"]}, "static='widht' must be"),
         (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),

@@ -127,7 +127,8 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and not shapes
         problem = _IS_SHAPE if is_shape else problem_of(leaf)
         if problem is None and (x := overflow_of(leaf)) is not None:
-            problem = f"an array that holds {x}, which would wrap round: {_TOO_WIDE}"
+            kind = np.asarray(leaf).dtype
+            problem = f"an array of {kind} that holds {x} and would wrap: {_TOO_WIDE}"
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
         raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")

@@ -6,7 +6,7 @@ import numbers
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,14 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
     return tuple(int(number) for number in numbers)
+
+
+def check_list(name: str, value: Any) -> tuple[Any, ...]:
+    """What a list or the like holds, as a tuple; raise for anything else, and text."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        text = f"{value!r:.200}"
+        raise ValueError(f"{name}={text} must be a list: write {name}=[{text}].")
+    return tuple(value)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:

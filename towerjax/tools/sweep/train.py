@@ -31,7 +31,7 @@ from towerjax.tools.sweep.result import (
 )
 from towerjax.types import PyTree
 from towerjax.types.leaves import held_dtype
-from towerjax.types.options import check_choice, check_function
+from towerjax.types.options import check_choice, check_function, check_list
 
 Order = Literal["fastest", "together", "in_turn"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -139,12 +139,8 @@ def sweep(
 def configs_of(grid: Any) -> list[Config]:
     """The configurations of a grid, checked, each once."""
     if isinstance(grid, Mapping):
-        for name, values in grid.items():
-            if isinstance(values, str) or not isinstance(values, Iterable):
-                raise ValueError(
-                    f"grid: {name}={values!r} must be a list, [{values!r}]."
-                )
-        product = itertools.product(*grid.values())
+        lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
+        product = itertools.product(*lists)
         grid = [dict(zip(grid, values, strict=True)) for values in product]
     configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
     if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
@@ -168,9 +164,7 @@ def _as_plain(name: str, value: Any) -> Any:
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
     """Name -> dtype for each name, not in ``static``, whose values are all numbers."""
-    if isinstance(static, str):
-        raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
-    for name in (static := list(static)):
+    for name in (static := check_list("static", static)):
         check_choice("static", name, list(configs[0]))
     found = {}
     for name in configs[0]:
