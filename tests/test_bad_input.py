@@ -952,7 +952,7 @@ def test_an_error_is_short_however_many_leaves_there_are():
         (lambda: tj.Mirrored(cross_tower_ops=many), "is not a cross-tower op"),
         (lambda: strategy.select_tower(0, own), "must be a whole number"),
         (lambda: strategy.reduce(own, tj.Reduction.SUM), "write tj.Reduction.SUM"),
-        (lambda: strategy.broadcast(1.0, many), "must be a tuple of names"),
+        (lambda: strategy.broadcast(1.0, many), "must be a device name"),
         (
             lambda: step.init(start(), local=many),
             r"w007'\], and 52 more: a tower-local",

@@ -325,7 +325,8 @@ def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> No
             return
     raise ValueError(
         "TowerOptimizer.update got the state of another optimizer, or of other params:"
-        f" {found}. Make it with its own init(params)."
+        f" {found}. Make it with its own init(params); so does"
+        " tj.TrainState.create(params, optimizer) with this TowerOptimizer."
     )
 
 
