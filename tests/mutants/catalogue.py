@@ -831,6 +831,23 @@ MODELS = (
         "not m.along or what not in TOWER_CALLS",
         "test_merge.py::test_padding_does_not_count_where_towers_meet",
     ),
+    _m(
+        "M23",
+        "padding may count in rows that are permuted or exchanged",
+        "proof.analysis:_communicate",
+        "and name not in EXTREMES",
+        'and (is_sum or "gather" in name)',
+        "test_merge.py::test_padding_does_not_count_where_towers_meet",
+    ),
+    _m(
+        "M24",
+        "how many rows are real is taken to say which of the permuted ones are",
+        "step.proving:_is_masked",
+        'known if "gather" in call.name else sent',
+        "known",
+        "test_merge.py::test_padding_does_not_count_where_towers_meet"
+        "[passes_rows_on-ppermute]",
+    ),
 )
 
 STATE = (

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof.equation import (
+    EXTREMES,
     IDENTITIES,
     SUMS,
     is_foreign,
@@ -173,7 +174,7 @@ def _rule_of(
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     name, stack = eqn.primitive.name, str(eqn.source_info.name_stack)
     is_sum = name in SUMS or name == "reduce_scatter"
-    over_towers = DEVICE_AXIS in named_axes(eqn) and (is_sum or "gather" in name)
+    over_towers = DEVICE_AXIS in named_axes(eqn) and name not in EXTREMES
     if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
         what = next((x for x in TOWER_CALLS if x in stack), name)

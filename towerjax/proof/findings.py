@@ -55,9 +55,9 @@ class Changed(NamedTuple):
 
 
 class TowerCall(NamedTuple):
-    """One operand of a sum or gather over towers that a tower function calls."""
+    """One operand of a collective over towers that a tower function calls."""
 
-    name: str  # "tower.reduce", "psum" ...
+    name: str  # "tower.reduce", "psum", "ppermute" ...
     line: str
     is_sum: bool
     source: str  # the named input that it depends on, or ""

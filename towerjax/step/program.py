@@ -312,9 +312,9 @@ def _refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
             f"A batch of {number} examples was padded, but {shown} does not"
             " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
             "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
-            " 'weight': tower.weight}), tower.all_gather((x, tower.weight)),"
-            " TowerBatchNorm in place of another batch norm, or use remainder='drop' or"
-            " 'error'."
+            " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), and"
+            " other collectives alike, TowerBatchNorm in place of another batch norm,"
+            " or use remainder='drop' or 'error'."
         )
 
 

@@ -15,6 +15,7 @@ from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import (
     Analysis,
+    TowerCall,
     prove_mirrored,
     refuse_changed,
     refuse_collectives,
@@ -140,16 +141,24 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     constant = [x for x, of, _, f in parts if of in masked and not f.startswith("sum")]
     found += _grow_with_rows(constant, one, args, axes)
     calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
-    # Weights that are gathered, or that are added up alone, mask what is gathered.
+    # Weights that are sent mask what is sent; added up alone, what is gathered.
     known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
-    masked = {x.name for x in known if not x.is_sum}
+    sent = {x.name for x in known if not x.is_sum}
     bad = [
         f"what {x.name} is given of {x.source} at {x.line}"
         for x, weight in calls
-        if x.source and not weight.source
-        if x.is_sum or not (x.name in masked if x.name in TOWER_CALLS else known)
+        if x.source and not (weight.source or _is_masked(x, known, sent))
     ]
     return found + list(dict.fromkeys(bad))
+
+
+def _is_masked(call: TowerCall, known: Sequence[TowerCall], sent: set[str]) -> bool:
+    """Whether all towers know the weights of the rows that a tower sends to others."""
+    if call.is_sum:
+        return False
+    if call.name in TOWER_CALLS:
+        return call.name in sent
+    return bool(known if "gather" in call.name else sent)
 
 
 def _grow_with_rows(
