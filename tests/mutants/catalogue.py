@@ -1074,6 +1074,31 @@ INPUT = (
         "test_distribute.py::test_each_process_is_told_which_part_is_its_own",
     ),
     _m(
+        "I10",
+        "a mean of each row with each row of the same tower",
+        "step.proving:_prove_pass",
+        "if found.squares:",
+        "if not found:",
+        "test_bad_input.py::test_labels_as_a_column_are_refused[1-4-options0-column]",
+    ),
+    _m(
+        "I11",
+        "features are taken for pairs of rows",
+        "step.proving:_still_square",
+        "more = _repeated(2, rows)",
+        "more = _repeated(1, rows)",
+        "test_bad_input.py::"
+        "test_as_many_features_as_rows_are_no_pairs_of_rows[1-features]",
+    ),
+    _m(
+        "I12",
+        "batch statistics are trained",
+        "step.update:_refuse_statistics",
+        'or "BatchStat" in',
+        'or "BatchStats" in',
+        "test_bad_input.py::test_batch_statistics_are_no_parameters",
+    ),
+    _m(
         "I06",
         "the towers' elements change places",
         "data.distribute:_Rounds.build",

@@ -156,9 +156,11 @@ def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
         return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
+    kind = type(leaf).__name__
     if hasattr(leaf, "numpy"):
-        kind = type(leaf).__name__
         return f"a {kind}: pass x.numpy(), as strategy.distribute_dataset(loader) does"
+    if hasattr(leaf, "to_numpy"):  # of pandas or Polars
+        return f"a {kind}: pass x.to_numpy(), or a dict of columns, each to_numpy()"
     return shown(leaf)
 
 

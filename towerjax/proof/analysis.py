@@ -36,6 +36,7 @@ from towerjax.proof.findings import (
     Draw,
     Hang,
     Repeat,
+    Square,
     TowerCall,
 )
 from towerjax.proof.marks import (
@@ -58,6 +59,7 @@ from towerjax.proof.scale import (
     MAY_COUNT_TOWERS,
     ONE,
     SHARED,
+    SQUARE,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
     UNKNOWN_GRADIENT,
@@ -131,6 +133,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
         draws=each(Draw),
         factors=each(Dependence),
         changed=each(Changed),
+        squares=each(Square),
         tower_calls=each(TowerCall),
     )
 
@@ -251,6 +254,8 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [mark._replace(scale=scale)]
     if name == GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
+    if name == SQUARE:
+        context.found.append(Square(user_line((eqn, context.outer))))
     if name == SHARED and mark.along:
         context.found.append(Dependence(mark.source, origin_line(mark)))
     if name.startswith(WEIGHT_OF) and mark.weight == 2:

@@ -80,7 +80,8 @@ def problem_of(leaf: Any) -> str | None:
     is_array = isinstance(leaf, arrays)
     dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     if not is_array and dtype.kind not in "biufc":
-        return f"a {type(leaf).__name__}: {_NO_ARRAY}"
+        is_wide = isinstance(leaf, int)  # of more than 64 bits
+        return f"a {type(leaf).__name__}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
     advice = _remedy(dtype)
     return advice and f"an array of dtype {dtype}: {advice}"
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.types.leaves import shown
+
 _INT32_MAX = 2**31 - 1
 
 
@@ -150,5 +152,5 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
     if lacks or isinstance(value, type):
         why = f"it has no {lacks}" if lacks else "it is a class, not an object of it"
         raise ValueError(
-            f"{name}={value!r:.200} cannot be used here: {why}. Pass {example}."
+            f"{name}={shown(value)} cannot be used here: {why}. Pass {example}."
         )
