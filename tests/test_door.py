@@ -80,6 +80,13 @@ def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
         assert (np.asarray(one.arrays["x"]) == number).all()
 
 
+def test_elements_may_share_memory():
+    """Those of np.broadcast_to, such as a weight that all rows have."""
+    x = np.broadcast_to(np.float32([[3.0, 4.0]]), (8, 2))
+    placed = build(2).place_batch({"x": x}).arrays["x"]
+    np.testing.assert_array_equal(placed, x)
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "devices, dtype", [(1, np.float32), (2, np.float32), (1, np.int64), (2, bool)]
