@@ -408,6 +408,10 @@ RETURNS = {
         r" \(3,\);"
         r" predictions\['sum'\] has shape \(\)\. .* jnp\.full\(tower\.rows, x\)",
     ),
+    "what minimize returns": (
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, (x.sum(), v)),
+        r"a pair of a loss.* loss, train_op = optimizer\.minimize\(loss_fn, variables",
+    ),
     "rows of exports": (
         lambda mode, v, x: tj.estimator.ModelSpec(
             mode,
