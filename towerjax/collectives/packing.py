@@ -143,7 +143,8 @@ def _hide_from_folding(
     def same() -> tuple[jax.Array, ...]:
         return tuple(map(jnp.asarray, values))
 
-    return lax.cond(witness.reshape(-1)[0] > 0, same, same)
+    first = witness.reshape(-1)[0]
+    return lax.cond(lax.gt(first, lax.full_like(first, 0)), same, same)
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.mesh.private_jax import DeviceArray
@@ -20,6 +21,7 @@ from towerjax.types.leaves import (
     key_data,
     listed,
     map_parts,
+    overflow_of,
     parts_of,
     problem_of,
     put_parts,
@@ -148,19 +150,27 @@ def may_wrap(batch: PyTree) -> bool:
 
 def refuse_wrapping(batch: PyTree) -> None:
     """Raise where an integer would wrap round when it is placed on the devices."""
-    if may_wrap(batch):  # to name all leaves is slow
-        refuse_unheld("batch", batch)
+    if not may_wrap(batch):
+        return  # named_leaves below is slow
+    bad = [
+        f"{name} holds {x} of {leaf.dtype}"
+        for name, leaf in named_leaves("batch", batch)
+        if (x := overflow_of(leaf)) is not None
+    ]
+    if bad:
+        raise ValueError(
+            f"{listed(bad)}, but on the devices integers have 32 bits and would wrap"
+            " round. Make them smaller, or jax.config.update('jax_enable_x64', True)."
+        )
 
 
 def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
         return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
-    kind = type(leaf).__name__
     if hasattr(leaf, "numpy"):
+        kind = type(leaf).__name__
         return f"a {kind}: pass x.numpy(), as strategy.distribute_dataset(loader) does"
-    if hasattr(leaf, "to_numpy"):  # of pandas or Polars
-        return f"a {kind}: pass x.to_numpy(), or a dict of columns, each to_numpy()"
     return shown(leaf)
 
 
@@ -282,12 +292,15 @@ def row_weights(
     With ``of_rows``, all rows of the tower, XLA sees that all weights are 1 where
     ``num_valid`` is the constant ``of_rows``.
     """
-    here = first_row + jnp.arange(rows)
-    here = here.reshape((1,) * (num_valid.ndim - 1) + (rows,))
-    is_valid = here < num_valid
+    # By lax: each function of jnp is traced by itself, in a step's first call.
+    shape = (*num_valid.shape[:-1], rows)
+    here = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    here = lax.add(here, lax.convert_element_type(first_row, jnp.int32))
+    num_valid = lax.broadcast_in_dim(num_valid, shape, range(num_valid.ndim))
+    is_valid = lax.lt(here, num_valid)
     if of_rows is not None:
-        is_valid |= num_valid >= of_rows
-    return is_valid.astype(jnp.float32)
+        is_valid = lax.bitwise_or(is_valid, lax.ge(num_valid, jnp.int32(of_rows)))
+    return lax.convert_element_type(is_valid, jnp.float32)
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:

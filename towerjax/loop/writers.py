@@ -16,7 +16,6 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.types.options import (
     check_flag,
-    check_list,
     check_methods,
     check_number,
     check_path,
@@ -110,7 +109,9 @@ class Writers:
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
     """Return the writers as a tuple, or raise if one cannot be opened."""
-    writers = check_list("writers", writers)
+    if not isinstance(writers, Iterable) or isinstance(writers, str | bytes):
+        raise ValueError(f"writers={writers!r:.200} must be a list of writers.")
+    writers = tuple(writers)
     example = (
         "tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own whose"
         " open(start) returns one with write(record) and close()"

@@ -12,13 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.metrics.rows import (
-    as_floats,
-    element_weights,
-    named_if_square,
-    number_of_rows,
-    ratio,
-)
+from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
 from towerjax.proof.scale import SHARED
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native
@@ -144,8 +138,7 @@ class Weighted(_LossTerm):
           [2.0, 2.0]
         """
         check_choice("Weighted.mean: axis", axis, (None, 0))
-        values = jax.tree.map(as_floats, values) if axis == 0 else as_floats(values)
-        values = values if axis == 0 else named_if_square(values, weight)
+        values = as_floats(values) if axis is None else jax.tree.map(as_floats, values)
         leaves = jax.tree.leaves(values)
         shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
@@ -155,8 +148,13 @@ class Weighted(_LossTerm):
         weights = element_weights("Weighted.mean", shape, weight, "values")
 
         def weighted_sum(x: jax.Array) -> jax.Array:
-            own = weights.astype(x.dtype).reshape(shape + (1,) * (x.ndim - len(shape)))
-            return jnp.where(own != 0, x * own, 0).sum(axis)
+            # By lax: each function of jnp is traced by itself, in a step's first call.
+            own = weights.astype(x.dtype)
+            own, counts = (
+                lax.broadcast_in_dim(y, x.shape, range(len(shape)))
+                for y in (own, lax.ne(own, lax.full_like(own, 0)))
+            )
+            return lax.select(counts, lax.mul(x, own), lax.full_like(x, 0)).sum(axis)
 
         return cls(jax.tree.map(weighted_sum, values), weights.astype(dtype).sum())
 

@@ -163,7 +163,11 @@ def after(done: jax.Array, count: jax.Array) -> jax.Array:
     buffers of the state; without it XLA copies the whole state at every step. ``done``
     is unsigned: shifted it is >= 0 in any dtype, so that 0 is added.
     """
-    return count + jnp.minimum((done.reshape(-1)[0] >> 1).astype(count.dtype), 0)
+    # By lax: each function of jnp is traced by itself, in a step's first call.
+    first = done.reshape(-1)[0]
+    half = lax.shift_right_logical(first, lax.full_like(first, 1))
+    half = lax.convert_element_type(half, count.dtype)
+    return lax.add(count, lax.min(half, lax.full_like(half, 0)))
 
 
 def is_refused(guarded: Any) -> bool:

@@ -228,8 +228,9 @@ def _evaluate_metrics(
 def all_finite(tree: PyTree) -> jax.Array:
     """Whether no leaf holds NaN or infinity."""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    found = [jnp.isfinite(x).all() for x in floats]
-    return functools.reduce(jnp.logical_and, found, jnp.bool_(True))
+    # By lax: each function of jnp is traced by itself, in a step's first call.
+    found = [lax.reduce_and(jnp.isfinite(x), range(x.ndim)) for x in floats]
+    return functools.reduce(lax.bitwise_and, found, jnp.bool_(True))
 
 
 def _value_of_metric(name: str, x: Any) -> Any:

@@ -68,6 +68,8 @@ class Tower:
     _rows: int = dataclasses.field(metadata=_STATIC)
     # The rows of all micro-batches, where a program may leave out weights that are 1.
     _of_rows: int | None = dataclasses.field(metadata=_STATIC)
+    # Whether the gradient waits for the loss, where a device's updates wait for both.
+    loss_first: bool = dataclasses.field(metadata=_STATIC)
     # For sums of means: where a pass adds up their denominators, what takes a tower's;
     # in the next pass all towers' denominators.
     note_weights: Any = dataclasses.field(default=None, metadata=_STATIC)
@@ -350,6 +352,7 @@ def tower_of(
     of_rows: int | None = None,
     first_row: Any = 0,
     micro_batch: jax.Array | None = None,
+    loss_first: bool = True,
 ) -> Tower:
     """Make the context of one tower; ``state`` is None outside a step."""
     return Tower(
@@ -366,4 +369,5 @@ def tower_of(
         _first_row=first_row,
         _rows=rows,
         _of_rows=of_rows,
+        loss_first=loss_first,
     )

@@ -39,7 +39,8 @@ def first_tower_of_device(axes: TowerAxes) -> jax.Array:
     """The id of the first local tower, ``()`` int32, inside a device function."""
     if not axes.device_axis:
         return jnp.int32(0)
-    return lax.axis_index(DEVICE_AXIS).astype(jnp.int32) * axes.num_local
+    device = lax.convert_element_type(lax.axis_index(DEVICE_AXIS), jnp.int32)
+    return lax.mul(device, jnp.int32(axes.num_local))
 
 
 def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
