@@ -5,6 +5,7 @@ process for each.
 """
 
 import atexit
+import functools
 import gc
 import multiprocessing
 import os
@@ -31,7 +32,15 @@ def context():
     return found
 
 
-def in_child(output, run, *args, devices=8, **variables):
+@functools.cache
+def kept():
+    """A folder of compiled programs: many begin with what another one compiled."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return folder.name
+
+
+def in_child(output, run, *args, devices=8, kept_in=None, **variables):
     gc.freeze()  # looking through what the server imported takes a tenth
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
@@ -41,6 +50,8 @@ def in_child(output, run, *args, devices=8, **variables):
     os.environ |= variables
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_compilation_cache_dir", kept_in)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     run(*args)
 
 
@@ -48,6 +59,8 @@ def member(output, run, *args, **options):
     """As `in_child`, a process of a job, which ends as the interpreter lets it end."""
     try:
         in_child(output, run, *args, **options)
+    except SystemExit:
+        raise
     except BaseException:
         sys.excepthook(*sys.exc_info())
         raise
@@ -64,12 +77,13 @@ def program(path, folder, flags):
 
 def told(run, *args, timeout_s=120):
     """What it prints to call a function in a process of its own; fails as it does."""
-    (text,) = _outputs([(in_child, run, args, {})], timeout_s)
+    # One of several would read what another is still writing.
+    (text,) = _outputs([(in_child, run, args, {"kept_in": kept()})], timeout_s)
     return text
 
 
-def told_by_all(run, *args, processes=2, devices=2, timeout_s=300):
-    """What each process of a job prints that calls a function."""
+def told_by_all(run, *args, processes=2, devices=2, timeout_s=300, code=0):
+    """What each process of a job prints that calls a function, and ends with a code."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = "127.0.0.1:{1}".format(*server.getsockname())
     variables = {
@@ -80,10 +94,10 @@ def told_by_all(run, *args, processes=2, devices=2, timeout_s=300):
         variables | {"TOWERJAX_PROCESS_ID": f"{i}", "devices": devices}
         for i in range(processes)
     ]
-    return _outputs([(member, run, args, each) for each in options], timeout_s)
+    return _outputs([(member, run, args, each) for each in options], timeout_s, code)
 
 
-def _outputs(calls, timeout_s):
+def _outputs(calls, timeout_s, code=0):
     with tempfile.TemporaryDirectory() as folder:
         outputs = [pathlib.Path(folder, f"{i}") for i in range(len(calls))]
         started = []
@@ -98,7 +112,7 @@ def _outputs(calls, timeout_s):
         for process in started:
             process.kill()
         texts = [output.read_text() for output in outputs]
-        assert not any(code is None or code for code in codes), "".join(texts)
+        assert codes == [code] * len(codes), (codes, *texts)
         return texts
 
 
