@@ -1043,10 +1043,8 @@ def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path
     """After the same step."""
     saving = tj.Checkpointer(tmp_path)
     train(step, saving, 3)
-    worker = str(TESTS / "workers" / "checkpoint_run.py")
-    command = [sys.executable, worker, str(tmp_path), "90"]
-    options = {"processes": 2, "devices_per_process": 2, "env": environment()}
-    assert tj.cluster.launch(command, **options) == 75
+    worker, flags = TESTS / "workers" / "checkpoint_run.py", (str(tmp_path), "90")
+    forked.told_by_all(forked.program, str(worker), str(tmp_path), flags, code=75)
     number = saving.steps[-1]
     assert 5 <= number < 90 and len(saving.record(number).devices) == 4
     expected, _ = train(step, None, number)
