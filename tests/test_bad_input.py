@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax.experimental import io_callback
 
 import towerjax as tj
@@ -63,6 +64,10 @@ BATCHES = {
     "scalar": ({"x": np.ones((4, 3)), "k": np.float32(1)}, r"batch\['k'\] is "),
     "numbers": ({"x": np.ones((4, 3)), "k": 3}, r"batch\['k'\] is 3 of type int"),
     "list": ({"x": [1.0, 2.0]}, r"batch\['x'\]\[0\] is 1.0 of type float.*np.asarray"),
+    "frame": (
+        {"x": SimpleNamespace(to_numpy=len)},
+        r"pass x\.to_numpy\(\), or a dict of",
+    ),
     "empty": ({"x": np.ones((0, 3))}, r"batch is empty: batch\['x'\] has shape"),
     "no leaves": ({}, "holds no arrays"),
     "no rows": (tj.Shared(np.ones(3)), "holds no arrays: .* draw .*np.arange"),
@@ -200,6 +205,62 @@ def test_denominators_that_count_padding_are_refused(compiled):
 
     step = build(right, remainder="pad")
     assert step.check(start(), good(5)).unmasked() == []
+
+
+def gaps_of(params, batch):  # as where predictions [b] meet labels [b, 1]
+    return (batch["x"] @ params["w"])[None] - batch["x"][:, :1]
+
+
+def column(params, batch, tower):
+    return tj.Weighted.mean(gaps_of(params, batch) ** 2, tower.weight)
+
+
+def unweighted(params, batch, tower):
+    return tj.Weighted.mean(jax.checkpoint(gaps_of)(params, batch) ** 2)
+
+
+def of_a_metric(params, batch, tower):
+    gap = tj.metrics.mean(abs(gaps_of(params, batch)), tower.weight)
+    return tj.TowerOutput(loss_fn(params, batch, tower), {"gap": gap})
+
+
+@pytest.mark.parametrize("fn", [column, unweighted, of_a_metric])
+@pytest.mark.parametrize(
+    ("towers", "rows", "options"),
+    [
+        (1, 4, {}),
+        (2, 6, {}),
+        (4, 5, {"remainder": "pad"}),
+        (2, 8, {"micro_batches": 2}),
+    ],
+)
+def test_labels_as_a_column_are_refused(fn, towers, rows, options):
+    """Predictions [b] less labels [b, 1] are [b, b], of each tower's rows alone."""
+    step = build(fn, tj.Mirrored(TWO[:1], towers=towers), **options)
+    text = rf"values \[b, b\].* at \S*test_bad_input.py:\d+ \({fn.__name__}\).*\[:, 0\]"
+    with pytest.raises(tj.ReplicationError, match=text):
+        step.check(start(), good(rows))
+
+
+def features(params, batch, tower):
+    return tj.Weighted.mean((batch["x"] * params["w"][None]) ** 2, tower.weight)
+
+
+def pairs(params, batch, tower):
+    x, weight = tower.all_gather((batch["x"], tower.weight), axis=0)
+    gaps = (batch["x"] @ params["w"])[:, None] - (x[:, 0] * weight)[None]
+    return tj.Weighted.mean(gaps**2, tower.weight)
+
+
+def of_three_rows(params, batch, tower):
+    return features(params, {"x": batch["x"].reshape(3, 3)}, tower)
+
+
+@pytest.mark.parametrize("fn", [features, pairs, of_three_rows])
+@pytest.mark.parametrize("towers", [1, 3])
+def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
+    step = build(fn, tj.Mirrored(TWO[:1], towers=towers))
+    step.check(start(), good(3 * towers))
 
 
 def test_drop_leaves_the_rows_over_out():
@@ -711,8 +772,64 @@ def test_params_without_gradient_are_refused(name):
 
 def test_a_state_is_not_taken_for_parameters():
     step = build()
-    with pytest.raises(ValueError, match=r"step\.init\(state\.params\)"):
+    with pytest.raises(ValueError, match=r"step\.init\(state\.params\), or go on"):
         step.init(step.init(start()))
+    of_flax = TrainState.create(apply_fn=None, params=start(), tx=SGD)
+    with pytest.raises(
+        ValueError, match=r"is a TrainState.*its optimizer \(.*state\.tx"
+    ):
+        step.init(of_flax)
+
+
+def test_batch_statistics_are_no_parameters():
+    """Floats are trained; a step of SGD would move a mean by its gradient."""
+    variables = nn.BatchNorm(False).init(jax.random.key(0), np.ones((2, 3)))
+    module = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    for params in (variables, module, nnx.state(module)):
+        with pytest.raises(ValueError, match=r"batch statistics, which .*trainable="):
+            build().init(params)
+    build().init(variables["params"])
+    build().init(nnx.state(module, nnx.Param))
+    build(trainable={"params": True, "batch_stats": False}).init(variables)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda p, w: w,
+        lambda p, w: jax.lax.stop_gradient(p),
+        lambda p, w: jnp.float32(p > 0),
+        lambda p, w: jax.jit(jnp.round)(p).astype(int),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(loss_of):
+    """As of a model that a loss function closes over, or of a count of hits."""
+    closed_over = np.float32(1)
+
+    def mean(params, batch, tower):
+        values = loss_of(params["w"].sum(), closed_over) * batch["x"][:, 0]
+        return tj.Weighted.mean(values, tower.weight)
+
+    text = "The loss depends on no parameter, so that every gradient is 0"
+    for loss in (mean, lambda *args: mean(*args) + tj.shared(1.0)):
+        with pytest.raises(ValueError, match=text):
+            build(loss).check(start(), good())
+
+    def penalised(params, batch, tower):
+        return mean(params, batch, tower) + tj.shared(params["w"].sum())
+
+    build(penalised).check(start(), good())
+
+
+def test_an_optimizer_that_needs_an_argument_of_yours_is_told_where_to_call_it():
+    def update(updates, state, params=None, *, temperature):
+        return jax.tree.map(lambda x: x * temperature, updates), state
+
+    needy = optax.GradientTransformationExtraArgs(optax.identity().init, update)
+    step = build(optimizer=optax.chain(needy, SGD))
+    text = r"keyword-only argument: 'temperature'\. Call it yourself.*tj\.build_step\("
+    with pytest.raises(ValueError, match=text):
+        step.check(start(), good())
 
 
 def test_local_and_rng_are_checked_by_init():
@@ -953,7 +1070,7 @@ def test_an_error_is_short_however_many_leaves_there_are():
         (lambda: tj.Mirrored(cross_tower_ops=many), "is not a cross-tower op"),
         (lambda: strategy.select_tower(0, own), "must be a whole number"),
         (lambda: strategy.reduce(own, tj.Reduction.SUM), "write tj.Reduction.SUM"),
-        (lambda: strategy.broadcast(1.0, many), "must be a tuple of names"),
+        (lambda: strategy.broadcast(1.0, many), "must be a device name"),
         (
             lambda: step.init(start(), local=many),
             r"w007'\], and 52 more: a tower-local",
@@ -1053,7 +1170,7 @@ def test_integers_that_would_wrap_round_are_refused_by_name():
     predict = tj.build_predict_step(predict_fn, strategy)
     for value in (2**31, -(2**31) - 1, 2**40):
         ids = np.array([1, value, 3, 4])
-        text = rf"batch\['id'\] holds {value} of int64, but on the devices integers ha"
+        text = rf"batch\['id'\] is an array of int64 that holds {value} and would wrap"
         with pytest.raises(ValueError, match=text):
             predict(np.float32(0), {"id": ids})
         for split in ("batch", "elements"):
@@ -1094,6 +1211,8 @@ UNHELD = {
 
 
 def test_memory_that_is_written_in_place_is_no_parameter():
+    with pytest.raises(ValueError, match=r"params\['k'\] is a int: make it smaller"):
+        build().init({**start(), "k": 2**70})
     with pytest.raises(ValueError, match=r"params\['k'\] is a jax.Ref.*jnp.copy\(x\["):
         build().init({**start(), "k": jax.new_ref(jnp.ones(3))})
 

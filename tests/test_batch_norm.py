@@ -466,13 +466,15 @@ def test_a_module_as_params_keeps_nothing_that_the_loss_writes(norm, seeded, cop
         model = nnx.clone(model) if copied else model
         if seeded:
             nnx.reseed(model, default=tower.rng)
-        return tj.Weighted.mean(model(rows["x"]).sum(-1), tower.weight)
+        return model(rows["x"]).sum(-1)
+
+    def mean(params, rows, tower):
+        values = params["scale"] * loss_fn(params["model"], rows, tower)
+        return tj.Weighted.mean(values, tower.weight)
 
     params = {"scale": jnp.ones(()), "model": WithDropout(norm)}
     step = tj.build_train_step(
-        lambda params, *args: loss_fn(params["model"], *args),
-        optax.sgd(RATE),
-        towers(2, 1),
+        mean, optax.sgd(RATE), towers(2, 1), trainable=lambda name, _: name == "scale"
     )
     state = jax.eval_shape(step.init, params)
     if copied or (seeded and not norm):

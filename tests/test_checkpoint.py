@@ -30,6 +30,7 @@ import towerjax as tj
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.types.leaves import is_key
 
 TESTS = pathlib.Path(__file__).parent
 LOOP = pathlib.Path(tj.loop.__file__).parent
@@ -464,6 +465,46 @@ def test_the_record_says_what_is_inside(step, three):
     assert leaves["state.local['rows'].value"].reduction == "SUM"
     assert leaves["state.params['half']"].dtype == "bfloat16"
     assert leaves["state.rng"].dtype == "key of threefry2x32"
+
+
+EIGHT_BITS = """float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn
+    float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu""".split()
+DTYPES = """bool int8 uint8 int16 uint16 int32 uint32 bfloat16 float16 float32
+    complex64""".split()
+
+
+def of_all_dtypes(number):
+    """A leaf of each dtype that devices hold, and of each kind of key."""
+    kinds = ("threefry2x32", "rbg", "unsafe_rbg")
+    keys = [jax.random.key(number, impl=kind) for kind in kinds]
+    values = {name: jnp.array([1.0, 2.0, 0.5], name) for name in DTYPES + EIGHT_BITS}
+    values = jax.tree.map(lambda x: x * jnp.array(number, x.dtype), values)
+    return {"keys": [*keys, jax.random.split(keys[0], 3)], **values}
+
+
+@pytest.mark.parametrize("layout", ["mirrored", "tower-local"])
+def test_every_dtype_comes_back_with_its_bits(tmp_path, layout):
+    def light_loss_fn(params, batch, tower):
+        return tj.Weighted.mean((params - batch["y"]) ** 2, tower.weight)
+
+    def init(number):
+        values = of_all_dtypes(number)
+        if layout == "mirrored":
+            return step.init(np.float32(0), extra=values)
+        first = tj.Reduction.ONLY_FIRST_TOWER
+        return step.init(np.float32(0), local=tj.TowerLocal(values, first))
+
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
+    step = tj.build_train_step(light_loss_fn, optax.sgd(0.1), strategy)
+    saving, state = tj.Checkpointer(tmp_path), init(1)
+    state, _ = tj.run(step, state, [model.data()], checkpointer=saving, progress=False)
+    found = saving.restore(step, init(2))
+
+    def shown(x):
+        numbers = np.asarray(jax.random.key_data(x) if is_key(x) else x)
+        return str(x.dtype), x.sharding, numbers.tobytes()
+
+    assert jax.tree.map(shown, found) == jax.tree.map(shown, state)
 
 
 def test_a_later_format_is_refused(step, copied):

@@ -235,15 +235,23 @@ def test_destinations():
 @pytest.mark.parametrize(
     "destinations, text",
     [
-        ((), r"devices=\(\) must be a tuple of names"),
+        ((), r"destinations=\(\) must be a device name, such as 'gpu:0'"),
         (("cpu:1", "CPU:1"), "devices names cpu:1 more than once"),
         ("cpu:8", "'cpu:8' is not on this machine, which has 8 of platform 'cpu'"),
-        (3, "devices=3 must be a tuple of names or of jax.Device"),
+        (3, "destinations=3 must be a device name.*or a value that lies on devices"),
     ],
 )
 def test_bad_destinations_are_refused(destinations, text):
     with pytest.raises(ValueError, match=text):
         mirrored(2).reduce(R.MEAN, 1.0, destinations=destinations)
+
+
+@pytest.mark.parametrize("pair", [per_tower(2), "no", (1.0,), (1.0, None, 2.0)])
+def test_a_pair_of_a_batch_that_is_none_is_refused(pair):
+    with pytest.raises(
+        ValueError, match=r"pairs\[1\] is .*Write \(value, destinations"
+    ):
+        mirrored(2).batch_reduce(R.SUM, [(per_tower(2), None), pair])
 
 
 # reduce with an axis: over elements, of which towers may have unequally many.
@@ -423,6 +431,8 @@ def test_map_refuses_what_differs_from_tower_to_tower():
         mirrored(2).map(lambda x, y: x, [1, 2], {"y": tj.PerTower(np.ones(2))})
     with pytest.raises(ValueError, match="map: there are no elements"):
         mirrored(2).map(lambda x: x, [])
+    with pytest.raises(ValueError, match=r"\[1, 2\] is no function, which comes first"):
+        mirrored(2).map([1, 2], lambda x: x)
 
 
 # read_var

@@ -642,12 +642,12 @@ def test_destinations_are_where_a_value_lies():
 @pytest.mark.parametrize(
     "destinations, text",
     [
-        (3, "devices=3 must be a tuple of names"),
-        ({"cpu:0"}, "devices={'cpu:0'} must be a tuple of names"),
+        (3, "destinations=3 must be a device name"),
+        ({"cpu:0"}, "destinations={'cpu:0'} must be a device name"),
         (("cpu:0", 1), "devices: 1 is not a device name"),
-        (tj.PerTower(np.ones(2)), "must be a tuple of names or of jax.Device"),
+        (tj.PerTower(np.ones(2)), "or a value that lies on devices. Leave it out"),
         ("somewhere", "'somewhere' is not a device name"),
-        (tj.PerTower(()), "must be a tuple of names or of jax.Device objects"),
+        (tj.PerTower(()), "must be a device name, such as 'gpu:0', a jax.Device"),
     ],
 )
 def test_what_names_no_devices_is_refused(destinations, text):

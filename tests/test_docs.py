@@ -344,6 +344,32 @@ def test_optimizers_of_tensorflow_1(name):
         np.testing.assert_allclose(params, w, rtol=1e-5, atol=1e-5)
 
 
+def test_each_gradient_is_clipped_by_its_own_norm():
+    page = (DOCS / "replicate_model_fn.md").read_text()
+    written = re.search(r"^clip = (optax\.stateless.*?)^```", page, re.DOTALL | re.M)[1]
+    clip = eval(written, {"optax": optax, "jax": jax, "jnp": jnp})
+    optimizer = tj.estimator.TowerOptimizer(optax.chain(clip, optax.sgd(1.0)))
+    start = {"long": np.ones((2, 2), np.float32), "short": np.float32(1)}
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(w):  # gradients of norms 10 and 2
+            values = features * (w["long"] * np.float32([[1, 7], [5, 5]])).sum()
+            return tj.Weighted.mean(-values - 2 * w["short"] * features, tower.weight)
+
+        loss, train_op = optimizer.minimize(loss_fn, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    for towers in (1, 3):
+        model = tj.estimator.replicate_model_fn(
+            model_fn, devices=mirrored(1, towers=towers)
+        )
+        variables = tj.TrainState.create(start, optimizer)
+        after = model(variables, np.ones(6, np.float32)).train_op.params
+        long = 1 + np.array([[1, 7], [5, 5]]) * 3 / 10
+        np.testing.assert_allclose(after["long"], long, rtol=1e-6)
+        np.testing.assert_allclose(after["short"], 3.0, rtol=1e-6)  # shorter than 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [2, 6])
 def test_recall_at_k_divides_by_all_labels(towers):

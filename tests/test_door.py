@@ -80,6 +80,13 @@ def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
         assert (np.asarray(one.arrays["x"]) == number).all()
 
 
+def test_elements_may_share_memory():
+    """Those of np.broadcast_to, such as a weight that all rows have."""
+    x = np.broadcast_to(np.float32([[3.0, 4.0]]), (8, 2))
+    placed = build(2).place_batch({"x": x}).arrays["x"]
+    np.testing.assert_array_equal(placed, x)
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "devices, dtype", [(1, np.float32), (2, np.float32), (1, np.int64), (2, bool)]
@@ -141,7 +148,7 @@ def test_values_are_looked_at_each_time():
     step, good = build(), rows(dtype=np.int64)
     step.place_batch(good)
     wide = {"x": good["x"] + 2**40}
-    with pytest.raises(ValueError, match=r"batch\['x'\] holds .* would wrap round"):
+    with pytest.raises(ValueError, match=r"batch\['x'\] .* holds .* would wrap"):
         step.place_batch(wide)
     gone = jax.tree.map(jnp.asarray, rows())
     step.place_batch(gone)
@@ -155,7 +162,7 @@ def test_a_state_that_would_wrap_round_is_refused_by_name():
     with pytest.raises(ValueError, match=r"extra\['key'\] is .* 1099511627776.* wrap"):
         build().init(np.float32(3.0), extra={"key": wide})
     for initial in (wide, 2**40):
-        with pytest.raises(ValueError, match="'v' is .* would wrap round"):
+        with pytest.raises(ValueError, match="'v' is .* would wrap"):
             tj.OneDevice().create_var("v", initial)
 
 

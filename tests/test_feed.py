@@ -309,8 +309,9 @@ def test_a_loader_that_hangs_is_told_of(monkeypatch):
     feed = prefetch(loader(), lambda i: i, depth=1)
     next(feed)
     assert hanging.wait(5.0)
-    with pytest.warns(RuntimeWarning, match="still busy with one batch"):
+    with pytest.warns(RuntimeWarning, match="still busy with one batch") as caught:
         feed.close()
+    assert caught[0].filename == __file__
     release.set()
     wait_until(lambda: not feeder_threads())
 

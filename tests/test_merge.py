@@ -683,6 +683,66 @@ def scatters_a_sum(w, batch, tower):
     return batch[:, 0] * share * w
 
 
+def to_the_next(value, tower):
+    count = tower.num_towers
+    pairs = [(i, (i + 1) % count) for i in range(count)]
+    return lax.ppermute(value, tower.axis_names, pairs)
+
+
+def counts_all(tower):
+    return lax.psum(tower.weight.sum(), tower.axis_names)
+
+
+def passes_rows_on(w, batch, tower):
+    return (batch @ to_the_next(batch, tower).T).sum(1) * w / counts_all(tower)
+
+
+def passes_rows_on_in_a_loop(w, batch, tower):
+    def one(carry, _):
+        others, total = carry
+        others = to_the_next(others, tower)
+        return (others, total + (batch @ others.T).sum(1)), None
+
+    start = batch, jnp.zeros_like(batch[:, 0])
+    return lax.scan(one, start, length=tower.num_towers)[0][1] * w
+
+
+def passes_rows_on_with_their_weight(w, batch, tower):
+    others, weight = to_the_next((batch, tower.weight), tower)
+    return (batch @ others.T) @ weight * w
+
+
+def passes_rows_on_whose_weights_are_known(w, batch, tower):
+    others = to_the_next(batch, tower)
+    weights = lax.all_gather(tower.weight, tower.axis_names)
+    return (batch @ others.T) @ weights[tower.id - 1] * w
+
+
+def passes_on_a_sum(w, batch, tower):
+    return batch @ to_the_next(tower.weight @ batch, tower) * w / counts_all(tower)
+
+
+def passes_parameters_on(w, batch, tower):
+    return batch[:, 0] * to_the_next(w * (1.0 + tower.id), tower)
+
+
+def swaps_rows(w, batch, tower):
+    parts = batch.reshape(tower.num_towers, -1, 3)
+    others = lax.all_to_all(parts, tower.axis_names, 0, 0, tiled=True)
+    return (batch @ others.reshape(-1, 3).T).sum(1) * w
+
+
+def swaps_rows_and_weights(w, batch, tower):
+    count = tower.num_towers
+    parts = batch.reshape(count, -1, 3), tower.weight.reshape(count, -1)
+    others, weight = lax.all_to_all(parts, tower.axis_names, 0, 0, tiled=True)
+    return (batch @ others.reshape(-1, 3).T) @ weight.reshape(-1) * w
+
+
+def sends_the_first_rows(w, batch, tower):
+    return batch @ lax.pbroadcast(batch.mean(0), tower.axis_names, 0) * w
+
+
 def adds_rows_of_a_table(w, batch, tower):
     indices = batch[:, 0].astype(jnp.int32)
     rows = IndexedRows(batch * tower.weight[:, None], indices, (2, 3))
@@ -713,6 +773,15 @@ def asks_what_a_copy_does_not_change(w, batch, tower):
         (gathers_by_name_their_weight_too, None),
         (gathers_by_name_and_counts, None),
         (scatters_a_sum, "reduce_scatter"),
+        (passes_rows_on, "ppermute"),
+        (passes_rows_on_in_a_loop, "ppermute"),
+        (passes_rows_on_with_their_weight, None),
+        (passes_rows_on_whose_weights_are_known, None),
+        (passes_on_a_sum, None),
+        (passes_parameters_on, None),
+        (swaps_rows, "all_to_all"),
+        (swaps_rows_and_weights, None),
+        (sends_the_first_rows, "pbroadcast"),
         (adds_rows_of_a_table, None),
         (asks_what_a_copy_does_not_change, None),
     ],

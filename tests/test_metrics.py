@@ -725,6 +725,30 @@ def test_weights_in_a_column_count_rows():
     assert float(hits.value) == 0.5
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (1, 1), (2, 3)])
+def test_the_weights_of_a_loss_are_repeated_along_dims_of_1(shape):
+    """As of ``tf.losses``; those of a metric and of padding are of rows alone."""
+    rng = np.random.default_rng(0)
+    losses = rng.normal(size=(2, 3)).astype(np.float32)
+    weights = rng.choice([0, 1, 2], size=shape).astype(np.float32)
+    whole = np.broadcast_to(weights, losses.shape)
+    loss = jax.jit(tj.estimator.compute_weighted_loss)(losses, weights)
+    np.testing.assert_allclose(loss.sum, (losses * whole).sum(), rtol=1e-6)
+    assert float(loss.weight) == np.count_nonzero(whole)
+
+
+def test_weights_of_a_loss_that_do_not_fit_are_refused():
+    losses, wide, loss = np.ones((2, 3)), np.ones((1, 3)), "compute_weighted_loss got"
+    for call, text in [
+        (lambda: m.mean(losses, wide), r"mean got .* weights of shape \(1, 3\)"),
+        (lambda: tj.estimator.compute_weighted_loss(losses, valid=wide), loss),
+        (lambda: tj.estimator.compute_weighted_loss(losses, np.ones(3)), loss),
+        (lambda: tj.estimator.compute_weighted_loss(losses, -wide), "a weight of -1"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
 def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
     sums, weight = np.float32([[1, 2], [3, 4]]), np.float32([2, 4])
     for total in (sums, {"w": sums}):  # as a tj.PerTower of gradients has them

@@ -273,10 +273,10 @@ def sum_where_it_is_needed(params, batch, tower):
 
 
 def sum_until_converged(params, batch, tower):
-    params = lax.stop_gradient(params)
+    step = lax.stop_gradient(params["b"])
     m = lax.while_loop(
         lambda y: y > 1.0,
-        lambda y: y - lax.pmax(params["b"], tower.axis_names),  # here
+        lambda y: y - lax.pmax(step, tower.axis_names),  # here
         batch["y"][0],
     )
     return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})

@@ -76,9 +76,9 @@ def test_a_limit_of_bytes_is_an_int(below):
 @pytest.mark.parametrize(
     "devices, links, text",
     [
-        (None, None, "devices=None must be a list of names"),
-        (3, None, "devices=3 must be a list of names"),
-        ("cpu:0", None, "devices='cpu:0' must be a list of names"),
+        (None, None, "devices=None must be a list: write"),
+        (3, None, "devices=3 must be a list: write"),
+        ("cpu:0", None, "devices='cpu:0' must be a list: write"),
         (["cpu:0", "cpu:1"], 3, "links=3 must have for each"),
         (["cpu:0", "cpu:1"], "ab", "links='ab' must have"),
         (["cpu:0", "cpu:1"], {0: [1]}, "links={0: .* must have"),

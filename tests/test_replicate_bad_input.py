@@ -191,7 +191,8 @@ X, Y = rows(4, 3), rows(4)
 CALLS = {
     "mode": (
         (X, Y, "train"),
-        r"mode='train' must be one of Mode\.TRAIN, Mode\.EVAL, Mode",
+        r"mode='train' must be one of Mode\.TRAIN, Mode\.EVAL, Mode.*The order is"
+        r" model\(variables, features, labels, mode",
     ),
     "labels shorter": (
         (X, Y[:2], TRAIN),
@@ -253,8 +254,9 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     model(variables, rows(6, 3), rows(6), EVAL)  # a mode has kinds of its own
     several = replicated(towers=1)
     several(variables, X, Y, EVAL)
-    with pytest.warns(UserWarning, match="(?s)has changed.*compiles anew"):
+    with pytest.warns(UserWarning, match="(?s)has changed.*compiles anew") as caught:
         several(variables, rows(6, 3), rows(6), EVAL)
+    assert caught[0].filename == __file__
 
 
 VALUES = {
@@ -405,6 +407,10 @@ RETURNS = {
         r"each leaf has 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
         r" \(3,\);"
         r" predictions\['sum'\] has shape \(\)\. .* jnp\.full\(tower\.rows, x\)",
+    ),
+    "what minimize returns": (
+        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, (x.sum(), v)),
+        r"a pair of a loss.* loss, train_op = optimizer\.minimize\(loss_fn, variables",
     ),
     "rows of exports": (
         lambda mode, v, x: tj.estimator.ModelSpec(
@@ -580,7 +586,8 @@ OTHERS = {
 def test_the_state_of_another_optimizer_is_refused(name, compiled):
     model = replicated(towers=1)
     state = start(OTHERS[name])
-    refused(compiled, "(?s)TowerOptimizer.*init", model, state, X, Y)
+    text = r"(?s)TowerOptimizer.*init.*tj\.TrainState\.create\(params, optimizer\)"
+    refused(compiled, text, model, state, X, Y)
 
 
 def test_an_update_without_its_loss_is_refused(compiled):

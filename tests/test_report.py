@@ -392,6 +392,38 @@ def test_what_is_alive_when_most_is(big, expected):
     assert [value.bytes for value in found] == sorted(expected.values(), reverse=True)
 
 
+STARTED = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[10]) -> f32[] {
+  %x = f32[10]{0} parameter(0), metadata={op_name="batch['x']"}
+  %packed = (f32[50]{0}, f32[5]{0}) fusion(%x), kind=kLoop, calls=%f
+  %a = f32[50]{0} get-tuple-element(%packed), index=0
+  %b = f32[5]{0} get-tuple-element(%packed), index=1
+  %sum = ((f32[50]{0}, f32[5]{0}), (f32[50]{0}, f32[5]{0})) all-reduce-start\
+(%a, %b), to_apply=%f, \
+output_to_operand_aliasing={{1,0}: (0, {}), {1,1}: (1, {})}
+  %sums = (f32[50]{0}, f32[5]{0}) all-reduce-done(%sum)
+  %part = f32[50]{0} get-tuple-element(%sums), index=0
+  %added = f32[50]{0} fusion(%part, %x), kind=kLoop, calls=%f, \
+output_to_operand_aliasing={{}: (0, {})}
+  %gather = (f32[50]{0}, f32[400]{0}) all-gather-start(%added), dimensions={0}
+  %all = f32[400]{0} all-gather-done(%gather)
+  ROOT %loss = f32[] fusion(%all), kind=kLoop, calls=%f
+}
+
+%f (p: f32[]) -> f32[] {
+  ROOT %p = f32[] parameter(0)
+}
+"""
+
+
+def test_what_lies_in_the_memory_of_an_operand_counts_once():
+    """The operands that a start returns, and results that reuse an operand's buffer."""
+    found = alive_at_peak(parse(STARTED))
+    sizes = {"gather": 1600, "packed": 200, "batch['x']": 40}
+    assert [(value.name, value.bytes) for value in found] == [*sizes.items()]
+
+
 @pytest.mark.slow
 def test_the_largest_at_the_peak_are_in_the_report(of_one):
     found = of_one

@@ -200,6 +200,22 @@ def test_entries_that_were_split_for_other_micro_batches_are_refused():
         sparse_one.per_tower()
 
 
+def test_entries_are_split_anew_in_each_batch_of_the_same_shapes():
+    """Two micro-batches of one tower: their arrays have the shapes of the whole."""
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), mirrored(1, 1, {}), micro_batches=2
+    )
+    values = np.arange(1, 9, dtype=np.float32)[:, None]
+    for rows in ([0, 0, 1, 1, 2, 2, 3, 3], [3, 1, 2, 0, 0, 1, 3, 2]):
+        whole = tj.sparse.IndexedRows(values, np.array(rows, np.int32), (4, 1))
+        placed = step.place_batch({"x": whole}).arrays["x"]
+        assert placed.values.shape == values.shape
+        arrays = placed.values, placed.indices
+        halves = zip(*(np.split(np.asarray(x), 2) for x in arrays), strict=True)
+        parts = [dense(tj.sparse.IndexedRows(*half, (2, 1))) for half in halves]
+        np.testing.assert_array_equal(np.concatenate(parts), dense(whole))
+
+
 def test_one_tower_has_the_entries_of_all_towers():
     batch, x = batch_of(8)
     step = tj.build_train_step(

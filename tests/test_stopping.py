@@ -138,6 +138,54 @@ def test_patience_of_any_values_is_as_counted_by_hand():
         assert watched(values, *arguments) == by_hand(values, *arguments), values
 
 
+# Step, loss and accuracy of the evaluations of the original's early stopping.
+EVALUATED = [(1000, 0.8, 0.5), (2000, 0.7, 0.6), (3000, 0.4, 0.7), (3500, 0.41, 0.68)]
+HOOKS = [
+    (dict(metric="accuracy", mode="max", goal=0.8), None),
+    (dict(metric="accuracy", mode="max", goal=0.6, min_steps=4000), None),
+    (dict(metric="accuracy", mode="max", goal=0.6), 2000),
+    (dict(metric="accuracy", mode="max", goal=0.7, min_steps=3000), 3000),
+    (dict(metric="loss", goal=0.3), None),
+    (dict(metric="loss", goal=0.5, min_steps=4000), None),
+    (dict(metric="loss", goal=0.5), 3000),
+    (dict(metric="accuracy", mode="max", patience=2), None),
+    (dict(metric="accuracy", mode="max", patience=1, min_steps=4000), None),
+    (dict(metric="accuracy", mode="max", patience=1), 3500),
+    (dict(metric="loss", patience=2), None),
+    (dict(metric="loss", patience=1, min_steps=4000), None),
+    (dict(metric="loss", patience=1, min_steps=3500), None),  # the first that counts
+    (dict(metric="loss", patience=1), 3500),
+    (dict(metric="loss", patience=2, goal=0.3), None),
+    (dict(metric="loss", patience=2, goal=0.5), 3000),
+    (dict(metric="loss", patience=1, goal=0.3), 3500),
+    # It is reached, though by less than what counts as an improvement.
+    (dict(metric="loss", patience=9, goal=0.7, min_delta=0.2), 2000),
+    (dict(metric="loss", goal=-0.5), None),
+]
+
+
+@pytest.mark.parametrize("options, last", HOOKS)
+def test_a_goal_and_steps_that_do_not_count(options, last):
+    early = tj.EarlyStopping(**options)
+    watch, ended = Watch(early, None), []
+    for number, loss, accuracy in EVALUATED:
+        watch.add(number, {"loss": loss, "accuracy": accuracy}, None)
+        ended += [number] * (watch.stopped is not None)
+        again = Watch(early, None)  # a job that goes on from here
+        again.restore_counts(watch.counts)
+        assert again.stopped == watch.stopped
+        if ended:
+            break
+    assert ended == ([] if last is None else [last])
+
+
+def test_a_goal_ends_a_run_and_is_said(steps):
+    early = tj.EarlyStopping("told", goal=1)
+    state, history = train(steps, [NAN, 3, 1, 0], 9, early_stopping=early)
+    assert history.stopped == "told reached 1, best 1.000 after 3"
+    assert int(state.step) == 3
+
+
 def test_what_stopped_a_run_is_said(steps, capsys):
     early = tj.EarlyStopping("told", patience=2)
     _, history = train(
@@ -304,6 +352,13 @@ def test_an_exception_keeps_the_best(steps):
         (lambda: tj.EarlyStopping("x", 2.0), "patience=2.0 must be a whole"),
         (lambda: tj.EarlyStopping("x", 1, "least"), "mode='least' must be one"),
         (lambda: tj.EarlyStopping("", 1), "metric='' must be the name of a metric"),
+        (lambda: tj.EarlyStopping("x"), "patience=None and goal=None would never stop"),
+        (lambda: tj.EarlyStopping("x", goal=INF), "goal=inf must be a finite number"),
+        (lambda: tj.EarlyStopping("x", goal=True), "goal=True must be a finite number"),
+        (
+            lambda: tj.EarlyStopping("x", 1, min_steps=-1),
+            "min_steps=-1 must be a whole",
+        ),
         (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
         (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),
         (lambda: tj.Best("x", "maximum"), "Best.mode='maximum' must be one of 'min'"),

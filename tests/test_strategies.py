@@ -298,7 +298,7 @@ def test_idle_devices_are_warned_of(towers, used):
     strategy = tj.Mirrored(towers=towers)
     with pytest.warns(UserWarning) as caught:
         assert len(strategy.worker_devices) == used
-    assert [str(w.message) for w in caught] == [text]
+    assert [(str(w.message), w.filename) for w in caught] == [(text, __file__)]
     assert strategy.num_towers == towers  # told once
 
 

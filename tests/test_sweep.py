@@ -194,10 +194,76 @@ def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
     assert asked == [{"rate": 0.2, "seed": 0}, {"rate": 0.2, "seed": 1}]
     assert seen + asked == found.configs
     again = quiet(small, GRID, evaluate=goes_on, **options)
-    assert len(asked) == 2 and len(path.read_text().splitlines()) == 4
+    # The third twice: its training without an evaluation, and both.
+    assert len(asked) == 2 and len(path.read_text().splitlines()) == 5
     for one, other in zip(found.members, again.members, strict=True):
         np.testing.assert_array_equal(one.metrics["loss"], other.metrics["loss"])
         np.testing.assert_array_equal(one.evaluation["w"], other.evaluation["w"])
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("order", ["together", "in_turn"])
+def test_an_evaluation_that_fails_loses_no_training(tmp_path, compiled, error, order):
+    path = tmp_path / "sweep.jsonl"
+
+    def evaluate(state, **config):
+        if config == {"rate": 0.05, "seed": 1}:
+            raise error
+        return {"w": state.params}
+
+    options = {"order": order, "results": path}
+    with pytest.raises(type(error)) as raised:
+        quiet(small, GRID, evaluate=evaluate, **options)
+    found, lines = raised.value, path.read_text().splitlines()
+    # Together all were trained; an interrupt ends the evaluations at once.
+    left = 3 if order == "together" and isinstance(error, KeyboardInterrupt) else 1
+    trained = 4 if order == "together" else 2
+    assert len(found.sweep.members) == len(lines) == trained
+    assert len(found.states) == left
+    notes = "".join(found.__notes__)
+    assert "no evaluation of {'rate': 0.05, 'seed': 1}" in notes
+    assert "error.states" in notes and "error.sweep" in notes
+    compiled.steps()
+    again = quiet(small, found.sweep.configs, evaluate=None, **options)
+    assert compiled.steps() == 0  # all are trained
+    for config, state in found.states:
+        step, start = small(**config)
+        state_alone, history = tj.run(step, start, FEW, progress=False)
+        np.testing.assert_allclose(state.params, state_alone.params, rtol=1e-5)
+        member = again.members[again.configs.index(config)]
+        np.testing.assert_allclose(
+            member.metrics["loss"], history.metrics["loss"], rtol=1e-5
+        )
+        assert member.evaluation == {}
+    whole = quiet(small, GRID, evaluate=lambda state, **_: {"done": 1}, **options)
+    done = [member.evaluation.get("done") for member in whole.members]
+    assert done.count(1) == left + 4 - trained
+
+
+def test_a_training_that_fails_names_its_members_and_keeps_the_others(tmp_path):
+    def build(rate, rows):
+        return small(rate)
+
+    def batches(rows):
+        return FEW if rows == "good" else [*FEW, {"x": ROWS[:8]}]
+
+    grid = {"rate": [0.1, 0.2], "rows": ["good", "bad"]}
+    with pytest.raises(ValueError, match=r"batch.*y") as raised:
+        quiet(build, grid, batches, order="in_turn")
+    error = raised.value
+    names = [config["rows"] for config in error.sweep.configs]
+    assert names == ["good", "good"]
+    told = "This is the training of {'rate': 0.1, 'rows': 'bad'}."
+    assert told in error.__notes__
+
+
+def test_an_error_of_evaluate_is_not_taken_for_one_of_build():
+    def evaluate(state, **config):
+        raise RuntimeError("Tracer, says the user")
+
+    with pytest.raises(RuntimeError, match="says the user"):
+        quiet(small, {"rate": [0.1]}, evaluate=evaluate)
 
 
 def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
@@ -308,7 +374,7 @@ def checked(rate):
         (small, {}, {}, "grid must be"),
         (small, {"rate": []}, {}, "grid must be .* it has 0"),
         (small, [{"rate": 1.0}, {"seed": 1}], {}, "same.*names; it has 2, .*rate"),
-        (small, {"rate": 0.1}, {}, r"rate=0.1 must be a list, \[0.1\]"),
+        (small, {"rate": 0.1}, {}, r"grid\['rate'\]=0.1 must be a list: write"),
         (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
         (small, {"rate": [0.1]}, {"static": ["widht"]}, "static='widht' must be"),
         (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),

@@ -424,8 +424,10 @@ def test_the_value_that_line_searches_see_is_the_one_loss():
 def test_what_is_natural_and_wrong_is_named():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
     state = tj.TrainState.create(jnp.float32(1), optimizer)
-    with pytest.raises(TypeError, match="'Weighted' object is not callable"):
+    with pytest.raises(ValueError, match="the loss is a Weighted, but JAX differentia"):
         optimizer.minimize(tj.Weighted(1.0, 2.0), state)
+    with pytest.raises(ValueError, match="got a tj.TrainState .*, variables.params"):
+        optimizer.compute_gradients(lambda w: w**2, state)
     with pytest.raises(ValueError, match="weights of the loss depend on the param"):
         optimizer.compute_gradients(
             lambda w: tj.Weighted(w[0] ** 2, w[0]),

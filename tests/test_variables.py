@@ -424,6 +424,7 @@ def test_adding_to_a_tower_local_variable_across_towers_is_refused():
             "strategy.assign of variable 'v': Expected v",
         ),
         (1.0, {}, [1.0], "The value for variable 'v' is PyTreeDef"),
+        ([1.0, 2.0], {}, np.ones(2), r"tree of its elements: np.array\(x\) makes one"),
         (1.0, {}, np.ones(2), r"value has shape \(2,\), expected \(\)"),
         (1, {}, 0.5, "value is float32, which int32 cannot hold"),
         (1.0, {}, "x", "value is a str: keep apart what is no array"),
@@ -834,6 +835,22 @@ def test_what_has_no_one_value_is_not_saved():
 def test_what_does_not_fit_is_not_restored(change, text):
     with refuses(text):
         tj.towers.restored_values(mirrored(T, D), variables(), {**saved(), **change})
+
+
+@pytest.mark.parametrize(
+    "like, given, text",
+    [
+        ({"a": 1, "b": 1}, {"a": 2}, r"lacks saved\['b'\]; it has besides nothing"),
+        ([1, 1], [2, {"c": 3}, 4], r"lacks nothing; it has besides saved\[2\]"),
+        ((1, {"v": 1}), (2, 3), r"lacks saved\[1\]\['v'\]; it has besides saved\[1\]"),
+        ([1, 1], (2, 3), "lacks nothing; it has besides nothing. .*same containers"),
+    ],
+)
+def test_what_another_tree_lacks_is_named(like, given, text):
+    strategy = mirrored(2)
+    for make in (np.float32, lambda x: strategy.create_var("v", np.float32(x))):
+        with refuses(f"saved is another tree than like. It {text}"):
+            tj.towers.restored_values(strategy, jax.tree.map(make, like), given)
 
 
 def test_a_mean_of_integers_comes_back_only_whole():

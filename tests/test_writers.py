@@ -591,9 +591,9 @@ def test_a_refused_step_is_written_before_the_error(step, steps_per_call):
 @pytest.mark.parametrize(
     "writers, text",
     [
-        ("run.jsonl", "writers='run.jsonl' must be a list of"),
+        ("run.jsonl", "writers='run.jsonl' must be a list: write"),
         (3, "writers=3 must be a list"),
-        (["run.jsonl"], "one of writers='run.jsonl' cannot be used here"),
+        (["run.jsonl"], "one of writers='run.jsonl' of type str cannot be used here"),
         ([tj.JsonLines], "is a class, not an object of it"),
     ],
 )

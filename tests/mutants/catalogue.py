@@ -831,6 +831,23 @@ MODELS = (
         "not m.along or what not in TOWER_CALLS",
         "test_merge.py::test_padding_does_not_count_where_towers_meet",
     ),
+    _m(
+        "M23",
+        "padding may count in rows that are permuted or exchanged",
+        "proof.analysis:_communicate",
+        "and name not in EXTREMES",
+        'and (is_sum or "gather" in name)',
+        "test_merge.py::test_padding_does_not_count_where_towers_meet",
+    ),
+    _m(
+        "M24",
+        "how many rows are real is taken to say which of the permuted ones are",
+        "step.proving:_is_masked",
+        'known if "gather" in call.name else sent',
+        "known",
+        "test_merge.py::test_padding_does_not_count_where_towers_meet"
+        "[passes_rows_on-ppermute]",
+    ),
 )
 
 STATE = (
@@ -1055,6 +1072,31 @@ INPUT = (
         "here = jax.process_index() if processes > 1 else 0",
         "here = 0",
         "test_distribute.py::test_each_process_is_told_which_part_is_its_own",
+    ),
+    _m(
+        "I10",
+        "a mean of each row with each row of the same tower",
+        "step.proving:_prove_pass",
+        "if found.squares:",
+        "if not found:",
+        "test_bad_input.py::test_labels_as_a_column_are_refused[1-4-options0-column]",
+    ),
+    _m(
+        "I11",
+        "features are taken for pairs of rows",
+        "step.proving:_still_square",
+        "more = _repeated(2, rows)",
+        "more = _repeated(1, rows)",
+        "test_bad_input.py::"
+        "test_as_many_features_as_rows_are_no_pairs_of_rows[1-features]",
+    ),
+    _m(
+        "I12",
+        "batch statistics are trained",
+        "step.update:_refuse_statistics",
+        'or "BatchStat" in',
+        'or "BatchStats" in',
+        "test_bad_input.py::test_batch_statistics_are_no_parameters",
     ),
     _m(
         "I06",

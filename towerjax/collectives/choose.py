@@ -2,7 +2,7 @@
 
 import ast
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from towerjax.collectives.base import CrossTowerOps
@@ -15,7 +15,7 @@ from towerjax.collectives.ops import (
     ReduceToOneDevice,
 )
 from towerjax.mesh.devices import canonical_device_names, platform_devices
-from towerjax.types.options import is_whole
+from towerjax.types.options import check_list, is_whole
 
 _OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical, Compressed)
 
@@ -81,12 +81,7 @@ def choose_cross_tower_ops(
       ``choose_the_best`` of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018), which
       knows one table of links, that of a DGX-1.
     """
-    if isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise ValueError(
-            f"choose_cross_tower_ops: devices={devices!r} must be a list of names or"
-            " jax.Device objects, such as jax.devices()."
-        )
-    names = canonical_device_names(list(devices))
+    names = canonical_device_names(check_list("devices", devices))
     if links is not None:
         _check_links(links, len(names))
     if len(names) == 1:

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Shared
 from towerjax.types.options import cast_ints, check_flag, check_whole
+from towerjax.types.warning import warn
 
 
 @dataclasses.dataclass(eq=False)
@@ -319,10 +319,9 @@ def _stop(thread: threading.Thread, feed: _Feed) -> None:
         return  # never started; or the garbage collector called this in the thread
     thread.join(_STOP_PATIENCE_S)
     if thread.is_alive():
-        warnings.warn(
+        warn(
             f"The input is still busy with one batch {_STOP_PATIENCE_S} s after the run"
             " stopped; its thread ends when that batch is there. Give the loader a"
             " timeout.",
             RuntimeWarning,
-            stacklevel=2,
         )

@@ -226,7 +226,9 @@ class Placer:
         [(rows, counts, shared)] = self._fit([batch])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, shared, rows)
-        if key is not None and flatten_with_key(rows)[2] == key:  # placed unchanged
+        is_same = key is not None and flatten_with_key(rows)[2] == key
+        # Entries are sorted and numbered anew, in arrays of the same shapes too.
+        if is_same and not splits_entries(batch):  # placed unchanged
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
             template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)

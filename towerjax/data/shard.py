@@ -21,7 +21,6 @@ from towerjax.types.leaves import (
     key_data,
     listed,
     map_parts,
-    overflow_of,
     parts_of,
     problem_of,
     put_parts,
@@ -150,27 +149,19 @@ def may_wrap(batch: PyTree) -> bool:
 
 def refuse_wrapping(batch: PyTree) -> None:
     """Raise where an integer would wrap round when it is placed on the devices."""
-    if not may_wrap(batch):
-        return  # named_leaves below is slow
-    bad = [
-        f"{name} holds {x} of {leaf.dtype}"
-        for name, leaf in named_leaves("batch", batch)
-        if (x := overflow_of(leaf)) is not None
-    ]
-    if bad:
-        raise ValueError(
-            f"{listed(bad)}, but on the devices integers have 32 bits and would wrap"
-            " round. Make them smaller, or jax.config.update('jax_enable_x64', True)."
-        )
+    if may_wrap(batch):  # to name all leaves is slow
+        refuse_unheld("batch", batch)
 
 
 def _describe(leaf: Any) -> str:
     if isinstance(leaf, np.ndarray | jax.Array):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
         return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
+    kind = type(leaf).__name__
     if hasattr(leaf, "numpy"):
-        kind = type(leaf).__name__
         return f"a {kind}: pass x.numpy(), as strategy.distribute_dataset(loader) does"
+    if hasattr(leaf, "to_numpy"):  # of pandas or Polars
+        return f"a {kind}: pass x.to_numpy(), or a dict of columns, each to_numpy()"
     return shown(leaf)
 
 

@@ -139,10 +139,12 @@ def export_model(
 
             exported = jax.export.export(jax.jit(serve), platforms=list(platforms))
             programs[name] = exported(specs).serialize()
-    except InconclusiveDimensionOperation as error:
+    except (InconclusiveDimensionOperation, TypeError) as error:
+        if isinstance(error, TypeError) and "_DimExpr" not in str(error):
+            raise
         error.add_note(
             "An exported program is for any number of rows, b: write x.reshape(-1, 10)"
-            " or x.reshape(x.shape[0], -1), and no if on x.shape[0]."
+            " or x.reshape(x.shape[0], -1), no len(x), and no if on x.shape[0]."
         )
         raise
     on_first(functools.partial(_write, target, programs, signatures))

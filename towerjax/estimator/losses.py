@@ -67,9 +67,9 @@ def compute_weighted_loss(
 
     Args:
       losses: ``[b, ...]``, one for each element.
-      weights: ``[b]``, ``[b, 1]`` or any leading part of the shape of ``losses``,
-        >= 0; None counts every element once. An element of weight 0 is left out even
-        when its loss is NaN.
+      weights: ``[b]``, or any leading part of the shape of ``losses``, or of as many
+        dims, of which some may be 1, such as ``[1, k]``; >= 0. None counts every
+        element once. An element of weight 0 is left out even when its loss is NaN.
       reduction: The divisor: for ``SUM_BY_NONZERO_WEIGHTS`` the number of elements
         whose weight is not 0, for ``SUM_OVER_BATCH_SIZE`` the number of elements, for
         ``MEAN`` the sum of the weights, for ``SUM`` none.
@@ -93,6 +93,7 @@ def compute_weighted_loss(
     """
     check_loss_reduction(reduction)
     losses = as_floats(losses)
+    weights = _like_losses(weights, losses, repeats=True)
     rows = _like_losses(valid, losses)
     weighted = Weighted.mean(losses, _like_losses(weights, losses) * rows)
     if reduction is LossReduction.SUM:
@@ -104,9 +105,12 @@ def compute_weighted_loss(
     return Weighted(weighted.sum, rows.sum())
 
 
-def _like_losses(weights: Any, losses: jax.Array) -> jax.Array:
+def _like_losses(
+    weights: Any, losses: jax.Array, *, repeats: bool = False
+) -> jax.Array:
     """Weights, checked and broadcast to the shape of the losses; None is 1."""
-    weights = element_weights("Weighted.mean", losses.shape, weights, "values")
+    name, shape = "compute_weighted_loss", losses.shape
+    weights = element_weights(name, shape, weights, "losses", repeats=repeats)
     return weights.astype(losses.dtype)
 
 

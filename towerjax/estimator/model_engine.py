@@ -300,7 +300,7 @@ class ModelStep(Caller):
         batch.refuse_several()
         key = batch_signature(state)  # a runner for each type of the variables
         if key not in self._runners:
-            self._runners[key] = self._run(self._runner.recipe)
+            self._runners[key] = dataclasses.replace(self._runner)
         return self._runners[key]
 
     def spec(self, variables: PyTree, batch: PlacedBatch) -> ModelSpec:

@@ -18,6 +18,7 @@ from towerjax.estimator.variables import VariablePlacement
 from towerjax.loop.options import check_hooks
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.returned import without_padding
+from towerjax.step.state import TrainState
 from towerjax.towers.cross_tower.call import key_of
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
@@ -169,6 +170,12 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
         raise ValueError(
             f"A ModelSpec of {mode!r} needs {' and '.join(missing)}; train_op are the"
             " next variables."
+        )
+    op = spec.train_op
+    if isinstance(op, tuple) and [isinstance(x, TrainState) for x in op] == [0, 1]:
+        raise ValueError(
+            "train_op is a pair of a loss and the next variables. Write"
+            " loss, train_op = optimizer.minimize(loss_fn, variables)."
         )
     for name in ("predictions", "eval_metrics", "export_outputs"):
         parts = getattr(spec, name)

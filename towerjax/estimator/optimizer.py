@@ -256,6 +256,17 @@ def _differentiate(
     sparse: Selection,
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
     """``((differentiated(loss), loss_fn's result), gradient)``."""
+    if not callable(loss_fn):
+        raise ValueError(
+            f"TowerOptimizer: the loss is a {type(loss_fn).__name__}, but JAX"
+            " differentiates functions. Write def loss_fn(params), which computes it,"
+            " and optimizer.minimize(loss_fn, variables)."
+        )
+    if isinstance(params, TrainState):
+        raise ValueError(
+            "TowerOptimizer.compute_gradients got a tj.TrainState as params. Write"
+            " optimizer.compute_gradients(loss_fn, variables.params)."
+        )
     trainable_flags(params, True, advice=OF_MODELS)
 
     def of_loss(params: PyTree) -> tuple[jax.Array, Any]:
@@ -325,7 +336,8 @@ def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> No
             return
     raise ValueError(
         "TowerOptimizer.update got the state of another optimizer, or of other params:"
-        f" {found}. Make it with its own init(params)."
+        f" {found}. Make it with its own init(params); so does"
+        " tj.TrainState.create(params, optimizer) with this TowerOptimizer."
     )
 
 

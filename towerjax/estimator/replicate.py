@@ -31,7 +31,6 @@ from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.towers.variables import stack_local
 from towerjax.types import PyTree
 from towerjax.types.leaves import refuse_unheld
-from towerjax.types.options import check_choice
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
 _SPEC_PARTS = {
@@ -115,7 +114,11 @@ class ReplicatedModel:
           ReplicationError: Variables are not the same on all towers, as those updated
             by an optimizer that is not wrapped.
         """
-        check_choice("mode", mode, tuple(Mode))
+        if not isinstance(mode, Mode):
+            raise ValueError(
+                f"mode={mode!r:.200} must be one of {', '.join(map(repr, Mode))}. The"
+                " order is model(variables, features, labels, mode, params, config)."
+            )
         step = self._step(mode, _SPEC_PARTS[mode], params=params, config=config)
         batch = {"features": features, **not_none(labels=labels)}
         return step.spec(variables, step.place_batch(batch))

@@ -1,7 +1,7 @@
 """The options of `run`, and the checks that they fit together."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from towerjax.data.sources import check_batches
@@ -11,7 +11,7 @@ from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
-from towerjax.types.options import cast_ints, check_function, check_whole
+from towerjax.types.options import cast_ints, check_function, check_list, check_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +63,11 @@ Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 
 def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ...]:
     """Return the hooks as a tuple, or raise if one cannot be called."""
-    if callable(hooks) or not isinstance(hooks, Iterable):
-        raise ValueError(f"hooks={hooks!r:.200} must be a list: write hooks=[...].")
+    hooks = check_list("hooks", hooks)
     for i, hook in enumerate(hooks):
         if not isinstance(hook, WithState):
             check_function(f"hooks[{i}]", hook, "hook(number, metrics)")
-    return tuple(hooks)
+    return hooks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Stop a run whose evaluations no longer improve, and keep its best state."""
+"""Stop a run whose evaluations are good enough or stall, and keep its best state."""
 
 import dataclasses
 import math
@@ -27,38 +27,59 @@ Keep: TypeAlias = Literal["devices", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
-    """Stop a run once its evaluations no longer improve.
+    """Stop a run once its evaluations no longer improve, or are good enough.
 
     An evaluation is an improvement when its value is less than the best before it
     minus ``min_delta`` (with ``"max"``: more than the best plus ``min_delta``). NaN
     never is, nor is the infinity on the wrong side. After ``patience`` evaluations
-    in a row without an improvement the run ends. A resumed run counts from 0 again,
-    unless a `Checkpointer` saved the count.
+    in a row without an improvement the run ends. It also ends with an evaluation that
+    reaches ``goal``. A resumed run counts from 0 again, unless a `Checkpointer` saved
+    the count.
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.
-      patience: Evaluations in a row without an improvement, >= 1.
+      patience: Evaluations in a row without an improvement, >= 1; None if only
+        ``goal`` ends the run.
       mode: ``"min"`` if less is better, ``"max"`` if more is.
       min_delta: The least change that is an improvement, >= 0.
+      goal: A value of the metric that is good enough, or None.
+      min_steps: Evaluations before this step number do not count, >= 0.
 
     Example:
-      >>> EarlyStopping("accuracy", patience=3, mode="max")
-      EarlyStopping(metric='accuracy', patience=3, mode='max', min_delta=0.0)
+      >>> early = EarlyStopping("accuracy", goal=0.99, mode="max")
+      >>> early.patience is None and early.min_steps == 0
+      True
 
     Source: L. Prechelt, "Early Stopping - But When?", in Neural Networks: Tricks of
     the Trade, 1998, https://doi.org/10.1007/3-540-49430-8_3 (criterion UP).
     """
 
     metric: str
-    patience: int
+    patience: int | None = None
     mode: Direction = "min"
     min_delta: float = 0.0
+    goal: float | None = None
+    min_steps: int = 0
 
     def __post_init__(self) -> None:
         _check_metric("EarlyStopping", self.metric, self.mode)
-        check_whole("patience", self.patience, 1)
+        if self.goal is None and self.patience is None:
+            raise ValueError(
+                "EarlyStopping: patience=None and goal=None would never stop anything."
+                " Give one of them, or both."
+            )
+        if self.patience is not None:
+            check_whole("patience", self.patience, 1)
+        goal = 0.0 if self.goal is None else self.goal
+        if isinstance(goal, bool) or not (is_one_real(goal) and math.isfinite(goal)):
+            raise ValueError(f"goal={goal!r:.200} must be a finite number.")
         what = "a finite number >= 0, in the unit of the metric"
         check_number("min_delta", self.min_delta, what)
+        check_whole("min_steps", self.min_steps, 0)
+
+    def is_reached(self, cost: float) -> bool:
+        """Whether a cost, of which less is better, is as good as ``goal``."""
+        return self.goal is not None and cost <= sign_of(self.mode) * self.goal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +188,7 @@ class Watch:
         # Both metrics are read before anything is counted or copied.
         to_count, to_keep = (_option_cost(option, values) for option in (early, best))
         if early is not None and number != self._counts["counted_after"]:
-            self._count(number, to_count, early.min_delta)
+            self._count(number, to_count, early)
         if best is not None and to_keep < self._lowest:
             self._lowest, value = to_keep, float(values[best.metric])
             # The old copy is freed first: two copies and the state may not fit.
@@ -175,21 +196,29 @@ class Watch:
             copy = copy_state(state, best.keep)
             self.best = dataclasses.replace(self.best, state=copy)
 
-    def _count(self, number: int, cost: float, min_delta: float) -> None:
+    def _count(self, number: int, cost: float, option: EarlyStopping) -> None:
         counts = self._counts
         counts["counted_after"] = number
-        if cost < counts["lowest"] - min_delta:
-            counts |= {"lowest": cost, "lowest_after": number, "without": 0}
+        if number < option.min_steps:
             return
-        counts["without"] += 1
+        if option.is_reached(cost) or cost < counts["lowest"] - option.min_delta:
+            counts |= {"lowest": cost, "lowest_after": number, "without": 0}
+        else:
+            counts["without"] += 1
         self._stop_if_enough()
 
     def _stop_if_enough(self) -> None:
-        option, without = self._early_stopping, self._counts["without"]
-        if option is None or without < option.patience:
+        option, counts = self._early_stopping, self._counts
+        if option is None:
             return
-        text = f"{option.metric} did not improve in {without} evaluation"
-        text += "s in a row" * (without > 1)
+        without = counts["without"]
+        if option.is_reached(counts["lowest"]):
+            text = f"{option.metric} reached {format_value(option.goal)}"
+        elif option.patience is not None and without >= option.patience:
+            text = f"{option.metric} did not improve in {without} evaluation"
+            text += "s in a row" * (without > 1)
+        else:
+            return
         self.stopped = text + self._lowest_in_words()
 
     def final_state(self, state: TrainState) -> TrainState:

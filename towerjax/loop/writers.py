@@ -16,6 +16,7 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.types.options import (
     check_flag,
+    check_list,
     check_methods,
     check_number,
     check_path,
@@ -109,9 +110,7 @@ class Writers:
 
 def check_writers(writers: Any) -> tuple[Writer, ...]:
     """Return the writers as a tuple, or raise if one cannot be opened."""
-    if not isinstance(writers, Iterable) or isinstance(writers, str | bytes):
-        raise ValueError(f"writers={writers!r:.200} must be a list of writers.")
-    writers = tuple(writers)
+    writers = check_list("writers", writers)
     example = (
         "tj.JsonLines(path), tj.TensorBoard(logdir), or an object of your own whose"
         " open(start) returns one with write(record) and close()"

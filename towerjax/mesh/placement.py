@@ -336,7 +336,8 @@ def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
     dtype = held_dtype(x.dtype)
     if not 0 < x.nbytes < _LARGE:  # XLA fails to copy an array without elements
         return put(_copy_aligned(x, dtype), sharding, shared=True)
-    return put(x.astype(dtype, copy=False), sharding)
+    # In C order: XLA cannot copy an array whose elements share memory (broadcast_to).
+    return put(x.astype(dtype, order="C", copy=False), sharding)
 
 
 def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -15,6 +15,7 @@ from towerjax.metrics.rows import (
     element_weights,
     is_known,
     library_of,
+    named_if_square,
     ratio,
 )
 from towerjax.metrics.weighted import Additive, Weighted, widen
@@ -41,7 +42,7 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
       >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
       2.0
     """
-    values = as_floats(as_array(values))
+    values = named_if_square(as_floats(as_array(values)), weight)
     return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
 
 

@@ -5,7 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
+from towerjax.proof.scale import SQUARE
 from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
 
 
@@ -55,6 +57,13 @@ def as_floats(x: Any) -> jax.Array:
     return x.astype(widen_dtype(x.dtype))
 
 
+def named_if_square(values: jax.Array, weight: Any) -> jax.Array:
+    """The values of a mean, with a name where they may be rows by rows, ``[b, b]``."""
+    b, *others = values.shape or (0,)
+    is_square = b in others and np.ndim(weight) < 2
+    return checkpoint_name(values, SQUARE) if is_square else values
+
+
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
     """Where integers have one sign, and both as unsigned numbers, which wrap alike."""
     library = np if is_known(first) and is_known(second) else jnp
@@ -77,9 +86,14 @@ def number_of_rows(leaves: list[jax.Array]) -> int:
 
 
 def element_weights(
-    name: str, shape: tuple[int, ...], weight: Any, what: str = "labels"
+    name: str,
+    shape: tuple[int, ...],
+    weight: Any,
+    what: str = "labels",
+    *,
+    repeats: bool = False,
 ) -> jax.Array:
-    """The weight of each element, in the given shape."""
+    """The weight of each element; with ``repeats`` any of its dims may be 1."""
     if weight is None:
         return jnp.ones(shape, jnp.float32)
     if is_known(weight) and (lowest := np.min(weight, initial=0)) < 0:
@@ -88,7 +102,10 @@ def element_weights(
     given, dims = weight.shape, len(shape)
     weight = weight.reshape(given + (1,) * (dims - len(given)))
     leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
-    if given and weight.shape not in leading:
+    fits = not given or weight.shape in leading
+    if repeats and len(given) == dims:
+        fits = all(size in (1, whole) for size, whole in zip(given, shape, strict=True))
+    if not fits:
         raise ValueError(
             f"{name} got {what} of shape {shape} and weights of shape {given}. Give"
             f" weights of its leading dims, such as {shape[:1]} for one per example."

@@ -12,7 +12,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.metrics.rows import as_floats, element_weights, number_of_rows, ratio
+from towerjax.metrics.rows import (
+    as_floats,
+    element_weights,
+    named_if_square,
+    number_of_rows,
+    ratio,
+)
 from towerjax.proof.scale import SHARED
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native
@@ -138,7 +144,8 @@ class Weighted(_LossTerm):
           [2.0, 2.0]
         """
         check_choice("Weighted.mean: axis", axis, (None, 0))
-        values = as_floats(values) if axis is None else jax.tree.map(as_floats, values)
+        values = jax.tree.map(as_floats, values) if axis == 0 else as_floats(values)
+        values = values if axis == 0 else named_if_square(values, weight)
         leaves = jax.tree.leaves(values)
         shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype

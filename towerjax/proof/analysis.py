@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof.equation import (
+    EXTREMES,
     IDENTITIES,
     SUMS,
     is_foreign,
@@ -35,6 +36,7 @@ from towerjax.proof.findings import (
     Draw,
     Hang,
     Repeat,
+    Square,
     TowerCall,
 )
 from towerjax.proof.marks import (
@@ -57,6 +59,7 @@ from towerjax.proof.scale import (
     MAY_COUNT_TOWERS,
     ONE,
     SHARED,
+    SQUARE,
     SUMMED_FOR_A_VARIABLE,
     TOWER_CALLS,
     UNKNOWN_GRADIENT,
@@ -130,6 +133,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
         draws=each(Draw),
         factors=each(Dependence),
         changed=each(Changed),
+        squares=each(Square),
         tower_calls=each(TowerCall),
     )
 
@@ -173,7 +177,7 @@ def _rule_of(
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     name, stack = eqn.primitive.name, str(eqn.source_info.name_stack)
     is_sum = name in SUMS or name == "reduce_scatter"
-    over_towers = DEVICE_AXIS in named_axes(eqn) and (is_sum or "gather" in name)
+    over_towers = DEVICE_AXIS in named_axes(eqn) and name not in EXTREMES
     if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
         what = next((x for x in TOWER_CALLS if x in stack), name)
@@ -250,6 +254,8 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [mark._replace(scale=scale)]
     if name == GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
+    if name == SQUARE:
+        context.found.append(Square(user_line((eqn, context.outer))))
     if name == SHARED and mark.along:
         context.found.append(Dependence(mark.source, origin_line(mark)))
     if name.startswith(WEIGHT_OF) and mark.weight == 2:

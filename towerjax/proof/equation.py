@@ -99,6 +99,9 @@ REDUCTIONS = frozenset(
 SUMS = frozenset("psum psum_invariant unreduced_psum".split())
 """Those of `REDUCTIONS` that add up, and count equal values ``T`` times."""
 
+EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
+"""Those of `REDUCTIONS` that copies of a value do not change."""
+
 # Output i is operand i; some have an `axes` param, but none communicates.
 IDENTITIES = (
     "optimization_barrier pvary pcast preduced vary_unreduced_cast_p "

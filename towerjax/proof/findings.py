@@ -1,7 +1,7 @@
 """The findings of the analysis of a tower function, and the errors for them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 from towerjax.types.leaves import few, listed
@@ -54,16 +54,24 @@ class Changed(NamedTuple):
     line: str
 
 
-class TowerCall(NamedTuple):
-    """One operand of a sum or gather over towers that a tower function calls."""
+class Square(NamedTuple):
+    """A mean, at `line`, of values ``[b, b]`` of a tower's ``b`` rows."""
 
-    name: str  # "tower.reduce", "psum" ...
+    line: str
+
+
+class TowerCall(NamedTuple):
+    """One operand of a collective over towers that a tower function calls."""
+
+    name: str  # "tower.reduce", "psum", "ppermute" ...
     line: str
     is_sum: bool
     source: str  # the named input that it depends on, or ""
 
 
-Found: TypeAlias = Changed | Collective | Dependence | Draw | Hang | Repeat | TowerCall
+Found: TypeAlias = (
+    Changed | Collective | Dependence | Draw | Hang | Repeat | Square | TowerCall
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +85,7 @@ class Analysis:
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
     changed: tuple[Changed, ...] = ()
+    squares: tuple[Square, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
@@ -171,6 +180,19 @@ def refuse_changed(analysis: Analysis) -> None:
             " changes both. Map over the sum alone, tj.Weighted(jax.tree.map(fn,"
             " grads.sum), grads.weight). Where another weight is meant, compute it from"
             " that of the loss, loss.weight."
+        )
+
+
+def refuse_pairs(squares: Collection[Square]) -> None:
+    """Raise where a mean is of each row with each row of the same tower."""
+    if squares:
+        raise ReplicationError(
+            "tj.Weighted.mean of values [b, b], each of a tower's b rows with each, at"
+            f" {listed(dict.fromkeys(x.line for x in squares))}: other towers would"
+            " make other pairs. If predictions [b] met labels [b, 1], write"
+            " labels[:, 0]. Where pairs within a tower are meant, say"
+            " tj.Weighted.mean(values.mean(axis=1), tower.weight); pairs with the rows"
+            " of all towers come from tower.all_gather or an earlier pass."
         )
 
 

@@ -40,6 +40,9 @@ ONE = "towerjax.one"
 WEIGHT_OF = "towerjax.weight_of:"
 """Name of the weight of a mean that a tower returns; the mean's own name follows."""
 
+SQUARE = "towerjax.square"
+"""Name of the values of a mean, ``[b, b]`` of ``b`` rows, weighed by row."""
+
 UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
 """Name of what stands for a gradient while only weights are computed."""
 

@@ -20,8 +20,8 @@ from towerjax.types import Layout, PyTree
 class Caller:
     """Calls the programs of a recipe with states and batches from anywhere.
 
-    A kind of step says what a state is, by `start`, and which runner has the programs
-    for a state and a batch, by `_runner_for`.
+    A kind of step says what a state is, by `start`, and by `_runner_for` whether one
+    runner has the programs for all states and batches.
     """
 
     def __init__(
@@ -32,22 +32,14 @@ class Caller:
         max_programs: int | None,
     ) -> None:
         self.strategy, self._placer = strategy, placer
-        self._max_programs = max_programs
         # Not where the bits of a sum have to be those that other programs give.
-        self._leaves_out_weights = not strategy.cross_tower_ops.needs_every_tower
-        self._runner = self._run(recipe)
+        leaves_out_weights = not strategy.cross_tower_ops.needs_every_tower
+        given = recipe, strategy.placement, max_programs, leaves_out_weights
+        self._runner = Runner(*given)
         self._runners: dict[Any, Runner] = {}  # others, made when they are needed
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.strategy})"
-
-    def _run(self, recipe: Recipe) -> Runner:
-        return Runner(
-            recipe,
-            self.strategy.placement,
-            max_programs=self._max_programs,
-            leaves_out_weights=self._leaves_out_weights,
-        )
 
     def start(self, state: Any) -> TrainState:
         """The state checked and placed; itself, if that changes nothing."""
@@ -55,7 +47,8 @@ class Caller:
 
     def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
         """The runner that has the programs for such a state and batch."""
-        raise NotImplementedError
+        batch.refuse_several()
+        return self._runner
 
     def _shapes_of(self, state: Any) -> TrainState:
         """The shapes of a state of absent devices, or of one with these parameters."""
@@ -98,7 +91,7 @@ class Caller:
             first = split_state(self._shapes_of(state))
             rows, *others = self._placer.shapes(batch)
             full_rows = None
-            if self._leaves_out_weights and not self._placer.may_pad:
+            if self._runner.leaves_out_weights and not self._placer.may_pad:
                 full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
             args = (*first, rows, *others)
             recipe = self._runner.recipe

@@ -100,7 +100,8 @@ class CompiledStep(Caller):
         if steps is None:
             return self._runner
         if steps not in self._runners:
-            self._runners[steps] = self._run(repeated_recipe(self._runner.recipe))
+            recipe = repeated_recipe(self._runner.recipe)
+            self._runners[steps] = dataclasses.replace(self._runner, recipe=recipe)
         return self._runners[steps]
 
     def place(self, state: TrainState) -> TrainState:

@@ -78,6 +78,7 @@ def value_and_grad(
             returned = loss_fn(params, *fresh, **fresh_named)
             out = as_tower_output(returned, loss_reduction, tower)
             refuse_moving_weights(out.loss, params)
+            _refuse_no_gradient(out.loss, params)
             total, weight = _total_and_weight(out.loss, tower)
             if loss_reduction is Reduction.SUM:  # added up, and divided by nothing
                 out, weight = dataclasses.replace(out, loss=Sum(total)), None
@@ -167,6 +168,24 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
             " jax.lax.stop_gradient(weight)); where weights learn too, differentiate"
             " in a second pass of tj.build_step tj.Weighted(loss.sum - mean *"
             " loss.weight, jax.lax.stop_gradient(loss.weight)), of the first's mean."
+        )
+
+
+def _refuse_no_gradient(loss: Any, params: PyTree) -> None:
+    """Raise if the loss depends on no parameter, so that every gradient would be 0."""
+    sums = (
+        [t.sum for t in loss.terms] + [loss.shared]
+        if isinstance(loss, Means)
+        else [loss.sum]
+    )
+    pairs = [*itertools.product(sums, jax.tree.leaves(params))]
+    if pairs and not any(carries_gradient(x, leaf) for x, leaf in pairs):
+        raise ValueError(
+            "The loss depends on no parameter, so that every gradient is 0. Call the"
+            " model with the params that the loss function is given, and not with those"
+            " that it closes over; a count of hits (argmax, >, rounding) and"
+            " jax.lax.stop_gradient have no gradient. Where none is meant, add 0 *"
+            " a parameter."
         )
 
 

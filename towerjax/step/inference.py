@@ -11,7 +11,6 @@ from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process
 from towerjax.step.caller import Caller
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import fill_holes, without_padding
 from towerjax.step.state import (
@@ -78,10 +77,6 @@ class InferenceStep(Caller):
         return place_others(model, strategy.placement, state_layout(strategy), "state")
 
     place = start
-
-    def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
-        batch.refuse_several()
-        return self._runner
 
     def _shapes_of(self, state: Any) -> TrainState:
         is_state = isinstance(state, TrainState)

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from towerjax.towers.executors import (
 )
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key, listed
+from towerjax.types.warning import warn
 
 _MOST_PROGRAMS = 8
 
@@ -161,11 +161,10 @@ def admit(
             f" model with max_programs=... (now {most}): each shape compiles once."
         )
     if max_programs is None and len(seen) == 1:
-        warnings.warn(
+        warn(
             change + f"It compiles anew, as up to {most} kinds of batch do, without a"
             " further warning. Give all batches one shape, or build the step or the"
-            " model with max_programs=2 (or more), where they are meant.",
-            stacklevel=2,
+            " model with max_programs=2 (or more), where they are meant."
         )
     return signature
 
@@ -177,23 +176,21 @@ def _shape_over_towers(x: Any, towers: int) -> Any:
     return jax.ShapeDtypeStruct((towers * rows, *shape), jax.tree.leaves(x)[0].dtype)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Runner:
     """The programs of a step: compiles one for each kind of batch, and calls it."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        placement: Placement,
-        *,
-        max_programs: int | None,
-        leaves_out_weights: bool,
-    ) -> None:
-        self.recipe, self.placement = recipe, placement
-        self._leaves_out_weights = leaves_out_weights  # where nothing is padded
-        self.programs: dict[Any, Program] = {}
-        self._max_programs = max_programs
-        self._seen: list[Signature] = []  # as `admit` tells batches apart
-        self._on_cpus = placement.platform == "cpu" and placement.num_devices > 1
+    recipe: Recipe
+    placement: Placement
+    max_programs: int | None
+    leaves_out_weights: bool  # where nothing is padded
+    # A copy that ``dataclasses.replace`` makes has none yet; `admit` reads ``_seen``.
+    programs: dict[Any, Program] = dataclasses.field(default_factory=dict, init=False)
+    _seen: list[Signature] = dataclasses.field(default_factory=list, init=False)
+
+    @functools.cached_property
+    def _on_cpus(self) -> bool:
+        return self.placement.platform == "cpu" and self.placement.num_devices > 1
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
@@ -201,7 +198,7 @@ class Runner:
         if program is not None and not (program.is_full and batch.padded):
             _refuse_unread_weight(batch, program.proof)
             return program
-        signature = admit(batch, self._seen, self._max_programs)
+        signature = admit(batch, self._seen, self.max_programs)
         if self.placement.num_processes > 1:
             require_same(
                 "The global batch",
@@ -211,7 +208,7 @@ class Runner:
                 " its own with strategy.distribute_dataset(lambda context: ...).",
             )
         args = (*first, *batch.args)
-        is_full = self._leaves_out_weights and not (batch.may_pad or batch.padded)
+        is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
         full_rows = batch.rows if is_full else None
         proof, compile_it = prepare(
             self.recipe, self.placement, args, full_rows=full_rows
@@ -313,9 +310,9 @@ def _refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
             f"A batch of {number} examples was padded, but {shown} does not"
             " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
             "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
-            " 'weight': tower.weight}), tower.all_gather((x, tower.weight)),"
-            " TowerBatchNorm in place of another batch norm, or use remainder='drop' or"
-            " 'error'."
+            " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), and"
+            " other collectives alike, TowerBatchNorm in place of another batch norm,"
+            " or use remainder='drop' or 'error'."
         )
 
 

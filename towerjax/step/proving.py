@@ -12,13 +12,16 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.proof.analysis import depends
+from towerjax.proof.analysis import analyse, depends
 from towerjax.proof.findings import (
     Analysis,
+    Square,
+    TowerCall,
     prove_mirrored,
     refuse_changed,
     refuse_collectives,
     refuse_factors,
+    refuse_pairs,
     refuse_unknown,
 )
 from towerjax.proof.scale import TOWER_CALLS
@@ -118,6 +121,8 @@ def _prove_pass(
         refuse_unknown([x for x, name in pairs if name is not None])
     if one.alone is not None:
         refuse_collectives(found)
+    if found.squares:
+        refuse_pairs(_still_square(one, args, towers.axes) & {*found.squares})
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
@@ -140,16 +145,42 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     constant = [x for x, of, _, f in parts if of in masked and not f.startswith("sum")]
     found += _grow_with_rows(constant, one, args, axes)
     calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
-    # Weights that are gathered, or that are added up alone, mask what is gathered.
+    # Weights that are sent mask what is sent; added up alone, what is gathered.
     known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
-    masked = {x.name for x in known if not x.is_sum}
+    sent = {x.name for x in known if not x.is_sum}
     bad = [
         f"what {x.name} is given of {x.source} at {x.line}"
         for x, weight in calls
-        if x.source and not weight.source
-        if x.is_sum or not (x.name in masked if x.name in TOWER_CALLS else known)
+        if x.source and not (weight.source or _is_masked(x, known, sent))
     ]
     return found + list(dict.fromkeys(bad))
+
+
+def _is_masked(call: TowerCall, known: Sequence[TowerCall], sent: set[str]) -> bool:
+    """Whether all towers know the weights of the rows that a tower sends to others."""
+    if call.is_sum:
+        return False
+    if call.name in TOWER_CALLS:
+        return call.name in sent
+    return bool(known if "gather" in call.name else sent)
+
+
+def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[Square]:
+    """The means of values [b, b] for twice the towers, each with twice the rows.
+
+    Features do not grow, and rows gathered from all towers grow more.
+    """
+    towers = axes.num_towers
+    axes = dataclasses.replace(axes, num_devices=2 * towers, traced=None)
+    state, rows, *others = args
+    more = _repeated(2, rows)
+    given = one.in_layouts, (state, more, *others)
+    try:
+        traced, _ = trace_one_tower(one.on_device(axes), axes, *given, args_of=towers)
+    except Exception:  # the function takes so many rows alone
+        return set()
+    inputs = [None] * len(traced.jaxpr.invars)
+    return {*analyse(traced, inputs, None, axes.num_towers).squares}
 
 
 def _grow_with_rows(
@@ -162,8 +193,8 @@ def _grow_with_rows(
     state, rows, *others = args
 
     def values(n: int) -> list[str]:
-        more = jax.tree.map(lambda x: x.update(shape=(n * len(x), *x.shape[1:])), rows)
-        traced, out = trace_one_tower(fn, axes, layouts, (state, more, *others))
+        given = layouts, (state, _repeated(n, rows), *others)
+        traced, out = trace_one_tower(fn, axes, *given)
         wanted = [name in names for name in names_by_key(out)]
         jaxpr, _ = dce_jaxpr(traced.jaxpr, wanted)
         with jax.ensure_compile_time_eval():
@@ -174,6 +205,11 @@ def _grow_with_rows(
         return [name for name, first, second in pairs if first != second]
     except Exception:  # the function takes so many rows alone, or it is no constant
         return []
+
+
+def _repeated(n: int, rows: PyTree) -> PyTree:
+    """The shapes of ``n`` times as many rows."""
+    return jax.tree.map(lambda x: x.update(shape=(n * len(x), *x.shape[1:])), rows)
 
 
 def _all_names(roots: Sequence[str], values: PyTree) -> list[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -159,9 +158,9 @@ class Step(CompiledStep):
         check_made(state, made)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
         expected = dataclasses.replace(state, step=number, **made)
-        for runner in (self._runner, *self._runners.values()):
-            for program in itertools.islice(runner.programs.values(), 1):
-                expected = state_taken_by(program)
+        runners = self._runner, *self._runners.values()
+        if known := [x for runner in runners for x in runner.programs.values()]:
+            expected = state_taken_by(known[-1])
         placed = with_numbers_placed(state, self.strategy.placement, expected)
         check_made_for(placed, self.strategy)
         return placed
@@ -283,7 +282,8 @@ class Step(CompiledStep):
     def _locator(self) -> Runner:
         find, out = self.engine.find_flags, (Layout.MIRRORED,)
         changes: Any = {"fn": find, "out_layouts": out, "donate": False}
-        return self._run(dataclasses.replace(self._runner.recipe, **changes))
+        recipe = dataclasses.replace(self._runner.recipe, **changes)
+        return dataclasses.replace(self._runner, recipe=recipe)
 
 
 def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:

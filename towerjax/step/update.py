@@ -1,6 +1,6 @@
 """What of a state is trained, the optimizer's update, and what refused steps keep."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -29,6 +29,7 @@ def trainable_flags(
     shapes = jax.tree.map(_shape_of, params)
     readable = readable_leaves("", shapes)
     if trainable is None:
+        _refuse_statistics(params, advice)
         # A float of 8 bits must be named as fixed, so it is not left out here.
         flags = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, np.inexact), shapes)
     elif callable(trainable):
@@ -52,6 +53,19 @@ def trainable_flags(
             " fixed; cast inside the loss function to what is narrower."
         )
     return flags
+
+
+def _refuse_statistics(params: PyTree, advice: str) -> None:
+    """Raise where Flax's statistics are among what would be trained."""
+    is_linen = isinstance(params, Mapping) and {"params", "batch_stats"} <= {*params}
+    if is_linen or "BatchStat" in _node_types(params):
+        raise ValueError(
+            "params hold batch statistics, which would be trained, as floats are."
+            " Of variables of flax.linen pass variables['params'], of a module of nnx"
+            " nnx.split(model, nnx.Param, ...)[1]; statistics go into step.init(...,"
+            " local=tj.TowerLocal(stats, tj.Reduction.MEAN)), or into extra= where the"
+            f" same on all towers. {advice} where they are fixed among params."
+        )
 
 
 def check_trainable(trainable: Any) -> None:
@@ -123,6 +137,10 @@ _NEEDS = {
 }
 """By the type of its state: what an optimizer needs, and what to write instead."""
 
+_CALL_YOURSELF = (
+    "Call it yourself, optimizer.update(grads, opt_state, params, ...), in the update"
+    " function of a step of your own, tj.build_step(tower_fn, update_fn, strategy)"
+)
 _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 
 
@@ -135,7 +153,7 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        kinds = _state_types(state)
+        kinds = _node_types(state)
         if _OF_EXAMPLES in kinds:
             raise ValueError(
                 "differentially_private_aggregate, which dpsgd uses, clips the gradient"
@@ -153,12 +171,13 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             extra_args.pop("value")
             return inner.update(updates, state, params, **extra_args)
         except (AttributeError, TypeError, ValueError) as error:
-            if kinds.isdisjoint(_NEEDS):
+            known = [_NEEDS[kind] for kind in _NEEDS if kind in kinds]
+            if not known and "required keyword-only argument" not in str(error):
                 raise
-            needs = next(_NEEDS[kind] for kind in _NEEDS if kind in kinds)
+            needs = next(iter(known), _CALL_YOURSELF)
             raise ValueError(
                 "The optimizer needs more than gradients, parameters and value=loss:"
-                f" {error} {needs}."
+                f" {str(error).rstrip('.')}. {needs}."
             ) from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
@@ -166,13 +185,13 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 
 def may_need_more(opt_state: Any) -> bool:
     """Whether `pass_loss` may refuse the update of an optimizer with this state."""
-    return not _state_types(opt_state).isdisjoint({*_NEEDS, _OF_EXAMPLES})
+    return not _node_types(opt_state).isdisjoint({*_NEEDS, _OF_EXAMPLES})
 
 
-def _state_types(state: Any) -> set[str]:
-    """The names of the types of a state's nodes."""
+def _node_types(tree: Any) -> set[str]:
+    """The names of the types of a tree's nodes."""
     kinds: set[str] = set()
-    jax.tree.flatten(state, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
+    jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
     return kinds
 
 

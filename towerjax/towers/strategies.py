@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -19,6 +18,7 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.towers.cross_tower.methods import StrategyMethods
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
+from towerjax.types.warning import warn
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """The layout of a step's state between steps; see `Mirrored`."""
@@ -134,11 +134,10 @@ def _pick_devices(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
         )
     used = fitting[-1] * processes
     if used < each * processes and used < len(found) <= towers:
-        warnings.warn(
+        warn(
             f"{towers} towers share {used} of {len(found)} devices evenly;"
             f" {len(found) - used} stay idle. Choose towers as a multiple of"
-            f" {len(found)}, or name the devices.",
-            stacklevel=2,
+            f" {len(found)}, or name the devices."
         )
     starts = range(0, each * processes, each)
     return tuple(x for i in starts for x in found[i : i + fitting[-1]])

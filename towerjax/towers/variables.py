@@ -151,7 +151,8 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
             f"The value for {label(variable)} is {jax.tree.structure(value)}, but the"
             f" variable holds {jax.tree.structure(old)}. Pass the same structure, the"
             " new value itself, as a function for strategy.update returns it, and rows"
-            " of a table as rows.add_to(variable.value)."
+            " of a table as rows.add_to(variable.value). A list is a tree of its"
+            " elements: np.array(x) makes one array."
         )
     problems = []
     dtypes = functools.partial(_dtypes_to_fit, variable, reads=reads)

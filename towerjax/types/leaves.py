@@ -80,7 +80,8 @@ def problem_of(leaf: Any) -> str | None:
     is_array = isinstance(leaf, arrays)
     dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     if not is_array and dtype.kind not in "biufc":
-        return f"a {type(leaf).__name__}: {_NO_ARRAY}"
+        is_wide = isinstance(leaf, int)  # of more than 64 bits
+        return f"a {type(leaf).__name__}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
     advice = _remedy(dtype)
     return advice and f"an array of dtype {dtype}: {advice}"
 
@@ -127,7 +128,8 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and not shapes
         problem = _IS_SHAPE if is_shape else problem_of(leaf)
         if problem is None and (x := overflow_of(leaf)) is not None:
-            problem = f"an array that holds {x}, which would wrap round: {_TOO_WIDE}"
+            kind = np.asarray(leaf).dtype
+            problem = f"an array of {kind} that holds {x} and would wrap: {_TOO_WIDE}"
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
         raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")

@@ -6,12 +6,14 @@ import numbers
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from towerjax.types.leaves import shown
 
 _INT32_MAX = 2**31 - 1
 
@@ -61,6 +63,14 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
     return tuple(int(number) for number in numbers)
+
+
+def check_list(name: str, value: Any) -> tuple[Any, ...]:
+    """What a list or the like holds, as a tuple; raise for anything else, and text."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        text = f"{value!r:.200}"
+        raise ValueError(f"{name}={text} must be a list: write {name}=[{text}].")
+    return tuple(value)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
@@ -142,5 +152,5 @@ def check_methods(name: str, value: Any, methods: str, example: str) -> None:
     if lacks or isinstance(value, type):
         why = f"it has no {lacks}" if lacks else "it is a class, not an object of it"
         raise ValueError(
-            f"{name}={value!r:.200} cannot be used here: {why}. Pass {example}."
+            f"{name}={shown(value)} cannot be used here: {why}. Pass {example}."
         )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from towerjax.loop.checkpoint.folder import CheckpointError, read_manifest
 from towerjax.mesh.placement import Placement
@@ -59,6 +60,10 @@ def leaves_of(state: PyTree) -> list[Leaf]:
     return found
 
 
+# What the files have no dtype for is saved as its bits.
+_AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
+
+
 def arrays_by_name(state: PyTree) -> dict[str, jax.Array]:
     """The leaves by name, PRNG keys as their data; leaves of size 0 are left out."""
 
@@ -66,7 +71,8 @@ def arrays_by_name(state: PyTree) -> dict[str, jax.Array]:
         x = key_data(x)
         # Of several copies Orbax would compile and save slices.
         has_copies = x.is_fully_replicated and x.is_fully_addressable
-        return x.addressable_data(0) if has_copies else x
+        x = x.addressable_data(0) if has_copies else x
+        return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
 
     leaves = zip(leaves_of(state), jax.tree.leaves(state), strict=True)
     return {leaf.name: numbers(x) for leaf, x in leaves if x.size}
@@ -123,13 +129,18 @@ def restore_leaves(
             shape = (leaf.shape[0], *shape[1:])
             sharding = placement.sharding(Layout.MIRRORED)
         if x.size:
-            dtype = numbers.dtype
+            dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
             shapes[leaf.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     with array_checkpointer() as files:
         found = files.restore(arrays, shapes)
-    new = treedef.unflatten(
-        like_key(found[leaf.name], x) if leaf.name in found else x for leaf, x in pairs
-    )
+
+    def restored(leaf: Leaf, like: jax.Array) -> jax.Array:
+        if leaf.name not in found:
+            return like
+        x = found[leaf.name]
+        return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
+
+    new = treedef.unflatten(restored(leaf, x) for leaf, x in pairs)
     return _redistribute(new, state, placement) if resized else new
 
 

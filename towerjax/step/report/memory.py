@@ -139,6 +139,7 @@ def _reason(shape: Shape, donated: int, results: int) -> str:
 _VIEWS = frozenset("bitcast get-tuple-element opt-barrier tuple while".split())
 _RUNS = frozenset("while call conditional async-start".split())
 _INDEX = re.compile(r"\bindex=(\d+)")
+_IN_OPERAND = re.compile(r"\{(\d*)(?:,(\d+))?\}: \((\d+), \{(\d*)\}\)")
 _STATE = re.compile(r"^(?:donated|kept)\['(\w+)'\]")
 
 Output: TypeAlias = tuple[str, int]
@@ -200,12 +201,15 @@ def _last_uses(module: Module, computation: str) -> dict[Output, int]:
     parts: dict[str, list[frozenset[Output]]] = {}
     last_uses: dict[Output, int] = {}
     for position, op in enumerate(there.values()):
-        given = sum((parts[name] for name in op.operands if name in parts), [])
+        each = [parts[name] for name in op.operands if name in parts]
+        given = sum(each, [])
         if op.opcode in _VIEWS or op.opcode.endswith("-done"):
             parts[op.name] = _view(op, given)
             continue
         own = [{(op.name, i)} for i in range(len(op.shapes))]
         parts[op.name] = [frozenset(x if op.opcode != "constant" else ()) for x in own]
+        for result, buffer in _in_operands(op, each).items():
+            parts[op.name][result] = buffer
         used = frozenset[Output]().union(*given, *parts[op.name])
         last_uses |= dict.fromkeys(used, position)
     is_entry = computation == module.entry
@@ -220,10 +224,30 @@ def _last_uses(module: Module, computation: str) -> dict[Output, int]:
     return found
 
 
+def _in_operands(
+    op: Operation, each: list[list[frozenset[Output]]]
+) -> dict[int, frozenset[Output]]:
+    """The results that lie in the memory of operands, of which ``each`` has the parts.
+
+    A collective that is started returns its operands, and then its results.
+    """
+    given, count = sum(each, []), 0
+    if op.opcode.endswith("-start") and op.opcode != "copy-start":
+        count = len(given) if len(op.shapes) >= 2 * len(given) else 0
+    found = dict(enumerate(given[:count]))
+    _, _, pairs = op.attributes.partition("output_to_operand_aliasing=")
+    for first, second, operand, part in _IN_OPERAND.findall(pairs):
+        result = int(first or 0) * max(count, 1) + int(second or 0)
+        found[result] = each[int(operand)][int(part or 0)]
+    return found
+
+
 def _view(op: Operation, given: list[frozenset[Output]]) -> list[frozenset[Output]]:
     """The results in whose memory the parts of a view lie."""
     if found := _INDEX.search(op.attributes):
         given = given[int(found[1]) :][: len(op.shapes)]
+    elif op.opcode in ("all-reduce-done", "all-gather-done"):
+        given = given[-len(op.shapes) :]  # the operands may stand before them
     if len(given) == len(op.shapes):
         return given
     return [frozenset[Output]().union(*given)] * len(op.shapes)

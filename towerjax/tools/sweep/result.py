@@ -94,7 +94,7 @@ class Member:
     Attributes:
       config: The arguments of ``build``.
       metrics: Name -> ``[n, ...]``, of each step.
-      evaluation: What ``evaluate`` returned for its last state.
+      evaluation: What ``evaluate`` returned for its last state; empty if it failed.
       order: How it was trained: ``"together"``, ``"in_turn"``, or ``"alone"`` if no
         other member shared its program.
       seconds: How long its training took, compilation included; of members that were
@@ -111,7 +111,8 @@ class Member:
     def of(cls, record: dict[str, Any], config: Config) -> "Member":
         """Make a member from the record of a configuration, in which inf is a text."""
         metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
-        found = {name: _to_numbers(x)[()] for name, x in record["evaluation"].items()}
+        values = record["evaluation"] or {}
+        found = {name: _to_numbers(x)[()] for name, x in values.items()}
         return cls(config, metrics, found, record["order"], record["seconds"])
 
     @property

@@ -30,8 +30,8 @@ from towerjax.tools.sweep.result import (
     show_counts,
 )
 from towerjax.types import PyTree
-from towerjax.types.leaves import held_dtype
-from towerjax.types.options import check_choice, check_function
+from towerjax.types.leaves import held_dtype, listed
+from towerjax.types.options import check_choice, check_function, check_list
 
 Order = Literal["fastest", "together", "in_turn"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -76,9 +76,11 @@ def sweep(
         each recorded when it ends; ``"fastest"`` compiles both, times some steps, and
         takes the faster one.
       evaluate: ``evaluate(state, **config) -> {name: number}``, called on the host
-        with each member's last state; it may save that state, too.
+        with each member's last state; it may save that state, too. If it raises, what
+        was trained is evaluated and recorded first.
       results: A file of JSON lines, one for each member, written when it ends. Members
-        that it has are not trained again, so that a killed sweep can be continued.
+        that it has are not trained again, so that a killed sweep can be continued;
+        but those without an evaluation are, with ``evaluate``.
       steps_per_call: As for `run`.
       progress: None shows a bar on a terminal, else lines; True always a bar; False
         nothing.
@@ -89,6 +91,9 @@ def sweep(
     Raises:
       ValueError: The grid is malformed, the file holds another sweep, ``build`` needs
         the value of a traced number, there are several processes, or `run` raises.
+
+    Any exception has ``error.sweep``, the members so far. One of ``evaluate`` also has
+    ``error.states``, a list of ``(configuration, state)`` of the members without one.
 
     Example:
       >>> import jax.numpy as jnp, optax, towerjax as tj
@@ -113,38 +118,60 @@ def sweep(
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
     file = RecordFile(results, "config", {"sweep": about})
+
+    swept = functools.partial(_members_in, file, configs)
+
+    def is_done(config: Config) -> bool:
+        record = file.get(config)
+        return bool(record) and not (evaluate and record["evaluation"] is None)
+
     programs: dict[str, tuple[Config, list[Config]]] = {}
     for config in configs:
         fixed = {k: x for k, x in config.items() if k not in traced}
         programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
-    done = sum(file.get(config) is not None for config in configs)
-    with contextlib.closing(choose_display(progress)) as display:
+    done = sum(map(is_done, configs))
+    with (
+        contextlib.closing(choose_display(progress)) as display,
+        _attaching_results(swept),
+    ):
         show = show_counts(display, "member", len(configs), done)
         for fixed, members in programs.values():
-            todo = [config for config in members if file.get(config) is None]
+            todo = [config for config in members if not is_done(config)]
             known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
             program = _Program(
                 build, fixed, traced, batches, steps, steps_per_call, evaluate
             )
             chosen = known.pop() if order == "fastest" and known else order
             show(done, ", ".join(f"{k}={x}" for k, x in fixed.items()))
-            with _explain_tracing(traced):
-                for record in program.train_members(todo, chosen) if todo else ():
-                    file.add(record)
-                    done += 1
+            for record in program.train_members(todo, chosen) if todo else ():
+                file.add(record)
+                done += 1
         show(done, "done")
-    return Sweep(tuple(Member.of(file.get(config), config) for config in configs))
+    return swept()
+
+
+def _members_in(file: RecordFile, configs: Sequence[Config]) -> Sweep:
+    records = [(file.get(config), config) for config in configs]
+    return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
+
+
+@contextlib.contextmanager
+def _attaching_results(swept: Callable[[], Sweep]) -> Iterator[None]:
+    """Attach the members so far to an exception."""
+    try:
+        yield
+    except BaseException as error:
+        found: Any = error
+        found.sweep = swept()
+        error.add_note("error.sweep has the members that were trained.")
+        raise
 
 
 def configs_of(grid: Any) -> list[Config]:
     """The configurations of a grid, checked, each once."""
     if isinstance(grid, Mapping):
-        for name, values in grid.items():
-            if isinstance(values, str) or not isinstance(values, Iterable):
-                raise ValueError(
-                    f"grid: {name}={values!r} must be a list, [{values!r}]."
-                )
-        product = itertools.product(*grid.values())
+        lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
+        product = itertools.product(*lists)
         grid = [dict(zip(grid, values, strict=True)) for values in product]
     configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
     if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
@@ -168,9 +195,7 @@ def _as_plain(name: str, value: Any) -> Any:
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
     """Name -> dtype for each name, not in ``static``, whose values are all numbers."""
-    if isinstance(static, str):
-        raise ValueError(f"static={static!r} must be a list: static=[{static!r}].")
-    for name in (static := list(static)):
+    for name in (static := check_list("static", static)):
         check_choice("static", name, list(configs[0]))
     found = {}
     for name in configs[0]:
@@ -195,6 +220,18 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
             " static=[...] what decides shapes, towers or control flow, and make keys"
             f" with jax.random.key(seed). Here: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _with_states(error: Any, left: list[tuple[Config, TrainState]]) -> BaseException:
+    """The error of an evaluation, with the states that have none."""
+    error.states = left
+    configs = listed([str(config) for config, _ in left])
+    error.add_note(
+        f"There is no evaluation of {configs}, but training has ended: its metrics are"
+        " recorded, and error.states has (configuration, state) of each. The same"
+        " sweep trains these again, or without evaluate leaves them as they are."
+    )
+    return error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +261,8 @@ class _Program:
         @functools.cache
         def step_for(order: str) -> MembersStep:
             build = functools.partial(self.build, **self.fixed)
-            return MembersStep(lambda traced: build(**traced), groups[order][0][0])
+            with _explain_tracing(self.traced):
+                return MembersStep(lambda traced: build(**traced), groups[order][0][0])
 
         order = order if len(members) > 1 else "alone"
         if order == "fastest":
@@ -248,23 +286,40 @@ class _Program:
         if few is not None:
             batches, steps = list(itertools.islice(batches, few)), None
         options = {"steps": steps, "steps_per_call": self.steps_per_call}
-        return run(step, state, batches, **options, progress=False)
+        with _explain_tracing(self.traced):
+            return run(step, state, batches, **options, progress=False)
 
     def _train_and_record(
         self, step: MembersStep, numbers: Any, configs: Sequence[Config], order: str
     ) -> Iterator[Line]:
         start_s = time.perf_counter()
-        state, history = self._run(step, step.begin(numbers))
+        try:
+            state, history = self._run(step, step.begin(numbers))
+        except BaseException as error:
+            error.add_note(f"This is the training of {listed(map(str, configs))}.")
+            raise
         seconds = (time.perf_counter() - start_s) / len(configs)
+        failed: BaseException | None = None
+        left: list[tuple[Config, TrainState]] = []
         for i, config in enumerate(configs):
             own = {k: step.of_member(x, i) for k, x in history.metrics.items()}
+            member, evaluation = step.member(state, i), None
+            try:
+                if failed is None or isinstance(failed, Exception):
+                    evaluation = self._evaluate(member, config)
+            except BaseException as error:
+                is_first = failed is None or not isinstance(error, Exception)
+                failed = error if is_first else failed
+            left += [(config, member)] if evaluation is None else []
             yield {
                 "config": config,
                 "order": order,
                 "seconds": round(seconds, 3),
                 "metrics": {name: json_value(name, x) for name, x in own.items()},
-                "evaluation": self._evaluate(step.member(state, i), config),
+                "evaluation": evaluation,
             }
+        if failed is not None:
+            raise _with_states(failed, left)
 
     def _evaluate(self, state: TrainState, config: Config) -> Line:
         if self.evaluate is None:

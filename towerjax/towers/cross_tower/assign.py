@@ -27,7 +27,7 @@ from towerjax.towers.variables import (
     refuse_own_copy,
     refuse_per_tower,
 )
-from towerjax.types import Layout, PyTree, Reduction, leaf_name
+from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
 
 
@@ -370,7 +370,27 @@ def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
         value = place(value, placement, layout)
         return dataclasses.replace(old, value=value) if is_variable(old) else value
 
+    _refuse_another_tree(like, saved)
     out = jax.tree_util.tree_map_with_path(one, like, saved, is_leaf=is_variable)
     if problems:
         raise ValueError(f"restored_values: {listed(problems)}")
     return out
+
+
+def _refuse_another_tree(like: PyTree, saved: PyTree) -> None:
+    """Raise unless ``saved`` has something for each leaf or variable of ``like``."""
+    try:
+        jax.tree.structure(like, is_leaf=is_variable).flatten_up_to(saved)
+    except ValueError as error:
+        own, given = (
+            [name for name, _ in named_leaves("saved", tree, is_leaf=is_variable)]
+            for tree in (like, saved)
+        )
+        lacks = [x for x in own if not any(y.startswith(x) for y in given)]
+        more = [y for y in given if not any(y.startswith(x) for x in own)]
+        raise ValueError(
+            "restored_values: saved is another tree than like."
+            f" It lacks {listed(lacks) or 'nothing'};"
+            f" it has besides {listed(more) or 'nothing'}. Choose the variables in"
+            " both, with the same containers."
+        ) from error

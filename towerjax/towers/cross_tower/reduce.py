@@ -114,7 +114,16 @@ def batch_reduce(
 
     Returns:
       As many values, in the order of the pairs.
+
+    Raises:
+      ValueError: As of ``reduce``, or what should be a pair is none.
     """
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"batch_reduce: pairs[{i}] is {pair!r:.200}. Write (value,"
+                " destinations) for each; None is all devices of the strategy."
+            )
     reduced = reduce_values(self, reduction, [value for value, _ in pairs])
     return [copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
 
@@ -312,6 +321,11 @@ def map_elements(
     Returns:
       ``PerTower`` of a tuple: each tower's results, stacked.
     """
+    if not callable(fn):
+        raise ValueError(
+            f"map: {fn!r:.200} is no function, which comes first: strategy.map(fn,"
+            " elements, *args)."
+        )
     refuse_per_tower((elements, args, kwargs), "map")
     if not len(elements):
         raise ValueError("map: there are no elements.")

@@ -67,7 +67,8 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
-                " cannot lie side by side. Pad or join them: strategy.gather, or axis="
+                " cannot lie side by side. Pad them, or join them: strategy.gather(x,"
+                " axis=0), strategy.reduce(..., axis=0)."
             )
         return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
 
@@ -338,8 +339,15 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
     if arrays and all(isinstance(x, jax.Array) for x in arrays):
         found = {device for x in arrays for device in x.devices()}
         devices = sorted(found, key=lambda device: device.id)
-    is_one = isinstance(destinations, str | jax.Device)
-    names = canonical_device_names([destinations] if is_one else devices)
+    if isinstance(destinations, str | jax.Device):
+        devices = [destinations]
+    if not isinstance(devices, tuple | list) or not devices:
+        raise ValueError(
+            f"destinations={destinations!r:.200} must be a device name, such as"
+            " 'gpu:0', a jax.Device, a tuple of these, or a value that lies on devices."
+            " Leave it out for all devices of the strategy."
+        )
+    names = canonical_device_names(devices)
     if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
         owners = [find_device(name).process_index for name in names]
         if len({owners.count(p) for p in range(jax.process_count())}) > 1:
