@@ -170,7 +170,7 @@ class _Plan:
 
     batch: PlacedBatch  # without arrays, which would stay alive
     may_wrap: bool
-    converts: list[Callable[[Any], Any]]  # each makes a leaf an argument of a call
+    converts: list[Callable[[Any], Any] | None]  # each makes a leaf an argument
 
 
 class Placer:
@@ -217,8 +217,11 @@ class Placer:
                 refuse_wrapping(batch)
             if by_call and self.placement.num_processes == 1:
                 self.placement.require_present()
-                pairs = zip(known.converts, leaves, strict=True)
-                arrays = treedef.unflatten([convert(x) for convert, x in pairs])
+                arrays = batch
+                if any(known.converts):
+                    pairs = zip(known.converts, leaves, strict=True)
+                    leaves = [convert(x) if convert else x for convert, x in pairs]
+                    arrays = treedef.unflatten(leaves)
             else:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
             return known.batch.with_arrays(arrays)
