@@ -14,7 +14,13 @@ from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
-from towerjax.step.state import TrainState, join_state, split_state, state_layout
+from towerjax.step.state import (
+    TrainState,
+    join_state,
+    split_flat,
+    split_state,
+    state_layout,
+)
 from towerjax.step.state_checks import (
     check_is_state,
     check_made_for,
@@ -67,6 +73,8 @@ class CompiledStep(Caller):
 
     Compiled at its first call, once. Subclasses make its state.
     """
+
+    _split = staticmethod(split_flat)
 
     def __init__(
         self,
@@ -169,13 +177,14 @@ class CompiledStep(Caller):
         if several:  # which might each give numbers of their own: take the first's
             state = self.start(state)
         state, out = self._call(state, batch)
-        own = out.metrics["own"]
+        donated, now, of_towers, finite, found = out
+        own = of_towers["own"]
         if several and own:
             own = on_every_process(own, self.strategy.placement)
-        metrics = {**out.metrics["one"], **own}
-        guarded = metrics["loss"] if out.finite is None else out.finite
-        guarded = guarded if out.found is None else Checked(guarded, out.found)
-        return join_state(out.donated, {"rng": state.rng, **out.now}), metrics, guarded
+        metrics = {**of_towers["one"], **own}
+        guarded = metrics["loss"] if finite is None else finite
+        guarded = guarded if found is None else Checked(guarded, found)
+        return join_state(donated, {"rng": state.rng, **now}), metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
