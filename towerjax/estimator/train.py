@@ -187,7 +187,8 @@ def train_and_evaluate(
         ``train_step`` and ``eval_step``.
       train_data: Batches ``(features, labels)``; a batch that is no tuple of two is
         features. An iterable, or a function that returns one, called once an epoch.
-      eval_data: The same; each evaluation uses all of it.
+      eval_data: The same; each evaluation uses all of it. The model evaluates, or
+        ``evaluate=other.eval_step()`` of a model on other devices.
       variables: The variables to start from; donated where they are on the devices
         already, else copied.
       steps: The number of steps.
@@ -240,8 +241,10 @@ def train_and_evaluate(
     if eval_data is not None:
         why = "every evaluation needs all of it"
         again = as_reusable("eval_data", eval_data, why)
+        if "eval_batches" in options:
+            raise ValueError("eval_batches= beside eval_data: pass only eval_data.")
         options["eval_batches"] = Epochs("eval_data", again)
-        options["evaluate"] = model.eval_step(**given)
+        options.setdefault("evaluate", model.eval_step(**given))
     of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
     if unknown := options.keys() - inspect.signature(run).parameters.keys():
         raise TypeError(
