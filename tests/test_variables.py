@@ -679,13 +679,9 @@ def test_select_tower_takes_the_towers_device():
     for device in ("cpu:1", "/device:CPU:1", strategy.placement.jax_devices[1]):
         assert strategy.select_tower({"x": value}, device) == {"x": 8}
     assert strategy.select_tower(value, np.int64(2)) == 9
-    with refuses(
-        "gpu:2 is not the device of one tower: there are 1 on each of cpu:0, cpu:1"
-    ):
+    with refuses("gpu:2 has no tower of those on cpu:0, cpu:1, cpu:2. Name"):
         strategy.select_tower(value, "gpu:2")
-    with refuses(
-        "cpu:0 is not the device of one tower: there are 3 on each of cpu:0. Name"
-    ):
+    with refuses("cpu:0 has 3 towers of those on cpu:0. Name the tower by its number"):
         mirrored(3).select_tower(value, "cpu:0")
     for wrong in (1.5, 3, -1):
         with refuses("select_tower: tower=.* must be a whole number"):
@@ -812,6 +808,8 @@ def test_what_has_no_one_value_is_not_saved():
         "tree['a'][0]: tower-local variable 'noise' has Reduction.NONE; tree['k']: a t"
     )
     assert text in str(error.value)
+    with refuses("no one value: tower-local variable 'noise' has Reduction.NONE"):
+        tj.towers.saved_values(none)
 
 
 @pytest.mark.few_fast(1)

@@ -106,9 +106,10 @@ class Placement:
         k = self.num_towers // self.num_devices
         if device in self.devices and k == 1:
             return self.devices.index(device)
+        what = "has no tower" if device not in self.devices else f"has {k} towers"
         raise ValueError(
-            f"{device} is not the device of one tower: there are {k} on each of"
-            f" {', '.join(self.devices)}. Name the tower by its number."
+            f"{device} {what} of those on {', '.join(self.devices)}. Name the tower by"
+            " its number."
         )
 
     @property

@@ -328,7 +328,8 @@ def read_local(local: PyTree) -> PyTree:
         has_keys = any(map(is_key, jax.tree.leaves(x.value)))
         adds = x.reduction is not Reduction.ONLY_FIRST_TOWER
         if x.reduction is Reduction.NONE or (adds and has_keys):
-            problems.append(f"{name}: {label(x)} has {x.reduction!r}")
+            where = f"{name}: " if name != "tree" else ""
+            problems.append(f"{where}{label(x)} has {x.reduction!r}")
     if problems:
         raise ValueError(
             f"These tower-local variables have no one value: {listed(problems)}. Give"
