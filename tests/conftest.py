@@ -11,7 +11,8 @@ import sys
 import jax
 import pytest
 
-import towerjax  # noqa: F401, before JAX looks for devices, as programs do
+# Before JAX looks for devices, as programs do.
+from towerjax.tools.cli import main
 
 # A shell that starts the suite in the background has it ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,6 +35,25 @@ def compiled():
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield names
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def shell(request, tmp_path, monkeypatch, capsys):
+    """`towerjax` beside the test file's ``PROGRAM``: its code, output and errors."""
+    (tmp_path / "of_user.py").write_text(request.module.PROGRAM)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        path = list(sys.path)
+        try:
+            code = main(arguments)
+        except SystemExit as error:
+            code = error.code
+        assert sys.path == path
+        return code, *capsys.readouterr()
+
+    yield run
+    sys.modules.pop("of_user", None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -27,7 +27,6 @@ from towerjax.step.engine import repeated_recipe
 from towerjax.step.program import prepare
 from towerjax.step.report.hlo import collectives_of, parse
 from towerjax.step.state import split_state
-from towerjax.tools.cli import main
 from towerjax.tools.plans import most_that
 from towerjax.towers.executors import compile_on_devices
 
@@ -384,30 +383,15 @@ def sgd():
 """
 
 
-@pytest.fixture
-def shell(tmp_path, monkeypatch, capsys):
-    (tmp_path / "program_of_plan.py").write_text(PROGRAM)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        try:
-            code = main(arguments)
-        except SystemExit as error:
-            code = error.code
-        return code, *capsys.readouterr()
-
-    return run
-
-
 @pytest.mark.slow
 def test_the_command_report(shell, tmp_path):
-    code, out, _ = shell("report", "program_of_plan:make_step", "--json")
+    code, out, _ = shell("report", "of_user:make_step", "--json")
     report = json.loads(out)
     held = {x["name"]: x["bytes"] for x in report["memory"]["buffers"]}
     assert code == 0 and held["params['w<']"] == 12
     assert report["timing"] is None and report["memory"]["capacity"] is None
     code, out, _ = shell(
-        "report", "program_of_plan:make_step", "--timed-calls", "1", "--html", "r.html"
+        "report", "of_user:make_step", "--timed-calls", "1", "--html", "r.html"
     )
     assert (code, out) == (0, "")
     page = (tmp_path / "r.html").read_text()
@@ -416,19 +400,19 @@ def test_the_command_report(shell, tmp_path):
         "sgd": "returns (step, state, batch)",
         "loss_fn": "cannot be called as loss_fn()",
     }.items():
-        code, out, error = shell("report", f"program_of_plan:{made}")
+        code, out, error = shell("report", f"of_user:{made}")
         assert (code, out) == (2, "") and message in error
 
 
 def test_commands_refuse_devices_that_they_do_not_know(shell):
-    name = "program_of_plan:make_step"
+    name = "of_user:make_step"
     for arguments, message in {
         ("report", name, "--on", "h200"): "says not how many; write --on h200:8",
         ("report", name, "--on", "h300:8"): "is no device that is known here",
         ("report", name, "--on", "h200:x"): "says not how many; write --on h200:8",
         (
             "report",
-            "program_of_plan:sgd",
+            "of_user:sgd",
             "--on",
             "h200:8",
         ): "cannot be called as sgd(strategy)",
@@ -443,7 +427,7 @@ def test_commands_refuse_devices_that_they_do_not_know(shell):
 @pytest.mark.slow
 @needs_compiler
 def test_commands_for_absent_devices(shell):
-    name = "program_of_plan:make_step"
+    name = "of_user:make_step"
     code, out, _ = shell("report", name, "--on", "a100:2")
     assert code == 0 and "2 towers on 2 devices (NVIDIA A100)" in out
     assert "which fits in 79.3 GiB" in out

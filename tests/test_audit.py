@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -286,7 +285,7 @@ def test_bad_arguments_are_refused():
 
 # The command.
 
-MODULE = """
+PROGRAM = """
 import numpy as np
 import towerjax as tj
 
@@ -310,24 +309,9 @@ def make_local():
 
 
 @pytest.fixture
-def audit(tmp_path, monkeypatch, capsys):
-    (tmp_path / "of_user.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        given = ["audit", *arguments]
-        if "--params" not in arguments:
-            given += ["--params", "of_user:params", "--batch", "of_user:make_batch"]
-        path = list(sys.path)
-        try:
-            code = cli.main(given)
-        except SystemExit as error:
-            code = error.code
-        assert sys.path == path
-        return code, *capsys.readouterr()
-
-    yield run
-    sys.modules.pop("of_user", None)
+def audit(shell):
+    given = ("--params", "of_user:params", "--batch", "of_user:make_batch")
+    return lambda *arguments: shell("audit", *arguments, *given)
 
 
 def test_the_command_passes_its_options_on(audit, monkeypatch):

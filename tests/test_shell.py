@@ -1,16 +1,14 @@
 """``towerjax`` from a shell: help, exit codes, errors of one sentence."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
 from towerjax.loop.writers import as_json
-from towerjax.tools.cli import main
 from towerjax.tools.shell import show
 
-MODULE = """
+PROGRAM = """
 value = 3
 
 def broken():
@@ -19,22 +17,6 @@ def broken():
 def interrupted():
     raise KeyboardInterrupt
 """
-
-
-@pytest.fixture
-def shell(tmp_path, monkeypatch, capsys):
-    (tmp_path / "of_user.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        try:
-            code = main(arguments)
-        except SystemExit as error:
-            code = error.code
-        return code, *capsys.readouterr()
-
-    yield run
-    sys.modules.pop("of_user", None)
 
 
 @pytest.mark.parametrize(
