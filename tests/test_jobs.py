@@ -11,6 +11,7 @@ import time
 import forked
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,6 +54,24 @@ def loop(arguments):
     while True:
         step()
         time.sleep(0.05)
+
+
+def trains(arguments):
+    """A loop that never looks at a result."""
+    tj.cluster.initialize(**arguments)
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+
+    options = {"on_nonfinite": "ignore"}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(), **options)
+    # A shorter program would run while it is dispatched, and fail there.
+    state, rows = step.init(np.zeros(4096, np.float32)), np.ones((8, 4096), np.float32)
+    for number in range(10**9):
+        state, _ = step(state, rows)
+        if number == 9:
+            print("trains", flush=True)
+        time.sleep(0.01)
 
 
 def fail(arguments):
@@ -239,6 +258,22 @@ def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
     for one in lost:
         os.kill(one.process.pid, signal.SIGCONT)
     assert 0 not in [one.ended() for one in lost]  # it finds the job ended
+
+
+@pytest.mark.slow
+def test_a_loop_that_ignores_results_learns_of_a_dead_process_from_its_steps(job):
+    """On CPU devices, whose collectives fail; and not from the heartbeat."""
+    survivor, dead = job(trains, named(2, heartbeat_timeout_s=40), devices=1)
+    for one in (survivor, dead):
+        one.until("trains")
+    began = time.monotonic()
+    os.kill(dead.process.pid, signal.SIGKILL)
+    assert survivor.ended() == 1
+    assert time.monotonic() - began < 15
+    assert "towerjax: process 0 of 2" in survivor.text
+    assert re.search(
+        "ends with this exception:\n.*all-reduce failed", survivor.text, re.S
+    )
 
 
 @pytest.mark.slow

@@ -225,8 +225,8 @@ class Verdicts:
         self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def add(self, number: jax.Array, guarded: Any) -> None:
-        """Note a step."""
-        if self._refusals or isinstance(guarded, Checked):
+        """Note a step; of several processes any, since another may have died in it."""
+        if self._refusals or not self._is_alone or isinstance(guarded, Checked):
             self._pending.append((number, guarded))
 
     def check(self) -> None:
@@ -255,6 +255,7 @@ class Verdicts:
 
     def _read_oldest(self) -> None:
         number, guarded = self._pending.popleft()
+        jax.block_until_ready(verdict_of(guarded)[0])  # raises if the devices failed
         error = error_of(guarded, number, self._placement, refusals=self._refusals)
         if error is not None:
             self._pending.clear()
