@@ -268,8 +268,8 @@ class Rounds:
         sizes, chosen = [0] * self.sync.fragments, [0] * len(leaves)
         if len(leaves) < len(sizes):
             raise ValueError(
-                f"sync={self.sync!r} has more fragments than there are parameters that"
-                f" are trained, {len(leaves)}. Use as many fragments, or fewer."
+                f"DiLoCo.fragments={len(sizes)} is more than the parameters that are"
+                f" trained, {len(leaves)}. Use as many fragments, or fewer."
             )
         for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
             chosen[i] = sizes.index(min(sizes))
