@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -333,6 +334,16 @@ def test_placed_batches_do_not_share_the_loaders_buffer(depth, size):
     placed = list(prefetch(loader(), train_step().place_batch, depth=depth))
     for i, batch in enumerate(placed):
         np.testing.assert_array_equal(batch.args[0], np.full(size, i, np.float32))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_rows_are_placed_in_the_precision_in_which_a_run_is_called(depth):
+    """``jax.enable_x64`` as a context, which threads do not see by themselves."""
+    data = [np.arange(8) / 3, np.arange(8) + 2**40]
+    with jax.enable_x64(True):
+        placed = list(prefetch(data, train_step().place_batch, depth=depth))
+    for batch, rows in zip(placed, data, strict=True):
+        np.testing.assert_array_equal(batch.arrays, rows, strict=True)
 
 
 def test_a_step_takes_prefetched_batches():

@@ -365,7 +365,7 @@ REGISTRY = (
         "prefetch repeats a batch",
         "data.feed:_fill",
         "feed.add(place(element))",
-        "feed.add(place(element))\n            feed.add(place(element))",
+        "feed.add(place(element))\n                feed.add(place(element))",
         "test_feed.py::test_order_is_kept[1]",
     ),
     _m(

@@ -258,9 +258,10 @@ class Prefetched(Iterator[Placed]):
         self, iterable: Iterable[Any], place: Callable[[Any], Placed], feed: _Feed
     ) -> None:
         self._feed = feed
+        x64 = jax.config.read("jax_enable_x64")
         self._thread = threading.Thread(
             target=_fill,
-            args=(iterable, place, feed),
+            args=(iterable, place, feed, x64),
             name="towerjax-prefetch",
             daemon=True,
         )
@@ -290,18 +291,22 @@ class Prefetched(Iterator[Placed]):
         return placed
 
 
-def _fill(iterable: Iterable[Any], place: Callable[[Any], Any], feed: _Feed) -> None:
+def _fill(
+    iterable: Iterable[Any], place: Callable[[Any], Any], feed: _Feed, x64: bool
+) -> None:
     try:
-        iterator = iter(iterable)
-        while True:
-            feed.room.acquire()
-            if feed.stopped.is_set():
-                return
-            element = next(iterator, _END)
-            if element is _END:
-                feed.add(_END)
-                return
-            feed.add(place(element))
+        # A `with jax.enable_x64(...)` around the run does not reach its threads.
+        with jax.enable_x64(x64):
+            iterator = iter(iterable)
+            while True:
+                feed.room.acquire()
+                if feed.stopped.is_set():
+                    return
+                element = next(iterator, _END)
+                if element is _END:
+                    feed.add(_END)
+                    return
+                feed.add(place(element))
     except BaseException as failure:
         feed.add(_END, failure)
 
