@@ -170,7 +170,7 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
             f" {listed(wrong_towers)}. Start anew, step.init(state.params, local=...),"
             " of a model model.init(tj.TrainState.create(...)); or move tower-local"
             " variables, tj.towers.restored_values(strategy, state,"
-            " tj.towers.saved_values(state))."
+            " tj.towers.saved_values(state)), which eval_params= of tj.run may do."
         )
 
 
