@@ -13,7 +13,7 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.checking import Verdicts
+from towerjax.step.checking import Checked, Verdicts
 from towerjax.types import Layout
 
 
@@ -260,9 +260,9 @@ def test_a_verdict_is_asked_for_where_reading_it_is_a_transfer(num_devices):
     verdicts = Verdicts(placement, refusals=True)
     good, bad = Verdict(), Verdict()
     good.loss, bad.loss = 1.0, np.nan
-    verdicts.add(1, good)
+    verdicts.add(1, Checked(good, None))
     verdicts.check()
-    verdicts.add(2, bad)
+    verdicts.add(2, Checked(bad, None))
     with pytest.raises(tj.NonFiniteError):
         verdicts.check()
 

@@ -267,8 +267,8 @@ class ModelTrainStep(Step):
         if self._policy is VariablePlacement.MIRRORED:
             return super().dispatch(state, batch)
         state = spread(state, self.strategy, self._policy)
-        after, metrics, guarded = super().dispatch(state, batch)
-        return store(after, self.strategy.placement, self._policy), metrics, guarded
+        after, metrics, checked = super().dispatch(state, batch)
+        return store(after, self.strategy.placement, self._policy), metrics, checked
 
     def start(self, state: Any) -> TrainState:
         """As `Step.start`; variables that are kept elsewhere are copied first."""

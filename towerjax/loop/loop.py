@@ -22,7 +22,7 @@ from towerjax.loop.stopping import Watch
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
-from towerjax.step.checking import error_of, is_refused, verdict_of
+from towerjax.step.checking import Checked, error_of, is_refused
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
 from towerjax.step.state import TrainState, state_layout, step_number
@@ -34,7 +34,7 @@ class Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    guarded: Any  # as `CompiledStep.dispatch` returns it
+    checked: Checked
     placed: PlacedBatch
     wait_s: float = 0.0
 
@@ -144,8 +144,8 @@ class Loop:
         number, before = len(placed.num_examples), self._dispatched
         after, saving = before + number, self._options.checkpointer
         with self.guard:
-            self.state, metrics, guarded = self._step.dispatch(self.state, placed)
-            self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
+            self.state, metrics, checked = self._step.dispatch(self.state, placed)
+            self._in_flight.append(Call(metrics, checked, placed, self._wait_s))
             if reaches_multiple(self._options.eval_every, before, after):
                 self._is_evaluation_due = True
             if saving is not None and reaches_multiple(saving.every, before, after):
@@ -246,7 +246,7 @@ class Loop:
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
         call, first = self._in_flight[0], self._log.number + 1
         examples = call.placed.num_examples
-        metrics, guarded = jax.device_get((call.metrics, verdict_of(call.guarded)[0]))
+        metrics, guarded = jax.device_get((call.metrics, call.checked.guarded))
         # One step has scalars, several have a dim of steps, of which not all are used.
         indices: Any = range(len(examples)) if guarded.ndim else [()]
         mode, placement = self._step.options.on_nonfinite, self._step.strategy.placement
@@ -255,7 +255,7 @@ class Loop:
             rows.append({name: x[i] for name, x in metrics.items()})
             refused.append(mode != "ignore" and is_refused(guarded[i]))
             raises = {"refusals": mode == "raise", "index": i}
-            faults.append(error_of(call.guarded, number, placement, **raises))
+            faults.append(error_of(call.checked, number, placement, **raises))
         time_s, waits_s = time.time(), [call.wait_s] + [0.0] * (len(rows) - 1)
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,13 +108,11 @@ class Findings:
         return None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """The guarded value of a step, and what its check found."""
 
-    guarded: jax.Array  # the loss or a bool, as without a check
-    found: Findings
+    guarded: jax.Array  # the loss, or a bool
+    found: Any  # `Findings` or the like; None without a check
 
 
 def device_prints(
@@ -177,22 +175,14 @@ def is_refused(guarded: Any) -> bool:
     return found is False or not math.isfinite(found)
 
 
-def verdict_of(guarded: Any) -> tuple[jax.Array, jax.Array | None]:
-    """``(guarded, any_fault)``: all that has to be fetched of every step."""
-    if isinstance(guarded, Checked):
-        return guarded.guarded, guarded.found.any_fault
-    return guarded, None
-
-
 def error_of(
-    guarded: Any, number: Any, placement: Placement, *, refusals: bool, index: Any = ()
+    step: Checked, number: Any, placement: Placement, *, refusals: bool, index: Any = ()
 ) -> Exception | None:
     """The error to raise about a step, or None; waits for the step."""
-    value, any_fault = verdict_of(guarded)
-    refused = refusals and is_refused(_fetch(value, placement)[index])
+    refused = refusals and is_refused(_fetch(step.guarded, placement)[index])
     error = None
-    if any_fault is not None and _fetch(any_fault, placement)[index]:
-        found = jax.tree.map(lambda x: x[index], jax.device_get(guarded.found))
+    if step.found is not None and _fetch(step.found.any_fault, placement)[index]:
+        found = jax.tree.map(lambda x: x[index], jax.device_get(step.found))
         error = found.error(_as_count(number), placement)
     if isinstance(error, faults.NonFiniteError) and refused and not error.alone:
         return faults.NonFiniteError(error.step, error.places)
@@ -222,12 +212,12 @@ class Verdicts:
         # Several processes would read a verdict at different calls, and the first to
         # raise would leave the others waiting for it in the next step.
         self._is_alone = placement.num_processes == 1
-        self._pending: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._pending: collections.deque[tuple[Any, Checked]] = collections.deque()
 
-    def add(self, number: jax.Array, guarded: Any) -> None:
+    def add(self, number: jax.Array, step: Checked) -> None:
         """Note a step; of several processes any, since another may have died in it."""
-        if self._refusals or not self._is_alone or isinstance(guarded, Checked):
-            self._pending.append((number, guarded))
+        if self._refusals or not self._is_alone or step.found is not None:
+            self._pending.append((number, step))
 
     def check(self) -> None:
         """Read the verdicts of steps that have run; wait for old ones if many pend.
@@ -236,11 +226,11 @@ class Verdicts:
         """
         pending = self._pending
         while self._is_alone and pending:
-            guarded = pending[0][1]
-            value: Any = verdict_of(guarded)[0]  # is_ready is not in the stub
+            value: Any = pending[0][1].guarded  # is_ready is not in the stub
             if not value.is_ready():
                 break
-            if value is guarded and not is_refused(_fetch(value, self._placement)):
+            has_check = pending[0][1].found is not None
+            if not (has_check or is_refused(_fetch(value, self._placement))):
                 pending.popleft()
             else:
                 self._read_oldest()
@@ -254,9 +244,9 @@ class Verdicts:
             self._read_oldest()
 
     def _read_oldest(self) -> None:
-        number, guarded = self._pending.popleft()
-        jax.block_until_ready(verdict_of(guarded)[0])  # raises if the devices failed
-        error = error_of(guarded, number, self._placement, refusals=self._refusals)
+        number, step = self._pending.popleft()
+        jax.block_until_ready(step.guarded)  # raises if the devices failed
+        error = error_of(step, number, self._placement, refusals=self._refusals)
         if error is not None:
             self._pending.clear()
             raise error

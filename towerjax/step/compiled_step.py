@@ -160,7 +160,7 @@ class CompiledStep(Caller):
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, jax.Array], Any]:
+    ) -> tuple[TrainState, dict[str, jax.Array], Checked]:
         """The step, without looking at whether its loss was finite.
 
         Args:
@@ -168,10 +168,10 @@ class CompiledStep(Caller):
           batch: A placed batch, or several stacked.
 
         Returns:
-          ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool,
-          and NaN, infinite or False when the step was refused; with a check it is a
-          ``Checked`` of that. For stacked batches metrics and ``guarded`` are
-          ``[K]``, of which the first so many count.
+          ``(state, metrics, checked)``; ``checked.guarded`` is ``()``, the loss or a
+          bool, and NaN, infinite or False when the step was refused;
+          ``checked.found`` is None without a check. For stacked batches metrics and
+          what was checked are ``[K]``, of which the first so many count.
         """
         several = self.strategy.placement.num_processes > 1
         if several:  # which might each give numbers of their own: take the first's
@@ -183,8 +183,8 @@ class CompiledStep(Caller):
             own = on_every_process(own, self.strategy.placement)
         metrics = {**of_towers["one"], **own}
         guarded = metrics["loss"] if finite is None else finite
-        guarded = guarded if found is None else Checked(guarded, found)
-        return join_state(donated, {"rng": state.rng, **now}), metrics, guarded
+        after = join_state(donated, {"rng": state.rng, **now})
+        return after, metrics, Checked(guarded, found)
 
     def __call__(
         self, state: TrainState, batch: PyTree
@@ -213,8 +213,8 @@ class CompiledStep(Caller):
         self._verdicts.check()
         placed = self._placer.place(batch, by_call=True)
         placed.refuse_several()
-        after, metrics, guarded = self.dispatch(state, placed)
-        self._verdicts.add(state.step, guarded)
+        after, metrics, checked = self.dispatch(state, placed)
+        self._verdicts.add(state.step, checked)
         return after, metrics
 
     def settle(self) -> None:
