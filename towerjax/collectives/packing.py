@@ -164,12 +164,15 @@ class Sums:
 
     def are_finite(self, num_leaves: int) -> jax.Array:
         """Whether the first ``num_leaves`` leaves are all finite."""
-        checks = [
-            jnp.isfinite(part).all()
-            for part in self.packing.leading(self.buffers, num_leaves)
-            if jnp.issubdtype(part.dtype, jnp.inexact)
-        ]
-        return functools.reduce(jnp.logical_and, checks, jnp.bool_(True))
+        return all_finite(self.packing.leading(self.buffers, num_leaves))
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether no leaf holds NaN or infinity."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    # By lax: each function of jnp is traced by itself, in a step's first call.
+    found = [lax.reduce_and(jnp.isfinite(x), range(x.ndim)) for x in floats]
+    return functools.reduce(lax.bitwise_and, found, jnp.bool_(True))
 
 
 def sum_packed(

@@ -31,9 +31,9 @@ from towerjax.data.shard import (
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import (
     Placement,
-    are_placed,
     argument_converter,
     copy_to_host,
+    has_sharding,
     place_own,
     place_rows,
 )
@@ -370,7 +370,7 @@ class Placer:
         refuse_unheld("batch", with_shared(jax.tree.map(lambda _: None, rows), held))
 
         def one(x: Any) -> Any:
-            if are_placed(x, self.placement, Layout.MIRRORED):
+            if has_sharding(x, self.placement.sharding(Layout.MIRRORED)):
                 return x
             if self.placement.num_processes > 1:
                 return copy_to_host(x)

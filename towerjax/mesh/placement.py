@@ -305,12 +305,6 @@ def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
 
 
-def are_placed(tree: PyTree, placement: Placement, layouts: PyTree) -> bool:
-    """Do all leaves have the shardings of their layouts?"""
-    shardings = jax.tree.leaves(placement.shardings(layouts, tree))
-    return all(map(has_sharding, jax.tree.leaves(tree), shardings))
-
-
 def has_sharding(x: Any, sharding: NamedSharding) -> bool:
     """Is ``x`` a JAX array of that sharding?"""
     is_array = isinstance(x, jax.Array)

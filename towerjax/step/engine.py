@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from towerjax.collectives.packing import all_finite
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.findings import ReplicationError
@@ -223,14 +224,6 @@ def _evaluate_metrics(
         has_examples = sum(jnp.sum(term.weight) for term in guarded) != 0
     looked_at = values["loss"] if "loss" in values else values
     return values, has_examples, all_finite((looked_at, [x.sum for x in others]))
-
-
-def all_finite(tree: PyTree) -> jax.Array:
-    """Whether no leaf holds NaN or infinity."""
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    # By lax: each function of jnp is traced by itself, in a step's first call.
-    found = [lax.reduce_and(jnp.isfinite(x), range(x.ndim)) for x in floats]
-    return functools.reduce(lax.bitwise_and, found, jnp.bool_(True))
 
 
 def _value_of_metric(name: str, x: Any) -> Any:

@@ -19,7 +19,7 @@ from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import (
     DEVICE_AXIS,
     Placement,
-    are_placed,
+    has_sharding,
     place_own,
     wait_on_cpus,
 )
@@ -288,7 +288,7 @@ def send_shared(batch: PlacedBatch) -> PlacedBatch:
     own = {
         i: place_own(x, placement, layout)
         for i, x in enumerate(leaves)
-        if not are_placed(x, placement, layout)
+        if not has_sharding(x, placement.sharding(layout))
     }
     if not own:
         return batch

@@ -11,9 +11,10 @@ import numpy as np
 import optax
 from jax import lax
 
+from towerjax.collectives.packing import all_finite
 from towerjax.mesh.placement import Placement
 from towerjax.metrics.weighted import UnknownWeights, Weighted
-from towerjax.step.engine import Engine, Outcome, all_finite
+from towerjax.step.engine import Engine, Outcome
 from towerjax.step.faults import NonFiniteError, Place
 from towerjax.step.one_pass import Pass
 from towerjax.step.proving import Run
