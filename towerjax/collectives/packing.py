@@ -144,7 +144,7 @@ def _hide_from_folding(
         return tuple(map(jnp.asarray, values))
 
     first = witness.reshape(-1)[0]
-    return lax.cond(lax.gt(first, lax.full_like(first, 0)), same, same)
+    return lax.cond(lax.ne(first, lax.full_like(first, 0)), same, same)
 
 
 @jax.tree_util.register_dataclass
