@@ -92,10 +92,16 @@ def mean_loss(params, batch, tower):
     return tj.Weighted.mean(losses(params, batch), tower.weight)
 
 
+def penalised_in_its_sum(params, batch, tower):
+    own = (losses(params, batch) * tower.weight).sum() + (params["w"] ** 2).sum()
+    return tj.Weighted(own, tower.weight.sum())
+
+
 BAD = {
     "mean of scalars": (mean_of_scalars, "gradient['b']", {"loss_reduction": MEAN}),
     "clipped": (clips_in_tower, "gradient['w']", {}),
     "places": (places, "loss", {"towers": (1,)}),
+    "penalty": (penalised_in_its_sum, "gradient['w']", {}),
 }
 
 

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.tools.sweep import result
 from towerjax.tools.sweep.result import Member, RecordFile, Sweep
 from towerjax.tools.sweep.train import _Program, configs_of, traced_names
 
@@ -256,6 +257,17 @@ def test_a_training_that_fails_names_its_members_and_keeps_the_others(tmp_path):
     assert names == ["good", "good"]
     told = "This is the training of {'rate': 0.1, 'rows': 'bad'}."
     assert told in error.__notes__
+
+
+def test_a_disk_that_is_full_loses_no_member(tmp_path, monkeypatch):
+    def full(file, record):
+        raise OSError("full")
+
+    monkeypatch.setattr(result, "append_line", full)
+    with pytest.raises(OSError, match="full") as raised:
+        quiet(small, {"rate": [0.1]}, results=tmp_path / "sweep.jsonl")
+    (member,) = raised.value.sweep.members
+    assert len(member.metrics["loss"]) == len(FEW)
 
 
 def test_an_error_of_evaluate_is_not_taken_for_one_of_build():

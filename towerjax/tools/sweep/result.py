@@ -57,10 +57,10 @@ class RecordFile:
     def add(self, record: Line) -> Line:
         """Append a record to the file; return it as the file has it."""
         record = as_json({**record, **self.about})
+        self._records[key_text(record[self.key])] = record
         if self.path is not None:
             with self.path.open("ab", buffering=0) as file:
                 append_line(file, record)
-        self._records[key_text(record[self.key])] = record
         return record
 
 
