@@ -5,7 +5,6 @@ process for each.
 """
 
 import atexit
-import functools
 import gc
 import multiprocessing
 import os
@@ -32,15 +31,7 @@ def context():
     return found
 
 
-@functools.cache
-def kept():
-    """A folder of compiled programs: many begin with what another one compiled."""
-    folder = tempfile.TemporaryDirectory()
-    atexit.register(folder.cleanup)
-    return folder.name
-
-
-def in_child(output, run, *args, devices=8, kept_in=None, **variables):
+def in_child(output, run, *args, devices=8, **variables):
     gc.freeze()  # looking through what the server imported takes a tenth
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), stream)
@@ -50,8 +41,6 @@ def in_child(output, run, *args, devices=8, kept_in=None, **variables):
     os.environ |= variables
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_compilation_cache_dir", kept_in)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     run(*args)
 
 
@@ -77,8 +66,7 @@ def program(path, folder, flags):
 
 def told(run, *args, timeout_s=120):
     """What it prints to call a function in a process of its own; fails as it does."""
-    # One of several would read what another is still writing.
-    (text,) = _outputs([(in_child, run, args, {"kept_in": kept()})], timeout_s)
+    (text,) = _outputs([(in_child, run, args, {})], timeout_s)
     return text
 
 
