@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Any
 
@@ -181,10 +182,10 @@ def step_number(state: TrainState) -> int:
     return int(jax.device_get(state.step)) % 2**32
 
 
-def flat_leaves(state: TrainState) -> list[Any] | None:
-    """The leaves of the donated fields, where their trees are not made."""
+def flat_leaves(state: TrainState) -> Sequence[Any]:
+    """The leaves of the donated fields, where their trees are not made; else none."""
     flat = vars(state).get(_FLAT)
-    return None if flat is None else flat.leaves
+    return () if flat is None else flat.leaves
 
 
 def tree_fields(state: TrainState) -> dict[str, Any]:

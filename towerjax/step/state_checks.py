@@ -84,14 +84,14 @@ def is_usable(state: Any) -> bool:
     """
     if type(state) is not TrainState:
         return False
-    if (leaves := flat_leaves(state)) is not None:
-        leaf = next((x for x in leaves if type(x) is DeviceArray), None)
-    else:
-        leaf = state.params
-        while type(leaf) in (dict, list, tuple) and leaf:
-            leaf = next(iter(leaf.values())) if type(leaf) is dict else leaf[0]
-        if type(leaf) is not DeviceArray:
-            leaf = next(iter(jax.tree.leaves(state.params)), None)
+    for leaf in flat_leaves(state):
+        if type(leaf) is DeviceArray:  # and no key
+            return not leaf.is_deleted()
+    leaf = state.params
+    while type(leaf) in (dict, list, tuple) and leaf:
+        leaf = next(iter(leaf.values())) if type(leaf) is dict else leaf[0]
+    if type(leaf) is not DeviceArray:
+        leaf = next(iter(jax.tree.leaves(state.params)), None)
     return type(leaf) is DeviceArray and not leaf.is_deleted()
 
 
