@@ -59,7 +59,7 @@ BATCHES = {
     "indivisible": (good(5), r"batch\['x'\] has 5 examples, which 2 towers.*remainder"),
     "different sizes": (
         {"x": np.ones((4, 3), np.float32), "y": np.ones(2)},
-        r"batch\['x'\]: 4, batch\['y'\]: 2",
+        r"batch\['x'\]: 4, batch\['y'\]: 2.* Of graphs stack a padded pack",
     ),
     "scalar": ({"x": np.ones((4, 3)), "k": np.float32(1)}, r"batch\['k'\] is "),
     "numbers": ({"x": np.ones((4, 3)), "k": 3}, r"batch\['k'\] is 3 of type int"),
@@ -263,6 +263,29 @@ def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
     step.check(start(), good(3 * towers))
 
 
+def of_reduced(params, batch, tower):
+    rows = tj.Weighted.mean(batch["x"][:, 0], tower.weight)
+    mean = tower.reduce(tj.Reduction.SUM, rows).value
+    return tj.Weighted.mean(batch["x"] @ params["w"] * mean, tower.weight)
+
+
+def of_gathered(params, batch, tower):
+    x, weight = tower.all_gather((batch["x"], tower.weight), axis=0)
+    return tj.Weighted.mean(batch["x"] @ params["w"] * (weight @ x[:, 0]), tower.weight)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("fn", [of_reduced, of_gathered])
+def test_what_micro_batches_tell_each_other_alone_is_warned_of(fn, towers):
+    """Such a loss is another one for each number of micro-batches."""
+    text = rf"Each of 2 micro-batches calls tower\.\w+ at \S+ \({fn.__name__}\), of its"
+    with pytest.warns(UserWarning, match=text):
+        build(fn, tj.Mirrored(TWO[:1], towers=towers), micro_batches=2).check(
+            start(), good()
+        )
+    build(fn, tj.Mirrored(TWO[:1], towers=towers)).check(start(), good())
+
+
 def test_drop_leaves_the_rows_over_out():
     step = build(remainder="drop")
     state, metrics = step(step.init(start()), good(5))
@@ -455,7 +478,7 @@ LOSSES = {
     ),
     "loss as metric": (
         lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"loss": 1}),
-        "the name of the global loss",
+        "the name of the global loss. Give it another name",
     ),
     "metrics not named": (
         lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), [1]),

@@ -1115,6 +1115,15 @@ INPUT = (
         "test_bad_input.py::test_batch_statistics_are_no_parameters",
     ),
     _m(
+        "I13",
+        "micro-batches that call each other are not warned of",
+        "step.one_pass:_warn_of_calls",
+        "if x.name in TOWER_CALLS",
+        "if x.name not in TOWER_CALLS",
+        "test_bad_input.py::"
+        "test_what_micro_batches_tell_each_other_alone_is_warned_of[of_reduced-2]",
+    ),
+    _m(
         "I06",
         "the towers' elements change places",
         "data.distribute:_Rounds.build",

@@ -111,7 +111,8 @@ def count_examples(batch: PyTree) -> int:
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but got"
             f" {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
-            " tower needs whole is tj.Shared(...)."
+            " tower needs whole is tj.Shared(...). Of graphs stack a padded pack for"
+            " each tower: see 'Graphs' in docs/how_to/uneven_data.md."
         )
     (size,) = first
     if size == 0:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
 from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
@@ -53,6 +53,7 @@ from towerjax.proof.marks import (
     use_of_weight,
 )
 from towerjax.proof.scale import (
+    BATCH_NORM,
     COUNTS_EACH_TOWER,
     GRADIENT_WEIGHT,
     HAS_EXAMPLES,
@@ -177,10 +178,11 @@ def _rule_of(
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     name, stack = eqn.primitive.name, str(eqn.source_info.name_stack)
     is_sum = name in SUMS or name == "reduce_scatter"
-    over_towers = DEVICE_AXIS in named_axes(eqn) and name not in EXTREMES
+    is_over = {DEVICE_AXIS, TOWER_AXIS}.intersection(named_axes(eqn))
+    over_towers = is_over and name not in EXTREMES
     if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
-        what = next((x for x in TOWER_CALLS if x in stack), name)
+        what = next((x for x in (BATCH_NORM, *TOWER_CALLS) if x in stack), name)
         for m in ins:
             passes = not m.along or (what not in TOWER_CALLS and _is_flag(m))
             source = "" if passes else m.source

@@ -63,6 +63,10 @@ _SCALE_FREE = frozenset("sign argmax argmin is_finite axis_index".split())
 _MAX_POWER = 8.0  # a bound, so that the fixed point of a loop is reached
 
 
+BATCH_NORM = "TowerBatchNorm"
+"""Name scope of the sums of a batch norm, which each micro-batch has of its own."""
+
+
 class Scale(NamedTuple):
     """Which powers of ``T`` a value may hold."""
 

@@ -19,8 +19,8 @@ from towerjax.data.shard import concat_rows, split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import is_additive, is_metric, merge_stacked
 from towerjax.proof.analysis import depends
-from towerjax.proof.findings import refuse_varying
-from towerjax.proof.scale import SUMMED_BY_STEP
+from towerjax.proof.findings import TowerCall, refuse_varying
+from towerjax.proof.scale import SUMMED_BY_STEP, TOWER_CALLS
 from towerjax.step import returned
 from towerjax.step.checking import Check, after, device_prints, gather_findings
 from towerjax.step.faults import flag_leaves, join_flags
@@ -36,7 +36,8 @@ from towerjax.towers.variables import (
     with_local_values,
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
-from towerjax.types.leaves import key_data
+from towerjax.types.leaves import key_data, listed
+from towerjax.types.warning import warn
 
 
 class PassArgs(NamedTuple):
@@ -304,8 +305,7 @@ def _scan_micro_batches(
     of_part: Callable[..., Any], count: int, parts: PyTree, variables: PyTree
 ) -> tuple[PyTree, dict[str, list[Any]]]:
     """The merged results of a tower's micro-batches, traced once, run by ``scan``."""
-    first, local = jax.tree.map(lambda x: x[0], parts), plain(variables)
-    args = (jnp.int32(0), first, local)
+    args = (jnp.int32(0), jax.tree.map(lambda x: x[0], parts), plain(variables))
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = shapes[1]["own"]
@@ -316,6 +316,7 @@ def _scan_micro_batches(
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
     refuse_varying(found, names_by_key(shapes[0]))
+    _warn_of_calls([x for x in found.tower_calls if x.source], count)
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
@@ -331,7 +332,7 @@ def _scan_micro_batches(
 
     zeros = jax.tree.map(jnp.zeros_like, _addends(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
-    (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
+    (added, local), (tree, folded, kept) = lax.scan(body, (zeros, args[2]), numbered)
     tables, rows = kept
     carried = jax.tree.leaves(local) if locals_ else []
     of_kind = {
@@ -344,6 +345,18 @@ def _scan_micro_batches(
     pools["folded"] = [merge_stacked(x) for x in folded]
     pools["joined"] = [one_of(Reduction.SUM, x) for x in tables]
     return jax.tree.map(lambda x: x[-1], tree), pools
+
+
+def _warn_of_calls(calls: list[TowerCall], count: int) -> None:
+    """Warn of calls that see the rows of one micro-batch, where all may be meant."""
+    found = {f"{x.name} at {x.line}": None for x in calls if x.name in TOWER_CALLS}
+    if found:
+        warn(
+            f"Each of {count} micro-batches calls {listed(found)}, of its own rows, so"
+            " that the numbers change with micro_batches=. What all rows are to tell,"
+            " compute in an earlier pass of tj.build_step: see 'A function of a mean'"
+            " in docs/how_to/several_losses.md."
+        )
 
 
 def _addends(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:

@@ -100,7 +100,9 @@ def check_metrics(metrics: Any, *, trains: bool) -> dict[str, Any]:
             " Return {'accuracy': tj.Weighted.mean(hits, tower.weight)}."
         )
     if "loss" in metrics and trains:
-        raise ValueError("metrics['loss'] is the name of the global loss.")
+        raise ValueError(
+            "metrics['loss'] is the name of the global loss. Give it another name."
+        )
 
     kinds = (Means, PerTower) if trains else Means
 
