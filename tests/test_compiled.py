@@ -65,6 +65,20 @@ def test_one_all_reduce_for_all_gradients():
     assert f"f32[{numbers}]" in found[0]
 
 
+def test_a_device_of_one_tower_runs_the_trace_that_was_proved():
+    class Counted(tj.collectives.AllReduce):
+        traces = 0
+
+        def sum_over_towers(self, tree, axes):
+            Counted.traces += 1
+            return super().sum_over_towers(tree, axes)
+
+    strategy = tj.Mirrored(devices=devices(2), cross_tower_ops=Counted())
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    jax.make_jaxpr(step.fn)(step.init(params(1)), batch())
+    assert Counted.traces == 1
+
+
 @pytest.mark.parametrize(
     ("count", "options", "waits"),
     [

@@ -39,11 +39,16 @@ def over_devices(
     placement: Placement,
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
+    *,
+    traced: tuple[Any, PyTree] | None = None,
 ) -> Callable[..., PyTree]:
-    """Make ``device_fn``, which runs on every device, a function of global values."""
+    """Make ``device_fn``, which runs on every device, a function of global values.
+
+    ``traced``: its jaxpr on one of several devices and the shapes of its results.
+    """
     if placement.num_devices == 1:
         return device_fn
-    device_fn = _trace_without_mesh(device_fn, placement)
+    device_fn = _trace_without_mesh(device_fn, placement, traced)
     if placement.executor == "pmap":
         return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
     specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
@@ -64,25 +69,25 @@ def vmap_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _trace_without_mesh(
-    device_fn: Callable[..., PyTree], placement: Placement
+    device_fn: Callable[..., PyTree],
+    placement: Placement,
+    traced: tuple[Any, PyTree] | None,
 ) -> Callable[..., PyTree]:
-    """Trace ``device_fn`` as on one device: with a named axis and no mesh.
+    """Trace ``device_fn``, unless it is, as on one device: with an axis and no mesh.
 
     In a mesh, values have other types than under ``jit``, and libraries that compare
     types refuse them.
     """
 
     def run(*args: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(args)
-        env = [(DEVICE_AXIS, placement.num_devices)]
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            traced, out = jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(
-                *jax.tree.unflatten(treedef, [shapes_of(x) for x in leaves])
-            )
+        shapes = shapes_of(args)
+        jaxpr, out = traced or _trace_on_one(device_fn, placement.num_devices, shapes)
         try:
-            values = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *leaves)
+            values = jax.core.eval_jaxpr(
+                jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(args)
+            )
         except Exception as error:
-            kinds = _kinds_in_mesh(arrays_in(traced))
+            kinds = _kinds_in_mesh(arrays_in(jaxpr))
             if not kinds or "Mesh for all inputs" not in str(error):
                 raise
             raise ValueError(
@@ -224,8 +229,16 @@ def trace_one_tower(
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(shapes_of(args)))
-    env = [(DEVICE_AXIS, axes.num_devices)]
-    return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*shapes)
+    return _trace_on_one(device_fn, axes.num_devices, shapes)
+
+
+def _trace_on_one(
+    device_fn: Callable[..., PyTree], num_devices: int, args: Sequence[PyTree]
+) -> tuple[Any, PyTree]:
+    """The jaxpr of ``device_fn`` on one of several devices, in no mesh."""
+    env = [(DEVICE_AXIS, num_devices)]
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*args)
 
 
 def is_inside_tower() -> bool:

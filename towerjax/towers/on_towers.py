@@ -54,12 +54,16 @@ class OnTowers:
         self,
         out_layouts: PyTree,
         args: Sequence[PyTree],
-        finish: Callable[[PyTree], PyTree] = lambda out: out,
+        finish: Callable[[PyTree], PyTree] | None = None,
     ) -> PyTree:
         """``finish`` of a device's results, of all devices, as global values."""
         # The towers' program is the one that was proved.
         axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
-        device_fn = self._on_device(axes)
+        run = device_fn = self._on_device(axes)
+        if finish is not None:
+            run = lambda *args: finish(device_fn(*args))  # noqa: E731
+        # Where each tower is alone on a device, so is the whole device's.
+        is_proved = run is device_fn and axes == self.axes
+        traced = (self.jaxpr, self.out) if is_proved else None
         layouts = self._in_layouts, out_layouts
-        run = lambda *args: finish(device_fn(*args))  # noqa: E731
-        return over_devices(run, self._placement, *layouts)(*args)
+        return over_devices(run, self._placement, *layouts, traced=traced)(*args)
