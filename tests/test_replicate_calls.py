@@ -228,6 +228,22 @@ def test_one_tower_alone_is_neither_split_nor_scaled():
         np.testing.assert_allclose(spec.loss.value, (errors**2).mean(), rtol=1e-5)
 
 
+def test_a_tower_without_weights_counts_its_penalty_as_the_original_did():
+    def of_weights(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            errors = w - jnp.ones_like(features)
+            return tj.Weighted.mean(errors**2, features) + tj.shared(w**2 / 2)
+
+        loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    model = tj.estimator.replicate_model_fn(of_weights, EXACT, towers(2), compat="tf1")
+    start = model.init(tj.TrainState.create(np.float32(3), OPTIMIZER))
+    spec = model(start, np.float32([0, 1]))
+    assert float(spec.loss.value) == (4.5 + 8.5) / 2
+    np.testing.assert_allclose(spec.train_op.params, 3 - 0.1 * (3 + 7) / 2, rtol=1e-6)
+
+
 # What the function is given.
 
 

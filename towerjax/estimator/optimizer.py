@@ -240,6 +240,10 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             loss = out[0] if has_aux else out
         except UnknownWeights:
             out, grads, loss = _differentiate_means(loss_fn, state, has_aux, sparse)
+        towers = getattr(state.opt_state, "towers", None)
+        if isinstance(loss, Means) and towers is not None and towers.compat == "tf1":
+            # A tower whose rows all have weight 0 counts its shared term.
+            out, grads, loss = _differentiate_means(loss_fn, state, has_aux, sparse)
         params, opt_state = self.apply_gradients(
             grads, state.opt_state, state.params, loss=loss
         )
