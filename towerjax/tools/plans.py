@@ -138,6 +138,12 @@ def plan(
         targets = [Absent(on)]
     else:
         targets = [Absent(on, number) for number in check_wholes("towers", towers)]
+    without_memory = [x for x in targets if x.platform == "gpu" and not x.memory_bytes]
+    if largest_batch and without_memory:
+        raise ValueError(
+            "The largest batch that fits needs the device's memory: write"
+            " device_memory_size: ... into the text of the target."
+        )
     rows = []
     for devices, state in itertools.product(targets, states):
         step, params, batch = make_step(Mirrored(devices=devices, state=state))
@@ -157,11 +163,6 @@ def _num_rows(batch: PyTree) -> int:
 def _largest_batch(step: Any, params: PyTree, batch: PyTree, report: StepReport) -> int:
     """The most examples that fit, to an eighth, by bisection over compiles."""
     unit = step.strategy.num_towers * step.options.micro_batches
-    if report.memory.capacity is None and step.strategy.devices.platform == "gpu":
-        raise ValueError(
-            "The largest batch that fits needs the device's memory: write"
-            " device_memory_size: ... into the text of the target."
-        )
 
     def fits(units: int) -> bool:
         rows = jax.tree.map(
