@@ -403,6 +403,13 @@ def checked(rate):
         (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
         (checked, {"rate": [0.1]}, {}, r"one training.*Build the step without\."),
         (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
+        (small, {"rate": [0.1]}, {"evaluate": 7}, "evaluate=7 is not a function"),
+        (
+            small,
+            {"rate": [0.1]},
+            {"evaluate": lambda state: {}},
+            r"called as evaluate\(state, \*\*config\): .*'rate'",
+        ),
     ],
 )
 def test_what_cannot_be_swept_is_refused(build, grid, options, text):

@@ -31,7 +31,12 @@ from towerjax.tools.sweep.result import (
 )
 from towerjax.types import PyTree
 from towerjax.types.leaves import held_dtype, listed
-from towerjax.types.options import check_choice, check_function, check_list
+from towerjax.types.options import (
+    check_choice,
+    check_function,
+    check_list,
+    check_takes,
+)
 
 Order = Literal["fastest", "together", "in_turn"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -109,11 +114,11 @@ def sweep(
       >>> len(found.members), found.best("loss").config["rate"]
       (6, 0.1)
     """
-    check_function("build", build, "build(**config)", takes=False)
     check_choice("order", order, get_args(Order))
     if jax.process_count() > 1:
         raise ValueError("tj.sweep is for one process. Share the grid out.")
     configs = configs_of(grid)
+    _check_functions(build, evaluate, configs[0])
     traced = traced_names(configs, static)
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
@@ -148,6 +153,14 @@ def sweep(
                 done += 1
         show(done, "done")
     return swept()
+
+
+def _check_functions(build: Build, evaluate: Any, config: Config) -> None:
+    check_function("build", build, "build(**config)", takes=False)
+    if evaluate is not None:  # else training would end with the error
+        form = "evaluate(state, **config)"
+        check_function("evaluate", evaluate, form, takes=False)
+        check_takes(form, evaluate, None, **config)
 
 
 def _members_in(file: RecordFile, configs: Sequence[Config]) -> Sweep:
