@@ -185,7 +185,7 @@ def assert_nothing_is_forgotten(made):
 def hand_written(name):
     """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
     text = PAGE.read_text()
-    if name == "gpt2" and f"by JAX {jax.__version__}," in text:
+    if name in ("resnet50", "gpt2") and f"by JAX {jax.__version__}," in text:
         row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
         found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
         return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
@@ -194,10 +194,9 @@ def hand_written(name):
     return hand.memory.arguments, hand.memory.peak, len(hand.collectives)
 
 
-# ResNet-50 and more devices: python -m benchmarks.absent, whose page a test reads.
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["cnn", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
@@ -213,7 +212,7 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
     assert ours.memory.peak <= 1.02 * peak
     assert_nothing_is_forgotten(ours)
-    if name == "gpt2":  # XLA starts them while it still computes
+    if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
