@@ -22,7 +22,6 @@ from checkpoint_model import data as make_data
 
 import towerjax as tj
 from towerjax.loop import loop
-from towerjax.step.program import Program
 
 LOOP = pathlib.Path(loop.__file__).parent
 STEPS, SIZE = 7, 16
@@ -460,13 +459,14 @@ def test_devices_that_fail_in_a_donated_step_say_why(step, monkeypatch):
     """As on the other processes of a job when one of them ends."""
     state, batch = init(step), step.place_batch(all_batches()[0])
 
-    def fails(_, donated, *others):
-        for x in donated.leaves:
-            x.delete()
+    def fails(donated, *_):
+        jax.tree.map(lambda x: x.delete(), donated)
         raise ValueError("Connection closed by peer")
 
-    step.program(state, batch)
-    monkeypatch.setattr(Program, "run", fails)
+    program = step.program(state, batch)
+    fails.args_info = program.call.args_info
+    broken = dataclasses.replace(program, call=fails)
+    monkeypatch.setitem(step._runner.programs, batch.signature, broken)
     with pytest.raises(ValueError, match="^Connection closed by peer") as caught:
         tj.run(step, state, [batch], progress=False)
     assert caught.value.state is None

@@ -1,6 +1,5 @@
 """What a step carries over: dtypes, keys, None, places, tower-local variables."""
 
-import copy
 import dataclasses
 import functools
 
@@ -168,59 +167,3 @@ def test_steps_and_a_donated_state_say_what_they_are():
     assert "params={'w': ShapedArray(float32[])}" in text
     assert "rng=Array(()" in text  # kept
     assert text == f"{state}"
-
-
-def small(optimizer=None, name="w", **options):
-    """A step that is compiled, its state after one step, and a batch."""
-
-    def loss_fn(params, batch, tower):
-        return tj.Weighted.mean((params[name] - batch["x"]) ** 2, tower.weight)
-
-    optimizer = optimizer or optax.sgd(0.25, momentum=0.5)
-    step = tj.build_train_step(loss_fn, optimizer, strategy(2, 1, {}), **options)
-    batch = {"x": np.array([1, 3], np.float32)}
-    return step, step(step.init({name: np.float32(0)}), batch)[0], batch
-
-
-def test_trees_of_a_steps_result_are_made_when_they_are_looked_at():
-    step, state, batch = small()
-    assert "params" not in vars(state)
-    after, _ = step(state, batch)
-    assert "params" not in vars(state)  # nor does a call look
-    assert float(after.params["w"]) == 2 and after.own is None
-    assert float(step(after, batch)[0].params["w"]) == 2.5  # by momentum
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.copy, copy.deepcopy, lambda x: dataclasses.replace(x, extra=x.extra)],
-)
-def test_a_result_that_nobody_has_looked_at_is_copied_whole(copied):
-    step, state, batch = small(donate=False)
-    again = copied(state)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    one, other = (step(x, batch)[0] for x in (state, again))
-    assert float(one.params["w"]) == float(other.params["w"]) == 2
-    assert jax.tree.leaves(again.opt_state) == jax.tree.leaves(state.opt_state)
-
-
-def test_a_change_inside_a_result_is_what_the_next_step_takes():
-    step, state, batch = small()
-    state.params["w"] = jax.device_put(jnp.float32(2), state.params["w"].sharding)
-    assert float(step(state, batch)[0].params["w"]) == 2.5  # by momentum
-
-
-def test_a_result_of_another_step_is_refused_by_the_leaf():
-    step, _, batch = small()
-    with pytest.raises(ValueError, match="made for another optimizer"):
-        step(small(optax.adam(0.1))[1], batch)
-    _, alike, _ = small(name="v")  # leaf for leaf
-    with pytest.raises(ValueError, match=r"state\.params\['v'\].*is float32"):
-        step(alike, batch)
-
-
-def test_a_field_that_no_state_has_is_named():
-    _, state, _ = small()
-    with pytest.raises(AttributeError, match="'parameters'"):
-        _ = state.parameters
-    assert not hasattr(state, "__array__") and hasattr(state, "params")

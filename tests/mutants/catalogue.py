@@ -1022,22 +1022,6 @@ STATE = (
         "(program.is_full and False)",
         "test_compiled.py::test_a_program_for_full_batches_reads_no_weights[1]",
     ),
-    _m(
-        "S27",
-        "a change inside a state's trees is lost",
-        "step.state:_make_trees",
-        "fields.pop(_FLAT, None)",
-        "fields.get(_FLAT)",
-        "test_state.py::test_a_change_inside_a_result_is_what_the_next_step_takes",
-    ),
-    _m(
-        "S28",
-        "a state of other trees is taken leaf for leaf",
-        "step.program:Program.run",
-        "first.tree is not taken and first.tree != taken",
-        "False",
-        "test_state.py::test_a_result_of_another_step_is_refused_by_the_leaf",
-    ),
 )
 
 INPUT = (

@@ -10,7 +10,6 @@ from jax._src import api_util, distributed
 from jax._src.array import ArrayImpl
 from jax._src.config import explicit_device_put_scope
 from jax._src.core import extend_axis_env_nd
-from jax._src.stages import Compiled
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jaxlib import xla_client
@@ -45,16 +44,6 @@ def put(
             devices,
             host_buffer_semantics=_SHARED if shared else _COPIED,
         )
-
-
-def with_trees(compiled: Compiled, args: tuple[Any, ...], out_tree: Any) -> Compiled:
-    """A compiled program that takes and returns other trees of the same leaves.
-
-    ``args`` are the arguments' trees of what ``compiled.args_info`` holds.
-    """
-    known = compiled._params
-    types = known.no_kwargs, known.in_types, known.out_types
-    return Compiled(known.executable, known.const_args, (args, {}), out_tree, *types)
 
 
 @functools.lru_cache(1024)

@@ -1,7 +1,6 @@
 """Call programs: check and place a state and a batch, compile once, and call."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,8 +23,6 @@ class Caller:
     A kind of step says what a state is, by `start`, and by `_runner_for` whether one
     runner has the programs for all states and batches.
     """
-
-    _split: Callable[[TrainState], tuple[PyTree, ...]] = staticmethod(split_state)
 
     def __init__(
         self,
@@ -126,7 +123,7 @@ class Caller:
         if batch.signature not in runner.programs or not is_usable(state):
             state = self.start(state)
         try:
-            return state, runner(self._split(state), batch)
+            return state, runner(split_state(state), batch)
         except (RuntimeError, TypeError, ValueError):
             if not is_usable(state):  # the devices failed after they had taken it
                 raise
@@ -136,7 +133,7 @@ class Caller:
                 check_like(placed, state_taken_by(program))
             if placed is state:
                 raise
-            return placed, runner(self._split(placed), batch)
+            return placed, runner(split_state(placed), batch)
 
 
 def state_taken_by(program: Program) -> TrainState:

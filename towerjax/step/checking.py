@@ -14,7 +14,7 @@ from jax import lax
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.step import faults
-from towerjax.step.state import TrainState, tree_fields
+from towerjax.step.state import TrainState
 from towerjax.types import Layout, PyTree, readable_leaves
 from towerjax.types.options import cast_ints, check_flag, check_whole
 
@@ -124,7 +124,7 @@ def device_prints(
     """
     if not (check.desync and axes.device_axis):
         return None
-    fields, layouts = tree_fields(state), vars(layout)
+    fields, layouts = vars(state), vars(layout)
     mirrored = {x: fields[x] for x in fields if layouts[x] is Layout.MIRRORED}
     mirrored |= {"step": None, "batch": shared}  # numbers are compared by themselves
     leaves = tuple(name for name, _ in readable_leaves("", mirrored))

@@ -14,13 +14,7 @@ from towerjax.step.checking import Check, Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
-from towerjax.step.state import (
-    TrainState,
-    join_state,
-    split_flat,
-    split_state,
-    state_layout,
-)
+from towerjax.step.state import TrainState, join_state, split_state, state_layout
 from towerjax.step.state_checks import (
     check_is_state,
     check_made_for,
@@ -73,8 +67,6 @@ class CompiledStep(Caller):
 
     Compiled at its first call, once. Subclasses make its state.
     """
-
-    _split = staticmethod(split_flat)
 
     def __init__(
         self,
@@ -177,14 +169,13 @@ class CompiledStep(Caller):
         if several:  # which might each give numbers of their own: take the first's
             state = self.start(state)
         state, out = self._call(state, batch)
-        donated, now, of_towers, finite, found = out
-        own = of_towers["own"]
+        own = out.metrics["own"]
         if several and own:
             own = on_every_process(own, self.strategy.placement)
-        metrics = {**of_towers["one"], **own}
-        guarded = metrics["loss"] if finite is None else finite
-        after = join_state(donated, {"rng": state.rng, **now})
-        return after, metrics, Checked(guarded, found)
+        metrics = {**out.metrics["one"], **own}
+        guarded = metrics["loss"] if out.finite is None else out.finite
+        after = join_state(out.donated, {"rng": state.rng, **out.now})
+        return after, metrics, Checked(guarded, out.found)
 
     def __call__(
         self, state: TrainState, batch: PyTree

@@ -19,7 +19,6 @@ from towerjax.step.state import (
     make_state,
     split_state,
     state_layout,
-    tree_fields,
 )
 from towerjax.step.state_checks import (
     check_not_donated,
@@ -36,7 +35,7 @@ from towerjax.types.options import check_whole
 
 def _model_part(state: TrainState) -> TrainState:
     """The state without the fields that evaluation never reads."""
-    return join_state(tree_fields(state), {"opt_state": (), "seen": None, "own": None})
+    return join_state(vars(state), {"opt_state": (), "seen": None, "own": None})
 
 
 class InferenceStep(Caller):

@@ -23,10 +23,9 @@ from towerjax.mesh.placement import (
     place_own,
     wait_on_cpus,
 )
-from towerjax.mesh.private_jax import FoundNonFinite, with_trees
+from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.step.proving import Proof, Proving, Recipe
-from towerjax.step.state import Flat
 from towerjax.towers.executors import (
     compile_on_devices,
     fingerprint_of_program,
@@ -52,29 +51,6 @@ class Program:
     jaxpr: Jaxpr
     seconds: float
     is_full: bool  # whether it takes all rows for examples
-
-    def run(self, first: PyTree | Flat, *others: PyTree) -> Any:
-        """The results; of a `Flat`, the first of them is one, too."""
-        if type(first) is not Flat:
-            return self.call(first, *others)
-        call, taken, made = self._flat
-        if first.tree is not taken and first.tree != taken:
-            return self.call(first.fields(), *others)  # raises
-        leaves, *results = call(first.leaves, *others)
-        return Flat(leaves, made), *results
-
-    @functools.cached_property
-    def _flat(self) -> tuple[Any, Any, Any]:
-        """`call` with lists in place of the trees of a state, and these trees."""
-        donated, *others = self.call.args_info[0]
-        leaves, taken = jax.tree.flatten(donated)
-        out_tree = self.call.out_tree
-        # Made anew, since trees of JAX's own are never equal to those of others.
-        after, *results = out_tree.unflatten(range(out_tree.num_leaves))
-        made_leaves, made = jax.tree.flatten(after)
-        out_tree = jax.tree.structure((made_leaves, *results))
-        call = with_trees(self.call, (leaves, *others), out_tree)
-        return call, taken, taken if made == taken else made
 
 
 def prepare(
@@ -231,7 +207,7 @@ class Runner:
                 " towers' part. Give the input one seed, or feed each process a part of"
                 " its own with strategy.distribute_dataset(lambda context: ...).",
             )
-        args = (*map(_as_tree, first), *batch.args)
+        args = (*first, *batch.args)
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
         full_rows = batch.rows if is_full else None
         proof, compile_it = prepare(
@@ -257,10 +233,10 @@ class Runner:
         if self.recipe.donate and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
-            out = program.run(*first, *batch.args)
+            out = program.call(*first, *batch.args)
         except (RuntimeError, ValueError):
             known = self._on_cpus or not self.recipe.donate
-            donated = () if known else _leaves_of(first[0])
+            donated = () if known else jax.tree.leaves(first[0])
             # If all are deleted, the devices failed after they had taken the state.
             if not all(x.is_deleted() for x in donated):
                 _refuse_donated_twice(first[0], batch.args[2])
@@ -340,26 +316,18 @@ def _refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
         )
 
 
-def _as_tree(part: PyTree | Flat) -> PyTree:
-    return part.fields() if isinstance(part, Flat) else part
-
-
-def _leaves_of(part: PyTree | Flat) -> list[Any]:
-    return part.leaves if isinstance(part, Flat) else jax.tree.leaves(part)
-
-
-def _refuse_donated_twice(donated: PyTree | Flat, shared: PyTree) -> None:
+def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
     """Raise if two leaves are one array, or a leaf was donated before.
 
     JAX raises without a name; on several CPU devices it aborts the process.
     """
-    leaves = [*_leaves_of(donated), *jax.tree.leaves(shared)]
+    leaves = jax.tree.leaves((donated, shared))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
         raise ValueError("An array was donated to an earlier step.")
     if len(set(map(id, leaves))) == len(leaves):
         return
     seen: dict[int, str] = {}
-    pairs = [*named_leaves("", _as_tree(donated)), *named_leaves("tj.Shared", shared)]
+    pairs = [*named_leaves("", donated), *named_leaves("tj.Shared", shared)]
     for name, leaf in pairs:
         if id(leaf) in seen:
             raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement, has_sharding, place
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.step.state import TrainState, flat_leaves, split_state, state_layout
+from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import changes, listed, refuse_unheld
@@ -84,9 +84,6 @@ def is_usable(state: Any) -> bool:
     """
     if type(state) is not TrainState:
         return False
-    for leaf in flat_leaves(state):
-        if type(leaf) is DeviceArray:  # and no key
-            return not leaf.is_deleted()
     leaf = state.params
     while type(leaf) in (dict, list, tuple) and leaf:
         leaf = next(iter(leaf.values())) if type(leaf) is dict else leaf[0]
