@@ -76,7 +76,7 @@ def test_a_limit_of_bytes_is_an_int(below):
 @pytest.mark.parametrize(
     "devices, links, text",
     [
-        (None, None, "devices=None must be a list: write"),
+        (None, None, "devices=None must be a list: write devices=jax.devices()"),
         (3, None, "devices=3 must be a list: write"),
         ("cpu:0", None, "devices='cpu:0' must be a list: write"),
         (["cpu:0", "cpu:1"], 3, "links=3 must have for each"),

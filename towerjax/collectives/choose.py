@@ -81,7 +81,7 @@ def choose_cross_tower_ops(
       ``choose_the_best`` of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018), which
       knows one table of links, that of a DGX-1.
     """
-    names = canonical_device_names(check_list("devices", devices))
+    names = canonical_device_names(check_list("devices", devices, "jax.devices()"))
     if links is not None:
         _check_links(links, len(names))
     if len(names) == 1:

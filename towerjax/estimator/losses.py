@@ -95,13 +95,13 @@ def compute_weighted_loss(
     losses = as_floats(losses)
     weights = _like_losses(weights, losses, repeats=True)
     rows = _like_losses(valid, losses)
-    weighted = Weighted.mean(losses, _like_losses(weights, losses) * rows)
+    weighted = Weighted.mean(losses, weights * rows)
     if reduction is LossReduction.SUM:
         return jnp.asarray(weighted.sum)
     if reduction is LossReduction.MEAN:
         return weighted.value
     if reduction is LossReduction.SUM_BY_NONZERO_WEIGHTS:
-        rows = jnp.where(_like_losses(weights, losses) != 0, rows, 0)
+        rows = jnp.where(weights != 0, rows, 0)
     return Weighted(weighted.sum, rows.sum())
 
 

@@ -144,8 +144,10 @@ class Weighted(_LossTerm):
           [2.0, 2.0]
         """
         check_choice("Weighted.mean: axis", axis, (None, 0))
-        values = jax.tree.map(as_floats, values) if axis == 0 else as_floats(values)
-        values = values if axis == 0 else named_if_square(values, weight)
+        if axis is None:
+            values = named_if_square(as_floats(values), weight)
+        else:
+            values = jax.tree.map(as_floats, values)
         leaves = jax.tree.leaves(values)
         shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype

@@ -43,6 +43,9 @@ WEIGHT_OF = "towerjax.weight_of:"
 SQUARE = "towerjax.square"
 """Name of the values of a mean, ``[b, b]`` of ``b`` rows, weighed by row."""
 
+BATCH_NORM = "TowerBatchNorm"
+"""Name scope of the sums of a batch norm, which each micro-batch has of its own."""
+
 UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
 """Name of what stands for a gradient while only weights are computed."""
 
@@ -61,10 +64,6 @@ _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 # The result is the same for T times the operand.
 _SCALE_FREE = frozenset("sign argmax argmin is_finite axis_index".split())
 _MAX_POWER = 8.0  # a bound, so that the fixed point of a loop is reached
-
-
-BATCH_NORM = "TowerBatchNorm"
-"""Name scope of the sums of a batch norm, which each micro-batch has of its own."""
 
 
 class Scale(NamedTuple):

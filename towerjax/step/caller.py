@@ -33,9 +33,8 @@ class Caller:
     ) -> None:
         self.strategy, self._placer = strategy, placer
         # Not where the bits of a sum have to be those that other programs give.
-        leaves_out_weights = not strategy.cross_tower_ops.needs_every_tower
-        given = recipe, strategy.placement, max_programs, leaves_out_weights
-        self._runner = Runner(*given)
+        leaves_out = not strategy.cross_tower_ops.needs_every_tower
+        self._runner = Runner(recipe, strategy.placement, max_programs, leaves_out)
         self._runners: dict[Any, Runner] = {}  # others, made when they are needed
 
     def __repr__(self) -> str:

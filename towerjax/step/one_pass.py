@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from towerjax.data.shard import concat_rows, split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import is_additive, is_metric, merge_stacked
 from towerjax.proof.analysis import depends
-from towerjax.proof.findings import TowerCall, refuse_varying
+from towerjax.proof.findings import Analysis, refuse_varying
 from towerjax.proof.scale import SUMMED_BY_STEP, TOWER_CALLS
 from towerjax.step import returned
 from towerjax.step.checking import Check, after, device_prints, gather_findings
@@ -305,7 +305,8 @@ def _scan_micro_batches(
     of_part: Callable[..., Any], count: int, parts: PyTree, variables: PyTree
 ) -> tuple[PyTree, dict[str, list[Any]]]:
     """The merged results of a tower's micro-batches, traced once, run by ``scan``."""
-    args = (jnp.int32(0), jax.tree.map(lambda x: x[0], parts), plain(variables))
+    first, local = jax.tree.map(lambda x: x[0], parts), plain(variables)
+    args = (jnp.int32(0), first, local)
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     own = shapes[1]["own"]
@@ -315,8 +316,7 @@ def _scan_micro_batches(
     moving = len(jax.tree.leaves(args if locals_ else args[:2]))
     others = len(closed.jaxpr.invars) - moving
     found = depends(closed, ["its rows"] * moving + [None] * others)
-    refuse_varying(found, names_by_key(shapes[0]))
-    _warn_of_calls([x for x in found.tower_calls if x.source], count)
+    _check_micro_batch(found, names_by_key(shapes[0]), count)
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
         total, local = carry
@@ -332,7 +332,7 @@ def _scan_micro_batches(
 
     zeros = jax.tree.map(jnp.zeros_like, _addends(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
-    (added, local), (tree, folded, kept) = lax.scan(body, (zeros, args[2]), numbered)
+    (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
     tables, rows = kept
     carried = jax.tree.leaves(local) if locals_ else []
     of_kind = {
@@ -347,12 +347,14 @@ def _scan_micro_batches(
     return jax.tree.map(lambda x: x[-1], tree), pools
 
 
-def _warn_of_calls(calls: list[TowerCall], count: int) -> None:
-    """Warn of calls that see the rows of one micro-batch, where all may be meant."""
-    found = {f"{x.name} at {x.line}": None for x in calls if x.name in TOWER_CALLS}
-    if found:
+def _check_micro_batch(found: Analysis, names: Sequence[str], count: int) -> None:
+    """Refuse what varies, and warn of calls that see the rows of one micro-batch."""
+    refuse_varying(found, names)
+    calls = [x for x in found.tower_calls if x.source and x.name in TOWER_CALLS]
+    if calls:
+        each = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
         warn(
-            f"Each of {count} micro-batches calls {listed(found)}, of its own rows, so"
+            f"Each of {count} micro-batches calls {listed(each)}, of its own rows, so"
             " that the numbers change with micro_batches=. What all rows are to tell,"
             " compute in an earlier pass of tj.build_step: see 'A function of a mean'"
             " in docs/how_to/several_losses.md."

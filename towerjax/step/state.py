@@ -224,13 +224,12 @@ def own_of_op(strategy: Strategy, params: PyTree) -> TowerLocal | None:
 def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
     """Check parameters, and return them as JAX arrays, or with ``shapes`` as shapes."""
     if hasattr(params, "opt_state"):
-        is_own = isinstance(params, TrainState)
+        further = "and give build_train_step its optimizer (of Flax state.tx)"
+        if isinstance(params, TrainState):
+            further = "or go on from the state itself, step.place(state)"
         raise ValueError(
             f"params is a {type(params).__name__}, not parameters. Begin anew with"
-            " step.init(state.params), "
-            + "or go on from the state itself, step.place(state)." * is_own
-            + "and give build_train_step its optimizer (of Flax state.tx)."
-            * (not is_own)
+            f" step.init(state.params), {further}."
         )
     if not jax.tree.leaves(params):
         raise ValueError(f"params holds no arrays: {params!r}.")

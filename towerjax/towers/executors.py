@@ -23,6 +23,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
+from towerjax.types.warning import warn
 
 _IN_TOWER, _MERGING = "towerjax_in_tower", "towerjax_merging"
 _HAVE_NO_VALUE = (
@@ -368,9 +369,8 @@ def _compile_for_absent(lowered: Any) -> Any:
             raise
     # XLA chooses tiles before it knows whether they fit, and finds others by trials on
     # the device alone: openxla/xla, pull request 36792.
-    warnings.warn(
+    warn(
         "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
-        " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false.",
-        stacklevel=3,
+        " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false."
     )
     return lowered.compile({"xla_gpu_enable_triton_gemm": False})

@@ -65,11 +65,12 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     return tuple(int(number) for number in numbers)
 
 
-def check_list(name: str, value: Any) -> tuple[Any, ...]:
+def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
     """What a list or the like holds, as a tuple; raise for anything else, and text."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         text = f"{value!r:.200}"
-        raise ValueError(f"{name}={text} must be a list: write {name}=[{text}].")
+        example = example or f"[{text}]"
+        raise ValueError(f"{name}={text} must be a list: write {name}={example}.")
     return tuple(value)
 
 

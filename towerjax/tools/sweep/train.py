@@ -123,7 +123,6 @@ def sweep(
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
     file = RecordFile(results, "config", {"sweep": about})
-
     swept = functools.partial(_members_in, file, configs)
 
     def is_done(config: Config) -> bool:
