@@ -1,5 +1,7 @@
 """What is compiled, and how often: traces, collectives, donated buffers."""
 
+import contextlib
+import gc
 import signal
 
 import jax
@@ -390,3 +392,22 @@ def test_an_interrupt_during_compilation_waits_for_it(monkeypatch, compiled):
     monkeypatch.undo()
     state, _ = step(state, data)
     assert int(state.step) == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_pauses_while_a_step_is_traced(enabled, fails):
+    def traced(params, batch, tower):
+        seen.append(gc.isenabled())
+        assert not fails
+        return loss_fn(params, batch, tower)
+
+    seen, step = [], tj.build_train_step(traced, optax.sgd(0.1), tj.Mirrored())
+    given = step.init(params(1)), batch()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with contextlib.suppress(AssertionError):
+            step.program(*given)
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        gc.enable()

@@ -1,9 +1,11 @@
 """Prove and compile a step once for each kind of batch, and call its program."""
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -79,12 +81,14 @@ def prepare(
         out_shardings=_out_shardings(recipe, placement, ins["state"]),
         donate_argnums=(0,) if recipe.donate else (),
     )
-    traced = jitted.trace(*shapes_of(args))
+    with _collector_paused():
+        traced = jitted.trace(*shapes_of(args))
     _refuse_stored_tracers(traced)
     proof = proving.proof()
 
     def compile_it() -> Program:
-        lowered = lower_on_devices(traced, placement)
+        with _collector_paused():
+            lowered = lower_on_devices(traced, placement)
         if placement.num_processes > 1:
             require_same(
                 "The step's program",
@@ -102,6 +106,21 @@ def prepare(
         return Program(compiled, proof, recipe, jaxpr, seconds, is_full)
 
     return proof, compile_it
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's collector of cycles: a trace makes many objects, which all stay.
+
+    It would look through all modules' objects for their sake, a tenth of a first call.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _with_full_rows(
