@@ -1,6 +1,7 @@
 """Early stopping and the best evaluation: counted by hand, kept bit for bit."""
 
 import io
+import itertools
 import math
 import re
 import sys
@@ -115,7 +116,7 @@ def by_hand(values, patience, mode, min_delta):
 
 def watched(values, *arguments):
     """The number of the evaluation that ends a run."""
-    watch = Watch(tj.EarlyStopping("x", *arguments), None)
+    watch = Watch([tj.EarlyStopping("x", *arguments)], None)
     for number, value in enumerate(values, 1):
         watch.add(number, {"x": value}, None)
         if watch.stopped is not None:
@@ -162,18 +163,30 @@ HOOKS = [
     (dict(metric="loss", patience=9, goal=0.7, min_delta=0.2), 2000),
     (dict(metric="loss", goal=-0.5), None),
 ]
+ACCURATE = dict(metric="accuracy", mode="max", goal=0.7)
+SEVERAL = [  # any one ends the run
+    ([dict(metric="loss", patience=2), dict(metric="loss", goal=0.3)], None),
+    ([dict(metric="loss", patience=2), dict(metric="loss", goal=0.5)], 3000),
+    ([dict(metric="loss", patience=1), dict(metric="loss", goal=0.3)], 3500),
+    ([dict(metric="loss", patience=1), ACCURATE], 3000),
+    ([ACCURATE | {"goal": 0.8}, dict(metric="loss", patience=1)], 3500),
+    ([], None),
+]
 
 
-@pytest.mark.parametrize("options, last", HOOKS)
-def test_a_goal_and_steps_that_do_not_count(options, last):
-    early = tj.EarlyStopping(**options)
+@pytest.mark.parametrize(
+    "rules, last", [([one], last) for one, last in HOOKS] + SEVERAL
+)
+def test_a_goal_and_steps_that_do_not_count(rules, last):
+    early = [tj.EarlyStopping(**options) for options in rules]
     watch, ended = Watch(early, None), []
     for number, loss, accuracy in EVALUATED:
         watch.add(number, {"loss": loss, "accuracy": accuracy}, None)
         ended += [number] * (watch.stopped is not None)
-        again = Watch(early, None)  # a job that goes on from here
-        again.restore_counts(watch.counts)
-        assert again.stopped == watch.stopped
+        for saved in watch.counts, *watch.counts[: len(early) == 1]:  # now, and before
+            again = Watch(early, None)  # a job that goes on from here
+            again.restore_counts(saved)
+            assert again.stopped == watch.stopped
         if ended:
             break
     assert ended == ([] if last is None else [last])
@@ -184,6 +197,43 @@ def test_a_goal_ends_a_run_and_is_said(steps):
     state, history = train(steps, [NAN, 3, 1, 0], 9, early_stopping=early)
     assert history.stopped == "told reached 1, best 1.000 after 3"
     assert int(state.step) == 3
+
+
+def test_several_rules_of_several_metrics_end_a_run(steps):
+    step, values = steps[0], {"told": iter([3, 1, 2, 0]), "other": iter([1, 2, 3, 4])}
+
+    class Told:
+        def place_batch(self, batch):
+            return batch
+
+        def __call__(self, state, batch):
+            return {name: np.float32(next(x)) for name, x in values.items()}
+
+    early = [tj.EarlyStopping("told", 2), tj.EarlyStopping("other", goal=4, mode="max")]
+    data = [np.full(8, 1.0, np.float32)] * 9
+    how = dict(evaluate=Told(), eval_batches=[0], eval_every=1, progress=False)
+    state, history = run(step, init(step), data, early_stopping=early, **how)
+    assert history.stopped == "other reached 4, best 4.000 after 4"
+    assert int(state.step) == 4
+
+
+def test_data_that_ends_when_a_hook_says_so_end_a_run(steps):
+    step, evaluate = steps
+    enough = []
+    always = itertools.repeat(np.ones(8, np.float32))
+    data = itertools.takewhile(lambda _: not enough, always)
+    state, history = run(
+        step,
+        init(step),
+        data,
+        hooks=[lambda number, metrics: enough.extend([number] * (number >= 3))],
+        evaluate=evaluate,
+        eval_batches=told([1]),
+        progress=False,
+    )
+    # Two calls were in flight, and two batches waiting, when the hook was called.
+    assert 3 <= int(state.step) <= 3 + 2 + 2 + 1 and history.stopped is None
+    assert [number for number, _ in history.evaluations] == [int(state.step)]
 
 
 def test_what_stopped_a_run_is_said(steps, capsys):
@@ -382,6 +432,7 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
         ({"best": tj.Best("told")}, "without anything to evaluate: pass evaluate"),
         ({"early_stopping": early, **evaluated}, "would never stop anything"),
         ({"early_stopping": "told", **evaluated}, "must be None or a tj.EarlyStopping"),
+        ({"early_stopping": [early, 3], **evaluated}, "or a list of such"),
         ({"best": "told", **evaluated}, "best='told' must be None or a tj.Best(...)"),
     ]
     for options, text in table:

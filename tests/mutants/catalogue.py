@@ -919,7 +919,7 @@ STATE = (
     _m(
         "S06",
         "early stopping does not start anew after an improvement",
-        "loop.stopping:Watch._count",
+        "loop.stopping:_Count.add",
         '"lowest_after": number, "without": 0}',
         '"lowest_after": number}',
         "test_stopping.py::test_patience_of_any_values_is_as_counted_by_hand",

@@ -18,7 +18,7 @@ from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState, reaches_multiple
 from towerjax.loop.progress import Progress
-from towerjax.loop.stopping import Watch
+from towerjax.loop.stopping import Watch, rules_of
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
@@ -57,7 +57,7 @@ class Loop:
         self._step, self._options, self._steps = step, options, steps
         self._progress, self._ledger, self._saving = progress, ledger, saving
         self._writers, self._log = Writers(), HistoryLog(step_number(state))
-        self._watch = Watch(options.early_stopping, options.best)
+        self._watch = Watch(rules_of(options.early_stopping), options.best)
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
-from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.loop.stopping import Best, EarlyStopping, rules_of
 from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
@@ -79,7 +79,7 @@ class RunOptions:
     eval_batches: AnyBatches | None
     eval_every: int | None
     eval_params: Callable[[TrainState], PyTree] | None
-    early_stopping: EarlyStopping | None
+    early_stopping: EarlyStopping | Sequence[EarlyStopping] | None
     best: Best | None
     steps_per_call: int
     prefetch: int
@@ -106,8 +106,8 @@ class RunOptions:
                     f"{name}={every} must be a multiple of steps_per_call={size}: there"
                     " is no state between the steps of a call."
                 )
-        kinds = {"early_stopping": EarlyStopping, "best": Best}
-        for name, kind in {**kinds, "checkpointer": Checkpointer}.items():
+        rules_of(self.early_stopping)
+        for name, kind in {"best": Best, "checkpointer": Checkpointer}.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(

@@ -33,7 +33,7 @@ def run(
     eval_batches: AnyBatches | None = None,
     eval_every: int | None = None,
     eval_params: Callable[[TrainState], PyTree] | None = None,
-    early_stopping: EarlyStopping | None = None,
+    early_stopping: EarlyStopping | Sequence[EarlyStopping] | None = None,
     best: Best | None = None,
     steps_per_call: int = 1,
     prefetch: int = 2,
@@ -63,7 +63,8 @@ def run(
       eval_params: ``state -> parameters or state``: what to evaluate instead of the
         state, such as averaged parameters in it. ``best`` and checkpoints keep the
         run's state.
-      early_stopping: Ends the run when evaluations stop improving.
+      early_stopping: Ends the run when evaluations stop improving; of several, the
+        first that does.
       best: Keeps the state of the best evaluation, as ``history.best``.
       steps_per_call: ``K`` optimizer steps in one program, for small models whose
         steps are shorter than a call. Calls end at multiples of it; the first and the

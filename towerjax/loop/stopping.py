@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -34,7 +34,7 @@ class EarlyStopping:
     never is, nor is the infinity on the wrong side. After ``patience`` evaluations
     in a row without an improvement the run ends. It also ends with an evaluation that
     reaches ``goal``. A resumed run counts from 0 again, unless a `Checkpointer` saved
-    the count.
+    the count. Of a list of these, ``early_stopping=[first, second]``, any ends the run.
 
     Attributes:
       metric: The name of a scalar metric of the evaluation.
@@ -148,16 +148,25 @@ class BestEvaluation:
     state: TrainState | None = dataclasses.field(repr=False)
 
 
-class Watch:
-    """Counts the evaluations of a run for early stopping, and keeps the best."""
+def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
+    """The rules of early stopping, of which any one ends a run."""
+    given = () if early_stopping is None else early_stopping
+    rules = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(rule, EarlyStopping) for rule in rules):
+        raise ValueError(
+            f"early_stopping={early_stopping!r:.200} must be None or a"
+            " tj.EarlyStopping(...), or a list of such."
+        )
+    return rules
 
-    def __init__(self, early_stopping: EarlyStopping | None, best: Best | None) -> None:
-        self.best: BestEvaluation | None = None
-        self.stopped: str | None = None
-        self._lowest = math.inf  # the cost of the best
-        self._early_stopping, self._best = early_stopping, best
-        # Of early stopping: the lowest cost and the step before it, how many
-        # evaluations came since, and the step before the last of them.
+
+class _Count:
+    """Counts the evaluations of a run for one rule of early stopping."""
+
+    def __init__(self, rule: EarlyStopping) -> None:
+        self._rule = rule
+        # The lowest cost and the step before it, how many evaluations came since, and
+        # the step before the last of them.
         self._counts: dict[str, Any] = {
             "lowest": math.inf,
             "lowest_after": None,
@@ -166,60 +175,93 @@ class Watch:
         }
 
     @property
-    def counts(self) -> dict[str, Any]:
-        """The counts of early stopping, for JSON; empty without early stopping."""
-        option = self._early_stopping
-        if option is None:
-            return {}
-        return {"metric": option.metric, "mode": option.mode, **as_json(self._counts)}
+    def saved(self) -> dict[str, Any]:
+        """The counts, for JSON."""
+        rule = self._rule
+        return {"metric": rule.metric, "mode": rule.mode, **as_json(self._counts)}
 
-    def restore_counts(self, counts: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the counts of a saved run, if they are of the same metric."""
-        mine = self.counts
-        if mine and all(mine[name] == counts.get(name) for name in ("metric", "mode")):
-            self._counts = {name: counts[name] for name in self._counts}
-            lowest = counts["lowest"]  # None in older checkpoints
+        mine = self.saved
+        if all(mine[name] == saved.get(name) for name in ("metric", "mode")):
+            self._counts = {name: saved[name] for name in self._counts}
+            lowest = saved["lowest"]  # None in older checkpoints
             self._counts["lowest"] = math.inf if lowest is None else float(lowest)
-            self._stop_if_enough()
+
+    def add(self, number: int, cost: float) -> None:
+        """Count an evaluation, once."""
+        rule, counts = self._rule, self._counts
+        if number == counts["counted_after"]:
+            return
+        counts["counted_after"] = number
+        if number < rule.min_steps:
+            return
+        if rule.is_reached(cost) or cost < counts["lowest"] - rule.min_delta:
+            counts |= {"lowest": cost, "lowest_after": number, "without": 0}
+        else:
+            counts["without"] += 1
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run is to end, in words; None if it is not."""
+        rule, without = self._rule, self._counts["without"]
+        if rule.is_reached(self._counts["lowest"]):
+            text = f"{rule.metric} reached {format_value(rule.goal)}"
+        elif rule.patience is not None and without >= rule.patience:
+            text = f"{rule.metric} did not improve in {without} evaluation"
+            text += "s in a row" * (without > 1)
+        else:
+            return None
+        return text + self.lowest_in_words()
+
+    def lowest_in_words(self) -> str:
+        """The best evaluation of those counted, to be added to a sentence."""
+        after = self._counts["lowest_after"]
+        if after is None:
+            return ""
+        best = format_value(sign_of(self._rule.mode) * self._counts["lowest"])
+        return f", best {best} after {after}"
+
+
+class Watch:
+    """Counts the evaluations of a run for early stopping, and keeps the best."""
+
+    def __init__(self, rules: Sequence[EarlyStopping], best: Best | None) -> None:
+        self.best: BestEvaluation | None = None
+        self._lowest = math.inf  # the cost of the best
+        self._rules, self._best = rules, best
+        self._counts = [_Count(rule) for rule in rules]
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run is to end, in words; None if it is not."""
+        return next(filter(None, (count.stopped for count in self._counts)), None)
+
+    @property
+    def counts(self) -> list[dict[str, Any]]:
+        """The counts of early stopping, for JSON."""
+        return [count.saved for count in self._counts]
+
+    def restore_counts(self, saved: Any) -> None:
+        """Restore the counts of a saved run, rule by rule."""
+        saved = [saved] if isinstance(saved, Mapping) else saved  # older checkpoints
+        for count, one in zip(self._counts, saved, strict=False):
+            count.restore(one)
 
     def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
         """Count an evaluation, and keep its state if it is the best."""
-        early, best = self._early_stopping, self._best
-        # Both metrics are read before anything is counted or copied.
-        to_count, to_keep = (_option_cost(option, values) for option in (early, best))
-        if early is not None and number != self._counts["counted_after"]:
-            self._count(number, to_count, early)
+        best = self._best
+        # All metrics are read before anything is counted or copied.
+        costs = [_option_cost(rule, values) for rule in self._rules]
+        to_keep = math.nan if best is None else _option_cost(best, values)
+        for count, cost in zip(self._counts, costs, strict=True):
+            count.add(number, cost)
         if best is not None and to_keep < self._lowest:
             self._lowest, value = to_keep, float(values[best.metric])
             # The old copy is freed first: two copies and the state may not fit.
             self.best = BestEvaluation(number, value, values, None)
             copy = copy_state(state, best.keep)
             self.best = dataclasses.replace(self.best, state=copy)
-
-    def _count(self, number: int, cost: float, option: EarlyStopping) -> None:
-        counts = self._counts
-        counts["counted_after"] = number
-        if number < option.min_steps:
-            return
-        if option.is_reached(cost) or cost < counts["lowest"] - option.min_delta:
-            counts |= {"lowest": cost, "lowest_after": number, "without": 0}
-        else:
-            counts["without"] += 1
-        self._stop_if_enough()
-
-    def _stop_if_enough(self) -> None:
-        option, counts = self._early_stopping, self._counts
-        if option is None:
-            return
-        without = counts["without"]
-        if option.is_reached(counts["lowest"]):
-            text = f"{option.metric} reached {format_value(option.goal)}"
-        elif option.patience is not None and without >= option.patience:
-            text = f"{option.metric} did not improve in {without} evaluation"
-            text += "s in a row" * (without > 1)
-        else:
-            return
-        self.stopped = text + self._lowest_in_words()
 
     def final_state(self, state: TrainState) -> TrainState:
         """The state that `run` returns."""
@@ -229,7 +271,7 @@ class Watch:
 
     def describe(self, number: int, values: Mapping[str, Any]) -> str:
         """The last evaluation in a few words, and the best."""
-        option = self._best or self._early_stopping
+        option = self._best or next(iter(self._rules), None)
         name = "loss" if "loss" in values else min(values, default="")
         name = option.metric if option else name
         if name not in values:
@@ -237,14 +279,8 @@ class Watch:
         text = f"evaluated {name} {format_value(values[name])} after {number}"
         if (best := self.best) is not None:
             return f"{text}, best {format_value(best.value)} after {best.step}"
-        return text if self._best else text + self._lowest_in_words()
-
-    def _lowest_in_words(self) -> str:
-        option, after = self._early_stopping, self._counts["lowest_after"]
-        if option is None or after is None:
-            return ""
-        best = format_value(sign_of(option.mode) * self._counts["lowest"])
-        return f", best {best} after {after}"
+        counts = [] if self._best else self._counts[:1]
+        return text + "".join(count.lowest_in_words() for count in counts)
 
 
 def cost_of(
@@ -265,9 +301,7 @@ def cost_of(
     return sign_of(mode) * float(value)
 
 
-def _option_cost(option: EarlyStopping | Best | None, values: Any) -> float:
-    if option is None:
-        return math.nan
+def _option_cost(option: EarlyStopping | Best, values: Any) -> float:
     name = f"{type(option).__name__}.metric"
     return cost_of(values, option.metric, option.mode, name)
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -295,7 +295,7 @@ class Saving:
         self,
         state: TrainState,
         number: int,
-        stopping: Mapping[str, Any],
+        stopping: Sequence[Mapping[str, Any]],
         *,
         evaluation: Mapping[str, Any] = {},  # noqa: B006
         evaluation_due: bool = False,

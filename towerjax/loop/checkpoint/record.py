@@ -172,7 +172,7 @@ class CheckpointRecord:
       evaluation: The scalars of the evaluation after this step, if there was one; no
         NaN.
       evaluation_due: Whether the run ended before an evaluation due after this step.
-      stopping: The counts of early stopping.
+      stopping: The counts of each early stopping; older ones are of one.
       fingerprint: Of the examples that were seen; None where they are not counted.
       versions: Library -> version.
 
@@ -190,7 +190,7 @@ class CheckpointRecord:
     batch_rows: tuple[int, ...] = ()
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     evaluation_due: bool = False
-    stopping: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stopping: Sequence[Mapping[str, Any]] = ()
     fingerprint: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
