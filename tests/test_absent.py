@@ -332,7 +332,7 @@ def test_each_state_is_held_as_the_strategy_says():
         assert row.bound_s == max(flops / 1e12, sent / 1e9)
     text = str(planned)
     assert "NVIDIA H200, one tower a device" in text and "at least" in text
-    assert len(json.loads(planned.to_json())["rows"]) == 3
+    assert len(dataclasses.asdict(planned)["rows"]) == 3
 
 
 @needs_compiler
@@ -386,18 +386,14 @@ def sgd():
 
 
 @pytest.mark.slow
-def test_the_command_report(shell, tmp_path):
+def test_the_command_report(shell):
     code, out, _ = shell("report", "of_user:make_step", "--json")
     report = json.loads(out)
     held = {x["name"]: x["bytes"] for x in report["memory"]["buffers"]}
     assert code == 0 and held["params['w<']"] == 12
     assert report["timing"] is None and report["memory"]["capacity"] is None
-    code, out, _ = shell(
-        "report", "of_user:make_step", "--timed-calls", "1", "--html", "r.html"
-    )
-    assert (code, out) == (0, "")
-    page = (tmp_path / "r.html").read_text()
-    assert "params[&#x27;w&lt;&#x27;]" in page and page.startswith("<!doctype html>")
+    code, out, _ = shell("report", "of_user:make_step", "--timed-calls", "1")
+    assert code == 0 and "params['w<']" in out
     for made, message in {
         "sgd": "returns (step, state, batch)",
         "loss_fn": "cannot be called as loss_fn()",

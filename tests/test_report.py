@@ -2,7 +2,6 @@
 
 import dataclasses
 import html.parser
-import io
 import json
 import pathlib
 import re
@@ -234,12 +233,9 @@ def test_why_a_buffer_could_not_be_donated(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_reports_json_has_all_of_it(of_eight):
-    found = json.loads(of_eight.to_json())
-    assert found == json.loads(json.dumps(dataclasses.asdict(of_eight)))
+def test_a_report_is_plain_values(of_eight):
+    found = json.loads(json.dumps(dataclasses.asdict(of_eight), allow_nan=False))
     assert found["timing"]["calls"] == 2 and found["collectives"]
-    alone = dataclasses.replace(of_eight, timing=None)
-    assert json.loads(alone.to_json()) == {**found, "timing": None}
 
 
 class Tags(html.parser.HTMLParser):
@@ -271,13 +267,9 @@ def test_html_is_escaped_whole_and_alone(of_eight):
 
 
 @pytest.mark.slow
-def test_text_and_rich_show_the_same(of_eight):
-    console = pytest.importorskip("rich.console")
-    out = io.StringIO()
-    console.Console(file=out, width=300).print(of_eight)
-    for shown in (str(of_eight), out.getvalue()):
-        for words in ("params['out<&>']", "all-reduce", "taken over", "8 towers on 8"):
-            assert words in shown
+def test_text_shows_all_and_html_escapes(of_eight):
+    for words in ("params['out<&>']", "all-reduce", "taken over", "8 towers on 8"):
+        assert words in str(of_eight)
     assert "[bold]" in as_text([Table("t", ("a",), (("[bold]",),))])
     assert "<b>" not in as_html([Table("t", ("<b>",), (("<b>",),), "<b>")])
 

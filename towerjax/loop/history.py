@@ -10,7 +10,7 @@ import numpy as np
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
 from towerjax.mesh.placement import Placement
-from towerjax.types.tables import Table, as_html, as_rich, curve
+from towerjax.types.tables import Table, as_html, as_text, curve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ class History:
         """The metrics of the last evaluation; empty where there was none."""
         return self.evaluations[-1][1] if self.evaluations else {}
 
-    def table(self, *, rows: int = 20) -> Any:
-        """The history as a table for ``rich.print``.
+    def table(self, *, rows: int = 20) -> str:
+        """The history as a table of text.
 
         Args:
           rows: The most steps to show, evenly chosen; those with an evaluation
@@ -94,7 +94,7 @@ class History:
         Returns:
           A table with a row for each shown step and a column for each metric.
         """
-        return as_rich([self._table(rows)])
+        return as_text([self._table(rows)])
 
     def _repr_html_(self) -> str:
         curves = [

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import operator
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from towerjax.tools.shell import FAULT, OK, option
 from towerjax.tools.testing.audit import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import Reduction
-from towerjax.types.tables import as_html, as_text
+from towerjax.types.tables import as_text
 from towerjax.types.version import __version__
 
 
@@ -91,7 +90,6 @@ def report(
     on: str | None = None,
     timed_calls: int = 0,
     json: bool = False,
-    html: str | None = None,
 ) -> int:
     """Show what a compiled step sends, computes, holds and waits for.
 
@@ -112,7 +110,8 @@ def report(
             raise ValueError(
                 f"{make_step} must be a function that returns (step, state, batch)."
             )
-    return _show_tables(found, json, html)
+    shell.show(str(found), dataclasses.asdict(found), json)
+    return OK
 
 
 def _devices_of(text: str) -> Absent:
@@ -126,9 +125,7 @@ def _devices_of(text: str) -> Absent:
     return Absent(target, int(number))
 
 
-def plan(
-    make_step: str, json: bool = False, html: str | None = None, **options: Any
-) -> int:
+def plan(make_step: str, json: bool = False, **options: Any) -> int:
     """Show what a step would need on devices that are not here.
 
     Example:
@@ -140,15 +137,7 @@ def plan(
     exit code: 0 if all went well, 2 for wrong arguments.
     """
     found = plan_of(functools.partial(shell.call_named, make_step), **options)
-    return _show_tables(found, json, html)
-
-
-def _show_tables(found: Any, json: bool, html: str | None) -> int:
-    if html is not None:
-        page = f"<!doctype html><meta charset=utf-8>{as_html(found.tables())}\n"
-        pathlib.Path(html).write_text(page, encoding="utf-8")
-    else:
-        shell.show(str(found), dataclasses.asdict(found), json)
+    shell.show(str(found), dataclasses.asdict(found), json)
     return OK
 
 
@@ -205,7 +194,6 @@ def bench(
 _by_commas = operator.methodcaller("split", ",")
 _MAKE_STEP = option("make_step", str, "module:function")
 _JSON = option("--json", True, "print one JSON object")
-_HTML = option("--html", str, "write a page of this name instead")
 _COMMANDS = {
     launch: (
         option("--processes", int, "how many", required=True),
@@ -237,7 +225,6 @@ _COMMANDS = {
         option("--timed-calls", int, "time so many calls (default: none)"),
         option("--on", str, "devices that are not here: h200:8, a100:64, v5e:2x4 ..."),
         _JSON,
-        _HTML,
     ),
     plan: (
         _MAKE_STEP,
@@ -250,7 +237,6 @@ _COMMANDS = {
         option("--flop-rate", float, "the most FLOPs a second, for a bound of times"),
         option("--bandwidth", float, "the most bytes a second that a device sends"),
         _JSON,
-        _HTML,
     ),
     bench: (
         option("grid", str, "a TOML file, or lines of one: 'towers=[1, 2]'", nargs="+"),

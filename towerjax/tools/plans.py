@@ -12,7 +12,7 @@ from towerjax.step.report.step_report import StepReport
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_wholes
-from towerjax.types.tables import Stored, Table, in_bytes, in_flops, in_seconds
+from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
 
 MakeStep: TypeAlias = Callable[[Mirrored], tuple[Any, PyTree, PyTree]]
 """``strategy -> (step, params, batch)``, the last two in shapes or arrays."""
@@ -46,10 +46,10 @@ class PlanRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Stored):
+class Plan(Shown):
     """What a step needs on devices that are not here; see ``tj.tools.plan``.
 
-    It prints as text, in a notebook as HTML, by ``rich.print`` as rich tables.
+    It prints as text, in a notebook as HTML.
 
     Attributes:
       on: The target that the devices are of, as `plan` was given it.

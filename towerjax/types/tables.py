@@ -1,8 +1,7 @@
-"""Tables shown as text, as HTML without scripts or by rich, and stored as JSON."""
+"""Tables shown as text, and as HTML without scripts."""
 
 import dataclasses
 import html
-import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -88,24 +87,6 @@ def first_rows(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     return (*rows[:_MOST_ROWS], *last)
 
 
-def as_rich(tables: Sequence[Table]) -> Any:
-    """What ``rich.print`` shows; rich calls it, so rich is installed."""
-    from rich import console, text
-    from rich import table as rich_table
-
-    shown = []
-    for table in tables:
-        grid = rich_table.Table(
-            title=text.Text(table.title), caption=text.Text(table.note) or None
-        )
-        for name, is_number in zip(table.head, table.is_number, strict=True):
-            grid.add_column(text.Text(name), justify="right" if is_number else "left")
-        for row in table.rows:
-            grid.add_row(*map(text.Text, row))
-        shown.append(grid)
-    return console.Group(*shown)
-
-
 def in_bytes(count: float) -> str:
     """A number of bytes for a person."""
     return _with_unit(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
@@ -145,18 +126,6 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return as_html(self.tables())
-
-    def __rich__(self) -> Any:
-        return as_rich(self.tables())
-
-
-class Stored(Shown):
-    """Base of dataclasses that are shown as tables and stored as JSON."""
-
-    def to_json(self) -> str:
-        """One JSON object with all fields."""
-        fields: Any = self
-        return json.dumps(dataclasses.asdict(fields), indent=2, allow_nan=False)
 
 
 def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str:

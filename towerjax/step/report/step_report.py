@@ -20,7 +20,7 @@ from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree
 from towerjax.types.options import check_whole
-from towerjax.types.tables import Shown, Stored, Table, in_bytes, in_flops, in_seconds
+from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +45,10 @@ def time_calls(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepReport(Stored):
+class StepReport(Shown):
     """What a compiled step does, on each device, in one call.
 
-    Printed it is text, in a notebook HTML, with ``rich.print`` rich tables.
+    Printed it is text, in a notebook HTML.
 
     Attributes:
       towers: ``T``.

@@ -131,8 +131,7 @@ def _to_numbers(values: Any) -> np.ndarray:
 class Sweep(Shown):
     """The members of a sweep, in the grid's order.
 
-    It prints as a table of text, in a notebook as HTML, by ``rich.print`` as a rich
-    table.
+    It prints as a table of text, in a notebook as HTML.
 
     Attributes:
       members: A tuple of `Member`.
