@@ -12,7 +12,7 @@ from towerjax.step.report.step_report import StepReport
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_wholes
-from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
+from towerjax.types.tables import Shown, Table, in_bytes, in_flops
 
 MakeStep: TypeAlias = Callable[[Mirrored], tuple[Any, PyTree, PyTree]]
 """``strategy -> (step, params, batch)``, the last two in shapes or arrays."""
@@ -29,15 +29,12 @@ class PlanRow:
       report: The report of the compiled step.
       largest_batch: The most examples with which it fits, to an eighth; None if it
         was not searched for.
-      bound_s: A lower bound of the step's time: the longer of its products at the
-        stated rate and its bytes sent at the stated bandwidth; None without either.
     """
 
     state: str
     examples: int
     report: StepReport
     largest_batch: int | None = None
-    bound_s: float | None = None
 
     @property
     def towers(self) -> int:
@@ -62,17 +59,15 @@ class Plan(Shown):
     def tables(self) -> tuple[Table, ...]:
         """The shown table."""
         head = ("towers", "state", "examples", "held", "peak", "products", "sent")
-        more = {"largest batch": "largest_batch", "at least": "bound_s"}
-        for name, field in more.items():
-            if any(getattr(row, field) is not None for row in self.rows):
-                head += (name,)
+        if self.rows[0].largest_batch is not None:
+            head += ("largest batch",)
         notes = dict.fromkeys(x for row in self.rows for x in row.report.flops.notes)
         title = f"{self.rows[0].report.platform}, one tower a device"
         return (Table(title, head, tuple(map(_cells, self.rows)), "; ".join(notes)),)
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:
-    report, bound_s = row.report, row.bound_s
+    report = row.report
     return (
         f"{row.towers}",
         row.state,
@@ -82,7 +77,6 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         in_flops(report.flops.matmul),
         in_bytes(report.bytes_sent),
         *([] if row.largest_batch is None else [f"{row.largest_batch}"]),
-        *([] if bound_s is None else [in_seconds(bound_s)]),
     )
 
 
@@ -93,8 +87,6 @@ def plan(
     towers: Sequence[int] = (1, 8, 64, 512, 4096),
     states: Sequence[StateLayout] = get_args(StateLayout),
     largest_batch: bool = False,
-    flop_rate: float | None = None,
-    bandwidth: float | None = None,
 ) -> Plan:
     """Compile a step for any numbers of devices that are not here; report its needs.
 
@@ -111,8 +103,6 @@ def plan(
       states: The layouts of the state; see `Mirrored`.
       largest_batch: Whether to search for the largest batch that fits, to an eighth:
         some ten compilations a row.
-      flop_rate: The most FLOP/s of a device's products that you expect.
-      bandwidth: The most bytes a second that a device sends.
 
     Returns:
       A `Plan`, which prints as text, in a notebook as HTML.
@@ -149,10 +139,7 @@ def plan(
         step, params, batch = make_step(Mirrored(devices=devices, state=state))
         report = step.report(params, batch)
         most = _largest_batch(step, params, batch, report) if largest_batch else None
-        pairs = ((report.flops.matmul, flop_rate), (report.bytes_sent, bandwidth))
-        times = [amount / rate for amount, rate in pairs if rate is not None]
-        bound_s = max(times, default=None)
-        rows.append(PlanRow(state, _num_rows(batch), report, most, bound_s))
+        rows.append(PlanRow(state, _num_rows(batch), report, most))
     return Plan(on, tuple(rows))
 
 
