@@ -263,6 +263,20 @@ def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
     step.check(start(), good(3 * towers))
 
 
+def by_time(params, batch, tower):
+    losses = (batch["x"] * params["w"][None]).T ** 2  # [3, b]
+    return tj.Weighted.mean(losses, tower.weight)
+
+
+@pytest.mark.parametrize("rows", [12, 11, 16])
+def test_rows_in_another_dim_than_the_first_are_refused(rows):
+    """Also where there are as many as of what is first, so that weights would fit."""
+    step = build(by_time, tj.Mirrored(TWO[:1], towers=4), remainder="pad")
+    text = r"values of shape \(3, \d\) and weights .* jnp.moveaxis\(values, 1, 0\)"
+    with pytest.raises(ValueError, match=text):
+        step.check(start(), good(rows))
+
+
 def of_reduced(params, batch, tower):
     rows = tj.Weighted.mean(batch["x"][:, 0], tower.weight)
     mean = tower.reduce(tj.Reduction.SUM, rows).value

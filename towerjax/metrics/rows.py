@@ -11,6 +11,10 @@ from towerjax.proof.scale import SQUARE
 from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
 
 
+class RowsNotFirstError(ValueError):
+    """Weights of one per example are as many as another dim than 0 of the values."""
+
+
 def library_of(*arrays: Any) -> Any:
     """``jax.numpy`` if an array is JAX's, else ``numpy``, which keeps its precision."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
@@ -106,9 +110,15 @@ def element_weights(
     if repeats and len(given) == dims:
         fits = all(size in (1, whole) for size, whole in zip(given, shape, strict=True))
     if not fits:
+        text = f"{name} got {what} of shape {shape} and weights of shape {given}."
+        if len(given) == 1 and given[0] in shape[1:]:
+            at = shape.index(given[0])
+            raise RowsNotFirstError(
+                f"{text} Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
+            )
         raise ValueError(
-            f"{name} got {what} of shape {shape} and weights of shape {given}. Give"
-            f" weights of its leading dims, such as {shape[:1]} for one per example."
+            f"{text} Give weights of its leading dims, such as {shape[:1]} for one per"
+            " example."
         )
     return jnp.broadcast_to(weight, shape)
 

@@ -12,9 +12,11 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
+from towerjax.metrics.rows import RowsNotFirstError
 from towerjax.proof.analysis import analyse, depends
 from towerjax.proof.findings import (
     Analysis,
+    ReplicationError,
     Square,
     TowerCall,
     prove_mirrored,
@@ -177,6 +179,11 @@ def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[Square]:
     given = one.in_layouts, (state, more, *others)
     try:
         traced, _ = trace_one_tower(one.on_device(axes), axes, *given, args_of=towers)
+    except RowsNotFirstError as error:
+        raise ReplicationError(
+            "Weights fit values only where two dims happen to be of one size. For twice"
+            f" as many rows {error}"
+        ) from error
     except Exception:  # the function takes so many rows alone
         return set()
     inputs = [None] * len(traced.jaxpr.invars)
