@@ -314,6 +314,20 @@ def test_an_update_that_forgets_the_value_is_told_of_it():
         assert ("merged['grads'].value" in notes) == noted, caught.value
 
 
+@pytest.mark.parametrize("optimizer", [optax.adam(0.1), optax.scale_by_adam()])
+def test_an_optimizer_state_that_init_was_not_given_is_explained(optimizer):
+    def tower_fn(state, batch, tower):
+        return tj.value_and_grad(loss_fn)(state.params, batch, tower)
+
+    def update_fn(state, merged):
+        return state, optimizer.update(merged[1].value, state.opt_state)[0]
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(2, 1))
+    with pytest.raises((AttributeError, ValueError)) as caught:
+        step.check(params(), data(4))
+    assert "opt_state=optimizer.init(params)" in "".join(caught.value.__notes__)
+
+
 def test_leaves_without_a_gradient_are_refused_by_name():
     def tower_fn(state, batch, tower):
         return tj.value_and_grad(loss_fn)(state.params, batch, tower)

@@ -360,6 +360,15 @@ def test_a_choice_by_the_tower_is_explained(use):
     assert "write jnp.asarray(values)[tower.id]" in notes
 
 
+@pytest.mark.parametrize("use", [jnp.sqrt, lambda mean: jax.grad(lambda _: mean)(1.0)])
+def test_a_mean_that_is_used_as_a_number_is_explained(use):
+    with pytest.raises(TypeError) as error:
+        mirrored(2).call_for_each_tower(
+            lambda tower: use(tj.Weighted.mean(jnp.ones(2)))
+        )
+    assert "tj.value_and_grad(loss_fn)" in error.value.__notes__[0]
+
+
 def test_an_axis_that_towers_do_not_know_is_explained():
     strategy = tj.Mirrored(towers=2)
     with pytest.raises(NameError) as error:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -87,7 +88,7 @@ class Engine:
 
         def attempt(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**donated, **kept)
-            with _explain_errors():
+            with _explain_errors(before):
                 updated = self.update_fn(before, merged)
             after, metrics = _check_update(before, updated)
             after = dataclasses.replace(after, own=op_state)
@@ -241,8 +242,8 @@ def _value_of_metric(name: str, x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _explain_errors() -> Iterator[None]:
-    """Explain errors of ``update_fn``: a collective, or a merged value as an array."""
+def _explain_errors(before: TrainState) -> Iterator[None]:
+    """Explain errors of ``update_fn``: a collective, a merged value, no `opt_state`."""
     try:
         yield
     except NameError as error:
@@ -257,6 +258,12 @@ def _explain_errors() -> Iterator[None]:
             error.add_note(
                 "merged holds the types that towers returned; their numbers are"
                 " merged[...].value, such as merged['grads'].value."
+            )
+        at = traceback.extract_tb(error.__traceback__)[-1].filename
+        if before.opt_state == () and "optax" in at:
+            error.add_note(
+                "state.opt_state is empty: begin with step.init(params,"
+                " opt_state=optimizer.init(params))."
             )
         raise
 

@@ -285,7 +285,7 @@ def _is_bound(axis: str) -> bool:
 def in_tower_fn() -> Iterator[None]:
     """The context in which a tower function runs; explains its errors.
 
-    Notes are added where a value is not yet known, or an axis not bound.
+    Notes are added where a value is not yet known, is a mean, or an axis not bound.
     """
     try:
         with bind_axis(_IN_TOWER):
@@ -297,6 +297,15 @@ def in_tower_fn() -> Iterator[None]:
             " to see values, jax.debug.print('{}', x). To pick by tower.id, write"
             " jnp.asarray(values)[tower.id]."
         )
+        raise
+    except TypeError as error:
+        if re.search(r"\b(Weighted|Means)\b", str(error)):
+            error.add_note(
+                "A tower's mean is a sum and a weight, and no number before all towers"
+                " are added up. tj.value_and_grad(loss_fn) differentiates it; as a"
+                " number take tower.reduce(tj.Reduction.SUM, mean).value, or .value in"
+                " a later pass of tj.build_step."
+            )
         raise
     except NameError as error:
         if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
