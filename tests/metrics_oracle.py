@@ -68,6 +68,12 @@ def at_nearest(rows, w, wanted, given, n=200):
     return max(p[1] for p in pairs if abs(p[0] - wanted) <= nearest + 1e-6)
 
 
+def rate_at_thresholds(rows, w, thresholds, missed):
+    tp, fp, fn, _ = curves(rows, w, np.float32(thresholds))
+    other = fn if missed else fp
+    return [share(a, a + b) for a, b in zip(tp, other, strict=True)]
+
+
 def mean_iou(rows, w):
     values = []
     for c in range(NUM_CLASSES):
@@ -97,8 +103,8 @@ def said(rows):
     return rows["score"] > np.float32(0.5)
 
 
-def share_of(rows, w, missed, said=None):
-    tp, fp, fn, _ = outcomes(rows["yes"], rows["said"] if said is None else said, w)
+def share_of(rows, w, missed):
+    tp, fp, fn, _ = outcomes(rows["yes"], rows["said"], w)
     return share(tp, tp + (fn if missed else fp))
 
 
@@ -122,8 +128,8 @@ VALUES = {
     "auc_pr_few": lambda r, w: auc_pr(r, w, 5),
     "sensitivity": lambda r, w: at_nearest(r, w, 0.8, "specificity"),
     "specificity": lambda r, w: at_nearest(r, w, 0.4, "sensitivity"),
-    "precision_at": lambda r, w: share_of(r, w, False, r["score"] > np.float32(0.2)),
-    "recall_at": lambda r, w: share_of(r, w, True, r["score"] > np.float32(0.2)),
+    "precisions": lambda r, w: rate_at_thresholds(r, w, [0.2, 0.5], False),
+    "recalls": lambda r, w: rate_at_thresholds(r, w, [0.2, 0.5], True),
     "mean_iou": mean_iou,
     "mean_per_class_accuracy": mean_per_class_accuracy,
     "mean_per_class_accuracy_tf": lambda r, w: mean_per_class_accuracy(r, w, True),

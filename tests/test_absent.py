@@ -315,7 +315,7 @@ def test_several_steps_are_one_loop_with_one_reduction_in_it():
 @pytest.mark.slow
 @needs_compiler
 def test_each_state_is_held_as_the_strategy_says():
-    planned = tj.tools.plan(make_step, towers=[8])
+    planned = tj.tools.plan(make_step, towers=[8], flop_rate=1e12, bandwidth=1e9)
     rows = {(row.towers, row.state): row for row in planned.rows}
     assert len(rows) == len(planned.rows) == 3
     params = 4 * LAYERS * WIDTH * WIDTH
@@ -327,9 +327,11 @@ def test_each_state_is_held_as_the_strategy_says():
         assert held["optimizer state"] == of_optimizer + 4  # and its count
         assert row.examples == ROWS * towers and row.largest_batch is None
         assert (row.report.bytes_sent > 0) == (towers > 1)
-        assert row.report.flops.matmul == 2 * ROWS * WIDTH * WIDTH * (3 * LAYERS - 1)
+        flops, sent = row.report.flops.matmul, row.report.bytes_sent
+        assert flops == 2 * ROWS * WIDTH * WIDTH * (3 * LAYERS - 1)
+        assert row.bound_s == max(flops / 1e12, sent / 1e9)
     text = str(planned)
-    assert "NVIDIA H200, one tower a device" in text
+    assert "NVIDIA H200, one tower a device" in text and "at least" in text
     assert len(dataclasses.asdict(planned)["rows"]) == 3
 
 
@@ -428,9 +430,9 @@ def test_commands_for_absent_devices(shell):
     assert code == 0 and "2 towers on 2 devices (NVIDIA A100)" in out
     assert "which fits in 79.3 GiB" in out
     options = ("--on", "h100", "--towers", "2", "--states", "sharded")
-    code, out, _ = shell("plan", name, *options, "--json")
+    code, out, _ = shell("plan", name, *options, "--bandwidth", "1e9", "--json")
     (row,) = json.loads(out)["rows"]
-    assert code == 0 and row["state"] == "sharded"
+    assert code == 0 and row["state"] == "sharded" and row["bound_s"] > 0
 
 
 @pytest.mark.slow

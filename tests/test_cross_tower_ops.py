@@ -673,14 +673,13 @@ ONE_WAY = [[j for j in range(8) if j > i] for i in range(8)]
             tj.collectives.Hierarchical(4),
             "linked to each other inside groups of 4 but not",
         ),
-        (DGX_1[:4], tj.AllReduce(), "Each of the 4 devices is directly linked"),
+        (DGX_1[:4], tj.AllReduce(), "All 4 devices are directly linked to each other"),
         (
             [[i, *x] for i, x in enumerate(DGX_1)],
             tj.collectives.Hierarchical(4),
             "groups of 4",
         ),
-        ([[]], tj.AllReduce(), "Each of the 1 devices"),
-        (ALL, tj.AllReduce(), "Each of the 8 devices is directly linked"),
+        (ALL, tj.AllReduce(), "All 8 devices are directly linked"),
         (PAIRS, tj.collectives.Hierarchical(2), "so only 1/2 of the sums goes across."),
         (RING, tj.collectives.Hierarchical(2), "groups of 2"),  # neighbours are pairs
         (ONE_WAY, tj.AllReduce(), "make no groups of equal size"),
@@ -693,16 +692,46 @@ def test_links_decide(links, ops, why):
         [f"gpu:{i}" for i in range(len(links))], links
     )
     assert choice.ops == ops
-    assert why in choice.reason
+    assert why in choice.reason and "(Not on this machine: gpu:0, " in choice.reason
     tj.Mirrored([f"gpu:{i}" for i in range(len(links))], cross_tower_ops=choice.ops)
+
+
+def test_without_links_platform_and_processes_decide(monkeypatch):
+    choose = tj.collectives.choose_cross_tower_ops
+    assert choose(jax.devices()) == choose(names(8))
+    assert choose(names(8)).ops == tj.AllReduce()
+    assert "8 CPU devices of one process" in choose(names(8)).reason
+    assert choose(["cpu:3"]).reason == "One device: nothing travels."
+    assert choose(["cpu:3"], [[0]]).reason == "One device: nothing travels."
+    absent = choose(["gpu:0", "gpu:1"])
+    assert absent.ops == tj.AllReduce()
+    assert absent.reason.endswith("devices. (Not on this machine: gpu:0, gpu:1.)")
+
+    @dataclasses.dataclass
+    class Device:
+        process_index: int
+
+    def owners(*indices):
+        devices = [Device(i) for i in indices]
+        monkeypatch.setattr(
+            "towerjax.collectives.choose.platform_devices", lambda platform: devices
+        )
+        return choose([f"gpu:{i}" for i in range(len(indices))])
+
+    assert owners(0, 0, 1, 1).ops == tj.collectives.Hierarchical()
+    assert "2 processes have 2 GPU devices each" in owners(0, 0, 1, 1).reason
+    for indices in ((0, 1, 0, 1), (0, 0, 0, 1), (0, 1), (0, 0, 1, 1, 1)):
+        assert owners(*indices).ops == tj.AllReduce()
+        assert "processes make no groups" in owners(*indices).reason
+    assert "one process, whose links are alike" in owners(0, 0).reason
 
 
 @pytest.mark.parametrize(
     "devices, links, text",
     [
-        ([], [], "must be a tuple of names"),
-        (["gpu:0", "cuda:0"], [[], []], "names gpu:0 more than once"),
-        (["gpu:0", "cpu:0"], [[], []], "of several platforms, cpu and gpu"),
+        ([], None, "must be a tuple of names"),
+        (["gpu:0", "cuda:0"], None, "names gpu:0 more than once"),
+        (["gpu:0", "cpu:0"], None, "of several platforms, cpu and gpu"),
         (["gpu:0", "gpu:1"], [[1]], "links=[[1]] must have for each of the 2 devices"),
         (["gpu:0", "gpu:1"], [[1], ["gpu:0"]], "a list of positions in devices, such"),
         (["gpu:0", "gpu:1"], [[-1], []], "links=[[-1], []] must have for each of the"),

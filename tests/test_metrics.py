@@ -26,7 +26,7 @@ def states(rows, w, names=tuple(oracle.VALUES)):
     builders = {
         "mean": lambda: m.mean(rows["value"], w),
         "accuracy": lambda: m.accuracy(*ids, w),
-        "percentage_below": lambda: m.mean(rows["value"] < 0.5, w),
+        "percentage_below": lambda: m.percentage_below(rows["value"], 0.5, w),
         "mse": lambda: m.mean_squared_error(*numbers, w),
         "rmse": lambda: m.root_mean_squared_error(*numbers, w),
         "mae": lambda: m.mean_absolute_error(*numbers, w),
@@ -43,8 +43,8 @@ def states(rows, w, names=tuple(oracle.VALUES)):
         "auc_pr_few": lambda: m.auc(yes, score, w, curve="PR", num_thresholds=5),
         "sensitivity": lambda: m.sensitivity_at_specificity(yes, score, 0.8, w),
         "specificity": lambda: m.specificity_at_sensitivity(yes, score, 0.4, w),
-        "precision_at": lambda: m.precision(yes, score, w, threshold=0.2),
-        "recall_at": lambda: m.recall(yes, score, w, threshold=0.2),
+        "precisions": lambda: m.precision_at_thresholds(yes, score, [0.2, 0.5], w),
+        "recalls": lambda: m.recall_at_thresholds(yes, score, [0.2, 0.5], w),
         "mean_iou": lambda: m.mean_iou(*ids, oracle.NUM_CLASSES, w),
         "mean_per_class_accuracy": lambda: m.mean_per_class_accuracy(
             *ids, oracle.NUM_CLASSES, w
@@ -184,12 +184,11 @@ def test_a_score_at_a_threshold_is_not_above_it():
 
     @jax.jit
     def found(yes, score):
-        recalls = [m.recall(yes, score, threshold=t) for t in (0.25, 0.4, 0.5)]
-        wrong = m.false_positives(yes, score, threshold=0.5)
-        return [x.compute() for x in recalls], wrong.compute()
+        recalls = m.recall_at_thresholds(yes, score, [0.25, 0.4, 0.5])
+        return recalls.compute(), m.false_positives(yes, score, threshold=0.5).compute()
 
     recalls, wrong = found(yes, score)
-    assert list(map(float, recalls)) == [0.5, 0.5, 0]
+    assert recalls.tolist() == [0.5, 0.5, 0]
     assert float(wrong) == 0
     with jax.enable_x64(True):  # in float64 the float32 next to 0.1 is above it
         tenth = np.full(3, 0.1, np.float32)
@@ -265,12 +264,13 @@ def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
             tj.Weighted.mean(large),
             m.mean_absolute_error(large, [0, 0]),
             m.mean([1.0, 3.0], large),
+            m.percentage_below(large, 10),
             m.accuracy(large, large + 2**32),
             m.mean_squared_error([3j, 4], [0, 0]),
         ]
         return [x.value for x in states]
 
-    assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0, 12.5]
+    assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
 
 
 @pytest.mark.slow
@@ -334,6 +334,27 @@ def test_errors_of_integers_are_those_of_their_exact_differences(labels, predict
     np.testing.assert_allclose([*found, root], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.int32([-(2**31), -8, 1_700_000_000, 2**31 - 1]),
+        np.uint32([0, 1_700_000_000, 2**32 - 1]),
+        np.int64([-(2**62), 1_700_000_000, 2**40, 2**40 + 1]),
+    ],
+)
+def test_integers_are_compared_with_a_threshold_exactly(values):
+    limits = np.iinfo(values.dtype)
+    thresholds = [limits.min, limits.max, limits.max + 1, 2**40 + 1, -(2.0**70)]
+    thresholds += [1_700_000_000, 1_700_000_000.5, np.float32(-7.5), np.inf, np.nan]
+    for threshold in thresholds:
+        expected = np.mean([int(x) < threshold for x in values])
+        arrays = [values] if values.dtype.itemsize == 8 else [values, jnp.array(values)]
+        for x in arrays:
+            found = m.percentage_below(x, threshold).compute()
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_the_mean_of_complex_values_has_a_real_weight():
     values, weight = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0.0, 1.5])
     for mean in (
@@ -395,6 +416,22 @@ def test_the_mean_of_rows_is_a_tree_and_leaves_out_what_has_no_weight():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-7)
     plain = tj.Weighted.mean({"b": tree["b"]}, axis=0)
     assert float(plain.weight) == 5 and float(plain.value["b"]) == tree["b"].mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "values, threshold, below",
+    [
+        (jnp.array([0.69921875, 0.75], jnp.bfloat16), 0.7, 1),  # 0.7 rounds to this
+        (np.uint8([1, 200, 255]), 300, 3),
+        (np.uint8([1, 200, 255]), -1, 0),
+    ],
+)
+def test_a_threshold_is_not_rounded_to_the_dtype_of_the_values(
+    values, threshold, below
+):
+    found = m.percentage_below(values, threshold).compute()
+    np.testing.assert_allclose(found, below / len(values), rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -619,6 +656,7 @@ REFUSED = [
     (lambda: m.precision(B, B, threshold=0.5), "threshold=0.5.*take none"),
     (lambda: m.recall(B, N, threshold=[0.5]), r"threshold=\[0.5\].*is one number"),
     (lambda: m.true_positives(B, N, threshold=N), "one number.*true_positives.*for t"),
+    (lambda: m.percentage_below(N, [0.2, 0.5]), "percentage_below got threshold=.*one"),
     (lambda: m.recall([0, 2], B), "labels with the value 2"),
     (lambda: m.recall(B, [0, 3]), "predictions with the value 3"),
     (lambda: m.true_positives(B, B, [1, -2]), "true_positives got a weight of -2"),
@@ -631,6 +669,7 @@ REFUSED = [
     (lambda: m.auc(B, N * np.nan), "scores with the value nan"),
     (lambda: m.sensitivity_at_specificity(B, N, 1.5), "specificity=1.5.*0 and 1"),
     (lambda: m.specificity_at_sensitivity(B, N, -1), "sensitivity=-1.*0 and 1"),
+    (lambda: m.recall_at_thresholds(B, N, [0.5, 0.5]), "thresholds=.*rise"),
     (lambda: m.mean_iou(I, I, 1), "labels with the value 1.*ids 0 to 0"),
     (lambda: m.mean_iou(I, I - 1, 2), "predictions with the value -1"),
     (lambda: m.mean_iou(I, I, 2.0), "num_classes=2.0"),
@@ -651,10 +690,18 @@ REFUSED = [
         "different options",
     ),
     (
+        lambda: m.merge(*(m.precision_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
+        "different options",
+    ),
+    (
+        lambda: m.merge(*(m.recall_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
+        "different options",
+    ),
+    (
         lambda: m.merge(m.mean_iou([0], [0], 1), m.mean_iou(I, I, 2)),
         r"matrix=\(1, 1\).*matrix=\(2, 2\).*different options",
     ),
-    (lambda: m.auc(B, N, thresholds=[np.nan]), "thresholds=.*numbers that rise"),
+    (lambda: m.recall_at_thresholds(B, N, [np.nan]), "thresholds=.*numbers that rise"),
     (lambda: m.merge(m.mean(N), N), "second a ndarray.*no metric state"),
     (lambda: m.compute({"a": m.mean(N)}), "got a dict.*no metric state"),
     (lambda: m.from_clu(N), "no pytree with merge and compute"),

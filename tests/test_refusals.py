@@ -77,8 +77,8 @@ def test_a_limit_of_bytes_is_an_int(below):
     "devices, links, text",
     [
         (None, None, "devices=None must be a list: write devices=jax.devices()"),
-        (3, [], "devices=3 must be a list: write"),
-        ("cpu:0", [], "devices='cpu:0' must be a list: write"),
+        (3, None, "devices=3 must be a list: write"),
+        ("cpu:0", None, "devices='cpu:0' must be a list: write"),
         (["cpu:0", "cpu:1"], 3, "links=3 must have for each"),
         (["cpu:0", "cpu:1"], "ab", "links='ab' must have"),
         (["cpu:0", "cpu:1"], {0: [1]}, "links={0: .* must have"),

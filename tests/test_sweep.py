@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -425,7 +427,7 @@ def test_several_processes_are_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_sweep_is_a_table(swept):
+def test_a_sweep_is_a_table(swept, monkeypatch):
     found = swept("together")
     rows = found.rows()
     assert [row["seed"] for row in rows] == [0, 1, 0, 1]
@@ -433,6 +435,11 @@ def test_a_sweep_is_a_table(swept):
     assert "out" not in rows[0] and rows[0]["rows"] == 44  # an array is no cell
     assert found._repr_html_().count("<tr>") == 5 and len(str(found).splitlines()) == 6
     assert "4 members" in str(found) and "together" in str(found)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ValueError, match="needs pandas, which is not installed"):
+        found.to_pandas()
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
+    assert found.to_pandas() == rows
 
 
 def test_members_may_have_different_metrics():
@@ -463,7 +470,7 @@ def test_the_best_is_of_the_evaluation_and_else_of_the_last_step(swept):
 
 
 @pytest.mark.slow
-def test_curves_are_stacked_over_seeds(swept):
+def test_curves_are_means_with_bands_over_seeds(swept, monkeypatch):
     found = swept("together")
     curves = found.curves("loss")
     assert list(curves) == ["rate=0.05", "rate=0.2"]
@@ -472,3 +479,16 @@ def test_curves_are_stacked_over_seeds(swept):
     assert len(found.curves(over=["rate", "seed"])) == 1
     with pytest.raises(ValueError, match="over='sed' must be one of 'rate', 'seed'"):
         found.curves(over="sed")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="matplotlib, which is not installed"):
+        found.plot()
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    panel = found.plot().axes[0]
+    line, band = panel.lines[0], panel.collections[0].get_paths()[0].vertices
+    np.testing.assert_allclose(line.get_ydata(), first.mean(axis=0))
+    at = band[band[:, 0] == 1][:, 1]
+    spread = first[:, 0].std()
+    np.testing.assert_allclose(
+        [at.min(), at.max()], first[:, 0].mean() + [-spread, spread]
+    )

@@ -14,7 +14,7 @@ from towerjax.collectives.ops import (
     PinnedTree,
     ReduceToOneDevice,
 )
-from towerjax.mesh.devices import canonical_device_names
+from towerjax.mesh.devices import canonical_device_names, platform_devices
 from towerjax.types.options import check_list, is_whole
 
 _OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical, Compressed)
@@ -49,13 +49,14 @@ class OpsChoice:
 
 
 def choose_cross_tower_ops(
-    devices: Sequence[Any], links: Sequence[Sequence[int]]
+    devices: Sequence[Any], links: Sequence[Sequence[int]] | None = None
 ) -> OpsChoice:
-    """Choose the cross-tower op that suits the links of devices, and say why.
+    """Choose the cross-tower op that suits the devices, and say why.
 
-    `AllReduce` where each device is linked to each other one, or where no groups are;
-    `Hierarchical` where neighbours make groups of equal size that are fully linked
-    inside, not to each other.
+    With ``links``: `AllReduce` where each device is linked to each other one, or
+    where no groups are; `Hierarchical` where neighbours make groups of equal size
+    that are fully linked inside, not to each other. Without: `Hierarchical` for several
+    processes with the same number >= 2 of neighbouring devices, else `AllReduce`.
 
     Args:
       devices: Names or ``jax.Device`` objects in tower order; the names may be of
@@ -81,7 +82,19 @@ def choose_cross_tower_ops(
       knows one table of links, that of a DGX-1.
     """
     names = canonical_device_names(check_list("devices", devices, "jax.devices()"))
-    _check_links(links, count := len(names))
+    if links is not None:
+        _check_links(links, len(names))
+    if len(names) == 1:
+        return OpsChoice(AllReduce(), "One device: nothing travels.")
+    ops, reason = _by_processes(names) if links is None else _by_links(links)
+    num_present = len(platform_devices(names[0].split(":")[0]))
+    absent = [name for name in names if int(name.split(":")[1]) >= num_present]
+    note = f" (Not on this machine: {', '.join(absent)}.)" if absent else ""
+    return OpsChoice(ops, reason + note)
+
+
+def _by_links(links: Sequence[Sequence[int]]) -> tuple[CrossTowerOps, str]:
+    count = len(links)
 
     def is_linked(size: int) -> bool:
         return all(
@@ -93,16 +106,39 @@ def choose_cross_tower_ops(
 
     sizes = [n for n in range(2, count) if count % n == 0 and is_linked(n)]
     if is_linked(count):
-        why = f"Each of the {count} devices is directly linked to each other one."
-        return OpsChoice(AllReduce(), why)
+        return AllReduce(), f"All {count} devices are directly linked to each other."
     if not sizes:
-        why = f"Links of the {count} devices make no groups of equal size."
-        return OpsChoice(AllReduce(), why)
-    why = (
+        return (
+            AllReduce(),
+            f"Links of the {count} devices make no groups of equal size.",
+        )
+    return Hierarchical(group_size=sizes[-1]), (
         f"The {count} devices are directly linked to each other inside groups of"
         f" {sizes[-1]} but not across, so only 1/{sizes[-1]} of the sums goes across."
     )
-    return OpsChoice(Hierarchical(group_size=sizes[-1]), why)
+
+
+def _by_processes(names: tuple[str, ...]) -> tuple[CrossTowerOps, str]:
+    platform, numbers = names[0].split(":")[0], [int(n.split(":")[1]) for n in names]
+    present = platform_devices(platform)
+    what = f"{len(names)} {platform.upper()} devices"
+    if max(numbers) >= len(present):
+        return AllReduce(), f"Nothing is known of the links of {what}."
+    owners = [present[number].process_index for number in numbers]
+    count = len(set(owners))
+    if count == 1:
+        return AllReduce(), f"{what} of one process, whose links are alike."
+    size = len(names) // count
+    groups = [set(owners[i : i + size]) for i in range(0, len(names), size)]
+    if size > 1 and len(groups) == count and all(len(group) == 1 for group in groups):
+        return Hierarchical(), (
+            f"{count} processes have {size} {platform.upper()} devices each, next to"
+            f" each other, so only 1/{size} of the sums goes between processes."
+        )
+    return AllReduce(), (
+        f"The {what} of {count} processes make no groups, which are neighbours and"
+        " equally many in each process."
+    )
 
 
 def _check_links(links: Any, count: int) -> None:

@@ -16,6 +16,7 @@ from towerjax.metrics.means import accuracy as accuracy
 from towerjax.metrics.means import mean as mean
 from towerjax.metrics.means import mean_absolute_error as mean_absolute_error
 from towerjax.metrics.means import mean_squared_error as mean_squared_error
+from towerjax.metrics.means import percentage_below as percentage_below
 from towerjax.metrics.means import root_mean_squared_error as root_mean_squared_error
 from towerjax.metrics.rows import ratio as ratio
 from towerjax.metrics.state import compute as compute
@@ -23,6 +24,10 @@ from towerjax.metrics.state import from_clu as from_clu
 from towerjax.metrics.state import is_metric as is_metric
 from towerjax.metrics.state import merge as merge
 from towerjax.metrics.thresholds import auc as auc
+from towerjax.metrics.thresholds import (
+    precision_at_thresholds as precision_at_thresholds,
+)
+from towerjax.metrics.thresholds import recall_at_thresholds as recall_at_thresholds
 from towerjax.metrics.thresholds import (
     sensitivity_at_specificity as sensitivity_at_specificity,
 )

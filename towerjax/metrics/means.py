@@ -1,18 +1,24 @@
 """Metrics that are means over examples: of values, hits and errors."""
 
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from towerjax.metrics.rows import (
     Pairs,
     as_array,
     as_floats,
+    check_threshold,
     element_weights,
+    is_known,
     library_of,
     named_if_square,
     ratio,
 )
-from towerjax.metrics.weighted import Additive, Weighted
+from towerjax.metrics.weighted import Additive, Weighted, widen
 from towerjax.types import ArrayLike
 from towerjax.types.leaves import promote_dtypes
 
@@ -68,6 +74,43 @@ def accuracy(
     """
     pairs = Pairs("accuracy", labels, predictions, weight)
     return _mean_of(pairs.are_equal(), pairs.weights)
+
+
+def percentage_below(
+    values: ArrayLike, threshold: float, weight: ArrayLike | None = None
+) -> Weighted:
+    """The share of values below a threshold: ``tf.metrics.percentage_below``.
+
+    Args:
+      values: ``[b, ...]``.
+      threshold: Values less than it count; a value equal to it does not.
+      weight: As for `mean`.
+
+    Returns:
+      A ``Weighted``; the value lies between 0 and 1.
+
+    Raises:
+      ValueError: As for `mean`.
+
+    Example:
+      >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
+      0.25
+    """
+    check_threshold("percentage_below", threshold)
+    below = jnp.asarray(_is_below(as_array(values), threshold))
+    weights = element_weights("percentage_below", below.shape, weight, "values")
+    return _mean_of(below, weights)
+
+
+def _is_below(values: Any, threshold: Any) -> Any:
+    """Whether each value is below the threshold, which is not cast to its dtype."""
+    values = widen(values)
+    if not (jnp.issubdtype(values.dtype, jnp.integer) and is_known(threshold)):
+        return values < threshold
+    limits, threshold = np.iinfo(values.dtype), np.asarray(threshold).item()
+    if not limits.min < threshold <= limits.max:  # it may be NaN
+        return np.full(values.shape, threshold > limits.max)
+    return values < np.asarray(math.ceil(threshold), values.dtype)
 
 
 def mean_absolute_error(

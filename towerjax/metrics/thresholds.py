@@ -40,6 +40,8 @@ def _counts_at_thresholds(yes: Any, no: Any) -> tuple[Any, Any, Any, Any]:
 
 def _rates(yes: Any, no: Any, name: str) -> Any:
     right, wrong, missed, below = _counts_at_thresholds(yes, no)
+    if name == "precision":
+        return ratio(right, right + wrong)
     if name == "sensitivity":
         return ratio(right, right + missed)
     return ratio(below, below + wrong)  # the specificity
@@ -248,3 +250,58 @@ def specificity_at_sensitivity(
     """
     pairs = Pairs("specificity_at_sensitivity", labels, predictions, weight)
     return _at_nearest(pairs, sensitivity, num_thresholds)
+
+
+def precision_at_thresholds(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    thresholds: Any,
+    weight: ArrayLike | None = None,
+) -> Curves:
+    """Precision at several thresholds: ``tf.metrics.precision_at_thresholds``.
+
+    Args:
+      labels: As for `auc`.
+      predictions: As for `auc`.
+      thresholds: ``[n]`` ascending numbers; a score is positive at those below it.
+      weight: As for `auc`.
+
+    Returns:
+      A `Curves`, whose value is ``[n]``; 0 where no score is above.
+
+    Raises:
+      ValueError: Thresholds do not ascend, or as for `auc`.
+
+    Example:
+      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
+      >>> precision_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
+      [0.6666666..., 1.0]
+    """
+    pairs = Pairs("precision_at_thresholds", labels, predictions, weight)
+    return _at_thresholds(pairs, thresholds, "precision")
+
+
+def recall_at_thresholds(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    thresholds: Any,
+    weight: ArrayLike | None = None,
+) -> Curves:
+    """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
+
+    0 where there are no positives. Arguments, result and errors are those of
+    `precision_at_thresholds`.
+
+    Example:
+      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
+      >>> recall_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
+      [1.0, 0.5]
+    """
+    pairs = Pairs("recall_at_thresholds", labels, predictions, weight)
+    return _at_thresholds(pairs, thresholds, "sensitivity")
+
+
+def _at_thresholds(pairs: Pairs, thresholds: Any, rate: str) -> Curves:
+    edges = _check_rising(pairs.name, thresholds)
+    found = _histograms(pairs, edges)
+    return Curves(*found, _rates, (rate,), tuple(edges.tolist()))

@@ -222,6 +222,8 @@ _COMMANDS = {
             "--states", _by_commas, "layouts of the state, with commas (default: all)"
         ),
         option("--largest-batch", True, "search for the largest that fits; takes long"),
+        option("--flop-rate", float, "the most FLOPs a second, for a bound of times"),
+        option("--bandwidth", float, "the most bytes a second that a device sends"),
         _JSON,
     ),
     bench: (

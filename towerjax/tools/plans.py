@@ -12,7 +12,7 @@ from towerjax.step.report.step_report import StepReport
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.types import PyTree
 from towerjax.types.options import check_choice, check_wholes
-from towerjax.types.tables import Shown, Table, in_bytes, in_flops
+from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
 
 MakeStep: TypeAlias = Callable[[Mirrored], tuple[Any, PyTree, PyTree]]
 """``strategy -> (step, params, batch)``, the last two in shapes or arrays."""
@@ -29,12 +29,15 @@ class PlanRow:
       report: The report of the compiled step.
       largest_batch: The most examples with which it fits, to an eighth; None if it
         was not searched for.
+      bound_s: A lower bound of the step's time: the longer of its products at the
+        stated rate and its bytes sent at the stated bandwidth; None without either.
     """
 
     state: str
     examples: int
     report: StepReport
     largest_batch: int | None = None
+    bound_s: float | None = None
 
     @property
     def towers(self) -> int:
@@ -59,15 +62,17 @@ class Plan(Shown):
     def tables(self) -> tuple[Table, ...]:
         """The shown table."""
         head = ("towers", "state", "examples", "held", "peak", "products", "sent")
-        if self.rows[0].largest_batch is not None:
-            head += ("largest batch",)
+        more = {"largest batch": "largest_batch", "at least": "bound_s"}
+        for name, field in more.items():
+            if any(getattr(row, field) is not None for row in self.rows):
+                head += (name,)
         notes = dict.fromkeys(x for row in self.rows for x in row.report.flops.notes)
         title = f"{self.rows[0].report.platform}, one tower a device"
         return (Table(title, head, tuple(map(_cells, self.rows)), "; ".join(notes)),)
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:
-    report = row.report
+    report, bound_s = row.report, row.bound_s
     return (
         f"{row.towers}",
         row.state,
@@ -77,6 +82,7 @@ def _cells(row: PlanRow) -> tuple[str, ...]:
         in_flops(report.flops.matmul),
         in_bytes(report.bytes_sent),
         *([] if row.largest_batch is None else [f"{row.largest_batch}"]),
+        *([] if bound_s is None else [in_seconds(bound_s)]),
     )
 
 
@@ -87,6 +93,8 @@ def plan(
     towers: Sequence[int] = (1, 8, 64, 512, 4096),
     states: Sequence[StateLayout] = get_args(StateLayout),
     largest_batch: bool = False,
+    flop_rate: float | None = None,
+    bandwidth: float | None = None,
 ) -> Plan:
     """Compile a step for any numbers of devices that are not here; report its needs.
 
@@ -103,6 +111,8 @@ def plan(
       states: The layouts of the state; see `Mirrored`.
       largest_batch: Whether to search for the largest batch that fits, to an eighth:
         some ten compilations a row.
+      flop_rate: The most FLOP/s of a device's products that you expect.
+      bandwidth: The most bytes a second that a device sends.
 
     Returns:
       A `Plan`, which prints as text, in a notebook as HTML.
@@ -139,7 +149,10 @@ def plan(
         step, params, batch = make_step(Mirrored(devices=devices, state=state))
         report = step.report(params, batch)
         most = _largest_batch(step, params, batch, report) if largest_batch else None
-        rows.append(PlanRow(state, _num_rows(batch), report, most))
+        pairs = ((report.flops.matmul, flop_rate), (report.bytes_sent, bandwidth))
+        times = [amount / rate for amount, rate in pairs if rate is not None]
+        bound_s = max(times, default=None)
+        rows.append(PlanRow(state, _num_rows(batch), report, most, bound_s))
     return Plan(on, tuple(rows))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from towerjax.loop.progress import Display, format_seconds
 from towerjax.loop.writers import append_line, as_json, read_lines
-from towerjax.types.options import check_choice
+from towerjax.types.options import check_choice, require
 from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]
@@ -167,6 +167,18 @@ class Sweep(Shown):
             for member in self.members
         ]
 
+    def to_pandas(self) -> Any:
+        """The rows as a pandas table.
+
+        Returns:
+          A ``pandas.DataFrame``.
+
+        Raises:
+          ValueError: pandas is not installed.
+        """
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
+        return pandas.DataFrame(self.rows())
+
     def best(self, metric: str, *, mode: str = "min") -> Member:
         """The member whose last number is best; no number or one not finite is worst.
 
@@ -219,3 +231,28 @@ class Sweep(Shown):
                 label = ", ".join(f"{name}={member.config[name]}" for name in shown)
                 found.setdefault(label, []).append(member.metrics[metric])
         return {label: np.stack(rows) for label, rows in found.items()}
+
+    def plot(self, metric: str = "loss", *, over: str | Sequence[str] = "seed") -> Any:
+        """A picture of `curves`: means, and bands of a standard deviation each way.
+
+        Args:
+          metric: A name of a step's metrics.
+          over: Names of the configuration, such as seeds.
+
+        Returns:
+          A ``matplotlib.figure.Figure``, which a notebook shows.
+
+        Raises:
+          ValueError: There is no such name, or no Matplotlib.
+        """
+        figures = require("matplotlib.figure", "plot()", "'towerjax[examples]'")
+        picture = figures.Figure(figsize=(5.0, 3.4), layout="constrained", dpi=70)
+        panel = picture.subplots()
+        panel.set(xlabel="step", ylabel=metric)
+        for label, rows in self.curves(metric, over=over).items():
+            mean, spread = rows.mean(axis=0), rows.std(axis=0)
+            steps = np.arange(1, len(mean) + 1)
+            panel.plot(steps, mean, label=label)
+            panel.fill_between(steps, mean - spread, mean + spread, alpha=0.2, lw=0)
+        panel.legend(fontsize=7)
+        return picture
