@@ -704,6 +704,11 @@ REFUSED = [
     (lambda: m.recall_at_thresholds(B, N, [np.nan]), "thresholds=.*numbers that rise"),
     (lambda: m.merge(m.mean(N), N), "second a ndarray.*no metric state"),
     (lambda: m.compute({"a": m.mean(N)}), "got a dict.*no metric state"),
+    (
+        lambda: m.compute({"a": m.mean(N)}),
+        r"write jax\.tree\.map\(tj\.metrics\.compute, \.\.\., is_leaf=tj\.metrics\.i",
+    ),
+    (lambda: m.merge({}, {}), r"jax\.tree\.map\(tj\.metrics\.merge, \.\.\., is_leaf="),
     (lambda: m.from_clu(N), "no pytree with merge and compute"),
 ]
 

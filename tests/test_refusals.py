@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -190,6 +191,28 @@ def test_what_a_variable_holds_and_a_value_that_is_none_of_the_kind():
     v = strategy.create_var("v", np.zeros(5, np.float32), reduction=R.SUM)
     new = strategy.call_for_each_tower(add_rows, v)
     assert new.value.tolist() == [0, 2, 4, 6, 4]
+
+
+def test_a_name_of_tensorflow_that_is_missing_says_what_to_write():
+    strategy = mirrored()
+    v, each = strategy.create_var("v", 1.0), tj.PerTower(np.ones(2, np.float32))
+    local = strategy.create_var("l", 1.0, reduction=R.MEAN, tower_local=True)
+    cases = [
+        (lambda: strategy.scope(), "docs/mirrored_strategy.md"),
+        (lambda: v.assign(2.0), r"v = strategy\.assign\(v, x\)"),
+        (lambda: local.get(), r"strategy\.read_var\(v\) of all towers"),
+        (lambda: each.get("cpu:0"), r"strategy\.select_tower\(x, t\)"),
+        (
+            lambda: strategy.update(v, lambda x, g: x.assign_sub(g), 1.0),
+            r"returns the new value: lambda x, g: x - 0\.1 \* g",
+        ),
+    ]
+    for call, text in cases:
+        with pytest.raises(AttributeError, match="has no attribute") as caught:
+            call()
+        assert re.search(text, caught.value.__notes__[0]), text
+    assert not hasattr(v, "shape") and copy.deepcopy(strategy) == strategy
+    assert pickle.loads(pickle.dumps(v)) == v
 
 
 def test_rows_of_a_table_do_not_stack():

@@ -1,7 +1,7 @@
 """Check metric states, ours and other libraries', merge them, compute their values."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -253,6 +253,15 @@ def explain_misuse(x: Any) -> str:
     return f"a {type(x).__name__}, which is no metric state"
 
 
+def _misused(function: str, role: str, x: Any) -> ValueError:
+    """The error of a function of ``tj.metrics`` that got no metric state."""
+    text = f"{function} got {role}{explain_misuse(x)}. {_STATES}"
+    if isinstance(x, Mapping):
+        call = f"tj.metrics.{function}, ..., is_leaf=tj.metrics.is_metric"
+        text += f" Of states by name write jax.tree.map({call})."
+    return ValueError(text)
+
+
 def _is_known_additive(x: Any) -> bool:
     adds = isinstance(x, Additive) and type(x).merge is Additive.merge
     return adds or isinstance(x, Sum)
@@ -304,7 +313,7 @@ def merge(first: Any, second: Any) -> Any:
     """
     for name, state in (("first", first), ("second", second)):
         if not is_metric(state):
-            raise ValueError(f"merge got as {name} {explain_misuse(state)}. {_STATES}")
+            raise _misused("merge", f"as {name} ", state)
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
         names = f"{type(first).__name__} and a {type(second).__name__}"
         raise ValueError(f"merge got a {names}; merge states that the same call made.")
@@ -330,7 +339,7 @@ def compute(state: Any) -> Any:
       2.0
     """
     if not has_value(state):
-        raise ValueError(f"compute got {explain_misuse(state)}. {_STATES}")
+        raise _misused("compute", "", state)
     if isinstance(state, Weighted | Means | Sum | Additive | Adapted):
         return state.compute()
     return jax.tree.map(jnp.asarray, state).compute()

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from towerjax.types.leaves import (
     put_parts,
     refuse_unheld,
 )
+from towerjax.types.missing import explain_missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,13 @@ class Variable:
     value: PyTree
     reduction: Reduction = dataclasses.field(metadata={"static": True})
     name: str = dataclasses.field(default="", metadata={"static": True})
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(
+            "A variable is a plain value, v.value, and strategy.read_var(v) of all"
+            " towers. What changes it returns the new one: v = strategy.assign(v, x),"
+            " or in a tower v = tower.assign(v, x); assign_add and assign_sub alike."
+        )
 
     def __post_init__(self) -> None:
         if not isinstance(self.reduction, Reduction):

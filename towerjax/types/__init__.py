@@ -4,10 +4,11 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 
+from towerjax.types.missing import explain_missing
 from towerjax.types.tables import leaf_table
 
 PyTree: TypeAlias = Any
@@ -134,6 +135,12 @@ class PerTower:
     """
 
     values: Any
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(
+            "A PerTower is no array: strategy.select_tower(x, t) is the value of tower"
+            " t, strategy.unwrap(x) a list of all, strategy.reduce one of all."
+        )
 
     def _repr_html_(self) -> str:
         leaves = named_leaves("values", self.values)

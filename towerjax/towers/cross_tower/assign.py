@@ -29,6 +29,7 @@ from towerjax.towers.variables import (
 )
 from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
+from towerjax.types.missing import noted
 
 
 def create_var(
@@ -197,11 +198,14 @@ def update_var(
       10.0
     """
     args, kwargs = _given(self, variable, (args, kwargs), "update")
+    copies = [variable.value]
+    if isinstance(variable, TowerLocal):
+        check_towers(variable, self.num_towers)
+        copies = unwrap(self, variable)
+    with noted("Of update, fn(value) returns the new value: lambda x, g: x - 0.1 * g."):
+        news = [plain(fn(own, *args, **kwargs)) for own in copies]
     if isinstance(variable, MirroredVar):
-        new = plain(fn(variable.value, *args, **kwargs))
-        return _replace_value(variable, fit(variable, new))
-    check_towers(variable, self.num_towers)
-    news = [plain(fn(own, *args, **kwargs)) for own in unwrap(self, variable)]
+        return _replace_value(variable, fit(variable, news[0]))
     rows = jax.tree.map(lambda *xs: jnp.stack([*map(jnp.asarray, xs)]), *news)
     return _replace_value(variable, fit(variable, rows))
 

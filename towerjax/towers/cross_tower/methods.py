@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from towerjax.towers.cross_tower import call, steps, values
 from towerjax.towers.cross_tower import reduce as reducing
 from towerjax.towers.fields import StrategyFields
 from towerjax.types import PerTower, short_repr
+from towerjax.types.missing import explain_missing
 from towerjax.types.tables import Table, as_html, first_rows
 
 
@@ -40,6 +41,10 @@ class StrategyMethods(StrategyFields):
     read_var = assigning.read_var
 
     __repr__ = short_repr
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(
+            "docs/mirrored_strategy.md says of each name of TensorFlow what to write."
+        )
 
     def _repr_html_(self) -> str:
         try:
