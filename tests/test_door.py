@@ -205,6 +205,9 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
         state = step.init(0.0)
         for seed in range(2):
             state, _ = step(state, step.place_batch(rows(seed=seed)))
+        for remainder in ("pad", "drop"):
+            other = build(remainder=remainder)
+            state, _ = other(state, jax.device_put(rows(13)))
         state, _ = tj.run(step, state, [rows()] * 2, progress=False)
         predict = tj.build_predict_step(lambda w, x, tower: x["x"], step.strategy)
         found = predict(state.params, rows(5))

@@ -223,14 +223,25 @@ def resize(batch: PyTree, rows: int) -> PyTree:
     """
 
     def one(x: Any) -> Any:
-        missing = rows - x.shape[0]
+        size, missing = x.shape[0], rows - x.shape[0]
         if missing <= 0:
-            return x[:rows] if missing else x
+            return _rows(x, 0, rows) if missing else x
         library = jnp if isinstance(x, jax.Array) else np
-        last = x[-1:] if x.shape[0] else library.zeros((1, *x.shape[1:]), x.dtype)
+        last = (
+            _rows(x, size - 1, size)
+            if size
+            else library.zeros((1, *x.shape[1:]), x.dtype)
+        )
         return library.concatenate([x, library.repeat(last, missing, axis=0)])
 
     return jax.tree.map(one, batch)
+
+
+def _rows(x: Any, start: int, stop: int) -> Any:
+    """``x[start:stop]``, which would send its bounds to a device that has ``x``."""
+    if isinstance(x, jax.Array):
+        return lax.slice_in_dim(x, start, stop)
+    return x[start:stop]
 
 
 def split_rows(batch: PyTree, num_towers: int) -> PyTree:
