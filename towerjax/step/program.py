@@ -28,14 +28,7 @@ from towerjax.mesh.placement import (
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.step.proving import Proof, Proving, Recipe
-from towerjax.towers.executors import (
-    compile_on_devices,
-    fingerprint_of_program,
-    lower_on_devices,
-    over_devices,
-    refuse_devices_in_tower,
-    shapes_of,
-)
+from towerjax.towers import executors
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key, listed
 from towerjax.types.warning import warn
@@ -82,24 +75,24 @@ def prepare(
         donate_argnums=(0,) if recipe.donate else (),
     )
     with _collector_paused():
-        traced = jitted.trace(*shapes_of(args))
+        traced = jitted.trace(*executors.shapes_of(args))
     _refuse_stored_tracers(traced)
     proof = proving.proof()
 
     def compile_it() -> Program:
         with _collector_paused():
-            lowered = lower_on_devices(traced, placement)
+            lowered = executors.lower_on_devices(traced, placement)
         if placement.num_processes > 1:
             require_same(
                 "The step's program",
-                fingerprint_of_program(traced, lowered),
+                executors.fingerprint_of_program(traced, lowered),
                 "Loss, optimizer with its numbers, options and what functions close"
                 " over must be the same on all.",
             )
         # An interrupt inside the compiler can kill the process (JAX 0.10).
         guard = InterruptGuard()
         with guard.installed(), guard:
-            compiled = compile_on_devices(lowered, placement)
+            compiled = executors.compile_on_devices(lowered, placement)
         seconds = time.perf_counter() - start
         jaxpr = traced.jaxpr.jaxpr
         is_full = full_rows is not None
@@ -240,7 +233,7 @@ class Runner:
 
     def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results in a trace, as a part of another program."""
-        refuse_devices_in_tower(self.placement)
+        executors.refuse_devices_in_tower(self.placement)
         run = Proving(self.placement, on_devices=True)
         out = self.recipe.fn(run, *first, *batch.args)
         _refuse_unread_weight(batch, run.proof())
@@ -302,7 +295,7 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
         return jax.tree.map(lambda x: take_first(x, number, (DEVICE_AXIS,)), values)
 
     layout = Layout.MIRRORED
-    first = over_devices(of_device, placement, (layout,), layout)
+    first = executors.over_devices(of_device, placement, (layout,), layout)
     return jax.tree.map(like_key, first(jax.tree.map(key_data, values)), values)
 
 

@@ -13,19 +13,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.metrics.rows import RowsNotFirstError
+from towerjax.proof import findings
 from towerjax.proof.analysis import analyse, depends
-from towerjax.proof.findings import (
-    Analysis,
-    ReplicationError,
-    Square,
-    TowerCall,
-    prove_mirrored,
-    refuse_changed,
-    refuse_collectives,
-    refuse_factors,
-    refuse_pairs,
-    refuse_unknown,
-)
 from towerjax.proof.scale import TOWER_CALLS
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import shapes_of, trace_one_tower
@@ -51,7 +40,7 @@ class Recipe:
 class Proof:
     """What the analysis of a traced step found."""
 
-    analysis: Analysis  # every output's dependence, and the collectives
+    analysis: findings.Analysis  # every output's dependence, and the collectives
     # Names the sums that depend on the batch's rows and not on which of them are
     # padding, which are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
@@ -85,7 +74,7 @@ class Proving:
     def proof(self) -> Proof:
         """The proof of all passes so far."""
         proofs = [proof for proof, _ in self._proved.values()]
-        analysis = Analysis.concat([proof.analysis for proof in proofs])
+        analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
         return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
 
 
@@ -114,17 +103,17 @@ def _prove_pass(
     parts = ("", *PassResult._fields[1:])
     outputs = _names_where(parts, one.out_layouts, towers.out, mirrored=True)
     if one.alone is None:
-        refuse_factors(found)
-        refuse_changed(found)
-    prove_mirrored(found, outputs, advice=one.advice)
+        findings.refuse_factors(found)
+        findings.refuse_changed(found)
+    findings.prove_mirrored(found, outputs, advice=one.advice)
     if one.weights == "summed":
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
-        refuse_unknown([x for x, name in pairs if name is not None])
+        findings.refuse_unknown([x for x, name in pairs if name is not None])
     if one.alone is not None:
-        refuse_collectives(found)
+        findings.refuse_collectives(found)
     if found.squares:
-        refuse_pairs(_still_square(one, args, towers.axes) & {*found.squares})
+        findings.refuse_pairs(_still_square(one, args, towers.axes) & {*found.squares})
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
@@ -158,7 +147,9 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     return found + list(dict.fromkeys(bad))
 
 
-def _is_masked(call: TowerCall, known: Sequence[TowerCall], sent: set[str]) -> bool:
+def _is_masked(
+    call: findings.TowerCall, known: Sequence[findings.TowerCall], sent: set[str]
+) -> bool:
     """Whether all towers know the weights of the rows that a tower sends to others."""
     if call.is_sum:
         return False
@@ -167,7 +158,7 @@ def _is_masked(call: TowerCall, known: Sequence[TowerCall], sent: set[str]) -> b
     return bool(known if "gather" in call.name else sent)
 
 
-def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[Square]:
+def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[findings.Square]:
     """The means of values [b, b] for twice the towers, each with twice the rows.
 
     Features do not grow, and rows gathered from all towers grow more.
@@ -180,7 +171,7 @@ def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[Square]:
     try:
         traced, _ = trace_one_tower(one.on_device(axes), axes, *given, args_of=towers)
     except RowsNotFirstError as error:
-        raise ReplicationError(
+        raise findings.ReplicationError(
             "Weights fit values only where two dims happen to be of one size. For twice"
             f" as many rows {error}"
         ) from error

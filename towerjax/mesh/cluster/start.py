@@ -12,15 +12,7 @@ from typing import Any
 
 import jax
 
-from towerjax.mesh.cluster import heartbeat
-from towerjax.mesh.cluster.spec import (
-    SINGLE_PROCESS,
-    Cluster,
-    find_cluster,
-    is_free,
-    is_loopback,
-    split_address,
-)
+from towerjax.mesh.cluster import heartbeat, spec
 from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_whole
 
@@ -31,7 +23,7 @@ _SILENCE_S = 5
 class _Process:
     """The state of `initialize`, which like JAX's own is one per process."""
 
-    cluster: Cluster | None = None
+    cluster: spec.Cluster | None = None
     excepthook: Any = None
 
 
@@ -51,7 +43,7 @@ def initialize(
     shutdown_timeout_s: int = 300,
     collective_timeout_s: int | None = None,
     exit_on_exception: bool = True,
-) -> Cluster:
+) -> spec.Cluster:
     """Join this process to the others of its job; JAX then has the devices of all.
 
     The cluster is taken from the first of: the arguments; ``cluster_spec``; what
@@ -103,7 +95,7 @@ def initialize(
     check_whole("initialization_timeout_s", initialization_timeout_s)
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
     check_whole("collective_timeout_s", collective_timeout_s, or_none=True)
-    named = find_cluster(
+    named = spec.find_cluster(
         os.environ,
         explicit=(coordinator, num_processes, process_id),
         spec=(cluster_spec, task_type, task_id),
@@ -130,7 +122,7 @@ def initialize(
     return cluster
 
 
-def _report_waiting_at_exit(cluster: Cluster, timeout_s: int) -> None:
+def _report_waiting_at_exit(cluster: spec.Cluster, timeout_s: int) -> None:
     """Print to stderr if this process has ended and waits long for the others."""
     ended = threading.Event()
     atexit.register(ended.set)  # called before JAX's, which was registered earlier
@@ -178,8 +170,8 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
 
 
 def _join_cluster(
-    named: Cluster | None, options: Mapping[str, Any], exit_on_exception: bool
-) -> Cluster:
+    named: spec.Cluster | None, options: Mapping[str, Any], exit_on_exception: bool
+) -> spec.Cluster:
     """Join the named cluster or else the one that JAX detects; of one if none."""
     who, others = "this process", "the others of the cluster"
     if named is not None:
@@ -191,9 +183,9 @@ def _join_cluster(
             "num_processes": named.num_processes,
             "process_id": named.process_id,
             "cluster_detection_method": "deactivate",
-            "coordinator_bind_address": address if is_loopback(address) else None,
+            "coordinator_bind_address": address if spec.is_loopback(address) else None,
         }
-        if named.process_id == 0 and not is_free(split_address(address)[1]):
+        if named.process_id == 0 and not spec.is_free(spec.split_address(address)[1]):
             raise RuntimeError(
                 f"process 0 is to listen at {address}, but something on this machine"
                 " does already. End it, or choose another port for all processes."
@@ -202,7 +194,7 @@ def _join_cluster(
         _initialize_jax(who, others, options)
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
-            return Cluster(0, 1, None, SINGLE_PROCESS)
+            return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
         raise
     if exit_on_exception:
         _process.excepthook = sys.excepthook
@@ -210,7 +202,7 @@ def _join_cluster(
     # All have joined. Starting the devices may take longer than the timeout.
     me, count = jax.process_index(), jax.process_count()
     if named is None:
-        return Cluster(me, count, None, "a cluster that JAX detected")
+        return spec.Cluster(me, count, None, "a cluster that JAX detected")
     if (count, me) != (named.num_processes, named.process_id):
         raise RuntimeError(
             f"{named.how}: this is {_name_of(named)}, but to JAX it is process {me} of"
@@ -240,11 +232,11 @@ def _initialize_jax(who: str, others: str, options: Mapping[str, Any]) -> None:
         jax.distributed.initialize(**{**options, "initialization_timeout": limit_s + 5})
 
 
-def _name_of(cluster: Cluster) -> str:
+def _name_of(cluster: spec.Cluster) -> str:
     return f"process {cluster.process_id} of {cluster.num_processes}"
 
 
-def _other_processes(cluster: Cluster) -> str:
+def _other_processes(cluster: spec.Cluster) -> str:
     ids = [str(i) for i in range(cluster.num_processes) if i != cluster.process_id]
     names = ", ".join(ids if len(ids) < 9 else [*ids[:7], "...", ids[-1]])
     return f"process{'es' * (len(ids) > 1)} {names}"

@@ -13,15 +13,10 @@ from jax import lax
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import row_weights, split_rows, with_shared
 from towerjax.mesh.placement import Placement, place
+from towerjax.towers import executors
 from towerjax.towers.cross_tower.call import call_for_each_tower
 from towerjax.towers.cross_tower.reduce import reduce_values
 from towerjax.towers.cross_tower.values import stack_towers
-from towerjax.towers.executors import (
-    TracedCall,
-    closed_over_kinds,
-    is_inside_tower,
-    run_traced,
-)
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
@@ -103,7 +98,7 @@ class MultiStepContext:
                 )
             self._of_towers[name] = reduction, output
             return
-        if is_inside_tower():
+        if executors.is_inside_tower():
             raise ValueError(
                 f"set_last_step_output({name!r}) in a tower function that"
                 " strategy.call_for_each_tower runs. Call the function with"
@@ -145,7 +140,7 @@ _Steps: TypeAlias = tuple[StrategyFields, Callable[..., PyTree], bool]
 @functools.partial(jax.jit, static_argnums=0)
 def _run_steps(
     steps: _Steps, carry: PyTree, arrays: list[PyTree], count: Any
-) -> tuple[PyTree, dict[str, Any], TracedCall]:
+) -> tuple[PyTree, dict[str, Any], executors.TracedCall]:
     """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
     strategy, fn, bare = steps
     num_towers, values = strategy.num_towers, {}
@@ -173,7 +168,7 @@ def _run_steps(
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
 
     jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
-    kept = TracedCall(values, steps, closed_over_kinds(jaxpr))
+    kept = executors.TracedCall(values, steps, executors.closed_over_kinds(jaxpr))
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
     carry, outputs = lax.fori_loop(0, count, lambda i, done: one(i, done[0]), first)
     # Placed as before, so that the next call needs no other program.
@@ -255,7 +250,7 @@ def run_steps_on_dataset(
     *arrays, count = placer.place_several(batches, iterations).args
     carry = _place_carry(_stack_own(initial, self.num_towers), self.placement)
     given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
-    carry, outputs, values = run_traced(_run_steps, *given)
+    carry, outputs, values = executors.run_traced(_run_steps, *given)
     ctx = MultiStepContext(self)
     ctx.final, ctx.last_step_outputs = jax.block_until_ready((carry, outputs))
     ctx.non_tensor_outputs = dict(values)
