@@ -11,7 +11,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -1074,11 +1073,6 @@ def test_train_and_evaluate_goes_on(tmp_path):
 # In other processes
 
 
-def environment():
-    own = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    return {**os.environ, **own, "JAX_NUM_CPU_DEVICES": "4"}
-
-
 @pytest.mark.slow
 def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path):
     """After the same step."""
@@ -1095,10 +1089,8 @@ def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path
 
 @pytest.mark.slow
 def test_killed_at_many_moments_of_saving():
-    worker = [sys.executable, str(TESTS / "workers" / "checkpoint_kill.py"), "20"]
-    done = subprocess.run(worker, env=environment(), capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()[-4000:]
-    found = json.loads(done.stdout)
+    worker = TESTS / "workers" / "checkpoint_kill.py"
+    found = json.loads(forked.printed(worker, "20").splitlines()[-1])
     assert found["kills"] == 20 and found["bad"] == []
     # Some were killed between two checkpoints, some in the middle of one.
     assert found["left"] >= 3 and found["newest"] >= 8

@@ -169,7 +169,7 @@ EXPECTED = {
         "save_safetensors: w is split over several processes; let every process call"
         " tj.towers.saved_values(params) before.",
     ],
-    "shared_values_of_the_first": [-3.5 * (3 + 7 + 8 + 8)] * 2,
+    "shared_values_of_the_first": [-3.5 * (3 + 7 + 9 + 8)] * 2,
     "alone_between_meetings": 1.26,  # 3.5 (1 - 0.8^2)
     "learning_rates_of_the_first": 0.25 * 7 + 0.125 * 3.5,
     "steps_on_data": [64.0, 36.0],  # 0 + ... + 7 and 1 + ... + 8

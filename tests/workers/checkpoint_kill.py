@@ -88,7 +88,8 @@ def said_after(words, text, lines):
     """All that a process has said, once it is so many lines."""
     while text.count(b"\n") < lines:
         ready, _, _ = select.select([words], [], [], 60)
-        text += words.read(4096) if ready else b"bad: no word\n" * lines
+        said = words.read(4096) if ready else b""
+        text += said or b"bad: no word\n" * lines
     return text
 
 

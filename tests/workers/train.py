@@ -82,7 +82,7 @@ def train(devices):
     local = {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
     state = step.init(params, local=local, rng=jax.random.key(jax.process_index()))
     batches = input_of(strategy)
-    state, history = tj.run(step, state, batches, steps_per_call=4, progress=False)
+    state, history = tj.run(step, state, batches, steps_per_call=5, progress=False)
     ids, weights = data()["id"], data()["weight"]
     counted = tj.metrics.check_examples(state, ids, weights=weights, epochs=EPOCHS)
     return {
