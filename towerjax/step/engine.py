@@ -260,7 +260,8 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
                 " merged[...].value, such as merged['grads'].value."
             )
         at = traceback.extract_tb(error.__traceback__)[-1].filename
-        if before.opt_state == () and "optax" in at:
+        is_empty = isinstance(before.opt_state, tuple) and not before.opt_state
+        if is_empty and "optax" in at:
             error.add_note(
                 "state.opt_state is empty: begin with step.init(params,"
                 " opt_state=optimizer.init(params))."
