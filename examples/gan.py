@@ -191,7 +191,7 @@ class Critic:
         """Fit to the training split; keep the test split's features."""
         rows = train_split["image"].reshape((-1, 64))
         self.components = PCA(16, random_state=0).fit(rows)
-        self.reader = LogisticRegression(max_iter=1000)
+        self.reader = LogisticRegression(solver="newton-cg")
         self.reader.fit(rows, train_split["label"])
         self.test = self.components.transform(test_split["image"].reshape((-1, 64)))
 
