@@ -781,7 +781,7 @@ def test_towers_in_turn_cannot_meet_inside_a_jit(compiled):
             mode, loss=loss_fn(variables.params), train_op=after
         )
 
-    text = r"TowerOptimizer\.update stands inside a jit.*local='vmap'"
+    text = r"TowerOptimizer\.update stands inside a jit.*wrap last.*local='vmap'"
     refused(compiled, text, in_turn(fn, 2), start(), X, Y)
     together = replicated(fn, devices=1)(start(), X, Y).train_op
     w = start().params["w"]

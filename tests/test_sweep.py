@@ -388,6 +388,7 @@ def checked(rate):
         (small, [{"rate": 1.0}, {"seed": 1}], {}, "same.*names; it has 2, .*rate"),
         (small, {"rate": 0.1}, {}, r"grid\['rate'\]=0.1 must be a list: write"),
         (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
+        (small, {"seed": [2**31]}, {}, r"grid\['seed'\] is .* holds 2147483648 and"),
         (small, {"rate": [0.1]}, {"static": ["widht"]}, "static='widht' must be"),
         (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),
         (small, {"rate": [0.1]}, {"order": "both"}, "order='both' must be one of"),

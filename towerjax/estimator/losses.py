@@ -196,8 +196,9 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 _INSIDE = (
     "TowerOptimizer.update stands inside a jit, scan or cond, where towers in turn"
-    " (local='scan') and micro-batches cannot meet. Call it outside, or use"
-    " local='vmap' and one micro-batch."
+    " (local='scan') and micro-batches cannot meet. Call it outside: wrap last, as in"
+    " TowerOptimizer(optax.apply_if_finite(...)); or use local='vmap' and one"
+    " micro-batch."
 )
 _WEIGHTED = (
     "model_fn returned a tj.{}, but loss_reduction={!r} is of scalar losses. Return a"

@@ -30,7 +30,7 @@ from towerjax.tools.sweep.result import (
     show_counts,
 )
 from towerjax.types import PyTree
-from towerjax.types.leaves import held_dtype, listed
+from towerjax.types.leaves import held_dtype, listed, refuse_unheld
 from towerjax.types.options import (
     check_choice,
     check_function,
@@ -214,6 +214,8 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, 
         kinds = {type(config[name]) for config in configs}
         if name not in static and kinds <= {int, float}:
             found[name] = held_dtype(float if float in kinds else int)
+    values = {name: np.array([config[name] for config in configs]) for name in found}
+    refuse_unheld("grid", values)
     return found
 
 
