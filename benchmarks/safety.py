@@ -91,7 +91,7 @@ def save_seconds(devices: int) -> dict[str, float]:
             ledger = Ledger([], copies=False)
             saver = Saving(tj.Checkpointer(folder), step, state, ledger, stack)
             jax.block_until_ready(state)
-            begin = functools.partial(saver.save, state, 1, {})
+            begin = functools.partial(saver.save, state, 1, ())
             timed("pause", begin)
             timed("then", stack.close)
     return best
