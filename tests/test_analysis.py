@@ -17,15 +17,16 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.proof.analysis import (
+from towerjax.proof.analysis import analyse
+from towerjax.proof.equation import open_jaxpr
+from towerjax.proof.findings import (
     Analysis,
     Collective,
     Dependence,
     Hang,
-    analyse,
+    ReplicationError,
+    prove_mirrored,
 )
-from towerjax.proof.equation import open_jaxpr
-from towerjax.proof.findings import ReplicationError, prove_mirrored
 from towerjax.proof.marks import ALL, coordinate_of, without_coordinate
 
 AXIS = "device"

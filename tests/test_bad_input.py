@@ -263,9 +263,67 @@ def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
     step.check(start(), good(3 * towers))
 
 
+def by_number(number):
+    def loss(params, batch, tower):
+        return tj.Weighted(((batch["x"] @ params["w"]) ** 2).sum(), number)
+
+    return loss
+
+
+@pytest.mark.parametrize("number", [8, 8.0, np.float32(8)])
+@pytest.mark.parametrize(
+    ("towers", "rows", "options"),
+    [(2, 8, {}), (1, 8, {"micro_batches": 2}), (3, 8, {"remainder": "pad"})],
+)
+def test_the_rows_of_the_whole_batch_are_no_weight(number, towers, rows, options):
+    """Each tower adds its weight, so that a mean would depend on how many there are."""
+    step = build(by_number(number), tj.Mirrored(TWO[:1], towers=towers), **options)
+    with pytest.raises(tj.ReplicationError, match=r"number 8, as .* tj.Sum\(total / 8"):
+        step.check(start(), good(rows))
+
+
+def of_all_numbers(params, batch, tower):
+    squares = (batch["x"] * params["w"][None]) ** 2
+    return tj.Weighted(squares.sum(), squares.size)
+
+
+def of_parameters(params, batch, tower):
+    return tj.Weighted.mean(params["w"] ** 2 * batch["x"].mean(0))
+
+
+def of_means(params, batch, tower):
+    return tj.Weighted(((batch["x"] @ params["w"]) ** 2).mean(), 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "towers", "rows"),
+    [(by_number(6), 1, 6), (of_all_numbers, 3, 6)]
+    + [(of_parameters, 3, 3), (of_means, 6, 6)],
+)
+def test_weights_that_are_numbers_of_a_towers_own_pass(fn, towers, rows):
+    """Also where they are by chance as many as the whole batch has rows."""
+    build(fn, tj.Mirrored(TWO[:1], towers=towers)).check(start(), good(rows))
+
+
 def by_time(params, batch, tower):
     losses = (batch["x"] * params["w"][None]).T ** 2  # [3, b]
     return tj.Weighted.mean(losses, tower.weight)
+
+
+def masked_across(params, batch, tower):
+    losses = (batch["x"] * params["w"][None]) ** 2  # [b, 3]
+    return tj.Weighted.mean(losses, (batch["x"] > 0) * tower.weight)
+
+
+@pytest.mark.parametrize("rows", [12, 11, 16])
+def test_weights_of_rows_along_another_dim_are_refused(rows):
+    """Also for three rows a tower, whose weights would fit the three columns."""
+    step = build(masked_across, tj.Mirrored(TWO[:1], towers=4), remainder="pad")
+    with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError) as caught:
+        step.check(start(), good(rows))
+    assert re.search(r"shapes=\[\(\d, 3\), \(\d,\)\]", str(caught.value))
+    is_explained = "Write x[:, None]" in str(caught.value)
+    assert is_explained == (rows < 16)  # with four rows a tower JAX refuses it
 
 
 @pytest.mark.parametrize("rows", [12, 11, 16])

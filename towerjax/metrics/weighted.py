@@ -19,7 +19,7 @@ from towerjax.metrics.rows import (
     number_of_rows,
     ratio,
 )
-from towerjax.proof.scale import SHARED
+from towerjax.proof.scale import COUNTED, SHARED
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native
 from towerjax.types.options import check_choice
@@ -153,7 +153,8 @@ class Weighted(_LossTerm):
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
         if weight is None:
             total = jax.tree.map(lambda x: x.sum(axis), values)
-            return cls(total, jnp.asarray(math.prod(shape), dtype))
+            count = jnp.asarray(math.prod(shape), dtype)
+            return cls(total, checkpoint_name(count, COUNTED))
         weights = element_weights("Weighted.mean", shape, weight, "values")
 
         def weighted_sum(x: jax.Array) -> jax.Array:

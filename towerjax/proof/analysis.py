@@ -11,9 +11,11 @@ and sums of values that are the same on all: see `towerjax.proof.scale`.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
+from towerjax.proof import findings
 from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
@@ -27,17 +29,6 @@ from towerjax.proof.equation import (
     sub_jaxprs,
     trace_hidden,
     user_line,
-)
-from towerjax.proof.findings import (
-    Analysis,
-    Changed,
-    Collective,
-    Dependence,
-    Draw,
-    Hang,
-    Repeat,
-    Square,
-    TowerCall,
 )
 from towerjax.proof.marks import (
     ALL,
@@ -84,7 +75,7 @@ def analyse(
     num_towers: int,
     *,
     of_more_towers: Callable[[], Jaxpr | ClosedJaxpr] | None = None,
-) -> Analysis:
+) -> findings.Analysis:
     """Find what differs from tower to tower, what communicates, and what would hang.
 
     ``inputs`` has a name for each per-tower input, and None for one that is the same on
@@ -107,12 +98,14 @@ def analyse(
     return _analyse_once(body, ins, context._replace(varying=varying))
 
 
-def depends(jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]) -> Analysis:
+def depends(
+    jaxpr: Jaxpr | ClosedJaxpr, inputs: Sequence[str | None]
+) -> findings.Analysis:
     """Which named input each output depends on, reductions over towers included."""
     return analyse(jaxpr, inputs, _NO_AXIS, 0)
 
 
-def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
+def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analysis:
     found: list[Any] = []
     outs, _ = _propagate(body, ins, context._replace(found=found))
     # For each sum of a value that is the same on all, the outputs that hold it.
@@ -120,22 +113,26 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> Analysis:
     for i, mark in enumerate(outs):
         if mark.scale.site is not None:
             lines.setdefault(user_line(mark.scale.site), []).append(i)
-    found += [Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
+    found += [findings.Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
 
     def each(kind: Any) -> tuple[Any, ...]:
         return tuple(x for x in found if isinstance(x, kind))
 
-    outputs = [Dependence(m.source, origin_line(m)) if m.along else None for m in outs]
-    return Analysis(
+    outputs = [
+        findings.Dependence(m.source, origin_line(m)) if m.along else None for m in outs
+    ]
+    return findings.Analysis(
         outputs=tuple(outputs),
-        hangs=each(Hang),
-        collectives=each(Collective),
-        repeats=each(Repeat),
-        draws=each(Draw),
-        factors=each(Dependence),
-        changed=each(Changed),
-        squares=each(Square),
-        tower_calls=each(TowerCall),
+        hangs=each(findings.Hang),
+        collectives=each(findings.Collective),
+        repeats=each(findings.Repeat),
+        draws=each(findings.Draw),
+        factors=each(findings.Dependence),
+        changed=each(findings.Changed),
+        squares=each(findings.Square),
+        numbers=each(findings.Number),
+        across=each(findings.Across),
+        tower_calls=each(findings.TowerCall),
     )
 
 
@@ -186,7 +183,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         for m in ins:
             passes = not m.along or (what not in TOWER_CALLS and _is_flag(m))
             source = "" if passes else m.source
-            context.found.append(TowerCall(what, line, is_sum, source))
+            context.found.append(findings.TowerCall(what, line, is_sum, source))
     return apply_collective(eqn, ins, context)
 
 
@@ -209,7 +206,7 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
         if any(m.along and m.scale.site is None for m in ins):
-            context.found.append(Repeat(user_line(scale.site), (), _A_MIXTURE))
+            context.found.append(findings.Repeat(user_line(scale.site), (), _A_MIXTURE))
             scale = scale.once()
     weight = use_of_weight(eqn, ins)
     if not scale.is_constant or mark.along or weight:
@@ -240,7 +237,16 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
     # vmap batches the carry of a while whose predicate differs, keys included.
     if is_rbg and (context.control or any(m.along for m in ins[: 1 + derives])):
-        context.found.append(Draw(user_line((eqn, context.outer))))
+        context.found.append(findings.Draw(user_line((eqn, context.outer))))
+    return _compute(eqn, ins, context)
+
+
+def _broadcast(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    given: Any = eqn.invars[0].aval
+    to = eqn.params["broadcast_dimensions"]
+    is_across = ins[0].along and len(to) == 1 and to[0] > 0
+    if is_across and user_line((eqn, context.outer)):  # towers are stacked likewise
+        context.found.append(findings.Across(*given.shape))
     return _compute(eqn, ins, context)
 
 
@@ -254,20 +260,24 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if name == SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
         return [mark._replace(scale=scale)]
+    given = eqn.invars[0]
+    is_weight = name == GRADIENT_WEIGHT or name.startswith(WEIGHT_OF)
+    if is_weight and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
+        context.found.append(findings.Number(float(given.val)))
     if name == GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
     if name == SQUARE:
-        context.found.append(Square(user_line((eqn, context.outer))))
+        context.found.append(findings.Square(user_line((eqn, context.outer))))
     if name == SHARED and mark.along:
-        context.found.append(Dependence(mark.source, origin_line(mark)))
+        context.found.append(findings.Dependence(mark.source, origin_line(mark)))
     if name.startswith(WEIGHT_OF) and mark.weight == 2:
         of = name.removeprefix(WEIGHT_OF)
-        context.found.append(Changed(of, origin_line(mark)))
+        context.found.append(findings.Changed(of, origin_line(mark)))
     is_same = not mark.along and not mark.scale.is_constant and mark.scale.low >= 0
     if name.startswith(COUNTS_EACH_TOWER) and is_same and context.num_towers > 1:
         if not context.is_derived(eqn):
             what = name.removeprefix(COUNTS_EACH_TOWER)
-            context.found.append(Repeat(origin_line(mark), (), what))
+            context.found.append(findings.Repeat(origin_line(mark), (), what))
     return ins
 
 
@@ -374,6 +384,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 _RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
 _RULES |= {"axis_index": _originate, "cond": _cond, "name": _checkpoint_name}
+_RULES |= {"broadcast_in_dim": _broadcast}
 _RULES |= dict.fromkeys(
     "random_bits random_fold_in random_gamma random_split rng_bit_generator".split(),
     _draw,

@@ -1,6 +1,8 @@
 """The findings of the analysis of a tower function, and the errors for them."""
 
+import ast
 import dataclasses
+import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -33,6 +35,12 @@ class Hang(NamedTuple):
     control_line: str
 
 
+class Number(NamedTuple):
+    """A mean's weight that is a number of the program, and depends on nothing."""
+
+    value: float
+
+
 class Repeat(NamedTuple):
     """A sum over towers of a value that is the same on all: `T` times too much."""
 
@@ -45,6 +53,12 @@ class Draw(NamedTuple):
     """Random numbers, at `line`, from an rbg key that differs from tower to tower."""
 
     line: str
+
+
+class Across(NamedTuple):
+    """An array ``[size]`` that differs by tower, laid along another dim than dim 0."""
+
+    size: int
 
 
 class Changed(NamedTuple):
@@ -70,7 +84,16 @@ class TowerCall(NamedTuple):
 
 
 Found: TypeAlias = (
-    Changed | Collective | Dependence | Draw | Hang | Repeat | Square | TowerCall
+    Across
+    | Changed
+    | Collective
+    | Dependence
+    | Draw
+    | Hang
+    | Number
+    | Repeat
+    | Square
+    | TowerCall
 )
 
 
@@ -86,6 +109,8 @@ class Analysis:
     factors: tuple[Dependence, ...] = ()
     changed: tuple[Changed, ...] = ()
     squares: tuple[Square, ...] = ()
+    numbers: tuple[Number, ...] = ()
+    across: tuple[Across, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
@@ -194,6 +219,33 @@ def refuse_pairs(squares: Collection[Square]) -> None:
             " tj.Weighted.mean(values.mean(axis=1), tower.weight); pairs with the rows"
             " of all towers come from tower.all_gather or an earlier pass."
         )
+
+
+def refuse_whole(numbers: Collection[Number]) -> None:
+    """Raise where the weight of a tower's mean is the number of all towers' rows."""
+    for x in numbers:
+        raise ReplicationError(
+            f"A mean's weight is the number {x.value:g}, as many as the whole batch has"
+            " rows. Each tower and micro-batch adds its own weight, so the mean would"
+            " be so many times too small. Weigh by the tower's rows,"
+            " tj.Weighted.mean(losses, tower.weight), or tj.Weighted(total,"
+            f" tower.weight.sum()); or return tj.Sum(total / {x.value:g})."
+        )
+
+
+def refuse_across(error: Exception) -> None:
+    """Raise where, for twice the rows, ``[b]`` does not fit the last dim of ``[b, n]``.
+
+    ``n`` is a tower's number of rows, so that it did fit for these.
+    """
+    found = re.search(r"for broadcasting: shapes=(\[.*\])", str(error))
+    shapes = ast.literal_eval(found[1]) if found else []
+    if any(x[:1] in shapes and x[0] == 2 * x[-1] for x in shapes if len(x) > 1):
+        raise ReplicationError(
+            "An array of one number for each row met the last dim of others, where it"
+            " fits only as that is as large as a tower has rows. Write x[:, None], such"
+            f" as mask * tower.weight[:, None]. For twice as many rows: {error}"
+        ) from error
 
 
 def refuse_unknown(weights: Sequence[Dependence | None]) -> None:

@@ -40,6 +40,9 @@ ONE = "towerjax.one"
 WEIGHT_OF = "towerjax.weight_of:"
 """Name of the weight of a mean that a tower returns; the mean's own name follows."""
 
+COUNTED = "towerjax.counted"
+"""Name of the number of a mean's elements, each counted once."""
+
 SQUARE = "towerjax.square"
 """Name of the values of a mean, ``[b, b]`` of ``b`` rows, weighed by row."""
 

@@ -112,8 +112,7 @@ def _prove_pass(
         findings.refuse_unknown([x for x, name in pairs if name is not None])
     if one.alone is not None:
         findings.refuse_collectives(found)
-    if found.squares:
-        findings.refuse_pairs(_still_square(one, args, towers.axes) & {*found.squares})
+    _refuse_by_chance(one, args, towers)
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
@@ -158,8 +157,25 @@ def _is_masked(
     return bool(known if "gather" in call.name else sent)
 
 
-def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[findings.Square]:
-    """The means of values [b, b] for twice the towers, each with twice the rows.
+def _refuse_by_chance(one: Pass, args: PyTree, towers: OnTowers) -> None:
+    """Refuse what is a mistake unless sizes are equal by chance, as more rows show."""
+    axes, leaves = towers.axes, jax.tree.leaves(args[1])
+    total = len(leaves[0]) if leaves else 0
+    parts = axes.num_towers * one.micro_batches
+    rows = total // parts
+    sizes = range(max(total - parts, rows) + 1, total + 1)  # with or without padding
+    whole = {x for x in towers.found.numbers if x.value in sizes}
+    is_across = rows > 1 and findings.Across(rows) in towers.found.across
+    if towers.found.squares or whole or is_across:
+        more = _analyse_twice_the_rows(one, args, axes)
+        findings.refuse_pairs({*towers.found.squares}.intersection(more.squares))
+        findings.refuse_whole(whole.intersection(more.numbers))
+
+
+def _analyse_twice_the_rows(
+    one: Pass, args: PyTree, axes: TowerAxes
+) -> findings.Analysis:
+    """The findings for twice the towers, each with twice the rows.
 
     Features do not grow, and rows gathered from all towers grow more.
     """
@@ -175,10 +191,11 @@ def _still_square(one: Pass, args: PyTree, axes: TowerAxes) -> set[findings.Squa
             "Weights fit values only where two dims happen to be of one size. For twice"
             f" as many rows {error}"
         ) from error
-    except Exception:  # the function takes so many rows alone
-        return set()
+    except Exception as error:
+        findings.refuse_across(error)
+        return findings.Analysis((), (), ())  # the function takes so many rows alone
     inputs = [None] * len(traced.jaxpr.invars)
-    return {*analyse(traced, inputs, None, axes.num_towers).squares}
+    return analyse(traced, inputs, None, axes.num_towers)
 
 
 def _grow_with_rows(
