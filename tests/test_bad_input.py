@@ -326,6 +326,18 @@ def test_weights_of_rows_along_another_dim_are_refused(rows):
     assert is_explained == (rows < 16)  # with four rows a tower JAX refuses it
 
 
+def test_statistics_of_as_many_features_as_rows_need_no_second_trace():
+    traces = []
+
+    def normalised(params, batch, tower):
+        traces.append(tower)
+        x = batch["x"] - batch["x"].mean(0)[None]
+        return tj.Weighted.mean(x @ params["w"], tower.weight)
+
+    build(normalised, tj.Mirrored(TWO[:1], towers=2)).check(start(), good(6))
+    assert len(traces) == 1
+
+
 @pytest.mark.parametrize("rows", [12, 11, 16])
 def test_rows_in_another_dim_than_the_first_are_refused(rows):
     """Also where there are as many as of what is first, so that weights would fit."""

@@ -827,7 +827,7 @@ MODELS = (
         "M22",
         "padding may count in a psum of a layer, such as batch norm",
         "proof.analysis:_communicate",
-        "not m.along or (what not in TOWER_CALLS and _is_flag(m))",
+        "not m.along or (what not in TOWER_CALLS and is_flag(m))",
         "not m.along or what not in TOWER_CALLS",
         "test_merge.py::test_padding_does_not_count_where_towers_meet",
     ),

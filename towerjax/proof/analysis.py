@@ -37,6 +37,8 @@ from towerjax.proof.marks import (
     Context,
     Mark,
     apply_collective,
+    has_rows,
+    is_flag,
     join,
     mark_of_choice,
     note_hang,
@@ -181,23 +183,10 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         line = user_line((eqn, context.outer))
         what = next((x for x in (BATCH_NORM, *TOWER_CALLS) if x in stack), name)
         for m in ins:
-            passes = not m.along or (what not in TOWER_CALLS and _is_flag(m))
+            passes = not m.along or (what not in TOWER_CALLS and is_flag(m))
             source = "" if passes else m.source
             context.found.append(findings.TowerCall(what, line, is_sum, source))
     return apply_collective(eqn, ins, context)
-
-
-def _is_flag(mark: Mark) -> bool:
-    """Whether one bool decides the value, for which a row may count twice."""
-    at: Any = mark
-    while at is not None and at.site is not None:
-        eqn, at = at.site[0], at.before
-        kinds = [v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)]
-        if "bool[]" in kinds:
-            return True
-        if not kinds[-1].endswith("[]"):
-            return False
-    return False
 
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -244,7 +233,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def _broadcast(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     given: Any = eqn.invars[0].aval
     to = eqn.params["broadcast_dimensions"]
-    is_across = ins[0].along and len(to) == 1 and to[0] > 0
+    is_across = ins[0].along and len(to) == 1 and to[0] > 0 and has_rows(ins[0])
     if is_across and user_line((eqn, context.outer)):  # towers are stacked likewise
         context.found.append(findings.Across(*given.shape))
     return _compute(eqn, ins, context)

@@ -259,3 +259,26 @@ def note_hang(eqn: JaxprEqn, context: Context) -> None:
         line, name = user_line((eqn, context.outer)), control[0].primitive.name
         hang = Hang(eqn.primitive.name, line, name, user_line(control))
         context.found.append(hang)
+
+
+def is_flag(mark: Mark) -> bool:
+    """Whether one bool decides the value, for which a row may count twice."""
+    at: Any = mark
+    while at is not None and at.site is not None:
+        eqn, at = at.site[0], at.before
+        kinds = [v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)]
+        if "bool[]" in kinds:
+            return True
+        if not kinds[-1].endswith("[]"):
+            return False
+    return False
+
+
+def has_rows(mark: Mark) -> bool:
+    """Whether dim 0 was not reduced, as it is in statistics of a batch."""
+    at: Any = mark
+    while at is not None and at.site is not None:
+        eqn, at = at.site[0], at.before
+        if 0 in eqn.params.get("axes", ()):
+            return False
+    return True
