@@ -229,7 +229,7 @@ def refuse_whole(numbers: Collection[Number]) -> None:
             " rows. Each tower and micro-batch adds its own weight, so the mean would"
             " be so many times too small. Weigh by the tower's rows,"
             " tj.Weighted.mean(losses, tower.weight), or tj.Weighted(total,"
-            f" tower.weight.sum()); or return tj.Sum(total / {x.value:g})."
+            f" tower.weight.sum()); a metric may be tj.Sum(total / {x.value:g})."
         )
 
 
