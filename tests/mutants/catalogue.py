@@ -827,8 +827,8 @@ MODELS = (
         "M22",
         "padding may count in a psum of a layer, such as batch norm",
         "proof.analysis:_communicate",
-        "not m.along or (what not in TOWER_CALLS and is_flag(m))",
-        "not m.along or what not in TOWER_CALLS",
+        "not m.along or (what not in tags.TOWER_CALLS and is_flag(m))",
+        "not m.along or what not in tags.TOWER_CALLS",
         "test_merge.py::test_padding_does_not_count_where_towers_meet",
     ),
     _m(
@@ -1118,8 +1118,8 @@ INPUT = (
         "I13",
         "micro-batches that call each other are not warned of",
         "step.one_pass:_check_micro_batch",
-        " and x.name in TOWER_CALLS",
-        " and x.name not in TOWER_CALLS",
+        " and x.name in tags.TOWER_CALLS",
+        " and x.name not in tags.TOWER_CALLS",
         "test_bad_input.py::"
         "test_what_micro_batches_tell_each_other_alone_is_warned_of[of_reduced-2]",
     ),

@@ -7,7 +7,7 @@ import jax
 
 from towerjax.collectives.packing import Sums
 from towerjax.mesh.placement import TowerAxes
-from towerjax.proof.scale import SUMMED_BY_STEP
+from towerjax.proof import tags
 from towerjax.types import PyTree
 
 
@@ -85,7 +85,7 @@ class KeepsState(Protocol):
 
 def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
     """Sum over all towers by the op, in the name scope that marks a step's own sums."""
-    with jax.named_scope(SUMMED_BY_STEP):
+    with jax.named_scope(tags.SUMMED_BY_STEP):
         return ops.sum_over_towers(tree, axes)
 
 

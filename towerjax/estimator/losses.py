@@ -12,7 +12,7 @@ from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.split_program import meet
 from towerjax.metrics.rows import as_floats, element_weights
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof.scale import SUMMED_BY_STEP
+from towerjax.proof import tags
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import PyTree, Reduction, Sum
@@ -178,7 +178,7 @@ class TowersOfStep:
         in_turn = self.tower.strategy.placement.axes.in_turn
         if not self.is_alone and (in_turn or self.num_parts > self.tower.num_towers):
             raise ValueError(_INSIDE)
-        with jax.named_scope(SUMMED_BY_STEP):
+        with jax.named_scope(tags.SUMMED_BY_STEP):
             return self.tower.reduce(Reduction.SUM, (loss, grads))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from towerjax.proof.scale import SQUARE
+from towerjax.proof import tags
 from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
 
 
@@ -65,7 +65,7 @@ def named_if_square(values: jax.Array, weight: Any) -> jax.Array:
     """The values of a mean, with a name where they may be rows by rows, ``[b, b]``."""
     b, *others = values.shape or (0,)
     is_square = b in others and np.ndim(weight) < 2
-    return checkpoint_name(values, SQUARE) if is_square else values
+    return checkpoint_name(values, tags.SQUARE) if is_square else values
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:

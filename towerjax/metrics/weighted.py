@@ -19,7 +19,7 @@ from towerjax.metrics.rows import (
     number_of_rows,
     ratio,
 )
-from towerjax.proof.scale import COUNTED, SHARED
+from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native
 from towerjax.types.options import check_choice
@@ -154,7 +154,7 @@ class Weighted(_LossTerm):
         if weight is None:
             total = jax.tree.map(lambda x: x.sum(axis), values)
             count = jnp.asarray(math.prod(shape), dtype)
-            return cls(total, checkpoint_name(count, COUNTED))
+            return cls(total, checkpoint_name(count, tags.COUNTED))
         weights = element_weights("Weighted.mean", shape, weight, "values")
 
         def weighted_sum(x: jax.Array) -> jax.Array:
@@ -187,7 +187,7 @@ class Weighted(_LossTerm):
                 " in an earlier pass of tj.build_step, whose .value is a number."
             )
         if isinstance(factor, Tracer):
-            factor = checkpoint_name(factor, SHARED)
+            factor = checkpoint_name(factor, tags.SHARED)
         return Weighted(jax.tree.map(lambda x: x * factor, self.sum), self.weight)
 
     __rmul__ = __mul__
@@ -290,7 +290,7 @@ def shared(value: ArrayLike) -> Means:
       2.5
     """
     if isinstance(value, Tracer):
-        value = checkpoint_name(value, SHARED)
+        value = checkpoint_name(value, tags.SHARED)
     return Means((), value)
 
 

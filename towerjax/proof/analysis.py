@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
-from towerjax.proof import findings
+from towerjax.proof import findings, tags
 from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
@@ -46,18 +46,7 @@ from towerjax.proof.marks import (
     use_of_weight,
 )
 from towerjax.proof.scale import (
-    BATCH_NORM,
-    COUNTS_EACH_TOWER,
-    GRADIENT_WEIGHT,
-    HAS_EXAMPLES,
     MAY_COUNT_TOWERS,
-    ONE,
-    SHARED,
-    SQUARE,
-    SUMMED_FOR_A_VARIABLE,
-    TOWER_CALLS,
-    UNKNOWN_GRADIENT,
-    WEIGHT_OF,
     scale_of_equation,
     scale_of_summed,
     varying_constants,
@@ -181,9 +170,10 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     over_towers = is_over and name not in EXTREMES
     if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
-        what = next((x for x in (BATCH_NORM, *TOWER_CALLS) if x in stack), name)
+        known = (tags.BATCH_NORM, *tags.TOWER_CALLS)
+        what = next((x for x in known if x in stack), name)
         for m in ins:
-            passes = not m.along or (what not in TOWER_CALLS and is_flag(m))
+            passes = not m.along or (what not in tags.TOWER_CALLS and is_flag(m))
             source = "" if passes else m.source
             context.found.append(findings.TowerCall(what, line, is_sum, source))
     return apply_collective(eqn, ins, context)
@@ -240,32 +230,32 @@ def _broadcast(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """A value that towerjax named: see the names in `towerjax.proof.scale`."""
+    """A value that towerjax named: see `towerjax.proof.tags`."""
     name, [mark] = eqn.params["name"], ins
-    if name == ONE or (name == HAS_EXAMPLES and context.axis == _NO_AXIS):
+    if name == tags.ONE or (name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS):
         return [FIXED]
-    if name == UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
+    if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]
-    if name == SUMMED_FOR_A_VARIABLE:
+    if name == tags.SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
         return [mark._replace(scale=scale)]
     given = eqn.invars[0]
-    is_weight = name == GRADIENT_WEIGHT or name.startswith(WEIGHT_OF)
+    is_weight = name == tags.GRADIENT_WEIGHT or name.startswith(tags.WEIGHT_OF)
     if is_weight and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
         context.found.append(findings.Number(float(given.val)))
-    if name == GRADIENT_WEIGHT:
+    if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
-    if name == SQUARE:
+    if name == tags.SQUARE:
         context.found.append(findings.Square(user_line((eqn, context.outer))))
-    if name == SHARED and mark.along:
+    if name == tags.SHARED and mark.along:
         context.found.append(findings.Dependence(mark.source, origin_line(mark)))
-    if name.startswith(WEIGHT_OF) and mark.weight == 2:
-        of = name.removeprefix(WEIGHT_OF)
+    if name.startswith(tags.WEIGHT_OF) and mark.weight == 2:
+        of = name.removeprefix(tags.WEIGHT_OF)
         context.found.append(findings.Changed(of, origin_line(mark)))
     is_same = not mark.along and not mark.scale.is_constant and mark.scale.low >= 0
-    if name.startswith(COUNTS_EACH_TOWER) and is_same and context.num_towers > 1:
+    if name.startswith(tags.COUNTS_EACH_TOWER) and is_same and context.num_towers > 1:
         if not context.is_derived(eqn):
-            what = name.removeprefix(COUNTS_EACH_TOWER)
+            what = name.removeprefix(tags.COUNTS_EACH_TOWER)
             context.found.append(findings.Repeat(origin_line(mark), (), what))
     return ins
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from towerjax.proof import tags
 from towerjax.proof.equation import (
     REDUCTIONS,
     SUMS,
@@ -18,7 +19,7 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.findings import Collective, Found, Hang
-from towerjax.proof.scale import CONSTANT, SUMMED_BY_STEP, Scale, scale_of_sum
+from towerjax.proof.scale import CONSTANT, Scale, scale_of_sum
 
 
 class Coordinate(NamedTuple):
@@ -188,7 +189,7 @@ class Context(NamedTuple):
         """Whether a derivative or a step, and not the user, wrote the equation."""
         around = outwards((eqn, self.outer))
         scopes = [str(x.source_info.name_stack) for x in around]
-        return any("transpose(" in x or SUMMED_BY_STEP in x for x in scopes)
+        return any("transpose(" in x or tags.SUMMED_BY_STEP in x for x in scopes)
 
 
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:

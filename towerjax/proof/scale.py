@@ -19,49 +19,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.proof.equation import Site, all_jaxprs, open_jaxpr
 
-SUMMED_BY_STEP = "towerjax.sums"
-"""Name scope of the sums that a step itself makes: losses, gradients, metrics."""
-
-COUNTS_EACH_TOWER = "towerjax.counts_each_tower:"
-"""Name of a value that a step adds up without a division; what it is follows."""
-
-HAS_EXAMPLES = "towerjax.has_examples"
-"""Name of the flag that a tower has examples, which no row's value decides."""
-
-SHARED = "towerjax.shared"
-"""Name of a mean's factor, or of a term beside it, that is the same on all towers."""
-
-GRADIENT_WEIGHT = "towerjax.gradient_weight"
-"""Name of the weight of a gradient, as `tj.value_and_grad` returns it."""
-
-ONE = "towerjax.one"
-"""Name of the number 1 that a gradient begins with, where it depends on the loss."""
-
-WEIGHT_OF = "towerjax.weight_of:"
-"""Name of the weight of a mean that a tower returns; the mean's own name follows."""
-
-COUNTED = "towerjax.counted"
-"""Name of the number of a mean's elements, each counted once."""
-
-SQUARE = "towerjax.square"
-"""Name of the values of a mean, ``[b, b]`` of ``b`` rows, weighed by row."""
-
-BATCH_NORM = "TowerBatchNorm"
-"""Name scope of the sums of a batch norm, which each micro-batch has of its own."""
-
-UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
-"""Name of what stands for a gradient while only weights are computed."""
-
-SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
-"""Name of a value that towers assign and that is added up over towers."""
-
-TOWER_CALLS = REDUCED, GATHERED, MERGED = (
-    "tower.reduce",
-    "tower.all_gather",
-    "tower.merge_call",
-)
-"""Name scopes of the collectives that a tower function calls on ``tower``."""
-
 _PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 # The result is the same for T times the operand.

@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
 from towerjax.metrics.weighted import Means, Weighted, one_mean
+from towerjax.proof import tags
 from towerjax.proof.equation import forwarded_inputs
-from towerjax.proof.scale import GRADIENT_WEIGHT, ONE, UNKNOWN_GRADIENT
 from towerjax.step.checking import after
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
@@ -88,14 +88,14 @@ def value_and_grad(
         total, pull_back, (given, weight) = jax.vjp(of_sums, params, has_aux=True)
         is_first = tower is None or tower.loss_first
         one = _one_after(total) if is_first else jnp.ones_like(total)
-        (grads,) = pull_back(checkpoint_name(one, ONE))
+        (grads,) = pull_back(checkpoint_name(one, tags.ONE))
         if tower is not None and tower.note_weights and isinstance(weight, list):
             tower.note_weights(weight)
             return given, Sum(jax.tree.map(_nan_gradient, params))
         grads = jax.tree.map(lambda g: g.astype(widen_dtype(g.dtype)), grads)
         if weight is None:
             return given, Sum(grads)
-        weight = checkpoint_name(jnp.asarray(weight), GRADIENT_WEIGHT)
+        weight = checkpoint_name(jnp.asarray(weight), tags.GRADIENT_WEIGHT)
         return given, Weighted(grads, weight)
 
     return run
@@ -153,7 +153,7 @@ def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _nan_gradient(x: Any) -> jax.Array:
     """The gradient in a pass for weights: NaN, and named, so that a use is seen."""
     nan = jnp.full(jnp.shape(x), jnp.nan, widen_dtype(jnp.result_type(x)))
-    return checkpoint_name(nan, UNKNOWN_GRADIENT)
+    return checkpoint_name(nan, tags.UNKNOWN_GRADIENT)
 
 
 def refuse_moving_weights(loss: Any, params: PyTree) -> None:

@@ -18,9 +18,9 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import concat_rows, split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import is_additive, is_metric, merge_stacked
+from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
-from towerjax.proof.scale import SUMMED_BY_STEP, TOWER_CALLS
 from towerjax.step import returned
 from towerjax.step.checking import Check, after, device_prints, gather_findings
 from towerjax.step.faults import flag_leaves, join_flags
@@ -159,7 +159,7 @@ class Pass:
         is_gradient = jax.tree.map(lambda _: False, sums)
         is_gradient = (returned.are_gradients(tree, sums[0]), *is_gradient[1:])
         own = plain(state.own)
-        with jax.named_scope(SUMMED_BY_STEP):
+        with jax.named_scope(tags.SUMMED_BY_STEP):
             sums, own, op_metrics = ops.sum_with_state(sums, is_gradient, own, axes)
         return sums, with_local_values(state.own, own), op_metrics
 
@@ -350,7 +350,7 @@ def _scan_micro_batches(
 def _check_micro_batch(found: Analysis, names: Sequence[str], count: int) -> None:
     """Refuse what varies, and warn of calls that see the rows of one micro-batch."""
     refuse_varying(found, names)
-    calls = [x for x in found.tower_calls if x.source and x.name in TOWER_CALLS]
+    calls = [x for x in found.tower_calls if x.source and x.name in tags.TOWER_CALLS]
     if calls:
         each = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
         warn(

@@ -13,9 +13,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.metrics.rows import RowsNotFirstError
-from towerjax.proof import findings
+from towerjax.proof import findings, tags
 from towerjax.proof.analysis import analyse, depends
-from towerjax.proof.scale import TOWER_CALLS
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.on_towers import OnTowers
@@ -152,7 +151,7 @@ def _is_masked(
     """Whether all towers know the weights of the rows that a tower sends to others."""
     if call.is_sum:
         return False
-    if call.name in TOWER_CALLS:
+    if call.name in tags.TOWER_CALLS:
         return call.name in sent
     return bool(known if "gather" in call.name else sent)
 

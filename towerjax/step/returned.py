@@ -14,7 +14,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check_metric, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof.scale import COUNTS_EACH_TOWER, WEIGHT_OF
+from towerjax.proof import tags
 from towerjax.step.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
@@ -66,7 +66,7 @@ def split(
             return x
         x = _check_leaf(name, x, rows)
         if isinstance(x, Sum):
-            what = f"{COUNTS_EACH_TOWER}{name}, a tj.Sum"
+            what = f"{tags.COUNTS_EACH_TOWER}{name}, a tj.Sum"
             x = jax.tree.map(functools.partial(checkpoint_name, name=what), x)
         kind = "joined" if is_rows(x) else "own"
         if is_metric(x):
@@ -193,7 +193,7 @@ def _check_leaf(name: str, x: Any, rows: int) -> Any:
     if is_metric(x):
         x = check_metric(name, x)
         if isinstance(x, Weighted):
-            weight = checkpoint_name(x.weight, WEIGHT_OF + name)
+            weight = checkpoint_name(x.weight, tags.WEIGHT_OF + name)
             x = dataclasses.replace(x, weight=weight)
         return x
     # A PerTower of sums or states is merged over micro-batches, and not over towers.

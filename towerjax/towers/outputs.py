@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from towerjax.data.shard import refuse_other_than_rows
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof.scale import COUNTS_EACH_TOWER, HAS_EXAMPLES
+from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
 from towerjax.types.leaves import changes, listed, widen_dtype
@@ -54,10 +54,10 @@ def as_tower_output(
 def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighted:
     if reduction is Reduction.SUM:
         what = "the loss, of which loss_reduction=SUM adds up the towers' values"
-        return Weighted(checkpoint_name(loss, COUNTS_EACH_TOWER + what), 1.0)
+        return Weighted(checkpoint_name(loss, tags.COUNTS_EACH_TOWER + what), 1.0)
     if tower is None or not is_in_step(tower):
         return Weighted(loss, 1.0)
-    has_examples = checkpoint_name(tower.weight.max(), HAS_EXAMPLES)
+    has_examples = checkpoint_name(tower.weight.max(), tags.HAS_EXAMPLES)
     loss = jnp.where(has_examples > 0, loss, jnp.zeros_like(loss))
     return Weighted(loss, has_examples)
 

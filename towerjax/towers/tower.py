@@ -19,7 +19,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.proof.scale import GATHERED, MERGED, REDUCED
+from towerjax.proof import tags
 from towerjax.towers.cross_tower.values import is_mergeable, stack_towers
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
@@ -184,7 +184,7 @@ class Tower:
 
         # Every tower computes the same function of the same gathered values, so that
         # nothing is sent back, and JAX can differentiate it.
-        with jax.named_scope(MERGED):
+        with jax.named_scope(tags.MERGED):
             values, named = jax.tree.map(gather, (values, named), is_leaf=is_variable)
         with in_merge_fn():
             merged = merge_fn(self.strategy, *values, **named)
@@ -214,7 +214,7 @@ class Tower:
         _check_meeting(self._axes, "tower.reduce", value)
         value = plain(value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
-        with jax.named_scope("tower.first" if is_first else REDUCED):
+        with jax.named_scope("tower.first" if is_first else tags.REDUCED):
             return reduce_over_towers(reduction, value, self.id, self._all_axes)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
@@ -242,7 +242,7 @@ class Tower:
         value = plain(value)
         if axis is not None:
             check_joins(value, axis)
-        with jax.named_scope(GATHERED):
+        with jax.named_scope(tags.GATHERED):
             rows = gather_over_towers(value, self._all_axes)
         if axis is None:
             return rows

@@ -21,7 +21,7 @@ from towerjax.collectives.reduce import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
 from towerjax.mesh.processes import says_if_alone
-from towerjax.proof.scale import SUMMED_FOR_A_VARIABLE
+from towerjax.proof import tags
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device
 from towerjax.types import PerTower, PyTree, Reduction, leaf_name, named_leaves
@@ -227,7 +227,7 @@ def assign_in_tower(
             )
         if variable.reduction is Reduction.SUM:
             _refuse_sum_of_constants(tower, variable, plain(value))
-            mark = functools.partial(checkpoint_name, name=SUMMED_FOR_A_VARIABLE)
+            mark = functools.partial(checkpoint_name, name=tags.SUMMED_FOR_A_VARIABLE)
             new = jax.tree.map(mark, new)
         new = fit(variable, tower.reduce(variable.reduction, new))
     new = jax.tree.map(combine, variable.value, new)

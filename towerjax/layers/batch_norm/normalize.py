@@ -15,7 +15,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof.scale import BATCH_NORM
+from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import Reduction
 from towerjax.types.leaves import promote_dtypes
@@ -223,5 +223,5 @@ def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Arr
     if tower is None:
         return parts
     joined, taken_apart = ravel_pytree(parts)
-    with jax.named_scope(BATCH_NORM):
+    with jax.named_scope(tags.BATCH_NORM):
         return taken_apart(tower.reduce(Reduction.SUM, joined))

@@ -1,0 +1,41 @@
+"""Names that towerjax gives to values and scopes of a program, for its proof."""
+
+# Scope of the sums that a step itself makes: losses, gradients, metrics.
+SUMMED_BY_STEP = "towerjax.sums"
+
+# A value that a step adds up without a division; what it is follows.
+COUNTS_EACH_TOWER = "towerjax.counts_each_tower:"
+
+# The flag that a tower has examples, which no row's value decides.
+HAS_EXAMPLES = "towerjax.has_examples"
+
+# A mean's factor, or a term beside it, that is the same on all towers.
+SHARED = "towerjax.shared"
+
+# The weight of a gradient, as `tj.value_and_grad` returns it.
+GRADIENT_WEIGHT = "towerjax.gradient_weight"
+
+# The number 1 that a gradient begins with, where it depends on the loss.
+ONE = "towerjax.one"
+
+# The weight of a mean that a tower returns; the mean's own name follows.
+WEIGHT_OF = "towerjax.weight_of:"
+
+# The number of a mean's elements, each counted once.
+COUNTED = "towerjax.counted"
+
+# The values of a mean, ``[b, b]`` of ``b`` rows, weighed by row.
+SQUARE = "towerjax.square"
+
+# Scope of the sums of a batch norm, which each micro-batch has of its own.
+BATCH_NORM = "TowerBatchNorm"
+
+# What stands for a gradient while only weights are computed.
+UNKNOWN_GRADIENT = "towerjax.unknown_gradient"
+
+# A value that towers assign and that is added up over towers.
+SUMMED_FOR_A_VARIABLE = "towerjax.summed_for_a_variable"
+
+# Scopes of the collectives that a tower function calls on ``tower``.
+REDUCED, GATHERED, MERGED = "tower.reduce", "tower.all_gather", "tower.merge_call"
+TOWER_CALLS = REDUCED, GATHERED, MERGED
