@@ -818,7 +818,7 @@ MODELS = (
         "M21",
         "padding may count in the gradient of a part of the loss",
         "proof.analysis:_checkpoint_name",
-        "name == ONE",
+        "name == tags.ONE",
         "False",
         "test_bad_input.py"
         "::test_padding_that_the_other_part_of_a_loss_masks_is_refused[1]",

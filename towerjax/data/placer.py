@@ -12,22 +12,7 @@ import numpy as np
 from jax import lax
 
 from towerjax.collectives.sparse_rows import is_sparse, num_rows, splits_entries
-from towerjax.data.shard import (
-    Remainder,
-    Signature,
-    batch_signature,
-    counts_of_towers,
-    fingerprint_of,
-    fit_batch,
-    fit_shapes,
-    flatten_with_key,
-    may_wrap,
-    refuse_unlike,
-    refuse_wrapping,
-    split_rows,
-    with_shared,
-    without_shared,
-)
+from towerjax.data import shard
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
 from towerjax.mesh.placement import (
     Placement,
@@ -59,7 +44,7 @@ class PlacedBatch:
     # [T], or [count, T] for several steps: how many of each tower's rows are examples.
     counts: np.ndarray
     rows: int  # b, the rows of each tower
-    signature: Signature  # of arrays and shared
+    signature: shard.Signature  # of arrays and shared
     placement: Placement  # the towers and devices that it was placed for
     # Of the first batch of a signature, where several processes have the whole batch:
     # it must be the same on all.
@@ -133,8 +118,8 @@ class PlacedBatch:
         self.check(self.placement)
         rows = self.arrays
         if not self.bare:
-            rows = split_rows(rows, self.placement.num_towers)
-        return with_shared(jax.tree.map(PerTower, rows), self.args[2])
+            rows = shard.split_rows(rows, self.placement.num_towers)
+        return shard.with_shared(jax.tree.map(PerTower, rows), self.args[2])
 
     def unpadded(self) -> PerTower:
         """`per_tower`; raise where there is padding, which it could not mark."""
@@ -180,20 +165,20 @@ class Placer:
         self,
         placement: Placement,
         *,
-        remainder: Remainder,
+        remainder: shard.Remainder,
         micro_batches: int = 1,
         shares: int | None = None,
     ) -> None:
         self.placement, self._micro_batches = placement, micro_batches
         # What divides the rows: None is towers times micro-batches.
         self._shares: int = shares or placement.num_towers * micro_batches
-        self._remainder: Remainder = remainder
+        self._remainder: shard.Remainder = remainder
         self.may_pad = remainder == "pad"
         # Padded size -> most examples, over all batches so far, refused ones included.
         self.full_sizes: dict[int, int] = {}
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
-        self._signatures: dict[Signature, Signature] = {}
+        self._signatures: dict[shard.Signature, shard.Signature] = {}
         self._plans: dict[Any, _Plan] = {}
 
     def expect(self, sizes: Iterable[int]) -> None:
@@ -211,10 +196,10 @@ class Placer:
         if isinstance(batch, PlacedBatch):
             batch.check(self.placement, self._micro_batches)
             return batch
-        leaves, treedef, key = flatten_with_key(batch)
+        leaves, treedef, key = shard.flatten_with_key(batch)
         if (known := self._plans.get(key)) is not None:
             if known.may_wrap:
-                refuse_wrapping(batch)
+                shard.refuse_wrapping(batch)
             if by_call and self.placement.num_processes == 1:
                 self.placement.require_present()
                 arrays = batch
@@ -229,19 +214,19 @@ class Placer:
         [(rows, counts, shared)] = self._fit([batch])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, shared, rows)
-        is_same = key is not None and flatten_with_key(rows)[2] == key
+        is_same = key is not None and shard.flatten_with_key(rows)[2] == key
         # Entries are sorted and numbered anew, in arrays of the same shapes too.
         if is_same and not splits_entries(batch):  # placed unchanged
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
             template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)
-            self._plans[key] = _Plan(template, may_wrap(batch), converts)
+            self._plans[key] = _Plan(template, shard.may_wrap(batch), converts)
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """The shapes of a program's arguments for one batch; nothing is placed."""
-        batch, shared = without_shared(batch)
-        rows = fit_shapes(batch, self._shares, self._remainder)
+        batch, shared = shard.without_shared(batch)
+        rows = shard.fit_shapes(batch, self._shares, self._remainder)
         count = jax.ShapeDtypeStruct((self.placement.num_towers,), jnp.int32)
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
         return rows, count, shared
@@ -252,12 +237,12 @@ class Placer:
             batch.refuse_several()
             batch.check(self.placement, self._micro_batches)
             return batch
-        rows, shared = without_shared(batch)
-        rows, num_valid = fit_batch(rows, self._shares, self._remainder)
+        rows, shared = shard.without_shared(batch)
+        rows, num_valid = shard.fit_batch(rows, self._shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
         towers = self.placement.num_towers
         each = jax.tree.leaves(rows)[0].shape[0] // towers
-        counts = counts_of_towers(num_valid, each, towers)
+        counts = shard.counts_of_towers(num_valid, each, towers)
         return self._wrap((rows, jnp.asarray(counts), shared), counts, None)
 
     def wrap_arrays(
@@ -283,11 +268,13 @@ class Placer:
             placed = [self.place(batch) for batch in batches]
             for batch in placed:
                 batch.refuse_several()
-            refuse_unlike([batch.signature for batch in placed])
+            shard.refuse_unlike([batch.signature for batch in placed])
             parts = [(x.arrays, x.counts, x.args[2]) for x in placed]
             return self._stack(parts, steps, on_devices=True)
         parts = self._fit(batches)
-        refuse_unlike([batch_signature(rows, shared) for rows, _, shared in parts])
+        shard.refuse_unlike(
+            [shard.batch_signature(rows, shared) for rows, _, shared in parts]
+        )
         return self._stack(parts, steps, on_devices=False)
 
     def _stack(
@@ -319,10 +306,10 @@ class Placer:
         self, args: tuple[PyTree, ...], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
         """A `PlacedBatch`, with ``batch``'s fingerprint if first of its signature."""
-        new = batch_signature(args[0], args[2])
+        new = shard.batch_signature(args[0], args[2])
         signature, fingerprint = self._signatures.setdefault(new, new), None
         if batch is not None and signature is new and self.placement.num_processes > 1:
-            fingerprint = fingerprint_of((batch, args[2]))
+            fingerprint = shard.fingerprint_of((batch, args[2]))
         first = jax.tree.leaves(args[0], is_leaf=is_sparse)[0]
         if is_sparse(first):
             rows = num_rows(first)
@@ -336,7 +323,7 @@ class Placer:
 
         All are padded to the smallest earlier size that holds the largest.
         """
-        apart = [without_shared(batch) for batch in batches]
+        apart = [shard.without_shared(batch) for batch in batches]
         shared = [self.place_shared(held, rows) for rows, held in apart]
         aside = [SparseRows.put_aside(rows) for rows, _ in apart]
         leaves = jax.tree.leaves([dense for _, dense in aside])
@@ -347,13 +334,13 @@ class Placer:
         towers, parts = self.placement.num_towers, self._micro_batches
         needed, fitted = Counter[int](), []
         for (sparse, dense), held in zip(aside, shared, strict=True):
-            dense, num_valid = fit_batch(
+            dense, num_valid = shard.fit_batch(
                 dense, self._shares, self._remainder, full_size=size
             )
             padded = jax.tree.leaves(dense)[0].shape[0]
             self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
             needed |= Counter(sparse.needed(padded // (towers * parts)))
-            counts = counts_of_towers(num_valid, padded // towers, towers)
+            counts = shard.counts_of_towers(num_valid, padded // towers, towers)
             fitted.append((sparse, dense, counts, held))
         split = towers, parts, capacity_for(needed, self._capacities)
         return [
@@ -367,7 +354,9 @@ class Placer:
         Of several processes each has its own, which a step's call places: the first
         one's are sent to all, and this may be a thread, which must not send.
         """
-        refuse_unheld("batch", with_shared(jax.tree.map(lambda _: None, rows), held))
+        refuse_unheld(
+            "batch", shard.with_shared(jax.tree.map(lambda _: None, rows), held)
+        )
 
         def one(x: Any) -> Any:
             if has_sharding(x, self.placement.sharding(Layout.MIRRORED)):
