@@ -278,7 +278,8 @@ def by_number(number):
 def test_the_rows_of_the_whole_batch_are_no_weight(number, towers, rows, options):
     """Each tower adds its weight, so that a mean would depend on how many there are."""
     step = build(by_number(number), tj.Mirrored(TWO[:1], towers=towers), **options)
-    with pytest.raises(tj.ReplicationError, match=r"number 8, as .* tj.Sum\(total / 8"):
+    text = r"^loss: its weight is the number 8, .* tj.Sum\(total / 8"
+    with pytest.raises(tj.ReplicationError, match=text):
         step.check(start(), good(rows))
 
 

@@ -239,18 +239,17 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if name == tags.SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
         return [mark._replace(scale=scale)]
+    of = "loss" if name == tags.GRADIENT_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
     given = eqn.invars[0]
-    is_weight = name == tags.GRADIENT_WEIGHT or name.startswith(tags.WEIGHT_OF)
-    if is_weight and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
-        context.found.append(findings.Number(float(given.val)))
+    if of and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
+        context.found.append(findings.Number(of, float(given.val)))
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
     if name == tags.SQUARE:
         context.found.append(findings.Square(user_line((eqn, context.outer))))
     if name == tags.SHARED and mark.along:
         context.found.append(findings.Dependence(mark.source, origin_line(mark)))
-    if name.startswith(tags.WEIGHT_OF) and mark.weight == 2:
-        of = name.removeprefix(tags.WEIGHT_OF)
+    if of and mark.weight == 2:
         context.found.append(findings.Changed(of, origin_line(mark)))
     is_same = not mark.along and not mark.scale.is_constant and mark.scale.low >= 0
     if name.startswith(tags.COUNTS_EACH_TOWER) and is_same and context.num_towers > 1:

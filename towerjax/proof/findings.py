@@ -36,8 +36,9 @@ class Hang(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A mean's weight that is a number of the program, and depends on nothing."""
+    """The weight of a mean, `name`, that is a number and depends on nothing."""
 
+    name: str
     value: float
 
 
@@ -223,12 +224,12 @@ def refuse_pairs(squares: Collection[Square]) -> None:
 
 def refuse_whole(numbers: Collection[Number]) -> None:
     """Raise where the weight of a tower's mean is the number of all towers' rows."""
-    for x in numbers:
+    for x in sorted(numbers):
         raise ReplicationError(
-            f"A mean's weight is the number {x.value:g}, as many as the whole batch has"
-            " rows. Each tower and micro-batch adds its own weight, so the mean would"
-            " be so many times too small. Weigh by the tower's rows,"
-            " tj.Weighted.mean(losses, tower.weight), or tj.Weighted(total,"
+            f"{x.name}: its weight is the number {x.value:g}, as many as the whole"
+            " batch has rows. Each tower and micro-batch adds its own weight, and the"
+            " mean would be too small by the number of these. Weigh by the tower's"
+            " rows, tj.Weighted.mean(losses, tower.weight), or tj.Weighted(total,"
             f" tower.weight.sum()); a metric may be tj.Sum(total / {x.value:g})."
         )
 
