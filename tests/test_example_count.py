@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.data import placer
+from towerjax.data import shard
 from towerjax.metrics.example_count import (
     ExampleCount,
     as_addends,
@@ -226,14 +226,14 @@ def test_a_refused_step_has_not_seen_its_examples():
 
 @pytest.mark.slow
 def test_a_row_lost_on_its_way_is_named(monkeypatch):
-    count = placer.counts_of_towers
+    count = shard.counts_of_towers
 
     def lossy(num_valid, rows, num_towers):
         counts = count(num_valid, rows, num_towers)
         counts[5] -= 1  # the last row of tower 5 becomes padding
         return counts
 
-    monkeypatch.setattr(placer, "counts_of_towers", lossy)
+    monkeypatch.setattr(shard, "counts_of_towers", lossy)
     step, state = build()
     state, _ = tj.run(step, state, [next(tj.batches(make_data(), 16))], progress=False)
     with pytest.raises(
