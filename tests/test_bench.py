@@ -16,7 +16,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.collectives.choose import parse_ops
-from towerjax.tools.bench import Grid, Result, TimingProtocol, Trial, protocol
+from towerjax.tools.bench import Grid, Result, TimingProtocol, Trial, compare, protocol
 from towerjax.tools.bench.models import MODELS, find_model, mlp
 from towerjax.tools.bench.protocol import (
     Interval,
@@ -27,6 +27,7 @@ from towerjax.tools.bench.protocol import (
 )
 from towerjax.tools.bench.results import (
     Results,
+    differences,
     efficiency,
     over_hand,
     read_results,
@@ -444,6 +445,37 @@ def test_a_file_goes_on(tmp_path):
     with pytest.raises(ValueError, match="Line 1 of .*r.jsonl' is no line of a sweep"):
         RecordFile(path, "trial", about)
     assert path.read_text() == '{"kind": "train", "step": 1}\n'
+
+
+def test_a_verdict_only_where_intervals_part():
+    trials = [Trial("mlp", 8 * i) for i in range(1, 9)]
+    pairs = [
+        (result(trials[0], 1.0), result(trials[0], 1.21), "intervals overlap"),
+        (result(trials[1], 1.0), result(trials[1], 1.23), "slower"),
+        (result(trials[2], 1.23), result(trials[2], 1.0), "faster"),
+        (result(trials[3], 1.0), result(trials[3]), "failed, and did not before"),
+        (result(trials[4]), result(trials[4], 1.0), "ok, and was not before"),
+        (result(trials[5]), result(trials[5]), "not ok, as before"),
+        (None, result(trials[6], 1.0), "only in the new results"),
+        (result(trials[7], 1.0), None, "only in the old results"),
+    ]
+    found = compare([p[0] for p in pairs if p[0]], [p[1] for p in pairs if p[1]])
+    assert [c.verdict for c in found] == [p[2] for p in pairs]
+    worse = ("slower", "failed, and did not before")
+    assert [c.is_worse for c in found] == [p[2] in worse for p in pairs]
+    assert found[1].ratio.median == pytest.approx(1.23)
+    assert found[1].ratio.low == pytest.approx(1.23 * 0.9 / 1.1)
+
+
+def test_differences_are_named():
+    old = Result(Trial("mlp", 8), "ok", {"machine": {"cores": 2}, "versions": {"a": 1}})
+    new = Result(Trial("mlp", 8), "ok", {"machine": {"cores": 4}, "versions": {"b": 1}})
+    assert differences([old], [new]) == [
+        "machine: cores 2, now 4",
+        "versions: a 1, now none",
+        "versions: b none, now 1",
+    ]
+    assert differences([old], [old]) == []
 
 
 # Reports.

@@ -173,16 +173,23 @@ def test_results_are_a_table_in_a_notebook(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_shows_what_was_measured(tmp_path, capsys):
+def test_the_command_shows_and_compares(tmp_path, capsys):
     new = results_of(tmp_path / "new.jsonl", GRID, 0.002)
+    old = results_of(tmp_path / "old.jsonl", GRID, 0.001)
     assert main([*ARGUMENTS, "--out", new]) == 0
     printed = capsys.readouterr().out
     assert "8 of 8 trials were done before" in printed
     assert "mlp B=64 T=4 D=4 jit" in printed and "8 [7.2, 8.8]" in printed
-    assert main([*ARGUMENTS, "--out", new, "--json"]) == 0
+    assert main([*ARGUMENTS, "--out", new, "--compare", old, "--quiet"]) == 1
+    assert capsys.readouterr().out.count("slower") == 8
+    assert main([*ARGUMENTS, "--out", old, "--compare", new, "--quiet"]) == 0
+    capsys.readouterr()
+    assert main([*ARGUMENTS, "--out", new, "--compare", old, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert len(found["results"]) == 8
     assert found["results"] == [r.record for r in read_results(new)]
+    assert [x["verdict"] for x in found["compared"]] == ["slower"] * 8
+    assert found["compared"][0]["trial"] == found["results"][0]["trial"]
 
 
 def test_the_command_takes_a_file_and_what_differs(tmp_path, capsys):
@@ -202,6 +209,7 @@ def test_the_command_takes_a_file_and_what_differs(tmp_path, capsys):
         (["models=['mlp']"], "A grid needs batches"),
         (["batches=[8]"], "'models'"),
         (["models=['mlp']", "batches=[8, 'x']"], "batch='x' must be a whole number"),
+        (["models=['mlp']", "batches=[8]", "--compare=no.jsonl"], "no.jsonl"),
     ],
 )
 def test_wrong_arguments_end_the_command(tmp_path, capsys, arguments, text):

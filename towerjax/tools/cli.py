@@ -11,6 +11,7 @@ from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.step.caller import Caller
 from towerjax.tools import shell
 from towerjax.tools.bench.protocol import read_toml
+from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.doctor import doctor
 from towerjax.tools.plans import plan as plan_of
@@ -18,6 +19,7 @@ from towerjax.tools.shell import FAULT, OK, option
 from towerjax.tools.testing.audit import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import Reduction
+from towerjax.types.tables import as_text
 from towerjax.types.version import __version__
 
 
@@ -142,6 +144,7 @@ def plan(make_step: str, json: bool = False, **options: Any) -> int:
 def bench(
     grid: Sequence[str],
     out: str,
+    compare_with: str | None = None,
     quiet: bool = False,
     json: bool = False,
     **options: Any,
@@ -150,7 +153,7 @@ def bench(
 
     Example:
       towerjax bench 'models=["mlp"]' 'towers=[1, 2]' 'batches=[128]' --out a.jsonl
-      towerjax bench grid.toml 'towers=[8]' --out more.jsonl
+      towerjax bench grid.toml --out new.jsonl --compare old.jsonl
 
     grid.toml, each line of which may be an argument in its place:
       models = ["mlp", "mine:factory"]  # also cnn, transformer, embedding
@@ -169,14 +172,23 @@ def bench(
 
     Trials that --out has are not run again.
 
-    exit code: 0 if all trials ran, 1 if one failed, 2 for wrong arguments.
+    exit code: 0 if all trials ran, 1 if one failed or is slower than in --compare, 2
+    for wrong arguments.
     """
     trials, timing = read_toml(*grid)
+    old = read_results(compare_with) if compare_with else []
     options["progress"] = False if quiet or json else None
     results = sweep(trials, out, timing, **options)
-    fields = {"results": [result.record for result in results]}
-    shell.show(str(results), fields, json)
-    return FAULT if any(result.status == "failed" for result in results) else OK
+    compared = compare(old, results) if compare_with else []
+    notes = differences(old, results)
+    fields = {
+        "results": [result.record for result in results],
+        "compared": [dataclasses.asdict(found) for found in compared],
+        "differences": notes,
+    }
+    shell.show("\n".join([as_text(results.tables(compared)), *notes]), fields, json)
+    failed = any(result.status == "failed" for result in results)
+    return FAULT if failed or any(c.is_worse for c in compared) else OK
 
 
 _by_commas = operator.methodcaller("split", ",")
@@ -229,6 +241,7 @@ _COMMANDS = {
     bench: (
         option("grid", str, "a TOML file, or lines of one: 'towers=[1, 2]'", nargs="+"),
         option("--out", str, "a file of results, as JSON lines", required=True),
+        option("--compare", str, "judge against results in this file", "compare_with"),
         option("--retry-failed", True, "run again what failed before"),
         option("--trial-timeout", float, "seconds (1800)", "trial_timeout_s"),
         option("--quiet", True, "no progress"),

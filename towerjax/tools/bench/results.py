@@ -1,4 +1,4 @@
-"""The results of trials: intervals, and a table."""
+"""The results of trials: intervals, a table, and comparisons with other results."""
 
 import dataclasses
 import os
@@ -69,6 +69,84 @@ def read_results(path: str | os.PathLike[str]) -> list[Result]:
     return list({result.trial: result for result in results}.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two results of one trial.
+
+    Attributes:
+      trial: The trial.
+      verdict: ``"faster"`` or ``"slower"`` where the intervals do not overlap; else in
+        words why neither is said.
+      ratio: The new step time over the old one; its ends are as far apart as both
+        intervals allow. None if one of them has no time.
+    """
+
+    trial: Trial
+    verdict: str
+    ratio: Interval | None = None
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the new result is slower, or failed and did not before."""
+        return self.verdict in ("slower", _NEWLY_FAILED)
+
+
+_NEWLY_FAILED = "failed, and did not before"
+
+
+def compare(old: Sequence[Result], new: Sequence[Result]) -> list[Comparison]:
+    """Each trial's new step time against its old one.
+
+    Args:
+      old: Such as ``read_results("old.jsonl")``.
+      new: The results to judge.
+
+    Returns:
+      A `Comparison` for each trial of either, the new ones first.
+
+    Example:
+      >>> step = {"median": 1.0, "low": 0.9, "high": 1.1}
+      >>> slow = {"median": 1.5, "low": 1.2, "high": 1.6}
+      >>> trial = Trial("mlp", 64)
+      >>> old = Result(trial, "ok", {"step_s": step})
+      >>> [found] = compare([old], [Result(trial, "ok", {"step_s": slow})])
+      >>> found.verdict, found.ratio.median
+      ('slower', 1.5)
+    """
+    before = {result.trial: result for result in old}
+    after = {result.trial: result for result in new}
+    return [
+        _judge(trial, after.get(trial), before.get(trial)) for trial in after | before
+    ]
+
+
+def _judge(trial: Trial, new: Result | None, old: Result | None) -> Comparison:
+    if new is None or old is None:
+        which = "old" if new is None else "new"
+        return Comparison(trial, f"only in the {which} results")
+    after, before = new.interval("step_s"), old.interval("step_s")
+    if after is None:
+        verdict = "not ok, as before" if before is None else _NEWLY_FAILED
+    elif before is None:
+        verdict = "ok, and was not before"
+    elif after.high < before.low:
+        verdict = "faster"
+    else:
+        verdict = "slower" if after.low > before.high else "intervals overlap"
+    return Comparison(trial, verdict, after.over(before) if after and before else None)
+
+
+def differences(old: Sequence[Result], new: Sequence[Result]) -> list[str]:
+    """Sentences on the differences in machine, timing and versions of two results."""
+    lines = []
+    for name in ("machine", "timing", "versions") if old and new else ():
+        before, after = (x[0].record.get(name, {}) for x in (old, new))
+        for key in dict.fromkeys([*before, *after]):
+            was, now = before.get(key, "none"), after.get(key, "none")
+            lines += [] if was == now else [f"{name}: {key} {was}, now {now}"]
+    return lines
+
+
 def efficiency(result: Result, results: Sequence[Result]) -> Interval | None:
     """Examples/s for each device, over those of the smallest comparable trial.
 
@@ -120,20 +198,25 @@ def _hand_step_key(trial: Trial) -> tuple[Any, ...]:
 class Results(list[Result], Shown):
     """The results of a sweep: a list that prints as a table."""
 
-    def tables(self) -> tuple[Table, ...]:
-        """The shown tables: results, and trials without figures."""
+    def tables(self, compared: Sequence[Comparison] = ()) -> tuple[Table, ...]:
+        """The shown tables: results, trials without figures, and comparisons."""
         without = [
             (x.trial.describe(), x.status, " ".join(x.record["error"].split())[:400])
             for x in self
             if x.status != "ok"
         ]
+        verdicts = [
+            (c.trial.describe(), _cell(c.ratio, "{:.2f}"), c.verdict) for c in compared
+        ]
         head = ("trial", "step ms", "examples/s", "efficiency", "over hand", "sending")
         rows = [self._row(x) for x in self if x.status != "not available"]
-        results = Table("Results", head, tuple(rows))
-        if not without:
-            return (results,)
-        why = Table("Without figures", ("trial", "status", "why"), tuple(without))
-        return results, why
+        compared_head = ("trial", "new over old step time", "verdict")
+        found = (
+            Table("Results", head, tuple(rows)),
+            Table("Without figures", ("trial", "status", "why"), tuple(without)),
+            Table("Compared", compared_head, tuple(verdicts)),
+        )
+        return found[:1] + tuple(table for table in found[1:] if table.rows)
 
     def _row(self, result: Result) -> tuple[str, ...]:
         name, rate = result.trial.describe(), result.examples_per_s
