@@ -164,7 +164,7 @@ def wrong_sums(
     ]
 
 
-_WHAT_TO_DO = (
+_ADVICE = (
     "Leave a device that is wrong alone out, tj.Mirrored(devices=...). Where only sums"
     " are wrong, test with fewer devices to find the one, or the link, that is broken."
 )
@@ -204,7 +204,7 @@ class Diagnosis(Shown):
             *(f"{name}={value}" for name, value in machine["environment"].items()),
             f"\n{super().__str__()}\n",
             *(f"wrong: {name}: {what}." for name, what in wrong),
-            f"{len(wrong)} wrong. {_WHAT_TO_DO}" if wrong else "All is well.",
+            f"{len(wrong)} wrong. {_ADVICE}" if wrong else "All is well.",
         ]
         return "\n".join(lines)
 
