@@ -1,4 +1,4 @@
-"""The doctor: what it sees of a machine, and what it tests."""
+"""The doctor: what it sees of a machine, what it tests, and what it advises."""
 
 import dataclasses
 import json
@@ -17,8 +17,10 @@ from towerjax.mesh.cluster import Cluster, start
 from towerjax.tools import doctor as command
 from towerjax.tools.cli import main
 from towerjax.tools.doctor import (
+    advice_on,
     check_op,
     ops_for,
+    this_machine,
     tower_rows,
     wrong_sums,
 )
@@ -55,6 +57,7 @@ def test_all_devices_and_ops_are_right(doctor):
     assert all(x["gigabytes_per_second"] > 0 for x in found["ops"])
     assert not any(x["wrong"] for x in found["ops"] + found["devices"])
     assert found["machine"]["versions"]["jax"].count(".") >= 2
+    assert not any(x["is_wrong"] for x in found["advice"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +89,7 @@ def test_a_broken_op_is_told_with_device_and_tower(doctor, monkeypatch):
     monkeypatch.setattr(command, "ops_for", lambda count: (Forgets(tower=5),))
     code, out, _ = doctor()
     assert code == 1 and "wrong: Forgets(tower=5" in out
-    assert "has 0 of tower 5's part, which is 6" in out
-    assert "8 wrong. Leave a device that is wrong alone out" in out
+    assert "has 0 of tower 5's part, which is 6" in out and "8 wrong." in out
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -126,6 +128,80 @@ def test_a_device_that_answers_wrongly_is_named(doctor, monkeypatch):
     assert "cpu:6: gives back other numbers than it was given." in out
 
 
+def devices(platform, count, kind="H200"):
+    info = {"kind": kind, "process": 0, "memory_bytes": None}
+    return [{"name": f"{platform}:{i}", **info} for i in range(count)]
+
+
+GOOD = {
+    **this_machine(),
+    "devices": devices("gpu", 8),
+    "cores": 64,
+    "shared_memory_bytes": 8 << 30,
+    "nvidia": True,
+    "environment": {},
+    "options": {"jax_threefry_partitionable": True},
+}
+NO_GPU = {"nvidia": False, "devices": devices("cpu", 1, "cpu")}
+TWO_KINDS = {"devices": devices("gpu", 1) + devices("gpu", 1, "A100")}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_wrong", "what", "fix"),
+    [
+        ({"devices": [], "problem": "none"}, True, "no devices: none", "pip install"),
+        ({"devices": devices("cpu", 8)}, True, "computes on the CPU", "jax[cuda13]"),
+        # One who says JAX_PLATFORMS=cpu may mean it.
+        (
+            {"devices": devices("cpu", 8), "environment": {"JAX_PLATFORMS": "cpu"}},
+            False,
+            "computes on the CPU",
+            "Unset JAX_PLATFORMS",
+        ),
+        (NO_GPU, False, "one CPU", "CPU_DEVICES=8"),
+        (
+            {"devices": devices("cpu", 8), "nvidia": False, "cores": 2},
+            False,
+            "8 CPU devices share 2 processors",
+            "as many devices as",
+        ),
+        (TWO_KINDS, False, "A100, H200", "of one kind"),
+        ({"shared_memory_bytes": 64 << 20}, True, "/dev/shm has 64 MiB", "--shm-size"),
+        ({"options": {"jax_disable_jit": True}}, True, "jax_disable_jit", "Unset"),
+        ({"options": {"jax_threefry_partitionable": False}}, True, "draws", "Unset"),
+    ],
+)
+def test_each_trap_is_told(change, is_wrong, what, fix):
+    assert advice_on(GOOD) == []
+    [advice] = advice_on({**GOOD, **change})
+    assert advice.is_wrong == is_wrong
+    assert what in advice.what and fix in advice.fix
+    assert str(advice).startswith("wrong: " if is_wrong else "note: ")
+
+
+def test_what_is_wrong_comes_first_and_one_gpu_needs_no_shared_memory():
+    ill = {**GOOD, **TWO_KINDS, "options": {"jax_disable_jit": True}}
+    assert [one.is_wrong for one in advice_on(ill)] == [True, False]
+    alone = {**GOOD, "devices": devices("gpu", 1), "shared_memory_bytes": 1}
+    assert advice_on(alone) == []
+
+
+def test_a_slow_device_is_told():
+    results = [command.Probe(f"gpu:{i}", (), 1.0, 20.0) for i in range(4)]
+    assert command._failures(results, []) == []
+    results[2] = dataclasses.replace(results[2], gigabytes_per_second=3.0)
+    [advice] = command._failures(results, [])
+    assert "gpu:2 receives 3.0 GB/s, the others 20.0" in advice.what
+
+
+def test_without_devices_it_still_answers(doctor, monkeypatch):
+    ill = {**GOOD, "devices": [], "problem": "Unknown backend: 'cuda'"}
+    monkeypatch.setattr(command, "this_machine", lambda: ill)
+    code, out, _ = doctor("--json")
+    assert code == 1 and json.loads(out)["ops"] == []
+    assert "Unknown backend" in json.loads(out)["advice"][0]["what"]
+
+
 @pytest.mark.slow
 def test_a_platform_that_does_not_start_is_told():
     done = subprocess.run(
@@ -135,21 +211,24 @@ def test_a_platform_that_does_not_start_is_told():
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2 and not done.stdout
-    assert "towerjax doctor: JAX has no devices: " in done.stderr
-    assert "Unset JAX_PLATFORMS, which is 'cuda'" in done.stderr
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and not found["devices"]
+    [advice] = [x for x in found["advice"] if x["is_wrong"]]
+    assert advice["what"].startswith("JAX has no devices: ")
+    assert "Unset JAX_PLATFORMS, which is 'cuda'" in advice["fix"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("none"), AssertionError()])
-def test_a_backend_without_devices_is_told(doctor, monkeypatch, error):
+def test_a_backend_without_devices_has_a_problem(monkeypatch, error):
     def devices():
         raise error
 
     monkeypatch.setattr(command.jax, "devices", devices)
-    code, out, told = doctor()
-    assert code == 2 and not out
-    why = str(error) or "it knows none of the platforms"
-    assert f"JAX has no devices: {why}. Unset JAX_PLATFORMS" in told
+    found = this_machine()
+    assert found["devices"] == []
+    assert found["problem"] == (
+        str(error) or "it could start no platform of those told."
+    )
 
 
 def test_wrong_arguments_are_refused(doctor):

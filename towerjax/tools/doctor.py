@@ -1,8 +1,11 @@
-"""``towerjax doctor``: test every device and every cross-tower op."""
+"""``towerjax doctor``: test every device and cross-tower op, and print advice."""
 
 import dataclasses
 import os
-from collections.abc import Callable
+import pathlib
+import shutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -32,35 +35,96 @@ Machine: TypeAlias = dict[str, Any]
 
 def this_machine() -> Machine:
     """Versions, devices of the job in tower order, settings; starts JAX's backends."""
-    platforms = os.environ.get("JAX_PLATFORMS")
+    devices, problem = [], None
     try:
-        found = jax.devices()
+        for device in jax.devices():
+            is_own = device.process_index == jax.process_index()
+            stats = (device.memory_stats() if is_own else None) or {}
+            found = {
+                "name": canonical_device_name(device),
+                "kind": device.device_kind,  # the maker's name of it
+                "process": device.process_index,
+                "memory_bytes": stats.get("bytes_limit"),  # how much JAX may use
+            }
+            devices.append(found)
     except (RuntimeError, AssertionError) as error:
         # A RuntimeError if a platform does not start; an AssertionError without text if
         # JAX does not know the platform ("cuda" without its plugin).
-        raise ValueError(
-            f"JAX has no devices: {str(error) or 'it knows none of the platforms'}."
-            f" Unset JAX_PLATFORMS, which is {platforms!r}, or install 'jax[cuda13]'."
-        ) from error
-    devices = []
-    for device in found:
-        is_own = device.process_index == jax.process_index()
-        stats = (device.memory_stats() if is_own else None) or {}
-        about = {
-            "name": canonical_device_name(device),
-            "kind": device.device_kind,  # the maker's name of it
-            "process": device.process_index,
-            "memory_bytes": stats.get("bytes_limit"),  # how much JAX may use
-        }
-        devices.append(about)
+        problem = str(error) or "it could start no platform of those told."
+    shm = pathlib.Path("/dev/shm")
     names = sorted(name for name in os.environ if name.startswith(_PREFIXES))
     return {
         **describe_machine(),
         "versions": versions(),
         "devices": devices,
+        "problem": problem,  # JAX's error if it has no devices
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "shared_memory_bytes": shutil.disk_usage(shm).total if shm.is_dir() else None,
+        "nvidia": pathlib.Path("/dev/nvidiactl").exists(),  # even one JAX does not find
         "environment": {name: os.environ[name] for name in names},
+        "options": {name: bool(getattr(jax.config, name)) for name in _TRAPS},
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """One fault to mend, or fact to know."""
+
+    is_wrong: bool  # whether it must be mended; else it may be intended
+    what: str  # what was found
+    fix: str  # what to do
+
+    def __str__(self) -> str:
+        return f"{'wrong' if self.is_wrong else 'note'}: {self.what}\n  do: {self.fix}"
+
+
+_DRAWS = "random draws depend on how arrays lie on devices"
+_TRAPS = {  # options of JAX: the value to warn of, and why
+    "jax_disable_jit": (True, "nothing is compiled"),
+    "jax_threefry_partitionable": (False, _DRAWS),
+}
+
+
+def advice_on(machine: Machine) -> list[Advice]:
+    """All advice on a machine, faults first."""
+    found = list(_on_devices(machine))
+    for option, (value, why) in _TRAPS.items():
+        if machine["options"].get(option) is value:
+            what = f"{option} is {'on' if value else 'off'}: {why}."
+            found.append(Advice(True, what, f"Unset {option.upper()}."))
+    return sorted(found, key=lambda advice: not advice.is_wrong)
+
+
+def _on_devices(machine: Machine) -> Iterator[Advice]:
+    install, devices = "pip install 'jax[cuda13]'", machine["devices"]
+    platforms = machine["environment"].get("JAX_PLATFORMS")
+    if not devices:
+        fix = f"Unset JAX_PLATFORMS, which is {platforms!r}, or {install}."
+        yield Advice(True, f"JAX has no devices: {machine['problem']}", fix)
+        return
+    on_cpu, cpus = devices[0]["name"].startswith("cpu"), machine["cores"]
+    if on_cpu and machine["nvidia"]:
+        what = "The machine has an NVIDIA GPU, but JAX computes on the CPU."
+        fix = "Unset JAX_PLATFORMS, if that is not meant." if platforms else install
+        yield Advice(not platforms, what, fix)
+    if on_cpu and len(devices) == 1:
+        what = "There is one CPU device, so nothing travels between devices."
+        yield Advice(False, what, "To try several, set JAX_NUM_CPU_DEVICES=8.")
+    count = sum(device["process"] == devices[0]["process"] for device in devices)
+    if on_cpu and count > cpus:
+        what = f"{count} CPU devices share {cpus} processors: good for tests, but times"
+        fix = "For speed take as many devices as there are processors, or fewer."
+        yield Advice(False, f"{what} say nothing about scaling.", fix)
+    if len(kinds := sorted({device["kind"] for device in devices})) > 1:
+        what = f"The devices are of several kinds, {', '.join(kinds)}; the slowest sets"
+        fix = "Name those of one kind: tj.Mirrored(devices=...)."
+        yield Advice(False, f"{what} the pace of all.", fix)
+    shared = machine["shared_memory_bytes"]
+    has_gpus = len(devices) > 1 and devices[0]["name"].startswith("gpu")
+    if has_gpus and shared is not None and shared < 1 << 30:
+        what = f"/dev/shm has {shared >> 20} MiB, too little for NCCL to send between"
+        fix = "Start the container with --shm-size=8g, or --ipc=host."
+        yield Advice(True, f"{what} {len(devices)} GPUs.", fix)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,20 +228,40 @@ def wrong_sums(
     ]
 
 
-_ADVICE = (
-    "Leave a device that is wrong alone out, tj.Mirrored(devices=...). Where only sums"
-    " are wrong, test with fewer devices to find the one, or the link, that is broken."
+_LEAVE_OUT = "Leave that device out, tj.Mirrored(devices=...), and have it looked at."
+_TEST_FEWER = (
+    "Test with fewer devices, tj.Mirrored(devices=...), to find the one or the link"
+    " that is broken; then look at its driver and cables."
 )
+
+
+def _failures(alone: Sequence[Probe], together: Sequence[Probe]) -> list[Advice]:
+    """An `Advice` for each test that failed and each device that is slow."""
+    found = [
+        Advice(True, f"{probe.name}: {what}.", fix)
+        for probes, fix in ((alone, _LEAVE_OUT), (together, _TEST_FEWER))
+        for probe in probes
+        for what in probe.wrong
+    ]
+    rates = {x.name: x.gigabytes_per_second for x in alone if x.gigabytes_per_second}
+    usual = statistics.median(rates.values()) if rates else 0.0
+    fix = "Look at the slot and the link of that device: it sets the pace of all."
+    for name, rate in rates.items():
+        if rate < usual / 2:
+            what = f"{name} receives {rate:.1f} GB/s, the others {usual:.1f}."
+            found.append(Advice(False, what, fix))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis(Shown):
-    """A machine, and what its tests found."""
+    """A machine, what its tests found, and what to do."""
 
     well: bool
     machine: Machine
     devices: list[Probe]  # each alone
     ops: list[Probe]  # on all devices together
+    advice: list[Advice]
 
     def tables(self) -> tuple[Table, ...]:
         """What was tested."""
@@ -189,49 +273,50 @@ class Diagnosis(Shown):
             of_devices.append((probe.name, kind, memory, *probe.cells()))
         of_ops = [(probe.name, *probe.cells()) for probe in self.ops]
         about = ("device", "kind", "memory")
-        return (
+        found = (
             Table("Devices, each alone", about + head, tuple(of_devices)),
             Table("All devices together", ("cross-tower op", *head), tuple(of_ops)),
         )
+        return tuple(table for table in found if table.rows)
 
     def __str__(self) -> str:
-        machine = self.machine
-        wrong = [(x.name, what) for x in (*self.devices, *self.ops) for what in x.wrong]
+        machine, num_wrong = self.machine, sum(one.is_wrong for one in self.advice)
         memory = f"{in_bytes(machine['memory_bytes'])} of memory"
         lines = [
             ", ".join(f"{name} {text}" for name, text in machine["versions"].items()),
             f"{machine['system']}, {machine['cores']} processors, {memory}",
             *(f"{name}={value}" for name, value in machine["environment"].items()),
             f"\n{super().__str__()}\n",
-            *(f"wrong: {name}: {what}." for name, what in wrong),
-            f"{len(wrong)} wrong. {_ADVICE}" if wrong else "All is well.",
+            *map(str, self.advice),
+            f"{num_wrong} wrong." if num_wrong else "All is well.",
         ]
         return "\n".join(lines)
 
 
 def doctor(mebibytes: int = 4, json: bool = False) -> int:
-    """Show this machine's devices and test them.
+    """Show this machine's devices, test them, and say what to mend.
 
     Print versions, devices and settings; test every device and every cross-tower op
-    against NumPy and measure them. In a job of several processes each tests its own
-    devices; process 0 prints, and each that finds something wrong.
+    against NumPy and measure them; say what to mend. In a job of several processes each
+    tests its own devices; process 0 prints, and each that finds something wrong.
 
     Example:
       towerjax doctor --mebibytes 256 --json
       JAX_NUM_CPU_DEVICES=8 towerjax doctor
       towerjax launch --processes 2 --devices-per-process 4 -- towerjax doctor
 
-    exit code: 0 if all is well, 1 if something is wrong, 2 for wrong arguments or
-    without devices.
+    exit code: 0 if all is well, 1 if something is wrong, 2 for wrong arguments.
     """
     check_whole("--mebibytes", mebibytes)
     cluster.initialize()
     machine, num_bytes = this_machine(), mebibytes << 20
-    names = tuple(device["name"] for device in machine["devices"])
-    alone = [check_device(device, num_bytes) for device in jax.local_devices()]
-    together = [check_op(op, names, num_bytes) for op in ops_for(len(names))]
-    is_well = not any(probe.wrong for probe in (*alone, *together))
-    if jax.process_index() == 0 or not is_well:
-        found = Diagnosis(is_well, machine, alone, together)
+    alone, together = [], []
+    if names := tuple(device["name"] for device in machine["devices"]):
+        alone = [check_device(device, num_bytes) for device in jax.local_devices()]
+        together = [check_op(op, names, num_bytes) for op in ops_for(len(names))]
+    advice = [*_failures(alone, together), *advice_on(machine)]
+    is_well = not any(one.is_wrong for one in advice)
+    if not names or jax.process_index() == 0 or not is_well:
+        found = Diagnosis(is_well, machine, alone, together, advice)
         show(str(found), dataclasses.asdict(found), json)
     return OK if is_well else FAULT
