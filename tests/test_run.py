@@ -1065,15 +1065,16 @@ def test_steps_side_by_side_share_one_count_of_calls_in_flight():
 
 def test_a_call_that_has_run_keeps_none_of_its_results():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
-    predict = tj.build_predict_step(lambda w, b, tower: w * b, strategy)
+    predict = tj.build_predict_step(lambda w, b, tower: b @ b @ (w * b), strategy)
     take = jax.jit(lambda x: x + 1, donate_argnums=0)
+    batch = predict.place_batch(np.ones((2, 400, 400), np.float32))
     for i in range(20):
-        out = predict(jnp.float32(2), np.ones(2, np.float32))
+        out = predict(jnp.float32(2), batch)
         alive = weakref.ref(out)
         if i < 18:
-            take(out)  # then it cannot be asked
+            take(out)  # before it has run; then it cannot be asked
     jax.block_until_ready(out)
     del out
     for _ in range(3):  # a callback of the runtime may hold it for a moment
-        jax.block_until_ready(predict(jnp.float32(2), np.ones(2, np.float32)))
+        jax.block_until_ready(predict(jnp.float32(2), batch))
     assert alive() is None

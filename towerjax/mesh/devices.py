@@ -138,11 +138,16 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
     if first is not None:
         running.append(first)
     if len(running) > 16:
-        while running[0].is_deleted():  # the caller has donated it
-            running.popleft()
-        running[0].block_until_ready()
-    # What has run is let go: predictions may be large.
-    while running and not running[0].is_deleted() and running[0].is_ready():
+        next(x for x in running if not x.is_deleted()).block_until_ready()
+    # What has run is let go, with what its caller donated before it: calls run in turn,
+    # and predictions may be large.
+    ran = 0
+    for count, x in enumerate(running, 1):
+        if not x.is_deleted():
+            if not x.is_ready():
+                break
+            ran = count
+    for _ in range(ran):
         running.popleft()
 
 
