@@ -233,6 +233,10 @@ def test_what_is_across_towers_is_refused_in_a_tower(T, D, reduction):
             )
     with refuses(r"strategy.gather in a tower.*Write tower.all_gather\(x\)"):
         strategy.call_for_each_tower(lambda t: strategy.gather(t.id[None], 0))
+    with refuses(r"strategy.broadcast in a tower.*tower.reduce\(tj.Reduction.ONLY_F"):
+        strategy.call_for_each_tower(lambda t: strategy.broadcast({"x": t.id}))
+    with refuses(r"strategy.fetch in a tower.*Write x itself"):
+        strategy.call_for_each_tower(lambda t: strategy.fetch({"x": t.id}))
     rows = np.ones(strategy.num_towers)  # own copies, which look like one a tower
     v = strategy.create_var("v", rows, reduction=R.SUM, tower_local=True)
     for method in (strategy.read_var, lambda v: strategy.assign(v, rows[0])):

@@ -284,6 +284,7 @@ def fetch(
     """
     value = read_local(value)
     refuse_per_tower(value, "strategy.fetch")
+    refuse_in_tower("fetch", value, "x itself, which a tower reads as it is")
     value = value if fn is None else fn(value)
     if destination is None and not has_tracers(value):
         destination = host_device()
@@ -299,8 +300,14 @@ def broadcast(self: StrategyFields, value: PyTree, destinations: Any = None) -> 
 
     Returns:
       The tree of mirrored arrays.
+
+    Raises:
+      ValueError: The value differs from tower to tower; there is no such device.
     """
     refuse_per_tower(value, "strategy.broadcast")
+    refuse_in_tower(
+        "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"
+    )
     if destinations is None:
         destinations = value if has_tracers(value) else self.placement.devices
     return copy_to(value, destinations)
