@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,10 @@ class _Bottleneck(nn.Module):
         if x.shape != y.shape:
             x = norm()(conv(4 * self.width, (1, 1), strides)(x))
         return nn.relu(x + y)
+
+
+# ResNet-50 normalises each tower's rows, as it does by hand.
+warnings.filterwarnings("ignore", "Rows of a tower meet")
 
 
 def _norm(**options: Any) -> Any:

@@ -283,6 +283,26 @@ def test_the_rows_of_the_whole_batch_are_no_weight(number, towers, rows, options
         step.check(start(), good(rows))
 
 
+def test_the_rows_of_the_whole_batch_are_no_weight_of_a_metric_or_gradient():
+    def metric(params, batch, tower):
+        total = tj.Weighted(batch["x"].sum(), 8)
+        return tj.TowerOutput(loss_fn(params, batch, tower), {"total": total})
+
+    def gradient(state, batch, tower):
+        return tj.value_and_grad(by_number(8))(state.params, batch, tower)[1]
+
+    strategy = tj.Mirrored(TWO[:1], towers=2)
+    alone = tj.build_step(gradient, lambda state, grads: (state, {}), strategy)
+    for step, name in (
+        (build(metric, strategy), r"metrics\['total'\]"),
+        (alone, "loss"),
+    ):
+        with pytest.raises(
+            tj.ReplicationError, match=f"^{name}: its weight is the num"
+        ):
+            step.check(start(), good(8))
+
+
 def of_all_numbers(params, batch, tower):
     squares = (batch["x"] * params["w"][None]) ** 2
     return tj.Weighted(squares.sum(), squares.size)
@@ -335,7 +355,8 @@ def test_statistics_of_as_many_features_as_rows_need_no_second_trace():
         x = batch["x"] - batch["x"].mean(0)[None]
         return tj.Weighted.mean(x @ params["w"], tower.weight)
 
-    build(normalised, tj.Mirrored(TWO[:1], towers=2)).check(start(), good(6))
+    with pytest.warns(UserWarning, match="Rows of a tower meet, at .*normalised"):
+        build(normalised, tj.Mirrored(TWO[:1], towers=2)).check(start(), good(6))
     assert len(traces) == 1
 
 
@@ -343,7 +364,7 @@ def test_statistics_of_as_many_features_as_rows_need_no_second_trace():
 def test_rows_in_another_dim_than_the_first_are_refused(rows):
     """Also where there are as many as of what is first, so that weights would fit."""
     step = build(by_time, tj.Mirrored(TWO[:1], towers=4), remainder="pad")
-    text = r"values of shape \(3, \d\) and weights .* jnp.moveaxis\(values, 1, 0\)"
+    text = r"values (at|of shape \(3, 4\)) .*: give jnp.moveaxis\(values, 1, 0\)"
     with pytest.raises(ValueError, match=text):
         step.check(start(), good(rows))
 

@@ -1,5 +1,6 @@
 """Real programs pass the proof: none of them is refused, and all train."""
 
+import contextlib
 import functools
 
 import flax.linen as nn
@@ -505,10 +506,16 @@ interpreted_kernel weighted_totals shared_total_in_the_loss linen_mlp nnx_block
 balanced_experts merged synchronised_statistics""".split()
 
 
+# A norm of each tower's rows, and iterations whose steps depend on all of them.
+MEET = "conjugate_gradients linen_deep minimal_residuals nnx_block".split()
+
+
 def assert_passes(name):
     params, loss_fn = PROGRAMS[name]()
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=4))
-    found = step.check(params, BATCH).analysis
+    told = pytest.warns(UserWarning, match="Rows of a tower meet")
+    with told if name in MEET else contextlib.nullcontext():
+        found = step.check(params, BATCH).analysis
     assert set(found.outputs) == {None}
     assert found.hangs == () and found.repeats == () and found.collectives
 

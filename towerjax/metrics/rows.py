@@ -11,10 +11,6 @@ from towerjax.proof import tags
 from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
 
 
-class RowsNotFirstError(ValueError):
-    """Weights of one per example are as many as another dim than 0 of the values."""
-
-
 def library_of(*arrays: Any) -> Any:
     """``jax.numpy`` if an array is JAX's, else ``numpy``, which keeps its precision."""
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
@@ -113,7 +109,7 @@ def element_weights(
         text = f"{name} got {what} of shape {shape} and weights of shape {given}."
         if len(given) == 1 and given[0] in shape[1:]:
             at = shape.index(given[0])
-            raise RowsNotFirstError(
+            raise ValueError(
                 f"{text} Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
             )
         raise ValueError(

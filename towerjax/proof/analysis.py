@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
-from towerjax.proof import findings, tags
+from towerjax.proof import findings, row_dims, tags
 from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
@@ -76,6 +76,10 @@ def analyse(
     """
     body, along = open_jaxpr(jaxpr), NOTHING if axis is None else ALL
     ins = [Mark() if name is None else Mark(along, name) for name in inputs]
+    avals: list[Any] = [v.aval for v in body.invars]
+    for i, (name, aval) in enumerate(zip(inputs, avals, strict=False)):
+        if name is not None and name.startswith("batch"):
+            ins[i] = ins[i]._replace(rows=row_dims.of_batch(aval.shape))
     context = Context(axis, num_towers, [])
     if of_more_towers is None:
         return _analyse_once(body, ins, context)
@@ -123,6 +127,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         squares=each(findings.Square),
         numbers=each(findings.Number),
         across=each(findings.Across),
+        meetings=each(findings.Meeting),
         tower_calls=each(findings.TowerCall),
     )
 
@@ -191,7 +196,11 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if not scale.is_constant or mark.along or weight:
         # The reported line is that of the last equation.
         mark = mark._replace(site=(eqn, context.outer), before=mark)
-    mark = mark._replace(scale=scale, weight=weight)
+    rows = row_dims.of_equation(eqn, [m.rows for m in ins])
+    if row_dims.have_met(rows) and not any(row_dims.have_met(m.rows) for m in ins):
+        if not context.is_derived(eqn):
+            context.found.append(findings.Meeting(user_line((eqn, context.outer))))
+    mark = mark._replace(scale=scale, weight=weight, rows=rows)
     return _for_each_result(mark, eqn)
 
 
@@ -204,7 +213,8 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     source, differs = eqn.primitive.name, context.axis is not None
     if source == "axis_index":
         source, differs = "tower.id", context.axis in named_axes(eqn)
-    mark = Mark(ALL, source, (eqn, context.outer)) if differs else FIXED
+    rows = row_dims.of_part(join(ins).rows)
+    mark = Mark(ALL, source, (eqn, context.outer), rows=rows) if differs else FIXED
     return _for_each_result(mark, eqn)
 
 
@@ -245,8 +255,10 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         context.found.append(findings.Number(of, float(given.val)))
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
-    if name == tags.SQUARE:
-        context.found.append(findings.Square(user_line((eqn, context.outer))))
+    if name == tags.SQUARE and mark.rows:
+        at = None if row_dims.are_pairs(mark.rows) else mark.rows[0].at
+        if at is None or at > 0:
+            context.found.append(findings.Square(user_line((eqn, context.outer)), at))
     if name == tags.SHARED and mark.along:
         context.found.append(findings.Dependence(mark.source, origin_line(mark)))
     if of and mark.weight == 2:
@@ -315,11 +327,13 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     length, body = eqn.params["length"], open_jaxpr(eqn.params["jaxpr"])
     consts, carry = loop_sizes(eqn)
     inner, end = context.enter(eqn, trips=length), consts + carry
+    each = [m._replace(rows=row_dims.unstacked(m.rows)) for m in ins[end:]]
 
     def trip(marks: _Marks) -> _Marks:
-        return _propagate(body, ins[:consts] + marks + ins[end:], inner)[0]
+        return _propagate(body, ins[:consts] + marks + each, inner)[0]
 
     outs, _ = _fixed_point(trip, ins[consts:end], context.found)
+    outs[carry:] = [m._replace(rows=row_dims.stacked(m.rows)) for m in outs[carry:]]
     # The last trip decides: a carry that the body reduces is reduced.
     return outs if length else ins[consts:end] + outs[carry:]
 
@@ -328,7 +342,8 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
     """Repeat a trip until marks stay the same: its outputs, and the marks before it."""
     start = len(found)
     while True:
-        del found[start:]  # keep the findings of the last round alone
+        # Keep the findings of the last round alone, but of any trip where rows meet.
+        found[start:] = [x for x in found[start:] if isinstance(x, findings.Meeting)]
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if _without_sites(more) == _without_sites(marks):
@@ -338,7 +353,7 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
 
 def _without_sites(marks: _Marks) -> list[Any]:
     """The parts of marks that decide whether the fixed point is reached."""
-    return [(m.along, m.scale._replace(site=None), m.weight) for m in marks]
+    return [(m.along, m.scale._replace(site=None), m.weight, m.rows) for m in marks]
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -352,7 +367,9 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
             marks = [join([*marks, *env.values()])]
         return marks
 
-    outs, _ = _fixed_point(trip, [join(ins)], context.found)
+    given = join(ins)
+    given = given._replace(rows=row_dims.of_part(given.rows))
+    outs, _ = _fixed_point(trip, [given], context.found)
     whole = _compute(eqn, outs, context)[0]
     if sub_jaxprs(eqn):
         # The scale of what a kernel or a reducer computes is unknown.

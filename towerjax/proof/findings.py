@@ -70,7 +70,14 @@ class Changed(NamedTuple):
 
 
 class Square(NamedTuple):
-    """A mean, at `line`, of values ``[b, b]`` of a tower's ``b`` rows."""
+    """A mean, at `line`, of values ``[b, b]`` whose rows are not those of dim 0."""
+
+    line: str
+    rows_at: int | None  # None: of a tower's rows with each other
+
+
+class Meeting(NamedTuple):
+    """Rows of a tower meet, at `line`, a total of all its rows or each other."""
 
     line: str
 
@@ -91,6 +98,7 @@ Found: TypeAlias = (
     | Dependence
     | Draw
     | Hang
+    | Meeting
     | Number
     | Repeat
     | Square
@@ -112,6 +120,7 @@ class Analysis:
     squares: tuple[Square, ...] = ()
     numbers: tuple[Number, ...] = ()
     across: tuple[Across, ...] = ()
+    meetings: tuple[Meeting, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
@@ -209,8 +218,15 @@ def refuse_changed(analysis: Analysis) -> None:
         )
 
 
-def refuse_pairs(squares: Collection[Square]) -> None:
-    """Raise where a mean is of each row with each row of the same tower."""
+def refuse_squares(squares: Collection[Square]) -> None:
+    """Raise where a mean is of pairs of a tower's rows, or of rows in another dim."""
+    for x in squares:
+        if x.rows_at is not None:
+            raise ReplicationError(
+                f"tj.Weighted.mean of values at {x.line} whose rows lie along dim"
+                f" {x.rows_at}. Examples are dim 0: give jnp.moveaxis(values,"
+                f" {x.rows_at}, 0)."
+            )
     if squares:
         raise ReplicationError(
             "tj.Weighted.mean of values [b, b], each of a tower's b rows with each, at"

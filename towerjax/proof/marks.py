@@ -19,6 +19,7 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.findings import Collective, Found, Hang
+from towerjax.proof.row_dims import NO_ROWS, RowDims, of_choice
 from towerjax.proof.scale import CONSTANT, Scale, scale_of_sum
 
 
@@ -73,6 +74,7 @@ class Mark(NamedTuple):
     scale: Scale = Scale()  # how many times it is counted
     # 1: the weight of a gradient, or a sum of such; 2: another function of one.
     weight: int = 0
+    rows: RowDims = NO_ROWS  # where the tower's rows lie
 
 
 FIXED = Mark(scale=CONSTANT)
@@ -90,14 +92,15 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     constant = first.scale.is_constant and second.scale.is_constant
     scale = scale._replace(is_constant=constant)
     weight = max(first.weight, second.weight)
-    return origin._replace(along=along, scale=scale, weight=weight)
+    rows = of_choice(first.rows, second.rows)
+    return origin._replace(along=along, scale=scale, weight=weight, rows=rows)
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
     """The mark of a value that a predicate selects."""
     constant = mark.scale.is_constant and predicate.scale.is_constant
     return _join_two(mark, predicate)._replace(
-        scale=mark.scale._replace(is_constant=constant)
+        scale=mark.scale._replace(is_constant=constant), rows=mark.rows
     )
 
 
@@ -223,7 +226,8 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         mark = mark._replace(site=site, before=source)
     # The collective may have added up a value that is the same on all towers.
     scale = mark.scale._replace(sums=max(1.0, mark.scale.sums))
-    return [mark._replace(scale=scale)] * len(eqn.outvars)
+    rows = None if mark.along else NO_ROWS
+    return [mark._replace(scale=scale, rows=rows)] * len(eqn.outvars)
 
 
 def _reduce_mark(
@@ -233,7 +237,7 @@ def _reduce_mark(
     new = mark._replace(weight=_weight_of_sum(mark))
     if context.axis in named_axes(eqn):
         along = without_coordinate(mark.along, over) if over else NOTHING
-        new = new._replace(along=along)
+        new = new._replace(along=along, rows=None if along else NO_ROWS)
         if name in SUMS and context.num_towers > 1:
             is_whole = over is None
             new = new._replace(scale=_scale_of_sum(eqn, mark, is_whole, context))

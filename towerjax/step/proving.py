@@ -12,14 +12,14 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.metrics.rows import RowsNotFirstError
 from towerjax.proof import findings, tags
 from towerjax.proof.analysis import analyse, depends
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
-from towerjax.types.leaves import has_tracers
+from towerjax.types.leaves import has_tracers, listed
+from towerjax.types.warning import warn
 
 Run: TypeAlias = Callable[..., PyTree]
 """``(pass, *args) -> results``: runs a pass on all devices, on global values."""
@@ -111,11 +111,30 @@ def _prove_pass(
         findings.refuse_unknown([x for x, name in pairs if name is not None])
     if one.alone is not None:
         findings.refuse_collectives(found)
+    findings.refuse_squares(found.squares)
     _refuse_by_chance(one, args, towers)
+    # Tower-local variables are for what towers have of their own, such as statistics.
+    if one.alone is None and not jax.tree.leaves(args[0].local):
+        _warn_of_meetings(found, placement.num_towers, one.micro_batches)
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof, towers
+
+
+def _warn_of_meetings(found: findings.Analysis, towers: int, parts: int) -> None:
+    """Warn where rows meet what is computed of the rows of one tower or micro-batch."""
+    if found.meetings and towers * parts > 1:
+        lines = listed(dict.fromkeys(x.line for x in found.meetings))
+        warn(
+            f"Rows of a tower meet, at {lines}, each other or what is computed of all"
+            " rows of this tower and micro-batch, such as their mean. Other numbers of"
+            " towers may give other numbers. The mean of all towers' rows is"
+            " tower.reduce(tj.Reduction.SUM, tj.Weighted.mean(x, tower.weight)).value;"
+            " tower.all_gather(x, axis=0) has all rows; or compute it before the step."
+            " Batch norm of all rows is in towerjax.layers. Where a tower's own rows"
+            " are meant, say warnings.filterwarnings('ignore', 'Rows of a tower meet')."
+        )
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
@@ -165,9 +184,8 @@ def _refuse_by_chance(one: Pass, args: PyTree, towers: OnTowers) -> None:
     sizes = range(max(total - parts, rows) + 1, total + 1)  # with or without padding
     whole = {x for x in towers.found.numbers if x.value in sizes}
     is_across = rows > 1 and findings.Across(rows) in towers.found.across
-    if towers.found.squares or whole or is_across:
+    if whole or is_across:
         more = _analyse_twice_the_rows(one, args, axes)
-        findings.refuse_pairs({*towers.found.squares}.intersection(more.squares))
         findings.refuse_whole(whole.intersection(more.numbers))
 
 
@@ -185,11 +203,6 @@ def _analyse_twice_the_rows(
     given = one.in_layouts, (state, more, *others)
     try:
         traced, _ = trace_one_tower(one.on_device(axes), axes, *given, args_of=towers)
-    except RowsNotFirstError as error:
-        raise findings.ReplicationError(
-            "Weights fit values only where two dims happen to be of one size. For twice"
-            f" as many rows {error}"
-        ) from error
     except Exception as error:
         findings.refuse_across(error)
         return findings.Analysis((), (), ())  # the function takes so many rows alone

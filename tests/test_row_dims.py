@@ -1,0 +1,406 @@
+"""Where rows of one tower meet what is computed of them, a step warns, and names it."""
+
+import collections
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.extend.core import Literal
+
+import towerjax as tj
+from towerjax.layers.batch_norm.linen import TowerBatchNorm
+from towerjax.proof import row_dims
+
+B, T, F = 12, 3, 5  # rows, steps of time, features
+MEETINGS, APART = {}, {}
+
+
+def meets(fn):
+    MEETINGS[fn.__name__] = fn
+    return fn
+
+
+def apart(fn):
+    APART[fn.__name__] = fn
+    return fn
+
+
+@meets
+def advantages(x, y, w, tower):
+    return x[:, 0] @ w * ((y - y.mean()) / (y.std() + 1e-6))
+
+
+@meets
+def baseline(x, y, w, tower):
+    return (x[:, 0] @ w) * (y - lax.stop_gradient(y.sum() / len(y)))
+
+
+@meets
+def deviations(x, y, w, tower):
+    flat = x.reshape(-1, F)
+    centred = flat - flat.mean(0)[None]
+    return (centred.reshape(-1, T, F) @ w).mean(1)
+
+
+@meets
+def batch_norm(x, y, w, tower):
+    norm = nn.BatchNorm(use_running_average=False)
+    return norm.init_with_output(jax.random.key(0), x[:, 0])[0] @ w
+
+
+@meets
+def negatives(x, y, w, tower):
+    scores = jnp.einsum("if,jf->ij", x[:, 0] * w[None], x[:, 1])
+    return jax.nn.logsumexp(scores, axis=1) - jnp.diagonal(scores)
+
+
+@meets
+def distances(x, y, w, tower):
+    gaps = x[:, None, 0] - x[None, :, 0]  # [b, b, F]
+    return (gaps**2 @ w).mean(1)
+
+
+@meets
+def ascent(x, y, w, tower):
+    up = jax.grad(lambda w: (x[:, 0] @ w).sum() ** 2)(w)
+    return x[:, 1] @ (w + 0.1 * up)
+
+
+@meets
+def spread_as_a_feature(x, y, w, tower):
+    spread = jnp.broadcast_to(x.std(0).mean(), (len(y), 1))
+    return jnp.concatenate([x[:, 0, 1:], spread], 1) @ w
+
+
+@meets
+def above_the_mean(x, y, w, tower):
+    return jnp.where(y > y.mean(), x[:, 0] @ w, 0.0)
+
+
+@meets
+def filled_in(x, y, w, tower):
+    return (jnp.where(x > 0, x, x.mean(0)[None]) @ w).mean(1)
+
+
+@meets
+def whitened(x, y, w, tower):
+    x = x[:, 0]
+    return x @ jnp.linalg.inv(x.T @ x + jnp.eye(F)) @ w
+
+
+@meets
+def over_time(x, y, w, tower):
+    def over_time(hidden, x):
+        hidden = jnp.tanh(hidden + x @ w)
+        return hidden - hidden.mean(), hidden
+
+    return lax.scan(over_time, jnp.zeros_like(y), x.swapaxes(0, 1))[0]
+
+
+@meets
+def in_other_functions(x, y, w, tower):
+    @jax.checkpoint
+    def in_other_functions(x):
+        return x - jax.jit(jnp.mean)(x)
+
+    return lax.cond(w[0] > 5, jnp.zeros_like, in_other_functions, x[:, 0] @ w)
+
+
+@meets
+def weighed_by_a_softmax(x, y, w, tower):
+    return (x[:, 0] @ w) * lax.stop_gradient(jax.nn.softmax(y))
+
+
+@apart
+def of_a_group(x, y, w, tower):
+    group = y.reshape(-1, len(y) // (1 + (len(y) > 5)))
+    return (x[:, 0] @ w) * (group - group.mean(1)[:, None]).ravel()
+
+
+@apart
+def printed(x, y, w, tower):
+    jax.debug.print("{}", y)
+    return x[:, 0] @ w
+
+
+@apart
+def attention(x, y, w, tower):
+    scores = jax.nn.softmax(jnp.einsum("btf,bsf->bts", x * w[None, None], x))
+    return jnp.einsum("bts,bsf->btf", scores, x).mean((1, 2))
+
+
+@apart
+def layer_norm(x, y, w, tower):
+    x = (x - x.mean((1, 2), keepdims=True)) / (x.std((1, 2), keepdims=True) + 1e-6)
+    return (x @ w).mean(1)
+
+
+@apart
+def flat_and_back(x, y, w, tower):
+    flat = jax.nn.relu(x.reshape(-1, F) * w[None])
+    x = flat.reshape(-1, T, F)
+    return (x - x.mean(1)[:, None]).sum((1, 2))
+
+
+@apart
+def convolved(x, y, w, tower):
+    kernel = jnp.ones((2, F, F)) * w[None, None]
+    dims = ("NWC", "WIO", "NWC")
+    out = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims)
+    out = nn.avg_pool(out, (2,), padding="SAME")
+    return out.sum((1, 2)) - out.max((1, 2))
+
+
+@apart
+def each_rows_gradient(x, y, w, tower):
+    loss = lambda w, x, y: (jnp.tanh(x @ w).sum() - y) ** 2  # noqa: E731
+    grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(w, x, y)
+    norms = jnp.sqrt((grads**2).sum(1))
+    return (grads / (norms + 1)[:, None]) @ w
+
+
+@apart
+def embedded(x, y, w, tower):
+    ids = jnp.clip(x[..., 0].astype(jnp.int32), 0, F - 1)
+    table = w[:, None] * jnp.ones((F, F))
+    chosen = jnp.take_along_axis(x, ids[..., None], axis=2)[..., 0]
+    return (table[ids].sum(2) * chosen).mean(1)
+
+
+@apart
+def one_hot(x, y, w, tower):
+    label = jnp.clip(y.astype(jnp.int32), 0, F - 1)
+    losses = optax.softmax_cross_entropy_with_integer_labels(x[:, 0] * w[None], label)
+    return losses + (jax.nn.one_hot(label, F) * x[:, 1]).sum(1)
+
+
+@apart
+def along_features(x, y, w, tower):
+    x = jnp.sort(jnp.cumsum(x, 1), axis=2)[:, ::-1]
+    return lax.top_k(x * w[None, None], 2)[0].sum((1, 2)) + x.argmax(2).sum(1)
+
+
+@apart
+def recurrent(x, y, w, tower):
+    def cell(hidden, x):
+        hidden = jnp.tanh(hidden[:, None] * w[None] + x)
+        return hidden.mean(1), hidden
+
+    last, each = lax.scan(cell, jnp.zeros_like(y), x.swapaxes(0, 1))
+    return last + each.swapaxes(0, 1).mean((1, 2))
+
+
+@apart
+def row_by_row(x, y, w, tower):
+    return lax.map(lambda row: (row - row.mean()).sum(0) @ w, x)
+
+
+@apart
+def shifted_by_the_largest(x, y, w, tower):
+    losses = x[:, 0] @ w
+    return jnp.exp(losses - lax.stop_gradient(losses.max()))
+
+
+@apart
+def where_any(x, y, w, tower):
+    return jnp.where(jnp.isfinite(x).all() & (y > 0).any(), x[:, 0] @ w, 0.0)
+
+
+@apart
+def of_all_towers(x, y, w, tower):
+    mean = tower.reduce(tj.Reduction.SUM, tj.Weighted.mean(y, tower.weight)).value
+    others = tower.all_gather(x[:, 1], axis=0)
+    return (x[:, 0] * w[None] @ others.T).sum(1) * (y - mean)
+
+
+@apart
+def normed_over_towers(x, y, w, tower):
+    norm = TowerBatchNorm(use_running_average=False)
+    variables = {"params": {"scale": w, "bias": w}}
+    variables["batch_stats"] = {"mean": w * 0, "var": w * 0 + 1}
+    x, _ = norm.apply(variables, x[:, 0], tower, mutable=["batch_stats"])
+    return x.sum(1)
+
+
+@apart
+def solved(x, y, w, tower):
+    return jnp.linalg.solve(jnp.eye(F) + w[:, None] * w[None], x[:, 0].T).T.sum(1)
+
+
+@apart
+def dropped(x, y, w, tower):
+    return (
+        nn.Dropout(0.5, deterministic=False).apply(
+            {}, x[:, 0], rngs={"dropout": tower.rng}
+        )
+        @ w
+    )
+
+
+def build(fn, *, towers=2, extra=None, **options):
+    def loss_fn(params, batch, tower):
+        losses = fn(batch["x"], batch["y"], params["w"], tower)
+        return tj.Weighted.mean(losses, tower.weight)
+
+    devices = [f"cpu:{i}" for i in range(max(1, towers))]
+    strategy = tj.Mirrored(devices)
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
+
+
+def check(step):
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.normal(size=(B, T, F)).astype(np.float32),
+        "y": rng.normal(size=B).astype(np.float32),
+    }
+    step.check({"w": np.ones(F, np.float32)}, batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"towers": 1, "micro_batches": 3}])
+@pytest.mark.parametrize("name", MEETINGS)
+def test_rows_that_meet_are_warned_of(name, options):
+    with pytest.warns(UserWarning, match=rf"Rows of a tower meet, at .*{name}"):
+        check(build(MEETINGS[name], **options))
+    check(build(MEETINGS[name], towers=1))  # one tower has all rows
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_stay_apart_are_not(name, options):
+    calls = name in ("of_all_towers", "normed_over_towers") and options
+    with warnings.catch_warnings():
+        if calls:  # in each micro-batch, which has a warning of its own
+            warnings.filterwarnings("ignore", "Each of 2 micro-batches calls")
+        check(build(APART[name], **options))
+
+
+def drawn_program(seed, steps=14):
+    """A function of rows ``[4, 3, 4]`` and of others, of operations drawn at random."""
+    draw = np.random.default_rng(seed)
+
+    def one(values):
+        x = values[draw.integers(len(values))]
+        dims = [*range(x.ndim)]
+        axis = int(draw.integers(max(x.ndim, 1)))
+        alike = [v for v in values if v.shape == x.shape]
+        other = alike[draw.integers(len(alike))]
+        kind = draw.integers(15)
+        if kind == 0:
+            return jnp.tanh(x)
+        if kind == 1:
+            return x * other
+        if kind == 2:
+            return lax.sub(x, other)
+        if x.ndim == 0 or kind == 3:
+            shape = (*x.shape[:axis], 4, *x.shape[axis:])
+            kept = [d + (d >= axis) for d in dims]
+            return lax.broadcast_in_dim(x, shape, kept)
+        if kind in (4, 5):
+            return lax.reduce_sum(x, (axis,))
+        if kind == 6:
+            return lax.argmax(x, axis, np.int32).astype(x.dtype)
+        if kind == 7:
+            return lax.transpose(x, tuple(map(int, draw.permutation(x.ndim))))
+        if kind == 8:
+            cut = int(draw.integers(x.ndim))
+            runs = (x.shape[:cut], x.shape[cut:])
+            return lax.reshape(x, tuple(int(np.prod(r)) for r in runs if r))
+        if kind == 9:
+            first = [n for n in (2, 4, 3) if x.shape[axis] % n == 0][:1] or [1]
+            rest = x.shape[axis] // first[0]
+            return lax.reshape(x, (*x.shape[:axis], *first, rest, *x.shape[axis + 1 :]))
+        if kind == 10:
+            pairs = [
+                (i, j)
+                for i, n in enumerate(x.shape)
+                for j, m in enumerate(other.shape)
+                if n == m
+            ]
+            chosen = [pairs[k] for k in draw.permutation(len(pairs))[:2]]
+            (i, j), *more = chosen
+            batch = [p for p in more if p[0] != i and p[1] != j]
+            numbers = (((i,), (j,)), ([p[0] for p in batch], [p[1] for p in batch]))
+            return lax.dot_general(x, other, numbers)
+        if kind == 11:
+            return lax.concatenate([x, other], axis)
+        if kind == 12:
+            return lax.slice_in_dim(x, 0, max(x.shape[axis] - 1, 1), axis=axis)
+        if kind == 13:
+            return [lax.cumsum, lax.sort][draw.integers(2)](x, axis)
+        return lax.select(lax.gt(x, other), other, lax.rev(x, (axis,)))
+
+    def program(x, y, w):
+        values = [x, y, w, lax.dot_general(y, y, (((1,), (1,)), ((), ())))]
+        for _ in range(steps):
+            new = one(values)
+            if new.size <= 4096 and new.ndim <= 5:
+                values.append(new / (1 + abs(new)))
+        return values
+
+    return program
+
+
+def every_value(closed, args):
+    """All values that a jaxpr without inner ones computes, in order."""
+    env = dict(zip(closed.jaxpr.invars, args, strict=True))
+    for eqn in closed.jaxpr.eqns:
+        given = [v.val if isinstance(v, Literal) else env[v] for v in eqn.invars]
+        out = eqn.primitive.bind(*given, **eqn.params)
+        env |= zip(
+            eqn.outvars, out if eqn.primitive.multiple_results else [out], strict=True
+        )
+    return [*env.values()]
+
+
+def known_rows(jaxpr, ins):
+    """The rows of all values, by variable."""
+    env = dict(zip(jaxpr.invars, ins, strict=True))
+    for eqn in jaxpr.eqns:
+        given = [
+            row_dims.NO_ROWS if isinstance(v, Literal) else env[v] for v in eqn.invars
+        ]
+        env |= dict.fromkeys(eqn.outvars, row_dims.of_equation(eqn, given))
+    return env
+
+
+def are_of_row(shape, dims, row):
+    """Which elements of a value are of a row, or of a pair with it."""
+    indices = np.indices(shape)
+    each = [indices[x.at] // (shape[x.at] // x.rows) for x in dims]
+    if row_dims.are_pairs(dims):
+        return np.any([x == row for x in each], axis=0)
+    return np.ravel_multi_index(each, [x.rows for x in dims]) == row
+
+
+@pytest.mark.slow
+def test_what_is_known_of_rows_is_so():
+    """Another row changes no value of a row, unless rows are said to have met."""
+    counts = collections.Counter()
+    for seed in range(30, 46):
+        rng = np.random.default_rng(seed)
+        shapes = (4, 3, 4), (4, 3), (3, 4)
+        args = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+        closed = jax.make_jaxpr(drawn_program(seed))(*args)
+        rows = row_dims.of_batch((4,))
+        found = known_rows(closed.jaxpr, [rows, rows, row_dims.NO_ROWS])
+        changed = [x.copy() for x in args]
+        for x in changed[:2]:
+            x[2] = rng.normal(size=x[2].shape)
+        run = jax.jit(lambda *args: every_value(closed, args))  # noqa: B023
+        runs = run(*args), run(*changed)
+        for known, before, after in zip(found.values(), *runs, strict=True):
+            before, after = np.asarray(before), np.asarray(after)
+            is_fixed = np.ones(before.shape, bool)
+            if known is None or known in (row_dims.TOTAL, row_dims.MIXED):
+                counts["unknown" if known is None else known[0].at] += 1
+                continue
+            if known:
+                is_fixed = ~are_of_row(before.shape, known, 2)
+            counts[len(known), row_dims.are_pairs(known)] += 1
+            np.testing.assert_array_equal(before[is_fixed], after[is_fixed])
+    assert counts[1, False] > 200 and counts[2, True] > 20, counts
