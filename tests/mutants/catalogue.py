@@ -1125,9 +1125,9 @@ INPUT = (
     _m(
         "I22",
         "micro-batches have statistics of their own unseen",
-        "step.proving:_warn_of_meetings",
-        "towers * parts > 1",
-        "towers > 1",
+        "step.proving:_warn_of_own_rows",
+        "if parts > 1 and meetings:",
+        "if parts > 3 and meetings:",
         "test_row_dims.py::test_rows_that_meet_are_warned_of[advantages-options1]",
     ),
     _m(
@@ -1145,6 +1145,22 @@ INPUT = (
         "isinstance(x, findings.Meeting)",
         "False",
         "test_row_dims.py::test_rows_that_meet_are_warned_of[over_time-options0]",
+    ),
+    _m(
+        "I25",
+        "the root of a tower's mean is taken for a sum",
+        "proof.row_dims:_of_totals",
+        "return TOTAL if is_sum and FUNCTION not in ins else FUNCTION",
+        "return TOTAL",
+        "test_row_dims.py::test_a_function_of_sums_is_no_sum[root_of_a_mean-True]",
+    ),
+    _m(
+        "I26",
+        "a ratio times its own denominator is taken for no sum",
+        "step.proving:_warn_of_own_rows",
+        "if parts > 1 and roots and not found.own_weights:",
+        "if parts > 1 and roots:",
+        "test_row_dims.py::test_a_function_of_sums_is_no_sum[times_its_weight-False]",
     ),
     _m(
         "I12",

@@ -128,6 +128,8 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         numbers=each(findings.Number),
         across=each(findings.Across),
         meetings=each(findings.Meeting),
+        roots=each(findings.Root),
+        own_weights=each(findings.OwnWeight),
         tower_calls=each(findings.TowerCall),
     )
 
@@ -253,7 +255,11 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     given = eqn.invars[0]
     if of and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
         context.found.append(findings.Number(of, float(given.val)))
+    if name == tags.LOSS_SUM and mark.rows == row_dims.FUNCTION:
+        context.found.append(findings.Root(origin_line(mark)))
     if name == tags.GRADIENT_WEIGHT:
+        if mark.rows != row_dims.NO_ROWS:
+            context.found.append(findings.OwnWeight(origin_line(mark)))
         return [mark._replace(weight=1)]
     if name == tags.SQUARE and mark.rows:
         at = None if row_dims.are_pairs(mark.rows) else mark.rows[0].at

@@ -82,6 +82,18 @@ class Meeting(NamedTuple):
     line: str
 
 
+class OwnWeight(NamedTuple):
+    """A loss's weight, made at `line`, is of a tower's rows, and not their number."""
+
+    line: str
+
+
+class Root(NamedTuple):
+    """A loss's sum, made at `line`, is a function of sums of a tower's rows."""
+
+    line: str
+
+
 class TowerCall(NamedTuple):
     """One operand of a collective over towers that a tower function calls."""
 
@@ -100,7 +112,9 @@ Found: TypeAlias = (
     | Hang
     | Meeting
     | Number
+    | OwnWeight
     | Repeat
+    | Root
     | Square
     | TowerCall
 )
@@ -121,6 +135,8 @@ class Analysis:
     numbers: tuple[Number, ...] = ()
     across: tuple[Across, ...] = ()
     meetings: tuple[Meeting, ...] = ()
+    roots: tuple[Root, ...] = ()
+    own_weights: tuple[OwnWeight, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod

@@ -22,15 +22,18 @@ class RowDim(NamedTuple):
 
 
 RowDims: TypeAlias = tuple[RowDim, ...] | None
-"""Where the tower's rows lie, `TOTAL` or `MIXED`; None where that is not known."""
+"""Where the tower's rows lie, or one of the values below; None: it is not known."""
 
 NO_ROWS: RowDims = ()
 """The value does not depend on a tower's rows, or is merged over towers."""
 
 TOTAL: RowDims = (RowDim(-1, 0),)
-"""The value is a sum over the tower's own rows, or computed from such sums."""
+"""The value is a sum over the tower's own rows, or a sum of such."""
 
-MIXED: RowDims = (RowDim(-2, 0),)
+FUNCTION: RowDims = (RowDim(-2, 0),)
+"""The value is a function of totals that is no sum, such as a root or a ratio."""
+
+MIXED: RowDims = (RowDim(-3, 0),)
 """Rows have met a total, or have met other rows."""
 
 
@@ -58,7 +61,7 @@ def of_choice(first: RowDims, second: RowDims) -> RowDims:
 
 def of_part(rows: RowDims) -> RowDims:
     """The rows of an unknown part of a value, such as what a kernel reads."""
-    return rows if rows in (NO_ROWS, TOTAL, MIXED) else None
+    return rows if rows in (NO_ROWS, MIXED) else FUNCTION if _is_total(rows) else None
 
 
 def stacked(rows: RowDims) -> RowDims:
@@ -79,14 +82,32 @@ def of_equation(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     if MIXED in ins or None in ins:
         return MIXED if MIXED in ins else None
     name = eqn.primitive.name
-    if all(x in (NO_ROWS, TOTAL) for x in ins):
+    if all(x == NO_ROWS or _is_total(x) for x in ins):
         # A flag decides, and adds nothing of other rows to a row.
-        return NO_ROWS if name in _FLAGS else TOTAL
+        return NO_ROWS if name in _FLAGS else _of_totals(name, ins)
     if rule := _ROW_RULES.get(name):
         return rule(eqn, ins)
     return None if name in _NOT_ELEMENTWISE else _elementwise(eqn, ins)
 
 
+def _is_total(rows: RowDims) -> bool:
+    return rows in (TOTAL, FUNCTION)
+
+
+def _of_totals(name: str, ins: Sequence[RowDims]) -> RowDims:
+    """What is computed of totals, and of what does not depend on rows."""
+    is_sum = name in _SUM_NAMES or (name in _PRODUCT_NAMES and ins.count(TOTAL) == 1)
+    is_sum |= name == "div" and ins[1] == NO_ROWS
+    is_sum |= name == "select_n" and ins[0] == NO_ROWS
+    return TOTAL if is_sum and FUNCTION not in ins else FUNCTION
+
+
+_PRODUCT_NAMES = frozenset("conv_general_dilated dot_general mul".split())
+_SUM_NAMES = frozenset(
+    "add add_any broadcast_in_dim concatenate convert_element_type copy cumsum"
+    " dynamic_slice gather imag neg pad real reduce_precision reduce_sum reshape rev"
+    " slice split squeeze sub transpose".split()
+)
 _FLAGS = frozenset("eq ge gt is_finite le lt ne reduce_and reduce_or".split())
 # Results may have an operand's shape, but an element depends on several.
 _NOT_ELEMENTWISE = frozenset(
@@ -100,7 +121,7 @@ def _elementwise(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     out = _shape(eqn.outvars[0])
     for var, rows in zip(eqn.invars, ins, strict=True):
         given = _shape(var)
-        own = [x.at for x in rows or () if rows != TOTAL]
+        own = [x.at for x in rows or () if x.at >= 0]
         if own and (len(given) != len(out) or any(given[d] != out[d] for d in own)):
             return None
     return _together(ins)
@@ -116,7 +137,9 @@ def _two_together(first: RowDims, second: RowDims) -> RowDims:
         return None
     if not (first and second) or first == second:
         return first or second
-    if {TOTAL, MIXED}.intersection((first, second)):
+    if _is_total(first) and _is_total(second):
+        return FUNCTION
+    if {TOTAL, FUNCTION, MIXED}.intersection((first, second)):
         return MIXED
     given, others = ({x.at for x in rows} for rows in (first, second))
     if are_pairs(first) or are_pairs(second):
@@ -134,7 +157,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 def _moved(rows: RowDims, to: Any) -> RowDims:
     """The rows where dim ``d`` becomes ``to[d]``; a total stays one."""
-    if rows is None or rows == TOTAL:
+    if rows is None or _is_total(rows):
         return rows
     return tuple(sorted(x._replace(at=to[x.at]) for x in rows))
 
@@ -233,7 +256,7 @@ def _dot(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
         to = {d: i for i, d in enumerate(shared)}
         to |= {d: start + i for i, d in enumerate(free)}
         start += len(free)
-        own = {x.at for x in rows or () if rows != TOTAL}
+        own = {x.at for x in rows or () if x.at >= 0}
         if own.isdisjoint(gone):
             found.append(_moved(rows, to))
         else:
@@ -255,7 +278,7 @@ def _convolve(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
 
 def _gather(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    if TOTAL in ins:
+    if any(_is_total(x) for x in ins):
         return None
     outer = [
         d for d in range(len(_shape(eqn.outvars[0]))) if d not in numbers.offset_dims

@@ -15,6 +15,9 @@ SHARED = "towerjax.shared"
 # The weight of a gradient, as `tj.value_and_grad` returns it.
 GRADIENT_WEIGHT = "towerjax.gradient_weight"
 
+# The sum of a loss, of which the gradient is taken.
+LOSS_SUM = "towerjax.loss_sum"
+
 # The number 1 that a gradient begins with, where it depends on the loss.
 ONE = "towerjax.one"
 
