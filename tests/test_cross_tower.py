@@ -225,7 +225,7 @@ def test_destinations():
         (("/device:CPU:6", first), {first, second}),
         ([second], {second}),
     ]:
-        out = strategy.reduce(R.SUM, value, destinations=destinations)
+        out = strategy.reduce(R.SUM, value, destinations)
         for x, expected in ((out["a"], ROWS[:T].sum()), (out["b"], 0)):
             assert x.devices() == devices
             for shard in x.addressable_shards:

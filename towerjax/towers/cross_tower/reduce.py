@@ -51,19 +51,19 @@ def reduce_values(
     self: StrategyFields,
     reduction: Reduction,
     value: PyTree,
+    destinations: Any = None,
     *,
     axis: int | None = None,
-    destinations: Any = None,
 ) -> PyTree:
     """One value of all towers' values.
 
     Args:
       reduction: SUM, MEAN or ONLY_FIRST_TOWER.
       value: A pytree of ``PerTower`` and of values that all towers share.
-      axis: Also reduce over this dim of each tower's value.
       destinations: The devices of the result: a device name, a ``jax.Device``, several
         of these, or a value that lies on them; while JAX traces, only a traced value,
         which lies on all.
+      axis: Also reduce over this dim of each tower's value.
 
     Returns:
       The tree with one value a leaf.
