@@ -251,15 +251,15 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if name == tags.SUMMED_FOR_A_VARIABLE:
         scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
         return [mark._replace(scale=scale)]
-    of = "loss" if name == tags.GRADIENT_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
+    of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
     given = eqn.invars[0]
     if of and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
         context.found.append(findings.Number(of, float(given.val)))
     if name == tags.LOSS_SUM and mark.rows == row_dims.FUNCTION:
         context.found.append(findings.Root(origin_line(mark)))
+    if name == tags.LOSS_WEIGHT and mark.rows != row_dims.NO_ROWS:
+        context.found.append(findings.OwnWeight(origin_line(mark)))
     if name == tags.GRADIENT_WEIGHT:
-        if mark.rows != row_dims.NO_ROWS:
-            context.found.append(findings.OwnWeight(origin_line(mark)))
         return [mark._replace(weight=1)]
     if name == tags.SQUARE and mark.rows:
         at = None if row_dims.are_pairs(mark.rows) else mark.rows[0].at

@@ -15,8 +15,8 @@ SHARED = "towerjax.shared"
 # The weight of a gradient, as `tj.value_and_grad` returns it.
 GRADIENT_WEIGHT = "towerjax.gradient_weight"
 
-# The sum of a loss, of which the gradient is taken.
-LOSS_SUM = "towerjax.loss_sum"
+# The sum and the weight of a loss that is a mean.
+LOSS_SUM, LOSS_WEIGHT = "towerjax.loss_sum", "towerjax.loss_weight"
 
 # The number 1 that a gradient begins with, where it depends on the loss.
 ONE = "towerjax.one"

@@ -83,7 +83,7 @@ def value_and_grad(
             if loss_reduction is Reduction.SUM:  # added up, and divided by nothing
                 out, weight = dataclasses.replace(out, loss=Sum(total)), None
             given = out if isinstance(returned, TowerOutput) else out.loss
-            return checkpoint_name(total, tags.LOSS_SUM), (given, weight)
+            return total, (given, weight)
 
         total, pull_back, (given, weight) = jax.vjp(of_sums, params, has_aux=True)
         is_first = tower is None or tower.loss_first

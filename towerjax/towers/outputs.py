@@ -47,7 +47,10 @@ def as_tower_output(
         )
     else:
         loss = _weigh_loss(jnp.asarray(loss), loss_reduction, tower)
-    loss = _check_means(loss) if isinstance(loss, Means) else _check_loss(loss)
+    if isinstance(loss, Means):
+        loss = _check_means(loss)
+    else:
+        loss = _check_loss(loss, is_mean=loss_reduction is None)
     return dataclasses.replace(out, loss=loss)
 
 
@@ -75,7 +78,7 @@ def _check_means(loss: Means) -> Means:
     return Means(tuple(map(_check_loss, loss.terms)), shared)
 
 
-def _check_loss(loss: Weighted) -> Weighted:
+def _check_loss(loss: Weighted, *, is_mean: bool = True) -> Weighted:
     total, weight = jnp.asarray(loss.sum), jnp.asarray(loss.weight)
     if total.shape or weight.shape:
         raise ValueError(
@@ -85,7 +88,11 @@ def _check_loss(loss: Weighted) -> Weighted:
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"The loss has dtype {total.dtype}, which has no gradient.")
     wide = widen_dtype(total.dtype)
-    return Weighted(total.astype(wide), weight.astype(wide))
+    total, weight = total.astype(wide), weight.astype(wide)
+    if is_mean:
+        total = checkpoint_name(total, tags.LOSS_SUM)
+        weight = checkpoint_name(weight, tags.LOSS_WEIGHT)
+    return Weighted(total, weight)
 
 
 def _is_array(x: Any) -> bool:
