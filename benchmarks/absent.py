@@ -88,7 +88,7 @@ class _Bottleneck(nn.Module):
 
 
 # ResNet-50 normalises each tower's rows, as it does by hand.
-warnings.filterwarnings("ignore", "Rows of a tower meet")
+warnings.filterwarnings("ignore", "Rows of a tower")
 
 
 def _norm(**options: Any) -> Any:

@@ -98,7 +98,7 @@ def _convolved(
 
 
 # The batch norm is of each tower's rows.
-warnings.filterwarnings("ignore", "Rows of a tower meet")
+warnings.filterwarnings("ignore", "Rows of a tower")
 
 
 def _batch_norm(p: PyTree, batch: PyTree, tower: Any) -> jax.Array:

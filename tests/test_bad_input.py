@@ -355,7 +355,9 @@ def test_statistics_of_as_many_features_as_rows_need_no_second_trace():
         x = batch["x"] - batch["x"].mean(0)[None]
         return tj.Weighted.mean(x @ params["w"], tower.weight)
 
-    with pytest.warns(UserWarning, match="Rows of a tower meet, at .*normalised"):
+    with pytest.warns(
+        UserWarning, match="Rows of a tower meet what .* at .*normalised"
+    ):
         build(normalised, tj.Mirrored(TWO[:1], towers=2)).check(start(), good(6))
     assert len(traces) == 1
 

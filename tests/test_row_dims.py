@@ -17,6 +17,7 @@ import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
 from towerjax.proof import row_dims
 
+R = tj.Reduction
 B, T, F = 12, 3, 5  # rows, steps of time, features
 MEETINGS, APART = {}, {}
 
@@ -252,19 +253,20 @@ def build(fn, *, towers=2, **options):
     return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
 
 
+def batch():
+    draw = np.random.default_rng(0).normal
+    shapes = {"x": (B, T, F), "y": (B,)}
+    return {name: draw(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
 def check(step):
-    rng = np.random.default_rng(0)
-    batch = {
-        "x": rng.normal(size=(B, T, F)).astype(np.float32),
-        "y": rng.normal(size=B).astype(np.float32),
-    }
-    step.check({"w": np.ones(F, np.float32)}, batch)
+    step.check({"w": np.ones(F, np.float32)}, batch())
 
 
 @pytest.mark.parametrize("options", [{}, {"towers": 1, "micro_batches": 3}])
 @pytest.mark.parametrize("name", MEETINGS)
 def test_rows_that_meet_are_warned_of(name, options):
-    with pytest.warns(UserWarning, match=rf"Rows of a tower meet, at .*{name}"):
+    with pytest.warns(UserWarning, match=rf"Rows of a tower meet .* at .*{name}"):
         check(build(MEETINGS[name], **options))
     check(build(MEETINGS[name], towers=1))  # one tower has all rows
 
@@ -334,9 +336,7 @@ def test_a_function_of_sums_is_no_sum(fn, is_no_sum):
         losses = (batch["x"][:, 0] @ params["w"]) ** 2
         return fn(losses, (batch["y"] > 0).astype(np.float32), tower)
 
-    text = (
-        r"Rows of a tower make, at \S*test_row_dims.py:\d+ \(\w+\), a loss that is no"
-    )
+    text = r"Rows of a tower make a loss .* at \S*test_row_dims.py:\d+ \(\w+\)\. Other"
     for towers, parts in (2, 1), (1, 3), (1, 1):
         strategy = tj.Mirrored([f"cpu:{i}" for i in range(towers)])
         options = {"micro_batches": parts}
@@ -347,6 +347,59 @@ def test_a_function_of_sums_is_no_sum(fn, is_no_sum):
         told = {str(x.message) for x in told}
         assert len(told) == (is_no_sum and towers * parts > 1)
         assert all(re.match(text, x) for x in told)
+
+
+def centred(params, rows, tower):
+    return (rows["y"] - rows["y"].mean()) * params["w"][0]
+
+
+def test_evaluations_and_predictions_are_warned_of():
+    strategy = tj.Mirrored(["cpu:0", "cpu:1"])
+    evaluate = tj.build_eval_step(
+        lambda *given: {"m": tj.Weighted.mean(centred(*given), given[-1].weight)},
+        strategy,
+    )
+    for step in (evaluate, tj.build_predict_step(centred, strategy)):
+        with pytest.warns(UserWarning, match=r"Rows of a tower meet .* \(centred\)"):
+            step({"w": np.ones(F, np.float32)}, batch())
+
+
+@pytest.mark.parametrize(
+    ("options", "local"),
+    [({"sync": tj.sync.LocalSGD(every=2)}, None), ({}, tj.TowerLocal(0.0, R.MEAN))],
+)
+def test_towers_that_have_rows_of_their_own_are_not(options, local):
+    step = build(advantages, **options)
+    state = step.init({"w": np.ones(F, np.float32)}, local=local)
+    step.check(state, batch())
+
+
+def test_a_mean_of_towers_losses_is_not():
+    def loss_fn(params, batch, tower):
+        return jnp.sqrt(((batch["x"][:, 0] @ params["w"]) ** 2).mean())
+
+    strategy = tj.Mirrored(["cpu:0", "cpu:1"])
+    options = {"loss_reduction": R.MEAN}
+    check(tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options))
+
+
+def test_a_model_function_is_warned_of():
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+
+    def model_fn(variables, features, labels, mode, params, tower):
+        def root(w):
+            losses = (features[:, 0] @ w["w"] - labels) ** 2
+            return tj.Weighted(jnp.sqrt(losses.mean()), 1)
+
+        loss, train_op = optimizer.minimize(root, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    strategy = tj.Mirrored(["cpu:0", "cpu:1"])
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
+    state = tj.TrainState.create({"w": np.ones(F, np.float32)}, optimizer)
+    with pytest.warns(UserWarning, match=r"Rows of a tower make a loss .* \(root\)"):
+        rows = {"features": batch()["x"], "labels": batch()["y"]}
+        model.train_step()(model.init(state), rows)
 
 
 def drawn_program(seed, steps=14):

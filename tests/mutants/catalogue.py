@@ -1125,9 +1125,9 @@ INPUT = (
     _m(
         "I22",
         "micro-batches have statistics of their own unseen",
-        "step.proving:_warn_of_own_rows",
-        "if parts > 1 and meetings:",
-        "if parts > 3 and meetings:",
+        "step.proving:_prove_pass",
+        "placement.num_towers * one.micro_batches > 1",
+        "placement.num_towers > 1",
         "test_row_dims.py::test_rows_that_meet_are_warned_of[advantages-options1]",
     ),
     _m(
@@ -1142,7 +1142,7 @@ INPUT = (
         "I24",
         "a loop forgets where its rows met",
         "proof.analysis:_fixed_point",
-        "isinstance(x, findings.Meeting)",
+        "isinstance(x, findings.OwnRows)",
         "False",
         "test_row_dims.py::test_rows_that_meet_are_warned_of[over_time-options0]",
     ),
@@ -1157,9 +1157,9 @@ INPUT = (
     _m(
         "I26",
         "a ratio times its own denominator is taken for no sum",
-        "step.proving:_warn_of_own_rows",
-        "if parts > 1 and roots and not found.own_weights:",
-        "if parts > 1 and roots:",
+        "proof.findings:warn_of_own_rows",
+        'if "weight" in lines:',
+        'if "weights" in lines:',
         "test_row_dims.py::test_a_function_of_sums_is_no_sum[times_its_weight-False]",
     ),
     _m(

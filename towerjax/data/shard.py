@@ -246,8 +246,6 @@ def _rows(x: Any, start: int, stop: int) -> Any:
 
 def split_rows(batch: PyTree, num_towers: int) -> PyTree:
     """Each tower's rows: ``[B, ...]`` becomes ``[T, b, ...]``."""
-    if num_towers == 1:  # the proof takes a reshape to [1, b] for one group of rows
-        return jax.tree.map(lambda x: x[None], batch)
     # Never -1: JAX cannot infer the number of rows of an array without elements.
     return jax.tree.map(
         lambda x: x.reshape(num_towers, x.shape[0] // num_towers, *x.shape[1:]), batch

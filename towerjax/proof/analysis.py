@@ -127,9 +127,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         squares=each(findings.Square),
         numbers=each(findings.Number),
         across=each(findings.Across),
-        meetings=each(findings.Meeting),
-        roots=each(findings.Root),
-        own_weights=each(findings.OwnWeight),
+        own_rows=each(findings.OwnRows),
         tower_calls=each(findings.TowerCall),
     )
 
@@ -201,7 +199,9 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     rows = row_dims.of_equation(eqn, [m.rows for m in ins])
     if row_dims.have_met(rows) and not any(row_dims.have_met(m.rows) for m in ins):
         if not context.is_derived(eqn):
-            context.found.append(findings.Meeting(user_line((eqn, context.outer))))
+            how = "pairs" if row_dims.are_pairs(rows) else "total"
+            line = user_line((eqn, context.outer))
+            context.found.append(findings.OwnRows(how, line))
     mark = mark._replace(scale=scale, weight=weight, rows=rows)
     return _for_each_result(mark, eqn)
 
@@ -256,9 +256,9 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if of and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
         context.found.append(findings.Number(of, float(given.val)))
     if name == tags.LOSS_SUM and mark.rows == row_dims.FUNCTION:
-        context.found.append(findings.Root(origin_line(mark)))
+        context.found.append(findings.OwnRows("function", origin_line(mark)))
     if name == tags.LOSS_WEIGHT and mark.rows != row_dims.NO_ROWS:
-        context.found.append(findings.OwnWeight(origin_line(mark)))
+        context.found.append(findings.OwnRows("weight", origin_line(mark)))
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
     if name == tags.SQUARE and mark.rows:
@@ -349,7 +349,7 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
     start = len(found)
     while True:
         # Keep the findings of the last round alone, but of any trip where rows meet.
-        found[start:] = [x for x in found[start:] if isinstance(x, findings.Meeting)]
+        found[start:] = [x for x in found[start:] if isinstance(x, findings.OwnRows)]
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if _without_sites(more) == _without_sites(marks):

@@ -1,4 +1,4 @@
-"""The findings of the analysis of a tower function, and the errors for them."""
+"""The findings of the analysis of a tower function; errors and warnings for them."""
 
 import ast
 import dataclasses
@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 from towerjax.types.leaves import few, listed
+from towerjax.types.warning import warn
 
 
 class Dependence(NamedTuple):
@@ -76,21 +77,10 @@ class Square(NamedTuple):
     rows_at: int | None  # None: of a tower's rows with each other
 
 
-class Meeting(NamedTuple):
-    """Rows of a tower meet, at `line`, a total of all its rows or each other."""
+class OwnRows(NamedTuple):
+    """At `line`, a number depends on which rows a tower has."""
 
-    line: str
-
-
-class OwnWeight(NamedTuple):
-    """A loss's weight, made at `line`, is of a tower's rows, and not their number."""
-
-    line: str
-
-
-class Root(NamedTuple):
-    """A loss's sum, made at `line`, is a function of sums of a tower's rows."""
-
+    how: str  # a key of ``_OWN_ROWS``; or "weight": that of a loss is of the rows
     line: str
 
 
@@ -110,11 +100,9 @@ Found: TypeAlias = (
     | Dependence
     | Draw
     | Hang
-    | Meeting
     | Number
-    | OwnWeight
+    | OwnRows
     | Repeat
-    | Root
     | Square
     | TowerCall
 )
@@ -134,9 +122,7 @@ class Analysis:
     squares: tuple[Square, ...] = ()
     numbers: tuple[Number, ...] = ()
     across: tuple[Across, ...] = ()
-    meetings: tuple[Meeting, ...] = ()
-    roots: tuple[Root, ...] = ()
-    own_weights: tuple[OwnWeight, ...] = ()
+    own_rows: tuple[OwnRows, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
@@ -165,6 +151,25 @@ place of the sum, or as the MEAN."""
 _HANGING = "Only some towers reach these collectives, so devices would hang:"
 _AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
 merge_call or reduction out of the cond or while."""
+
+# What rows of a tower do, and what to write instead.
+_OWN_ROWS = {
+    "total": (
+        "meet what is computed of all of them, such as their mean",
+        "The mean of all towers' rows is tower.reduce(tj.Reduction.SUM,"
+        " tj.Weighted.mean(x, tower.weight)).value, and their batch norm"
+        " towerjax.layers.batch_norm.",
+    ),
+    "pairs": (
+        "meet each other",
+        "The rows of all towers are tower.all_gather(x, axis=0).",
+    ),
+    "function": (
+        "make a loss that is a function of sums, such as a ratio or a root",
+        "Return a sum and its weight, tj.Weighted((losses * mask).sum(), mask.sum());"
+        " for others see 'A function of a mean' in docs/how_to/several_losses.md.",
+    ),
+}
 
 
 class ReplicationError(ValueError):
@@ -279,6 +284,23 @@ def refuse_across(error: Exception) -> None:
             " fits only as that is as large as a tower has rows. Write x[:, None], such"
             f" as mask * tower.weight[:, None]. For twice as many rows: {error}"
         ) from error
+
+
+def warn_of_own_rows(analysis: Analysis) -> None:
+    """Warn where numbers depend on which rows a tower or micro-batch has."""
+    lines: dict[str, list[str]] = {}
+    for how, line in dict.fromkeys(analysis.own_rows):
+        lines.setdefault(how, []).append(line)
+    if "weight" in lines:  # a ratio times its own denominator is the sum again
+        lines.pop("function", None)
+    for how, (what, advice) in _OWN_ROWS.items():
+        if how in lines:
+            warn(
+                f"Rows of a tower {what}, at {listed(lines[how])}. Other numbers of"
+                f" towers or micro-batches may give other numbers. {advice} Where each"
+                " tower's own rows are meant, say warnings.filterwarnings('ignore',"
+                " 'Rows of a tower')."
+            )
 
 
 def refuse_unknown(weights: Sequence[Dependence | None]) -> None:

@@ -77,7 +77,7 @@ def unstacked(rows: RowDims) -> RowDims:
 
 def of_equation(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     """The rows of each result of an equation that holds no jaxpr."""
-    if not eqn.outvars or (not any(ins) and None not in ins):
+    if not any(ins) and None not in ins:
         return NO_ROWS
     if MIXED in ins or None in ins:
         return MIXED if MIXED in ins else None
@@ -172,8 +172,8 @@ def _without(rows: RowDims, dims: Sequence[int], total: RowDims) -> RowDims:
     return total if own <= {*dims} else None
 
 
-def _reduce(total: RowDims, param: str = "axes") -> Callable[..., RowDims]:
-    return lambda eqn, ins: _without(ins[0], eqn.params[param], total)
+def _reduce(total: RowDims) -> Callable[..., RowDims]:
+    return lambda eqn, ins: _without(ins[0], eqn.params["axes"], total)
 
 
 def _along(param: str) -> Callable[..., RowDims]:
@@ -218,8 +218,14 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     if are_pairs(ins[0]) and len(found) != len(ins[0] or ()):
         return MIXED
     # A new dim of 1 before the rows may be the number of their groups.
-    is_group = found and 1 in out[: found[0].at] and 1 not in given
-    return None if is_group else tuple(found)
+    ones = range(found[0].at if found and 1 not in given else 0)
+    return (*(RowDim(at, 1) for at in ones if out[at] == 1), *found)
+
+
+def _squeeze(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
+    dims, rows = eqn.params["dimensions"], ins[0] or ()
+    kept = tuple(x for x in rows if x.at not in dims)
+    return _without(kept, dims, None) if kept else None
 
 
 def _same_elements(
@@ -308,17 +314,17 @@ _ROW_RULES: dict[str, _Rule] = {
     "conv_general_dilated": _convolve,
     "dot_general": _dot,
     "gather": _gather,
+    "reduce_sum": _reduce(TOTAL),
     "reshape": _reshape,
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
-    "squeeze": _reduce(None, "dimensions"),
+    "squeeze": _squeeze,
     "transpose": _transpose,
 }
 _ROW_RULES |= dict.fromkeys("argmax argmin".split(), _reduce(None))
 # A maximum is subtracted and added again, as in a softmax, more often than meant.
 _ROW_RULES |= dict.fromkeys("reduce_max reduce_min".split(), _reduce(NO_ROWS))
 _ROW_RULES |= dict.fromkeys("reduce_and reduce_or".split(), _reduce(NO_ROWS))
-_ROW_RULES |= dict.fromkeys("reduce_prod reduce_sum".split(), _reduce(TOTAL))
 _ROW_RULES |= dict.fromkeys("dynamic_slice pad slice split top_k".split(), _part)
 _ROW_RULES |= dict.fromkeys(
     "cumlogsumexp cummax cummin cumprod cumsum".split(), _along("axis")

@@ -18,8 +18,7 @@ from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
-from towerjax.types.leaves import has_tracers, listed
-from towerjax.types.warning import warn
+from towerjax.types.leaves import has_tracers
 
 Run: TypeAlias = Callable[..., PyTree]
 """``(pass, *args) -> results``: runs a pass on all devices, on global values."""
@@ -114,47 +113,13 @@ def _prove_pass(
     findings.refuse_squares(found.squares)
     _refuse_by_chance(one, args, towers)
     # Tower-local variables are for what towers have of their own, such as statistics.
-    if one.alone is None and not jax.tree.leaves(args[0].local):
-        _warn_of_own_rows(found, placement.num_towers * one.micro_batches)
+    is_cut = placement.num_towers * one.micro_batches > 1
+    if is_cut and one.alone is None and not jax.tree.leaves(args[0].local):
+        findings.warn_of_own_rows(found)
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof, towers
-
-
-def _warn_of_own_rows(found: findings.Analysis, parts: int) -> None:
-    """Warn where numbers depend on which rows each of ``parts`` towers has."""
-    meetings, roots = ([x.line for x in y] for y in (found.meetings, found.roots))
-    if parts > 1 and meetings:
-        _warn_of(
-            "meet",
-            meetings,
-            "each other or what is computed of all rows of their tower and micro-batch,"
-            " such as a mean",
-            "The mean of all towers' rows is tower.reduce(tj.Reduction.SUM,"
-            " tj.Weighted.mean(x, tower.weight)).value; tower.all_gather(x, axis=0) has"
-            " all rows; or compute it before the step. Batch norm of all rows is in"
-            " towerjax.layers.",
-        )
-    # A ratio times its own denominator is the sum again.
-    if parts > 1 and roots and not found.own_weights:
-        _warn_of(
-            "make",
-            roots,
-            "a loss that is not their sum, but a function of sums such as a ratio or a"
-            " root",
-            "Return a sum and its weight, tj.Weighted((losses * mask).sum(),"
-            " mask.sum()); for other functions see 'A function of a mean' in"
-            " docs/how_to/several_losses.md.",
-        )
-
-
-def _warn_of(verb: str, lines: Sequence[str], what: str, advice: str) -> None:
-    warn(
-        f"Rows of a tower {verb}, at {listed(dict.fromkeys(lines))}, {what}. Other"
-        f" numbers of towers may give other numbers. {advice} Where a tower's own rows"
-        f" are meant, say warnings.filterwarnings('ignore', 'Rows of a tower {verb}')."
-    )
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
