@@ -13,7 +13,6 @@ from towerjax.tools import shell
 from towerjax.tools.bench.protocol import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
-from towerjax.tools.doctor import doctor
 from towerjax.tools.plans import plan as plan_of
 from towerjax.tools.shell import FAULT, OK, option
 from towerjax.tools.testing.audit import SplitError, assert_replicates
@@ -245,10 +244,6 @@ _COMMANDS = {
         option("--retry-failed", True, "run again what failed before"),
         option("--trial-timeout", float, "seconds (1800)", "trial_timeout_s"),
         option("--quiet", True, "no progress"),
-        _JSON,
-    ),
-    doctor: (
-        option("--mebibytes", int, "what each device adds and receives (default: 4)"),
         _JSON,
     ),
 }
