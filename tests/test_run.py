@@ -1,5 +1,6 @@
 """The loop: the same numbers however it is cut, nothing lost, and what is shown."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -1061,6 +1062,38 @@ def test_steps_side_by_side_share_one_count_of_calls_in_flight():
         states = [state for state, _ in done]
     for state in states:
         np.testing.assert_allclose(state.params, 1 - 0.8**50, rtol=1e-5)
+
+
+@pytest.mark.parametrize("owner", ["own", "one"])
+def test_threads_train_side_by_side_and_lose_no_state(owner):
+    strategy, batch = tj.Mirrored(devices=("cpu:0", "cpu:1")), np.ones(2, np.float32)
+
+    def build():
+        def loss_fn(w, b, tower):
+            return tj.Weighted.mean((w - b) ** 2)
+
+        return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+
+    def train(step):
+        state, placed = step.init(jnp.float32(0)), step.place_batch(batch)
+        for _ in range(300):
+            state, _ = step(state, placed)
+            take(predict(jnp.float32(2), placed))
+        return state.params
+
+    take = jax.jit(lambda x: x + 1, donate_argnums=0)
+    predict = tj.build_predict_step(lambda w, b, tower: w * b, strategy)
+    steps = [build()] * 3 if owner == "one" else [build() for _ in range(3)]
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-5)
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            runs = [threads.submit(train, step) for step in steps]
+    finally:
+        sys.setswitchinterval(interval)
+    assert [x.exception() for x in runs] == [None] * 3
+    results = [x.result() for x in runs]
+    np.testing.assert_allclose(results, [1 - 0.8**300] * 3, rtol=1e-5)
 
 
 def test_a_call_that_has_run_keeps_none_of_its_results():

@@ -1007,6 +1007,14 @@ STATE = (
         f"{_PROCESSES_LOOK}[2]",
     ),
     _m(
+        "S27",
+        "threads that call one step read its verdicts at once",
+        "step.checking:Verdicts.check",
+        "with self._reading:",
+        "with threading.RLock():",
+        "test_run.py::test_threads_train_side_by_side_and_lose_no_state[one]",
+    ),
+    _m(
         "S23",
         "a number that is written into a state is cut to the dtype there",
         "step.state_checks:_cast_number",

@@ -1,9 +1,8 @@
 """Translate device names to JAX devices, and bound the calls in flight on them."""
 
-import collections
-import functools
 import itertools
 import re
+import threading
 from typing import Any, TypeAlias
 
 import jax
@@ -133,25 +132,46 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
     """
     leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
     # A key cannot be asked whether it is ready.
-    first = next((x for x in leaves if type(x) is DeviceArray), None)
-    running = _running_on(devices)
-    if first is not None:
-        running.append(first)
-    if len(running) > 16:
-        next(x for x in running if not x.is_deleted()).block_until_ready()
+    first = [x for x in leaves if type(x) is DeviceArray][:1]
+    with _LOCK:
+        running = _RUNNING.setdefault(devices, [])
+        running += first
+        before = tuple(running)
+    if len(before) > 16:
+        any(_waits_for(x) for x in before)
     # What has run is let go, with what its caller donated before it: calls run in turn,
     # and predictions may be large.
-    ran = 0
-    for count, x in enumerate(running, 1):
-        if not x.is_deleted():
-            if not x.is_ready():
+    with _LOCK:
+        ran = 0
+        for count, x in enumerate(running, 1):
+            if (has_run := _has_run(x)) is False:
                 break
-            ran = count
-    for _ in range(ran):
-        running.popleft()
+            ran = count if has_run else ran
+        del running[:ran]
 
 
-@functools.cache
-def _running_on(devices: tuple[str, ...]) -> collections.deque[Any]:
-    """The results of all steps' calls on these devices: the limit is per device."""
-    return collections.deque()
+# The results of all steps' calls on some devices, since the limit is one of devices, in
+# all threads. A signal's handler may call a step, too.
+_RUNNING: dict[tuple[str, ...], list[Any]] = {}
+_LOCK = threading.RLock()
+
+
+def _waits_for(x: Any) -> bool:
+    """Wait for a result; False where that cannot be, since it is donated.
+
+    Nothing is raised: the call before returned that state, and this one took it over.
+    The error of a call that failed is in its results, for who made it.
+    """
+    try:
+        x.block_until_ready()
+    except (RuntimeError, ValueError):
+        return not x.is_deleted()
+    return True
+
+
+def _has_run(x: Any) -> bool | None:
+    """Whether a result is computed; None where it cannot be asked, since donated."""
+    try:
+        return None if x.is_deleted() else x.is_ready()
+    except RuntimeError:  # another thread donates it right now
+        return None

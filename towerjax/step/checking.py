@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -213,6 +214,7 @@ class Verdicts:
         # raise would leave the others waiting for it in the next step.
         self._is_alone = placement.num_processes == 1
         self._pending: collections.deque[tuple[Any, Checked]] = collections.deque()
+        self._reading = threading.RLock()  # threads may call one step
 
     def add(self, number: jax.Array, step: Checked) -> None:
         """Note a step; of several processes any, since another may have died in it."""
@@ -225,23 +227,25 @@ class Verdicts:
         Called before a step: an error after one would lose the state it returned.
         """
         pending = self._pending
-        while self._is_alone and pending:
-            value: Any = pending[0][1].guarded  # is_ready is not in the stub
-            if not value.is_ready():
-                break
-            has_check = pending[0][1].found is not None
-            if not (has_check or is_refused(_fetch(value, self._placement))):
-                pending.popleft()
-            else:
-                self._read_oldest()
-        if len(pending) >= 16:
-            while len(pending) > 4:
-                self._read_oldest()
+        with self._reading:
+            while self._is_alone and pending:
+                value: Any = pending[0][1].guarded  # is_ready is not in the stub
+                if not value.is_ready():
+                    break
+                has_check = pending[0][1].found is not None
+                if not (has_check or is_refused(_fetch(value, self._placement))):
+                    pending.popleft()
+                else:
+                    self._read_oldest()
+            if len(pending) >= 16:
+                while len(pending) > 4:
+                    self._read_oldest()
 
     def settle(self) -> None:
         """Wait for all steps so far, and read their verdicts."""
-        while self._pending:
-            self._read_oldest()
+        with self._reading:
+            while self._pending:
+                self._read_oldest()
 
     def _read_oldest(self) -> None:
         number, step = self._pending.popleft()
