@@ -216,6 +216,21 @@ def test_results_lie_on_the_strategys_devices():
     assert alone.devices() == {jax.devices("cpu")[6]}
 
 
+def test_run_concurrently_changes_nothing():
+    def fn(tower, x, **named):
+        assert not named
+        return x + tower.id
+
+    strategy = mirrored(2)
+    outs = [
+        strategy.call_for_each_tower(fn, 1.0, run_concurrently=flag).values.tolist()
+        for flag in (True, False)
+    ]
+    assert outs == [[1, 2], [1, 2]]
+    with pytest.raises(ValueError, match="run_concurrently='no' must be True or False"):
+        strategy.call_for_each_tower(fn, 1.0, run_concurrently="no")
+
+
 # Towers called by towers that have met.
 
 

@@ -51,6 +51,29 @@ def value_and_grad(w, batch):
     return weight @ losses / weight.sum(), weight @ grads / weight.sum()
 
 
+@pytest.mark.parametrize("rows", [24, 18])
+def test_tower_mean_is_that_of_all_rows(rows):
+    batch = data(rows)
+
+    def tower_fn(state, batch, tower):
+        weight = batch["weight"] * tower.weight
+        x, y = batch["x"], batch["y"]
+        means = tower.mean(y, weight), tower.mean({"x": x}, weight, axis=0)["x"]
+        return {"mean": means[0], "row": means[1]}
+
+    def update_fn(state, merged):
+        return state, {"mean": merged["mean"], "row": merged["row"][2]}
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(2), remainder="pad")
+    metrics = step(step.init(0.0), batch)[1]
+    weight = batch["weight"].astype(float)
+    for name, x in {"mean": batch["y"], "row": batch["x"][:, 2]}.items():
+        np.testing.assert_allclose(metrics[name], weight @ x / weight.sum(), rtol=3e-6)
+    step = tj.build_step(tower_fn, update_fn, IN_TURN, remainder="pad")
+    with pytest.raises(ValueError, match=r"^tower.mean needs all towers at once"):
+        step(step.init(0.0), batch)
+
+
 def num_all_reduces(text):
     return len(re.findall(r" all-reduce\(", text))
 

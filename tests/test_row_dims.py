@@ -215,7 +215,7 @@ def where_any(x, y, w, tower):
 
 @apart
 def of_all_towers(x, y, w, tower):
-    mean = tower.reduce(tj.Reduction.SUM, tj.Weighted.mean(y, tower.weight)).value
+    mean = tower.mean(y, tower.weight)
     others = tower.all_gather(x[:, 1], axis=0)
     return (x[:, 0] * w[None] @ others.T).sum(1) * (y - mean)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from towerjax.collectives.reduce import (
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.weighted import UnknownWeights
+from towerjax.metrics.weighted import UnknownWeights, Weighted
 from towerjax.proof import tags
 from towerjax.towers.cross_tower.values import is_mergeable, stack_towers
 from towerjax.towers.executors import in_merge_fn
@@ -31,7 +31,7 @@ from towerjax.towers.variables import (
     is_variable,
     plain,
 )
-from towerjax.types import PerTower, PyTree, Reduction
+from towerjax.types import ArrayLike, PerTower, PyTree, Reduction
 from towerjax.types.leaves import parts_of
 
 _STATIC = {"static": True}
@@ -216,6 +216,33 @@ class Tower:
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
         with jax.named_scope("tower.first" if is_first else tags.REDUCED):
             return reduce_over_towers(reduction, value, self.id, self._all_axes)
+
+    def mean(
+        self, values: PyTree, weight: ArrayLike, *, axis: Literal[0] | None = None
+    ) -> PyTree:
+        """The mean over all towers' rows, the same on each tower.
+
+        ``reduce(Reduction.SUM, Weighted.mean(values, weight)).value``: what `reduce`
+        says of micro-batches and of ``jax.grad`` inside a tower holds here too.
+
+        Args:
+          values: This tower's, as for ``Weighted.mean``, with ``axis`` as there.
+          weight: As there, such as ``tower.weight``, so that padding does not count.
+          axis: None is the mean of all elements, 0 the mean row.
+
+        Returns:
+          As the ``value`` there: 0 where all weights are 0.
+
+        Example:
+          >>> import towerjax as tj
+          >>> x = tj.PerTower(jnp.array([[1.0, 2.0], [6.0, 9.0]]))
+          >>> w = tj.PerTower(jnp.array([[1.0, 1.0], [1.0, 0.0]]))
+          >>> float(tj.Mirrored(towers=2).call_for_each_tower(Tower.mean, x, w))
+          3.0
+        """
+        _check_meeting(self._axes, "tower.mean", (values, weight))
+        mean = Weighted.mean(values, weight, axis=axis)
+        return self.reduce(Reduction.SUM, mean).value
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
         """All towers' values stacked, or joined along a dim.

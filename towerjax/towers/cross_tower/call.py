@@ -40,7 +40,7 @@ from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers, is_traced, map_parts
-from towerjax.types.options import check_takes
+from towerjax.types.options import check_flag, check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
@@ -125,7 +125,12 @@ def _run(
 
 
 def call_for_each_tower(
-    self: StrategyFields, fn: Callable[..., PyTree], /, *args: PyTree, **kwargs: PyTree
+    self: StrategyFields,
+    fn: Callable[..., PyTree],
+    /,
+    *args: PyTree,
+    run_concurrently: bool = True,
+    **kwargs: PyTree,
 ) -> PyTree:
     """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
@@ -141,6 +146,8 @@ def call_for_each_tower(
       *args: Each tower gets its row of ``PerTower`` leaves and of an element of
         `distribute_dataset`, its copy of a tower-local variable, and all of other
         values.
+      run_concurrently: Not given to ``fn``. TensorFlow's eager towers ran one by one
+        where it is False; here, as in its graphs, it changes nothing.
       **kwargs: As ``args``.
 
     Returns:
@@ -163,6 +170,7 @@ def call_for_each_tower(
       >>> strategy.call_for_each_tower(tower_fn, own)
       PerTower(values=Array([ 7, 11], dtype=int32))
     """
+    check_flag("run_concurrently", run_concurrently)
     hash(fn)  # raises here, and not deep inside of jit
     placement = self.placement
     if is_inside_tower():
