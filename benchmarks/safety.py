@@ -1,4 +1,4 @@
-"""Measure what a count of examples and checkpoints cost.
+"""Measure what checkpoints cost.
 
 JAX_NUM_CPU_DEVICES=2 python -m benchmarks.safety
 """
@@ -37,29 +37,7 @@ def _params(layers: int, width: int) -> dict[str, Any]:
 
 def _batch(rows: int, width: int) -> dict[str, Any]:
     x = np.random.default_rng(1).normal(size=(rows, width))
-    return {"x": np.float32(x), "id": np.arange(rows)}
-
-
-def count_seconds(devices: int, rows: int) -> dict[str, float]:
-    """The least time of a step without and with a count."""
-    strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
-    runs, best = {}, {"without": float("inf"), "counted": float("inf")}
-    for name in best:
-        ids = (lambda batch: batch["id"]) if name == "counted" else None
-        step = tj.build_train_step(
-            _loss_fn, optax.adam(1e-3), strategy, example_ids=ids
-        )
-        batch = step.place_batch(_batch(rows, 64))
-        runs[name] = (step, step(step.init(_params(6, 64)), batch)[0], batch)
-    for _ in range(20):
-        for name, (step, state, batch) in runs.items():
-            start_s = time.perf_counter()
-            for _ in range(20):
-                state, _ = step(state, batch)
-            jax.block_until_ready(state)
-            best[name] = min(best[name], (time.perf_counter() - start_s) / 20)
-            runs[name] = (step, state, batch)
-    return best
+    return {"x": np.float32(x)}
 
 
 def save_seconds(devices: int) -> dict[str, float]:
@@ -98,12 +76,7 @@ def save_seconds(devices: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the tables."""
-    for devices in (1, 2):
-        for rows in (64, 1024):
-            timed = count_seconds(devices, rows)
-            text = "  ".join(f"{name} {s * 1e6:.0f} us" for name, s in timed.items())
-            print(f"{devices} devices, {rows} rows: {text}", flush=True)
+    """Print the table."""
     for devices in (1, 2):
         timed = save_seconds(devices)
         text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())

@@ -33,7 +33,7 @@ def build(devices, towers=8, **options):
         local="scan",
         cross_tower_ops=tj.PinnedTree(),
     )
-    options = {"remainder": "pad", "example_ids": lambda b: b["id"], **options}
+    options = {"remainder": "pad", **options}
     optimizer = optax.sgd(0.01, momentum=0.9)
     return tj.build_train_step(loss_fn, optimizer, strategy, **options)
 

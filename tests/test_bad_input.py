@@ -853,9 +853,6 @@ UNLIKE = {
     "update_fn(state, merged)": lambda fn: tj.build_step(loss_fn, fn, S),
     "hook(number, metrics)": lambda fn: check_hooks([fn]),
     "function(number, state, metrics)": lambda fn: tj.loop.WithState(fn, every=2),
-    "example_ids(batch)": lambda fn: tj.build_train_step(
-        loss_fn, optax.sgd(0.1), S, example_ids=fn
-    ),
 }
 
 

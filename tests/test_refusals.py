@@ -258,7 +258,6 @@ def test_a_merge_function_reduces_what_it_is_given():
     assert [float(x) for x in out] == [10, 4]
 
 
-COUNT = tj.metrics.ExampleCount.of
 PLACES = [Place(3, 1, "params/w", "gradient", "NaN")]
 ERRORS = [
     tj.CheckpointError("no manifest"),
@@ -267,7 +266,6 @@ ERRORS = [
     tj.NonFiniteError(3, PLACES),
     tj.NonFiniteError(3, PLACES, refused=False),
     tj.NonFiniteError(4, alone=True),
-    tj.metrics.ExamplesError("one is gone", COUNT([1]).compare(COUNT([1, 2]))),
     SplitError([Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]),
     UnknownWeights(),
 ]

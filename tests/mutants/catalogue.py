@@ -977,10 +977,10 @@ STATE = (
     _m(
         "S12",
         "a padded row counts as an example that was seen",
-        "metrics.example_count:count_rows",
-        "is_example = (weight > 0) & (",
-        "is_example = (weight >= 0) & (",
-        "test_example_count.py::test_each_example_counts_once[4 towers on 2]",
+        "data.shard:counts_of_towers",
+        "np.clip(left, 0, rows)",
+        "np.clip(left + 1, 0, rows)",
+        "test_example_count.py::test_each_example_counts_once[4 towers on 2-summed]",
     ),
     _m(
         "S10",

@@ -8,10 +8,6 @@ from towerjax.metrics.classes import precision as precision
 from towerjax.metrics.classes import recall as recall
 from towerjax.metrics.classes import true_negatives as true_negatives
 from towerjax.metrics.classes import true_positives as true_positives
-from towerjax.metrics.example_count import ExampleCount as ExampleCount
-from towerjax.metrics.example_count import ExampleReport as ExampleReport
-from towerjax.metrics.example_count import ExamplesError as ExamplesError
-from towerjax.metrics.example_count import check_examples as check_examples
 from towerjax.metrics.means import accuracy as accuracy
 from towerjax.metrics.means import mean as mean
 from towerjax.metrics.means import mean_absolute_error as mean_absolute_error

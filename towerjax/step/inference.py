@@ -35,7 +35,7 @@ from towerjax.types.options import check_whole
 
 def _model_part(state: TrainState) -> TrainState:
     """The state without the fields that evaluation never reads."""
-    return join_state(vars(state), {"opt_state": (), "seen": None, "own": None})
+    return join_state(vars(state), {"opt_state": (), "own": None})
 
 
 class InferenceStep(Caller):

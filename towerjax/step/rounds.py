@@ -216,7 +216,7 @@ class Rounds:
         offset = (p + 1) * self.sync.every // self.sync.fragments
         is_due = (state.step - offset) % self.sync.every == 0
         # XLA copies the operands of a branch: leave out what it does not need.
-        seen = dataclasses.replace(state, opt_state=(), local={}, seen=None)
+        seen = dataclasses.replace(state, opt_state=(), local={})
         owned = dataclasses.replace(own, opt_state=())
         seen = dataclasses.replace(seen, own=TowerLocal(owned, Reduction.NONE))
 

@@ -15,7 +15,6 @@ from jax.core import Tracer
 from towerjax.collectives.base import KeepsState
 from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
-from towerjax.metrics.example_count import ExampleCount
 from towerjax.step.update import OF_MODELS, trainable_flags
 from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy
@@ -36,8 +35,6 @@ class TrainState:
       opt_state: The optimizer's state, mirrored.
       local: A pytree of ``TowerLocal``, leaves ``[T, ...]``.
       rng: ``()`` typed key; each step and tower derives its own from it.
-      seen: Which examples the steps have learned from, an ``ExampleCount``, mirrored;
-        None where the step was built without ``example_ids``.
       extra: Mirrored values that do not train, one for all towers: statistics,
         codebooks, a target network; any pytree of arrays, or None.
       own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, if
@@ -58,7 +55,6 @@ class TrainState:
     opt_state: PyTree
     local: PyTree
     rng: jax.Array
-    seen: ExampleCount | None = None
     extra: PyTree = None
     own: PyTree = None
 
@@ -190,7 +186,6 @@ def make_state(
     *,
     rng: jax.Array | None = None,
     extra: PyTree = None,
-    seen: ExampleCount | None = None,
     shapes: bool = False,
 ) -> TrainState:
     """The state before the first step, on no device; with ``shapes`` its shapes."""
@@ -204,7 +199,6 @@ def make_state(
         opt_state=opt_state,
         local=stack_local(local, num_towers, shapes=shapes),
         rng=jax.eval_shape(key) if shapes else key(),
-        seen=seen,
         extra=jax.tree.map(native, extra),
     )
     as_arrays = functools.partial(jax.tree.map, jnp.asarray)

@@ -128,9 +128,9 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
         begin = "fresh = step.init(state.params); " if any(wrong.values()) else ""
         anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
-            "The state was made for another optimizer, other parameters, another sync=,"
-            f" example_ids= or cross-tower op than this step's: {listed(found)}. Begin"
-            f" these anew: {begin}state = dataclasses.replace(state, {anew})."
+            "The state was made for another optimizer, other parameters, another sync="
+            f" or cross-tower op than this step's: {listed(found)}. Begin these anew:"
+            f" {begin}state = dataclasses.replace(state, {anew})."
         )
 
 

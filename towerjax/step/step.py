@@ -61,7 +61,6 @@ class Step(CompiledStep):
         super().__init__(engine.step, strategy, options)
         self.engine = engine
         makes.setdefault("own", functools.partial(own_of_op, strategy))
-        makes.setdefault("seen", lambda _: None)
         self._makes = makes
 
     @property
@@ -126,7 +125,7 @@ class Step(CompiledStep):
         if opt_state is None:
             make = self._makes.get("opt_state", lambda _: ())
             opt_state = make(check_params(params))
-        others = {"rng": rng, "extra": extra, "seen": self._makes["seen"](params)}
+        others = {"rng": rng, "extra": extra}
         state = init_state(self.strategy, params, opt_state, local, **others)
         if self._made(state.params)["own"] is None:
             return state

@@ -10,7 +10,6 @@ import optax
 
 from towerjax.collectives.base import KeepsState
 from towerjax.data.shard import Remainder
-from towerjax.metrics import example_count
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.checking import Check
@@ -36,7 +35,7 @@ from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal, with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.leaves import map_parts
-from towerjax.types.options import check_choice, check_function
+from towerjax.types.options import check_choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +45,8 @@ class Training:
     loss_fn: LossFn
     optimizer: optax.GradientTransformation
     loss_reduction: Reduction | None = None
-    example_ids: example_count.ExampleIds | None = None
     trainable: Trainable | None = None
     statistics: TowerStatistics | None = None
-    parts: int = 1  # T A: micro-batches of all towers, counted together
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
         """What one tower returns: loss, gradient, metrics and state."""
@@ -72,9 +69,6 @@ class Training:
         }
         if out.extra is not None:
             returned["extra"] = out.extra
-        if self.example_ids is not None:
-            cells = example_count.count_rows(self.example_ids, rows, tower.weight)
-            returned["seen"] = Sum(example_count.as_addends(cells, self.parts))
         if self.statistics is not None:
             returned["statistics"] = self.statistics.of_tower(out.loss, grads)
         return returned
@@ -97,10 +91,6 @@ class Training:
                 " tj.build_step"
             )
             changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
-        if "seen" in merged:
-            cells = example_count.from_sums(merged["seen"].value, self.parts)
-            before: Any = state.seen  # an ExampleCount, as `check_made_for` has seen
-            changed["seen"] = before + example_count.ExampleCount(cells)
         metrics = {"loss": loss, **merged["metrics"]}
         more = loss.by_name() if isinstance(loss, Means) else {}
         if self.statistics is not None:
@@ -147,8 +137,7 @@ class TrainStep(Step):
         options: StepOptions,
         sync: Sync = EVERY_STEP,
     ) -> None:
-        parts = strategy.num_towers * options.micro_batches
-        self.training = dataclasses.replace(training, parts=parts)
+        self.training = training
         self.optimizer = training.optimizer
         self.sync = sync
         engine = engine_of(
@@ -164,8 +153,6 @@ class TrainStep(Step):
             trainable = training.trainable
             engine = Rounds(engine, sync.rounds, self.optimizer, trainable)
             makes["own"] = engine.own
-        if training.example_ids is not None:
-            makes["seen"] = lambda _: example_count.ExampleCount.none()
         super().__init__(engine, strategy, options, **makes)
 
     def _opt_state(self, params: PyTree) -> PyTree:
@@ -193,7 +180,6 @@ def build_train_step(
     donate: bool = True,
     max_programs: int = 1,
     check: Check | None = None,
-    example_ids: example_count.ExampleIds | None = None,
     statistics: TowerStatistics | None = None,
     sync: Sync = EVERY_STEP,
 ) -> TrainStep:
@@ -225,9 +211,6 @@ def build_train_step(
       donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
       check: What the step checks besides, such as ``tj.Check(every=100)``.
-      example_ids: ``batch -> ids``, integers ``[b]`` of a tower's rows, or ``(ids,
-        weights)``: counts each example in ``state.seen``, for `check_examples`; see
-        ``docs/each_example_once.md``.
       statistics: `TowerStatistics()` adds metrics of the towers' gradients; see
         ``docs/how_to/batch_size.md``.
       sync: When towers synchronise, such as ``tj.sync.LocalSGD(every=8)``; see
@@ -258,16 +241,12 @@ def build_train_step(
         "loss_reduction", loss_reduction, (None, Reduction.SUM, Reduction.MEAN)
     )
     check_trainable(trainable)
-    if example_ids is not None:
-        check_function("example_ids", example_ids, "example_ids(batch)")
     options = StepOptions(
         micro_batches, remainder, on_nonfinite, guard, donate, max_programs, check
     )
     if statistics is not None:
         _check_statistics(statistics, strategy.num_towers * options.micro_batches)
-    training = Training(
-        loss_fn, optimizer, loss_reduction, example_ids, trainable, statistics
-    )
+    training = Training(loss_fn, optimizer, loss_reduction, trainable, statistics)
     check_sync(sync)
     return TrainStep(training, strategy, options, sync)
 
@@ -287,7 +266,6 @@ def _check_fits_sync(
     """Raise if an option needs all towers to meet at every step."""
     ops = strategy.cross_tower_ops
     uses = {
-        "example_ids=...": training.example_ids is not None,
         "statistics=...": training.statistics is not None,
         "check=...": options.check is not None,
         "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,

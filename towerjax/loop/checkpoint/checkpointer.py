@@ -310,7 +310,7 @@ class Saving:
             return
         self.wait()
         cursor = record.encode_cursor(ledger.cursor) if ledger.has_cursor else None
-        strategy, seen = self._step.strategy, state.seen
+        strategy = self._step.strategy
         new = record.CheckpointRecord(
             step=number,
             strategy=repr(strategy),
@@ -322,7 +322,6 @@ class Saving:
             evaluation=evaluation,
             evaluation_due=evaluation_due,
             stopping=stopping,
-            fingerprint=None if seen is None else f"{seen.fingerprint:016x}",
             versions=record.library_versions(),
         )
         with contextlib.ExitStack() as held, self._explaining(number):

@@ -173,7 +173,6 @@ class CheckpointRecord:
         NaN.
       evaluation_due: Whether the run ended before an evaluation due after this step.
       stopping: The counts of each early stopping; older ones are of one.
-      fingerprint: Of the examples that were seen; None where they are not counted.
       versions: Library -> version.
 
     Example:
@@ -191,7 +190,6 @@ class CheckpointRecord:
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     evaluation_due: bool = False
     stopping: Sequence[Mapping[str, Any]] = ()
-    fingerprint: str | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
