@@ -1,8 +1,10 @@
 """Which cluster a process belongs to: every source, and every way to get it wrong."""
 
 import json
+import os
 import re
 import socket
+import subprocess
 
 import pytest
 
@@ -13,6 +15,12 @@ from towerjax.mesh.cluster.spec import (
     is_free,
     is_loopback,
     parse_spec,
+)
+from towerjax.mesh.cluster.started import (
+    _launcher_pid,
+    own_devices,
+    refusal,
+    started_cluster,
 )
 
 WORKERS = {"worker": ["a:1", "b:2"]}
@@ -200,3 +208,151 @@ def test_a_port_is_free_until_somebody_listens():
         assert not is_free(port)
     assert is_loopback("localhost:1") and is_loopback("[::1]:1")
     assert not is_loopback("10.0.0.1:1")
+
+
+def started(names, *values, **more):
+    return dict(zip(names.split(), values, strict=True)) | more
+
+
+TORCHRUN = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
+OPEN_MPI = " ".join(
+    f"OMPI_COMM_WORLD_{x}" for x in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+)
+MPICH = "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"
+SLURM = "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_NUM_NODES"
+STEP = "SLURM_JOB_ID SLURM_STEP_ID SLURM_STEP_NODELIST"
+MASTER = {"MASTER_ADDR": "host-a", "MASTER_PORT": "29500"}
+PORT = {"JAX_COORDINATOR_PORT": "2222"}
+
+
+def torchrun(*values, **more):
+    return started(TORCHRUN, *values, **more)
+
+
+def slurm(*values, of=("7", "0", "gpu[007-009],x1"), **more):
+    return started(SLURM, *values, **started(STEP, *of), **more)
+
+
+@pytest.mark.parametrize(
+    "environ, expected",
+    [
+        (torchrun("3", "4", "1", "2", "a", "5"), (3, 4, "a:5", "torchrun", [1])),
+        (torchrun("3", "4", "0", "1", "a", "5"), (3, 4, "a:5", "torchrun", None)),
+        (
+            torchrun("0", "2", "0", "2", "a", "5", TORCHELASTIC_USE_AGENT_STORE="True"),
+            (0, 2, "a:6", "torchrun", [0]),
+        ),
+        (
+            started("RANK WORLD_SIZE", "1", "2", MASTER_ADDR="fd::1", **PORT),
+            (1, 2, "[fd::1]:2222", "torchrun", None),
+        ),
+        (
+            started(OPEN_MPI, "1", "4", "1", "2", **MASTER),
+            (1, 4, "host-a:29500", "Open MPI", [1]),
+        ),
+        (
+            started(OPEN_MPI, "1", "2", "1", "2", **PORT),
+            (1, 2, "127.0.0.1:2222", "Open MPI", [1]),
+        ),
+        (
+            started(MPICH, "1", "2", "1", "2", JAX_COORDINATOR_ADDRESS="a:1"),
+            (1, 2, "a:1", "MPICH", [1]),
+        ),
+        (slurm("2", "3", "1", "2"), (2, 3, "gpu007:61867", "Slurm", [1])),
+        (slurm("2", "3", "0", "3"), (2, 3, "gpu007:61867", "Slurm", None)),
+        (
+            slurm("1", "2", "1", "1", of=("8", "0", "a-1")),
+            (1, 2, "127.0.0.1:61928", "Slurm", [1]),
+        ),
+        # One process a device, which the launcher has chosen; or the user.
+        (
+            slurm("2", "3", "1", "2", CUDA_VISIBLE_DEVICES="1"),
+            (2, 3, "gpu007:61867", "Slurm", None),
+        ),
+        (
+            slurm("2", "3", "1", "2", JAX_LOCAL_DEVICE_IDS="3"),
+            (2, 3, "gpu007:61867", "Slurm", None),
+        ),
+        # srun --mpi=pmi2, and mpirun or torchrun in each task of a step of two.
+        (
+            slurm("2", "3", "1", "2", PMI_RANK="2", PMI_SIZE="3"),
+            (2, 3, "gpu007:61867", "MPICH", None),
+        ),
+        (
+            slurm("1", "2", "0", "2", **torchrun("5", "8", "1", "4", "a", "5")),
+            (5, 8, "a:5", "torchrun", [1]),
+        ),
+        # What started one process alone is no launcher.
+        (
+            slurm("1", "2", "0", "2", **torchrun("0", "1", "0", "1", "a", "5")),
+            (1, 2, "gpu007:61867", "Slurm", None),
+        ),
+    ],
+)
+def test_what_a_launcher_says_is_a_cluster(environ, expected):
+    assert refusal(environ, "this is none")
+    found, devices = started_cluster(environ), own_devices(environ)
+    place = found.process_id, found.num_processes, found.coordinator, found.how
+    assert (*place, devices) == expected
+
+
+@pytest.mark.parametrize(
+    "environ, says",
+    [
+        (
+            started(OPEN_MPI, "1", "4", "1", "2"),
+            "OMPI_COMM_WORLD_SIZE=4 is the number of processes in a job of several, but"
+            " nobody came: each would be a job of its own, and write the same files."
+            " Set MASTER_ADDR and MASTER_PORT",
+        ),
+        (started(MPICH, "0", "4", "0", "2"), "set PMI_SIZE to nothing."),
+        (torchrun("0", "2", "0", "1", "", ""), "WORLD_SIZE=2 is the number of proc"),
+        # Several mpirun do not meet where Slurm's step does, which counts others.
+        (slurm("0", "2", "0", "2", **started(MPICH, "0", "4", "0", "2")), "PMI_SIZE=4"),
+        (slurm("0", "2", "0", "2", PMI_RANK="3", PMI_SIZE="4"), "PMI_SIZE=4"),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a job of"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "On Kubernetes install jax[k8s]."),
+    ],
+)
+def test_several_that_do_not_meet_are_refused(environ, says):
+    assert started_cluster(environ) is None
+    assert says in str(refusal(environ, "nobody came"))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        torchrun("0", "1", "0", "1", "a", "5"),
+        {"RANK": "8"},  # of a matrix
+        {"WORLD_SIZE": "8", **MASTER},
+        started("RANK WORLD_SIZE", "3", "", **MASTER),
+        started(OPEN_MPI, "0", "1", "0", "1", PMIX_RANK="0"),
+        {"JOB_COMPLETION_INDEX": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"},  # no step
+        slurm("0", "1", "0", "1", SLURM_NTASKS="4"),
+    ],
+)
+def test_one_process_is_no_job_of_several(environ):
+    assert started_cluster(environ) is refusal(environ, "x") is own_devices(environ)
+    assert started_cluster(environ) is None
+
+
+def test_steps_of_one_slurm_job_and_other_jobs_have_ports_of_their_own():
+    steps = [(job, step) for job in range(70, 110) for step in range(60)]
+    environs = [slurm("0", "2", "0", "2", of=(f"{j}", f"{s}", "a")) for j, s in steps]
+    ports = [started_cluster(environ).coordinator for environ in environs]
+    assert len({*ports}) == len(steps)
+    assert all(61440 <= int(port.partition(":")[2]) < 2**16 for port in ports)
+
+
+def test_who_started_a_process_is_found_behind_shells():
+    command = ["sh", "-c", "sh -c 'echo $$; read x'; exit 0"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env={"PMI_RANK": "0"}, **pipes) as process:
+        pid = int(process.stdout.readline())
+        assert pid != process.pid
+        assert _launcher_pid("PMI_RANK", pid) == os.getpid()
+        assert _launcher_pid("PMI_SIZE", pid) == pid
+        process.communicate(b"\n")
+    assert _launcher_pid("PMI_RANK", pid) is None

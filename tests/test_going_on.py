@@ -185,6 +185,28 @@ def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
     assert left == [str(n) for n in reversed(range(restarts))]
 
 
+@pytest.mark.parametrize(
+    "first, code, lost",
+    [
+        ("os.kill(os.getpid(), 9)", 137, 1),
+        ("os.abort()", 134, 1),
+        ("sys.exit(3)", 3, 0),
+    ],
+)
+def test_those_whom_jax_aborts_since_one_ended_are_not_lost(first, code, lost):
+    """In the same moment or later: three of four abort, as JAX does to survivors."""
+    waits = "signal.signal(15, signal.SIG_IGN); time.sleep(.1 * int(me)); os.abort()"
+    program = f"\nif me == '0': {first}\n{waits}"
+    ends = []
+    after = RestartPlan.after
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            RestartPlan, "after", lambda *args: ends.append(args[1]) or after(*args)
+        )
+        children(program, processes=4, restarts=0, grace_s=5)
+    assert [(end.code, end.lost) for end in ends] == [(code, lost)]
+
+
 @pytest.mark.slow
 def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(
     capfd, monkeypatch

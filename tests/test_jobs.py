@@ -26,6 +26,7 @@ from towerjax.mesh.cluster.start import (
     initialize,
 )
 
+OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 # Nothing may take longer than its own limit; those of a test are never reached.
 WAIT_S = 60
 
@@ -88,6 +89,16 @@ def again(arguments):
     print(error_of(another, {}))
     tj.cluster.shutdown()
     print("all came", flush=True)
+
+
+def joined(arguments):
+    """What JAX says where it was initialized before, with these arguments."""
+    jax.distributed.initialize(*arguments, initialization_timeout=40)
+    cluster = tj.cluster.initialize()
+    assert cluster == tj.cluster.initialize(*arguments)
+    with pytest.raises(RuntimeError, match="has run already and gave"):
+        tj.cluster.initialize("127.0.0.1:1", 3, 2)
+    print(f"\n{cluster}, chief {tj.cluster.is_chief()}", flush=True)
 
 
 def error_of(arguments, variables):
@@ -187,16 +198,11 @@ def named_by_tf_config(**arguments):
     return [({"TF_CONFIG": text}, arguments) for text in texts]
 
 
-def named_by_slurm(**arguments):
-    slurm = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "JAX_COORDINATOR_PORT": str(free_port()),
-    }
-    own = [{"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in ("0", "1")]
-    return [({**slurm, **each}, arguments) for each in own]
+def named_by(rank, size, **arguments):
+    """As a launcher names the processes of one machine."""
+    both = {size: "2", "JAX_COORDINATOR_PORT": str(free_port())}
+    both |= {"SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "127.0.0.1"}
+    return [(both | {rank: i}, arguments) for i in ("0", "1")]
 
 
 def said(i, count, how, devices=2):
@@ -220,6 +226,23 @@ def test_one_process_needs_no_cluster_and_is_of_no_other(job):
 
 
 @pytest.mark.slow
+def test_a_job_of_another_launcher_is_one_job(job):
+    """And what JAX says counts where it was initialized before."""
+    launchers = [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", OPEN_MPI_SIZE)]
+    jobs = [job(sums, named_by(*names)) for names in launchers]
+    address = f"127.0.0.1:{free_port()}"
+    before = job(joined, [({}, (address, 2, i)) for i in range(2)])
+    for members, how in zip(jobs, ("torchrun", "Open MPI"), strict=True):
+        for i, one in enumerate(members):
+            assert one.ended() == 0, one.text
+            assert said(i, 2, how) in one.text
+    for i, one in enumerate(before):
+        assert one.ended() == 0, one.text
+        assert f"Cluster(process_id={i}, num_processes=2, coordinator=None" in one.text
+        assert f"before'), chief {i == 0}" in one.text
+
+
+@pytest.mark.slow
 def test_an_exception_ends_its_process_at_once_or_waits_for_the_others(job):
     waits = {"exit_on_exception": False, "shutdown_timeout_s": 1}
     both = [job(fail, named_by_tf_config(**given)) for given in ({}, waits)]
@@ -240,10 +263,11 @@ def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
     by_heartbeat = job(loop, named(2, heartbeat_timeout_s=4))
     # Of two devices that wait, the second may see what the first one closed.
     options = {"collective_timeout_s": 2, "heartbeat_timeout_s": 40}
-    by_timeout = job(loop, named_by_slurm(**options), devices=1)
+    slurm = named_by("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", **options)
+    by_timeout = job(loop, slurm, devices=1)
     for i in range(2):
         by_heartbeat[i].until(said(i, 2, "explicit arguments"))
-        by_timeout[i].until(said(i, 2, "a cluster that JAX detected", devices=1))
+        by_timeout[i].until(said(i, 2, "Slurm", devices=1))
     lost = [by_heartbeat[1], by_timeout[1]]
     for one in lost:
         os.kill(one.process.pid, signal.SIGSTOP)
@@ -253,7 +277,7 @@ def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
     assert time.monotonic() - began < 15
     told = "tasks are unhealthy (stopped sending heartbeats):\n1\n"
     assert told in by_heartbeat[0].text
-    assert "towerjax: this process ends with this exception:" in by_timeout[0].text
+    assert "towerjax: process 0 of 2, at 127.0.0.1:" in by_timeout[0].text
     assert "Timed out waiting 2000ms" in by_timeout[0].text
     for one in lost:
         os.kill(one.process.pid, signal.SIGCONT)
@@ -296,9 +320,12 @@ def test_what_cannot_be_is_refused(job):
     ((_, taken),) = named(1)
     host, port = taken["coordinator"].split(":")
     address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
+    one_of_several = {"PMI_RANK": "1", "PMI_SIZE": "4"}
     late = "RuntimeError: jax.distributed.initialize() must be called before any JAX"
     given = [
         ({}, address, "Number of processes must be defined"),
+        ({}, one_of_several, "PMI_SIZE=4 is the number of processes in a job of"),
+        ({}, {"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a"),
         (taken, {}, f"process 0 is to listen at {host}:{port}, but something on this"),
         (
             {"collective_timeout_s": 3},
@@ -313,7 +340,7 @@ def test_what_cannot_be_is_refused(job):
         (process,) = job(tries, [({}, [each and each[:2] for each in given])])
         assert process.ended() == 0, process.text
     told = json.loads(re.search(r"^\[.*\]$", process.text, re.MULTILINE)[0])
-    assert told.pop(3) == 2
+    assert told.pop(5) == 2
     for each, text in zip(filter(None, given), told, strict=True):
         assert each[2] in text
 

@@ -192,6 +192,10 @@ def test_a_program_that_is_not_there_is_code_127(capfd):
             {"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
             "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'",
         ),
+        (
+            {"env": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}},
+            "SLURM_STEP_NUM_TASKS=2 .* but towerjax launch starts all processes of its",
+        ),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(arguments, says):

@@ -117,6 +117,11 @@ class _Worker:
         return number if number in signal.valid_signals() else None
 
 
+def _is_consequence(worker: _Worker) -> int:
+    """How likely, of two that ended in one moment, it did because the other did."""
+    return {None: 1, signal.SIGABRT: 2}.get(worker.signal, 0)
+
+
 def _start_worker(
     index: int, command: Sequence[str], environ: Mapping[str, str], group: int
 ) -> _Worker:
@@ -223,8 +228,7 @@ class _Job:
             self._look_for_hangs()
             self._end_to_regrow()
             over = [x for x in self.running if x.popen.poll() is not None]
-            # One that was killed made others fail in the same moment: it comes first.
-            for worker in sorted(over, key=lambda worker: worker.signal is None):
+            for worker in sorted(over, key=_is_consequence):
                 self._handle_end(worker)
             if self.running and time.monotonic() >= self.kill_at:
                 self._kill()
@@ -287,7 +291,9 @@ class _Job:
         self.running.remove(worker)
         _drain([worker], _DRAIN_S)
         code = worker.popen.returncode
-        if worker.signal is not None and worker.signal not in self.sent:
+        # JAX aborts those that wait for another: they are not lost themselves.
+        not_lost = self.sent | ({signal.SIGABRT} if self.end.code else set())
+        if worker.signal is not None and worker.signal not in not_lost:
             self.end.lost += 1
         if code == 0 or self.end.code:
             return

@@ -13,6 +13,7 @@ from typing import Any
 
 from towerjax.mesh.cluster.group import AGAIN, FORWARDED, End, Timeouts, run_group, say
 from towerjax.mesh.cluster.spec import LOOPBACK, VARIABLES, free_port, is_free
+from towerjax.mesh.cluster.started import refusal
 from towerjax.types.options import check_number, check_whole
 
 NOT_FOUND = 127
@@ -121,7 +122,7 @@ def launch(
       program.
 
     Raises:
-      ValueError: An argument is invalid.
+      ValueError: An argument is invalid, or another launcher started several of this.
 
     Example:
       >>> launch(["true"], processes=2)
@@ -143,6 +144,8 @@ def launch(
             f"port={port} is in use. Choose another, or leave it out to get a free one."
         )
     environ = {**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"}
+    if text := refusal(environ, "towerjax launch starts all processes of its job"):
+        raise ValueError(text)
     environ |= _device_variables(devices_per_process, environ)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         say(f"there is no program {command[0]!r}; write its path, or mend $PATH.")

@@ -74,7 +74,7 @@ class Cluster:
       process_id: The number of this process, from 0.
       num_processes: How many processes there are.
       coordinator: ``"host:port"`` at which process 0 listens; None for one process,
-        and if JAX detected the cluster.
+        and where JAX alone knows it.
       how: What named the cluster, in words.
     """
 
@@ -204,7 +204,7 @@ def find_cluster(
     launched = {name: environ.get(name) or None for name in VARIABLES}
     for values, how in ((given, "explicit arguments"), (launched, "towerjax launch")):
         if any(value is not None for value in values.values()):
-            return _cluster_of_three(values, how)
+            return cluster_of_three(values, how)
     if text := environ.get("TF_CONFIG"):
         try:
             return parse_spec(json.loads(text), how="TF_CONFIG")
@@ -215,7 +215,7 @@ def find_cluster(
     return None
 
 
-def _cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
+def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
     """The cluster of a coordinator, a number of processes and one's own number."""
     if missing := [name for name, value in values.items() if value is None]:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from towerjax.mesh.cluster import heartbeat, spec
+from towerjax.mesh.cluster import heartbeat, spec, started
 from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_whole
 
@@ -47,10 +47,10 @@ def initialize(
     """Join this process to the others of its job; JAX then has the devices of all.
 
     The cluster is taken from the first of: the arguments; ``cluster_spec``; what
-    ``towerjax launch`` set; ``TF_CONFIG``; what JAX detects (Slurm, Open MPI,
-    Kubernetes, TPU). If none of them names one, this is a job of one process and
-    nothing is started, so that the same program runs everywhere. A second call
-    returns the running cluster.
+    ``towerjax launch`` set; ``TF_CONFIG``; the variables of torchrun, Open MPI, MPICH
+    and Slurm; what JAX detects (Kubernetes, TPU). If none of them names one, this is a
+    job of one process and nothing is started, so that the same program runs everywhere.
+    Where JAX is initialized already, and at a second call, it is the running one.
 
     Call it before JAX is used, after changes of ``jax.config``. Process 0 listens at
     the coordinator's port; at a loopback address to this machine only.
@@ -85,7 +85,8 @@ def initialize(
     Raises:
       ValueError: The cluster is named wrongly or incompletely, or a timeout is invalid.
       RuntimeError: JAX or the port is in use already; this process belongs to another
-        cluster already; JAX counts another number of processes.
+        cluster already; JAX counts another number of processes; a launcher started
+        several processes, and nothing says where they meet.
 
     Example:
       >>> initialize()  # doctest: +SKIP
@@ -101,7 +102,7 @@ def initialize(
         spec=(cluster_spec, task_type, task_id),
     )
     if (running := _process.cluster) is not None:
-        if named is not None and dataclasses.replace(named, how=running.how) != running:
+        if named is not None and not _are_same(named, running):
             raise RuntimeError(
                 f"tj.cluster.initialize() has run already and gave {running}; this call"
                 f" means {named}. A process is one of one cluster: call it once."
@@ -120,6 +121,13 @@ def initialize(
     else:
         _report_waiting_at_exit(cluster, shutdown_timeout_s)
     return cluster
+
+
+def _are_same(one: spec.Cluster, other: spec.Cluster) -> bool:
+    """Whether two are one cluster; of some that JAX knows the address is not known."""
+    known = {x.coordinator for x in (one, other)} - {None}
+    places = {(x.process_id, x.num_processes) for x in (one, other)}
+    return len(known) == len(places) == 1
 
 
 def _report_waiting_at_exit(cluster: spec.Cluster, timeout_s: int) -> None:
@@ -172,11 +180,45 @@ def _set_collective_timeout(timeout_s: int | None) -> None:
 def _join_cluster(
     named: spec.Cluster | None, options: Mapping[str, Any], exit_on_exception: bool
 ) -> spec.Cluster:
-    """Join the named cluster or else the one that JAX detects; of one if none."""
-    who, others = "this process", "the others of the cluster"
-    if named is not None:
-        address = named.coordinator or ""
-        who, others = f"{_name_of(named)}, at {address},", _other_processes(named)
+    """Join the named cluster, else what a launcher started, else what JAX detects."""
+    who, how = "this process", "JAX, which was initialized before"
+    if not jax.distributed.is_initialized():
+        who, how = "this process", "a cluster that JAX detected"
+        if named is None and (named := started.started_cluster(os.environ)):
+            options = {**options, "local_device_ids": started.own_devices(os.environ)}
+        who = f"{_name_of(named)}, at {named.coordinator}," if named else who
+        if not _has_joined(who, named, options):
+            _refuse_to_be_alone("nothing says where they meet")
+            return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
+    # All have joined. Starting the devices may take longer than the timeout.
+    me, count = jax.process_index(), jax.process_count()
+    if named is not None and (count, me) != (named.num_processes, named.process_id):
+        raise RuntimeError(
+            f"{named.how}: this is {_name_of(named)}, but to JAX it is process {me} of"
+            f" {count}. Its devices do not communicate between processes, or in another"
+            " order, or JAX was initialized before: check the platform, or leave the"
+            " cluster to JAX to detect."
+        )
+    if named is None and count == 1:
+        _refuse_to_be_alone("to JAX it is the only one")
+    if exit_on_exception:
+        _process.excepthook = sys.excepthook
+        sys.excepthook = _exit_at_once(who, sys.excepthook)
+    return named or spec.Cluster(me, count, None, how)
+
+
+def _refuse_to_be_alone(but: str) -> None:
+    if text := started.refusal(os.environ, but):
+        raise RuntimeError(text)
+
+
+def _has_joined(
+    who: str, named: spec.Cluster | None, options: Mapping[str, Any]
+) -> bool:
+    """Join the named cluster or what JAX detects; False if that is none."""
+    others, address = "the others of the cluster", named and named.coordinator
+    if named is not None and address is not None:
+        others = _other_processes(named)
         options = {
             **options,
             "coordinator_address": address,
@@ -190,26 +232,15 @@ def _join_cluster(
                 f"process 0 is to listen at {address}, but something on this machine"
                 " does already. End it, or choose another port for all processes."
             )
+    elif started.is_lone_step(os.environ):
+        return False
     try:
         _initialize_jax(who, others, options)
     except ValueError as error:
         if "coordinator_address should be defined" in str(error):
-            return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
+            return False
         raise
-    if exit_on_exception:
-        _process.excepthook = sys.excepthook
-        sys.excepthook = _exit_at_once(who, sys.excepthook)
-    # All have joined. Starting the devices may take longer than the timeout.
-    me, count = jax.process_index(), jax.process_count()
-    if named is None:
-        return spec.Cluster(me, count, None, "a cluster that JAX detected")
-    if (count, me) != (named.num_processes, named.process_id):
-        raise RuntimeError(
-            f"{named.how}: this is {_name_of(named)}, but to JAX it is process {me} of"
-            f" {count}. Its devices do not communicate between processes, or in another"
-            " order: check the platform, or leave the cluster to JAX to detect."
-        )
-    return named
+    return True
 
 
 def _initialize_jax(who: str, others: str, options: Mapping[str, Any]) -> None:

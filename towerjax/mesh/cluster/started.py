@@ -1,0 +1,133 @@
+"""Read from the environment what a launcher of several processes says of this one."""
+
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+
+from towerjax.mesh.cluster.spec import LOOPBACK, Cluster, cluster_of_three
+
+# Of each launcher, the innermost first, the variables of a process's number, of how
+# many there are, and of the same on its machine.
+_OPEN_MPI = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in _OPEN_MPI),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+}
+# They say which process this is, and not how many there are.
+_ALONE = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
+
+
+def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
+    """The innermost launcher that started several, and its variables."""
+    for launcher, names in _LAUNCHERS.items():
+        me, count = (environ.get(name, "") for name in names[:2])
+        if me.isdecimal() and count.isdecimal() and int(count) > 1:
+            return launcher, names
+    return None
+
+
+def refusal(environ: Mapping[str, str], but: str) -> str | None:
+    """Why this process may not work by itself; None if nothing says there are others.
+
+    Args:
+      environ: The variables of the environment.
+      but: What does not agree with them, in words.
+    """
+    found = _innermost(environ)
+    number = (x for x in _ALONE if (n := environ.get(x, "")).isdecimal() and int(n))
+    name = found[1][1] if found else next(number, None)
+    if name is None:
+        return None
+    what = "the number of processes" if found else "the number of this process"
+    return (
+        f"{name}={environ[name]} is {what} in a job of several, but {but}: each would"
+        " be a job of its own, and write the same files. Set MASTER_ADDR and"
+        " MASTER_PORT alike in all, to the host of process 0 and a free port there, and"
+        " RANK and WORLD_SIZE if they are not set. On Kubernetes install jax[k8s]. If"
+        f" each is to be a job of its own, set {name} to nothing."
+    )
+
+
+def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
+    """The cluster of the innermost launcher; None if it does not say where to meet."""
+    if (found := _innermost(environ)) is None:
+        return None
+    launcher, names = found
+    if (coordinator := _coordinator(environ, names)) is None:
+        return None
+    three = {"coordinator": coordinator, **{x: environ[x] for x in names[1::-1]}}
+    return cluster_of_three(three, launcher)
+
+
+def is_lone_step(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm started this process alone, in an allocation of any size."""
+    return environ.get("SLURM_STEP_NUM_TASKS") == "1" and _innermost(environ) is None
+
+
+def own_devices(environ: Mapping[str, str]) -> list[int] | None:
+    """Which of its machine's accelerators a process takes that shares it; None: all."""
+    if (found := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    _, (_, count, local, local_count) = found
+    has_one = re.fullmatch("[^,]+", environ.get("CUDA_VISIBLE_DEVICES", ""))
+    is_alone = environ.get(local_count) == "1" or (
+        environ.get("SLURM_STEP_NUM_NODES") == environ[count] and not local_count
+    )
+    if has_one or is_alone or not environ.get(local, "").isdecimal():
+        return None
+    return [int(environ[local])]
+
+
+def _coordinator(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    """The address where process 0 is to listen, the same in all; None if unknown."""
+    if address := environ.get("JAX_COORDINATOR_ADDRESS"):
+        return address
+    chosen = environ.get("JAX_COORDINATOR_PORT")
+    place = [environ.get(name) for name in names[:2]]
+    # The processes of a step may have PMI's variables too.
+    is_of_step = place == [environ.get(name) for name in _LAUNCHERS["Slurm"][:2]]
+    if is_of_step and names[3] not in environ and (host := _first_node(environ)):
+        job, step = (int(environ.get(f"SLURM_{x}_ID", 0)) for x in ("JOB", "STEP"))
+        return f"{host}:{chosen or _port(61 * job + step)}"
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    if host and (chosen or port.isdecimal()):
+        # At that port torchrun itself may listen.
+        is_taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return (
+            f"{f'[{host}]' if ':' in host else host}:{chosen or int(port) + is_taken}"
+        )
+    if environ.get(names[3]) == place[1]:  # all are on this machine
+        pid = None if chosen else _launcher_pid(names[0], os.getpid())
+        if chosen or pid:
+            return f"{LOOPBACK}:{chosen or _port(pid or 0)}"
+    return None
+
+
+def _first_node(environ: Mapping[str, str]) -> str | None:
+    """The first of ``node1,x2`` and of ``gpu[007-009],x1``."""
+    if environ.get("SLURM_STEP_NUM_NODES") == "1":
+        return LOOPBACK
+    found = re.match(r"([^,[]+)(?:\[(\w+))?", environ.get("SLURM_STEP_NODELIST", ""))
+    return found and found[1] + (found[2] or "")
+
+
+def _port(number: int) -> int:
+    """A port above those that systems give out; of steps of one job not the same."""
+    return 61440 + number % 4096
+
+
+def _launcher_pid(name: str, pid: int) -> int | None:
+    """The ancestor that started all on this machine, which lacks the variable."""
+    start = f"{name}=".encode()
+    while True:
+        try:
+            own = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if not any(variable.startswith(start) for variable in own):
+                return pid
+            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+        except OSError:  # no such system, or another user's process
+            return None
+        pid = int(stat.rpartition(")")[2].split()[1])
