@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -14,8 +13,19 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from towerjax.mesh.cluster.heartbeat import VARIABLE, Heartbeat, pipe_name
+from towerjax.mesh.cluster import heartbeat
 
+# The first process of a job's group, which is not the launcher's. Its input ends when
+# the launcher dies, however it dies; by then each process has joined the group, since a
+# forked one holds the pipe until it has. Signals to the group are for the others.
+_WATCHDOG = """
+import os, signal, sys
+for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2"):
+    signal.signal(getattr(signal, "SIG" + name), signal.SIG_IGN)
+os.write(1, b"!")
+sys.stdin.buffer.read()
+os.killpg(0, signal.SIGKILL)
+"""
 # Gloo, JAX's transport on CPUs, prints these for each connection to stdout. Several
 # threads may print on one line, and the rest of a text may stand on the next line.
 _PIECES = (
@@ -100,14 +110,25 @@ def _signal_name(number: int) -> str:
 
 @dataclasses.dataclass
 class _Worker:
-    """One process, and the threads that read its pipes."""
+    """One process, what it has told so far, and the threads that read its pipes."""
 
     index: int
     popen: subprocess.Popen
-    heartbeat: Heartbeat
-    readers: list[threading.Thread]
-    started: float
+    readers: list[threading.Thread] = dataclasses.field(default_factory=list)
+    started: float = dataclasses.field(default_factory=time.monotonic)
     why_hung: str | None = None
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.last_sign = self.last_step = self.started
+
+    def listen(self, pipe: IO[bytes]) -> None:
+        """Count its steps and date its signs of life, to its end."""
+        with pipe:
+            for word in pipe:
+                self.last_sign = time.monotonic()
+                if word == heartbeat.STEP:
+                    self.steps, self.last_step = self.steps + 1, self.last_sign
 
     @property
     def signal(self) -> int | None:
@@ -129,7 +150,7 @@ def _start_worker(
     read_end, write_end = os.pipe()
     popen = subprocess.Popen(
         list(command),
-        env={**environ, VARIABLE: pipe_name(write_end)},
+        env={**environ, heartbeat.VARIABLE: heartbeat.pipe_name(write_end)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -137,18 +158,15 @@ def _start_worker(
         pass_fds=(write_end,),
     )
     os.close(write_end)
-    heartbeat, prefix = Heartbeat(), f"[{index}] "
-    readers = [
-        threading.Thread(target=read, args=args, daemon=True)
-        for read, *args in (
-            (_forward, popen.stdout, sys.stdout, prefix),
-            (_forward, popen.stderr, sys.stderr, prefix),
-            (heartbeat.listen, os.fdopen(read_end, "rb")),
-        )
-    ]
-    for reader in readers:
-        reader.start()
-    return _Worker(index, popen, heartbeat, readers, time.monotonic())
+    worker, prefix = _Worker(index, popen), f"[{index}] "
+    for read, *args in (
+        (_forward, popen.stdout, sys.stdout, prefix),
+        (_forward, popen.stderr, sys.stderr, prefix),
+        (worker.listen, os.fdopen(read_end, "rb")),
+    ):
+        worker.readers.append(threading.Thread(target=read, args=args, daemon=True))
+        worker.readers[-1].start()
+    return worker
 
 
 def run_group(
@@ -186,9 +204,8 @@ def _drain(workers: Sequence[_Worker], timeout_s: float) -> None:
 @contextlib.contextmanager
 def _process_group() -> Iterator[int]:
     """A process group that ends with the block, or with this process."""
-    program = pathlib.Path(__file__).with_name("watchdog.py")
     popen = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(program)],
+        [sys.executable, "-I", "-S", "-c", _WATCHDOG],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         process_group=0,
@@ -260,13 +277,13 @@ class _Job:
             return  # a process that ends, or waits for a lost one, does no steps
         now, running = time.monotonic(), self.running
         for worker in running:
-            silent_s = now - worker.heartbeat.last_sign
+            silent_s = now - worker.last_sign
             if silent_s > self.timeouts.hang_s:
                 self._kill_hung(worker, f"gave no sign of life for {silent_s:.1f} s")
-        still_s = now - max((x.heartbeat.last_step for x in running), default=now)
+        still_s = now - max((x.last_step for x in running), default=now)
         if still_s > self.timeouts.step_s and self._all_do_steps():
-            fewest = min(x.heartbeat.steps for x in running)
-            for worker in [x for x in running if x.heartbeat.steps == fewest]:
+            fewest = min(x.steps for x in running)
+            for worker in [x for x in running if x.steps == fewest]:
                 self._kill_hung(worker, f"began no step for {still_s:.1f} s")
 
     def _kill_hung(self, worker: _Worker, why: str) -> None:
@@ -274,7 +291,7 @@ class _Job:
         worker.popen.kill()
 
     def _all_do_steps(self) -> bool:
-        return all(worker.heartbeat.steps for worker in self.running)
+        return all(worker.steps for worker in self.running)
 
     def _end_to_regrow(self) -> None:
         is_due = time.monotonic() >= self.timeouts.regrow_at and self._all_do_steps()

@@ -4,7 +4,6 @@ import contextlib
 import os
 import threading
 import time
-from typing import IO
 
 # Holds the pipe's file descriptor and its inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
@@ -38,19 +37,3 @@ def start() -> None:
 
     if VARIABLE in os.environ:
         threading.Thread(target=beat, name="towerjax-heartbeat", daemon=True).start()
-
-
-class Heartbeat:
-    """The launcher's end: counts the steps and dates the signs of life of a process."""
-
-    def __init__(self) -> None:
-        self.last_sign = self.last_step = time.monotonic()
-        self.steps = 0
-
-    def listen(self, pipe: IO[bytes]) -> None:
-        """Read the words of the process, to its end."""
-        with pipe:
-            for word in pipe:
-                self.last_sign = time.monotonic()
-                if word == STEP:
-                    self.steps, self.last_step = self.steps + 1, self.last_sign

@@ -82,44 +82,39 @@ def launch(
     `initialize` in each process joins it to the job. Their output is printed line by
     line, each with the number of its process; they have no input. When one fails,
     this prints which and why, and ends the others: SIGTERM first, SIGKILL after
-    ``grace_s``. SIGINT, SIGTERM and SIGHUP are forwarded with the same grace (a second
-    one ends it); SIGUSR1 and SIGUSR2 are forwarded. Children of the processes end with
-    the job, unless they moved to another process group; all of them end, too, when the
-    launcher is killed.
+    ``grace_s``, for which JAX holds SIGTERM back, so that they can save. SIGINT,
+    SIGTERM and SIGHUP are forwarded with the same grace (a second one ends it), SIGUSR1
+    and SIGUSR2 without. Children end with the job, unless they moved to another process
+    group, and all of them when the launcher is killed.
 
     With ``restarts`` the job is started again after a process is lost, which is killed
     or hangs, or exits with 75, in as many processes as are left and fit. The program
     must save itself and resume, as `run` with a `Checkpointer` does; see
     ``docs/how_to/restarts.md``.
 
-    Note: JAX holds SIGTERM back in a process that called `initialize`, so that a job
-    can save before it is preempted. Such processes run until ``grace_s`` is over.
-
     Args:
       command: The program and its arguments.
-      processes: How many to start, >= 1.
-      devices_per_process: CPU devices of each; None leaves it to JAX. Chooses the CPU
-        as JAX's platform.
-      grace_s: Seconds between SIGTERM and SIGKILL, >= 0.
+      processes: How many to start.
+      devices_per_process: CPU devices of each, on JAX's platform CPU; None: as JAX has.
+      grace_s: Seconds between SIGTERM and SIGKILL.
       port: Where process 0 listens, on the loopback interface; None finds a free one.
       env: Variables to add to the environment.
       restarts: How often the job may be started again; None ends it with the first
         loss, with its code, and 0 with 75.
       towers: The number of towers of the program's strategy: fewer processes fit if
         their devices divide it; with None, if their number divides ``processes``.
-      hang_timeout_s: Seconds without a sign of life after which a process counts as
-        hung and is killed, counted from its start; `initialize` gives the first sign.
+      hang_timeout_s: Seconds without a sign of life after which a process is killed,
+        counted from its start; `initialize` gives the first sign.
       step_timeout_s: Seconds without a step of any process after which those that did
-        the fewest count as hung, once each did one in a `run` with a `Checkpointer`;
+        the fewest are killed, once each did one in a `run` with a `Checkpointer`;
         longer than an evaluation and a checkpoint take.
-      regrow_s: Seconds until the place of a lost process is used again, >= 0.
+      regrow_s: Seconds until the place of a lost process is used again.
 
     Returns:
       0 if all returned 0; else the code of the first that failed, 128 + n for signal
-      n; 75, "start me again", if all saved and exited with it when the launcher was
-      told to end, and with ``restarts`` if those did not suffice; 128 + n if the
-      launcher was told to end by signal n and they did not; 127 if there is no such
-      program.
+      n; 75, "start me again", if all saved and exited with it, and if ``restarts`` did
+      not suffice; 128 + n if the launcher was told to end by signal n and they did not
+      save; 127 if there is no such program.
 
     Raises:
       ValueError: An argument is invalid, or another launcher started several of this.

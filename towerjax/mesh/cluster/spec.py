@@ -72,7 +72,7 @@ class Cluster:
 
     Attributes:
       process_id: The number of this process, from 0.
-      num_processes: How many processes there are.
+      num_processes: How many there are.
       coordinator: ``"host:port"`` at which process 0 listens; None for one process,
         and where JAX alone knows it.
       how: What named the cluster, in words.
@@ -99,9 +99,6 @@ def parse_spec(
       task_type: ``"chief"`` or ``"worker"``; None where ``spec`` names the task.
       task_id: The index in that list, from 0; None where ``spec`` names the task.
       how: What the specification comes from, in words; errors begin with it.
-
-    Returns:
-      A `Cluster`.
 
     Raises:
       ValueError: The specification is wrong; says what to write instead.

@@ -32,9 +32,7 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
     """Why this process may not work by itself; None if nothing says there are others.
 
-    Args:
-      environ: The variables of the environment.
-      but: What does not agree with them, in words.
+    The sentence says in the words ``but`` what does not agree with the environment.
     """
     found = _innermost(environ)
     number = (x for x in _ALONE if (n := environ.get(x, "")).isdecimal() and int(n))
