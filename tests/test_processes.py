@@ -122,7 +122,7 @@ def told(together):
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
-        ("checkpoints_of_one_process", "what all processes of a job .*_safetensors"),
+        ("checkpoints_of_one_process", "what all processes of a job .* with safetensors"),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
         ("one_is_empty", r"The input of the processes \[0\] is empty. Give each"),
@@ -166,8 +166,6 @@ EXPECTED = {
         192.94,
         [1, 2, 2],
         *[[-4.61, -3.61, -2.61, -1.61, -0.61, 0.39, 1.39, 2.39]] * 2,
-        "save_safetensors: w is split over several processes; let every process call"
-        " tj.towers.saved_values(params) before.",
     ],
     "shared_values_of_the_first": [-3.5 * (3 + 7 + 9 + 8)] * 2,
     "alone_between_meetings": 1.26,  # 3.5 (1 - 0.8^2)

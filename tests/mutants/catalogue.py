@@ -1570,14 +1570,6 @@ CHECKPOINTS = (
         "test_distribute.py::"
         "test_a_pass_says_where_it_is_and_goes_on_there[Loader-batch]",
     ),
-    _m(
-        "C12",
-        "a transposed array is written to a safetensors file as it lies in memory",
-        "loop.checkpoint.safetensors:save_safetensors",
-        'order="C"',
-        'order="K"',
-        "test_safetensors.py::test_the_library_of_the_format_reads_it",
-    ),
 )
 
 FIGURES = (

@@ -405,13 +405,9 @@ def sharded(me):
     for by in (0.0, 1.0):
         state, metrics = step(state, {**rows(8), "by": tj.Shared(by)})
     parts = [x.addressable_shards[0].data.size for x in jax.tree.leaves(state)[:3]]
-    try:
-        tj.loop.save_safetensors(state.params, "not written")
-    except tj.CheckpointError as error:
-        refused = str(error)
     read = tj.towers.saved_values(state.params), strategy.fetch(state.params)
     read = [np.float64(x["w"]).round(2).tolist() for x in read]
-    return [round(float(metrics["loss"]), 2), parts, *read, refused]
+    return [round(float(metrics["loss"]), 2), parts, *read]
 
 
 def shared_values_of_the_first(me):

@@ -1,8 +1,6 @@
 """The training loop: `run`, evaluation, history, writers, checkpoints."""
 
 from towerjax.loop.checkpoint.record import CheckpointRecord as CheckpointRecord
-from towerjax.loop.checkpoint.safetensors import load_safetensors as load_safetensors
-from towerjax.loop.checkpoint.safetensors import save_safetensors as save_safetensors
 from towerjax.loop.history import RunSummary as RunSummary
 from towerjax.loop.options import WithState as WithState
 from towerjax.loop.stopping import BestEvaluation as BestEvaluation

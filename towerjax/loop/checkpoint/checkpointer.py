@@ -229,7 +229,8 @@ class Saving:
         if jax.process_count() > 1 and not self._several:
             raise CheckpointError(
                 "A Checkpointer saves what all processes of a job train together, but"
-                " the towers here are one process's own: use save_safetensors."
+                " the towers here are one process's own. Write"
+                " their parameters, a plain tree, with safetensors."
             )
         is_known = self._ledger.has_cursor or self._ledger.is_reproducible
         if self.options.batches == "cursor" and not is_known:
