@@ -12,13 +12,13 @@ process, without the model's code, then loads the export and predicts the same.
 import argparse
 import importlib.util
 import pathlib
-import shutil
 import subprocess
 import sys
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.export
 import numpy as np
 import optax
 import rich
@@ -37,11 +37,13 @@ HYPERPARAMETERS = {"learning_rate": 3e-3, "dropout": 0.3}
 FOLDER = pathlib.Path("runs/estimator_digits")
 SERVE = """
 import sys
+import jax.export
 import numpy as np
-import towerjax as tj
 
 exported, rows, scores = sys.argv[1:]
-np.save(scores, tj.estimator.load_exported(exported)(np.load(rows))["scores"])
+with open(exported, "rb") as file:
+    serve = jax.export.deserialize(bytearray(file.read()))
+np.save(scores, serve.call(np.load(rows)))
 """
 
 
@@ -179,6 +181,19 @@ def train(
     )
 
 
+def export(weights: Any, path: pathlib.Path) -> None:
+    """Write the scores as a program for any number of rows, with the weights inside."""
+    network, weights = Network(HYPERPARAMETERS["dropout"]), jax.device_get(weights)
+
+    def serve(image: jax.Array) -> jax.Array:
+        return nn.softmax(network.apply({"params": weights}, image, train=False))
+
+    rows = jax.export.symbolic_shape("b, 8, 8, 1")
+    spec = jax.ShapeDtypeStruct(rows, np.float32)
+    program = jax.export.export(jax.jit(serve), platforms=["cpu", "cuda"])(spec)
+    path.write_bytes(program.serialize())
+
+
 def scores_of_another_process(exported: pathlib.Path, image: np.ndarray) -> np.ndarray:
     rows, scores = FOLDER / "rows.npy", FOLDER / "scores.npy"
     np.save(rows, image)
@@ -241,9 +256,8 @@ def main() -> None:
     digit = np.concatenate([output["digit"] for output in outputs])
     scores = np.concatenate([output["scores"] for output in outputs])
 
-    exported = FOLDER / "exported"
-    shutil.rmtree(exported, ignore_errors=True)
-    tj.estimator.export_model(model, variables, image, exported, params=HYPERPARAMETERS)
+    exported = FOLDER / "exported.bin"
+    export(variables.params, exported)
     served = scores_of_another_process(exported, image)
     confusions = np.zeros((10, 10), int)
     np.add.at(confusions, (label, digit), 1)

@@ -109,7 +109,7 @@ def test_estimator_digits_stops_and_is_served(tmp_path):
     assert [x["step"] for x in lines if x["kind"] == "eval"] == steps
     assert len(lines[-1]["metrics"]["class_accuracy"]) == 10
     assert list((folder / "tensorboard").glob("*tfevents*"))
-    assert (folder / "exported/manifest.json").is_file()
+    assert (folder / "exported.bin").is_file()
     assert contrast(folder / "training.png") > 0.01
 
 

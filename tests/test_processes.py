@@ -122,7 +122,10 @@ def told(together):
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
-        ("checkpoints_of_one_process", "what all processes of a job .* with safetensors"),
+        (
+            "checkpoints_of_one_process",
+            "all processes of a job .* with safetensors",
+        ),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
         ("one_is_empty", r"The input of the processes \[0\] is empty. Give each"),
@@ -155,7 +158,6 @@ EXPECTED = {
     "sums_of_rows": [[[0, 0], [10, 10], [0, 0]], [[1, 1], [11, 11], [1, 1]]],
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
-    "exported": [[0.0, 1.0, 2.0], True],
     "desynced": [0, "cpu:3", [3], "params"],
     "not_finite": [
         [1, 2, "loss/sum", "loss", "NaN"],

@@ -489,7 +489,6 @@ def told(folder):
     named = {scenario.__name__: scenario for scenario in SCENARIOS}
     named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}
     named["folders_of_each"] = lambda me: folders_of_each(me, folder)
-    named["exported"] = lambda me: writes.exported(pathlib.Path(folder))
     named["written"] = lambda me: writes.written(me, pathlib.Path(folder))
     for name, scenario in named.items():
         try:

@@ -89,22 +89,3 @@ def differing_patience(step, evaluate, state, me):
         tj.run(step, state, data, early_stopping=early, progress=False, **options)
     except ValueError as error:
         return str(error)
-
-
-def exported(folder):
-    """A model with a sharded state, written by the first process and read by all."""
-    strategy = tj.Mirrored(state="sharded")
-
-    def model_fn(state, features, labels, mode):
-        return tj.estimator.ModelSpec(mode, predictions={"y": features @ state.params})
-
-    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-    state, x = step.init(np.arange(8, dtype=np.float32)), np.eye(8, dtype=np.float32)
-    given = model, state, x, folder / "exported"
-    tj.estimator.export_model(*given, platforms=["cpu"])
-    found = tj.estimator.load_exported(folder / "exported")(x[:3])["y"].tolist()
-    try:
-        tj.estimator.export_model(*given, platforms=["cpu"])
-    except ValueError as error:
-        return [found, "exists. Export into a new one." in str(error)]

@@ -1,8 +1,5 @@
-"""Train, evaluate, predict with and export one model function on all devices."""
+"""Train, evaluate and predict with one model function on all devices."""
 
-from towerjax.estimator.export import Exported as Exported
-from towerjax.estimator.export import export_model as export_model
-from towerjax.estimator.export import load_exported as load_exported
 from towerjax.estimator.losses import LossReduction as LossReduction
 from towerjax.estimator.losses import compute_weighted_loss as compute_weighted_loss
 from towerjax.estimator.model_fn import ClassificationOutput as ClassificationOutput
