@@ -8,6 +8,7 @@ import math
 import os
 import pathlib
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -272,6 +273,12 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
     for path in (file, file / "below"):
         with pytest.raises(tj.CheckpointError, match=r"cannot be written to.*\(E"):
             train(light, tj.Checkpointer(path))
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / ".lock")
+    with pytest.raises(tj.CheckpointError, match=r"cannot be written to.*\(E"):
+        train(light, tj.Checkpointer(tmp_path / "piped"))
+    with pytest.raises(tj.CheckpointError, match=r"cannot be read.*ENAMETOOLONG"):
+        print(tj.Checkpointer("long" * 99).steps)
     monkeypatch.setattr(
         folder.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9)
     )
@@ -330,15 +337,16 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
     assert saving.steps[:2] == (1, 2)
 
 
-def told_without_room(path):
-    """What a run is told where files may have 200 bytes, as on a full disk."""
+def told_without_room(path, bytes, after):
+    """What a run is told where files may have so many bytes, as on a full disk."""
     step, saving = model.build_light(), tj.Checkpointer(path, every=4)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def hook(number, _):
-        if number == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
+        if number == after:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, before[1]))
 
+    hook(0, {})
     with pytest.raises(tj.CheckpointError) as error:
         train(step, saving, hooks=[hook])
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -347,9 +355,13 @@ def told_without_room(path):
 
 
 @pytest.mark.slow
-def test_a_system_that_refuses_to_write_is_told(tmp_path):
-    told = forked.called(told_without_room, tmp_path)
-    assert "of step 4 could not be written" in told
+@pytest.mark.parametrize(
+    "bytes, after, text",
+    [(200, 2, "of step 4 could not be written"), (0, 0, r"File too large \(EFBIG\)")],
+)
+def test_a_system_that_refuses_to_write_is_told(tmp_path, bytes, after, text):
+    told = forked.called(told_without_room, tmp_path, bytes, after)
+    assert re.search(text, told)
 
 
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
@@ -424,6 +436,89 @@ def test_every_file_that_is_damaged_is_named(step, copied):
         train(step, saving)
     (newest / "more").unlink()
     saving.restore(step, like)
+
+
+@pytest.mark.parametrize("path", ["manifest.json", "arrays/_METADATA"])
+@pytest.mark.parametrize("kind", ["pipe", "dangling link", "folder"])
+def test_what_is_no_file_is_named_and_not_waited_for(step, copied, path, kind):
+    place = copied / "step-4" / path
+    place.unlink()
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(copied / "nowhere")
+    with pytest.raises(tj.CheckpointError, match=f"step-4' is not .*{place.name}"):
+        tj.Checkpointer(copied).restore(step, model.init(step))
+
+
+def test_a_copy_under_another_steps_name_is_refused(step, copied):
+    (copied / "step-4").rename(copied / "step-9")
+    saving = tj.Checkpointer(copied)
+    text = "step-9' is by its record of step 4.* Name it 'step-4' or"
+    for call in (
+        lambda: saving.record(9),
+        lambda: saving.restore(step, model.init(step)),
+        lambda: train(step, saving),
+    ):
+        with pytest.raises(tj.CheckpointError, match=text):
+            call()
+    (copied / "step-04").mkdir()  # not a name that is given
+    assert saving.steps == (2, 3, 9)
+
+
+def forged(path, change):
+    """Write what ``change`` makes of a manifest, with the checksum of that."""
+    path = path / "manifest.json"
+    table = json.loads(path.read_text())
+    del table["sha256"]
+    table = change(table)
+    if isinstance(table, dict):
+        table = {**table, "sha256": folder._hash_of_table(table)}
+    path.write_text(json.dumps(table))
+
+
+WRONG = (None, "x", -1, 0.5, True, [], {}, [[]], {"a": 1}, [{"a": 1}])
+
+
+def test_forged_manifests_are_refused_in_one_sentence(step, copied):
+    newest, like = copied / "step-4", model.init(step)
+    manifest = (newest / "manifest.json").read_text()
+    record = json.loads(manifest)["record"]
+    changes = {f"all {x!r}": lambda table, x=x: x for x in WRONG}
+    for x in WRONG:
+        for name in ("format", "files", "record"):
+            changes[f"{name} {x!r}"] = lambda table, name=name, x=x: {**table, name: x}
+        changes[f"each file {x!r}"] = lambda table, x=x: {
+            **table,
+            "files": dict.fromkeys(table["files"], x),
+        }
+        for name, old in record.items():
+            if x != old:
+                fields = {**record, name: x}
+                changes[f"{name} {x!r}"] = lambda t, x=fields: {**t, "record": x}
+    taken = set()
+    for name, change in changes.items():
+        forged(newest, change)
+        try:
+            tj.Checkpointer(copied).restore(step, like)
+            taken.add(name)
+        except tj.CheckpointError as error:
+            assert "step-4" in str(error)
+        (newest / "manifest.json").write_text(manifest)
+    assert taken == {  # these describe it
+        *("strategy 'x'", "towers -1"),
+        "evaluation_due True",
+        *("devices []", "batch_rows []", "evaluation {'a': 1}"),
+        *("versions {}", "versions {'a': 1}"),
+    }
+    deep = manifest.replace(
+        '"record"', '"more": ' + "[" * 9999 + "]" * 9999 + ', "record"'
+    )
+    (newest / "manifest.json").write_text(deep)
+    with pytest.raises(tj.CheckpointError, match="cut or changed"):
+        tj.Checkpointer(copied).restore(step, like)
 
 
 def test_what_a_killed_process_left_does_not_count(step, copied):
@@ -798,7 +893,10 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"directory": ""}, "must be a folder"),
+        ({"directory": ""}, "directory='' must be the path of a folder"),
+        ({"directory": "gs://bucket/run"}, "directory='gs://.* on this machine"),
+        ({"directory": pathlib.Path("s3://bucket")}, "must be .* on this machine"),
+        ({"directory": "a\0b"}, "must be the path of a folder on this machine"),
         ({"every": 0}, "every=0"),
         ({"keep": 0}, "keep=0"),
         ({"best": 3}, "best=3 must be the name"),

@@ -262,7 +262,7 @@ def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(IsADirectoryError):
         tj.JsonLines(tmp_path).open(0)
     for path in (3, ""):
-        with pytest.raises(ValueError, match="must be a file's path"):
+        with pytest.raises(ValueError, match="must be the path of a file"):
             tj.JsonLines(path)
     with pytest.raises(ValueError, match="replace='a' must be True or False"):
         tj.JsonLines("run.jsonl", "a")
@@ -432,7 +432,7 @@ def test_without_tensorboardx_it_says_what_to_install(step, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "options, text",
     [
-        ({"logdir": ""}, "TensorBoard.logdir='' must be a folder"),
+        ({"logdir": ""}, "TensorBoard.logdir='' must be the path of a folder"),
         ({"logdir": "x", "max_elements": 0}, "max_elements=0 must be a whole number"),
         ({"logdir": "x", "flush_s": -1}, "flush_s=-1 must be seconds >= 0"),
     ],

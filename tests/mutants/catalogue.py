@@ -1450,6 +1450,14 @@ CHECKPOINTS = (
         "test_checkpoint.py::test_what_a_killed_process_left_does_not_count",
     ),
     _m(
+        "C16",
+        "a copy of a checkpoint is restored as the step of its name",
+        "loop.checkpoint.record:CheckpointRecord.read",
+        "folder.name != (name",
+        "not (name",
+        "test_checkpoint.py::test_a_copy_under_another_steps_name_is_refused",
+    ),
+    _m(
         "C02",
         "a file that was changed is loaded",
         "loop.checkpoint.folder:check_manifest",

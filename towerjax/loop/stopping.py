@@ -185,8 +185,7 @@ class _Count:
         mine = self.saved
         if all(mine[name] == saved.get(name) for name in ("metric", "mode")):
             self._counts = {name: saved[name] for name in self._counts}
-            lowest = saved["lowest"]  # None in older checkpoints
-            self._counts["lowest"] = math.inf if lowest is None else float(lowest)
+            self._counts["lowest"] = float(saved["lowest"])
 
     def add(self, number: int, cost: float) -> None:
         """Count an evaluation, once."""
@@ -244,7 +243,6 @@ class Watch:
 
     def restore_counts(self, saved: Any) -> None:
         """Restore the counts of a saved run, rule by rule."""
-        saved = [saved] if isinstance(saved, Mapping) else saved  # older checkpoints
         for count, one in zip(self._counts, saved, strict=False):
             count.restore(one)
 

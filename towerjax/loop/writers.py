@@ -163,7 +163,7 @@ class JsonLines:
     replace: bool = False
 
     def __post_init__(self) -> None:
-        check_path("JsonLines.path", self.path, "a file's path")
+        check_path("JsonLines.path", self.path, "a file")
         check_flag("JsonLines.replace", self.replace)
 
     def open(self, start: int) -> "OpenJsonLines":

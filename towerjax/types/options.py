@@ -87,9 +87,19 @@ def check_text(name: str, value: Any, what: str, kinds: Any = str) -> None:
         raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
+# An address, of which pathlib makes one slash. A drive has one letter.
+_REMOTE = re.compile(r"[A-Za-z][\w+.-]+:/")
+
+
 def check_path(name: str, value: Any, what: str) -> None:
-    """Raise unless a value can be the path of a file or folder."""
-    check_text(name, value, what, str | os.PathLike)
+    """Raise unless a value can be the path of a local file or folder."""
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    check_text(name, path, f"the path of {what}")
+    if _REMOTE.match(path) or "\0" in path:
+        raise ValueError(
+            f"{name}={value!r:.200} must be the path of {what} on this machine: storage"
+            " elsewhere can be mounted, or copied to afterwards."
+        )
 
 
 def check_number(

@@ -21,7 +21,17 @@ _REPAIR = (
     "Restore these files; or delete the whole folder to go on from the checkpoint"
     " before."
 )
-_WHOLE = re.compile(r"step-(\d+)")
+# What a manifest holds: a kind, a list of one form, or a dict of forms.
+_MANIFEST_FORM = {"format": int, "files": dict, "record": dict}
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
+_WHOLE = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 class CheckpointError(ValueError):
@@ -51,6 +61,17 @@ def replace_record(folder: pathlib.Path, record: Any) -> None:
     _write_table(folder, {**read_manifest(folder), "record": record})
 
 
+def fits(value: Any, form: Any) -> bool:
+    """Whether what was read of JSON has a form; True and False are no numbers."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(fits(x, form[0]) for x in value)
+    if isinstance(form, dict):
+        same = isinstance(value, dict) and value.keys() == form.keys()
+        return same and all(fits(value[name], form[name]) for name in form)
+    is_kind = isinstance(value, form)
+    return is_kind and (form is not int or not isinstance(value, bool))
+
+
 def _write_table(folder: pathlib.Path, table: dict[str, Any]) -> None:
     being_made = folder / (MANIFEST + ".partial")
     with being_made.open("w", encoding="utf-8") as file:
@@ -66,17 +87,19 @@ def read_manifest(
     folder: pathlib.Path, what: str = "checkpoint", advice: str = _REPAIR
 ) -> dict[str, Any]:
     """The manifest of a folder; raise unless it is what was written."""
-    try:
-        table = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    path, digest, version = folder / MANIFEST, None, None
+    with contextlib.suppress(*_UNREADABLE):
+        # To open a pipe would wait for who writes into it.
+        table = json.loads(path.read_text(encoding="utf-8") if path.is_file() else "{}")
         digest, version = table.pop("sha256"), table["format"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        digest = version = None
+        if digest != _hash_of_table(table) or not fits(table, _MANIFEST_FORM):
+            digest = None
     if version not in (None, FORMAT):
         raise CheckpointError(
-            f"The {what} {str(folder)!r} has format {version}, and this towerjax reads"
-            f" format {FORMAT}. Use the towerjax that wrote it."
+            f"The {what} {str(folder)!r} has format {version!r:.200}, and this towerjax"
+            f" reads format {FORMAT}. Use the towerjax that wrote it."
         )
-    if version is None or digest != _hash_of_table(table):
+    if version is None or digest is None:
         raise CheckpointError(
             f"The {what} {str(folder)!r} is not what was written: {MANIFEST} is"
             f" missing, cut or changed. {advice}"
@@ -94,9 +117,12 @@ def check_manifest(
     """
     files = read_manifest(folder, what, advice)["files"]
     problems, there = [], set(_files_of(folder))
-    for name, (size, digest) in files.items():
+    for name, written in files.items():
+        size, digest = written if fits(written, list) and len(written) == 2 else (0, 0)
         if name not in there:
             problems.append(f"{name} is missing")
+        elif not (folder / name).is_file():
+            problems.append(f"{name} is a pipe, or a link to nothing")
         elif (now := (folder / name).stat().st_size) != size:
             problems.append(f"{name} has {now} bytes instead of {size}")
         elif _checksum(folder / name)[1] != digest:
@@ -147,9 +173,12 @@ def partial_path_of(directory: pathlib.Path, number: int) -> pathlib.Path:
 
 def saved_steps(directory: pathlib.Path) -> tuple[int, ...]:
     """The steps of the committed checkpoints, ascending."""
-    if not directory.is_dir():
-        return ()
-    found = (_WHOLE.fullmatch(path.name) for path in directory.iterdir())
+    try:
+        if not directory.is_dir():
+            return ()
+        found = [_WHOLE.fullmatch(path.name) for path in directory.iterdir()]
+    except OSError as error:
+        raise _unusable("read from", directory, error) from error
     return tuple(sorted(int(match[1]) for match in found if match))
 
 
@@ -168,12 +197,15 @@ def lock(directory: pathlib.Path, needed: int = 0) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context((directory / ".lock").open("ab"))
+            # Without a buffer, which a full disk would refuse again when it is closed;
+            # and not waiting for who reads, if it is a pipe.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
+            file = os.open(directory / ".lock", flags, 0o666)
+            stack.callback(os.close, file)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(uuid.uuid4().hex.encode())
-            file.flush()
-            os.fsync(file.fileno())
+            os.truncate(file, 0)
+            os.write(file, uuid.uuid4().hex.encode())
+            os.fsync(file)
             for path in directory.glob("step-*.partial"):
                 shutil.rmtree(path)
             free = shutil.disk_usage(directory).free
@@ -183,17 +215,23 @@ def lock(directory: pathlib.Path, needed: int = 0) -> Iterator[None]:
                 " its end, or name another folder."
             ) from None
         except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints cannot be written to {str(directory)!r}: {error.strerror}"
-                f" ({errno.errorcode.get(error.errno or 0, error.errno)}). Name a"
-                " folder that this process may write to."
-            ) from error
+            raise _unusable("written to", directory, error) from error
         if free < needed:
             raise CheckpointError(
                 f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
                 f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room."
             )
         yield
+
+
+def _unusable(done: str, directory: pathlib.Path, error: OSError) -> CheckpointError:
+    name = errno.errorcode.get(error.errno or 0, error.errno)
+    is_full = name in ("ENOSPC", "EDQUOT", "EFBIG")
+    remedy = "Make room" if is_full else "Name a folder that this process may write to"
+    return CheckpointError(
+        f"Checkpoints cannot be {done} {str(directory)!r}: {error.strerror} ({name})."
+        f" {remedy}."
+    )
 
 
 def owner(directory: pathlib.Path) -> str:

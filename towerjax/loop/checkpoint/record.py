@@ -13,7 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from towerjax.loop.checkpoint.folder import CheckpointError, read_manifest
+from towerjax.loop.checkpoint.folder import (
+    MANIFEST,
+    CheckpointError,
+    fits,
+    path_of,
+    read_manifest,
+)
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
@@ -131,8 +137,13 @@ def restore_leaves(
         if x.size:
             dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
             shapes[leaf.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    with array_checkpointer() as files:
-        found = files.restore(arrays, shapes)
+    try:
+        with array_checkpointer() as files:
+            found = files.restore(arrays, shapes)
+    except Exception as error:  # of many kinds; also of too little memory
+        raise CheckpointError(
+            f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
+        ) from error
 
     def restored(leaf: Leaf, like: jax.Array) -> jax.Array:
         if leaf.name not in found:
@@ -153,6 +164,23 @@ def _redistribute(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
     return put_parts(TowerLocal, new, split)
 
 
+_COUNT = {"lowest": float | str, "lowest_after": int | None, "without": int}
+_COUNT |= {"metric": str, "mode": str, "counted_after": int}
+# The fields of a record as JSON has them, for `fits`.
+_RECORD_FORM = {
+    **dict.fromkeys(("step", "towers"), int),
+    "strategy": str,
+    "devices": [str],
+    "leaves": [
+        {"name": str, "shape": [int], "dtype": str, "reduction": str | None},
+    ],
+    "batches": {"used": int, "cursor": object},
+    "batch_rows": [int],
+    "evaluation": dict,
+    "evaluation_due": bool,
+    "stopping": [_COUNT],
+    "versions": dict,
+}
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -172,7 +200,7 @@ class CheckpointRecord:
       evaluation: The scalars of the evaluation after this step, if there was one; no
         NaN.
       evaluation_due: Whether the run ended before an evaluation due after this step.
-      stopping: The counts of each early stopping; older ones are of one.
+      stopping: The counts of each early stopping.
       versions: Library -> version.
 
     Example:
@@ -196,13 +224,34 @@ class CheckpointRecord:
     def read(cls, folder: pathlib.Path) -> "CheckpointRecord":
         """The record of a checkpoint; raise `CheckpointError` if it was changed."""
         fields = read_manifest(folder)["record"]
-        leaves = [{**x, "shape": tuple(x["shape"])} for x in fields["leaves"]]
-        fields["leaves"] = tuple(Leaf(**x) for x in leaves)
-        for name in ("devices", "batch_rows"):
-            fields[name] = tuple(fields[name])
-        values = fields["evaluation"]  # an infinity is written as text
-        fields["evaluation"] = {name: float(x) for name, x in values.items()}
+        try:
+            _parse(fields)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The checkpoint {str(folder)!r} is not what was written: the record in"
+                f" its {MANIFEST} is not one of a training. Delete the folder."
+            ) from error
+        if folder.name != (name := path_of(folder.parent, fields["step"]).name):
+            raise CheckpointError(
+                f"The checkpoint {str(folder)!r} is by its record of step"
+                f" {fields['step']}: a copy, or renamed. Name it {name!r} or delete it."
+            )
         return cls(**fields)
+
+
+def _parse(fields: dict[str, Any]) -> None:
+    """Make what JSON holds the fields of a record; raise if it is of another form."""
+    if not fits(fields, _RECORD_FORM):
+        raise TypeError(f"fields of other kinds: {fields!r:.200}")
+    fields["leaves"] = tuple(
+        Leaf(**{**x, "shape": tuple(x["shape"])}) for x in fields["leaves"]
+    )
+    for name in ("devices", "batch_rows"):
+        fields[name] = tuple(fields[name])
+    values = fields["evaluation"]  # an infinity is written as text
+    fields["evaluation"] = {name: float(x) for name, x in values.items()}
+    for count in fields["stopping"]:
+        count["lowest"] = float(count["lowest"])
 
 
 def library_versions(*others: str) -> dict[str, str]:
