@@ -321,10 +321,14 @@ def test_what_cannot_be_is_refused(job):
     host, port = taken["coordinator"].split(":")
     address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
     one_of_several = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+    # Which JAX finds by mpi4py, or not.
+    open_mpi = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    of_two_machines = {f"OMPI_COMM_WORLD_{x}": n for x, n in open_mpi.items()}
     late = "RuntimeError: jax.distributed.initialize() must be called before any JAX"
     given = [
         ({}, address, "Number of processes must be defined"),
         ({}, one_of_several, "PMI_SIZE=4 is the number of processes in a job of"),
+        ({}, of_two_machines, "OMPI_COMM_WORLD_SIZE=4 is the number of processes in"),
         ({}, {"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a"),
         (taken, {}, f"process 0 is to listen at {host}:{port}, but something on this"),
         (
@@ -340,7 +344,7 @@ def test_what_cannot_be_is_refused(job):
         (process,) = job(tries, [({}, [each and each[:2] for each in given])])
         assert process.ended() == 0, process.text
     told = json.loads(re.search(r"^\[.*\]$", process.text, re.MULTILINE)[0])
-    assert told.pop(5) == 2
+    assert told.pop(6) == 2
     for each, text in zip(filter(None, given), told, strict=True):
         assert each[2] in text
 

@@ -28,19 +28,18 @@ os.killpg(0, signal.SIGKILL)
 """
 # Gloo, JAX's transport on CPUs, prints these for each connection to stdout. Several
 # threads may print on one line, and the rest of a text may stand on the next line.
-_PIECES = (
-    rb"(\s*(\[Gloo\]|Rank|\d+|is connected to|peer ranks\.|"
-    rb"Expected number of connected peer ranks is :))*\s*"
+_TRANSPORT = re.compile(
+    rb"(\s|\[Gloo\]|Rank|\d|is connected to|peer ranks\.|"
+    rb"Expected number of connected peer ranks is :)*"
 )
-_TRANSPORT = re.compile(rb"(?=.*(\[Gloo\]|peer ranks))" + _PIECES)
-_REST = re.compile(_PIECES)
 
 
 def _without_transport(lines: Iterable[bytes]) -> Iterator[bytes]:
     """The lines without the transport's, "[Gloo] Rank 0 is connected ..."."""
     rests = 0  # of the transport's texts that began on one line
     for line in lines:
-        if _TRANSPORT.fullmatch(line) or (rests and _REST.fullmatch(line)):
+        is_text = b"[Gloo]" in line or b"peer ranks" in line
+        if (is_text or rests) and _TRANSPORT.fullmatch(line):
             rests = max(0, rests + line.count(b"[Gloo]") - 1)
         else:
             yield line
@@ -276,19 +275,18 @@ class _Job:
         if self.kill_at < math.inf:
             return  # a process that ends, or waits for a lost one, does no steps
         now, running = time.monotonic(), self.running
-        for worker in running:
-            silent_s = now - worker.last_sign
-            if silent_s > self.timeouts.hang_s:
-                self._kill_hung(worker, f"gave no sign of life for {silent_s:.1f} s")
         still_s = now - max((x.last_step for x in running), default=now)
-        if still_s > self.timeouts.step_s and self._all_do_steps():
-            fewest = min(x.steps for x in running)
-            for worker in [x for x in running if x.steps == fewest]:
-                self._kill_hung(worker, f"began no step for {still_s:.1f} s")
-
-    def _kill_hung(self, worker: _Worker, why: str) -> None:
-        worker.why_hung = worker.why_hung or why
-        worker.popen.kill()
+        stand = still_s > self.timeouts.step_s and self._all_do_steps()
+        fewest = min((x.steps for x in running), default=0)
+        for worker in running:
+            silent_s, why = now - worker.last_sign, None
+            if silent_s > self.timeouts.hang_s:
+                why = f"gave no sign of life for {silent_s:.1f} s"
+            elif stand and worker.steps == fewest:
+                why = f"began no step for {still_s:.1f} s"
+            if why is not None:
+                worker.why_hung = worker.why_hung or why
+                worker.popen.kill()
 
     def _all_do_steps(self) -> bool:
         return all(worker.steps for worker in self.running)

@@ -188,7 +188,6 @@ def _join_cluster(
             options = {**options, "local_device_ids": started.own_devices(os.environ)}
         who = f"{_name_of(named)}, at {named.coordinator}," if named else who
         if not _has_joined(who, named, options):
-            _refuse_to_be_alone("nothing says where they meet")
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
     # All have joined. Starting the devices may take longer than the timeout.
     me, count = jax.process_index(), jax.process_count()
@@ -207,9 +206,9 @@ def _join_cluster(
     return named or spec.Cluster(me, count, None, how)
 
 
-def _refuse_to_be_alone(but: str) -> None:
+def _refuse_to_be_alone(but: str, cause: Exception | None = None) -> None:
     if text := started.refusal(os.environ, but):
-        raise RuntimeError(text)
+        raise RuntimeError(text) from cause
 
 
 def _has_joined(
@@ -236,8 +235,12 @@ def _has_joined(
         return False
     try:
         _initialize_jax(who, others, options)
-    except ValueError as error:
-        if "coordinator_address should be defined" in str(error):
+    except (ValueError, RuntimeError) as error:
+        finds_none = "coordinator_address should be defined" in str(error)
+        if named is None:
+            why = "nothing says where they meet" if finds_none else f"{error}"
+            _refuse_to_be_alone(why.rstrip("."), error)
+        if finds_none:
             return False
         raise
     return True
