@@ -525,21 +525,18 @@ def test_only_another_kind_of_state_is_told_that_the_step_has_one(builder):
 
 
 @pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        (jax.pure_callback, NotImplementedError),
-        (functools.partial(io_callback, ordered=True), ValueError),
-    ],
+    "call", [jax.pure_callback, functools.partial(io_callback, ordered=True)]
 )
-def test_what_jax_cannot_vmap_says_how_towers_run_without(call, error):
+def test_what_jax_cannot_vmap_says_how_towers_run_without(call):
     def fn(params, batch, tower):
         doubled = call(lambda x: 2 * x, batch["x"], batch["x"])
         return tj.Weighted.mean(doubled @ params["w"], tower.weight)
 
     step = build(fn, tj.Mirrored(TWO[:1], towers=2))
-    with pytest.raises(error, match="vmap") as caught:
+    with pytest.raises(ValueError, match="vmap") as caught:
         jax.eval_shape(step.fn, step.shapes(start()), good())
-    assert "local='scan'" in caught.value.__notes__[0]
+    told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert "local='scan'" in " ".join(told)
     step = build(fn, tj.Mirrored(TWO[:1], towers=2, local="scan"))
     jax.eval_shape(step.fn, step.shapes(start()), good())
 

@@ -1066,6 +1066,35 @@ INPUT = (
         "test_distribute.py::test_each_process_is_told_which_part_is_its_own",
     ),
     _m(
+        "M25",
+        "an update on a mesh of its own is not analysed",
+        "proof.meshes:prove_update",
+        'eqn.primitive.name == "shard_map"',
+        'eqn.primitive.name == "none"',
+        "test_proof_meshes.py::"
+        "test_an_update_whose_copies_would_differ_is_refused[False-by_device-drift"
+        " apart: result 0, of axis_index at]",
+    ),
+    _m(
+        "M26",
+        "what a mesh of the update's own splits counts as the same on all devices",
+        "proof.meshes:_prove_mapped",
+        'inputs = ["what in_specs split" if x else None for x in split]',
+        "inputs = [None for x in split]",
+        "test_proof_meshes.py::"
+        "test_an_update_whose_copies_would_differ_is_refused[False-own_part_alone-drift"
+        " apart: result 0, of what in_specs split at]",
+    ),
+    _m(
+        "M27",
+        "a mesh of a tower's own is only known on a device that is another",
+        "proof.meshes:refuse_in_towers",
+        "if on > 1 or x.size > 1",
+        "if on > 1 and x.size > 1",
+        "test_proof_meshes.py::"
+        "test_what_towers_cannot_run_is_refused_by_check[shard_map, one device]",
+    ),
+    _m(
         "I10",
         "a mean of each row with each row of the same tower",
         "step.proving:_prove_pass",

@@ -23,6 +23,7 @@ from towerjax.proof.equation import (
     is_foreign,
     is_hidden,
     loop_sizes,
+    meshes_of,
     named_axes,
     open_jaxpr,
     refs,
@@ -128,6 +129,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         numbers=each(findings.Number),
         across=each(findings.Across),
         own_rows=each(findings.OwnRows),
+        meshes=each(findings.OwnMesh),
         tower_calls=each(findings.TowerCall),
     )
 
@@ -291,6 +293,15 @@ def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     return _propagate(sub_jaxprs(eqn)[0], ins, context.enter(eqn))[0]
 
 
+def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+    """A program's own `shard_map`, or sharding."""
+    name, line = eqn.primitive.name, user_line((eqn, context.outer))
+    for mesh in meshes_of(eqn):
+        found = findings.OwnMesh(name, mesh.axis_names, mesh.size, line)
+        context.found.append(found)
+    return _call(eqn, ins, context) if name == "shard_map" else ins
+
+
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """The first operands are the constants of four jaxprs, of which `solve` runs."""
     lengths, [solve] = eqn.params["const_lengths"], sub_jaxprs(eqn)
@@ -393,6 +404,7 @@ _RULES |= dict.fromkeys(
 _RULES |= {
     "while": _while,
     "scan": _scan,
-    "shard_map": _call,
+    "shard_map": _on_a_mesh,
+    "sharding_constraint": _on_a_mesh,
     "custom_linear_solve": _solve,
 }

@@ -135,6 +135,13 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple(axis for axis in axes if isinstance(axis, str))
 
 
+def meshes_of(eqn: JaxprEqn) -> list[Any]:
+    """The meshes, of an axis at least, among the params of an equation."""
+    leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
+    kinds = Mesh, jax.sharding.AbstractMesh
+    return [x for x in leaves if isinstance(x, kinds) and x.axis_names]
+
+
 def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
     """Whether its results may differ between towers although its operands do not.
 
@@ -188,6 +195,19 @@ def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     return (eqn for each in all_jaxprs(jaxpr) for eqn in open_jaxpr(each).eqns)
 
 
+def all_sites(
+    jaxpr: Jaxpr | ClosedJaxpr,
+    *,
+    enter: Callable[[JaxprEqn], bool] = lambda eqn: True,
+    outer: "Site | None" = None,
+) -> Iterator["Site"]:
+    """The equations with those around them, of inner jaxprs where ``enter`` says so."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn, outer
+        for inner in sub_jaxprs(eqn) if enter(eqn) else ():
+            yield from all_sites(inner, enter=enter, outer=(eqn, outer))
+
+
 def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
     """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
     for each in all_jaxprs(jaxpr):
@@ -230,7 +250,12 @@ def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
 
 def refs(eqn: JaxprEqn) -> list[Any]:
     """The operands that are Refs, which the equation may write."""
-    return [v for v in eqn.invars if type(v.aval).__name__ == "AbstractRef"]
+    return list(filter(is_ref, eqn.invars))
+
+
+def is_ref(var: Any) -> bool:
+    """Whether a variable is a Ref, which a program may write."""
+    return type(var.aval).__name__ == "AbstractRef"
 
 
 Site: TypeAlias = tuple[JaxprEqn, Any]

@@ -84,6 +84,15 @@ class OwnRows(NamedTuple):
     line: str
 
 
+class OwnMesh(NamedTuple):
+    """An equation that lays values over a mesh of the program's own."""
+
+    primitive: str
+    axes: tuple[str, ...]
+    size: int  # how many devices
+    line: str
+
+
 class TowerCall(NamedTuple):
     """One operand of a collective over towers that a tower function calls."""
 
@@ -101,6 +110,7 @@ Found: TypeAlias = (
     | Draw
     | Hang
     | Number
+    | OwnMesh
     | OwnRows
     | Repeat
     | Square
@@ -123,6 +133,7 @@ class Analysis:
     numbers: tuple[Number, ...] = ()
     across: tuple[Across, ...] = ()
     own_rows: tuple[OwnRows, ...] = ()
+    meshes: tuple[OwnMesh, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod

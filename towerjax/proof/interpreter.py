@@ -7,6 +7,8 @@ from typing import Any
 from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, user_context
 
+from towerjax.proof.equation import user_line
+
 
 class Interpreter:
     """Holds the values of a jaxpr while a caller evaluates its equations."""
@@ -24,7 +26,12 @@ class Interpreter:
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
         """Evaluate an equation and store its results; ``operands`` replace its own."""
         operands = [self.read(x) for x in eqn.invars] if operands is None else operands
-        self.values.update(zip(eqn.outvars, evaluate_eqn(eqn, operands), strict=True))
+        try:
+            results = evaluate_eqn(eqn, operands)
+        except NotImplementedError as error:
+            error.add_note(f"{eqn.primitive} at {user_line((eqn, None))}.")
+            raise
+        self.values.update(zip(eqn.outvars, results, strict=True))
 
 
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -77,7 +77,7 @@ def prepare(
     with _collector_paused():
         traced = jitted.trace(*executors.shapes_of(args))
     _refuse_stored_tracers(traced)
-    proof = proving.proof()
+    proof = proving.proof(traced.jaxpr)
 
     def compile_it() -> Program:
         with _collector_paused():
@@ -235,8 +235,9 @@ class Runner:
         """The results in a trace, as a part of another program."""
         executors.refuse_devices_in_tower(self.placement)
         run = Proving(self.placement, on_devices=True)
-        out = self.recipe.fn(run, *first, *batch.args)
-        _refuse_unread_weight(batch, run.proof())
+        args = (*first, *batch.args)
+        out = self.recipe.fn(run, *args)
+        _refuse_unread_weight(batch, run.prove(self.recipe, args))
         return out
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:

@@ -14,6 +14,7 @@ from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.proof import findings, tags
 from towerjax.proof.analysis import analyse, depends
+from towerjax.proof.meshes import prove_update
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.on_towers import OnTowers
@@ -46,9 +47,7 @@ class Proof:
 
 def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
-    proving = Proving(placement, on_devices=False)
-    jax.eval_shape(functools.partial(recipe.fn, proving), *shapes_of(args))
-    return proving.proof()
+    return Proving(placement, on_devices=False).prove(recipe, args)
 
 
 class Proving:
@@ -58,19 +57,30 @@ class Proving:
         self._placement, self._on_devices = placement, on_devices
         self._proved: dict[Any, tuple[Proof, OnTowers]] = {}
 
+    def prove(self, recipe: Recipe, args: tuple[PyTree, ...]) -> Proof:
+        """The proof of a step without its devices; passes are proved once."""
+        absent = Proving(self._placement, on_devices=False)
+        absent._proved = self._proved
+        step = functools.partial(recipe.fn, absent)
+        return self.proof(jax.make_jaxpr(step)(*shapes_of(args)))
+
     def __call__(self, one: Pass, *args: PyTree) -> PyTree:
         """The pass's results, as global values."""
         shapes = shapes_of(args)
         key = one, batch_signature(shapes)
         if key not in self._proved:
             self._proved[key] = _prove_pass(one, shapes, self._placement)
+            if not self._on_devices:
+                self._proved[key][1].rehearse(shapes)
         _, towers = self._proved[key]
         if not self._on_devices:
             return _zeros(towers.out, one.out_layouts, self._placement.num_towers)
         return towers.run(one.out_layouts, args)
 
-    def proof(self) -> Proof:
-        """The proof of all passes so far."""
+    def proof(self, step: Any) -> Proof:
+        """The proof of all passes so far, and of the update in the ``step``'s jaxpr."""
+        place = self._placement
+        prove_update(step, place.axis_name, place.num_towers, place.num_devices)
         proofs = [proof for proof, _ in self._proved.values()]
         analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
         return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])

@@ -7,6 +7,7 @@ from typing import Any
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import refuse_draws
+from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.types import PyTree
 
@@ -49,6 +50,20 @@ class OnTowers:
         given = self.jaxpr, names, axis, axes.num_towers
         self.found = analyse(*given, of_more_towers=of_more_towers)
         refuse_draws(self.found, shared=placement.shares_devices)
+        counts = axes.num_towers, placement.num_devices
+        refuse_in_towers(self.found, self.jaxpr, *counts)
+        refuse_kept_axis(self.jaxpr, axes.tower_axis)
+
+    def rehearse(self, args: Sequence[PyTree]) -> None:
+        """Lower the towers to their devices, without these, and raise where that fails.
+
+        Towers that share a device run under `jax.vmap`, which not all of JAX has.
+        """
+        axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
+        if axes != self.axes:
+            run = self._on_device(axes)
+            jaxpr, _ = trace_one_tower(run, axes, self._in_layouts, args)
+            refuse_kept_axis(jaxpr, axes.tower_axis)
 
     def run(
         self,

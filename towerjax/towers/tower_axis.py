@@ -308,8 +308,11 @@ def over_local_towers(
         own, rest = jax.tree.leaves(towers), jax.tree.leaves(common)
         try:
             out = vmap_and_sum(program, own, rest, num_sums, axes.num_local)
-        except (NotImplementedError, ValueError) as error:
-            if isinstance(error, NotImplementedError) or "vmap" in str(error):
+        except NotImplementedError as error:
+            where = getattr(error, "__notes__", ())
+            raise ValueError(" ".join([f"{error}.", *where, _NO_VMAP])) from error
+        except ValueError as error:
+            if "vmap" in str(error):
                 error.add_note(_NO_VMAP)
             raise
         return jax.tree.unflatten(tree, out)

@@ -1,0 +1,157 @@
+"""What of a program's own meshes and memory towers, and the update, can have.
+
+A tower runs on one device. The update runs once, on all devices of the step, and makes
+the same on all: a `shard_map` in it over these devices is analysed axis by axis, as
+towers are. What its ``out_specs`` call the same along an axis may not differ along it,
+or copies of the parameters would drift apart.
+"""
+
+from collections.abc import Sequence
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import PartitionSpec
+
+from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS
+from towerjax.proof.analysis import analyse
+from towerjax.proof.equation import (
+    Site,
+    all_sites,
+    is_hidden,
+    is_ref,
+    named_axes,
+    open_jaxpr,
+    trace_hidden,
+    user_line,
+)
+from towerjax.proof.findings import Analysis, ReplicationError
+from towerjax.types.leaves import listed
+
+_KEEP = (
+    "Keep what it holds in the state: step.init(..., extra=value), or for each tower"
+    " local=tj.TowerLocal(value, ...)."
+)
+_WITHIN = (
+    "Leave it out: the step maps towers over the devices already, and they communicate"
+    " by tower.reduce and tower.all_gather. What shards an optimizer over the step's"
+    " devices stands in its update; parameters in shards are tj.Mirrored("
+    "state='sharded')."
+)
+
+
+def refuse_in_towers(found: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int) -> None:
+    """Raise where ``towers`` on so many devices use a mesh, or a Ref from outside."""
+    if towers > 1 and _closes_over_ref(jaxpr):
+        raise ValueError(
+            f"A tower function closes over a Ref, and {towers} towers would share it."
+            f" {_KEEP}"
+        )
+    for x in found.meshes:
+        if on > 1 or x.size > 1:
+            raise ReplicationError(
+                f"A tower runs on one device, but {x.primitive} at"
+                f" {x.line or 'a line of a library'} lays its values over a mesh of"
+                f" axes {x.axes}. {_WITHIN}"
+            )
+
+
+def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str) -> None:
+    """Raise where the towers' axis stands in code that is not lowered to devices."""
+    for site in all_sites(jaxpr):
+        eqn, outer = site
+        if {axis, LOCAL_AXIS}.intersection(named_axes(eqn)):
+            where = outer[0].primitive.name if outer else "a tower"
+            raise ReplicationError(
+                f"{eqn.primitive} at {user_line(site) or 'a line of a library'} names"
+                f" the towers' axis inside of {where}, where it is not known when"
+                " towers run. Compute it before, tower.id or tower.reduce(...), and"
+                " pass the result as an operand."
+            )
+
+
+def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
+    """Raise where the update communicates over ``axis``, or its copies would differ.
+
+    ``jaxpr`` is the step's, on so many devices; what towers run is left out.
+    """
+    if on > 1 and _closes_over_ref(jaxpr):
+        raise ValueError(f"The update closes over a Ref, of one device alone. {_KEEP}")
+    for site in all_sites(jaxpr, enter=lambda eqn: not _is_of_towers(eqn)):
+        eqn = site[0]
+        names = {*named_axes(eqn)}
+        if is_hidden(eqn) and (program := trace_hidden(eqn, {axis: towers})):
+            names |= {x for inner in all_sites(program) for x in named_axes(inner[0])}
+        if axis in names:
+            raise ReplicationError(
+                f"The update communicates: {eqn.primitive} at"
+                f" {user_line(site) or 'a line of a library'} names the axis {axis!r}."
+                " It runs once, of what the towers add up to: leave the collective out."
+            )
+        if eqn.primitive.name == "shard_map" and not _is_of_towers(eqn):
+            _prove_mapped(site, on)
+
+
+def _prove_mapped(site: Site, on: int) -> None:
+    """Analyse a `shard_map` of the update along each of its axes."""
+    params = site[0].params
+    mesh, line = params["mesh"], user_line(site) or "a line of a library"
+    if mesh.size != on:
+        raise ValueError(
+            f"The update runs on the devices of the step, {on}, but shard_map at {line}"
+            f" on {mesh.size}. Make its mesh of those, or leave it out."
+        )
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    for axis in [x for x in mesh.axis_names if x in manual and mesh.shape[x] > 1]:
+        split = [axis in _names_in(spec) for spec in params["in_specs"]]
+        inputs = ["what in_specs split" if x else None for x in split]
+        found = analyse(params["jaxpr"], inputs, axis, mesh.shape[axis])
+        outs = [axis in _names_in(spec) for spec in params["out_specs"]]
+        if told := _mistakes(found, outs, axis):
+            raise ReplicationError(f"shard_map at {line} in the update: {told}")
+
+
+def _mistakes(found: Analysis, are_split: Sequence[bool], axis: str) -> str:
+    """What devices along an axis do wrong, and what to write; "" if nothing."""
+    pairs = zip(found.outputs, are_split, strict=True)
+    differ = [(i, x) for i, (x, is_split) in enumerate(pairs) if x and not is_split]
+    if differ:
+        lines = [
+            f"result {i}, of {x.source.replace('tower.id', 'axis_index')}"
+            + f" at {x.line}" * bool(x.line)
+            for i, x in differ
+        ]
+        return (
+            "its out_specs call the same on all devices what differs along"
+            f" {axis!r}, and copies of the parameters would drift apart:"
+            f" {listed(lines)}. Say out_specs=P({axis!r}), or reduce it,"
+            f" jax.lax.pmean(x, {axis!r})."
+        )
+    if found.repeats:
+        lines = [x.line or "a line of a library" for x in found.repeats]
+        return (
+            f"what is the same on all devices is added up over {axis!r}, as many times"
+            f" too much as there are, at {listed(dict.fromkeys(lines))}. The update is"
+            " given what all towers add up to: leave the sum out, or say"
+            f" jax.lax.pmean(x, {axis!r})."
+        )
+    if found.hangs:
+        lines = [f"{x.primitive} at {x.line}" for x in found.hangs]
+        return (
+            f"not all devices along {axis!r} reach {listed(dict.fromkeys(lines))}, and"
+            " would hang. Make the predicate the same on all."
+        )
+    return ""
+
+
+def _names_in(spec: PartitionSpec) -> set[str]:
+    parts = [x if isinstance(x, tuple) else (x,) for x in spec]
+    return {name for part in parts for name in part}
+
+
+def _is_of_towers(eqn: JaxprEqn) -> bool:
+    """Whether the step itself maps its towers over devices by this equation."""
+    mesh = eqn.params.get("mesh") if eqn.primitive.name == "shard_map" else None
+    return mesh is not None and DEVICE_AXIS in mesh.axis_names
+
+
+def _closes_over_ref(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    return any(map(is_ref, open_jaxpr(jaxpr).constvars))
