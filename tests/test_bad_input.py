@@ -270,39 +270,6 @@ def by_number(number):
     return loss
 
 
-@pytest.mark.parametrize("number", [8, 8.0, np.float32(8)])
-@pytest.mark.parametrize(
-    ("towers", "rows", "options"),
-    [(2, 8, {}), (1, 8, {"micro_batches": 2}), (3, 8, {"remainder": "pad"})],
-)
-def test_the_rows_of_the_whole_batch_are_no_weight(number, towers, rows, options):
-    """Each tower adds its weight, so that a mean would depend on how many there are."""
-    step = build(by_number(number), tj.Mirrored(TWO[:1], towers=towers), **options)
-    text = r"^loss: its weight is the number 8, .* tj.Sum\(total / 8"
-    with pytest.raises(tj.ReplicationError, match=text):
-        step.check(start(), good(rows))
-
-
-def test_the_rows_of_the_whole_batch_are_no_weight_of_a_metric_or_gradient():
-    def metric(params, batch, tower):
-        total = tj.Weighted(batch["x"].sum(), 8)
-        return tj.TowerOutput(loss_fn(params, batch, tower), {"total": total})
-
-    def gradient(state, batch, tower):
-        return tj.value_and_grad(by_number(8))(state.params, batch, tower)[1]
-
-    strategy = tj.Mirrored(TWO[:1], towers=2)
-    alone = tj.build_step(gradient, lambda state, grads: (state, {}), strategy)
-    for step, name in (
-        (build(metric, strategy), r"metrics\['total'\]"),
-        (alone, "loss"),
-    ):
-        with pytest.raises(
-            tj.ReplicationError, match=f"^{name}: its weight is the num"
-        ):
-            step.check(start(), good(8))
-
-
 def of_all_numbers(params, batch, tower):
     squares = (batch["x"] * params["w"][None]) ** 2
     return tj.Weighted(squares.sum(), squares.size)
@@ -329,22 +296,6 @@ def test_weights_that_are_numbers_of_a_towers_own_pass(fn, towers, rows):
 def by_time(params, batch, tower):
     losses = (batch["x"] * params["w"][None]).T ** 2  # [3, b]
     return tj.Weighted.mean(losses, tower.weight)
-
-
-def masked_across(params, batch, tower):
-    losses = (batch["x"] * params["w"][None]) ** 2  # [b, 3]
-    return tj.Weighted.mean(losses, (batch["x"] > 0) * tower.weight)
-
-
-@pytest.mark.parametrize("rows", [12, 11, 16])
-def test_weights_of_rows_along_another_dim_are_refused(rows):
-    """Also for three rows a tower, whose weights would fit the three columns."""
-    step = build(masked_across, tj.Mirrored(TWO[:1], towers=4), remainder="pad")
-    with jax.numpy_rank_promotion("allow"), pytest.raises(ValueError) as caught:
-        step.check(start(), good(rows))
-    assert re.search(r"shapes=\[\(\d, 3\), \(\d,\)\]", str(caught.value))
-    is_explained = "Write x[:, None]" in str(caught.value)
-    assert is_explained == (rows < 16)  # with four rows a tower JAX refuses it
 
 
 def test_statistics_of_as_many_features_as_rows_need_no_second_trace():

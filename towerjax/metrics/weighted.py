@@ -154,7 +154,7 @@ class Weighted(_LossTerm):
         if weight is None:
             total = jax.tree.map(lambda x: x.sum(axis), values)
             count = jnp.asarray(math.prod(shape), dtype)
-            return cls(total, checkpoint_name(count, tags.COUNTED))
+            return cls(total, count)
         weights = element_weights("Weighted.mean", shape, weight, "values")
 
         def weighted_sum(x: jax.Array) -> jax.Array:

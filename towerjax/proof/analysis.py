@@ -11,7 +11,6 @@ and sums of values that are the same on all: see `towerjax.proof.scale`.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
@@ -38,7 +37,6 @@ from towerjax.proof.marks import (
     Context,
     Mark,
     apply_collective,
-    has_rows,
     is_flag,
     join,
     mark_of_choice,
@@ -126,8 +124,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         factors=each(findings.Dependence),
         changed=each(findings.Changed),
         squares=each(findings.Square),
-        numbers=each(findings.Number),
-        across=each(findings.Across),
+        rows=tuple(mark.rows for mark in outs),
         own_rows=each(findings.OwnRows),
         meshes=each(findings.OwnMesh),
         tower_calls=each(findings.TowerCall),
@@ -234,15 +231,6 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     return _compute(eqn, ins, context)
 
 
-def _broadcast(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    given: Any = eqn.invars[0].aval
-    to = eqn.params["broadcast_dimensions"]
-    is_across = ins[0].along and len(to) == 1 and to[0] > 0 and has_rows(ins[0])
-    if is_across and user_line((eqn, context.outer)):  # towers are stacked likewise
-        context.found.append(findings.Across(*given.shape))
-    return _compute(eqn, ins, context)
-
-
 def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see `towerjax.proof.tags`."""
     name, [mark] = eqn.params["name"], ins
@@ -254,9 +242,6 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
         return [mark._replace(scale=scale)]
     of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
-    given = eqn.invars[0]
-    if of and isinstance(given, Literal) and jnp.ndim(given.val) == 0:
-        context.found.append(findings.Number(of, float(given.val)))
     if name == tags.LOSS_SUM and mark.rows == row_dims.FUNCTION:
         context.found.append(findings.OwnRows("function", origin_line(mark)))
     if name == tags.LOSS_WEIGHT and mark.rows != row_dims.NO_ROWS:
@@ -396,7 +381,6 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 _RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
 _RULES |= {"axis_index": _originate, "cond": _cond, "name": _checkpoint_name}
-_RULES |= {"broadcast_in_dim": _broadcast}
 _RULES |= dict.fromkeys(
     "random_bits random_fold_in random_gamma random_split rng_bit_generator".split(),
     _draw,

@@ -1,10 +1,8 @@
 """The findings of the analysis of a tower function; errors and warnings for them."""
 
-import ast
 import dataclasses
-import re
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from towerjax.types.leaves import few, listed
 from towerjax.types.warning import warn
@@ -36,13 +34,6 @@ class Hang(NamedTuple):
     control_line: str
 
 
-class Number(NamedTuple):
-    """The weight of a mean, `name`, that is a number and depends on nothing."""
-
-    name: str
-    value: float
-
-
 class Repeat(NamedTuple):
     """A sum over towers of a value that is the same on all: `T` times too much."""
 
@@ -55,12 +46,6 @@ class Draw(NamedTuple):
     """Random numbers, at `line`, from an rbg key that differs from tower to tower."""
 
     line: str
-
-
-class Across(NamedTuple):
-    """An array ``[size]`` that differs by tower, laid along another dim than dim 0."""
-
-    size: int
 
 
 class Changed(NamedTuple):
@@ -103,13 +88,11 @@ class TowerCall(NamedTuple):
 
 
 Found: TypeAlias = (
-    Across
-    | Changed
+    Changed
     | Collective
     | Dependence
     | Draw
     | Hang
-    | Number
     | OwnMesh
     | OwnRows
     | Repeat
@@ -130,8 +113,7 @@ class Analysis:
     factors: tuple[Dependence, ...] = ()
     changed: tuple[Changed, ...] = ()
     squares: tuple[Square, ...] = ()
-    numbers: tuple[Number, ...] = ()
-    across: tuple[Across, ...] = ()
+    rows: tuple[Any, ...] = ()  # of each output: see `towerjax.proof.row_dims`
     own_rows: tuple[OwnRows, ...] = ()
     meshes: tuple[OwnMesh, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
@@ -267,33 +249,6 @@ def refuse_squares(squares: Collection[Square]) -> None:
             " tj.Weighted.mean(values.mean(axis=1), tower.weight); pairs with the rows"
             " of all towers come from tower.all_gather or an earlier pass."
         )
-
-
-def refuse_whole(numbers: Collection[Number]) -> None:
-    """Raise where the weight of a tower's mean is the number of all towers' rows."""
-    for x in sorted(numbers):
-        raise ReplicationError(
-            f"{x.name}: its weight is the number {x.value:g}, as many as the whole"
-            " batch has rows. Each tower and micro-batch adds its own weight, and the"
-            " mean would be too small by the number of these. Weigh by the tower's"
-            " rows, tj.Weighted.mean(losses, tower.weight), or tj.Weighted(total,"
-            f" tower.weight.sum()); a metric may be tj.Sum(total / {x.value:g})."
-        )
-
-
-def refuse_across(error: Exception) -> None:
-    """Raise where, for twice the rows, ``[b]`` does not fit the last dim of ``[b, n]``.
-
-    ``n`` is a tower's number of rows, so that it did fit for these.
-    """
-    found = re.search(r"for broadcasting: shapes=(\[.*\])", str(error))
-    shapes = ast.literal_eval(found[1]) if found else []
-    if any(x[:1] in shapes and x[0] == 2 * x[-1] for x in shapes if len(x) > 1):
-        raise ReplicationError(
-            "An array of one number for each row met the last dim of others, where it"
-            " fits only as that is as large as a tower has rows. Write x[:, None], such"
-            f" as mask * tower.weight[:, None]. For twice as many rows: {error}"
-        ) from error
 
 
 def warn_of_own_rows(analysis: Analysis) -> None:

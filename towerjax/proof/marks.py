@@ -277,13 +277,3 @@ def is_flag(mark: Mark) -> bool:
         if not kinds[-1].endswith("[]"):
             return False
     return False
-
-
-def has_rows(mark: Mark) -> bool:
-    """Whether dim 0 was not reduced, as it is in statistics of a batch."""
-    at: Any = mark
-    while at is not None and at.site is not None:
-        eqn, at = at.site[0], at.before
-        if 0 in eqn.params.get("axes", ()):
-            return False
-    return True

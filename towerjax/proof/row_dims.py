@@ -52,6 +52,11 @@ def are_pairs(rows: RowDims) -> bool:
     return any(dim.is_other for dim in rows or ())
 
 
+def may_be_sum(rows: RowDims) -> bool:
+    """Whether the value depends on rows, perhaps as a sum over them."""
+    return rows not in (NO_ROWS, FUNCTION)
+
+
 def of_choice(first: RowDims, second: RowDims) -> RowDims:
     """The rows of a value that is one or the other of two."""
     if first == second or not (first and second):

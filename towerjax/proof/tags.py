@@ -24,9 +24,6 @@ ONE = "towerjax.one"
 # The weight of a mean that a tower returns; the mean's own name follows.
 WEIGHT_OF = "towerjax.weight_of:"
 
-# The number of a mean's elements, each counted once.
-COUNTED = "towerjax.counted"
-
 # The values of a mean, ``[b, b]`` of ``b`` rows, weighed by row.
 SQUARE = "towerjax.square"
 

@@ -8,12 +8,15 @@ from typing import Any, TypeAlias
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.proof import findings, tags
-from towerjax.proof.analysis import analyse, depends
+from towerjax.proof import findings, row_dims, tags
+from towerjax.proof.analysis import depends
+from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import shapes_of, trace_one_tower
@@ -121,7 +124,6 @@ def _prove_pass(
     if one.alone is not None:
         findings.refuse_collectives(found)
     findings.refuse_squares(found.squares)
-    _refuse_by_chance(one, args, towers)
     # Tower-local variables are for what towers have of their own, such as statistics.
     is_cut = placement.num_towers * one.micro_batches > 1
     if is_cut and one.alone is None and not jax.tree.leaves(args[0].local):
@@ -141,12 +143,8 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
     outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
     found = [name for name, rows, count in outputs if rows and not count]
-    masked = {x.rpartition(".")[0] for x, rows, count in outputs if rows and count}
-    constant = [x for x, rows, count in outputs if not (rows or count)]
-    parts = [(x, *x.rpartition(".")) for x in constant]
-    # A gradient that is constant is 0.
-    constant = [x for x, of, _, f in parts if of in masked and not f.startswith("sum")]
-    found += _grow_with_rows(constant, one, args, axes)
+    rows = [len(x) // axes.num_towers for x in jax.tree.leaves(args[1])[:1]]
+    found += _counts_of_padding(jaxpr, outputs, by_rows.rows, *rows)
     calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
     # Weights that are sent mask what is sent; added up alone, what is gathered.
     known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
@@ -170,68 +168,40 @@ def _is_masked(
     return bool(known if "gather" in call.name else sent)
 
 
-def _refuse_by_chance(one: Pass, args: PyTree, towers: OnTowers) -> None:
-    """Refuse what is a mistake unless sizes are equal by chance, as more rows show."""
-    axes, leaves = towers.axes, jax.tree.leaves(args[1])
-    total = len(leaves[0]) if leaves else 0
-    parts = axes.num_towers * one.micro_batches
-    rows = total // parts
-    sizes = range(max(total - parts, rows) + 1, total + 1)  # with or without padding
-    whole = {x for x in towers.found.numbers if x.value in sizes}
-    is_across = rows > 1 and findings.Across(rows) in towers.found.across
-    if whole or is_across:
-        more = _analyse_twice_the_rows(one, args, axes)
-        findings.refuse_whole(whole.intersection(more.numbers))
-
-
-def _analyse_twice_the_rows(
-    one: Pass, args: PyTree, axes: TowerAxes
-) -> findings.Analysis:
-    """The findings for twice the towers, each with twice the rows.
-
-    Features do not grow, and rows gathered from all towers grow more.
-    """
-    towers = axes.num_towers
-    axes = dataclasses.replace(axes, num_devices=2 * towers, traced=None)
-    state, rows, *others = args
-    more = _repeated(2, rows)
-    given = one.in_layouts, (state, more, *others)
-    try:
-        traced, _ = trace_one_tower(one.on_device(axes), axes, *given, args_of=towers)
-    except Exception as error:
-        findings.refuse_across(error)
-        return findings.Analysis((), (), ())  # the function takes so many rows alone
-    inputs = [None] * len(traced.jaxpr.invars)
-    return analyse(traced, inputs, None, axes.num_towers)
-
-
-def _grow_with_rows(
-    names: list[str], one: Pass, args: PyTree, axes: TowerAxes
+def _counts_of_padding(
+    jaxpr: ClosedJaxpr,
+    outputs: Sequence[tuple[str, Any, Any]],
+    rows_of: Sequence[Any],
+    own: int = 0,
 ) -> list[str]:
-    """The constants that differ for twice the rows: denominators that count padding."""
-    one = dataclasses.replace(one, micro_batches=1)
-    axes = dataclasses.replace(axes, traced=None)
-    fn, layouts = one.values_to_mask(axes), one.in_layouts
-    state, rows, *others = args
+    """Denominators, of sums over a tower's rows, that count its ``own``, padded ones.
 
-    def values(n: int) -> list[str]:
-        given = layouts, (state, _repeated(n, rows), *others)
-        traced, out = trace_one_tower(fn, axes, *given)
-        wanted = [name in names for name in names_by_key(out)]
-        jaxpr, _ = dce_jaxpr(traced.jaxpr, wanted)
-        with jax.ensure_compile_time_eval():
-            return [str(x) for x in jax.core.eval_jaxpr(jaxpr, traced.consts)]
+    These are constants of which ``own`` is a part, as no number of a function is.
+    """
+    parent = [name.rpartition(".")[0] for name, *_ in outputs]
+    masked = {
+        parent[i]
+        for i, (_, rows, count) in enumerate(outputs)
+        if rows and count and row_dims.may_be_sum(rows_of[i])
+    }
+    found = []
+    for i, (name, rows, count) in enumerate(outputs):
+        is_sum = name[len(parent[i]) + 1 :].startswith("sum")  # a gradient that is 0
+        if own > 1 and parent[i] in masked and not (rows or count or is_sum):
+            value = _constant(jaxpr, i)
+            if value is not None and np.all((value != 0) & (value % own == 0)):
+                found.append(name)
+    return found
 
-    try:
-        pairs = zip(names, values(1), values(2), strict=True) if names else ()
-        return [name for name, first, second in pairs if first != second]
-    except Exception:  # the function takes so many rows alone, or it is no constant
-        return []
 
-
-def _repeated(n: int, rows: PyTree) -> PyTree:
-    """The shapes of ``n`` times as many rows."""
-    return jax.tree.map(lambda x: x.update(shape=(n * len(x), *x.shape[1:])), rows)
+def _constant(jaxpr: ClosedJaxpr, index: int) -> Any:
+    """The value of an output that depends on no input; None where it does."""
+    wanted = [i == index for i in range(len(jaxpr.jaxpr.outvars))]
+    body, used = dce_jaxpr(jaxpr.jaxpr, wanted)
+    if any(used) or body.effects or any(map(named_axes, all_eqns(body))):
+        return None
+    with jax.ensure_compile_time_eval():
+        return jax.core.eval_jaxpr(body, jaxpr.consts)[0]
 
 
 def _all_names(roots: Sequence[str], values: PyTree) -> list[str]:
