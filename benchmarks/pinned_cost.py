@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.overhead import MODELS, Model
 from towerjax.collectives import AllReduce, PinnedTree
-from towerjax.step.report.hlo import collectives_of, parse
+from towerjax.step.hlo import collectives_of, parse
 from towerjax.tools.bench.protocol import in_turns
 from towerjax.tools.bench.trials import by_towerjax
 from towerjax.towers.strategies import Mirrored

@@ -20,7 +20,7 @@ import jax
 from benchmarks.same_bits import LOCAL, Case, cases, train_step
 from towerjax.collectives import PinnedTree
 from towerjax.mesh.absent import Absent
-from towerjax.step.report.hlo import Module, Operation, parse
+from towerjax.step.hlo import Module, Operation, parse
 from towerjax.towers.strategies import Mirrored
 
 _NO_ROUNDING = frozenset(
@@ -48,7 +48,7 @@ def kernels_of(text: str) -> Kernels:
         called
         for inside in module.computations.values()
         for op in inside.values()
-        for kind, called in op.called().items()
+        for called, kind in op.called().items()
         if kind == "to_apply" or op.opcode in _FUSED
     }
     found = Kernels()
@@ -63,10 +63,11 @@ def kernels_of(text: str) -> Kernels:
 def _computed(module: Module, operation: Operation) -> list[str]:
     """What an operation computes with floating values, and what is fused in it does."""
     if operation.opcode in _FUSED:
-        inside = module.computations[operation.called()["calls"]]
+        (called,) = operation.called()
+        inside = module.computations[called]
         return [x for op in inside.values() for x in _computed(module, op)]
     rounded = [shape for shape in operation.shapes if shape.dtype[0] in "bcf"]
-    is_sum = _OF_SUMS in operation.op_name
+    is_sum = _OF_SUMS in operation.attributes  # in JAX's name of the operation
     if not rounded or is_sum or operation.opcode in _NO_ROUNDING:
         return []
     dims = sorted(dim for dim in rounded[0].dims if dim > 1)

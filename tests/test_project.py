@@ -113,7 +113,7 @@ def test_a_module_is_short_and_says_what_it_does(name):
 
 
 # Commands of the shell, with what they call; one class for each of Flax's two APIs.
-SHARED_NAMES = {"evaluate", "launch", "main", "plan", "sweep", "TowerBatchNorm"}
+SHARED_NAMES = {"evaluate", "launch", "main", "sweep", "TowerBatchNorm"}
 
 
 def test_a_name_is_defined_in_one_module():

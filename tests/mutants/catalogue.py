@@ -1580,19 +1580,19 @@ CHECKPOINTS = (
 FIGURES = (
     _m(
         "F01",
-        "a report counts donated buffers twice",
-        "step.report.memory:Memory.by_kind",
-        " - self.aliased",
-        "",
+        "a report says that a device holds all of what is in shards",
+        "step.report:_held",
+        "sharding.shard_shape(leaf.shape)",
+        "leaf.shape",
         "test_report.py::test_memory_counts_what_is_taken_over_once",
     ),
     _m(
         "F02",
-        "the largest batch of a plan is the smallest that does not fit",
-        "tools.plans:most_that",
-        "return low",
-        "return high",
-        "test_absent.py::test_the_most_that_fits_is_found",
+        "a collective in a loop counts once",
+        "step.hlo:collectives_of",
+        "trips * (often or 1)",
+        "trips",
+        "test_report.py::test_the_users_line_and_the_trips_of_a_collective_in_a_loop",
     ),
     _m(
         "F03",

@@ -59,7 +59,7 @@ class Absent:
     """Devices that are not here, for which XLA compiles nevertheless.
 
     A strategy of them proves and compiles steps from shapes: ``step.check``,
-    ``step.report``, ``tj.tools.plan``. Nothing runs on them. The compiler comes with
+    ``step.report``. Nothing runs on them. The compiler comes with
     ``pip install 'towerjax[gpu-compiler]'`` or ``[tpu-compiler]``, and needs no driver.
 
     Attributes:

@@ -10,7 +10,7 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.placement import place
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.proving import Recipe
-from towerjax.step.report.step_report import StepReport, report_on
+from towerjax.step.report import StepReport, report_on
 from towerjax.step.state import TrainState, join_state, split_state
 from towerjax.step.state_checks import check_like, is_usable
 from towerjax.towers.strategies import Strategy
@@ -109,7 +109,7 @@ class Caller:
             its memory once more; 0 times none.
 
         Returns:
-          A `StepReport`: collectives, FLOPs, memory, buffers, times.
+          A `StepReport`: collectives, FLOPs, memory, times.
 
         Raises:
           ValueError: As a step's call.

@@ -1,8 +1,6 @@
 """The commands of ``towerjax``; the docstring of each is its help."""
 
 import dataclasses
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,6 @@ from towerjax.tools import shell
 from towerjax.tools.bench.protocol import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
-from towerjax.tools.plans import plan as plan_of
 from towerjax.tools.shell import FAULT, OK, option
 from towerjax.tools.testing.audit import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored
@@ -90,7 +87,7 @@ def report(
     timed_calls: int = 0,
     json: bool = False,
 ) -> int:
-    """Show what a compiled step sends, computes, holds and waits for.
+    """Show what a compiled step sends, holds and waits for.
 
     Example:
       towerjax report train:make_step --timed-calls 10
@@ -122,22 +119,6 @@ def _devices_of(text: str) -> Absent:
         name = target or text
         raise ValueError(f"--on {text!r} says not how many; write --on {name}:8.")
     return Absent(target, int(number))
-
-
-def plan(make_step: str, json: bool = False, **options: Any) -> int:
-    """Show what a step would need on devices that are not here.
-
-    Example:
-      towerjax plan train:make_step --on h200 --towers 1,8,64
-
-    where make_step(strategy) returns (step, params, batch), of which only the shapes
-    are used.
-
-    exit code: 0 if all went well, 2 for wrong arguments.
-    """
-    found = plan_of(functools.partial(shell.call_named, make_step), **options)
-    shell.show(str(found), dataclasses.asdict(found), json)
-    return OK
 
 
 def bench(
@@ -190,8 +171,6 @@ def bench(
     return FAULT if failed or any(c.is_worse for c in compared) else OK
 
 
-_by_commas = operator.methodcaller("split", ",")
-_MAKE_STEP = option("make_step", str, "module:function")
 _JSON = option("--json", True, "print one JSON object")
 _COMMANDS = {
     launch: (
@@ -220,21 +199,9 @@ _COMMANDS = {
         _JSON,
     ),
     report: (
-        _MAKE_STEP,
+        option("make_step", str, "module:function"),
         option("--timed-calls", int, "time so many calls (default: none)"),
         option("--on", str, "devices that are not here: h200:8, a100:64, v5e:2x4 ..."),
-        _JSON,
-    ),
-    plan: (
-        _MAKE_STEP,
-        option("--on", str, "a100, h100, b200, a TPU topology ... (default: h200)"),
-        option("--towers", shell.whole_numbers, "one a device (1,8,64,512,4096)"),
-        option(
-            "--states", _by_commas, "layouts of the state, with commas (default: all)"
-        ),
-        option("--largest-batch", True, "search for the largest that fits; takes long"),
-        option("--flop-rate", float, "the most FLOPs a second, for a bound of times"),
-        option("--bandwidth", float, "the most bytes a second that a device sends"),
         _JSON,
     ),
     bench: (

@@ -17,7 +17,7 @@ from towerjax.loop.progress import choose_display
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
 from towerjax.step.members import MembersStep
-from towerjax.step.report.step_report import time_calls
+from towerjax.step.report import time_calls
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.tools.sweep.result import (

@@ -1,34 +1,27 @@
-"""A compiled program's text: its operations, collectives and source lines."""
+"""Read a compiled program's text: its collectives, and what runs beside them."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from towerjax.proof.equation import format_line, is_library
+from towerjax.types.tables import in_bytes
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _OPERATION = re.compile(
-    r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, .*)?$"
+    r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(, .*)?$"
 )
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-_COLLECTIVES = frozenset(
-    "all-reduce all-gather all-to-all reduce-scatter collective-permute"
-    " collective-broadcast ragged-all-to-all".split()
-)
-_NO_WORK = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all".split()
-)
-_WHERE_STEPS_ARE_MADE = str(Path(__file__).parents[1] / "program.py")
-
-
-Frame: TypeAlias = tuple[str, int, str, int]
-"""``(file, line, function, number)``, the last of the frame around it, or 0."""
+_COLLECTIVES = "all-reduce all-gather all-to-all reduce-scatter collective-permute"
+_COLLECTIVES = f"{_COLLECTIVES} collective-broadcast ragged-all-to-all".split()
+_NO_WORK = "parameter constant tuple get-tuple-element bitcast after-all".split()
+_WHERE_STEPS_ARE_MADE = str(Path(__file__).parent / "program.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +38,6 @@ class Shape:
         width = int(bits[1]) if bits else 8 * (self.dtype == "pred")
         return -(-math.prod(self.dims) * width // 8)
 
-    def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
@@ -61,20 +51,14 @@ class Operation:
     attributes: str  # the rest of the line
 
     def called(self) -> dict[str, str]:
-        """Attribute -> computation that the operation runs or reduces by."""
+        """Computation that the operation runs or reduces by -> attribute."""
         if self.opcode.endswith(("-done", "-update")):
             return {}  # the -start operation named them
         return {
-            f"{kind}[{i}]" if text.startswith("{") else kind: name
+            name: kind
             for kind, text in _CALLED.findall(self.attributes)
-            for i, name in enumerate(re.findall(r"[\w.\-]+", text))
+            for name in re.findall(r"[\w.\-]+", text)
         }
-
-    @property
-    def op_name(self) -> str:
-        """JAX's name for it; the path of an argument."""
-        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return re.sub(r"\\(.)", r"\1", found[1]) if found else ""
 
     @property
     def trips(self) -> int | None:
@@ -90,39 +74,11 @@ class Module:
     header: str  # its first line
     computations: dict[str, dict[str, Operation]]  # operations in order
     entry: str
-    roots: dict[str, str]  # computation -> the operation that is its result
-    frames: dict[int, Frame]
-
-    @property
-    def parameters(self) -> list[Operation]:
-        """The program's arguments, in order."""
-        there = self.computations[self.entry].values()
-        found = [op for op in there if op.opcode == "parameter"]
-        return sorted(found, key=lambda op: int(op.operands[0]))
-
-    @property
-    def results(self) -> tuple[Shape, ...]:
-        """The shapes of the program's results."""
-        return self.computations[self.entry][self.roots[self.entry]].shapes
-
-    @property
-    def aliased(self) -> dict[int, int]:
-        """Result -> the argument whose buffer it takes over, both by number."""
-        pairs = re.findall(r"\{(\d*)\}: \((\d+), \{", self.header)
-        return {int(result or 0): int(argument) for result, argument in pairs}
-
-    @property
-    def num_devices(self) -> int:
-        """On how many devices it runs."""
-        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", self.header)
-        return math.prod(int(count) for count in counts)
+    frames: dict[int, tuple[str, int, str, int]]  # file, line, function, parent
 
     def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
         """``(file, line, function)`` of each frame, innermost first."""
-        text = operation.attributes
-        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', text):
-            yield found[1], int(found[2]), ""
-        found = re.search(r"\bstack_frame_id=(\d+)", text)
+        found = re.search(r"\bstack_frame_id=(\d+)", operation.attributes)
         number = int(found[1]) if found else 0
         while number in self.frames:
             file, line, function, number = self.frames[number]
@@ -133,56 +89,48 @@ def parse(text: str) -> Module:
     """A compiled program's text, taken apart."""
     header, *lines = text.splitlines()
     computations: dict[str, dict[str, Operation]] = {}
-    roots, within, entry = {}, "", ""
+    within, entry = "", ""
     for line in lines:
         if head := _HEAD.match(line):
             within = head[2]
             computations[within] = {}
             entry = within if head[1] else entry
         elif found := _OPERATION.match(line):
-            is_root, name, results, opcode, inside, rest = found.groups("")
+            name, results, opcode, inside, rest = found.groups("")
             before, names = computations[within], re.findall(r"%([\w.\-]+)", inside)
             before[name] = Operation(
                 name,
                 opcode,
-                tuple(Shape(x, _numbers(dims)) for x, dims in _SHAPE.findall(results)),
+                tuple(
+                    Shape(x, tuple(map(int, re.findall(r"\d+", dims))))
+                    for x, dims in _SHAPE.findall(results)
+                ),
                 operands=tuple(names or inside.split()),
                 inputs=tuple(shape for x in names for shape in before[x].shapes),
                 attributes=rest,
             )
-            if is_root:
-                roots[within] = name
-    return Module(header, computations, entry, roots, _frames(text))
+    return Module(header, computations, entry, _frames(text))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text)))
-
-
-def _frames(text: str) -> dict[int, Frame]:
+def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
     """The tables at the head of the text, joined; empty where there are none."""
-    tables: Any = {
-        name: {int(i): _table_row(row) for i, row in re.findall(r"(\d+) (.*)\n", body)}
-        for name, body in re.findall(r"^(\w+)\n((?:\d+ .*\n)+)", text, re.MULTILINE)
+
+    def table(name: str, row: str) -> list[Any]:
+        found = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
+        return re.findall(rf"^(\d+) {row}", found[1], re.MULTILINE) if found else []
+
+    files, functions = (
+        dict(table(x, '"(.*)"')) for x in ("FileNames", "FunctionNames")
+    )
+    place = r"\{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)"
+    places = {
+        i: (files[file], int(line), functions[function])
+        for i, file, function, line in table("FileLocations", place)
     }
-    frames, functions = (tables.get(x, {}) for x in ("StackFrames", "FunctionNames"))
-    # Some versions print parents one higher, so that 0 is "none": frame 1 has none.
-    shift = int(frames.get(1, {}).get("parent_frame_id") == 1)
-    found = {}
-    for i, frame in frames.items():
-        place = tables["FileLocations"][frame["file_location_id"]]
-        file = tables["FileNames"][place["file_name_id"]]
-        function = functions.get(place.get("function_name_id"), "")
-        parent = frame.get("parent_frame_id", 0) - shift
-        found[i] = (file, place["line"], function, parent if parent < i else 0)
-    return found
-
-
-def _table_row(text: str) -> Any:
-    """A name in quotes, or numbers by name."""
-    if text.startswith('"'):
-        return text.strip('"')
-    return {name: int(x) for name, x in re.findall(r"(\w+)=(\d+)", text)}
+    # Parents are printed one higher, so that frame 1 has none.
+    frame = r"\{file_location_id=(\d+) parent_frame_id=(\d+)"
+    rows = table("StackFrames", frame)
+    return {int(i): (*places[at], int(parent) - 1) for i, at, parent in rows}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,13 +150,22 @@ class CompiledCollective:
     beside: int  # bytes read and written between start and end: what hides it
     line: str  # the user's, "train.py:12 (loss_fn)"; else towerjax's, or ""
 
+    def cells(self) -> tuple[str, ...]:
+        """A row of the shown table."""
+        when = f"at {self.start} of {self.length}, exposed"
+        if self.start < self.end:
+            beside = f"beside {in_bytes(self.beside)} read and written"
+            when = f"{self.start} to {self.end} of {self.length}, {beside}"
+        trips = f"{self.trips}" if self.trips_known else "unknown"
+        sizes = in_bytes(self.bytes), in_bytes(self.sent)
+        return self.opcode, *sizes, trips, f"{self.num_devices}", when, self.line
+
 
 def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
     """Bytes that each of ``n`` devices sends if a collective runs as a ring.
 
-    Of ``b`` bytes of operands: all-reduce ``2 b (n - 1) / n``; reduce-scatter and
-    all-to-all ``b (n - 1) / n``; all-gather ``b (n - 1)``; a permute or broadcast
-    ``b``.
+    ``2 b (n - 1) / n`` for an all-reduce of ``b`` bytes, ``b (n - 1) / n`` for a
+    reduce-scatter or all-to-all, ``b (n - 1)`` for an all-gather, else ``b``.
     """
     if num_devices < 2:
         return 0
@@ -218,15 +175,15 @@ def ring_bytes(opcode: str, operand_bytes: int, num_devices: int) -> int:
     return -(-rounds * operand_bytes * (num_devices - 1) // num_devices)
 
 
-def collectives_of(module: Module) -> tuple[CompiledCollective, ...]:
-    """Every collective of the program, in the order of its text from the entry on."""
-    return tuple(_collectives_in(module, module.entry, 1, True))
-
-
-def _collectives_in(
-    module: Module, computation: str, trips: int, known: bool, when: Any = None
+def collectives_of(
+    module: Module,
+    computation: str | None = None,
+    trips: int = 1,
+    known: bool = True,
+    when: Any = None,
 ) -> Iterator[CompiledCollective]:
-    there = list(module.computations[computation].values())
+    """Every collective of the program, in the order of its text from the entry on."""
+    there = list(module.computations[computation or module.entry].values())
     for op in there:
         opcode = op.opcode.removesuffix("-start")
         if opcode in _COLLECTIVES:
@@ -241,14 +198,14 @@ def _collectives_in(
                 trips,
                 known,
                 *(when or _schedule_of(there, op)),
-                line=source_line(module, op),
+                line=_source_line(module, op),
             )
             continue
         at = _schedule_of(there, op) if op.opcode == "async-start" else when
         often = op.trips if op.opcode == "while" else 1
         inside = (trips * (often or 1), known and often is not None, at)
-        for name in op.called().values():
-            yield from _collectives_in(module, name, *inside)
+        for name in op.called():
+            yield from collectives_of(module, name, *inside)
 
 
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
@@ -274,10 +231,11 @@ def _group_size(module: Module, op: Operation) -> int:
         sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
         axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part or sizes[name]) for name, part in axes)
-    return module.num_devices
+    counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", module.header)
+    return math.prod(int(count) for count in counts)
 
 
-def source_line(module: Module, op: Operation) -> str:
+def _source_line(module: Module, op: Operation) -> str:
     """The innermost line of user code below the step, else the innermost of all."""
     stack = list(module.stack(op))
     for file, line, function in stack:

@@ -1,0 +1,204 @@
+"""`StepReport`: what a compiled step sends and holds, what hides it, and its times."""
+
+import dataclasses
+import inspect
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.private_jax import read_arguments
+from towerjax.step.hlo import CompiledCollective, collectives_of, parse
+from towerjax.step.program import send_shared
+from towerjax.step.state import split_state
+from towerjax.towers.executors import compile_on_devices, lower_on_devices
+from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
+from towerjax.types import PyTree, leaf_name
+from towerjax.types.options import check_whole
+from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
+
+_KINDS = {"params": "parameters", "opt_state": "optimizer state", "num_valid": "batch"}
+_KINDS |= {name: name for name in ("local", "batch")}
+_IN_STATE = re.compile(r"(?:state|kept|counters)(?:\['|\.)(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Medians over calls, each awaited before the next."""
+
+    calls: int
+    dispatch_s: float  # until the call returns: the host's time
+    step_s: float  # until the results are there
+
+
+def time_calls(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
+    """Time ``calls`` calls, after one that does not count."""
+    dispatched, done = [], []
+    for _ in range(calls + 1):
+        begin = time.perf_counter()
+        start, results = call(start)
+        dispatched.append(time.perf_counter() - begin)
+        jax.block_until_ready((start, results))
+        done.append(time.perf_counter() - begin)
+    return Timing(calls, statistics.median(dispatched[1:]), statistics.median(done[1:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that one device holds while the program runs, by the compiler's plan."""
+
+    by_kind: dict[str, int]  # "parameters", "batch", ..., "temporaries"; together all
+    arguments: int  # that the program reads
+    aliased: int  # of the results, those in arguments' buffers: only arguments count
+    peak: int  # the most at once
+    capacity: int | None = None  # of the device, where known
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program fits on the device; True if the capacity is unknown."""
+        return self.capacity is None or self.peak <= self.capacity
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport(Shown):
+    """What a compiled step does, on each device, in one call; printed, two tables.
+
+    Attributes:
+      collectives: What is sent, how often, by which line, and what runs beside it.
+      flops: By XLA's ``cost_analysis``, in which a loop counts once; None where its
+        compiler does not say.
+    """
+
+    towers: int
+    devices: int
+    platform: str  # the kind of absent devices
+    collectives: tuple[CompiledCollective, ...]
+    flops: float | None
+    memory: Memory
+    kernels: int  # fused ones that a call starts, those inside loops left out
+    compile_s: float  # of tracing, proving and compiling
+    timing: Timing | None = None  # None if none was asked for
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that each device sends in one call, if collectives run as rings."""
+        return sum(found.sent * found.trips for found in self.collectives)
+
+    def tables(self) -> tuple[Table, ...]:
+        """What is shown."""
+        memory, timing = self.memory, self.timing
+        rows = {kind: in_bytes(size) for kind, size in memory.by_kind.items()}
+        rows["most at once"] = in_bytes(memory.peak)
+        rows["sent"] = in_bytes(self.bytes_sent)
+        if self.flops is not None:
+            rows["arithmetic, loops once"] = in_flops(self.flops)
+        rows["fused kernels"] = f"{self.kernels}"
+        rows["tracing, proving and compiling"] = in_seconds(self.compile_s)
+        if timing is not None:
+            rows["host, until a call returns"] = in_seconds(timing.dispatch_s)
+            rows["until it is done"] = in_seconds(timing.step_s)
+        title = f"{self.towers} towers on {self.devices} devices ({self.platform})"
+        fits = "It fits" if memory.fits else "It does not fit"
+        note = f"{fits} in {in_bytes(memory.capacity)}." if memory.capacity else ""
+        one = Table(title, ("what", "how much"), tuple(rows.items()), note)
+        head = ("collective", "operands", "sent", "times", "devices", "when", "where")
+        cells = tuple(found.cells() for found in self.collectives)
+        return one, Table("Collectives", head, cells, "" if cells else "None.")
+
+
+def report_of(
+    fn: Any, args: Sequence[PyTree], strategy: Mirrored | OneDevice
+) -> StepReport:
+    """What the compiler makes of a function of your own on a strategy's devices.
+
+    Args:
+      fn: A function under ``jax.jit``, on devices of ``strategy.placement.mesh``.
+      args: Its arguments, arrays or ``jax.ShapeDtypeStruct``.
+      strategy: Names the devices, which may be absent: nothing runs.
+
+    Returns:
+      A `StepReport`.
+
+    Raises:
+      ValueError: The function is not under ``jax.jit``.
+
+    Example:
+      >>> import jax, numpy as np, towerjax as tj
+      >>> report_of(jax.jit(abs), [np.ones(3)], tj.OneDevice()).memory.arguments
+      12
+    """
+    check_roles("report_of", strategy=strategy)
+    if not hasattr(fn, "trace"):
+        raise ValueError(f"report_of expects a function under jax.jit, got {fn!r}.")
+    start, placement = time.perf_counter(), strategy.placement
+    names = [*inspect.signature(fn).parameters]
+    names += names[-1:] * len(args)  # the last may be that of *args
+    lowered = lower_on_devices(fn.trace(*args), placement)
+    compiled = compile_on_devices(lowered, placement)
+    return _make_report(compiled, names, placement, time.perf_counter() - start)
+
+
+def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> StepReport:
+    """The report on a step's program."""
+    check_whole("timed_calls", timed_calls, 0)
+    if timed_calls:
+        batch = send_shared(step.place_batch(batch))
+    program, placement = step.program(state, batch), step.strategy.placement
+    names = [*program.recipe.in_layouts]
+    report = _make_report(program.call, names, placement, program.seconds)
+    if not timed_calls:
+        return report
+    first, kept = split_state(step.place(state))
+
+    def call(first: Any) -> Any:
+        out = program.call(first, kept, *batch.args)
+        return (out[0] if program.recipe.donate else first), out
+
+    return dataclasses.replace(report, timing=time_calls(call, first, timed_calls))
+
+
+def _make_report(
+    compiled: Any, roots: Sequence[str], placement: Placement, compile_s: float
+) -> StepReport:
+    """The report on a compiled program, whose arguments are called ``roots``."""
+    absent, module = placement.absent, parse(compiled.as_text())
+    entry = module.computations[module.entry].values()
+    plan, held = compiled.memory_analysis(), _held(compiled, roots)
+    held["results not aliased"] = plan.output_size_in_bytes - plan.alias_size_in_bytes
+    held["temporaries"] = plan.temp_size_in_bytes
+    held["code"] = plan.generated_code_size_in_bytes
+    return StepReport(
+        towers=placement.num_towers,
+        devices=placement.num_devices,
+        platform=absent.kind if absent else placement.platform,
+        collectives=tuple(collectives_of(module)),
+        flops=(compiled.cost_analysis() or {}).get("flops"),
+        memory=Memory(
+            held,
+            plan.argument_size_in_bytes,
+            plan.alias_size_in_bytes,
+            plan.peak_memory_in_bytes,
+            absent.memory_bytes if absent else None,
+        ),
+        kernels=sum(x.opcode == "fusion" for x in entry),
+        compile_s=compile_s,
+    )
+
+
+def _held(compiled: Any, roots: Sequence[str]) -> dict[str, int]:
+    """Bytes of a device's part of each argument that is read, by kind."""
+    leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    shardings, held = jax.tree.leaves(compiled.input_shardings), {}
+    for number, sharding in zip(read_arguments(compiled), shardings, strict=True):
+        path, leaf = leaves[number]
+        root = roots[int(path[1].idx)]
+        found = _IN_STATE.match(leaf_name(root, path[2:]))
+        kind = _KINDS.get(found[1] if found else root, "other")
+        size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        held[kind] = held.get(kind, 0) + size
+    return held

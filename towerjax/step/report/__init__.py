@@ -1,1 +1,0 @@
-"""The report on a compiled program: collectives, FLOPs, memory and times."""
