@@ -208,7 +208,7 @@ def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
         ({"table": lambda b, t: tj.Sum(t.extra["table"] + t.id)}, "int8.* is int32"),
         (
             {"rows": lambda b, t: tj.Rows(b["x"])},
-            r"Look at TowerOutput\(extra=.*else.* update_fn of tj\.build_step",
+            r"Look at TowerOutput\(extra=.*else.* update_extra=",
         ),
     ):
         with pytest.raises(ValueError, match=rf"state.extra.*{text}"):

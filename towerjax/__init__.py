@@ -23,7 +23,7 @@ from towerjax.step.gradient import value_and_grad
 from towerjax.step.inference import build_eval_step, build_predict_step
 from towerjax.step.state import TrainState
 from towerjax.step.step import build_step
-from towerjax.step.train import build_train_step
+from towerjax.step.train import apply_gradients, build_train_step
 from towerjax.tools import testing
 from towerjax.tools.sweep.train import sweep
 from towerjax.towers.strategies import Mirrored, OneDevice
@@ -61,6 +61,7 @@ __all__ = [
     "TrainState",
     "Weighted",
     "__version__",
+    "apply_gradients",
     "batches",
     "build_eval_step",
     "build_predict_step",

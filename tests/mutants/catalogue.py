@@ -1641,6 +1641,22 @@ BESIDES = (
         "::test_what_towers_return_for_the_extra_state_is_merged",
     ),
     _m(
+        "N02b",
+        "the extra state follows the parameters one step late",
+        "step.train:Training.update",
+        "self.update_extra(after, extra)",
+        "self.update_extra(state, extra)",
+        "test_update_extra.py::test_queue_target_and_centres_follow_those_of_one_tower",
+    ),
+    _m(
+        "N02c",
+        "padded rows count in a queue without a word",
+        "step.train:TrainStep.__init__",
+        "uses_rows = training.update_extra is not None",
+        "uses_rows = False",
+        "test_update_extra.py::test_rows_of_a_queue_say_which_are_padding",
+    ),
+    _m(
         "N03",
         "the key that towers share is a tower's own",
         "towers.tower:Tower.shared_rng",

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.rounds import Rounds
 from towerjax.step.state import TrainState, own_of_op
+from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import (
@@ -26,6 +28,7 @@ from towerjax.step.update import (
     check_trainable,
     check_types,
     may_need_more,
+    trained_alone,
     trained_part,
     with_trained,
 )
@@ -33,9 +36,12 @@ from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal, with_local_values
-from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
-from towerjax.types.leaves import map_parts
-from towerjax.types.options import check_choice
+from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput, named_leaves
+from towerjax.types.leaves import differing_texts, listed, map_parts
+from towerjax.types.options import check_choice, check_function
+
+UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
+"""``(state, merged) -> extra``: the next ``state.extra``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Training:
     optimizer: optax.GradientTransformation
     loss_reduction: Reduction | None = None
     trainable: Trainable | None = None
+    update_extra: UpdateExtra | None = None
     statistics: TowerStatistics | None = None
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
@@ -78,24 +85,86 @@ class Training:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, from the merged values."""
         loss, grads = merged["loss"], merged["grads"]
-        part = trained_part(state.params, self.trainable)
-        part, opt_state = apply_update(
-            self.optimizer, _mean_gradient(grads), state.opt_state, part, loss.value
-        )
-        params = with_trained(part, state.params)
-        changed = {"params": params, "opt_state": opt_state, "local": merged["local"]}
-        if "extra" in merged:
-            culprit = (
-                "TowerOutput(extra=...): arrays, tj.Weighted and tj.Sum, in the tree of"
-                " step.init(params, extra=...); for what else there is, an update_fn of"
-                " tj.build_step"
-            )
-            changed["extra"] = next_extra(state.extra, merged["extra"], culprit)
+        how: Any = {"loss": loss, "trainable": self.trainable}
+        after = apply_gradients(self.optimizer, state, grads, **how)
+        after = dataclasses.replace(after, local=merged["local"])
+        extra, culprit = merged.get("extra"), _EXTRA
+        if self.update_extra is not None:
+            extra, culprit = self.update_extra(after, extra), _UPDATE_EXTRA
+        if "extra" in merged or self.update_extra is not None:
+            extra = next_extra(state.extra, extra, culprit)
+            after = dataclasses.replace(after, extra=extra)
         metrics = {"loss": loss, **merged["metrics"]}
         more = loss.by_name() if isinstance(loss, Means) else {}
         if self.statistics is not None:
             more |= self.statistics.metrics(merged["statistics"], merged["grads"])
-        return dataclasses.replace(state, **changed), join_metrics(metrics, more)
+        return after, join_metrics(metrics, more)
+
+
+_EXTRA = (
+    "TowerOutput(extra=...): arrays, tj.Weighted and tj.Sum, in the tree of"
+    " step.init(params, extra=...); what else there is, build_train_step(...,"
+    " update_extra=) takes"
+)
+_UPDATE_EXTRA = (
+    "what update_extra returns: the tree of step.init(params, extra=...), of merged"
+    " values such as merged['keys'].value"
+)
+
+
+def apply_gradients(
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    grads: PyTree,
+    *,
+    loss: Any = None,
+    trainable: Trainable | None = None,
+) -> TrainState:
+    """The state with the parameters and the optimizer's state after one update.
+
+    What a train step does with its merged gradient: gradients are cast to the dtypes of
+    their parameters, and what changes a type is refused.
+
+    Args:
+      optimizer: Any optax transformation, whose state is ``state.opt_state``.
+      state: A state whose ``opt_state`` is ``optimizer.init(params)``.
+      grads: ``merged["grads"]`` of `value_and_grad`, or a tree like ``params``.
+      loss: ``merged["loss"]``, or its value, for optimizers that take ``value=loss``.
+      trainable: As for `build_train_step`: which parameters change.
+
+    Returns:
+      The state; its ``step`` is not counted, which a step does.
+
+    Raises:
+      ValueError: ``grads`` are not like the parameters, or the optimizer needs more.
+
+    Example:
+      >>> import jax.numpy as jnp, towerjax as tj
+      >>> optimizer = optax.sgd(0.5)
+      >>> state = tj.TrainState.create(jnp.float32(1.0), optimizer)
+      >>> grads = tj.Weighted(jnp.float32(6.0), jnp.float32(3.0))
+      >>> float(apply_gradients(optimizer, state, grads).params)
+      0.0
+    """
+    check_is_state(state)
+    grads = _mean_gradient(grads) if isinstance(grads, Weighted | Sum) else grads
+    part = trained_part(state.params, trainable)
+    if jax.tree.structure(grads) == jax.tree.structure(state.params):
+        grads = trained_alone(grads, part)
+    needed, given = (
+        {name: str(list(jnp.shape(x))) for name, x in named_leaves("grads", tree)}
+        for tree in (part, grads)
+    )
+    if found := differing_texts(needed, given, "{} is of shape {} and is given {}"):
+        raise ValueError(
+            "The gradients are not like the parameters that train:"
+            f" {listed(found)}. Pass merged['grads'] of tj.value_and_grad, or a tree"
+            " like state.params."
+        )
+    loss = getattr(loss, "value", loss)
+    part, opt_state = apply_update(optimizer, grads, state.opt_state, part, loss)
+    params = with_trained(part, state.params)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def next_extra(before: PyTree, merged: PyTree, culprit: str) -> PyTree:
@@ -140,9 +209,9 @@ class TrainStep(Step):
         self.training = training
         self.optimizer = training.optimizer
         self.sync = sync
-        engine = engine_of(
-            (self.training.tower,), self.training.update, strategy, options
-        )
+        towers, update = (self.training.tower,), self.training.update
+        uses_rows = training.update_extra is not None
+        engine = engine_of(towers, update, strategy, options, rows_used_later=uses_rows)
 
         def own(params: PyTree) -> TowerLocal | None:
             return own_of_op(strategy, trained_part(params, training.trainable))
@@ -173,6 +242,7 @@ def build_train_step(
     *,
     loss_reduction: Reduction | None = None,
     trainable: Trainable | None = None,
+    update_extra: UpdateExtra | None = None,
     micro_batches: int = 1,
     remainder: Remainder = "error",
     on_nonfinite: OnNonfinite = "raise",
@@ -198,6 +268,10 @@ def build_train_step(
       trainable: Which parameters are trained: ``(name, leaf) -> bool`` with names such
         as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
         trains the floating and complex ones. The loss alone sees the others.
+      update_extra: ``(state, merged) -> extra``, once a step: the next ``state.extra``
+        from the next state, which still has the old one, and from what towers returned
+        as ``TowerOutput(extra=...)``, merged as in `build_step` (None where nothing):
+        a target network, a queue of ``tj.Rows``, centres. None keeps the merged values.
       micro_batches: ``A``: each tower's rows are processed in so many parts.
         ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of
@@ -246,7 +320,11 @@ def build_train_step(
     )
     if statistics is not None:
         _check_statistics(statistics, strategy.num_towers * options.micro_batches)
-    training = Training(loss_fn, optimizer, loss_reduction, trainable, statistics)
+    if update_extra is not None:
+        check_function("update_extra", update_extra, "update_extra(state, merged)")
+    training = Training(
+        loss_fn, optimizer, loss_reduction, trainable, update_extra, statistics
+    )
     check_sync(sync)
     return TrainStep(training, strategy, options, sync)
 
@@ -266,6 +344,7 @@ def _check_fits_sync(
     """Raise if an option needs all towers to meet at every step."""
     ops = strategy.cross_tower_ops
     uses = {
+        "update_extra=...": training.update_extra is not None,
         "statistics=...": training.statistics is not None,
         "check=...": options.check is not None,
         "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,

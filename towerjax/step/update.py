@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from towerjax.proof.interpreter import Interpreter
-from towerjax.types import PyTree, named_leaves, readable_leaves
+from towerjax.types import ArrayLike, PyTree, named_leaves, readable_leaves
 from towerjax.types.leaves import changes, few, listed
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
@@ -88,13 +88,20 @@ def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
 
 def with_trained(part: PyTree, params: PyTree) -> PyTree:
     """``params`` with the leaves that ``part`` has, which is None for the others."""
-
-    def is_none(x: Any) -> bool:
-        return x is None
-
     return jax.tree.map(
-        lambda new, old: old if new is None else new, part, params, is_leaf=is_none
+        lambda new, old: old if new is None else new, part, params, is_leaf=_is_none
     )
+
+
+def trained_alone(tree: PyTree, part: PyTree) -> PyTree:
+    """The tree with None where ``part``, the `trained_part`, has it."""
+    return jax.tree.map(
+        lambda x, own: None if own is None else x, tree, part, is_leaf=_is_none
+    )
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _broadcast_flags(trainable: PyTree, params: PyTree) -> PyTree:
@@ -175,6 +182,8 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             if not known and "required keyword-only argument" not in str(error):
                 raise
             needs = next(iter(known), _CALL_YOURSELF)
+            if "argument: 'value'" in str(error):
+                needs = "Write tj.apply_gradients(..., loss=merged['loss'])"
             raise ValueError(
                 "The optimizer needs more than gradients, parameters and value=loss:"
                 f" {str(error).rstrip('.')}. {needs}."
@@ -200,7 +209,7 @@ def apply_update(
     grads: PyTree,
     opt_state: PyTree,
     params: PyTree,
-    loss: jax.Array,
+    loss: ArrayLike | None,
 ) -> tuple[PyTree, PyTree]:
     """The next parameters and optimizer state.
 
@@ -209,7 +218,8 @@ def apply_update(
     """
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
     optimizer = pass_loss(optimizer)
-    updates, next_state = optimizer.update(grads, opt_state, params, value=loss)
+    value = {} if loss is None else {"value": loss}
+    updates, next_state = optimizer.update(grads, opt_state, params, **value)
     shapes = jax.tree.map(
         lambda u, p: jax.ShapeDtypeStruct(jnp.shape(u), p.dtype), updates, params
     )

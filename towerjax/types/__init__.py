@@ -164,7 +164,8 @@ class TowerOutput:
         shapes and dtypes as ``tower.local``; None leaves them as they are.
       extra: The next value of ``tower.extra``, of the same tree: ``Weighted`` and
         ``Sum`` leaves are merged over towers and micro-batches, a bare array is proved
-        to be the same on every tower; None leaves it as it is.
+        to be the same on every tower; None leaves it as it is. With ``update_extra``
+        of the step any tree of what a tower of `build_step` may return.
 
     Example:
       >>> import towerjax as tj
