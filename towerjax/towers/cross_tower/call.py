@@ -51,9 +51,14 @@ _ROWS, _FREE = "rows", "free"
 
 # Types whose values do not change, or only in what a traced function closes over.
 _LASTING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_LASTING += (np.ufunc,)
+_LASTING += (np.ufunc, jax.Device, type(jax.jit(len)), type(None), type(...))
 _SCALARS = (bool, int, float, complex, str, bytes, np.number)
-_AS_OBJECT = object.__getstate__, object.__reduce__
+_PARTS = {
+    functools.partial: ("func", "args", "keywords"),
+    types.MethodType: ("__func__", "__self__"),
+    slice: ("start", "stop", "step"),
+}
+_OPEN = (object, types.SimpleNamespace)  # all that an instance holds is in vars
 _HOLDERS = (Mapping, list, tuple, set, frozenset)
 
 
@@ -267,16 +272,13 @@ def key_of(name: str, value: Any) -> tuple[Any, ...]:
         return kind, _item_keys(name, value), key_of(name, more) if more else None
     if isinstance(value, _LASTING) or not _may_change(value):
         return kind, value
-    # A jitted function is more than its attributes.
-    itself = value if hasattr(value, "__wrapped__") else None
-    held = [_attributes(value)]
-    if itself is None and (kind.__getstate__, kind.__reduce__) != _AS_OBJECT:
-        held.append(value.__reduce_ex__(2))  # may leave out attributes
-    if held != [None]:
-        return kind, itself, key_of(name, held)
-    if kind.__hash__ is None:
-        raise TypeError(f"{name} is a {kind.__name__} without a hash")
-    return kind, value
+    if kind in _PARTS:
+        return kind, key_of(name, [getattr(value, part) for part in _PARTS[kind]])
+    makers = [vars(k).get("__new__") for k in kind.__mro__ if k not in _OPEN]
+    if any(isinstance(make, types.BuiltinFunctionType) for make in makers):  # in C
+        raise TypeError(f"{name} is a {kind.__name__}, whose state cannot be read")
+    held = _attributes(value)
+    return kind, value if held is None else key_of(name, held)
 
 
 def _attributes(value: Any) -> Any:
