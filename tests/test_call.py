@@ -266,38 +266,6 @@ def test_towers_are_called_in_a_merge(T, D, executor):
     close(gradients, [10 + t.sum() + 1] * T)
 
 
-# Across towers, differentiated: what is joined or reduced outside.
-
-
-def test_gather_of_unequal_sizes_is_differentiable():
-    T, sizes = 3, [2, 0, 3]
-    rows = tuple(jnp.full((n, 2), t + 1.0) for t, n in enumerate(sizes))
-    weights = np.arange(2 * sum(sizes), dtype=np.float32).reshape(-1, 2)
-
-    def loss(rows):
-        return (mirrored(T).gather(tj.PerTower(rows), 0) ** 2 * weights).sum()
-
-    gradients = jax.jit(jax.grad(loss))(rows)
-    joined = np.concatenate([np.asarray(row) for row in rows])
-    expected = np.split(2 * joined * weights, np.cumsum(sizes)[:-1])
-    for actual, part in zip(gradients, expected, strict=True):
-        assert actual.tolist() == part.tolist()
-
-
-def test_reduce_with_an_axis_is_differentiable():
-    rows = (jnp.float32([1, 2]), jnp.float32([3]), jnp.float32([4, 5, 6]))
-
-    def losses(rows):
-        value, reduce = tj.PerTower(rows), mirrored(3).reduce
-        return jnp.stack([reduce(r, value, axis=0) ** 2 for r in (R.SUM, R.MEAN)])
-
-    x = np.arange(1.0, 7.0)
-    expected = 2 * x.sum(), 2 * x.mean() / 6
-    for gradient in jax.jit(jax.jacrev(losses))(rows):
-        for of_one, each in zip(gradient, expected, strict=True):
-            np.testing.assert_allclose(of_one, each, rtol=8 * EPS)
-
-
 def test_all_gather_of_vectors_is_differentiable():
     """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""
     T, rng = 4, np.random.default_rng(0)
@@ -489,7 +457,7 @@ class Registered(Model):
 
 
 def test_an_object_that_changes_is_seen_as_it_is():
-    # Beside a field, an item, a number, what __getstate__ leaves out and what is wrapped.
+    # Beside a field, an item, a number, what is left out of a copy or wrapped.
     beside = [Record(), Table(), Wide(2), Slim(), Wrapper(len), Model(3), Registered(3)]
     beside += [argparse.Namespace(), types.SimpleNamespace()]
     model = beside[5]

@@ -1,4 +1,4 @@
-"""All towers' values from outside: call, unwrap, reduce, gather, map, read."""
+"""All towers' values from outside: call, unwrap, reduce, map, read."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,10 @@ R = tj.Reduction
 EPS = np.finfo(np.float32).eps
 T, D = 4, 2
 ROWS = np.array([1.5, -0.25, 3.0, 0.75])
+
+
+SIZES = (2, 0, 2)  # of the towers' own values
+UNEQUAL = r"shapes \(1,\), \(2,\), \(1,\), which .*concatenate\(strategy.unwrap"
 
 
 def per_tower(T=T):
@@ -254,148 +258,32 @@ def test_a_pair_of_a_batch_that_is_none_is_refused(pair):
         mirrored(2).batch_reduce(R.SUM, [(per_tower(2), None), pair])
 
 
-# reduce with an axis: over elements, of which towers may have unequally many.
-
-
-@pytest.mark.parametrize("axis", [0, -1])
-def test_axis_counts_elements_and_not_towers(axis):
-    rng = np.random.default_rng(0)
-    shapes = [(2, 3), (5, 3), (1, 3)] if axis == 0 else [(2, 1), (2, 4), (2, 2)]
-    rows = [rng.normal(size=shape) + t for t, shape in enumerate(shapes)]
-    value = tj.PerTower(tuple(row.astype(np.float32) for row in rows))
-    joined = np.concatenate(rows, axis=axis)
-    strategy = mirrored(3)
-    total = strategy.reduce(R.SUM, value, axis=axis)
-    mean = strategy.reduce(R.MEAN, value, axis=axis)
-    np.testing.assert_allclose(total, joined.sum(axis), rtol=16 * EPS, atol=1e-6)
-    np.testing.assert_allclose(mean, joined.mean(axis), rtol=16 * EPS, atol=1e-6)
-    of_means = np.mean([row.mean(axis) for row in rows], axis=0)
-    assert np.abs(of_means - joined.mean(axis)).max() > 0.1  # the test can tell
-
-
-def test_axis_of_rows_side_by_side_and_of_a_shared_value():
-    x = np.arange(12.0).reshape(3, 4)
-    strategy = mirrored(3)
-    value = {"own": tj.PerTower({"x": np.float32(x)}), "shared": np.float32(x)}
-    out = strategy.reduce(R.MEAN, value, axis=0)
-    assert float(out["own"]["x"]) == x.mean()
-    assert out["shared"].tolist() == x.mean(axis=0).tolist()
-    assert float(strategy.reduce(R.SUM, value["own"], axis=0)["x"]) == x.sum()
-    with pytest.raises(ValueError, match=r"SUM of an array of shape \(3, 4\)"):
-        strategy.reduce(R.SUM, value["shared"], axis=0)
-
-
-def test_axis_adds_small_floats_once():
-    rows = [np.full(n, x, jnp.bfloat16) for n, x in ((1, 256), (2, 1), (1, 1))]
-    out = mirrored(3).reduce(R.SUM, tj.PerTower(tuple(rows)), axis=0)
-    assert out.dtype == jnp.bfloat16
-    assert float(out) == float(jnp.bfloat16(259))  # 256 if added in bfloat16
-    ones = tj.PerTower((np.ones(96, jnp.float8_e4m3fn),) * 3)
-    total = mirrored(3).reduce(R.SUM, ones, axis=0)
-    assert (total.dtype, float(total)) == (jnp.float8_e4m3fn, 288)
-
-
-@pytest.mark.slow
-def test_the_mean_of_no_elements_is_zero():
-    empty = tj.PerTower((np.zeros((0, 2), np.float32),) * 3)
-    assert mirrored(3).reduce(R.MEAN, empty, axis=0).tolist() == [0, 0]
-
-
 @pytest.mark.parametrize(
-    "reduction, value, axis, text",
+    "value, text",
     [
-        (R.ONLY_FIRST_TOWER, per_tower(3), 0, "axis=0 adds up elements or takes their"),
-        (R.SUM, per_tower(3), 0, r"axis=0 is not a dim of value.* of shape \("),
-        (
-            R.MEAN,
-            np.ones(2),
-            1,
-            r"axis=1 is not a dim of value.* of shape \(2,",
-        ),
-        (
-            R.SUM,
-            tj.PerTower((np.ones((1, 2)), np.ones((1, 3)), np.ones((1, 2)))),
-            0,
-            r"reduce with axis 0: towers have shapes \[\(1, 2\), \(1, 3\), ",
-        ),
-        (
-            R.SUM,
-            tj.PerTower(np.ones((2, 2))),
-            0,
-            r"shape \(2, 2\), but dim 0 runs",
-        ),
-        (R.SUM, tj.PerTower((np.ones(1),) * 4), 0, "holds 4 towers' values, but"),
-        (
-            R.SUM,
-            tj.PerTower((np.ones(1), np.ones(2), np.ones(1))),
-            None,
-            r"shapes \(1,\), \(2,\), \(1,\), which cannot lie side by side. .*axis=",
-        ),
+        (tj.PerTower(np.ones((2, 2))), r"shape \(2, 2\), but dim 0 runs"),
+        (tj.PerTower((np.ones(1),) * 4), "holds 4 towers' values, but"),
+        (tj.PerTower((np.ones(1), np.ones(2), np.ones(1))), UNEQUAL),
     ],
 )
-def test_bad_axes_and_shapes_are_refused(reduction, value, axis, text):
+def test_bad_shapes_are_refused(value, text):
     with pytest.raises(ValueError, match=text):
-        mirrored(3).reduce(reduction, value, axis=axis)
+        mirrored(3).reduce(R.SUM, value)
 
 
-# gather
+def test_values_of_unequal_sizes_are_joined_by_jax():
+    rows = [np.float32(t + np.arange(2 * n)).reshape(n, 2) for t, n in enumerate(SIZES)]
+    strategy, joined = mirrored(3), np.concatenate(rows)
 
+    def mean_of(rows):
+        own = strategy.unwrap(tj.PerTower(rows))
+        return jnp.concatenate(own).mean(0)
 
-def test_gather_is_in_tower_order():
-    value = tj.PerTower(np.arange(12).reshape(3, 2, 2))
-    strategy = mirrored(3, 3)
-    assert strategy.gather(value, 0).tolist() == np.arange(12).reshape(6, 2).tolist()
-    joined = np.concatenate(list(np.arange(12).reshape(3, 2, 2)), axis=1)
-    for axis in (1, -1):
-        assert strategy.gather(value, axis).tolist() == joined.tolist()
-
-
-def test_placed_values_are_joined_by_one_program(compiled):
-    """A slice for each tower would be a program of all devices: a minute for 512."""
-    strategy, rows = mirrored(3, 3), np.arange(12).reshape(3, 2, 2)
-    value = strategy.call_for_each_tower(lambda tower, x: x, tj.PerTower(rows))
-    compiled.clear()
-    out = strategy.gather(value, 1)
-    assert compiled == ["jit(_join_on_devices)"] and out.is_fully_replicated
-    assert out.tolist() == np.concatenate([*rows], axis=1).tolist()
-    assert strategy.reduce(R.SUM, value, axis=1).tolist() == rows.sum((0, 2)).tolist()
-
-
-def test_gather_of_unequal_sizes():
-    rows = [np.full((n, 2), t) for t, n in enumerate((1, 0, 3))]
-    value = tj.PerTower(tuple(rows))
-    out = mirrored(3).gather(value, 0)
-    tree = mirrored(3).gather({"a": [value]}, 0)
-    assert tree["a"][0].tolist() == out.tolist()
-    assert out.tolist() == np.concatenate(rows).tolist()
-
-
-@pytest.mark.parametrize(
-    "value, axis, text",
-    [
-        (
-            tj.PerTower((np.ones((1, 2)), np.ones((1, 3)))),
-            0,
-            r"gather along axis 0: towers have shapes .* \(1, 3\)\]; only dim 0",
-        ),
-        (tj.PerTower((np.ones(2), np.ones((2, 1)))), 0, "towers have shapes"),
-        (
-            tj.PerTower(np.ones(2)),
-            0,
-            r"axis=0 is not a dim of value.* of shape",
-        ),
-        (tj.PerTower(np.ones((2, 3))), 1, r"axis=1 is not a dim .* shape \(3,\)"),
-        (tj.PerTower(np.ones((3, 3))), 0, r"shape \(3, 3\), but dim 0 runs over the 2"),
-        (np.ones(2), 0, "same on all 2 towers: it is one value and not a PerTower"),
-    ],
-)
-def test_what_cannot_be_gathered_is_refused(value, axis, text):
-    with pytest.raises(ValueError, match=text):
-        mirrored(2).gather(value, axis)
-
-
-def test_gather_of_one_towers_value_is_the_value():
-    assert mirrored(1).gather(np.float32([1, 2]), 0).tolist() == [1, 2]
+    np.testing.assert_allclose(mean_of(tuple(rows)), joined.mean(0), rtol=4 * EPS)
+    gradients = jax.jit(jax.jacrev(mean_of))(tuple(rows))
+    assert [g.shape for g in gradients] == [(2, n, 2) for n in SIZES]
+    for gradient in gradients:
+        np.testing.assert_allclose(gradient.sum((1, 2)), gradient.shape[1] / 4)
 
 
 # map
@@ -406,23 +294,15 @@ def test_map_deals_elements_out_in_turn():
     out = strategy.map(lambda x, y: {"product": x * y}, np.arange(10), 2)
     rows = [row["product"].tolist() for row in strategy.unwrap(out)]
     assert rows == [[2 * j for j in range(10) if j % T == t] for t in range(T)]
-    assert int(strategy.reduce(R.SUM, out, axis=0)["product"]) == 90
-    mean = strategy.reduce(R.MEAN, out, axis=0)["product"]
-    assert float(mean) == 9  # of 10 elements; the mean of 3 towers' means is 9.33
-    named = strategy.map(lambda x, *, y: x * y, np.arange(10), y=2)
-    assert int(strategy.reduce(R.SUM, named, axis=0)) == 90
+    named = strategy.map(lambda x, *, y: x * y, np.arange(9), y=2)
+    assert strategy.reduce(R.SUM, named).tolist() == [6, 24, 42]
 
 
 def test_map_of_fewer_elements_than_towers():
     strategy = mirrored(4, 2)
     out = strategy.map(lambda x: x + 1, [1, 2, 6])
     assert [row.tolist() for row in strategy.unwrap(out)] == [[2], [3], [7]]
-    assert int(strategy.reduce(R.SUM, out, axis=0)) == 12
-    assert float(strategy.reduce(R.MEAN, out, axis=0)) == 4
-    assert strategy.gather(out, 0).tolist() == [2, 3, 7]
-    with pytest.raises(
-        ValueError, match=r"has shape \(3, 1\), but dim 0 runs over the"
-    ):
+    with pytest.raises(ValueError, match=r"holds 3 towers' values, but the strategy"):
         strategy.reduce(R.SUM, out)
 
 
@@ -477,7 +357,7 @@ def test_what_no_device_holds_is_refused_wherever_it_is_given(kind):
     ways = [
         lambda: strategy.call_for_each_tower(lambda tower, x: x, x),
         lambda: strategy.reduce(R.ONLY_FIRST_TOWER, tj.PerTower((x, x))),
-        lambda: strategy.gather(tj.PerTower((x, x[:0])), 0),
+        lambda: strategy.reduce(R.MEAN, tj.PerTower((x, x))),
         lambda: strategy.assign(v, x).value,
         lambda: strategy.update(v, lambda _, x: jnp.asarray(x), x).value,
         lambda: strategy.create_var("v", x).value,

@@ -184,7 +184,7 @@ def test_every_name_exists(page):
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_keyword_exists(page):
-    """In calls such as tj.Mirrored(towers=8) and strategy.reduce(..., axis=0)."""
+    """In calls such as tj.Mirrored(towers=8) and tower.all_gather(x, axis=0)."""
     text = said(TEXTS[page])
     calls = re.findall(
         r"\b(tj|strategy|tower|ctx|optimizer)\.([\w.]+)\(([^()]*)\)", text

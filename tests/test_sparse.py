@@ -120,29 +120,19 @@ def wide(t, size=6):
 
 
 @pytest.mark.slow
-def test_gathered_rows_are_rows_of_the_joined_array():
-    towers, full = zip(*(wide(t, 6 + 100 * t) for t in range(3)), strict=True)
-    out = mirrored(3).gather(tj.PerTower(towers), -2)
-    assert isinstance(out, tj.sparse.IndexedRows) and out.dense_shape == (318, 2)
-    np.testing.assert_allclose(out.to_dense(), np.concatenate(full), rtol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("T, D", [(3, 3), (4, 2)])
 def test_rows_gathered_in_a_tower_are_rows_of_the_joined_array(T, D):
     towers, full = zip(*map(wide, range(T)), strict=True)
     strategy = mirrored(T, D)
 
     def tower_fn(tower, rows):
-        merged = tower.merge_call(lambda strategy, x: strategy.gather(x, 0), rows)
-        return tower.all_gather({"rows": rows}, axis=0)["rows"], merged
+        return tower.all_gather({"rows": rows}, axis=0)["rows"]
 
     stacked = tj.PerTower(jax.tree.map(lambda *x: np.stack(x), *towers))
-    outs = strategy.call_for_each_tower(tower_fn, stacked)
-    for out in (*outs, strategy.gather(stacked, 0)):
-        assert out.dense_shape == (6 * T, 2)
-        found = dense(jax.device_get(out))
-        np.testing.assert_allclose(found, np.concatenate(full), rtol=1e-6)
+    out = strategy.call_for_each_tower(tower_fn, stacked)
+    assert out.dense_shape == (6 * T, 2)
+    found = dense(jax.device_get(out))
+    np.testing.assert_allclose(found, np.concatenate(full), rtol=1e-6)
 
 
 def test_a_gathered_index_that_names_no_row_is_not_the_next_towers():
@@ -158,19 +148,13 @@ def test_a_gathered_index_that_names_no_row_is_not_the_next_towers():
 
 @pytest.mark.parametrize("axis", [1, -1])
 def test_rows_are_gathered_along_their_first_dim_alone(axis):
-    towers = tj.PerTower(tuple(of_tower(t) for t in range(2)))
     text = re.escape(
         f"axis={axis} of IndexedRows of an array of shape (6, 2): rows are"
     )
     with pytest.raises(ValueError, match=text):
-        mirrored(2).gather(towers, axis)
-    with pytest.raises(ValueError, match=text):
         mirrored(2).call_for_each_tower(
             lambda tower: tower.all_gather(of_tower(0), axis=axis)
         )
-    other = tj.sparse.IndexedRows(np.ones((1, 3)), np.array([0]), (6, 3))
-    with pytest.raises(ValueError, match="Tower 1 has rows of an array of shape"):
-        mirrored(2).gather(tj.PerTower((of_tower(0), other)), 0)
 
 
 @pytest.mark.slow
@@ -386,10 +370,7 @@ def test_towers_rows_that_do_not_fit_are_refused(value, text):
         mirrored(2).reduce(R.SUM, value)
 
 
-def test_rows_have_no_axis_and_no_other_array():
-    value = tj.PerTower((of_tower(0), of_tower(1)))
-    with pytest.raises(ValueError, match="axis=0 of IndexedRows: reduce without axis"):
-        mirrored(2).reduce(R.SUM, value, axis=0)
+def test_rows_are_of_no_other_array():
     flat = tj.sparse.IndexedRows(np.ones((2, 2)), np.zeros(2, int), SHAPE)
     with pytest.raises(
         ValueError, match=r"indices \[T, r\], and these have shape \(2,"
@@ -402,7 +383,7 @@ def test_rows_have_no_axis_and_no_other_array():
     ):
         of_tower(0).add_to(np.ones((6, 3)))
     with pytest.raises(ValueError, match="reduction is 'sum'; write tj.Reduction.SUM"):
-        mirrored(2).reduce("sum", value)
+        mirrored(2).reduce("sum", tj.PerTower((of_tower(0), of_tower(1))))
 
 
 def test_rows_go_where_they_are_sent():

@@ -249,19 +249,6 @@ def join_rows(rows: Any, axis: int) -> Any:
     return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
-def join_tower_rows(towers: list[Any]) -> IndexedRows:
-    """The ``IndexedRows`` of all towers' arrays joined along dim 0."""
-    rows = _as_indexed_rows(towers, 1)
-    ends = np.cumsum([x.dense_shape[0] for x in rows]).tolist()
-    shape = (ends[-1], *rows[0].dense_shape[1:])
-    shifted = []
-    for x, end in zip(rows, ends, strict=True):
-        x.check_range()
-        indices = _shift_indices(x, end - x.dense_shape[0], ends[-1])
-        shifted.append(IndexedRows(x.values, indices, shape))
-    return end_to_end(shifted, shape)
-
-
 def _shift_indices(rows: IndexedRows, first: Any, size: int) -> jax.Array:
     """Indices in an array of ``size`` rows, where this tower's rows begin at ``first``.
 

@@ -248,7 +248,7 @@ class Tower:
         """All towers' values stacked, or joined along a dim.
 
         One compiled program has one shape for all towers; values whose sizes differ
-        along the dim are joined outside, by ``strategy.gather``.
+        are joined outside, ``jnp.concatenate(strategy.unwrap(x))``.
 
         Args:
           value: This tower's value, leaves ``[...]``, ``IndexedRows``, and variables,

@@ -26,7 +26,6 @@ class StrategyMethods(StrategyFields):
     run_steps_on_dataset = steps.run_steps_on_dataset
     reduce = reducing.reduce_values
     batch_reduce = reducing.batch_reduce
-    gather = reducing.gather_values
     map = reducing.map_elements
     broadcast = values.broadcast
     unwrap = values.unwrap

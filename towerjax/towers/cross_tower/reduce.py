@@ -1,4 +1,4 @@
-"""Reduce, join and map all towers' values, outside of a step or in a merge function."""
+"""Reduce and map all towers' values, outside of a step or in a merge function."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -10,17 +10,12 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.collectives.reduce import (
-    as_addend,
-    check_joins,
     check_reduction,
-    from_total,
-    join_rows,
-    join_tower_rows,
     one_of,
     reduce_rows,
 )
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
-from towerjax.mesh.placement import has_sharding, place_rows, wait_on_cpus
+from towerjax.mesh.placement import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.values import (
     as_native,
@@ -52,8 +47,6 @@ def reduce_values(
     reduction: Reduction,
     value: PyTree,
     destinations: Any = None,
-    *,
-    axis: int | None = None,
 ) -> PyTree:
     """One value of all towers' values.
 
@@ -63,7 +56,6 @@ def reduce_values(
       destinations: The devices of the result: a device name, a ``jax.Device``, several
         of these, or a value that lies on them; while JAX traces, only a traced value,
         which lies on all.
-      axis: Also reduce over this dim of each tower's value.
 
     Returns:
       The tree with one value a leaf.
@@ -74,26 +66,13 @@ def reduce_values(
     """
     check_reduction(reduction)
     value = as_native("value", unpad_batches(value))
-    if axis is not None and reduction is Reduction.ONLY_FIRST_TOWER:
-        raise ValueError(
-            f"axis={axis} adds up elements or takes their mean: write SUM or MEAN, or"
-            " reduce without axis, and then over the dim."
-        )
     value = _by_leaf(value, self.num_towers, Weighted | IndexedRows)
 
     def one(x: Any) -> Any:
         if not _is_own(x):
-            x = _reduce_mirrored(self, reduction, x)
-            return x if axis is None else _reduce_dim(reduction, x, axis)
+            return _reduce_mirrored(self, reduction, x)
         check_reduction(reduction, x)
-        sparse = parts_of(IndexedRows, x)
-        if axis is not None and sparse:
-            raise ValueError(f"axis={axis} of IndexedRows: reduce without axis first.")
-        if axis is not None:  # joined before they are added: bfloat16 is rounded once
-            return _reduce_dim(
-                reduction, _join_leaf(self, x, axis, "reduce with"), axis
-            )
-        if sparse:
+        if parts_of(IndexedRows, x):
             return _reduce_sparse(self, reduction, x.values)
         return PerTower(stack_towers(x, self.num_towers, _VALUE))
 
@@ -187,9 +166,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         rows = x.values
         if not is_tuple(rows):
             return jax.tree.map(PerTower, rows, is_leaf=is_rows)
-        # A tuple of ``map`` may lack the values of the last towers.
-        if not rows or len(rows) > num_towers:
-            _check_number(rows, num_towers)
+        _check_number(rows, num_towers)
         check_structures(rows, _VALUE, is_leaf=is_rows)
         return jax.tree.map(lambda *xs: PerTower(xs), *rows, is_leaf=is_rows)
 
@@ -212,7 +189,6 @@ def _check_number(rows: Sequence[Any], num_towers: int) -> None:
 def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) -> PyTree:
     """Reduce the towers' IndexedRows to one, which lies where reduced arrays do."""
     if is_tuple(rows):
-        _check_number(rows, strategy.num_towers)
         out = reduce_rows(reduction, list(rows))
     else:
         rows = stack_towers(PerTower(rows), strategy.num_towers, _VALUE)
@@ -237,70 +213,6 @@ def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any)
         f" all {strategy.num_towers} towers. Use Reduction.MEAN for the value itself,"
         " or multiply by num_towers."
     )
-
-
-def _reduce_dim(reduction: Reduction, x: Any, axis: int) -> Any:
-    check_joins([x], axis)
-    x = jnp.asarray(x)
-    total = as_addend(reduction, x).sum(axis=axis)
-    count = max(x.shape[axis], 1)  # no elements: 0, never NaN
-    return from_total(reduction, total, count, x.dtype)
-
-
-def gather_values(self: StrategyFields, value: PyTree, axis: int) -> PyTree:
-    """All towers' values joined along a dim; sizes may differ along it alone.
-
-    Args:
-      value: ``PerTower`` of an array ``[T, ...]`` or of a tuple of arrays, or of trees
-        of them; or a tree of such.
-      axis: The dim to join along.
-
-    Returns:
-      One array, or tree of them, in tower order.
-    """
-    value = _by_leaf(as_native("value", value), self.num_towers, IndexedRows)
-
-    def one(x: Any) -> Any:
-        if not _is_own(x):
-            refuse_in_tower("gather", x, "tower.all_gather(x)")
-            if self.num_towers > 1:
-                raise ValueError(
-                    f"gather of a value that is the same on all {self.num_towers}"
-                    " towers: it is one value and not a PerTower. Use it as it is."
-                )
-            x = PerTower((x,))
-        return _join_leaf(self, x, axis, "gather along")
-
-    return jax.tree.map(one, value, is_leaf=_is_leaf)
-
-
-def _join_leaf(strategy: StrategyFields, value: PerTower, axis: int, what: str) -> Any:
-    """All towers' values of one leaf, joined along dim ``axis`` of a tower's."""
-    if not is_tuple(value.values) and not is_rows(value.values):
-        rows = stack_towers(value, strategy.num_towers, _VALUE)
-        check_joins([jax.ShapeDtypeStruct(np.shape(rows)[1:], np.int32)], axis)
-        sharding = strategy.placement.sharding
-        if is_traced(rows) or not has_sharding(rows, sharding(Layout.PER_TOWER)):
-            return join_rows(jnp.asarray(rows), axis)
-        mirrored = sharding(Layout.MIRRORED)
-        return wait_on_cpus(_join_on_devices(rows, axis=axis, sharding=mirrored))
-    leaves = values_of_towers(value, strategy.num_towers)
-    check_joins(leaves, axis)
-    if any(map(is_rows, leaves)):
-        return wait_on_cpus(join_tower_rows(leaves))
-    others = {tuple(np.delete(np.shape(x), axis).tolist()) for x in leaves}
-    if len(others) > 1:
-        raise ValueError(
-            f"{what} axis {axis}: towers have shapes {[*map(np.shape, leaves)]}; only"
-            f" dim {axis} may differ."
-        )
-    return wait_on_cpus(jnp.concatenate(leaves, axis=axis))
-
-
-@functools.partial(jax.jit, static_argnames=("axis", "sharding"))
-def _join_on_devices(x: jax.Array, *, axis: int, sharding: Any) -> jax.Array:
-    """One program: a slice for each tower takes a program of all devices each."""
-    return jax.lax.with_sharding_constraint(join_rows(x, axis), sharding)
 
 
 def map_elements(

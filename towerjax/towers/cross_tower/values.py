@@ -67,8 +67,8 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
         if len(set(shapes)) > 1:
             raise ValueError(
                 f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
-                " cannot lie side by side. Pad them, or join them: strategy.gather(x,"
-                " axis=0), strategy.reduce(..., axis=0)."
+                " cannot lie side by side. Pad them, or join them:"
+                " jnp.concatenate(strategy.unwrap(x))."
             )
         return jnp.stack([jnp.asarray(leaf) for leaf in leaves])
 
