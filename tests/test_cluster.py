@@ -240,7 +240,7 @@ def slurm(*values, of=("7", "0", "gpu[007-009],x1"), **more):
         (torchrun("3", "4", "0", "1", "a", "5"), (3, 4, "a:5", "torchrun", None)),
         (
             torchrun("0", "2", "0", "2", "a", "5", TORCHELASTIC_USE_AGENT_STORE="True"),
-            (0, 2, "a:6", "torchrun", [0]),
+            (0, 2, "127.0.0.1:6", "torchrun", [0]),
         ),
         (
             started("RANK WORLD_SIZE", "1", "2", MASTER_ADDR="fd::1", **PORT),
@@ -260,6 +260,10 @@ def slurm(*values, of=("7", "0", "gpu[007-009],x1"), **more):
         ),
         (slurm("2", "3", "1", "2"), (2, 3, "gpu007:61867", "Slurm", [1])),
         (slurm("2", "3", "0", "3"), (2, 3, "gpu007:61867", "Slurm", None)),
+        (
+            slurm("0", "2", "0", "2", of=("7", "0", "n1,n2")),
+            (0, 2, "n1:61867", "Slurm", None),
+        ),
         (
             slurm("1", "2", "1", "1", of=("8", "0", "a-1")),
             (1, 2, "127.0.0.1:61928", "Slurm", [1]),

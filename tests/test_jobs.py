@@ -330,6 +330,7 @@ def test_what_cannot_be_is_refused(job):
         ({}, one_of_several, "PMI_SIZE=4 is the number of processes in a job of"),
         ({}, of_two_machines, "OMPI_COMM_WORLD_SIZE=4 is the number of processes in"),
         ({}, {"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a"),
+        ({}, {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "1"}, "PMIX_RANK=2 is the"),
         (taken, {}, f"process 0 is to listen at {host}:{port}, but something on this"),
         (
             {"collective_timeout_s": 3},
@@ -344,7 +345,7 @@ def test_what_cannot_be_is_refused(job):
         (process,) = job(tries, [({}, [each and each[:2] for each in given])])
         assert process.ended() == 0, process.text
     told = json.loads(re.search(r"^\[.*\]$", process.text, re.MULTILINE)[0])
-    assert told.pop(6) == 2
+    assert told.pop(7) == 2
     for each, text in zip(filter(None, given), told, strict=True):
         assert each[2] in text
 

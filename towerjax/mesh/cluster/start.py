@@ -17,6 +17,7 @@ from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_whole
 
 _SILENCE_S = 5
+_NOWHERE = "nothing says where they meet"
 
 
 @dataclasses.dataclass
@@ -232,14 +233,15 @@ def _has_joined(
                 " does already. End it, or choose another port for all processes."
             )
     elif started.is_lone_step(os.environ):
+        _refuse_to_be_alone(_NOWHERE)
         return False
     try:
         _initialize_jax(who, others, options)
     except (ValueError, RuntimeError) as error:
         finds_none = "coordinator_address should be defined" in str(error)
         if named is None:
-            why = "nothing says where they meet" if finds_none else f"{error}"
-            _refuse_to_be_alone(why.rstrip("."), error)
+            why = _NOWHERE if finds_none else f"{error}".rstrip(".")
+            _refuse_to_be_alone(why, error)
         if finds_none:
             return False
         raise

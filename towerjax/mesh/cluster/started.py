@@ -83,33 +83,25 @@ def _coordinator(environ: Mapping[str, str], names: tuple[str, ...]) -> str | No
     """The address where process 0 is to listen, the same in all; None if unknown."""
     if address := environ.get("JAX_COORDINATOR_ADDRESS"):
         return address
-    chosen = environ.get("JAX_COORDINATOR_PORT")
-    place = [environ.get(name) for name in names[:2]]
-    # The processes of a step may have PMI's variables too.
-    is_of_step = place == [environ.get(name) for name in _LAUNCHERS["Slurm"][:2]]
-    if is_of_step and names[3] not in environ and (host := _first_node(environ)):
-        job, step = (int(environ.get(f"SLURM_{x}_ID", 0)) for x in ("JOB", "STEP"))
-        return f"{host}:{chosen or _port(61 * job + step)}"
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
-    if host and (chosen or port.isdecimal()):
-        # At that port torchrun itself may listen.
-        is_taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return (
-            f"{f'[{host}]' if ':' in host else host}:{chosen or int(port) + is_taken}"
-        )
-    if environ.get(names[3]) == place[1]:  # all are on this machine
-        pid = None if chosen else _launcher_pid(names[0], os.getpid())
-        if chosen or pid:
-            return f"{LOOPBACK}:{chosen or _port(pid or 0)}"
-    return None
-
-
-def _first_node(environ: Mapping[str, str]) -> str | None:
-    """The first of ``node1,x2`` and of ``gpu[007-009],x1``."""
-    if environ.get("SLURM_STEP_NUM_NODES") == "1":
-        return LOOPBACK
-    found = re.match(r"([^,[]+)(?:\[(\w+))?", environ.get("SLURM_STEP_NODELIST", ""))
-    return found and found[1] + (found[2] or "")
+    is_here = environ.get(names[3]) == environ[names[1]]  # all are on this machine
+    # The processes of a step may have PMI's variables too.
+    slurm = zip(names[:2], _LAUNCHERS["Slurm"], strict=False)
+    is_of_step = all(environ[own] == environ.get(of_step) for own, of_step in slurm)
+    if is_of_step and names[3] not in environ:
+        is_here = environ.get("SLURM_STEP_NUM_NODES") == "1"
+        # Of node1,x2 and of gpu[007-009],x1 the first.
+        nodes = re.match(r"([^,[]*)\[?(\w*)", environ.get("SLURM_STEP_NODELIST", ""))
+        host = nodes and nodes[1] + nodes[2]
+        job, step = (int(environ.get(f"SLURM_{x}_ID", 0)) for x in ("JOB", "STEP"))
+        port = _port(61 * job + step)
+    elif port.isdecimal():  # there torchrun itself may listen
+        port = int(port) + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+    elif is_here and (pid := _launcher_pid(names[0], os.getpid())):
+        port = _port(pid)
+    host = LOOPBACK if is_here else host
+    port = environ.get("JAX_COORDINATOR_PORT") or port
+    return f"{f'[{host}]' if ':' in host else host}:{port}" if host and port else None
 
 
 def _port(number: int) -> int:
