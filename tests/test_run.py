@@ -871,15 +871,49 @@ def test_ctrl_c_that_a_hook_catches_is_raised_once():
     assert len(history.steps) == 6
 
 
-def test_a_second_ctrl_c_does_not_wait():
-    guard = InterruptGuard()
-    finished = False
+def test_a_second_ctrl_c_waits_as_the_first():
+    guard, finished = InterruptGuard(), False
     with pytest.raises(KeyboardInterrupt), guard.installed(), guard:
-        signal.raise_signal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+        for _ in range(3):
             signal.raise_signal(signal.SIGINT)
         finished = True
     assert finished
+
+
+@pytest.mark.parametrize("where", ["_show", "stop", "_disable_redirect", "getsignal"])
+def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, where):
+    """The second comes while the first has the bar closed, and signals put back."""
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", screen)
+    as_before = (screen, signal.getsignal(signal.SIGINT), sys.unraisablehook)
+    ending = []
+
+    def trace(frame, event, arg):
+        names = frame.f_code.co_name.startswith(where)
+        if ending and names and event == "call":
+            ending.pop()
+            signal.raise_signal(signal.SIGINT)
+
+    def hook(number, metrics):
+        ending.append(number)
+        sys.settrace(trace)
+        signal.raise_signal(signal.SIGINT)
+
+    tracing = sys.gettrace()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            data = batches(make_data(64), 16)
+            run(train_step, init(train_step), data, progress=True, hooks=[hook])
+    finally:
+        sys.settrace(tracing)
+    assert not ending
+    assert (
+        sys.stdout,
+        signal.getsignal(signal.SIGINT),
+        sys.unraisablehook,
+    ) == as_before
+    assert "\x1b[?25l" not in screen.getvalue()  # the cursor is never hidden
+    run(train_step, init(train_step), batches(make_data(64), 16), progress=True)
 
 
 def test_a_run_in_another_thread_works(train_step):
@@ -957,7 +991,7 @@ def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps):
     text = screen.getvalue()
     assert f"step 4{'' if steps is None else '/4'}  loss " in text
     assert "steps/s" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # cursor off, on
+    assert "\x1b[?25l" not in text  # the cursor is not hidden
 
 
 def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
@@ -967,7 +1001,6 @@ def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
     with pytest.raises(LoaderError):
         run(train_step, init(train_step), loader, progress=True)
     assert "step 4  loss" in screen.getvalue()
-    assert screen.getvalue().endswith("\x1b[?25h")
     assert sys.stdout is screen
 
 

@@ -161,6 +161,7 @@ class Loop:
         if self._saving is None:
             return
         self._fetch(0)  # first check the steps so far, and write their records
+        self._saving.wait()
         with self.guard:
             self._is_saving_due = False
             self._saving.save(
@@ -170,8 +171,8 @@ class Loop:
                 evaluation=self._log.evaluated or {},
                 evaluation_due=self._is_evaluation_due,
             )
-            if last:
-                self._saving.wait()
+        if last:
+            self._saving.wait()
 
     def _save_at_stop(self, error: BaseException) -> Exception | None:
         """Save the state at SIGTERM and Ctrl-C; return the error if that fails."""

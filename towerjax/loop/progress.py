@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from towerjax.mesh.interrupt import uninterrupted
 from towerjax.types.options import check_choice
 
 
@@ -38,7 +39,13 @@ def _terminal_bar() -> Display:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    console = Console(file=sys.stdout, force_terminal=True)
+    class VisibleCursor(Console):
+        """A console that never hides the cursor: a killed process cannot show it."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    console = VisibleCursor(file=sys.stdout, force_terminal=True)
     columns = (BarColumn(), TextColumn("{task.description}", markup=False))
     # Redrawn by `show` alone: rich's refresh thread would compete with the run.
     bar = Progress(*columns, console=console, auto_refresh=False)
@@ -51,7 +58,7 @@ def _terminal_bar() -> Display:
         bar.update(task, **shown, refresh=True)
 
     note = functools.partial(console.print, markup=False, highlight=False)
-    return Display(0.1, show, note, bar.stop)
+    return Display(0.1, show, note, uninterrupted()(bar.stop))
 
 
 def _notebook_bar() -> Display:

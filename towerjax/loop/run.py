@@ -15,6 +15,7 @@ from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
 from towerjax.loop.progress import Progress, choose_display
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.writers import Writer, check_writers
+from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.compiled_step import CompiledStep
@@ -140,15 +141,16 @@ def run(
 def _run_loop(
     step: CompiledStep, state: TrainState, ledger: Ledger, options: RunOptions
 ) -> tuple[TrainState, History]:
-    loop, saving, steps = None, None, options.steps
+    loop, saving, shown, steps = None, None, None, options.steps
     try:
         with contextlib.ExitStack() as stack:
             if options.checkpointer is not None:
                 saving = Saving(options.checkpointer, step, state, ledger, stack)
                 state, steps = saving.resume(state, steps)
-            display = choose_display(options.progress)
-            shown = Progress(display, step_number(state), steps)
-            stack.enter_context(contextlib.closing(shown))
+            start = step_number(state)
+            with uninterrupted():
+                shown = Progress(choose_display(options.progress), start, steps)
+            stack.callback(shown.close)
             loop = Loop(step, state, options, steps, shown, ledger, saving)
             with loop.guard.installed():
                 loop.run()
@@ -157,6 +159,9 @@ def _run_loop(
         if loop is not None:
             loop.attach_results(error)
         raise
+    finally:
+        if shown is not None:  # another Ctrl-C may have come before it was closed
+            shown.close()
 
 
 def _require_same_work(

@@ -12,6 +12,32 @@ class Terminated(SystemExit):
     """Raised by SIGTERM in a run that has a `Checkpointer`."""
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back, however often it comes, for a moment of cleaning up.
+
+    A handler that is put back within the block is given it.
+    """
+    held: list[Any] = []
+    previous = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and callable(previous)):
+        yield
+        return
+
+    def hold(*signalled: Any) -> None:
+        held[:] = signalled
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is hold:
+            signal.signal(signal.SIGINT, previous)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
 class InterruptGuard:
     """``with guard:`` holds Ctrl-C back until the block is done; SIGTERM too.
 
@@ -43,14 +69,21 @@ class InterruptGuard:
         if signal.SIGINT in self._previous:
             sys.unraisablehook = lambda found: self._note_dropped(found, reporter)
         try:
-            yield
-        finally:
+            try:
+                yield
+            finally:
+                self._put_back(reporter)
+        finally:  # again, if a Ctrl-C came before it held them back
+            self._put_back(reporter)
+            if signal.SIGTERM in self._waiting:  # held since `finish` or a failed block
+                signal.raise_signal(signal.SIGTERM)
+
+    def _put_back(self, reporter: Callable[[Any], Any]) -> None:
+        with uninterrupted():
             sys.unraisablehook = reporter
             for number, previous in self._previous.items():
                 signal.signal(number, previous)
             self._previous = {}
-            if signal.SIGTERM in self._waiting:  # held since `finish` or a failed block
-                signal.raise_signal(signal.SIGTERM)
 
     def _note_dropped(self, found: Any, reporter: Callable[[Any], Any]) -> None:
         """Note a Ctrl-C that Python cannot raise, and have it reported."""
@@ -60,9 +93,8 @@ class InterruptGuard:
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
             return  # a second one would interrupt the saving after the first
-        # A second Ctrl-C is from someone who does not want to wait.
-        is_second = number in self._waiting and number != signal.SIGTERM
-        if self._must_wait(number) and not is_second:
+        # Also a second Ctrl-C: what an exception ends inside of JAX may not work again.
+        if self._must_wait(number):
             self._waiting.add(number)
         else:
             self._deliver(number, frame)
