@@ -30,6 +30,7 @@ from towerjax.step.state import state_layout
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.towers.variables import stack_local
 from towerjax.types import PyTree
+from towerjax.types.door import doors
 from towerjax.types.leaves import refuse_unheld
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
@@ -40,6 +41,7 @@ _SPEC_PARTS = {
 }
 
 
+@doors
 class ReplicatedModel:
     """A model function on all towers: called as the function itself is called.
 

@@ -15,6 +15,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.caller import Caller
 from towerjax.types import PyTree
+from towerjax.types.door import door
 from towerjax.types.options import check_methods, check_whole
 
 AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
@@ -33,6 +34,7 @@ class EvaluationStep(Protocol):
         ...
 
 
+@door
 def evaluate(
     step: EvaluationStep,
     state: Any,

@@ -21,9 +21,11 @@ from towerjax.mesh.processes import require_same
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
 from towerjax.types import PyTree
+from towerjax.types.door import door
 from towerjax.types.options import check_methods
 
 
+@door
 def run(
     step: CompiledStep,
     state: TrainState,

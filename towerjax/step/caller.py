@@ -15,8 +15,10 @@ from towerjax.step.state import TrainState, join_state, split_state
 from towerjax.step.state_checks import check_like, is_usable
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
+from towerjax.types.door import doors
 
 
+@doors
 class Caller:
     """Calls the programs of a recipe with states and batches from anywhere.
 
@@ -36,6 +38,10 @@ class Caller:
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self._runner = Runner(recipe, strategy.placement, max_programs, leaves_out)
         self._runners: dict[Any, Runner] = {}  # others, made when they are needed
+
+    def __init_subclass__(cls) -> None:
+        """Make the public methods of each kind of step doors."""
+        doors(cls)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.strategy})"
@@ -124,12 +130,13 @@ class Caller:
         try:
             return state, runner(split_state(state), batch)
         except (RuntimeError, TypeError, ValueError):
-            if not is_usable(state):  # the devices failed after they had taken it
+            program = runner.programs.get(batch.signature)
+            # No program was made, or the devices failed after they had taken the state.
+            if program is None or not is_usable(state):
                 raise
             # JAX refuses a wrong state before it runs: name the leaf and the remedy.
             placed = self.start(state)
-            if (program := runner.programs.get(batch.signature)) is not None:
-                check_like(placed, state_taken_by(program))
+            check_like(placed, state_taken_by(program))
             if placed is state:
                 raise
             return placed, runner(split_state(placed), batch)

@@ -29,6 +29,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
+from towerjax.types.door import door
 from towerjax.types.leaves import refuse_traced, refuse_unheld
 from towerjax.types.options import check_whole
 
@@ -95,7 +96,7 @@ class InferenceStep(Caller):
             tree, own = self._runner.trace(first, placed)
             return _result(tree, own, placed)
 
-        return fn
+        return door(fn)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The result for one global batch."""

@@ -40,6 +40,7 @@ from towerjax.step.state_checks import (
 )
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.types import Layout, PyTree
+from towerjax.types.door import door
 from towerjax.types.leaves import refuse_traced
 from towerjax.types.options import check_function
 
@@ -91,7 +92,7 @@ class Step(CompiledStep):
             metrics = {**out.metrics["one"], **out.metrics["own"]}
             return dataclasses.replace(state, **out.donated, **out.now), metrics
 
-        return fn
+        return door(fn)
 
     @jax.transfer_guard("allow")  # a call that places, which a guard cannot see
     def init(

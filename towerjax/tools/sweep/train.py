@@ -30,6 +30,7 @@ from towerjax.tools.sweep.result import (
     show_counts,
 )
 from towerjax.types import PyTree
+from towerjax.types.door import door
 from towerjax.types.leaves import held_dtype, listed, refuse_unheld
 from towerjax.types.options import (
     check_choice,
@@ -43,6 +44,7 @@ Build = Callable[..., tuple[Step, TrainState]]
 _CALLS, _ROUNDS = 5, 3  # after one round, which compiles
 
 
+@door
 def sweep(
     build: Build,
     grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],

@@ -16,6 +16,7 @@ from towerjax.tools.testing.compare import gaps
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.variables import is_local, read_local
 from towerjax.types import LossFn, Portable, PyTree, Reduction, named_leaves
+from towerjax.types.door import door
 from towerjax.types.leaves import is_key
 from towerjax.types.options import check_choice, check_number, check_wholes
 
@@ -108,6 +109,7 @@ Leaves: TypeAlias = dict[str, np.ndarray]
 """Name -> what a step gave there."""
 
 
+@door
 def assert_replicates(
     loss_fn: LossFn,
     params: PyTree,

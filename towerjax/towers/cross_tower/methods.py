@@ -15,10 +15,12 @@ from towerjax.towers.cross_tower import call, steps, values
 from towerjax.towers.cross_tower import reduce as reducing
 from towerjax.towers.fields import StrategyFields
 from towerjax.types import PerTower, short_repr
+from towerjax.types.door import doors
 from towerjax.types.missing import explain_missing
 from towerjax.types.tables import Table, as_html, first_rows
 
 
+@doors
 class StrategyMethods(StrategyFields):
     """All methods of every strategy; all of them pure."""
 
