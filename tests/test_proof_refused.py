@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -261,6 +262,83 @@ REPEATED = {
     decay_counted_by_each: "a value that differs from tower to tower, to which",
 }
 
+# The backward of a custom_vjp adds up over towers, as the step does again.
+
+
+def adding(tower, also=1.0, mean=False, forward=lambda x: x):
+    @jax.custom_vjp
+    def add(x):
+        return forward(x)
+
+    def backward(_, g):
+        total = lax.psum(also * g, tower.axis_names)
+        return ((total / tower.num_towers if mean else total),)
+
+    add.defvjp(lambda x: (forward(x), None), backward)
+    return add
+
+
+def gradient_added_up_twice(params, batch, tower):
+    w = adding(tower)(params["w"])  # here
+    return output({**params, "w": w}, batch, tower)
+
+
+def gradient_of_a_product_added_up_twice(params, batch, tower):
+    w = jax.jit(adding(tower, also=3.0))(2.0 * params["w"])  # here
+    return output({**params, "w": jnp.tanh(w)}, batch, tower)
+
+
+def gradient_in_a_scan_added_up_twice(params, batch, tower):
+    def body(w, _):
+        return adding(tower)(0.9 * w), None  # here
+
+    w = lax.scan(body, params["w"], None, length=2)[0]
+    return output({**params, "w": w}, batch, tower)
+
+
+def gradient_of_a_mean(params, batch, tower):
+    return output({**params, "w": adding(tower, mean=True)(params["w"])}, batch, tower)
+
+
+def statistics_of_all(params, batch, tower):
+    """As in a batch norm of one's own: cotangents of sums over all rows."""
+    hidden = (batch["x"] * params["w"][None]).sum(1) + params["b"]
+    total = adding(tower, forward=lambda x: lax.psum(x, tower.axis_names))
+    losses = (hidden * total(hidden.sum()) - batch["y"]) ** 2
+    return tj.Weighted.mean(losses, tower.weight)
+
+
+AGAIN = [
+    gradient_added_up_twice,
+    gradient_of_a_product_added_up_twice,
+    gradient_in_a_scan_added_up_twice,
+]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"micro_batches": 2}, {"ops": tj.PinnedTree()}]
+)
+@pytest.mark.parametrize("loss_fn", AGAIN, ids=lambda f: f.__name__)
+def test_a_gradient_that_its_backward_adds_up_is_refused(loss_fn, options):
+    text = refusal(loss_fn, **options)
+    assert "a gradient, added up over towers in the backward of a jax.custom" in text
+    assert marked(loss_fn) in text
+
+
+@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()])
+@pytest.mark.parametrize("loss_fn", [gradient_of_a_mean, statistics_of_all])
+def test_what_a_backward_adds_up_by_right_trains_as_one_tower(loss_fn, ops):
+    rng = np.random.default_rng(0)
+    batch = {x: rng.normal(size=s.shape).astype(s.dtype) for x, s in BATCH.items()}
+    params = {"w": np.float32([1, -2, 3]), "b": np.float32(0.5)}
+    after = []
+    for towers in 1, 4:
+        strategy = tj.Mirrored(["cpu:0"], towers=towers, cross_tower_ops=ops)
+        step = tj.build_train_step(loss_fn, optax.sgd(1e-4), strategy)
+        after.append(step(step.init(params), batch)[0].params)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *after)
+
+
 # A collective that not every tower reaches.
 
 
@@ -305,8 +383,8 @@ HANGING = [
 ]
 
 
-def refusal(loss_fn, num_towers=8, optimizer=None, **options):
-    strategy = tj.Mirrored(towers=num_towers)
+def refusal(loss_fn, num_towers=8, optimizer=None, ops=None, **options):
+    strategy = tj.Mirrored(towers=num_towers, cross_tower_ops=ops or tj.AllReduce())
     optimizer = optimizer or optax.sgd(0.1)
     step = tj.build_train_step(loss_fn, optimizer, strategy, **options)
     local = {"n": tj.TowerLocal(np.float32(0), R.SUM)}

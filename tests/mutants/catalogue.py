@@ -1095,6 +1095,25 @@ INPUT = (
         "test_what_towers_cannot_run_is_refused_by_check[shard_map, one device]",
     ),
     _m(
+        "M28",
+        "a gradient that its backward has added up is added up again",
+        "proof.marks:_reduce_mark",
+        "is_in_backward(eqn)",
+        "not is_in_backward(eqn)",
+        "test_proof_refused.py::test_a_gradient_that_its_backward_adds_up_is_refused"
+        "[gradient_added_up_twice-options0]",
+    ),
+    _m(
+        "M29",
+        "a mean in the backward of a custom_vjp counts as a sum",
+        "proof.marks:_counts_again",
+        "max(mark.scale.sums, mark.scale.low) >= 1",
+        "max(mark.scale.sums, mark.scale.low) >= 0",
+        "test_proof_refused.py::"
+        "test_what_a_backward_adds_up_by_right_trains_as_one_tower"
+        "[gradient_of_a_mean-ops0]",
+    ),
+    _m(
         "I10",
         "a mean of each row with each row of the same tower",
         "step.proving:_prove_pass",

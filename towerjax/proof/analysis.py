@@ -42,6 +42,7 @@ from towerjax.proof.marks import (
     mark_of_choice,
     note_hang,
     origin_line,
+    sum_in_backward,
     use_of_weight,
 )
 from towerjax.proof.scale import (
@@ -201,7 +202,8 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
             how = "pairs" if row_dims.are_pairs(rows) else "total"
             line = user_line((eqn, context.outer))
             context.found.append(findings.OwnRows(how, line))
-    mark = mark._replace(scale=scale, weight=weight, rows=rows)
+    added = sum_in_backward(eqn, ins)
+    mark = mark._replace(scale=scale, weight=weight, rows=rows, added=added)
     return _for_each_result(mark, eqn)
 
 

@@ -282,6 +282,21 @@ def user_line(site: Site | None) -> str:
     return ""
 
 
+def is_in_backward(eqn: JaxprEqn) -> bool:
+    """Whether the rule of a `jax.custom_vjp` wrote a derivative's collective.
+
+    JAX gives what a backward writes the line that calls the function; what it derives
+    itself keeps that of the collective.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if Path(frame.file_name).name == "parallel.py":
+            return False
+        if frame.function_name == "custom_vjp.__call__":
+            return True
+    return False
+
+
 def is_library(file: str) -> bool:
     """Whether a file belongs to Python, an installed package or towerjax itself."""
     library = {"site-packages", "dist-packages"}.intersection(Path(file).parts)

@@ -14,11 +14,12 @@ from towerjax.proof.equation import (
     Site,
     groups,
     is_full,
+    is_in_backward,
     named_axes,
     outwards,
     user_line,
 )
-from towerjax.proof.findings import Collective, Found, Hang
+from towerjax.proof.findings import Collective, Found, Hang, Repeat
 from towerjax.proof.row_dims import NO_ROWS, RowDims, of_choice
 from towerjax.proof.scale import CONSTANT, Scale, scale_of_sum
 
@@ -75,6 +76,8 @@ class Mark(NamedTuple):
     # 1: the weight of a gradient, or a sum of such; 2: another function of one.
     weight: int = 0
     rows: RowDims = NO_ROWS  # where the tower's rows lie
+    # The sum over towers, in the backward of a `custom_vjp`, that a gradient is.
+    added: Site | None = None
 
 
 FIXED = Mark(scale=CONSTANT)
@@ -92,8 +95,9 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     constant = first.scale.is_constant and second.scale.is_constant
     scale = scale._replace(is_constant=constant)
     weight = max(first.weight, second.weight)
-    rows = of_choice(first.rows, second.rows)
-    return origin._replace(along=along, scale=scale, weight=weight, rows=rows)
+    rows, added = of_choice(first.rows, second.rows), first.added or second.added
+    both: Any = {"along": along, "scale": scale, "weight": weight, "rows": rows}
+    return origin._replace(**both, added=added)
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
@@ -204,6 +208,9 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
     context.found.append(found)
     if over_towers := context.axis in names:
         note_hang(eqn, context)
+        if tags.SUMMED_BY_STEP in str(eqn.source_info.name_stack):
+            for line in {user_line(m.added) for m in ins if _counts_again(m)}:
+                context.found.append(Repeat(line, (), _IN_BACKWARD))
     name = eqn.primitive.name.removesuffix("_start")
     num_towers = context.num_towers if names == (context.axis,) else 0
     given = groups(eqn, num_towers)
@@ -227,20 +234,24 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
     # The collective may have added up a value that is the same on all towers.
     scale = mark.scale._replace(sums=max(1.0, mark.scale.sums))
     rows = None if mark.along else NO_ROWS
-    return [mark._replace(scale=scale, rows=rows)] * len(eqn.outvars)
+    return [mark._replace(scale=scale, rows=rows, added=None)] * len(eqn.outvars)
 
 
 def _reduce_mark(
     eqn: JaxprEqn, name: str, mark: Mark, over: Coordinate | None, context: Context
 ) -> Mark:
     """The mark after a reduction in the groups of a coordinate; for None, in one."""
-    new = mark._replace(weight=_weight_of_sum(mark))
+    new = mark._replace(weight=_weight_of_sum(mark), added=None)
     if context.axis in named_axes(eqn):
         along = without_coordinate(mark.along, over) if over else NOTHING
         new = new._replace(along=along, rows=None if along else NO_ROWS)
         if name in SUMS and context.num_towers > 1:
             is_whole = over is None
             new = new._replace(scale=_scale_of_sum(eqn, mark, is_whole, context))
+            if context.is_derived(eqn) and is_in_backward(eqn):
+                # What may have counted towers before is no division of this sum.
+                scale = mark.scale if mark.scale.site else Scale(sums=1.0)
+                new = new._replace(added=(eqn, context.outer), scale=scale)
     if mark.along:
         new = new._replace(site=(eqn, context.outer), before=mark)
     return new
@@ -256,6 +267,29 @@ def _scale_of_sum(eqn: JaxprEqn, mark: Mark, is_whole: bool, context: Context) -
         return scale._replace(site=None)
     site = scale.site or (eqn, context.outer)
     return scale._replace(site=site) if scale.low > 0 else scale
+
+
+_IN_BACKWARD = (
+    "a gradient, added up over towers in the backward of a jax.custom_vjp, and by the"
+    " step again"
+)
+
+
+def _counts_again(mark: Mark) -> bool:
+    """Whether a sum is not divided by the number of towers, as a mean would be."""
+    return mark.added is not None and max(mark.scale.sums, mark.scale.low) >= 1
+
+
+def sum_in_backward(eqn: JaxprEqn, ins: Sequence[Mark]) -> Site | None:
+    """``Mark.added`` of the results: a sum that no value of a tower's own has met."""
+    apart = all(m.added or not m.along for m in ins)
+    kept = apart and eqn.primitive.name not in _CONTRACTIONS
+    kept |= eqn.primitive.name == "concatenate"
+    return next((m.added for m in ins if m.added), None) if kept else None
+
+
+# What is summed over rows was a cotangent of rows, and no gradient yet.
+_CONTRACTIONS = frozenset("conv_general_dilated dot_general reduce_sum".split())
 
 
 def note_hang(eqn: JaxprEqn, context: Context) -> None:
