@@ -73,11 +73,13 @@ class _Bottleneck(nn.Module):
 
     width: int
     stride: int
+    axis_name: str | None = None
+    dtype: Any = BF16
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=BF16)
-        norm = functools.partial(_norm, dtype=BF16)
+        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = functools.partial(_norm, axis_name=self.axis_name, dtype=self.dtype)
         y = nn.relu(norm()(conv(self.width, (1, 1))(x)))
         strides = (self.stride, self.stride)
         y = nn.relu(norm()(conv(self.width, (3, 3), strides)(y)))
@@ -95,17 +97,27 @@ def _norm(**options: Any) -> Any:
     return nn.BatchNorm(use_running_average=False, **options)
 
 
-class _ResNet50(nn.Module):
-    """ResNet-50, whose running statistics are not kept."""
+class ResNet50(nn.Module):
+    """ResNet-50, whose running statistics are not kept.
+
+    Attributes:
+      axis_name: The axis over whose rows a batch is normalised; None is a tower's own.
+      dtype: In which it computes.
+    """
+
+    axis_name: str | None = None
+    dtype: Any = BF16
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=BF16)(x)
-        x = nn.max_pool(nn.relu(_norm(dtype=BF16)(x)), (3, 3), (2, 2), "SAME")
+        """The logits ``[b, 1000]`` of images."""
+        how: Any = {"axis_name": self.axis_name, "dtype": self.dtype}
+        x = nn.Conv(64, (7, 7), (2, 2), use_bias=False, dtype=self.dtype)(x)
+        x = nn.max_pool(nn.relu(_norm(**how)(x)), (3, 3), (2, 2), "SAME")
         for stage, blocks in enumerate((3, 4, 6, 3)):
             for block in range(blocks):
                 stride = 2 if stage and not block else 1
-                x = _Bottleneck(64 * 2**stage, stride)(x)
+                x = _Bottleneck(64 * 2**stage, stride, **how)(x)
         return nn.Dense(1000)(x.mean((1, 2)).astype(jnp.float32))
 
 
@@ -191,7 +203,7 @@ PROGRAMS = {
     "mlp": Program(_MLP(), 256, ((784,), jnp.float32)),
     "cnn": Program(_CNN(), 128, ((32, 32, 3), jnp.float32)),
     "resnet50": Program(
-        _ResNet50(), 64, ((224, 224, 3), BF16), optimizer=optax.sgd(0.1, 0.9)
+        ResNet50(), 64, ((224, 224, 3), BF16), optimizer=optax.sgd(0.1, 0.9)
     ),
     "gpt2": GPT2,
 }

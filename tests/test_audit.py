@@ -1,17 +1,23 @@
-"""Audits of loss functions: what is wrong is found and named, what is right passes."""
+"""Audits: what depends on the split is found and named, what does not passes."""
 
 import json
 import pickle
+import re
 
+import audited_losses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from audited_losses import PARAMS as MODEL
+from audited_losses import RIGHT, WRONG, WRONG_STEPS
 
 import towerjax as tj
+from towerjax.step.comparison import Compared, _gap_of_leaf
 from towerjax.tools import cli
 from towerjax.tools.testing import SplitError, assert_replicates
-from towerjax.tools.testing.audit import _worst_finding
+from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 
 SUM, MEAN, FIRST = (tj.Reduction.SUM, tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER)
 DRAW = np.random.default_rng(5)
@@ -71,16 +77,6 @@ clipped.defvjp(lambda p: (p, None), clip)
 
 def clips_in_tower(params, batch, tower):
     return tj.Weighted.mean(losses(clipped(params), batch), tower.weight)
-
-
-def noise_of(tower):
-    """A key's bits are random enough, and cheap."""
-    return jax.random.key_data(tower.rng)[0].astype(jnp.float32) / 2.0**32
-
-
-def noisy(params, batch, tower):
-    x = batch["x"] * (0.5 + noise_of(tower))
-    return tj.Weighted.mean(losses(params, {**batch, "x": x}), tower.weight)
 
 
 def places(params, batch, tower):
@@ -181,11 +177,11 @@ def test_what_a_train_step_refuses_is_refused():
 
 
 def measures_well(params, batch, tower):
-    weight = tower.weight * batch["weight"]
+    weight, hits_of = tower.weight * batch["weight"], batch["y"].shape
     hits = tj.metrics.accuracy(batch["y"] > 0, predictions(params, batch) > 0, weight)
     metrics = {
         "hits": hits,
-        "noise": tj.Weighted(noise_of(tower), tower.weight.sum()),
+        "noise": tj.Weighted.mean(jax.random.normal(tower.rng, hits_of), weight),
         "norm": jnp.linalg.norm(params["w"]),
         "step": tower.step,
     }
@@ -206,7 +202,7 @@ LOCAL = {name: COUNTED[name] for name in ("counter", "no one value")}
 LOCAL = of_each_tower([*LOCAL.items(), ("first of none", (3, FIRST))])
 KEYS = {"key": jax.random.key(0), "step": np.int32(3)}
 GOOD = {
-    "metrics": (measures_well, {"rng": "ignore", "local": LOCAL, "extra": KEYS}),
+    "metrics": (measures_well, {"local": LOCAL, "extra": KEYS}),
     "half": (in_half, {"padding": False, "towers": (7,)}),
 }
 
@@ -219,26 +215,26 @@ def test_what_is_right_passes(name):
     assert report.examples == 14 and report.largest < 1e-2
     assert {"loss", "gradient['w']"} <= set(report.compared)
     assert report.splits == 2 * len(report.towers)
-    left_out = {"local['no one value']", "metrics['noise']", "extra['key']"}
+    left_out = {"local['no one value']", "extra['key']"}
     assert {*report.not_compared} == (left_out if name == "metrics" else set())
 
 
 def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
-    def relative(loss, size, gap, name="gradient['b']"):
-        expected = {name: np.zeros(2), "gradient['w']": np.full(3, size)}
-        run = {name: np.array([0, gap])}
-        finding = _worst_finding(name, {(3, "x"): run}, {**expected, "loss": loss})
+    def relative(loss, size, gap, name="gradient['b']", noise=0.0):
+        want = {name: np.zeros(2), "gradient['w']": np.full(3, size), "loss": loss}
+        got, near = ({**want, name: np.array([0, x])} for x in (gap, noise))
+        excess, finding = _gap_of_leaf(name, Compared(3, "x", got, want, near), 1e-4)
         assert finding.difference == gap and finding.one_tower == 0
-        return finding.relative
+        return finding.relative, excess
 
-    assert relative(np.float64(3e4), 0.0, 1e-3) == 1e-3 / 30
-    assert relative(np.float64(1), 2.0, 1e-3) == 1e-3 / 0.02
-    assert relative(np.float64(3e4), 1.0, 1e-3, "metrics['b']") == 1.0
-    changed = {(3, "x"): {"metrics['b']": np.zeros(3)}}
-    assert (
-        _worst_finding("metrics['b']", changed, {"metrics['b']": np.ones(2)}).relative
-        == np.inf
-    )
+    assert relative(np.float64(3e4), 0.0, 1e-3) == (1e-3 / 30, 1e-3 / 30 / 1e-4)
+    assert relative(np.float64(1), 2.0, 1e-3)[0] == 1e-3 / 0.02
+    assert relative(np.float64(1), 1.0, 1e-3, "metrics['b']")[0] == 1.0
+    # What a last bit of the parameters changes by a 32nd of the difference.
+    assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 32)[1] == 1.0
+    assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 64)[1] == 2.0
+    other = {"x": np.zeros(3)}, {"x": np.ones(2)}, {"x": np.ones(2)}
+    assert _gap_of_leaf("x", Compared(3, "x", *other), 1e-4)[0] == np.inf
 
 
 @pytest.mark.slow
@@ -274,7 +270,8 @@ def test_the_numbers_of_a_finding_are_those_of_numpy():
 def test_bad_arguments_are_refused():
     for wrong, options in {
         "whole number >= 1": {"towers": (0,)},
-        "'ignore'": {"rng": "off"},
+        "padding='no' must be": {"padding": "no"},
+        "permuted=2 must be": {"permuted": 2},
         "must be a number >= 0": {"rtol": -1.0},
         "towers=3 must be whole numbers": {"towers": 3},
         "one of None, Reduction.SUM": {"loss_reduction": FIRST},
@@ -283,10 +280,288 @@ def test_bad_arguments_are_refused():
         args = {"params": PARAMS, "batch": BATCH, "towers": (3,), **options}
         with pytest.raises(ValueError, match=wrong):
             assert_replicates(mean_loss, **args)
-    with pytest.raises(ValueError, match="nothing to compare: every leaf"):
-        assert_replicates(noisy, PARAMS, BATCH, towers=(3,), rng="ignore")
     with pytest.raises(ValueError, match="gradient.*not finite"):
         assert_replicates(mean_loss, {**PARAMS, "b": np.float32("nan")}, BATCH, (3,))
+
+
+# The audit of a step.
+
+
+def train_step(loss_fn, **options):
+    options = {"remainder": "error", "audit": True} | options
+    return tj.build_train_step(
+        loss_fn, optax.sgd(0.1), tj.Mirrored(towers=4), **options
+    )
+
+
+SPREAD = pytest.mark.few_fast(6)
+
+
+@SPREAD
+@pytest.mark.filterwarnings("ignore:Rows of a tower")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
+    step = train_step(WRONG[name])
+    state = step.init(MODEL)
+    for _ in range(2):  # and again: the state is as it was
+        with pytest.raises(SplitError) as error:
+            step(state, audited_losses.BATCH)
+    leaves = {finding.leaf for finding in error.value.findings}
+    assert leaves & {"loss", "gradient['w']", "gradient['k']"}
+    assert int(state.step) == 0 and not step.is_audited
+    text = str(error.value)
+    assert all(x in text for x in ("on 2 towers", "on one", "tj.Weighted.mean("))
+
+
+@SPREAD
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_that_looks_like_a_wrong_one_passes(name):
+    # Padding would part pairs: such batches are not padded.
+    padded = {} if name == "pairs_of_neighbours" else {"remainder": "pad"}
+    step = train_step(RIGHT[name], **padded)
+    report = step.audit(step.init(MODEL), audited_losses.BATCH)
+    assert {"loss", "gradient['w']", "gradient['k']"} <= {*report.compared}
+    assert report.examples == 12 and report.splits == 2 and not report.not_compared
+    assert step.is_audited
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_what_a_tower_makes_of_its_own_gradient_is_refused(name):
+    def tower_fn(state, batch, tower):
+        of_loss = tj.value_and_grad(audited_losses.plain_mean)
+        loss, grads = of_loss(state.params, batch, tower)
+        return {"loss": loss, "grads": grads, **WRONG_STEPS[name](loss, grads)}
+
+    def update_fn(state, merged):
+        return state, {"loss": merged["loss"]}
+
+    step = tj.build_step(tower_fn, update_fn, tj.Mirrored(towers=4), audit=True)
+    with pytest.raises(SplitError, match="in the update, of the merged one") as error:
+        step(step.init(MODEL), audited_losses.BATCH)
+    leaves = {finding.leaf for finding in error.value.findings}
+    assert not leaves & {"loss", "grads['w']", "gradient['w']"}
+
+
+CAUSES = {
+    "sum_with_weight_1": "half of it on two towers",
+    "mean_of_masked_means": "a function of sums.*:[0-9]+ .mean_of_masked_means.",
+    "cumsum_along_rows": "cumsum_along_rows. accumulates a tower's own rows",
+    "scan_along_rows": "scan_along_rows. goes through a tower's own rows",
+    "top_k_of_the_losses": "takes the largest of a tower's own rows",
+    "quantile_clipped": "quantile_clipped. sorts a tower's own rows",
+    "mixup_with_the_flipped_batch": "reverses a tower's own rows",
+    "noise_from_the_shared_key": "Draw what rows have of their own from tower.rng",
+    "advantage_less_its_mean": "Rows of a tower meet what is computed of all",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Rows of a tower")
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_error_says_the_cause(name):
+    step = train_step(WRONG[name], audit=False)
+    with pytest.raises(SplitError, match=CAUSES[name]):
+        step.audit(step.init(MODEL), audited_losses.BATCH)
+
+
+def mean_of_means(params, batch, tower):
+    own = tj.Weighted.mean(audited_losses.errors(params, batch), tower.weight)
+    return tj.Weighted(own.value, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:Rows of a tower")
+def test_uneven_towers_are_compared_where_batches_are_padded():
+    even = train_step(mean_of_means)
+    even.audit(even.init(MODEL), audited_losses.BATCH)
+    uneven = train_step(mean_of_means, remainder="pad")
+    with pytest.raises(SplitError, match="as many rows each they agree") as error:
+        uneven.audit(uneven.init(MODEL), audited_losses.BATCH)
+    [loss] = [x for x in error.value.findings if x.leaf == "loss"]
+    own = np.asarray(audited_losses.errors(MODEL, audited_losses.BATCH), float)
+    # Six rows and three of the nine first ones, and all nine.
+    np.testing.assert_allclose(loss.value, (own[:6].mean() + own[6:9].mean()) / 2, 1e-5)
+    np.testing.assert_allclose(loss.one_tower, own[:9].mean(), 1e-5)
+
+
+def test_micro_batches_are_audited_as_towers_are():
+    strategy = tj.OneDevice()
+    step = tj.build_train_step(
+        audited_losses.sum_with_weight_1, optax.sgd(0.1), strategy, micro_batches=3
+    )
+    with pytest.raises(SplitError, match="on 2 towers") as error:
+        step.audit(step.init(MODEL), audited_losses.BATCH)
+    own = np.asarray(audited_losses.errors(MODEL, audited_losses.BATCH), float)
+    [loss] = [x for x in error.value.findings if x.leaf == "loss"]
+    np.testing.assert_allclose(loss.one_tower, own[:16].sum(), 1e-5)
+
+
+def test_one_tower_needs_no_audit_unless_it_is_asked_for():
+    step = tj.build_train_step(
+        mean_of_means, optax.sgd(0.1), tj.OneDevice(), audit=True
+    )
+    state, _ = step(step.init(MODEL), audited_losses.BATCH)
+    assert not step.is_audited
+    step.audit(state, audited_losses.BATCH)
+    first = jax.tree.map(lambda x: x[:1], audited_losses.BATCH)
+    with pytest.raises(ValueError, match="has one example"):
+        step.audit(state, first)
+
+
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+def test_evaluations_predictions_and_towers_in_turn_are_audited(local):
+    def metric_fn(params, batch, tower):
+        own = audited_losses.errors(params, batch)
+        return {
+            "right": tj.Weighted.mean(own, tower.weight),
+            "wrong": tj.Weighted((own * tower.weight).sum(), 1.0),
+        }
+
+    def predict_fn(params, batch, tower):
+        scores = audited_losses.scores(params, batch)
+        return {"right": scores, "wrong": jnp.cumsum(scores)}
+
+    strategy = tj.Mirrored(towers=4, local=local)
+    evaluate = tj.build_eval_step(metric_fn, strategy, audit=True)
+    with pytest.raises(SplitError) as error:
+        evaluate(MODEL, audited_losses.BATCH)
+    assert [x.leaf for x in error.value.findings] == ["metrics['wrong']"]
+    predict = tj.build_predict_step(predict_fn, strategy)
+    with pytest.raises(SplitError) as error:
+        predict.audit(MODEL, audited_losses.BATCH)
+    assert [x.leaf for x in error.value.findings] == ["predictions['wrong']"]
+
+
+def model_of(loss_fn, optimizer, **options):
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_of(params):
+            return loss_fn(params, features, tower)
+
+        loss, train_op = optimizer.minimize(loss_of, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    devices = tj.Mirrored(towers=4)
+    return tj.estimator.replicate_model_fn(model_fn, devices=devices, **options)
+
+
+def test_a_model_function_is_audited():
+    optimizer = tj.estimator.TowerOptimizer(optax.adam(0.1))
+    features, mode = audited_losses.BATCH, tj.estimator.Mode.TRAIN
+    state = tj.TrainState.create(MODEL, optimizer)
+    model = model_of(audited_losses.cumsum_along_rows, optimizer, audit=True)
+    with pytest.raises(SplitError, match="gradient") as error:
+        model(model.init(state), features, None, mode)
+    assert {"loss"} <= {x.leaf for x in error.value.findings}
+    model = model_of(audited_losses.noise, optimizer)
+    step = model.train_step(audit=True)
+    state, _ = step(model.init(state), {"features": features})
+    assert step.is_audited and int(state.step) == 1
+    model = model_of(audited_losses.noise, optimizer, audit=True, compat="tf1")
+    with pytest.raises(ValueError, match="compat='tf1' divides by the number of"):
+        model(state, features, None, mode)
+
+
+def test_a_placed_batch_and_its_shared_values_are_audited():
+    def loss_fn(params, batch, tower):
+        scale = batch["scale"]["all"]
+        return tj.Weighted.mean(
+            scale * audited_losses.errors(params, batch), tower.weight
+        )
+
+    batch = {**audited_losses.BATCH, "scale": {"all": tj.Shared(np.float32(2))}}
+    strategy = tj.Mirrored(towers=4)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+    state = step.init(MODEL)
+    short = jax.tree.map(lambda x: x[:22] if np.ndim(x) else x, batch)
+    for given in (batch, step.place_batch(batch), step.place_batch(short)):
+        report = step.audit(state, given)
+        assert report.examples == 12 and report.largest < 1e-5
+    step.audit(state, step.place_batches([batch, batch], 3))
+
+
+def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
+    def loss_fn(params, batch, tower):
+        count = tower.local["count"] + tower.weight.sum()
+        mean = tj.Weighted.mean(batch["x"][:, 0], tower.weight).value
+        local = {"count": count, "mean": 0.5 * (tower.local["mean"] + mean)}
+        local["own"] = tower.local["own"] + 1
+        extra = tj.Weighted.mean(batch["x"][:, 1] + tower.extra, tower.weight)
+        loss = audited_losses.plain_mean(params, batch, tower)
+        return tj.TowerOutput(loss, {}, local, extra)
+
+    local = {
+        "count": tj.TowerLocal(np.float32(0), SUM),
+        "mean": tj.TowerLocal(np.float32(1), MEAN),
+        "own": tj.TowerLocal(np.float32(1), tj.Reduction.NONE),
+    }
+    step = train_step(loss_fn, audit=False)
+    state = step.init(MODEL, local=local, extra=np.float32(1))
+    state, _ = step(state, audited_losses.BATCH)
+    report = step.audit(state, audited_losses.BATCH)
+    assert {"extra", "local['count']", "local['mean']"} <= {*report.compared}
+    assert report.not_compared == ("local['own']",)
+
+
+def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
+    data = tj.batches(audited_losses.BATCH, 8, epochs=2)
+    step = train_step(audited_losses.noise, audit=False)
+    state, _ = tj.run(step, step.init(MODEL), data)
+    out = capsys.readouterr().out
+    assert re.match("audited in .* s: 4 values are the same on 2 towers as on one", out)
+    assert out.count("audited") == 1 and step.is_audited
+    data = tj.batches(audited_losses.BATCH, 8)
+    tj.run(step, state, data)  # once is enough
+    assert "audited" not in capsys.readouterr().out
+    data = tj.batches(audited_losses.BATCH, 8, epochs=2)
+    wrong = train_step(audited_losses.cumsum_along_rows, audit=False)
+    state = wrong.init(MODEL)
+    with pytest.raises(SplitError) as error:
+        tj.run(wrong, state, data)
+    state, history = tj.run(wrong, error.value.state, error.value.batches, audit=False)
+    assert history.metrics["loss"].shape == (6,)
+    monkeypatch.setattr("towerjax.loop.loop._MOST_AUDITED", 16)  # it has 17
+    wrong = train_step(audited_losses.cumsum_along_rows, audit=False)
+    data = tj.batches(audited_losses.BATCH, 8, epochs=2)
+    tj.run(wrong, wrong.init(MODEL), data, steps=3)
+    with pytest.raises(SplitError):
+        tj.run(wrong, wrong.init(MODEL), data, audit=True)
+
+
+def test_a_run_says_where_it_cannot_audit(capsys):
+    def loss_fn(params, batch, tower):
+        own = audited_losses.errors(params, batch)
+        return tj.Weighted.mean(own * np.ones(2, np.float32), tower.weight)
+
+    data = tj.batches(audited_losses.BATCH, 8, epochs=2)
+    step = train_step(loss_fn, audit=False)
+    tj.run(step, step.init(MODEL), data, steps=3)
+    assert "not audited: " in capsys.readouterr().out
+    with pytest.raises(TypeError) as error:
+        tj.run(step, step.init(MODEL), data, audit=True)
+    assert "audit=False leaves it out" in str(error.value.__notes__)
+    with pytest.raises(ValueError, match="audit"):
+        tj.run(step, step.init(MODEL), data, audit=2)
+    with pytest.raises(ValueError, match="audit=1 must be"):
+        train_step(loss_fn, audit=1)
+
+
+def test_keys_draw_the_same_for_all_rows_but_not_twice():
+    key = row_free_key(0x45A319E6)
+    first, second = jax.random.split(key)
+    drawn = jax.random.normal(key, (2, 3))
+    assert np.unique(drawn).size == 1
+    assert jax.random.uniform(first) == jax.random.uniform(second)
+    assert jax.random.uniform(first) != jax.random.uniform(key)
+    folded = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))
+    assert np.array_equal(folded(jnp.arange(3)), drawn.ravel()[:3])
+    for width in (jnp.uint8, jnp.uint16, jnp.uint32):
+        bits = jax.random.bits(key, (3,), width)
+        assert np.unique(bits).size == 1 and bits[0] >> 4 > 0
+    shared = jax.random.fold_in(jax.random.fold_in(key, 7), ALL_TOWERS)
+    assert np.unique(jax.random.normal(shared, (9,))).size == 9
+    assert np.unique(jax.random.normal(jax.random.split(shared)[1], (9,))).size == 9
+    alike = jax.random.fold_in(row_free_key(2, shared=False), ALL_TOWERS)
+    assert np.unique(jax.random.normal(alike, (9,))).size == 1
 
 
 # The command.
@@ -328,8 +603,8 @@ def test_the_command_passes_its_options_on(audit, monkeypatch):
         return tj.testing.AuditReport((2,), 12, 2, ("loss",), (), 0.0, "loss")
 
     monkeypatch.setattr(cli, "assert_replicates", replicates)
-    assert audit("of_user:good")[1].startswith("1 leaves are the same on 2 towers")
-    given = "--towers 2,5 --rtol 10 --loss-reduction sum --ignore-random --no-padding"
+    assert audit("of_user:good")[1].startswith("1 values are the same on 2 towers")
+    given = "--towers 2,5 --rtol 10 --loss-reduction sum --in-order --no-padding"
     code, out, _ = audit(
         "of_user:good", *given.split(), "--local", "of_user:make_local", "--json"
     )
@@ -339,7 +614,7 @@ def test_the_command_passes_its_options_on(audit, monkeypatch):
     local = calls[1].pop("local")
     assert local.reduction == MEAN
     expected = {"towers": (2, 5), "rtol": 10.0, "loss_reduction": SUM}
-    expected |= {"rng": "ignore", "padding": False}
+    expected |= {"permuted": False, "padding": False}
     assert {k: x for k, x in calls[1].items() if k not in calls[0]} == expected
 
 

@@ -140,9 +140,6 @@ def test_the_catalogue_has_the_registry_and_more():
     assert len(set(ids)) == len(ids)
     assert [x.id for x in REGISTRY] == [f"B{i:02}" for i in range(1, 41)]
     assert all(x.killed_by and x.old != x.new for x in MUTANTS)
-    said = (ROOT / "docs/guarantees.md").read_text()
-    assert said.count(f"killed {len(MUTANTS)} of {len(MUTANTS)}") == 2
-    assert f"{len(MUTANTS) - len(REGISTRY)} of our own" in " ".join(said.split())
     plain = [job for job in jobs_of(MUTANTS) if job.mutant is None]
     assert {test for job in plain for test in job.tests} == {
         test for mutant in MUTANTS for test in mutant.killed_by

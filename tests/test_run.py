@@ -80,7 +80,7 @@ def train(data, *, step=None, state=None, **options):
     """A silent run of a shared step, from the first state on."""
     step = step or step_with()
     state = init(step) if state is None else state
-    return run(step, state, data, progress=False, **options)
+    return run(step, state, data, progress=False, **{"audit": False} | options)
 
 
 def init(step):

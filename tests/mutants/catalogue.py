@@ -26,6 +26,8 @@ _TOWER_OPTIMIZER = (
     "test_tower_optimizer.py::test_towers_update_once_of_the_one_gradient"
 )
 _IN_TURN = "test_replicate_steps.py::test_towers_in_turn_meet_in_every_mode"
+_HABITS = "test_audit.py::test_a_habitual_wrong_loss_is_refused_before_anything_changes"
+_AUDITED = "test_audit.py::test_a_right_loss_that_looks_like_a_wrong_one_passes"
 _AUDIT = "test_audit.py::test_what_depends_on_the_split_is_found"
 _PROCESSES_LOOK = (
     "test_bad_input.py"
@@ -1440,9 +1442,9 @@ TESTING = (
     _m(
         "T01",
         "assert_replicates is blind to a leaf",
-        "tools.testing.audit:assert_replicates",
-        "sorted(expected.keys() - random)",
-        "sorted(expected.keys() - random)[-1:]",
+        "step.comparison:judge",
+        "if x is not None)",
+        "if x is not None)[-1:]",
         "test_audit.py::test_the_numbers_of_a_finding_are_those_of_numpy",
     ),
     _m(
@@ -1464,7 +1466,7 @@ TESTING = (
     _m(
         "T06",
         "assert_same does not see NaN",
-        "tools.testing.compare:gaps",
+        "step.comparison:gaps",
         "nan=np.inf",
         "nan=0.0",
         "test_testing.py::test_trees_that_are_not_alike_are_told",
@@ -1832,5 +1834,48 @@ JOBS = (
     ),
 )
 
+AUDITS = (
+    _m(
+        "U01",
+        "the audit draws each row its own numbers",
+        "step.audit:of_towers",
+        "rng=key",
+        "rng=state.rng",
+        f"{_AUDITED}[noise]",
+    ),
+    _m(
+        "U02",
+        "rows that draw from the towers' key pass the audit",
+        "towers.row_free_keys:_fold_in_key",
+        "is_shared &= key[1] != jnp.uint32(ALL_TOWERS)",
+        "is_shared &= False",
+        f"{_HABITS}[noise_from_the_shared_key]",
+    ),
+    _m(
+        "U03",
+        "towers of unequally many rows are not compared",
+        "step.audit:run_audit",
+        "each + each // 2",
+        "2 * each",
+        "test_audit.py::test_uneven_towers_are_compared_where_batches_are_padded",
+    ),
+    _m(
+        "U04",
+        "two towers are compared with themselves",
+        "step.audit:run_audit",
+        "(1, 2))\n    second",
+        "(2, 2))\n    second",
+        f"{_HABITS}[sum_with_weight_1]",
+    ),
+    _m(
+        "U05",
+        "a step that was refused by its audit trains at the next call",
+        "step.caller:Caller._audit_first",
+        "self.audit(state, batch)",
+        "(vars(self).update(_audits=False), self.audit(state, batch))",
+        f"{_HABITS}[sum_with_weight_1]",
+    ),
+)
+
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
-MUTANTS += CHECKPOINTS + FIGURES + BESIDES + ROUNDS + SWEEPS + JOBS
+MUTANTS += CHECKPOINTS + FIGURES + BESIDES + ROUNDS + SWEEPS + JOBS + AUDITS

@@ -171,7 +171,7 @@ class Placer:
     ) -> None:
         self.placement, self._micro_batches = placement, micro_batches
         # What divides the rows: None is towers times micro-batches.
-        self._shares: int = shares or placement.num_towers * micro_batches
+        self.shares: int = shares or placement.num_towers * micro_batches
         self._remainder: shard.Remainder = remainder
         self.may_pad = remainder == "pad"
         # Padded size -> most examples, over all batches so far, refused ones included.
@@ -184,7 +184,7 @@ class Placer:
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of so many examples had been placed before."""
         new = [n for n in sorted(sizes) if n > max(self.full_sizes, default=0)]
-        self.full_sizes |= {n + -n % self._shares: n for n in new}
+        self.full_sizes |= {n + -n % self.shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """One batch for one step.
@@ -226,7 +226,7 @@ class Placer:
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """The shapes of a program's arguments for one batch; nothing is placed."""
         batch, shared = shard.without_shared(batch)
-        rows = shard.fit_shapes(batch, self._shares, self._remainder)
+        rows = shard.fit_shapes(batch, self.shares, self._remainder)
         count = jax.ShapeDtypeStruct((self.placement.num_towers,), jnp.int32)
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
         return rows, count, shared
@@ -238,7 +238,7 @@ class Placer:
             batch.check(self.placement, self._micro_batches)
             return batch
         rows, shared = shard.without_shared(batch)
-        rows, num_valid = shard.fit_batch(rows, self._shares, self._remainder)
+        rows, num_valid = shard.fit_batch(rows, self.shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
         towers = self.placement.num_towers
         each = jax.tree.leaves(rows)[0].shape[0] // towers
@@ -330,12 +330,12 @@ class Placer:
         arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
         most = max((x.shape[0] for x in arrays if x.ndim), default=0)
         sizes = [n for n in self.full_sizes if n >= most]
-        size = min(sizes, default=most + -most % self._shares)
+        size = min(sizes, default=most + -most % self.shares)
         towers, parts = self.placement.num_towers, self._micro_batches
         needed, fitted = Counter[int](), []
         for (sparse, dense), held in zip(aside, shared, strict=True):
             dense, num_valid = shard.fit_batch(
-                dense, self._shares, self._remainder, full_size=size
+                dense, self.shares, self._remainder, full_size=size
             )
             padded = jax.tree.leaves(dense)[0].shape[0]
             self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))

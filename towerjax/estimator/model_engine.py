@@ -48,8 +48,8 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.tower_axis import axes_in_tower
 from towerjax.towers.variables import plain
-from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import parts_of
+from towerjax.types import Layout, PyTree, Sum
+from towerjax.types.leaves import map_parts, parts_of
 
 WRAP = """Please wrap optimizers with TowerOptimizer:
 tj.estimator.TowerOptimizer(optax.sgd(0.1)), with its state among the variables,
@@ -88,6 +88,27 @@ class ModelEngine:
         """The passes without the update, to find the leaves that are not finite."""
         engine, _ = self._engine(donated, kept, batch)
         return engine.find_flags(run, donated, kept, *batch)
+
+    def on(self, strategy: Strategy) -> "ModelEngine":
+        """The model on other towers, without checks and without micro-batches."""
+        if self.model_options.compat is not None:
+            raise ValueError(
+                f"compat={self.model_options.compat!r} divides by the number of towers"
+                " as the original did, so there is nothing to audit. Leave out audit="
+                " or compat=."
+            )
+        changes: Any = {"micro_batches": 1, "check": None, "guard": "loss"}
+        options = dataclasses.replace(self.options, **changes)
+        of_other: Any = {"strategy": strategy, "hooks": [], "_cache": {}}
+        return dataclasses.replace(self, options=options, **of_other)
+
+    def merge_all(
+        self, run: Run, donated: Any, kept: Any, *batch: PyTree
+    ) -> list[PyTree]:
+        """What the towers of each pass return, merged; gradients as means."""
+        engine, _ = self._engine(donated, kept, batch)
+        trees = engine.merge_all(run, donated, kept, *batch)
+        return list(map(_with_means, trees))
 
     def run(
         self, on_devices: Run, donated: Any, kept: Any, *batch: PyTree
@@ -219,6 +240,15 @@ class ModelEngine:
         return after, parts
 
 
+def _with_means(merged: dict[str, Any]) -> dict[str, Any]:
+    """What a pass merged, with the sums of its gradients as means over the loss."""
+    loss, grads = merged["minimized"], merged["grads"]
+    if not isinstance(loss, Weighted):
+        return merged
+    sums = map_parts(Sum, lambda x: x.value, grads)
+    return {**merged, "grads": Weighted(sums, loss.weight)}
+
+
 _SPEC_LAYOUT = {
     "loss": Layout.MIRRORED,
     "eval_metrics": Layout.MIRRORED,
@@ -280,14 +310,15 @@ class ModelStep(Caller):
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
 
     def __init__(self, engine: ModelEngine, placer: Placer) -> None:
-        self._engine, strategy, options = engine, engine.strategy, engine.options
+        strategy, options = engine.strategy, engine.options
         self._policy = engine.model_options.variable_placement
         first, trains = split_state(state_layout(strategy)), engine.mode is Mode.TRAIN
         names = "state", "kept" if trains else "counters"
         ins = dict(zip(names, first, strict=True)) | BATCH_LAYOUT
         out = (*first, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
         recipe = Recipe(engine.run, ins, out, donate=options.donate and trains)
-        super().__init__(recipe, strategy, placer, options.max_programs)
+        how = {"engine": engine, "audits": options.audit}
+        super().__init__(recipe, strategy, placer, options.max_programs, **how)
 
     def start(self, state: PyTree) -> TrainState:
         """The variables as a state, on all devices."""
@@ -305,6 +336,7 @@ class ModelStep(Caller):
 
     def spec(self, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
+        self._audit_first(variables, batch)
         state, placement = self.start(variables), self.strategy.placement
         *after, parts = self._runner_for(state, batch)(split_state(state), batch)
         names = "predictions", "export_outputs"
@@ -313,7 +345,7 @@ class ModelStep(Caller):
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
             parts["train_op"] = store(after, placement, self._policy)
-        return ModelSpec(self._engine.mode, hooks=tuple(self._engine.hooks), **parts)
+        return ModelSpec(self.engine.mode, hooks=tuple(self.engine.hooks), **parts)
 
     def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
         """The loss and the metrics, as states to merge; in PREDICT the predictions."""

@@ -133,8 +133,9 @@ class ReplicatedModel:
         Args:
           params: As for a call.
           config: As for a call.
-          **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate`` and
-            ``check``, as for ``tj.build_train_step``; optimizers meet once a step.
+          **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate``,
+            ``audit`` and ``check``, as for ``tj.build_train_step``; optimizers
+            meet once a step.
 
         Returns:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
@@ -191,6 +192,7 @@ def replicate_model_fn(
     compat: Compat | None = None,
     donate: bool = False,
     max_programs: int | None = None,
+    audit: bool = False,
 ) -> ReplicatedModel:
     """Replicate a model function: it is called as before, with the global batch.
 
@@ -212,6 +214,7 @@ def replicate_model_fn(
         the towers' losses by the number of towers, and classes are stacked.
       donate: Whether ``train_op`` may reuse the buffers of ``variables``.
       max_programs: How many batch signatures may compile for each mode; None: 8.
+      audit: As for ``tj.build_train_step``, of the first call of each mode.
 
     Returns:
       A `ReplicatedModel`.
@@ -238,7 +241,8 @@ def replicate_model_fn(
     Source:
       ``tf.contrib.estimator.replicate_model_fn`` (2018).
     """
-    step = StepOptions(remainder=remainder, donate=donate, max_programs=max_programs)
+    calls: Any = {"remainder": remainder, "donate": donate, "audit": audit}
+    step = StepOptions(max_programs=max_programs, **calls)
     options = ModelOptions(loss_reduction, variable_placement, compat, step)
     strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
     options.check_strategy(strategy)

@@ -23,8 +23,8 @@ class RunSummary:
       steps: Steps done.
       examples: Examples in them, padding not counted.
       compile_seconds: How long the calls waited for compilation.
-      steps_per_second: Without the time of compilation and evaluation.
-      examples_per_second: Without the time of compilation and evaluation.
+      steps_per_second: Without the time of the audit, compilation and evaluation.
+      examples_per_second: Without the time of the audit, compilation and evaluation.
 
     Example:
       >>> print(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5))
@@ -129,7 +129,7 @@ class HistoryLog:
     def __init__(self, start: int) -> None:
         self.number = self._start = start
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
-        self.compile_s = self.evaluate_s = 0.0
+        self.audit_s = self.compile_s = self.evaluate_s = 0.0
         self._start_s, self._examples = time.perf_counter(), 0
         self._columns: dict[str, list[Any]] = {}
         self._skipped: list[int] = []
@@ -144,7 +144,8 @@ class HistoryLog:
     def steps_per_second(self) -> float:
         """The rate so far, without the time of compilation and evaluation."""
         seconds = time.perf_counter() - self._start_s
-        return self.num_steps / max(seconds - self.compile_s - self.evaluate_s, 1e-9)
+        seconds -= self.audit_s + self.compile_s + self.evaluate_s
+        return self.num_steps / max(seconds, 1e-9)
 
     @property
     def evaluated(self) -> dict[str, Any] | None:

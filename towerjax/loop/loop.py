@@ -23,10 +23,14 @@ from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
 from towerjax.step.checking import Checked, error_of, is_refused
+from towerjax.step.comparison import SplitError
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
 from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import place_others
+from towerjax.types.warning import warn
+
+_MOST_AUDITED = 10_000_000  # parameters of a step that a run audits without being asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Loop:
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
+        self._audits = _is_to_be_audited(step, state, options.audit)
         self._wait_s = 0.0
         self._fault: Exception | None = None
         self._is_evaluation_due = self._is_saving_due = False
@@ -136,6 +141,9 @@ class Loop:
 
     def _dispatch(self, placed: PlacedBatch) -> None:
         self._fetch(self._options.in_flight - 1)
+        if self._audits:
+            self._audits = False
+            self._audit(placed)
         if placed.signature not in self._compiled:
             start_s = time.perf_counter()
             self._step.program(self.state, placed)
@@ -155,6 +163,25 @@ class Loop:
         for hook in self._options.with_state:
             if reaches_multiple(hook.every, before, after):
                 self._fetch(0)
+
+    def _audit(self, placed: PlacedBatch) -> None:
+        """Audit the step before it changes anything; say so in the run's output."""
+        start_s = time.perf_counter()
+        try:
+            report = self._step.audit(self.state, placed)
+        except SplitError as error:
+            if self._options.audit or not jax.tree.leaves(self.state.local):
+                raise
+            warn(f"{error}\nSay audit=False if each tower's own statistics are meant.")
+            return
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if self._options.audit:
+                error.add_note("The audit ran into this; audit=False leaves it out.")
+                raise
+            self._progress.note(f"not audited: {str(error).splitlines()[0]}")
+            return
+        self._log.audit_s = time.perf_counter() - start_s
+        self._progress.note(f"audited in {self._log.audit_s:.1f} s: {report}")
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""
@@ -351,6 +378,16 @@ class Loop:
             if reaches_multiple(hook.every, self._hooked, self._dispatched):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")
+
+
+def _is_to_be_audited(step: Any, state: TrainState, audit: bool | None) -> bool:
+    """Whether the run is to audit a step, which may be one of the user's own."""
+    if audit is not None:
+        return audit
+    if getattr(step, "is_audited", True) or step.num_parts == 1:
+        return False
+    sizes = [x.size for x in jax.tree.leaves(state.params)]
+    return sum(sizes) <= _MOST_AUDITED
 
 
 def _is_usable(state: TrainState) -> bool:

@@ -11,7 +11,13 @@ from towerjax.loop.stopping import Best, EarlyStopping, rules_of
 from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
-from towerjax.types.options import cast_ints, check_function, check_list, check_whole
+from towerjax.types.options import (
+    cast_ints,
+    check_choice,
+    check_function,
+    check_list,
+    check_whole,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,7 @@ class RunOptions:
     prefetch: int
     in_flight: int
     checkpointer: Checkpointer | None
+    audit: bool | None
     progress: bool | None
     hooks: tuple[Hook | WithState, ...]
     writers: tuple[Writer, ...]
@@ -106,6 +113,7 @@ class RunOptions:
                     f"{name}={every} must be a multiple of steps_per_call={size}: there"
                     " is no state between the steps of a call."
                 )
+        check_choice("audit", self.audit, (None, True, False))
         rules_of(self.early_stopping)
         for name, kind in {"best": Best, "checkpointer": Checkpointer}.items():
             value = getattr(self, name)

@@ -42,6 +42,7 @@ def run(
     prefetch: int = 2,
     in_flight: int = 2,
     checkpointer: Checkpointer | None = None,
+    audit: bool | None = None,
     progress: bool | None = None,
     hooks: Sequence[Hook | WithState] = (),
     writers: Sequence[Writer] = (),
@@ -76,6 +77,10 @@ def run(
       in_flight: How many dispatched calls may run before one is waited for.
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
         ``steps`` counts from the state that is passed. See ``docs/checkpoints.md``.
+      audit: Whether ``step.audit`` runs with the first batch, before anything changes,
+        if it has not before; None where the step has several towers or micro-batches
+        and at most 10 million parameters, and with tower-local variables, which may
+        be meant to differ, it warns in place of an error.
       progress: None shows a bar on a terminal and in a notebook, else plain lines;
         True always shows a bar, False nothing.
       hooks: Each is called as ``hook(step number, metrics)`` with host values, for
@@ -90,6 +95,7 @@ def run(
     Raises:
       ValueError: An option is wrong, a batch is malformed, there is no batch, or
         there are fewer than ``steps``; the evaluation lacks a metric that is named.
+      SplitError: The audit found what depends on how the batch is split over towers.
       NonFiniteError: With ``on_nonfinite="raise"``: a loss or gradient was not
         finite. That step changed nothing; steps then in flight are done. Names the
         tower and leaf, if the step can ``locate``: its batch is run once more.
@@ -112,9 +118,8 @@ def run(
       >>> float(state.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
     """
-    check_methods(
-        "step", step, "strategy start place_batch dispatch", "tj.build_train_step(...)"
-    )
+    methods = "strategy start place_batch dispatch" + " audit" * (audit is True)
+    check_methods("step", step, methods, "tj.build_train_step(...)")
     why = "every evaluation needs all of it"
     options = RunOptions(
         steps=steps,
@@ -128,6 +133,7 @@ def run(
         prefetch=prefetch,
         in_flight=in_flight,
         checkpointer=checkpointer,
+        audit=audit,
         progress=progress,
         hooks=check_hooks(hooks),
         writers=check_writers(writers),

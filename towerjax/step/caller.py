@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.mesh.placement import place
+from towerjax.mesh.placement import place, readable
+from towerjax.step.audit import run_audit
+from towerjax.step.comparison import AuditReport
 from towerjax.step.program import Program, Runner, prepare
 from towerjax.step.proving import Recipe
 from towerjax.step.report import StepReport, report_on
@@ -32,8 +34,14 @@ class Caller:
         strategy: Strategy,
         placer: Placer,
         max_programs: int | None,
+        *,
+        engine: Any,
+        audits: bool = False,
     ) -> None:
-        self.strategy, self._placer = strategy, placer
+        self.strategy, self._placer, self.engine = strategy, placer, engine
+        self._audits = audits and placer.shares > 1  # before the next call
+        self.num_parts = placer.shares  # T A: how many calls of a tower share a batch
+        self.is_audited = False
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self._runner = Runner(recipe, strategy.placement, max_programs, leaves_out)
@@ -122,8 +130,51 @@ class Caller:
         """
         return report_on(self, state, batch, timed_calls)
 
+    def audit(self, state: Any, batch: PyTree) -> AuditReport:
+        """Run two towers and one tower of the same rows, and compare what is merged.
+
+        On one device, with so many rows for each of the two as a tower function gets;
+        where batches may be padded, once more with half as many for the second. Loss,
+        gradients, metrics and every other merged value are compared; ``tower.rng``
+        draws the same for all rows. Nothing is updated, and the state is kept.
+
+        Args:
+          state: As for a call.
+          batch: A global batch of at least two examples, or one placed before.
+
+        Returns:
+          An `AuditReport` of what was compared.
+
+        Raises:
+          SplitError: A leaf depends on how the rows were split: names the leaf, both
+            numbers, and what to write instead.
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(w, batch, tower):
+          ...     return tj.Weighted(((w - batch) ** 2).sum(), 1.0)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> try:
+          ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
+          ... except tj.testing.SplitError as error:
+          ...     [finding.leaf for finding in error.findings]
+          ['gradient', 'loss']
+        """
+        state = jax.tree.map(readable, self.start(state))
+        how = {"parts": self._placer.shares, "pads": self._placer.may_pad}
+        report = run_audit(self.engine, self.strategy, state, batch, **how)
+        self._audits, self.is_audited = False, True
+        return report
+
+    def _audit_first(self, state: Any, batch: PlacedBatch) -> None:
+        """Audit before the first call, where the step was built so."""
+        if self._audits:
+            self.audit(state, batch)
+
     def _call(self, state: Any, batch: PlacedBatch) -> tuple[TrainState, Any]:
         """The state as it was given to the program, and the results."""
+        self._audit_first(state, batch)
         runner = self._runner_for(state, batch)
         if batch.signature not in runner.programs or not is_usable(state):
             state = self.start(state)

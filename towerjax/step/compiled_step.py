@@ -36,6 +36,7 @@ class StepOptions:
     donate: bool = True
     max_programs: int | None = 1
     check: Check | None = None
+    audit: bool = False
 
     __repr__ = short_repr
 
@@ -46,6 +47,7 @@ class StepOptions:
         check_whole("micro_batches", self.micro_batches)
         check_whole("max_programs", self.max_programs, or_none=True)
         check_flag("donate", self.donate)
+        check_flag("audit", self.audit)
         cast_ints(self)
         if self.check is None:
             return
@@ -74,6 +76,7 @@ class CompiledStep(Caller):
         strategy: Strategy,
         options: StepOptions,
         *,
+        engine: Any = None,
         layout: TrainState | None = None,
     ) -> None:
         self.options = options
@@ -87,7 +90,8 @@ class CompiledStep(Caller):
             micro_batches=options.micro_batches,
         )
         recipe = Recipe(step, ins, out, donate=options.donate)
-        super().__init__(recipe, strategy, placer, options.max_programs)
+        how = {"engine": engine, "audits": options.audit}
+        super().__init__(recipe, strategy, placer, options.max_programs, **how)
         self._verdicts = Verdicts(
             strategy.placement, refusals=options.on_nonfinite == "raise"
         )

@@ -23,6 +23,7 @@ from towerjax.step.returned import fill_holes
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.update import accept_or_keep, check_types
 from towerjax.towers.executors import vmap_members
+from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PerTower, PyTree, Rows
 from towerjax.types.leaves import is_key, map_parts
 
@@ -125,6 +126,19 @@ class Engine:
         passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
         *_, outs = self.run_passes(run, passes, state, batch)
         return ([out.found.flags for out in outs],)
+
+    def on(self, strategy: Strategy) -> "Engine":
+        """The passes on other towers, without checks and without micro-batches."""
+        off: Any = {"guards_sums": False, "check": None, "has_op_state": False}
+        changes = {"strategy": strategy, "micro_batches": 1, **off}
+        passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
+        return dataclasses.replace(self, passes=passes)
+
+    def merge_all(self, run: Run, donated: Any, kept: Any, *batch: Any) -> list[PyTree]:
+        """What the towers of each pass return, merged, without an update."""
+        state = TrainState(**donated, **kept)
+        *_, outs = self.run_passes(run, self.passes, state, batch)
+        return [fill_holes(out.merged, own=out.own) for out in outs]
 
     def run_passes(
         self,

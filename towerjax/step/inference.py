@@ -10,6 +10,7 @@ from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process
 from towerjax.step.caller import Caller
+from towerjax.step.engine import Engine
 from towerjax.step.one_pass import Pass
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import fill_holes, without_padding
@@ -31,7 +32,7 @@ from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
 from towerjax.types.door import door
 from towerjax.types.leaves import refuse_traced, refuse_unheld
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_flag, check_whole
 
 
 def _model_part(state: TrainState) -> TrainState:
@@ -48,10 +49,13 @@ class InferenceStep(Caller):
         strategy: Strategy,
         remainder: Remainder,
         max_programs: int | None,
+        audit: bool = False,
     ) -> None:
         check_remainder(remainder)
+        check_flag("audit", audit)
         check_whole("max_programs", max_programs, or_none=True)
         one = Pass(tower_fn, strategy, reads_local=True)
+        engine = Engine((one,), _no_update, "ignore", "loss")
 
         def towers(run: Run, of_model: Any, counters: Any, *batch: PyTree) -> Any:
             out = run(one, TrainState(**of_model, **counters), *batch, ())
@@ -63,7 +67,8 @@ class InferenceStep(Caller):
         out_layouts = (Layout.MIRRORED, Layout.PER_TOWER)
         recipe = Recipe(towers, ins | BATCH_LAYOUT, out_layouts, donate=False)
         placer = Placer(strategy.placement, remainder=remainder)
-        super().__init__(recipe, strategy, placer, max_programs)
+        how = {"engine": engine, "audits": audit}
+        super().__init__(recipe, strategy, placer, max_programs, **how)
 
     def start(self, state: Any) -> TrainState:
         """What evaluation reads of a state or of bare parameters, on the devices."""
@@ -106,6 +111,10 @@ class InferenceStep(Caller):
         return _result(tree, on_every_process(own, self.strategy.placement), placed)
 
 
+def _no_update(state: TrainState, merged: PyTree) -> tuple[TrainState, dict[str, Any]]:
+    return state, {}
+
+
 def _result(tree: dict[str, PyTree], own: PyTree, batch: PlacedBatch) -> PyTree:
     """What towers returned under one name, without padding."""
     (result,) = fill_holes(tree, own=without_padding(own, batch)).values()
@@ -118,6 +127,7 @@ def build_eval_step(
     *,
     remainder: Remainder = "pad",
     max_programs: int | None = None,
+    audit: bool = False,
 ) -> InferenceStep:
     """A step that computes metrics over a global batch.
 
@@ -131,6 +141,7 @@ def build_eval_step(
       remainder: For a batch that ``T`` does not divide, as in `build_train_step`.
       max_programs: How many kinds of batch may compile; None is 8, with a warning
         at the second.
+      audit: As for `build_train_step`: the metrics are compared.
 
     Returns:
       ``evaluate(state, batch) -> {name: state}``.
@@ -153,7 +164,7 @@ def build_eval_step(
         metrics = metric_fn(state.params, batch, tower)
         return {"metrics": check_metrics(metrics, trains=False)}
 
-    return InferenceStep(tower_fn, strategy, remainder, max_programs)
+    return InferenceStep(tower_fn, strategy, remainder, max_programs, audit)
 
 
 def build_predict_step(

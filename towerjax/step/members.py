@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.mesh.placement import place
+from towerjax.step.comparison import AuditReport
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.engine import Outcome
 from towerjax.step.state import TrainState, state_layout
@@ -95,6 +96,15 @@ class MembersStep(CompiledStep):
         donated, now, metrics, finite = one(donated, kept["rng"])
         now["step"] = kept["step"] + 1
         return Outcome(donated, now, {"one": metrics, "own": {}}, finite.all())
+
+    def audit(self, state: Any, batch: PyTree) -> AuditReport:
+        """As `Step.audit`, of the first member."""
+        numbers, _ = state.extra
+        if self._together:
+            numbers = jax.tree.map(lambda x: x[0], numbers)
+        report = self._build(numbers)[0].audit(self.member(state, 0), batch)
+        self._audits, self.is_audited = False, True
+        return report
 
     def start(self, state: Any) -> TrainState:
         """The state itself: `begin` or a step made it, so nothing needs checking."""

@@ -208,7 +208,7 @@ class Runner:
         """The program for such a batch, compiled if it is the first of its kind."""
         program = self.programs.get(batch.signature)
         if program is not None and not (program.is_full and batch.padded):
-            _refuse_unread_weight(batch, program.proof)
+            refuse_unread_weight(batch, program.proof)
             return program
         signature = admit(batch, self._seen, self.max_programs)
         if self.placement.num_processes > 1:
@@ -225,7 +225,7 @@ class Runner:
         proof, compile_it = prepare(
             self.recipe, self.placement, args, full_rows=full_rows
         )
-        _refuse_unread_weight(batch, proof)
+        refuse_unread_weight(batch, proof)
         if signature not in self._seen:
             self._seen.append(signature)
         self.programs[batch.signature] = program = compile_it()
@@ -237,7 +237,7 @@ class Runner:
         run = Proving(self.placement, on_devices=True)
         args = (*first, *batch.args)
         out = self.recipe.fn(run, *args)
-        _refuse_unread_weight(batch, run.prove(self.recipe, args))
+        refuse_unread_weight(batch, run.prove(self.recipe, args))
         return out
 
     def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
@@ -313,7 +313,7 @@ def _refuse_stored_tracers(traced: Any) -> None:
         )
 
 
-def _refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
+def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
     """Raise if padded rows would count in a sum."""
     if batch.padded and (found := proof.unmasked()):
         unmasked = sorted(found, key=len)  # so that losses come before gradients

@@ -59,8 +59,7 @@ class Step(CompiledStep):
         **makes: Callable[[PyTree], PyTree],
     ) -> None:
         """``makes`` gives, by its name, a field of the first state from parameters."""
-        super().__init__(engine.step, strategy, options)
-        self.engine = engine
+        super().__init__(engine.step, strategy, options, engine=engine)
         makes.setdefault("own", functools.partial(own_of_op, strategy))
         self._makes = makes
 
@@ -333,6 +332,7 @@ def build_step(
     donate: bool = True,
     max_programs: int = 1,
     check: Check | None = None,
+    audit: bool = False,
 ) -> Step:
     """A step of your own: towers compute, what they return is merged, one update.
 
@@ -360,6 +360,7 @@ def build_step(
       donate: As for `build_train_step`.
       max_programs: As for `build_train_step`.
       check: As for `build_train_step`; it checks towers in the last pass.
+      audit: As for `build_train_step`; every leaf of what towers return is compared.
 
     Returns:
       A `Step`.
@@ -390,9 +391,8 @@ def build_step(
         form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
         check_function("tower_fn", one, form)
     check_function("update_fn", update_fn, "update_fn(state, merged)")
-    options = StepOptions(
-        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, check
-    )
+    of_batch = micro_batches, remainder, on_nonfinite, guard
+    options = StepOptions(*of_batch, donate, max_programs, check, audit)
     fns = tuple(map(refusing_tangents, tower_fns))
     engine = engine_of(fns, update_fn, strategy, options, rows_used_later=True)
     # A step without examples is accepted: what it does, update_fn says.

@@ -250,6 +250,7 @@ def build_train_step(
     donate: bool = True,
     max_programs: int = 1,
     check: Check | None = None,
+    audit: bool = False,
     statistics: TowerStatistics | None = None,
     sync: Sync = EVERY_STEP,
 ) -> TrainStep:
@@ -285,6 +286,8 @@ def build_train_step(
       donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
       check: What the step checks besides, such as ``tj.Check(every=100)``.
+      audit: Whether the first call, before it changes anything, runs `audit`: two
+        towers and one of its rows, and raises where they differ.
       statistics: `TowerStatistics()` adds metrics of the towers' gradients; see
         ``docs/how_to/batch_size.md``.
       sync: When towers synchronise, such as ``tj.sync.LocalSGD(every=8)``; see
@@ -315,9 +318,8 @@ def build_train_step(
         "loss_reduction", loss_reduction, (None, Reduction.SUM, Reduction.MEAN)
     )
     check_trainable(trainable)
-    options = StepOptions(
-        micro_batches, remainder, on_nonfinite, guard, donate, max_programs, check
-    )
+    of_batch = micro_batches, remainder, on_nonfinite, guard
+    options = StepOptions(*of_batch, donate, max_programs, check, audit)
     if statistics is not None:
         _check_statistics(statistics, strategy.num_towers * options.micro_batches)
     if update_extra is not None:

@@ -12,7 +12,7 @@ from towerjax.tools.bench.protocol import read_toml
 from towerjax.tools.bench.results import compare, differences, read_results
 from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.shell import FAULT, OK, option
-from towerjax.tools.testing.audit import SplitError, assert_replicates
+from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import Reduction
 from towerjax.types.tables import as_text
@@ -194,7 +194,7 @@ _COMMANDS = {
         option("--towers", shell.whole_numbers, "how many (default: 1,2,3,4,8)"),
         option("--rtol", float, "the largest relative difference (default: 1e-4)"),
         option("--loss-reduction", Reduction, "what a bare scalar means: sum or mean"),
-        option("--ignore-random", "ignore", "leave out what changes with rng", "rng"),
+        option("--in-order", False, "do not permute the rows", "permuted"),
         option("--no-padding", False, "only even splits, without padding", "padding"),
         _JSON,
     ),

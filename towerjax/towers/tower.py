@@ -23,6 +23,7 @@ from towerjax.proof import tags
 from towerjax.towers.cross_tower.values import is_mergeable, stack_towers
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.variables import (
     TowerLocal,
     Variable,
@@ -94,8 +95,7 @@ class Tower:
     def shared_rng(self) -> jax.Array:
         """A key of this step, the same on all towers and micro-batches."""
         key = _require_step(self._rng, "shared_rng", "a key")
-        # No tower has this number, so that no tower has this key.
-        return jax.random.fold_in(jax.random.fold_in(key, self.step), 2**32 - 1)
+        return jax.random.fold_in(jax.random.fold_in(key, self.step), ALL_TOWERS)
 
     @property
     def rows(self) -> int:

@@ -12,6 +12,7 @@ from towerjax.data.placer import Placer
 from towerjax.estimator.model_engine import ModelTrainStep
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
+from towerjax.step.comparison import gaps
 from towerjax.step.step import Step, build_step
 from towerjax.step.sync import EveryStep
 from towerjax.step.train import TrainStep
@@ -104,13 +105,6 @@ def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]
     if a.ndim:
         text += f", and {int(wrong.sum())} of {a.size} elements do"
     return [text]
-
-
-def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """The absolute differences; infinite where only one value is not finite."""
-    same = (got == want) | (np.isnan(got) & np.isnan(want))
-    with np.errstate(invalid="ignore"):
-        return np.nan_to_num(np.where(same, 0.0, np.abs(got - want)), nan=np.inf)
 
 
 def _ulps(a: Any, b: Any, gap: float) -> str:

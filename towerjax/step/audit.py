@@ -1,0 +1,337 @@
+"""The audit: run the towers of a step as two and as one, and compare what is merged."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.collectives.sparse_rows import is_rows, splits_entries
+from towerjax.data import feed
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.mesh.placement import copy_to_host, place
+from towerjax.metrics.state import compute, has_value
+from towerjax.metrics.weighted import Means
+from towerjax.proof.equation import Site, open_jaxpr, sub_jaxprs, user_line
+from towerjax.step.comparison import (
+    AuditReport,
+    Compared,
+    Finding,
+    Leaves,
+    SplitError,
+    judge,
+)
+from towerjax.step.program import refuse_unread_weight
+from towerjax.step.proving import Proving
+from towerjax.step.returned import is_typed, key_name, without_padding
+from towerjax.step.state import STATE_LAYOUT, TrainState, split_state
+from towerjax.towers.row_free_keys import row_free_key
+from towerjax.towers.strategies import Mirrored, Strategy
+from towerjax.towers.variables import TowerLocal, read_local
+from towerjax.types import PerTower, PyTree, Reduction, Shared, named_leaves
+from towerjax.types.leaves import is_key, listed, map_parts
+
+DRAWS = 0x45A319E6, 0xD413A7C2
+"""Two draws of every element: one that a dropout keeps, and one that it drops."""
+
+
+class Towers:
+    """The passes of a step on so many towers of one device; their merged values.
+
+    Each tower function is called once a tower: micro-batches are towers in turn. Rows
+    are padded to so many that ``shares`` divides, at least to ``rows``.
+    """
+
+    def __init__(
+        self, engine: Any, strategy: Strategy, towers: int, *, shares: int, rows: int
+    ) -> None:
+        how: Any = {"axis_name": strategy.axis_name}
+        if isinstance(strategy, Mirrored):
+            how["local"] = strategy.local
+        alike = Mirrored(devices=(_own_device(strategy),), towers=towers, **how)
+        self.towers, self._placement = towers, alike.placement
+        self._placer = Placer(self._placement, remainder="pad", shares=shares)
+        self._placer.expect([rows])
+        self._run = Proving(self._placement, on_devices=True)
+        merge_all = functools.partial(engine.on(alike).merge_all, self._run)
+        self._fn, self.lints = jax.jit(merge_all), dict[str, None]()
+        self.jaxpr: Any = None
+        self._proof: Any = None
+
+    def __call__(self, state: TrainState, rows: PyTree) -> Leaves:
+        """What is merged of these rows, by leaf."""
+        donated, kept = split_state(place(state, self._placement, STATE_LAYOUT))
+        placed = self._placer.place(rows)
+        args = (donated, kept, *placed.args)
+        # What the proof warns of, it warns of in the step itself, too.
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with jax.default_matmul_precision("highest"):
+                if self.jaxpr is None:
+                    closed = self._fn.trace(*args).jaxpr
+                    self.jaxpr, self._proof = closed.jaxpr, self._run.proof(closed)
+                merged = self._fn(*args)
+        self.lints |= dict.fromkeys(str(warning.message) for warning in found)
+        refuse_unread_weight(placed, self._proof)
+        return _leaves_of(merged, placed)
+
+
+def _own_device(strategy: Strategy) -> str:
+    """The name of the first of the devices that belongs to this process."""
+    placement, here = strategy.placement, jax.process_index()
+    pairs = zip(placement.devices, placement.jax_devices, strict=True)
+    return next(name for name, device in pairs if device.process_index == here)
+
+
+def run_audit(
+    engine: Any,
+    strategy: Strategy,
+    state: TrainState,
+    batch: PyTree,
+    *,
+    parts: int,
+    pads: bool,
+) -> AuditReport:
+    """Compare two towers with one tower of the rows of both, on one device.
+
+    The rows are the batch's first, for each of the two so many as a tower function is
+    called with, in one of ``parts`` calls. Where batches may be padded, they are
+    compared once more with half as many for the second.
+    """
+    rows = _on_host(batch)
+    total = len(feed.batches(rows, 1))
+    each = min(-(-total // parts), total // 2)
+    if not each:
+        raise ValueError(
+            "The audit compares two towers, and the batch has one example. Give two."
+        )
+    how: Any = {"shares": 2, "rows": 2 * each}
+    one, two = (Towers(engine, strategy, number, **how) for number in (1, 2))
+    second = ("unevenly", each + each // 2) if pads else ("evenly", 2 * each)
+    splits = [("evenly", 2 * each), second]
+
+    def runs(**draws: Any) -> Iterator[Compared]:
+        for (name, count), word in zip(splits, DRAWS, strict=True):
+            given = next(iter(feed.batches(rows, count)))
+            key = row_free_key(word, **draws)
+            alone, both = (of_towers(state, number, key) for number in (1, 2))
+            want, near = one(alone, given), one(rounded(alone), given)
+            yield Compared(2, name, two(both, given), want, near)
+
+    try:
+        return judge([*runs()], one.jaxpr, 2 * each)
+    except SplitError as error:
+        told = _advise(error, runs, one, two, each)
+        raise SplitError(error.findings, told) from None
+
+
+def _on_host(batch: PyTree) -> PyTree:
+    """The examples of a batch, as they were before they were placed."""
+    if not isinstance(batch, PlacedBatch):
+        return batch
+    if splits_entries(batch.arrays):
+        raise ValueError(
+            "The audit of a placed batch with sparse leaves, whose entries are split."
+            " Give the batch as it was before, step.audit(state, batch)."
+        )
+    arrays, _, held = jax.tree.map(copy_to_host, batch.args[:3])
+    counts = batch.counts
+    if batch.num_steps is not None:
+        arrays, held = jax.tree.map(lambda x: x[0], (arrays, held))
+        counts = counts[0]
+    is_example = (np.arange(batch.rows) < counts[:, None]).reshape(-1)
+    arrays = jax.tree.map(lambda x: x[is_example], arrays)
+    values = iter(held)
+    return map_parts(Shared, lambda _: Shared(next(values)), arrays)
+
+
+def of_towers(state: TrainState, number: int, key: jax.Array) -> TrainState:
+    """The state of its first two towers, or of one tower in their place."""
+
+    def of(variable: TowerLocal) -> TowerLocal:
+        def rows(x: Any) -> Any:
+            x = copy_to_host(x)
+            return x[np.minimum(np.arange(2), len(x) - 1)]
+
+        two = jax.tree.map(rows, variable.value)
+        if number == 2:
+            return dataclasses.replace(variable, value=two)
+        if variable.reduction is Reduction.NONE:
+            one = jax.tree.map(lambda x: x[:1], two)
+        else:
+            both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, two))
+            one = jax.tree.map(lambda x: x[None], read_local(both))
+        return dataclasses.replace(variable, value=one)
+
+    local = map_parts(TowerLocal, of, state.local)
+    return dataclasses.replace(state, local=local, rng=key, own=None)
+
+
+def rounded(state: TrainState) -> TrainState:
+    """The state with its parameters changed in their last bit, to and fro."""
+
+    def near(x: Any) -> Any:
+        x = copy_to_host(x)
+        if not np.issubdtype(x.dtype, np.inexact) or x.dtype.itemsize < 4:
+            return x
+        signs = 1 - 2 * (np.arange(x.size).reshape(x.shape) % 2)
+        return (x * (1 + np.finfo(x.dtype).eps * signs)).astype(x.dtype)
+
+    return dataclasses.replace(state, params=jax.tree.map(near, state.params))
+
+
+def _leaves_of(merged: Sequence[PyTree], placed: PlacedBatch) -> Leaves:
+    """What each pass merged, by leaf name, on the host."""
+    found: Leaves = {}
+    for number, tree in enumerate(merged, 1):
+        prefix = f"pass {number}: " if len(merged) > 1 else ""
+        tree = without_padding(tree, placed)
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_one)
+        for path, leaf in pairs:
+            first = key_name(path[0]) if path else "result"
+            root = "gradient" if first == "grads" else first
+            name = prefix + root + jax.tree_util.keystr(path[1:])
+            named = named_leaves(name, _value_of(leaf), is_leaf=lambda x: x is None)
+            found |= {each: as_reals(x) for each, x in named}
+    return found
+
+
+def _is_one(x: Any) -> bool:
+    return is_typed(x) or isinstance(x, Means)
+
+
+def _value_of(leaf: Any) -> PyTree:
+    """The leaf as one value; None where each tower has its own."""
+    is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
+    if is_own or isinstance(leaf, PerTower):
+        return None
+    if isinstance(leaf, TowerLocal):
+        leaf = read_local(leaf)
+    elif has_value(leaf) or isinstance(leaf, Means):
+        leaf = compute(leaf)
+    dense = lambda x: x.to_dense() if is_rows(x) else x  # noqa: E731
+    return jax.tree.map(dense, leaf, is_leaf=is_rows)
+
+
+def as_reals(x: Any) -> np.ndarray | None:
+    """The array in float64; real and imaginary parts stacked; None of a key or None."""
+    if x is None or is_key(x):
+        return None
+    x = np.asarray(x)
+    return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
+
+
+_INSTEAD = (
+    "Return sums with their weights, tj.Weighted.mean(values, tower.weight), and"
+    " tj.metrics. What a row needs of all rows, take over all towers, with"
+    " tower.all_gather and tower.reduce, or from an earlier pass of tj.build_step; what"
+    " is made of a gradient, such as its norm, make in the update, of the merged one."
+)
+# What runs along a dim, or orders it: of rows it is another for each tower's own.
+_ALONG = {
+    "sort": "sorts",
+    "top_k": "takes the largest of",
+    "approx_top_k": "takes the largest of",
+    "rev": "reverses",
+    "scan": "goes through",
+    "argsort": "sorts",
+    "argmax": "takes the largest of",
+    "argmin": "takes the smallest of",
+    "reduce_max": "takes the largest of",
+    "reduce_min": "takes the smallest of",
+}
+_ALONG |= dict.fromkeys(
+    ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "accumulates"
+)
+
+
+def _advise(
+    error: SplitError,
+    runs: Callable[..., Iterator[Compared]],
+    one: Towers,
+    two: Towers,
+    each: int,
+) -> list[str]:
+    """What may be the cause, and what to write instead."""
+    told = _advise_by_draws(error, runs, one, each)
+    told += _advise_by_numbers(error.findings)
+    told += two.lints
+    told += _advise_by_lines(one.jaxpr, 2 * each)
+    return [*told, _INSTEAD]
+
+
+def _advise_by_draws(
+    error: SplitError, runs: Callable[..., Iterator[Compared]], one: Towers, each: int
+) -> list[str]:
+    """Whether all is the same with keys that draw the same for all rows."""
+    names = {finding.leaf for finding in error.findings}
+    try:
+        judge([*runs(shared=False)], one.jaxpr, 2 * each)
+        left = set[str]()
+    except SplitError as other:
+        left = {finding.leaf for finding in other.findings}
+    if not (mended := sorted(names - left)):
+        return []
+    return [
+        f"{listed(mended)}: rows draw from tower.shared_rng, of which all towers draw"
+        " the same. Draw what rows have of their own from tower.rng."
+    ]
+
+
+def _advise_by_numbers(findings: Sequence[Finding]) -> list[str]:
+    told = []
+    for factor, text in {
+        0.5: "half of it on two towers, as of a sum whose weight is no sum: return"
+        " tj.Weighted(sum, weight) with the weights of the same rows, or tj.Sum(x)"
+        " for a total",
+        2.0: "twice as much on two towers, as of a mean that is added: return it as"
+        " tj.Weighted(sum, weight), and divide gradients once, grads.value after the"
+        " merge",
+    }.items():
+        names = [x.leaf for x in findings if _is_times(x, factor)]
+        told += [f"{listed(names)}: {text}."] if names else []
+    if findings and all(x.split == "unevenly" for x in findings):
+        told.append(
+            "Where towers have as many rows each they agree: a mean of each tower's"
+            " mean counts a tower of few rows as much as one of many."
+        )
+    return told
+
+
+def _is_times(finding: Finding, factor: float) -> bool:
+    expected = factor * finding.one_tower
+    return abs(finding.value - expected) <= 1e-4 * abs(expected) > 0
+
+
+def _advise_by_lines(jaxpr: Any, rows: int) -> list[str]:
+    """The lines that may depend on which rows a tower has, and in which order."""
+    found: dict[str, None] = {}
+    for site in _sites(jaxpr):
+        name = site[0].primitive.name
+        if name in _ALONG and _size_along(site[0]) == rows and (at := user_line(site)):
+            found[f"{at} {_ALONG[name]} a tower's own rows ({name})."] = None
+    return [*found][:3]
+
+
+def _sites(jaxpr: Any, outer: Site | None = None) -> Iterator[Site]:
+    """All equations, each with those around it."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        site = (eqn, outer)
+        yield site
+        for inner in sub_jaxprs(eqn):
+            yield from _sites(inner, site)
+
+
+def _size_along(eqn: Any) -> int | None:
+    """The size of the dim that an equation goes along."""
+    params, shape = eqn.params, getattr(eqn.invars[0].aval, "shape", ())
+    if "length" in params:
+        return params["length"]
+    axes = [params.get(x) for x in ("axis", "dimension", "axes", "dimensions")]
+    given = next((x for x in axes if x is not None), -1)
+    axis = given[0] if isinstance(given, tuple) else given
+    return shape[axis] if shape else None
