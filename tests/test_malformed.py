@@ -342,6 +342,34 @@ def test_odd_options_of_a_loop_are_refused_by_name(steps):
         refuse(functools.partial(place, batches, 2), "batches must be")
 
 
+ANYTHING = [None, "x", b"x", -1, 1.5, float("nan"), [], {}, [None], object(), {1}, int]
+ANYTHING += [np.ones((2, 2), np.float32), np.array(["a", "b"]), np.array([{}], object)]
+TEXTS = ["x", b"x", np.array(["a", "b"]), np.array([{}], object)]
+DOORS = {
+    "target": (tj.Absent, without(dict(enumerate(ANYTHING)), 1)),
+    "mode": (lambda x: tj.Best("loss", mode=x), dict(enumerate(ANYTHING))),
+    "axis": (
+        lambda x: tj.Weighted.mean(np.ones(2), axis=x),
+        without(dict(enumerate(ANYTHING)), 0),
+    ),
+    "loss_fn": (tj.value_and_grad, dict(enumerate(ANYTHING))),
+    "optimizer": (lambda x: tj.TrainState.create(1.0, x), dict(enumerate(ANYTHING))),
+    "state": (
+        tj.testing.check_mirrored,
+        dict(enumerate(x for x in ANYTHING if not isinstance(x, list | dict))),
+    ),
+    "Weighted.sum": (lambda x: tj.Weighted(x, 1.0), dict(enumerate(TEXTS))),
+    "Weighted.weight": (lambda x: tj.Weighted(1.0, x), dict(enumerate(TEXTS))),
+}
+
+
+@pytest.mark.parametrize("argument", DOORS)
+def test_anything_odd_is_refused_at_the_door_by_name(argument):
+    call, values = DOORS[argument]
+    for value in values.values():
+        refuse(functools.partial(call, value), argument)
+
+
 # Leaves of which trees are made, or that parameters may be.
 PARAMS = LEAVES.keys() - {
     *("None", "nested None", "number", "list", "ragged", "PerTower", "Weighted"),

@@ -259,8 +259,12 @@ def test_a_full_disk_ends_the_run_with_its_state(step):
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(IsADirectoryError):
-        tj.JsonLines(tmp_path).open(0)
+    (tmp_path / "file").write_text("")
+    for options in tj.JsonLines(tmp_path), tj.TensorBoard(tmp_path / "file"):
+        with pytest.raises(
+            ValueError, match=r"(path|logdir)='/.* cannot be written to"
+        ):
+            options.open(0)
     for path in (3, ""):
         with pytest.raises(ValueError, match="must be the path of a file"):
             tj.JsonLines(path)

@@ -21,6 +21,7 @@ from towerjax.types.options import (
     check_number,
     check_path,
     check_whole,
+    opening,
     require,
 )
 
@@ -179,10 +180,11 @@ class JsonLines:
           ValueError: ``path`` holds something else or an earlier run.
         """
         path = pathlib.Path(self.path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A pipe or a device has no earlier lines.
-        repeated = self._cut(path, start) if path.is_file() else None
-        return OpenJsonLines(path, repeated)
+        with opening("JsonLines.path", path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A pipe or a device has no earlier lines.
+            repeated = self._cut(path, start) if path.is_file() else None
+            return OpenJsonLines(path, repeated)
 
     def _cut(self, path: pathlib.Path, start: int) -> int | None:
         """Cut off later lines; the offset of a last line that evaluates ``start``."""
@@ -317,7 +319,8 @@ class TensorBoard:
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
         writer = require("tensorboardX.event_file_writer", *needs)
         proto = require("tensorboardX.proto.event_pb2", *needs)
-        logdir.mkdir(parents=True, exist_ok=True)
+        with opening("TensorBoard.logdir", logdir):
+            logdir.mkdir(parents=True, exist_ok=True)
         if start == 0 and not self.replace and any(logdir.glob("*tfevents*")):
             raise ValueError(
                 f"TensorBoard: {str(logdir)!r} holds event files of an earlier run, but"

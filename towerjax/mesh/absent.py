@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 
 from towerjax.types import short_repr
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_text, check_whole
 
 # The fields of a GpuTargetConfigProto that differ between GPUs, here of SXM modules.
 _FIGURES = """core_count fpus_per_core shared_memory_per_core
@@ -85,6 +85,7 @@ class Absent:
 
     def __post_init__(self) -> None:
         """Check what can be known without a compiler."""
+        check_text("target", self.target, "a name, such as 'H100' or 'v5e:2x4'")
         if self.platform == "tpu" and (self.number, self.hosts) == (None, None):
             return
         if self.target not in _GPUS and "gpu_device_info" not in self.target:

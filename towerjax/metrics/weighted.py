@@ -21,7 +21,7 @@ from towerjax.metrics.rows import (
 )
 from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
-from towerjax.types.leaves import native
+from towerjax.types.leaves import native, problem_of
 from towerjax.types.options import check_choice
 
 
@@ -98,6 +98,10 @@ class Weighted(_LossTerm):
 
     def __post_init__(self) -> None:
         """Refuse negative weights where the values are known before tracing."""
+        for name, x in vars(self).items():
+            is_held = not isinstance(x, str | bytes | np.ndarray)
+            if not is_held and (problem := problem_of(x)):
+                raise ValueError(f"Weighted.{name} is {problem}.")
         is_known = isinstance(self.weight, int | float | np.ndarray | np.generic)
         if is_known and (lowest := np.min(self.weight, initial=0)) < 0:
             raise ValueError(

@@ -12,7 +12,7 @@ from jax import lax
 from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.types import Portable, PyTree, readable_leaves
-from towerjax.types.leaves import key_data, listed
+from towerjax.types.leaves import key_data, listed, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +122,13 @@ def check_mirrored(state: PyTree) -> None:
       >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
       >>> check_mirrored(step.init(jnp.float32(1.0)))
     """
-    found = []
-    for name, leaf in readable_leaves("", state):
+    found, leaves = [], list(readable_leaves("", state))
+    is_array = [isinstance(x, jax.Array) for _, x in leaves]
+    if state is None or (leaves and not any(is_array)):
+        raise ValueError(
+            f"state={shown(state)} holds no jax.Array. Pass what a step returned."
+        )
+    for name, leaf in leaves:
         if not isinstance(leaf, jax.Array) or not leaf.is_fully_replicated:
             continue
         shards = key_data(leaf).addressable_shards

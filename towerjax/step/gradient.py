@@ -28,6 +28,7 @@ from towerjax.types import (
     named_leaves,
 )
 from towerjax.types.leaves import is_key, listed, widen_dtype
+from towerjax.types.options import check_function
 
 
 def value_and_grad(
@@ -66,6 +67,8 @@ def value_and_grad(
       >>> float(loss.value), float(grads.value)
       (3.5, 1.75)
     """
+    form = "loss_fn(params, batch, tower)"
+    check_function("loss_fn", loss_fn, form, takes=False)
 
     def run(params: PyTree, *args: Any, **named: Any) -> tuple[Any, Weighted | Sum]:
         _refuse_without_gradient(params)

@@ -21,6 +21,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, check_tower_local, stack_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
+from towerjax.types.options import check_methods
 from towerjax.types.tables import leaf_table
 
 
@@ -102,6 +103,7 @@ class TrainState:
           >>> int(TrainState.create(jnp.float32(1.0), optax.sgd(0.1)).step)
           0
         """
+        check_methods("optimizer", optimizer, "init update", "optax.sgd(0.1)")
         params = check_params(params)
         trainable_flags(params, True, advice=OF_MODELS)
         local = check_tower_local(local)

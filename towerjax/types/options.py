@@ -1,12 +1,13 @@
 """Checks of options, with one error text for each kind of option."""
 
+import contextlib
 import importlib
 import inspect
 import numbers
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -76,7 +77,7 @@ def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise unless a value is one of several."""
-    if value not in allowed:
+    if not any(isinstance(value, type(x)) and value == x for x in allowed):
         texts = ", ".join(map(repr, allowed))
         raise ValueError(f"{name}={value!r:.200} must be one of {texts}.")
 
@@ -117,6 +118,18 @@ def check_flag(name: str, value: Any) -> None:
     """Raise unless a value is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r:.200} must be True or False.")
+
+
+@contextlib.contextmanager
+def opening(name: str, path: Any) -> Iterator[None]:
+    """Say which option's file or folder cannot be opened or made, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{name}={str(path)!r} cannot be written to: {error.strerror}. Name a file"
+            " or folder that this process may write to."
+        ) from error
 
 
 def require(module: str, what: str, install: str) -> Any:
