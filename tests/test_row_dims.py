@@ -130,6 +130,32 @@ def printed(x, y, w, tower):
     return x[:, 0] @ w
 
 
+@meets
+def stacked(x, y, w, tower):
+    both = jnp.stack([y, x[:, 0] @ w], axis=1)
+    return (both - both.mean(0)[None]).sum(1)
+
+
+@apart
+def stacked_rows(x, y, w, tower):
+    both = jnp.stack([x[:, 0], x[:, 1]], axis=2)
+    first, second = jnp.unstack(both - both.mean((1, 2), keepdims=True), axis=2)
+    return (first * second) @ w
+
+
+@apart
+def centred_and_printed(x, y, w, tower):
+    jax.debug.callback(lambda y: None, y - y.mean())
+    jax.debug.print("{}", lax.fori_loop(0, 2, lambda i, y: y - y.mean(), y))
+    return x[:, 0] @ w
+
+
+@apart
+def centred_in_vain(x, y, w, tower):
+    unused = jax.jit(lambda y: (y - y.mean(), y))(y)
+    return x[:, 0] @ w * unused[1]
+
+
 @apart
 def attention(x, y, w, tower):
     scores = jax.nn.softmax(jnp.einsum("btf,bsf->bts", x * w[None, None], x))
@@ -320,6 +346,23 @@ def mean_of_rows(losses, mask, tower):
     return tj.Weighted(jnp.nan_to_num(mean), 1)
 
 
+def surrogate(losses, mask, tower):
+    total = losses.sum()
+    return tj.Weighted(2 * total - lax.stop_gradient(total), tower.weight.sum())
+
+
+def dual(losses, mask, tower):
+    total = lax.stop_gradient((losses * mask).sum())
+    return tj.Weighted(losses.sum() + 3.0 * total, tower.weight.sum())
+
+
+def stacked_totals(losses, mask, tower):
+    total = losses.sum()
+    first, second = jnp.unstack(jnp.stack([total, 2 * total]))
+    total = jnp.stack([first, second, total]).sum()
+    return tj.Weighted(total, tower.weight.sum())
+
+
 def two_means(losses, mask, tower):
     first = 2 * tj.Weighted.mean(losses, tower.weight)
     return first + 0.1 * tj.Weighted(losses.mean() * len(mask) / 2, len(mask))
@@ -329,7 +372,8 @@ def two_means(losses, mask, tower):
     ("fn", "is_no_sum"),
     [(fn, True) for fn in (root_of_a_mean, dice, mean_of_means, product_of_means)]
     + [(fn, True) for fn in (at_most, in_a_sum_of_means)]
-    + [(fn, False) for fn in (times_its_weight, masked, mean_of_rows, two_means)],
+    + [(fn, False) for fn in (times_its_weight, masked, mean_of_rows, two_means)]
+    + [(fn, False) for fn in (surrogate, dual, stacked_totals)],
 )
 def test_a_function_of_sums_is_no_sum(fn, is_no_sum):
     def loss_fn(params, batch, tower):

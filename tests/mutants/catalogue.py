@@ -1183,9 +1183,9 @@ INPUT = (
     _m(
         "I24",
         "a loop forgets where its rows met",
-        "proof.analysis:_fixed_point",
-        "isinstance(x, findings.OwnRows)",
-        "False",
+        "proof.marks:_join_two",
+        "met=first.met | second.met",
+        "met=first.met & second.met",
         "test_row_dims.py::test_rows_that_meet_are_warned_of[over_time-options0]",
     ),
     _m(

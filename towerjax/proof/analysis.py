@@ -126,7 +126,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         changed=each(findings.Changed),
         squares=each(findings.Square),
         rows=tuple(mark.rows for mark in outs),
-        own_rows=each(findings.OwnRows),
+        own_rows=(*sorted(join(outs).met), *each(findings.OwnRows)),
         meshes=each(findings.OwnMesh),
         tower_calls=each(findings.TowerCall),
     )
@@ -200,8 +200,8 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if row_dims.have_met(rows) and not any(row_dims.have_met(m.rows) for m in ins):
         if not context.is_derived(eqn):
             how = "pairs" if row_dims.are_pairs(rows) else "total"
-            line = user_line((eqn, context.outer))
-            context.found.append(findings.OwnRows(how, line))
+            met = findings.OwnRows(how, user_line((eqn, context.outer)))
+            mark = mark._replace(met=mark.met | {met})
     added = sum_in_backward(eqn, ins)
     mark = mark._replace(scale=scale, weight=weight, rows=rows, added=added)
     return _for_each_result(mark, eqn)
@@ -216,8 +216,9 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     source, differs = eqn.primitive.name, context.axis is not None
     if source == "axis_index":
         source, differs = "tower.id", context.axis in named_axes(eqn)
-    rows = row_dims.of_part(join(ins).rows)
-    mark = Mark(ALL, source, (eqn, context.outer), rows=rows) if differs else FIXED
+    given, site = join(ins), (eqn, context.outer)
+    rows = row_dims.of_part(given.rows)
+    mark = Mark(ALL, source, site, rows=rows, met=given.met) if differs else FIXED
     return _for_each_result(mark, eqn)
 
 
@@ -346,8 +347,7 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
     """Repeat a trip until marks stay the same: its outputs, and the marks before it."""
     start = len(found)
     while True:
-        # Keep the findings of the last round alone, but of any trip where rows meet.
-        found[start:] = [x for x in found[start:] if isinstance(x, findings.OwnRows)]
+        del found[start:]  # keep the findings of the last round alone
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if _without_sites(more) == _without_sites(marks):

@@ -19,7 +19,7 @@ from towerjax.proof.equation import (
     outwards,
     user_line,
 )
-from towerjax.proof.findings import Collective, Found, Hang, Repeat
+from towerjax.proof.findings import Collective, Found, Hang, OwnRows, Repeat
 from towerjax.proof.row_dims import NO_ROWS, RowDims, of_choice
 from towerjax.proof.scale import CONSTANT, Scale, scale_of_sum
 
@@ -78,6 +78,7 @@ class Mark(NamedTuple):
     rows: RowDims = NO_ROWS  # where the tower's rows lie
     # The sum over towers, in the backward of a `custom_vjp`, that a gradient is.
     added: Site | None = None
+    met: frozenset[OwnRows] = frozenset()  # where rows have met, on the way to it
 
 
 FIXED = Mark(scale=CONSTANT)
@@ -97,7 +98,7 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     weight = max(first.weight, second.weight)
     rows, added = of_choice(first.rows, second.rows), first.added or second.added
     both: Any = {"along": along, "scale": scale, "weight": weight, "rows": rows}
-    return origin._replace(**both, added=added)
+    return origin._replace(**both, added=added, met=first.met | second.met)
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:

@@ -111,7 +111,7 @@ _PRODUCT_NAMES = frozenset("conv_general_dilated dot_general mul".split())
 _SUM_NAMES = frozenset(
     "add add_any broadcast_in_dim concatenate convert_element_type copy cumsum"
     " dynamic_slice gather imag neg pad real reduce_precision reduce_sum reshape rev"
-    " slice split squeeze sub transpose".split()
+    " slice split squeeze stack stop_gradient sub transpose unstack".split()
 )
 _FLAGS = frozenset("eq ge gt is_finite le lt ne reduce_and reduce_or".split())
 # Results may have an operand's shape, but an element depends on several.
@@ -227,6 +227,17 @@ def _reshape(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     return (*(RowDim(at, 1) for at in ones if out[at] == 1), *found)
 
 
+def _stack(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
+    """A new dim, before which rows stay; a total beside rows has met them."""
+    rows, axis = _together(ins), eqn.params["axis"]
+    own = [x.at for x in rows or ()]
+    return rows if rows == MIXED else _moved(rows, {d: d + (d >= axis) for d in own})
+
+
+def _unstack(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
+    return _without(ins[0], [eqn.params["axis"]], None)
+
+
 def _squeeze(eqn: JaxprEqn, ins: Sequence[RowDims]) -> RowDims:
     dims, rows = eqn.params["dimensions"], ins[0] or ()
     kept = tuple(x for x in rows if x.at not in dims)
@@ -324,6 +335,8 @@ _ROW_RULES: dict[str, _Rule] = {
     "rev": _along("dimensions"),
     "sort": _along("dimension"),
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "transpose": _transpose,
 }
 _ROW_RULES |= dict.fromkeys("argmax argmin".split(), _reduce(None))
