@@ -358,6 +358,11 @@ DOORS = {
         tj.testing.check_mirrored,
         dict(enumerate(x for x in ANYTHING if not isinstance(x, list | dict))),
     ),
+    "mean": (lambda x: tj.metrics.mean(x), dict(enumerate([*TEXTS, object(), {1}]))),
+    "weight": (
+        lambda x: tj.metrics.mean(np.ones(2), weight=x),
+        dict(enumerate([*TEXTS, object(), {1}])),
+    ),
     "Weighted.sum": (lambda x: tj.Weighted(x, 1.0), dict(enumerate(TEXTS))),
     "Weighted.weight": (lambda x: tj.Weighted(1.0, x), dict(enumerate(TEXTS))),
 }

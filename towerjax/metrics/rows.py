@@ -8,7 +8,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.proof import tags
-from towerjax.types.leaves import native, overflow_of, promote_dtypes, widen_dtype
+from towerjax.types.leaves import (
+    native,
+    overflow_of,
+    problem_of,
+    promote_dtypes,
+    widen_dtype,
+)
 
 
 def library_of(*arrays: Any) -> Any:
@@ -41,6 +47,13 @@ def is_known(x: Any) -> bool:
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
 
 
+def refuse_no_numbers(name: str, x: Any) -> None:
+    """Raise where what is given is no array, and no other library's array either."""
+    is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
+    if (is_known(x) or not is_array) and (problem := problem_of(x)):
+        raise ValueError(f"{name} is {problem}.")
+
+
 def as_array(x: Any) -> Any:
     """A list as a NumPy array; anything else as it is, in native byte order."""
     return np.asarray(x) if isinstance(x, list | tuple) else native(x)
@@ -53,6 +66,7 @@ def as_floats(x: Any) -> jax.Array:
             f"A mean is of one array, not a {type(x).__name__}. The mean of each leaf's"
             " rows is tj.Weighted.mean(tree, weight, axis=0)."
         )
+    refuse_no_numbers("What a mean is taken of", x)
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
 
@@ -96,6 +110,7 @@ def element_weights(
     """The weight of each element; with ``repeats`` any of its dims may be 1."""
     if weight is None:
         return jnp.ones(shape, jnp.float32)
+    refuse_no_numbers(f"{name}: weight", weight)
     if is_known(weight) and (lowest := np.min(weight, initial=0)) < 0:
         raise ValueError(f"{name} got a weight of {lowest}; give 0 to mask an example.")
     weight = as_floats(as_array(weight))
