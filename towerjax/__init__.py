@@ -1,5 +1,7 @@
 """Write one tower; run it on 1 or 1,000 devices and get the same numbers."""
 
+from typing import TYPE_CHECKING
+
 from towerjax import collectives, estimator, layers, loop, metrics, tools, towers
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.data.feed import batches
@@ -30,6 +32,7 @@ from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, Reduction, Rows, Shared, Sum, TowerOutput
+from towerjax.types.missing import missing_in_module as _missing_in_module
 from towerjax.types.version import __version__
 
 __all__ = [
@@ -84,6 +87,9 @@ __all__ = [
     "towers",
     "value_and_grad",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = _missing_in_module(__name__)
 
 
 def __dir__() -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
 from towerjax.mesh.placement import Placement
+from towerjax.types.missing import Named
 from towerjax.types.tables import Table, as_html, as_text, curve
 
 
@@ -189,7 +190,7 @@ class HistoryLog:
         )
         return History(
             np.arange(self._start + 1, self.number + 1),
-            {name: _column(values) for name, values in self._columns.items()},
+            Named({name: _column(x) for name, x in self._columns.items()}),
             tuple(self.evaluations),
             tuple(self._skipped),
             np.array(self._waits_s),

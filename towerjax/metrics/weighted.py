@@ -263,8 +263,9 @@ class Means(_LossTerm):
             other = Means((other,))
         if not isinstance(other, Means):
             raise ValueError(
-                f"A mean + {type(other).__name__}: add a mean of rows, or one number"
-                " that all towers share, tj.shared(x); after the merge write .value."
+                f"A mean + {type(other).__name__}: after the merge write .value, as in"
+                " merged['grads'].value; in a loss add a mean of rows, or one number"
+                " that all towers share, tj.shared(x)."
             )
         return Means((*self.terms, *other.terms), self.shared + other.shared)
 

@@ -1,7 +1,7 @@
 """Call programs: check and place a state and a batch, compile once, and call."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from towerjax.step.state_checks import check_like, is_usable
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import doors
+from towerjax.types.missing import explain_missing
 
 
 @doors
@@ -46,6 +47,9 @@ class Caller:
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self._runner = Runner(recipe, strategy.placement, max_programs, leaves_out)
         self._runners: dict[Any, Runner] = {}  # others, made when they are needed
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing()
 
     def __init_subclass__(cls) -> None:
         """Make the public methods of each kind of step doors."""

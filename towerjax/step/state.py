@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import fields as fields_of
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,12 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, check_tower_local, stack_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
+from towerjax.types.missing import explain_missing, frozen
 from towerjax.types.options import check_methods
 from towerjax.types.tables import leaf_table
 
 
+@frozen
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
@@ -58,6 +60,9 @@ class TrainState:
     rng: jax.Array
     extra: PyTree = None
     own: PyTree = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing()
 
     def __repr__(self) -> str:
         """The fields; of arrays that were donated to a step the shapes alone."""

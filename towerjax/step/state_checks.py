@@ -106,7 +106,8 @@ def check_like(state: TrainState, expected: TrainState) -> None:
     if found := changes("state", expected, state):
         raise ValueError(
             "The state has changed since the step was compiled for such batches:"
-            f" {listed(found)}. Build another step for it, or cast it back; give an"
+            f" {listed(found)}. Go on with a state of this step, step.init(params),"
+            " build another step for it, or cast it back; give an"
             " evaluation a TrainState each time, or parameters alone."
         )
 

@@ -18,7 +18,6 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.towers.cross_tower.methods import StrategyMethods
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
-from towerjax.types.warning import warn
 
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """The layout of a step's state between steps; see `Mirrored`."""
@@ -132,13 +131,6 @@ def _pick_devices(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
             f"towers={towers} is not a multiple of the {processes} processes, each of"
             f" which runs as many. Use towers={-(-towers // processes) * processes}."
         )
-    used = fitting[-1] * processes
-    if used < each * processes and used < len(found) <= towers:
-        warn(
-            f"{towers} towers share {used} of {len(found)} devices evenly;"
-            f" {len(found) - used} stay idle. Choose towers as a multiple of"
-            f" {len(found)}, or name the devices."
-        )
     starts = range(0, each * processes, each)
     return tuple(x for i in starts for x in found[i : i + fitting[-1]])
 
@@ -200,7 +192,10 @@ def check_roles(builder: str, **given: Any) -> None:
             return isinstance(x, Strategy)
         if role == "optimizer":
             return hasattr(x, "init") and hasattr(x, "update")
-        return callable(x) and not isinstance(x, type)
+        bases = type(x).__mro__
+        roots = {(y.__module__.partition(".")[0], y.__name__) for y in bases}
+        is_module = ("flax", "Module") in roots
+        return callable(x) and not isinstance(x, type) and not is_module
 
     wrong = [role for role, x in given.items() if not fits(role, x)]
     if not wrong:
@@ -212,6 +207,11 @@ def check_roles(builder: str, **given: Any) -> None:
     are = "a strategy such as tj.Mirrored()"
     if "optimizer" in wrong:
         are = f"an optimizer of optax (of nnx.Optimizer(model, tx) the tx) and {are}"
+    if modules := [r for r in wrong if callable(given[r]) and r != "strategy"]:
+        are += (
+            f"; a module is no {modules[0]}: write a function that calls it, such as"
+            " model.apply({'params': params}, batch['x'])"
+        )
     raise ValueError(
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
         f" Write {builder}({', '.join(given)}), with {are}."

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from towerjax.types import missing
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _PACKAGES = pathlib.Path(__file__).parent, pathlib.Path(jax.__file__)
 _OURS = (*(f"{path.parent}/" for path in _PACKAGES), contextlib.__file__)
@@ -19,12 +21,13 @@ def door(fn: _F) -> _F:
 
     ``jax_traceback_filtering="off"`` keeps all, as it does JAX's own.
     """
-    tidy = _tidy
+    explain, tidy = missing.explain, _tidy
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except Exception as error:
+            explain(error)
             tidy(error)
             raise  # by itself it adds no frame
 

@@ -1,0 +1,130 @@
+"""What other libraries have, and what Python says too little of: what to write."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from layouts import mirrored
+
+import towerjax as tj
+
+BATCH, W = np.ones((4, 3), np.float32), np.ones(3, np.float32)
+
+
+def loss_fn(w, batch, tower):
+    return tj.Weighted.mean(batch @ w, tower.weight)
+
+
+def build(fn=loss_fn, **options):
+    return tj.build_train_step(fn, optax.sgd(0.1), mirrored(2), **options)
+
+
+def own(params_of):
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    def update_fn(state, merged):
+        params = params_of(state, merged)
+        return dataclasses.replace(state, params=params), {"loss": merged["loss"]}
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(2))
+    return step(step.init(W), BATCH)
+
+
+def run(**options):
+    step = build()
+    return tj.run(step, step.init(W), [BATCH], progress=False, **options)
+
+
+def assign():
+    build().init(W).params = W
+
+
+def of_extra(w, batch, tower):
+    return tj.Weighted.mean(batch @ w * tower.extra["scale"], tower.weight)
+
+
+def call(fn):
+    step = build(fn)
+    return step(step.init(W), BATCH)
+
+
+def closes_over_donated():
+    step = build()
+    first = step.init(W)
+    step(first, BATCH)
+    return call(lambda w, batch, tower: loss_fn(w + first.params, batch, tower))
+
+
+def of_another_loss():
+    step = build(lambda w, batch, tower: loss_fn(w["v"], batch, tower))
+    step(step.init({"v": W}), BATCH)
+    step(build().init(W), BATCH)
+
+
+def run_out_of_memory():
+    def fail(_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    return mirrored(1).call_for_each_tower(fail)
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+WRITE = [
+    (
+        lambda: own(lambda s, m: s.params - 0.1 * m["grads"]),
+        "merge write .value, as in",
+    ),
+    (lambda: own(lambda s, m: {"w": W} - m["grads"]), "merged['grads'].value"),
+    (lambda: own(lambda s, m: s.extra["a"]), "step.init(params, extra=...)"),
+    (lambda: call(of_extra), "step.init(params, extra=...)"),
+    (closes_over_donated, "go on with the state that the step returned"),
+    (of_another_loss, "Go on with a state of this step, step.init(params)"),
+    (run_out_of_memory, "micro_batches=2 or more; let jax.checkpoint"),
+    (lambda: run()[1].metrics["accuracy"], "There are 'loss'."),
+    (lambda: run(epochs=3), "tj.batches(data, batch_size, epochs=3)"),
+    (lambda: run(callbacks=[]), "hooks=[hook]"),
+    (lambda: tj.MirroredStrategy(), "Write tj.Mirrored();"),
+    (lambda: build().fit(BATCH), "tj.run(step, state, batches)"),
+    (lambda: build().state, "state, metrics = step(state, batch)"),
+    (assign, "Write state = dataclasses.replace(state, params=...)"),
+    (lambda: build().init(W).replace(params=W), "dataclasses.replace(state, params="),
+    (lambda: build().init(W).apply_gradients(grads=W), "tj.apply_gradients(optimizer"),
+    (lambda: build(Model()), "a module is no loss_fn: write a function that calls it"),
+    (
+        lambda: build().init(Model().init(jax.random.key(0), BATCH)),
+        "pass variables['params']",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), WRITE, ids=[x[1] for x in WRITE])
+def test_an_error_says_what_to_write(make, text):
+    with pytest.raises(Exception) as caught:  # noqa: B017 (of any kind)
+        make()
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert text in told and told.count(text) == 1
+
+
+def test_what_is_no_name_of_others_is_told_as_by_python():
+    for get in (lambda: tj.nonsense, lambda: build().nonsense):
+        with pytest.raises(AttributeError, match="nonsense") as caught:
+            get()
+        assert not hasattr(caught.value, "__notes__")
+
+
+def test_metrics_of_a_history_are_a_tree():
+    metrics = run()[1].metrics
+    doubled = jax.tree.map(lambda x: 2 * x, metrics)
+    assert dict(doubled) == {"loss": 2 * metrics["loss"]}
+    assert jnp.shape(metrics["loss"]) == (1,)
