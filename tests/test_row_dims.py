@@ -337,6 +337,20 @@ def times_its_weight(losses, mask, tower):
     return tj.Weighted(mean * mask.sum(), mask.sum())
 
 
+def dice_by_its_rows(losses, mask, tower):
+    return tj.Weighted(dice(losses, mask, tower).sum * mask.sum(), mask.sum())
+
+
+def root_by_its_rows(losses, mask, tower):
+    return tj.Weighted(jnp.sqrt(losses.sum()) * mask.sum(), mask.sum())
+
+
+def at_least_one(losses, mask, tower):
+    count = jnp.where(mask > 0, 1.0, 0.0).sum()
+    mean = jnp.where(count > 0, (losses * mask).sum() / jnp.maximum(count, 1), 0.0)
+    return tj.Weighted(mean * mask.sum(), mask.sum())
+
+
 def masked(losses, mask, tower):
     return tj.Weighted((losses * mask).sum(), mask.sum())
 
@@ -373,6 +387,7 @@ def two_means(losses, mask, tower):
     [(fn, True) for fn in (root_of_a_mean, dice, mean_of_means, product_of_means)]
     + [(fn, True) for fn in (at_most, in_a_sum_of_means)]
     + [(fn, False) for fn in (times_its_weight, masked, mean_of_rows, two_means)]
+    + [(dice_by_its_rows, True), (root_by_its_rows, True), (at_least_one, False)]
     + [(fn, False) for fn in (surrogate, dual, stacked_totals)],
 )
 def test_a_function_of_sums_is_no_sum(fn, is_no_sum):

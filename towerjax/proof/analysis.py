@@ -79,7 +79,8 @@ def analyse(
     avals: list[Any] = [v.aval for v in body.invars]
     for i, (name, aval) in enumerate(zip(inputs, avals, strict=False)):
         if name is not None and name.startswith("batch"):
-            ins[i] = ins[i]._replace(rows=row_dims.of_batch(aval.shape))
+            rows = row_dims.of_batch(aval.shape)
+            ins[i] = ins[i]._replace(rows=rows, leaves=frozenset([name]))
     context = Context(axis, num_towers, [])
     if of_more_towers is None:
         return _analyse_once(body, ins, context)
@@ -202,6 +203,8 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
             how = "pairs" if row_dims.are_pairs(rows) else "total"
             met = findings.OwnRows(how, user_line((eqn, context.outer)))
             mark = mark._replace(met=mark.met | {met})
+    if eqn.primitive.name in ("div", "integer_pow") and rows == row_dims.FUNCTION:
+        mark = mark._replace(over=mark.over | ins[-1].leaves)
     added = sum_in_backward(eqn, ins)
     mark = mark._replace(scale=scale, weight=weight, rows=rows, added=added)
     return _for_each_result(mark, eqn)
@@ -246,9 +249,10 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [mark._replace(scale=scale)]
     of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
     if name == tags.LOSS_SUM and mark.rows == row_dims.FUNCTION:
-        context.found.append(findings.OwnRows("function", origin_line(mark)))
+        found = findings.OwnRows("function", origin_line(mark), mark.over)
+        context.found.append(found)
     if name == tags.LOSS_WEIGHT and mark.rows != row_dims.NO_ROWS:
-        context.found.append(findings.OwnRows("weight", origin_line(mark)))
+        context.found.append(findings.OwnRows("weight", "", mark.leaves))
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
     if name == tags.SQUARE and mark.rows:

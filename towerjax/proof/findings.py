@@ -67,6 +67,8 @@ class OwnRows(NamedTuple):
 
     how: str  # a key of ``_OWN_ROWS``; or "weight": that of a loss is of the rows
     line: str
+    # Of the batch: those that a function's denominators, or a weight, come from.
+    leaves: frozenset[str] = frozenset()
 
 
 class OwnMesh(NamedTuple):
@@ -254,10 +256,11 @@ def refuse_squares(squares: Collection[Square]) -> None:
 def warn_of_own_rows(analysis: Analysis) -> None:
     """Warn where numbers depend on which rows a tower or micro-batch has."""
     lines: dict[str, list[str]] = {}
-    for how, line in dict.fromkeys(analysis.own_rows):
-        lines.setdefault(how, []).append(line)
-    if "weight" in lines:  # a ratio times its own denominator is the sum again
-        lines.pop("function", None)
+    weights = {x.leaves for x in analysis.own_rows if x.how == "weight"}
+    for how, line, leaves in dict.fromkeys(analysis.own_rows):
+        # A ratio times its own denominator is the sum again.
+        if how != "function" or leaves not in weights:
+            lines.setdefault(how, []).append(line)
     for how, (what, advice) in _OWN_ROWS.items():
         if how in lines:
             warn(

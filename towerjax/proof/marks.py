@@ -79,6 +79,8 @@ class Mark(NamedTuple):
     # The sum over towers, in the backward of a `custom_vjp`, that a gradient is.
     added: Site | None = None
     met: frozenset[OwnRows] = frozenset()  # where rows have met, on the way to it
+    leaves: frozenset[str] = frozenset()  # of the batch, that it is computed from
+    over: frozenset[str] = frozenset()  # those of what its totals were divided by
 
 
 FIXED = Mark(scale=CONSTANT)
@@ -98,7 +100,11 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     weight = max(first.weight, second.weight)
     rows, added = of_choice(first.rows, second.rows), first.added or second.added
     both: Any = {"along": along, "scale": scale, "weight": weight, "rows": rows}
-    return origin._replace(**both, added=added, met=first.met | second.met)
+    both |= {x: getattr(first, x) | getattr(second, x) for x in _SETS}
+    return origin._replace(**both, added=added)
+
+
+_SETS = "met", "leaves", "over"
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
