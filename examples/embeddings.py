@@ -4,10 +4,10 @@ The text is Python's installed standard library: runs of 8 words from the source
 packages, every fifth run for testing. Each word is hashed to one of 100,000 rows of 64
 numbers; the mean of a run's rows, times a small matrix, gives the packages' logits.
 
-A step looks up 8,192 rows. Towers send the gradient as these rows and their indices,
-not as the whole table, and the optimizer updates only these rows. This optimizer does
-not change a row without a gradient, so the result is that of the dense gradient. The
-bytes are those of the collectives in the compiled programs.
+A step looks up 8,192 rows by `tj.sparse.take`. Towers send the gradient as these rows
+and their indices, not as the whole table, and the optimizer, which is lazy, updates
+only these rows. Adagrad does not change a row without a gradient, so the result is that
+of the dense gradient. The bytes are those of the collectives in the compiled programs.
 
     python examples/embeddings.py
     python examples/embeddings.py --towers 4 --devices 2 --epochs 2
@@ -21,6 +21,7 @@ import re
 import sysconfig
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -73,8 +74,7 @@ def init_params() -> dict[str, np.ndarray]:
 def build_model(
     strategy: tj.Mirrored,
     optimizer: tj.estimator.TowerOptimizer,
-    *,
-    sparse: tuple[str, ...],
+    look_up: Callable[[Any, Any], jax.Array],
 ) -> tj.estimator.ReplicatedModel:
     def model_fn(
         variables: Any,
@@ -84,7 +84,7 @@ def build_model(
         tower: tj.Tower,
     ) -> tj.estimator.ModelSpec:
         def loss_fn(params: Any) -> Any:
-            rows = params["table"][features].mean(axis=1)
+            rows = look_up(params["table"], features).mean(axis=1)
             logits = rows @ params["w"] + params["b"][None]
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             hits = logits.argmax(axis=-1) == labels
@@ -94,9 +94,7 @@ def build_model(
         if mode is tj.estimator.Mode.EVAL:
             loss, metrics = loss_fn(variables.params)
             return tj.estimator.ModelSpec(mode, loss=loss, eval_metrics=metrics)
-        (loss, _), train_op = optimizer.minimize(
-            loss_fn, variables, has_aux=True, sparse=sparse
-        )
+        (loss, _), train_op = optimizer.minimize(loss_fn, variables, has_aux=True)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
     return tj.estimator.replicate_model_fn(model_fn, devices=strategy, donate=True)
@@ -158,10 +156,10 @@ def main() -> None:
     print(f"{len(train_split['label']):,} runs for training, {len(labels):,} to test")
     # Losses are means over 1,024, so rows' gradients are far below adagrad's defaults.
     optimizer = tj.estimator.TowerOptimizer(
-        optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14)
+        optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-14), lazy=True
     )
-    model = build_model(strategy, optimizer, sparse=("table",))
-    dense = build_model(strategy, optimizer, sparse=())
+    model = build_model(strategy, optimizer, tj.sparse.take)
+    dense = build_model(strategy, optimizer, lambda table, ids: table[ids])
     state = model.init(tj.TrainState.create(init_params(), optimizer))
     words, label = (x[:BATCH_SIZE] for x in train_split.values())
     batch = {"features": words, "labels": label}

@@ -195,9 +195,10 @@ def test_rows_of_a_table_meet_of_all_micro_batches():
 
     def fn(variables, features, labels, mode, tower):
         def loss_fn(p):
-            return tj.Weighted.mean(p["words"][features] ** 2, tower.weight)
+            looked_up = tj.sparse.take(p["words"], features)
+            return tj.Weighted.mean(looked_up**2, tower.weight)
 
-        loss, after = sgd.minimize(loss_fn, variables, sparse=["words"])
+        loss, after = sgd.minimize(loss_fn, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     words, ids = rows(5), np.array([3, 0, 3, 3, 1, 0], np.int32)

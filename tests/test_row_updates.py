@@ -138,10 +138,10 @@ OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(RATE, momentum=DECAY), lazy=Tr
 
 def model_fn(variables, features, labels, mode, tower):
     def loss_fn(params):
-        predicted = params["table"][features].sum(-1) * params["scale"]
+        predicted = tj.sparse.take(params["table"], features).sum(-1) * params["scale"]
         return tj.Weighted.mean((predicted - labels) ** 2, tower.weight)
 
-    loss, train_op = OPTIMIZER.minimize(loss_fn, variables, sparse=["table"])
+    loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
     return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
 

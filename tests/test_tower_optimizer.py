@@ -430,9 +430,7 @@ def test_what_is_natural_and_wrong_is_named():
         optimizer.compute_gradients(lambda w: w**2, state)
     with pytest.raises(ValueError, match="weights of the loss depend on the param"):
         optimizer.compute_gradients(
-            lambda w: tj.Weighted(w[0] ** 2, w[0]),
-            np.ones(2, "f4"),
-            sparse=lambda _: True,
+            lambda w: tj.Weighted(w[0] ** 2, w[0]), np.ones(2, "f4")
         )
     with pytest.raises(ValueError, match="minimize got a dict, not a tj.TrainState"):
         optimizer.minimize(lambda w: w**2, {"w": 1.0})
@@ -458,11 +456,12 @@ def test_rows_of_a_table_are_updated_of_the_one_gradient():
 
     def model_fn(state, features, labels, mode, tower):
         def loss_fn(params):
-            scores = jnp.tanh(params["table"][features["id"]]) @ params["w"]
+            rows = tj.sparse.take(params["table"], features["id"])
+            scores = jnp.tanh(rows) @ params["w"]
             counts = tower.weight * features["weight"]
             return tj.Weighted.mean((scores - labels) ** 2, counts)
 
-        loss, after = optimizer.minimize(loss_fn, state, sparse=["table"])
+        loss, after = optimizer.minimize(loss_fn, state)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     model = tj.estimator.replicate_model_fn(model_fn, devices=towers(2, 2))

@@ -1776,6 +1776,53 @@ ROUNDS = (
     ),
 )
 
+_LOOKUP = "test_sparse_gradient.py::test_each_lookup_has_the_dense_gradient"
+_TABLE = "test_sparse_gradient.py::test_towers_train_a_table_as_one_does"
+TABLES = (
+    _m(
+        "K01",
+        "of several lookups in a table one has a gradient",
+        "collectives.lookups:_Lookups.look_up",
+        "kept.append((ids, rows))",
+        "kept[:] = [(ids, rows)]",
+        f"{_LOOKUP}[twice]",
+    ),
+    _m(
+        "K02",
+        "a table's other uses lose their gradient",
+        "collectives.lookups:_Lookups.gradients",
+        "for i in self.rows if i in self.dense",
+        "for i in () if i in self.dense",
+        "test_sparse_gradient.py::test_what_would_need_all_rows_is_refused[params['t']:"
+        " looked up by tj.sparse.take and used otherwise too, so that]",
+    ),
+    _m(
+        "K03",
+        "an id that no row has moves another row",
+        "collectives.lookups:_join",
+        "ids[jnp.argmax(exist)]",
+        "ids[0]",
+        "test_sparse_gradient.py::"
+        "test_an_id_of_no_row_counts_at_one_that_was_looked_up",
+    ),
+    _m(
+        "K04",
+        "a dense optimizer sees the rows that were looked up alone",
+        "layers.sparse.update:update_with_rows",
+        "if not lazy:",
+        "if lazy is None:",
+        "test_sparse_update.py::test_rows_are_updated_as_the_table_is[False]",
+    ),
+    _m(
+        "K05",
+        "a step's gradient of rows is a sum where it is a mean",
+        "metrics.weighted:Weighted.value",
+        "map_values(lambda x: x * scale.astype(x.dtype), total)",
+        "map_values(lambda x: x * (scale if x.ndim < 2 else 1), total)",
+        f"{_TABLE}[4-2-how1-2-True]",
+    ),
+)
+
 SWEEPS = (
     _m(
         "W01",
@@ -1886,4 +1933,4 @@ AUDITS = (
 )
 
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
-MUTANTS += CHECKPOINTS + FIGURES + BESIDES + ROUNDS + SWEEPS + JOBS + AUDITS
+MUTANTS += TABLES + CHECKPOINTS + FIGURES + BESIDES + ROUNDS + SWEEPS + JOBS + AUDITS

@@ -24,7 +24,8 @@ def model_of(options, optimizer):
     def model_fn(state, features, labels, mode, tower):
         def scores_of(params):
             hidden = jnp.tanh(features["x"] @ params["w"])
-            return (hidden + params["table"][features["id"]]) @ params["v"]
+            rows = tj.sparse.take(params["table"], features["id"])
+            return (hidden + rows) @ params["v"]
 
         if mode is tj.estimator.Mode.PREDICT:
             return tj.estimator.ModelSpec(
@@ -42,9 +43,7 @@ def model_of(options, optimizer):
             return tj.estimator.ModelSpec(
                 mode, loss=loss, eval_metrics={"accuracy": found}
             )
-        (loss, _), after = optimizer.minimize(
-            loss_fn, state, has_aux=True, sparse=["table"]
-        )
+        (loss, _), after = optimizer.minimize(loss_fn, state, has_aux=True)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
     strategy = tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree())

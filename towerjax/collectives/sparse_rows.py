@@ -282,7 +282,7 @@ def is_sparse(x: Any) -> bool:
 
 def dense_shape(x: Any) -> tuple[int, ...]:
     """The shape of an array, dense or sparse."""
-    return x.dense_shape if is_rows(x) else x.shape
+    return x.dense_shape if is_rows(x) else np.shape(x)
 
 
 def rebuild(leaf: Any, values: Any, indices: Any, shape: tuple[int, ...]) -> Any:
@@ -347,6 +347,24 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
         return dataclasses.replace(args[0], values=out) if is_rows(args[0]) else out
 
     return jax.tree.map(one, tree, *others, is_leaf=is_rows)
+
+
+def as_dense(tree: PyTree) -> PyTree:
+    """The tree with an array for each ``IndexedRows``; an index that is none is NaN."""
+
+    def one(x: Any) -> Any:
+        return jnp.zeros(x.dense_shape, x.values.dtype) + x if is_rows(x) else x
+
+    return jax.tree.map(one, tree, is_leaf=is_rows)
+
+
+def add_trees(first: PyTree, second: PyTree) -> PyTree:
+    """The trees added leaf by leaf; rows of a table end to end."""
+
+    def one(x: Any, y: Any) -> Any:
+        return end_to_end((x, y), x.dense_shape) if is_rows(x) else x + y
+
+    return jax.tree.map(one, first, second, is_leaf=is_rows)
 
 
 def num_rows(rows: Any) -> int:

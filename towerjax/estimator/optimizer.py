@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.losses import TowersOfStep
-from towerjax.layers.sparse.gradient import Selection, sparse_value_and_grad
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.step.gradient import part_of, refuse_moving_weights
@@ -71,7 +71,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     Attributes:
       optimizer: The wrapped optimizer.
-      lazy: Whether only the rows in an ``IndexedRows`` gradient are updated.
+      lazy: Whether of a table that `tj.sparse.take` looks up only those rows are
+        updated, their moments and weight decay included.
 
     Example:
       >>> optimizer = TowerOptimizer(optax.sgd(0.5))
@@ -86,6 +87,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
     optimizer: optax.GradientTransformationExtraArgs
     lazy: bool
+    takes_rows = True  # gradients that are ``IndexedRows``, which others get dense
 
     def __new__(
         cls,
@@ -131,17 +133,15 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         params: PyTree,
         *,
         has_aux: bool = False,
-        sparse: Selection = (),
     ) -> tuple[Any, PyTree]:
         """A tower's loss and the gradient of its *sum*, not yet reduced.
 
         Args:
           loss_fn: ``params -> loss``, a scalar or ``Weighted``, or one with
             ``tj.shared`` terms; with ``has_aux`` ``params -> (loss, aux)``.
-          params: Floating arrays.
+          params: Floating arrays; of a table that `tj.sparse.take` looks up the
+            gradient is ``IndexedRows``.
           has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.
-          sparse: The leaves whose gradient shall be ``IndexedRows`` of the rows that
-            were looked up, as for ``tj.sparse.sparse_value_and_grad``.
 
         Returns:
           ``(loss, grads)``, or ``((loss, aux), grads)``. Pass the loss to
@@ -157,7 +157,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(loss), float(grads)
           (9.0, 6.0)
         """
-        (_, out), grads = _differentiate(loss_fn, params, _summed_loss, has_aux, sparse)
+        (_, out), grads = _differentiate(loss_fn, params, _summed_loss, has_aux)
         return out, grads
 
     def apply_gradients(
@@ -204,7 +204,6 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         state: TrainState,
         *,
         has_aux: bool = False,
-        sparse: Selection = (),
     ) -> tuple[Any, TrainState]:
         """The loss, and the state after one step on it.
 
@@ -213,7 +212,6 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             computed twice, first for its weights.
           state: A `TrainState` of this optimizer.
           has_aux: As for `compute_gradients`.
-          sparse: As for `compute_gradients`.
 
         Returns:
           ``(loss, state)``, or ``((loss, aux), state)``.
@@ -234,16 +232,14 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 " tj.TrainState. Of others use compute_gradients and apply_gradients."
             )
         try:
-            out, grads = self.compute_gradients(
-                loss_fn, state.params, has_aux=has_aux, sparse=sparse
-            )
+            out, grads = self.compute_gradients(loss_fn, state.params, has_aux=has_aux)
             loss = out[0] if has_aux else out
         except UnknownWeights:
-            out, grads, loss = _differentiate_means(loss_fn, state, has_aux, sparse)
+            out, grads, loss = _differentiate_means(loss_fn, state, has_aux)
         towers = getattr(state.opt_state, "towers", None)
         if isinstance(loss, Means) and towers is not None and towers.compat == "tf1":
             # A tower whose rows all have weight 0 counts its shared term.
-            out, grads, loss = _differentiate_means(loss_fn, state, has_aux, sparse)
+            out, grads, loss = _differentiate_means(loss_fn, state, has_aux)
         params, opt_state = self.apply_gradients(
             grads, state.opt_state, state.params, loss=loss
         )
@@ -257,7 +253,6 @@ def _differentiate(
     params: PyTree,
     differentiated: Callable[[Any], jax.Array],
     has_aux: bool,
-    sparse: Selection,
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
     """``((differentiated(loss), loss_fn's result), gradient)``."""
     if not callable(loss_fn):
@@ -284,11 +279,8 @@ def _differentiate(
         refuse_moving_weights(loss, params)
         return differentiated(loss), out
 
-    if not sparse:
-        return jax.value_and_grad(of_loss, has_aux=True)(params)
-    # In the jaxpr of a sparse gradient no weight can be seen to move.
-    jax.eval_shape(lambda x: jax.grad(of_loss, has_aux=True)(x)[0], params)
-    return sparse_value_and_grad(of_loss, sparse, has_aux=True)(params)
+    value, pull_back, out = vjp(of_loss, params)
+    return (value, out), pull_back(jnp.ones_like(value))
 
 
 def _summed_loss(loss: Any) -> jax.Array:
@@ -309,7 +301,7 @@ def _as_one_mean(loss: Any) -> Any:
 
 
 def _differentiate_means(
-    loss_fn: Callable[..., Any], state: TrainState, has_aux: bool, sparse: Selection
+    loss_fn: Callable[..., Any], state: TrainState, has_aux: bool
 ) -> tuple[Any, PyTree, Any]:
     """``(result, gradient, loss)`` of a loss function that returns several means."""
     towers, known = state.opt_state.towers, None  # divided by this tower's weights
@@ -321,7 +313,7 @@ def _differentiate_means(
     def part(loss: Any) -> jax.Array:
         return loss.value if known is None else part_of(loss, *known)
 
-    (value, out), grads = _differentiate(loss_fn, state.params, part, has_aux, sparse)
+    (value, out), grads = _differentiate(loss_fn, state.params, part, has_aux)
     if towers is None or (known is None and not towers.is_alone):
         return out, grads, value
     terms = (out[0] if has_aux else out).terms

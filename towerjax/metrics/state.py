@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from towerjax.collectives.reduce import drop_weak_type
+from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.weighted import Additive, Means, Weighted, widen
 from towerjax.types import Sum
 from towerjax.types.leaves import changes, listed, promote_dtypes, widen_dtype
@@ -222,7 +223,7 @@ def _check_weighted(name: str, x: Weighted) -> Weighted:
             " return tj.Weighted(derivative, loss.weight)."
         )
     total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
-    total = jax.tree.map(lambda s: s.astype(widen_dtype(s.dtype)), total)
+    total = map_values(lambda s: s.astype(widen_dtype(s.dtype)), total)
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
     dtype = promote_dtypes(jnp.float32, weight.dtype, *dtypes)
     if jax.tree_util.all_leaves([total]):

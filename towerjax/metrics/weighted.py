@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 from typing import Any, Literal, dataclass_transform
 
 import jax
@@ -12,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
+from towerjax.collectives.sparse_rows import add_trees, map_values
 from towerjax.metrics.rows import (
     as_floats,
     element_weights,
@@ -174,7 +174,7 @@ class Weighted(_LossTerm):
 
     def merge(self, other: "Weighted") -> "Weighted":
         """Add both sums and both weights: the mean of both sets of rows."""
-        total = jax.tree.map(operator.add, self.sum, other.sum)
+        total = add_trees(self.sum, other.sum)
         return Weighted(total, self.weight + other.weight)
 
     def __add__(self, other: Any) -> "Means":
@@ -192,7 +192,7 @@ class Weighted(_LossTerm):
             )
         if isinstance(factor, Tracer):
             factor = checkpoint_name(factor, tags.SHARED)
-        return Weighted(jax.tree.map(lambda x: x * factor, self.sum), self.weight)
+        return Weighted(map_values(lambda x: x * factor, self.sum), self.weight)
 
     __rmul__ = __mul__
 
@@ -202,7 +202,7 @@ class Weighted(_LossTerm):
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
             return self.value
         _refuse_unclear(totals, np.shape(self.weight))
-        return jax.tree.map(lambda x: ratio(x, self.weight), self.sum)
+        return map_values(lambda x: ratio(x, self.weight), self.sum)
 
     @property
     def value(self) -> Any:
@@ -217,7 +217,7 @@ class Weighted(_LossTerm):
         # One reciprocal behind a barrier: XLA turns only some divisions by a scalar
         # into products with its reciprocal, and then the bits depend on D.
         scale = lax.optimization_barrier(ratio(1.0, weight))
-        return jax.tree.map(lambda x: x * scale.astype(x.dtype), total)
+        return map_values(lambda x: x * scale.astype(x.dtype), total)
 
 
 @jax.tree_util.register_dataclass

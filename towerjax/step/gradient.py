@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from towerjax.collectives.lookups import vjp
+from towerjax.collectives.sparse_rows import map_values
 from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof import tags
@@ -88,14 +90,14 @@ def value_and_grad(
             given = out if isinstance(returned, TowerOutput) else out.loss
             return total, (given, weight)
 
-        total, pull_back, (given, weight) = jax.vjp(of_sums, params, has_aux=True)
+        total, pull_back, (given, weight) = vjp(of_sums, params)
         is_first = tower is None or tower.loss_first
         one = _one_after(total) if is_first else jnp.ones_like(total)
-        (grads,) = pull_back(checkpoint_name(one, tags.ONE))
+        grads = pull_back(checkpoint_name(one, tags.ONE))
         if tower is not None and tower.note_weights and isinstance(weight, list):
             tower.note_weights(weight)
-            return given, Sum(jax.tree.map(_nan_gradient, params))
-        grads = jax.tree.map(lambda g: g.astype(widen_dtype(g.dtype)), grads)
+            return given, Sum(map_values(_nan_gradient, grads))
+        grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
         if weight is None:
             return given, Sum(grads)
         weight = checkpoint_name(jnp.asarray(weight), tags.GRADIENT_WEIGHT)

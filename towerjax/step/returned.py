@@ -10,7 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.collectives.sparse_rows import is_rows
+from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check_metric, is_additive, is_metric
 from towerjax.metrics.weighted import Weighted
@@ -58,6 +58,10 @@ def split(
     kinds = ("added", "shown", "folded", "joined", "own")
     pools: dict[str, list[Any]] = {kind: [] for kind in kinds}
 
+    def put_aside(rows: IndexedRows) -> Hole:
+        pools["joined"].append(rows)
+        return Hole("joined")
+
     def one(path: tuple[Any, ...], x: Any) -> Any:
         name = name_by_key(path)
         if not is_typed(x):
@@ -74,6 +78,7 @@ def split(
             if is_additive(x):
                 is_shown = bool(path) and key_name(path[0]) in METRICS
                 kind = "shown" if is_shown else "added"
+                x = map_parts(IndexedRows, put_aside, x)
         pools[kind].append(x)
         return Hole(kind)
 
@@ -86,7 +91,11 @@ def fill_holes(tree: PyTree, **pools: list[Any]) -> PyTree:
     left = {kind: iter(pool) for kind, pool in pools.items()}
 
     def one(x: Any) -> Any:
-        return next(left[x.kind]) if isinstance(x, Hole) and x.kind in left else x
+        if not isinstance(x, Hole) or x.kind not in left:
+            return x
+        x = next(left[x.kind])
+        # A gradient may be of rows of tables.
+        return map_parts(Hole, one, x) if is_metric(x) and "joined" in left else x
 
     return jax.tree.map(one, tree, is_leaf=is_hole)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.collectives.base import KeepsState
+from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
@@ -149,10 +150,11 @@ def apply_gradients(
     check_is_state(state)
     grads = _mean_gradient(grads) if isinstance(grads, Weighted | Sum) else grads
     part = trained_part(state.params, trainable)
-    if jax.tree.structure(grads) == jax.tree.structure(state.params):
+    structure = jax.tree.structure(grads, is_leaf=is_rows)
+    if structure == jax.tree.structure(state.params):
         grads = trained_alone(grads, part)
     needed, given = (
-        {name: str(list(jnp.shape(x))) for name, x in named_leaves("grads", tree)}
+        {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
         for tree in (part, grads)
     )
     if found := differing_texts(needed, given, "{} is of shape {} and is given {}"):

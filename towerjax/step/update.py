@@ -10,6 +10,7 @@ import optax
 from jax import lax
 from jax.extend.core import Literal
 
+from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
 from towerjax.proof.interpreter import Interpreter
 from towerjax.types import ArrayLike, PyTree, named_leaves, readable_leaves
 from towerjax.types.leaves import changes, few, listed
@@ -96,7 +97,10 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
 def trained_alone(tree: PyTree, part: PyTree) -> PyTree:
     """The tree with None where ``part``, the `trained_part`, has it."""
     return jax.tree.map(
-        lambda x, own: None if own is None else x, tree, part, is_leaf=_is_none
+        lambda x, own: None if own is None else x,
+        tree,
+        part,
+        is_leaf=lambda x: _is_none(x) or is_rows(x),
     )
 
 
@@ -214,15 +218,19 @@ def apply_update(
     """The next parameters and optimizer state.
 
     The optimizer sees the whole reduced gradient, so clipping by global norm,
-    layer-wise scaling and schedules work as on one device.
+    layer-wise scaling and schedules work as on one device. Rows of tables become a
+    dense gradient, but for a ``TowerOptimizer``, which may be lazy.
     """
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    grads = map_values(lambda g, p: g.astype(p.dtype), grads, params)
+    grads = grads if getattr(optimizer, "takes_rows", False) else as_dense(grads)
     optimizer = pass_loss(optimizer)
     value = {} if loss is None else {"value": loss}
     updates, next_state = optimizer.update(grads, opt_state, params, **value)
-    shapes = jax.tree.map(
-        lambda u, p: jax.ShapeDtypeStruct(jnp.shape(u), p.dtype), updates, params
-    )
+
+    def shape_of(u: Any, p: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
+
+    shapes = jax.tree.map(shape_of, updates, params, is_leaf=is_rows)
     if found := changes("params", params, shapes):
         raise ValueError(
             f"The optimizer's updates have not the parameters' shapes: {listed(found)}."
