@@ -336,7 +336,7 @@ def advantage_less_the_mean_of_all(p, b, t):
 
 @right
 def penalised(p, b, t):
-    return mean(errors(p, b), t) + 0.1 * tj.shared((p["w"] ** 2).sum())
+    return mean(errors(p, b), t) + 0.1 * tj.penalty((p["w"] ** 2).sum())
 
 
 @right

@@ -247,7 +247,7 @@ def test_the_numbers_of_a_finding_are_those_of_numpy():
         metrics = {"c": tj.Weighted(1 + 1j * loss, 1.0)}
         return tj.TowerOutput(tj.Weighted(loss, 1.0), metrics)
 
-    batch = {"x": x, "w": tj.Shared(np.float32(3))}
+    batch = {"x": x, "w": tj.Whole(np.float32(3))}
     with pytest.raises(SplitError) as error:
         assert_replicates(loss_fn, np.float32(1), batch, np.array([2], np.int8))
     leaves = {finding.leaf for finding in error.value.findings}
@@ -468,7 +468,7 @@ def test_a_placed_batch_and_its_shared_values_are_audited():
             scale * audited_losses.errors(params, batch), tower.weight
         )
 
-    batch = {**audited_losses.BATCH, "scale": {"all": tj.Shared(np.float32(2))}}
+    batch = {**audited_losses.BATCH, "scale": {"all": tj.Whole(np.float32(2))}}
     strategy = tj.Mirrored(towers=4)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
     state = step.init(MODEL)

@@ -70,7 +70,7 @@ BATCHES = {
     ),
     "empty": ({"x": np.ones((0, 3))}, r"batch is empty: batch\['x'\] has shape"),
     "no leaves": ({}, "holds no arrays"),
-    "no rows": (tj.Shared(np.ones(3)), "holds no arrays: .* draw .*np.arange"),
+    "no rows": (tj.Whole(np.ones(3)), "holds no arrays: .* draw .*np.arange"),
 }
 
 
@@ -418,7 +418,7 @@ def test_closing_over_another_states_arrays_names_what_to_write():
 
     for fn, kind in ((distilled, r"float32\[3\]"), (drawn, "key")):
         step = build(fn)
-        with pytest.raises(ValueError, match=rf"in a mesh.*{kind}.*tj\.Shared\("):
+        with pytest.raises(ValueError, match=rf"in a mesh.*{kind}.*tj\.Whole\("):
             step(step.init(start()), good())
 
 
@@ -887,12 +887,12 @@ def test_a_loss_without_a_gradient_is_refused(loss_of):
         return tj.Weighted.mean(values, tower.weight)
 
     text = "The loss depends on no parameter, so that every gradient is 0"
-    for loss in (mean, lambda *args: mean(*args) + tj.shared(1.0)):
+    for loss in (mean, lambda *args: mean(*args) + tj.penalty(1.0)):
         with pytest.raises(ValueError, match=text):
             build(loss).check(start(), good())
 
     def penalised(params, batch, tower):
-        return mean(params, batch, tower) + tj.shared(params["w"].sum())
+        return mean(params, batch, tower) + tj.penalty(params["w"].sum())
 
     build(penalised).check(start(), good())
 

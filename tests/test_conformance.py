@@ -487,7 +487,7 @@ def moving_mean(params, batch, tower):
 @TABLE.checks(*[id for id in TABLE.cases if id.startswith("min.batchnorm.")])
 def check_batchnorm(case, strategy):
     given, expected, n = case["input"], case["expected"], strategy.num_towers
-    momentum = tj.Shared(np.float32(given["momentum"]))
+    momentum = tj.Whole(np.float32(given["momentum"]))
     x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     states = train(
         strategy,

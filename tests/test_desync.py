@@ -129,10 +129,10 @@ def test_what_a_batch_shares_is_the_same_on_all_devices():
 
     step = build(tj.Mirrored(devices(2)), fn=loss_fn)
     beta = step.place(step.init(np.float32(3))).params
-    shared = {"annealed": tj.Shared({"beta": flipped(beta, [1])})}
+    shared = {"annealed": tj.Whole({"beta": flipped(beta, [1])})}
     error = found_by(step, step.init(np.float32(1)), **shared)
     assert error.differing == (Differing("cpu:1", (1,), "batch/annealed/beta"),)
-    assert "a tj.Shared of which each process made its own" in str(error)
+    assert "a tj.Whole of which each process made its own" in str(error)
 
 
 @pytest.mark.slow

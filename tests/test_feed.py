@@ -113,7 +113,7 @@ def test_epochs_none_never_ends():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": {"x": np.zeros(3), "y": np.zeros(4)}}, "same number .*tj.Shared"),
+        ({"data": {"x": np.zeros(3), "y": np.zeros(4)}}, "same number .*tj.Whole"),
         ({"data": {"x": 3.0}}, "is 3.0 of type float"),
         ({"data": {}}, "holds no arrays"),
         ({"data": np.zeros((0, 2))}, "empty"),

@@ -39,7 +39,7 @@ def moved(w, batch, scale):
     return w - RATE * error @ x / batch["weight"].astype(float).sum()
 
 
-# tj.Shared: the same on all towers, not split, traced.
+# tj.Whole: the same on all towers, not split, traced.
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_a_shared_leaf_reaches_every_tower_whole_and_compiles_once(T, D, local, 
     state, w = step.init(start()), start()["w"]
     for scale in (1.0, 0.25, np.float32(3)):
         batch = rows(seed=int(scale))
-        state, _ = step(state, {**batch, "scale": tj.Shared({"by": scale})})
+        state, _ = step(state, {**batch, "scale": tj.Whole({"by": scale})})
         w = moved(w, batch, float(scale))
         np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
     assert len(step._runner.programs) == 1
@@ -62,7 +62,7 @@ def test_shared_leaves_of_several_steps_padding_and_the_function():
     strategy = mirrored(4, 2)
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")
     batches = [
-        {**rows(n, seed=n), "scale": tj.Shared({"by": np.float32(n / 10)})}
+        {**rows(n, seed=n), "scale": tj.Whole({"by": np.float32(n / 10)})}
         for n in (12, 11, 12)
     ]
     w = start()["w"]
@@ -81,7 +81,7 @@ def test_what_lies_on_the_devices_is_shared_without_a_copy():
     strategy = mirrored(2, 2)
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
     scale = step.init({"w": np.float32(2)}).params["w"]
-    placed = step.place_batch({**rows(), "scale": tj.Shared({"by": scale})})
+    placed = step.place_batch({**rows(), "scale": tj.Whole({"by": scale})})
     assert placed.args[2][0]["by"] is scale
     donated = step.init(start())
 
@@ -91,16 +91,16 @@ def test_what_lies_on_the_devices_is_shared_without_a_copy():
 
     step = tj.build_train_step(teacher, optax.sgd(RATE), strategy)
     with pytest.raises(ValueError, match="donated.*jnp.copy"):
-        step(donated, {**rows(), "teacher": tj.Shared(donated.params)})
+        step(donated, {**rows(), "teacher": tj.Whole(donated.params)})
     with pytest.raises(ValueError, match=r"but batch\['scale'\]\['by'\] is a str"):
-        step(step.init(start()), {**rows(), "scale": tj.Shared({"by": "half"})})
+        step(step.init(start()), {**rows(), "scale": tj.Whole({"by": "half"})})
 
 
 @pytest.mark.slow
 def test_a_function_of_a_placed_batch_is_given_what_its_towers_share():
     strategy = mirrored(2)
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
-    placed = step.place_batch({"x": np.arange(4.0), "by": tj.Shared(np.float32(3))})
+    placed = step.place_batch({"x": np.arange(4.0), "by": tj.Whole(np.float32(3))})
 
     def tower_fn(tower, batch):
         return batch["x"].sum() * batch["by"]
@@ -111,7 +111,7 @@ def test_a_function_of_a_placed_batch_is_given_what_its_towers_share():
 
 def test_evaluation_and_model_functions_take_shared_leaves():
     strategy, batch = mirrored(2, 2), rows(7)
-    shared = {"scale": tj.Shared({"by": 2.0}), **batch}  # before the rows
+    shared = {"scale": tj.Whole({"by": 2.0}), **batch}  # before the rows
 
     def metric_fn(params, batch, tower):
         return {"m": loss_fn(params, batch, tower)}
@@ -129,7 +129,7 @@ def test_evaluation_and_model_functions_take_shared_leaves():
     np.testing.assert_allclose(spec.loss.value, expected, rtol=1e-6)
     cut = list(tj.batches(shared, 4))
     assert [len(b["x"]) for b in cut] == [4, 3]
-    assert all(b["scale"] == tj.Shared({"by": 2.0}) for b in cut)
+    assert all(b["scale"] == tj.Whole({"by": 2.0}) for b in cut)
 
 
 def test_rows_may_be_keys_of_several_steps_too():
@@ -361,7 +361,7 @@ def test_shared_leaves_of_a_distributed_data_set():
     strategy = mirrored(4, 2)
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")
     sizes = 12, 11
-    given = [{**rows(n), "scale": tj.Shared({"by": n / 10})} for n in sizes]
+    given = [{**rows(n), "scale": tj.Whole({"by": n / 10})} for n in sizes]
     dataset = strategy.distribute_dataset(given, remainder="pad")
     state, w = step.init(start()), start()["w"]
     for batch, n in zip(dataset, sizes, strict=True):
@@ -372,12 +372,12 @@ def test_shared_leaves_of_a_distributed_data_set():
 
 def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
     strategy = mirrored(2, 2)
-    batch = {**rows(), "scale": tj.Shared({"by": np.float32(1)})}
-    text = r"batch\['scale'\] is a Shared, .* pass its value on its own"
+    batch = {**rows(), "scale": tj.Whole({"by": np.float32(1)})}
+    text = r"batch\['scale'\] is a Whole, .* pass its value on its own"
     with pytest.raises(ValueError, match=text):
         next(iter(strategy.distribute_dataset([batch], split="elements")))
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
-    longer = {**batch, "scale": tj.Shared({"by": np.ones(2, np.float32)})}
+    longer = {**batch, "scale": tj.Whole({"by": np.ones(2, np.float32)})}
     text = r"batch\['scale'\]\['by'\] was float32\[\] and is float32\[2\]"
     with pytest.raises(ValueError, match=text):
         step.place_batches([batch, longer], 2)
@@ -386,7 +386,7 @@ def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
 def test_placed_batches_of_a_model_keep_what_their_shared_leaves_are():
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
     kinds = [
-        as_batch(step.place_batch({"x": rows()["x"], "scale": tj.Shared(x)})).signature
+        as_batch(step.place_batch({"x": rows()["x"], "scale": tj.Whole(x)})).signature
         for x in (np.float32(1), np.float32(2), np.ones(2, np.float32))
     ]
     assert kinds[0] == kinds[1] != kinds[2]

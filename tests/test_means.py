@@ -39,7 +39,7 @@ def loss_fn(params, batch, tower):
     first, second = losses(params, batch)
     ce = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
     aux = tj.Weighted.mean(second, batch["weight"] * tower.weight)
-    return ce + FACTOR * aux + tj.shared(DECAY * (params["w"] ** 2).sum())
+    return ce + FACTOR * aux + tj.penalty(DECAY * (params["w"] ** 2).sum())
 
 
 def subtracted(params, batch, tower):
@@ -47,7 +47,7 @@ def subtracted(params, batch, tower):
     first, second = losses(params, batch)
     ce = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
     aux = tj.Weighted.mean(second, batch["weight"] * tower.weight)
-    penalty = tj.shared(-2 * DECAY * (params["w"] ** 2).sum())
+    penalty = tj.penalty(-2 * DECAY * (params["w"] ** 2).sum())
     return -(-ce - 2 * FACTOR * aux / 2) - penalty / 2
 
 
@@ -63,7 +63,7 @@ def oracle(w, batch):
 
 
 WEIGHTS = ("labelled", "weight")
-NAMES = ("loss/0", "loss/1", "loss/shared")
+NAMES = ("loss/0", "loss/1", "loss/penalty")
 OF_4 = (0, 6, 12, 18)  # the first row of each of four towers
 
 
@@ -130,8 +130,8 @@ def test_outside_of_towers_a_sum_of_means_is_one_towers():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.5))
     state = tj.TrainState.create(np.float32(1), optimizer)
     means = [
-        lambda w: tj.Weighted(6 * w, 3.0) + tj.shared(w),
-        lambda w: tj.Weighted(6 * w, 3.0) + tj.Weighted(w**2, 2.0) + tj.shared(w),
+        lambda w: tj.Weighted(6 * w, 3.0) + tj.penalty(w),
+        lambda w: tj.Weighted(6 * w, 3.0) + tj.Weighted(w**2, 2.0) + tj.penalty(w),
     ]
     minimize = jax.jit(lambda s: [optimizer.minimize(mean, s)[1] for mean in means])
     after = [float(each.params) for each in minimize(state)]
@@ -255,7 +255,7 @@ def test_several_means_cost_one_small_reduction_more():
 def test_one_mean_and_what_is_shared_need_one_pass():
     def loss(params, batch, tower):
         mean = tj.Weighted.mean(losses(params, batch)[0], batch["labelled"])
-        return 2.0 * (mean + tj.shared(DECAY * (params["w"] ** 2).sum()))
+        return 2.0 * (mean + tj.penalty(DECAY * (params["w"] ** 2).sum()))
 
     strategy = mirrored(2, 2)
     step = tj.build_train_step(loss, optax.sgd(RATE), strategy, micro_batches=11)
@@ -293,23 +293,23 @@ def refused(loss, text, error=ValueError, **options):
 
 def test_what_is_no_sum_of_means_is_refused_by_name():
     def differs(params, batch, tower):
-        return loss_fn(params, batch, tower) + tj.shared(batch["y"].sum())
+        return loss_fn(params, batch, tower) + tj.penalty(batch["y"].sum())
 
     def one_mean(params, batch, tower):
         mean = tj.Weighted.mean(batch["y"] * params["w"][0], tower.weight)
-        return mean + tj.shared(batch["y"].sum())
+        return mean + tj.penalty(batch["y"].sum())
 
     def in_each_part(params, batch, tower):
         mean = tj.Weighted.mean(batch["y"] * params["w"][0], tower.weight)
         return tower.reduce(tj.Reduction.SUM, mean).value * mean
 
-    text = r"what tj\.shared is given, .*\n.* depends on batch\['y'\]; it is made at"
+    text = r"what tj\.penalty is given, .*\n.* depends on batch\['y'\]; it is made at"
     refused(differs, text, tj.ReplicationError)
     refused(one_mean, text, tj.ReplicationError)
-    text = "a mean's factor or tj.shared, made at .*test_means.*from an earlier pass"
+    text = "a mean's factor or tj.penalty, made at .*test_means.*from an earlier pass"
     refused(in_each_part, text, tj.ReplicationError, micro_batches=11)
     refused(
-        lambda p, b, t: tj.shared((p["w"] ** 2).sum()), "no row has a part in.*MEAN"
+        lambda p, b, t: tj.penalty((p["w"] ** 2).sum()), "no row has a part in.*MEAN"
     )
     refused(loss_fn, "has its own", loss_reduction=tj.Reduction.MEAN)
 
@@ -317,7 +317,7 @@ def test_what_is_no_sum_of_means_is_refused_by_name():
         return tj.TowerOutput(loss_fn(params, batch, tower), {"loss/0": tower.step})
 
     refused(taken, r"'loss/0'\] is a name of .* a term of the loss.*; give yours ano")
-    with pytest.raises(ValueError, match=r"mean \+ float.*\.value.*tj\.shared"):
+    with pytest.raises(ValueError, match=r"mean \+ float.*\.value.*tj\.penalty"):
         1.0 - tj.Weighted(2.0, 1.0)
 
 
@@ -355,13 +355,13 @@ def test_a_shared_term_is_the_same_on_all_towers_whatever_is_returned(T, terms):
     def loss(params, batch, tower):
         mean = tj.Weighted.mean((params["w"] @ batch["x"].T) ** 2, tower.weight)
         rest = tj.Weighted.mean(batch["y"], batch["weight"]) if terms == 2 else 0 * mean
-        return mean + rest + tj.shared(batch["y"].mean() * params["w"].sum())
+        return mean + rest + tj.penalty(batch["y"].mean() * params["w"].sum())
 
     def tower_fn(state, batch, tower):
         return tj.value_and_grad(loss)(state.params, batch, tower)[1]
 
     step = tj.build_step(tower_fn, lambda state, _: (state, {}), mirrored(T, 1))
-    text = "what tj.shared is given, .*\n.*batch\\['y'\\]; it is made at .*test_means"
+    text = "what tj.penalty is given, .*\n.*batch\\['y'\\]; it is made at .*test_means"
     with pytest.raises(tj.ReplicationError, match=text):
         step.check(params(), data())
 

@@ -790,7 +790,7 @@ def test_a_sum_of_means_is_not_their_pool():
     "add", [lambda a: a + 0.5, lambda a: jnp.float32(0.5) + a, lambda a: np.ones(1) + a]
 )
 def test_what_is_added_to_a_mean_says_what_it_is(add):
-    with pytest.raises(ValueError, match=r"a mean of rows.*or one number.*tj.shared"):
+    with pytest.raises(ValueError, match=r"a mean of rows.*or one number.*tj.penalty"):
         add(tj.Weighted.mean(N))
 
 

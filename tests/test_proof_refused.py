@@ -436,7 +436,7 @@ def by_a_number_of_rows(params, batch, tower):
 def a_term_by_tower_id(params, batch, tower):
     mean = output(params, batch, tower).loss
     factor = 0.1 * tower.id  # here
-    return mean + factor * mean + tj.shared(params["b"])
+    return mean + factor * mean + tj.penalty(params["b"])
 
 
 def a_metric_by_tower_key(params, batch, tower):
@@ -467,7 +467,7 @@ FACTORS = {
 def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     first, told, *advice = refusal(loss_fn).splitlines()
     assert first == (
-        "A mean's factor, or what tj.shared is given, differs from tower to tower:"
+        "A mean's factor, or what tj.penalty is given, differs from tower to tower:"
     )
     assert f"depends on {FACTORS[loss_fn]};" in told and marked(loss_fn) in told
     assert "tj.Weighted.mean(values * factor, weight)" in advice[0]

@@ -232,7 +232,7 @@ def test_a_tower_without_weights_counts_its_penalty_as_the_original_did():
     def of_weights(variables, features, labels, mode, tower):
         def loss_fn(w):
             errors = w - jnp.ones_like(features)
-            return tj.Weighted.mean(errors**2, features) + tj.shared(w**2 / 2)
+            return tj.Weighted.mean(errors**2, features) + tj.penalty(w**2 / 2)
 
         loss, train_op = OPTIMIZER.minimize(loss_fn, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)

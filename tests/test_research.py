@@ -374,7 +374,7 @@ def test_lbfgs_searches_lines_through_the_towers_of_a_step():
     def ridge(w, batch, tower):
         errors = batch["x"] @ w - batch["y"]
         mean = tj.Weighted.mean(errors**2, batch["weight"] * tower.weight)
-        return mean + tj.shared(0.1 * (w**2).sum())
+        return mean + tj.penalty(0.1 * (w**2).sum())
 
     step = tj.build_train_step(ridge, optax.sgd(0.0), mirrored(2), donate=False)
     start, batch, optimizer = step.init(W), data(24), optax.lbfgs()

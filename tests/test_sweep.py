@@ -32,7 +32,7 @@ def build(rate, seed, width=2):
         hidden = jnp.tanh(batch["x"] @ params["in"])
         errors = hidden @ params["out"] + tower.extra - batch["y"] - noise
         loss = tj.Weighted.mean(errors**2, tower.weight)
-        loss += rate * tj.shared((params["out"] ** 2).sum())
+        loss += rate * tj.penalty((params["out"] ** 2).sum())
         mean = tj.Weighted.mean(batch["y"], tower.weight)
         seen = {"rows": tower.local["rows"] + tower.weight.sum()}
         return tj.TowerOutput(loss, {"mean": mean}, local=seen, extra=mean)

@@ -16,7 +16,7 @@ from towerjax.loop.writers import JsonLines, TensorBoard
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.tower_statistics import TowerStatistics
-from towerjax.metrics.weighted import Weighted, shared
+from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
 from towerjax.step import sync
 from towerjax.step.checking import Check
@@ -31,7 +31,7 @@ from towerjax.tools.sweep.train import sweep
 from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import PerTower, Reduction, Rows, Shared, Sum, TowerOutput
+from towerjax.types import PerTower, Reduction, Rows, Sum, TowerOutput, Whole
 from towerjax.types.missing import missing_in_module as _missing_in_module
 from towerjax.types.version import __version__
 
@@ -54,7 +54,6 @@ __all__ = [
     "Reduction",
     "ReplicationError",
     "Rows",
-    "Shared",
     "Sum",
     "TensorBoard",
     "Tower",
@@ -63,6 +62,7 @@ __all__ = [
     "TowerStatistics",
     "TrainState",
     "Weighted",
+    "Whole",
     "__version__",
     "apply_gradients",
     "batches",
@@ -77,8 +77,8 @@ __all__ = [
     "layers",
     "loop",
     "metrics",
+    "penalty",
     "run",
-    "shared",
     "sparse",
     "sweep",
     "sync",

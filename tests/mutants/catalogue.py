@@ -1356,8 +1356,8 @@ VALUES = (
         "V13",
         "what all towers share is counted by each row",
         "metrics.weighted:one_mean",
-        "term.sum + term.weight * loss.shared",
-        "term.sum + loss.shared",
+        "term.sum + term.weight * loss.penalty",
+        "term.sum + loss.penalty",
         "test_means.py::test_one_mean_and_what_is_shared_need_one_pass",
     ),
     _m(

@@ -403,7 +403,7 @@ def sharded(me):
     step = tj.build_train_step(loss_fn, optimizer, strategy)
     state = step.init({"w": np.arange(8, dtype=np.float32)})
     for by in (0.0, 1.0):
-        state, metrics = step(state, {**rows(8), "by": tj.Shared(by)})
+        state, metrics = step(state, {**rows(8), "by": tj.Whole(by)})
     parts = [x.addressable_shards[0].data.size for x in jax.tree.leaves(state)[:3]]
     read = tj.towers.saved_values(state.params), strategy.fetch(state.params)
     read = [np.float64(x["w"]).round(2).tolist() for x in read]
@@ -421,7 +421,7 @@ def shared_values_of_the_first(me):
     step = tj.build_train_step(loss_fn, optax.sgd(1.0), tj.Mirrored(towers=4))
     state = step.init(np.float32(0))
     given = [
-        {**rows(8), "by": tj.Shared({"rate": rate, "key": jax.random.key(seed)})}
+        {**rows(8), "by": tj.Whole({"rate": rate, "key": jax.random.key(seed)})}
         for rate, seed in ((1.0, 0), (2.0 + me, 0), (jnp.float32(4 - me), me))
     ]
     for batch in given[:2]:

@@ -53,7 +53,7 @@ class _Pulled(NamedTuple):
     sizes: list[int]  # how many examples each has
     bare: bool = False  # they had no dim over examples
     sparse: SparseRows | None = None  # the sparse leaves of one for all
-    shared: Sequence[PyTree] = ()  # the values of the `Shared` leaves of one for all
+    shared: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all
 
 
 @dataclasses.dataclass(frozen=True)

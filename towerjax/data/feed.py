@@ -15,7 +15,7 @@ import numpy as np
 
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
-from towerjax.types import PyTree, Shared
+from towerjax.types import PyTree, Whole
 from towerjax.types.options import cast_ints, check_flag, check_whole
 from towerjax.types.warning import warn
 
@@ -65,7 +65,7 @@ class Batches(Iterator[PyTree]):
         if self._sparse.leaves:
             batch = self._sparse.take(np.arange(self.examples)[rows], batch)
         if self._shared:
-            batch = with_shared(batch, [Shared(x) for x in self._shared])
+            batch = with_shared(batch, [Whole(x) for x in self._shared])
         self.position += 1
         return batch
 

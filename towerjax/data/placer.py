@@ -38,7 +38,7 @@ BATCH_LAYOUT = {
 class PlacedBatch:
     """A global batch, or several stacked ones, on the devices of its towers."""
 
-    # A program's arguments: (arrays [B, ...], num_valid [T] int32, values of Shared);
+    # A program's arguments: (arrays [B, ...], num_valid [T] int32, values of Whole);
     # for K steps (arrays [K, B, ...], num_valid [K, T], shared [K, ...], count ()).
     args: tuple[PyTree, ...]
     # [T], or [count, T] for several steps: how many of each tower's rows are examples.
@@ -349,7 +349,7 @@ class Placer:
         ]
 
     def place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """The values of `Shared` leaves, on all devices; copies only where needed.
+        """The values of `Whole` leaves, on all devices; copies only where needed.
 
         Of several processes each has its own, which a step's call places: the first
         one's are sent to all, and this may be a thread, which must not send.

@@ -13,7 +13,7 @@ from jax import lax
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.types import PyTree, Shared, named_leaves
+from towerjax.types import PyTree, Whole, named_leaves
 from towerjax.types.leaves import (
     changes,
     few,
@@ -71,14 +71,14 @@ def fingerprint_of(batch: PyTree) -> str:
 
 
 def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
-    """The batch without the values of its `Shared` leaves, and these values."""
-    held = [x.value for x in parts_of(Shared, batch)]
-    return map_parts(Shared, lambda _: Shared(None), batch), held
+    """The batch without the values of its `Whole` leaves, and these values."""
+    held = [x.value for x in parts_of(Whole, batch)]
+    return map_parts(Whole, lambda _: Whole(None), batch), held
 
 
 def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
     """The inverse of `without_shared`, except that ``held`` goes in as it is."""
-    return put_parts(Shared, rows, held)
+    return put_parts(Whole, rows, held)
 
 
 def count_examples(batch: PyTree) -> int:
@@ -101,7 +101,7 @@ def count_examples(batch: PyTree) -> int:
         raise ValueError(
             "Every leaf of a batch is an array of numbers, a row for each example,"
             f" but {listed(bad)}. Wrap lists in np.asarray, and what is the same for"
-            " all rows in tj.Shared(...)."
+            " all rows in tj.Whole(...)."
             + " A state comes first: step(state, batch)."
             * hasattr(batch, "opt_state")
         )
@@ -111,7 +111,7 @@ def count_examples(batch: PyTree) -> int:
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but got"
             f" {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
-            " tower needs whole is tj.Shared(...). Of graphs stack a padded pack for"
+            " tower needs whole is tj.Whole(...). Of graphs stack a padded pack for"
             " each tower: see 'Graphs' in docs/how_to/uneven_data.md."
         )
     (size,) = first
@@ -122,10 +122,10 @@ def count_examples(batch: PyTree) -> int:
 
 
 def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
-    """Raise where a leaf is sparse or `Shared`, for callers that take only arrays."""
+    """Raise where a leaf is sparse or `Whole`, for callers that take only arrays."""
 
     def is_shared(x: Any) -> bool:
-        return isinstance(x, Shared) and x.value is not None
+        return isinstance(x, Whole) and x.value is not None
 
     leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
     if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]:

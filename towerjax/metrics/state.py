@@ -198,7 +198,7 @@ def check_metric(name: str, x: Any) -> Any:
     """A tower's state, checked; its leaves strongly typed and wide enough to add."""
     if isinstance(x, Means):
         terms = (check_metric(f"{name}.terms[{i}]", t) for i, t in enumerate(x.terms))
-        return Means(tuple(terms), drop_weak_type(x.shared))
+        return Means(tuple(terms), drop_weak_type(x.penalty))
     if not is_metric(x):
         raise ValueError(f"{name} is {explain_misuse(x)}. {_STATES}")
     if isinstance(x, Weighted):
@@ -375,7 +375,7 @@ def add_batch(total: Any, metric: Any) -> Any:
     """Merge a batch's metric into the total, on the host; an array replaces it."""
     if isinstance(metric, Means):
         before = [None] * len(metric.terms) if total is None else total.terms
-        return Means(tuple(map(add_batch, before, metric.terms)), metric.shared)
+        return Means(tuple(map(add_batch, before, metric.terms)), metric.penalty)
     if not is_metric(metric):
         return metric
     state = on_host(metric)

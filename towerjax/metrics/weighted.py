@@ -225,35 +225,35 @@ class Weighted(_LossTerm):
 class Means(_LossTerm):
     """A sum of means, each with its own denominator, plus a term that towers share.
 
-    Such as ``ce + 0.1 * aux + tj.shared(l2)``: a loss of several terms, exact over
+    Such as ``ce + 0.1 * aux + tj.penalty(l2)``: a loss of several terms, exact over
     towers, micro-batches and padding. Made by ``+`` of ``Weighted``.
 
     Attributes:
       terms: One ``Weighted`` or several.
-      shared: ``()``, a number that is the same on every tower, which is proved.
+      penalty: ``()``, a number that is the same on every tower, which is proved.
 
     Example:
       >>> first, second = Weighted(6.0, 3.0), Weighted(1.0, 4.0)
-      >>> float((first + 2 * second + shared(10.0)).value)
+      >>> float((first + 2 * second + penalty(10.0)).value)
       12.5
     """
 
     terms: tuple[Weighted, ...]
-    shared: Any = 0.0
+    penalty: Any = 0.0
 
     @property
     def value(self) -> Any:
         """The terms' values and the shared term, added."""
-        return sum((term.value for term in self.terms), self.shared)
+        return sum((term.value for term in self.terms), self.penalty)
 
     def compute(self) -> Any:
         """``value``; NumPy terms are computed by NumPy, in their own precision."""
-        return sum((term.compute() for term in self.terms), self.shared)
+        return sum((term.compute() for term in self.terms), self.penalty)
 
     def by_name(self) -> dict[str, Any]:
         """The terms and the shared term, by their names among a step's metrics."""
         terms = {f"loss/{i}": term for i, term in enumerate(self.terms)}
-        return terms | {"loss/shared": self.shared}
+        return terms | {"loss/penalty": self.penalty}
 
     def __add__(self, other: Any) -> "Means":
         """The sum with further terms."""
@@ -265,21 +265,21 @@ class Means(_LossTerm):
             raise ValueError(
                 f"A mean + {type(other).__name__}: after the merge write .value, as in"
                 " merged['grads'].value; in a loss add a mean of rows, or one number"
-                " that all towers share, tj.shared(x)."
+                " that all towers share, tj.penalty(x)."
             )
-        return Means((*self.terms, *other.terms), self.shared + other.shared)
+        return Means((*self.terms, *other.terms), self.penalty + other.penalty)
 
     __radd__ = __add__
 
     def __mul__(self, factor: ArrayLike) -> "Means":
         """Each term, multiplied by a number that is the same on all towers."""
         terms = tuple(term * factor for term in self.terms)
-        return Means(terms, self.shared * factor)
+        return Means(terms, self.penalty * factor)
 
     __rmul__ = __mul__
 
 
-def shared(value: ArrayLike) -> Means:
+def penalty(value: ArrayLike) -> Means:
     """A loss term that is the same on every tower and is counted once.
 
     Such as a penalty on the parameters. The step proves that it is the same.
@@ -291,7 +291,7 @@ def shared(value: ArrayLike) -> Means:
       A term to add to a ``Weighted``.
 
     Example:
-      >>> float((Weighted(6.0, 3.0) + shared(0.5)).value)
+      >>> float((Weighted(6.0, 3.0) + penalty(0.5)).value)
       2.5
     """
     if isinstance(value, Tracer):
@@ -306,7 +306,7 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
     term, *others = loss.terms
     if others:
         return None
-    return Weighted(term.sum + term.weight * loss.shared, term.weight)
+    return Weighted(term.sum + term.weight * loss.penalty, term.weight)
 
 
 class UnknownWeights(Portable, ValueError):

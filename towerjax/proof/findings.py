@@ -131,7 +131,7 @@ _DIFFERING = "These outputs must be the same on every tower, but are not:"
 _REDUCE = """Return tj.Weighted(sum, weight) or tj.Sum(value), which add up over towers,
 or tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:
 tj.PerTower(value), or TowerOutput(local=...)."""
-_FACTORS = "A mean's factor, or what tj.shared is given, differs from tower to tower:"
+_FACTORS = "A mean's factor, or what tj.penalty is given, differs from tower to tower:"
 _UNIFY = """Multiply the rows, tj.Weighted.mean(values * factor, weight). What is meant
 for all towers is drawn with tower.shared_rng; or computed from the mean of all rows,
 tower.mean(values, tower.weight), or from an earlier pass: see 'A function of a mean' in
@@ -297,7 +297,7 @@ def refuse_collectives(analysis: Analysis) -> None:
 def refuse_varying(found: Analysis, names: Sequence[str]) -> None:
     """Raise where a bare value or a factor differs between a tower's micro-batches."""
     pairs = [*zip(names, found.outputs, strict=False)]
-    pairs += [("a mean's factor or tj.shared", x) for x in found.factors]
+    pairs += [("a mean's factor or tj.penalty", x) for x in found.factors]
     bare = [f"{name}, made at {x.line}" for name, x in pairs if x is not None]
     if bare:
         raise ReplicationError(

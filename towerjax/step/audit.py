@@ -32,7 +32,7 @@ from towerjax.step.state import STATE_LAYOUT, TrainState, split_state
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.towers.variables import TowerLocal, read_local
-from towerjax.types import PerTower, PyTree, Reduction, Shared, named_leaves
+from towerjax.types import PerTower, PyTree, Reduction, Whole, named_leaves
 from towerjax.types.leaves import is_key, listed, map_parts
 
 DRAWS = 0x45A319E6, 0xD413A7C2
@@ -146,7 +146,7 @@ def _on_host(batch: PyTree) -> PyTree:
     is_example = (np.arange(batch.rows) < counts[:, None]).reshape(-1)
     arrays = jax.tree.map(lambda x: x[is_example], arrays)
     values = iter(held)
-    return map_parts(Shared, lambda _: Shared(next(values)), arrays)
+    return map_parts(Whole, lambda _: Whole(next(values)), arrays)
 
 
 def of_towers(state: TrainState, number: int, key: jax.Array) -> TrainState:

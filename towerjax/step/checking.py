@@ -27,7 +27,7 @@ class Check:
     Attributes:
       every: ``n``: the steps 0, n, 2n ... are checked.
       desync: Compare a fingerprint of each mirrored leaf's bits over devices, of the
-        state as the step is given it and of the batch's `Shared` values. The step's
+        state as the step is given it and of the batch's `Whole` values. The step's
         number is compared at every check and stands for the rest where it differs.
       nonfinite: Look for NaN and infinity in the parameters and in each tower's own
         loss, gradient and sums of metrics. Needs ``on_nonfinite="raise"``.
@@ -121,7 +121,7 @@ def device_prints(
 ) -> Fingerprints | None:
     """Fingerprints of this device's mirrored leaves; nothing is sent yet.
 
-    ``shared`` is a batch of the values of its `Shared` leaves alone.
+    ``shared`` is a batch of the values of its `Whole` leaves alone.
     """
     if not (check.desync and axes.device_axis):
         return None

@@ -49,7 +49,7 @@ class DesyncError(Portable, RuntimeError):
             " so go on from a state of before the check that last passed, such as a"
             " checkpoint, and look at that device's memory, at callbacks and foreign"
             " kernels that do not give each device the same, at how the state was"
-            " placed, or at a tj.Shared of which each process made its own."
+            " placed, or at a tj.Whole of which each process made its own."
         )
         self.step, self.differing = step, tuple(differing)
 

@@ -179,7 +179,7 @@ def refuse_moving_weights(loss: Any, params: PyTree) -> None:
 def _refuse_no_gradient(loss: Any, params: PyTree) -> None:
     """Raise if the loss depends on no parameter, so that every gradient would be 0."""
     sums = (
-        [t.sum for t in loss.terms] + [loss.shared]
+        [t.sum for t in loss.terms] + [loss.penalty]
         if isinstance(loss, Means)
         else [loss.sum]
     )
@@ -267,4 +267,4 @@ def _total_and_weight(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
 def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:
     """One part's share of a sum of means whose global denominators are ``weights``."""
     means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
-    return sum(means, jnp.asarray(loss.shared / parts))
+    return sum(means, jnp.asarray(loss.penalty / parts))

@@ -46,7 +46,7 @@ class PassArgs(NamedTuple):
     state: TrainState
     batch: PyTree
     num_valid: Any
-    shared: Any  # the values of the batch's `Shared` leaves
+    shared: Any  # the values of the batch's `Whole` leaves
     merged: PyTree  # the result of the pass before, if any
 
 

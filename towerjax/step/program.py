@@ -340,7 +340,7 @@ def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
     if len(set(map(id, leaves))) == len(leaves):
         return
     seen: dict[int, str] = {}
-    pairs = [*named_leaves("", donated), *named_leaves("tj.Shared", shared)]
+    pairs = [*named_leaves("", donated), *named_leaves("tj.Whole", shared)]
     for name, leaf in pairs:
         if id(leaf) in seen:
             raise ValueError(

@@ -148,7 +148,7 @@ class Rounds:
         except UnknownWeights as error:
             error.add_note(
                 "sync= lets towers go alone: return one tj.Weighted, to which"
-                " tj.shared(...) may be added."
+                " tj.penalty(...) may be added."
             )
             raise
         if out["metrics"] or "extra" in out:

@@ -95,7 +95,7 @@ def _trace_without_mesh(
                 "A tower function closes over arrays that lie in a mesh, such as"
                 f" another state's parameters: {kinds}. Pass them to"
                 " call_for_each_tower as arguments; to a step give them in the batch,"
-                " tj.Shared(teacher), as step.init(..., extra=teacher), or close over"
+                " tj.Whole(teacher), as step.init(..., extra=teacher), or close over"
                 " jax.device_get(teacher)."
             ) from error
         return jax.tree.unflatten(jax.tree.structure(out), values)

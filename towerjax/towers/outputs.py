@@ -68,14 +68,14 @@ def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighte
 def _check_means(loss: Means) -> Means:
     if not loss.terms:
         raise ValueError(
-            "The loss function returned tj.shared(...) alone, which no row has a part"
+            "The loss function returned tj.penalty(...) alone, which no row has a part"
             " in. Add it to a mean, tj.Weighted.mean(losses, tower.weight); a loss of"
             " tower.reduce alone is bare, with loss_reduction=tj.Reduction.MEAN."
         )
-    shared = jnp.asarray(loss.shared)
-    if shared.shape:
-        raise ValueError(f"tj.shared is one number, and not of shape {shared.shape}.")
-    return Means(tuple(map(_check_loss, loss.terms)), shared)
+    penalty = jnp.asarray(loss.penalty)
+    if penalty.shape:
+        raise ValueError(f"tj.penalty is one number, and not of shape {penalty.shape}.")
+    return Means(tuple(map(_check_loss, loss.terms)), penalty)
 
 
 def _check_loss(loss: Weighted, *, is_mean: bool = True) -> Weighted:

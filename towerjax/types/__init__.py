@@ -1,4 +1,4 @@
-"""The nouns: Sum, Rows, Shared, PerTower, TowerOutput, Reduction and Layout."""
+"""The nouns: Sum, Rows, Whole, PerTower, TowerOutput, Reduction and Layout."""
 
 import dataclasses
 import enum
@@ -94,7 +94,7 @@ class Rows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Shared:
+class Whole:
     """A leaf of a batch that has no rows: the same on all towers, not split.
 
     A temperature, an annealed rate, a teacher's parameters. It is traced, so a new
@@ -110,7 +110,7 @@ class Shared:
       ...     errors = w - batch["x"] * batch["scale"]
       ...     return tj.Weighted.mean(errors**2, tower.weight)
       >>> step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
-      >>> batch = {"x": np.array([1, 3], np.float32), "scale": tj.Shared(2.0)}
+      >>> batch = {"x": np.array([1, 3], np.float32), "scale": tj.Whole(2.0)}
       >>> float(step(step.init(0.0), batch)[0].params)
       4.0
     """
