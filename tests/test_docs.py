@@ -31,6 +31,8 @@ PROGRAM = re.compile(
     r"^```python run( launch)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
+# Of each name of TensorFlow's on two pages, by section: the tests that show it.
+NAMES = json.loads((ROOT / "tests" / "names_of_tensorflow.json").read_text())
 TEST = re.compile(r"(tests/\w+\.py)(?:::(\w+)(?:\[(.*?)\])?)?")
 
 
@@ -99,16 +101,23 @@ def test_no_cell_is_empty(page):
             assert len(row) == len(head) and all(row), row
 
 
-@pytest.mark.parametrize("page", ["mirrored_strategy.md", "replicate_model_fn.md"])
+@pytest.mark.few_fast(2)
+@pytest.mark.parametrize("page", NAMES)
 def test_each_name_of_the_original_has_a_test(page):
-    for head, _, *rows in tables(TEXTS[page]):
-        if head[0] == "a tower returns":  # of no names, and of one test
-            continue
-        assert head[1:] in (["towerjax", "shown by"], ["here", "shown by"])
-        for row in rows:
-            assert TEST.sub("", row[2]).strip("`, ") == "", row
-            names = [name for _, name, _ in TEST.findall(row[2])]
-            assert names and all(names), row
+    """The rows of a section's tables are its names in the file, with their tests."""
+    rows = {}
+    for section in re.split(r"^##+ ", TEXTS[page], flags=re.MULTILINE)[1:]:
+        heading, _, text = section.partition("\n")
+        for head, _, *of_names in tables(text):
+            if head[0] != "a tower returns":  # of no names, and of one test
+                rows.setdefault(heading, []).extend(row[0] for row in of_names)
+    assert rows == {heading: [*names] for heading, names in NAMES[page].items()}
+    for name, tests in [pair for of in NAMES[page].values() for pair in of.items()]:
+        assert tests, name
+        for test in tests:
+            path, function, case = TEST.fullmatch(f"tests/{test}").groups()
+            assert function, test
+            assert_exists(path, function, case)
 
 
 @functools.cache
@@ -127,11 +136,13 @@ def cases():
 @pytest.mark.parametrize("page", TEXTS)
 def test_every_test_that_is_named_exists(page):
     for path, name, case in TEST.findall(TEXTS[page]):
-        if path == "tests/test_x.py":  # which stands for any
-            continue
-        assert not name or name in functions_of(path), f"{path}::{name}"
-        assert (ROOT / path).exists(), path
-        assert not case or (case in cases() and is_checked(path, case)), case
+        assert_exists(path, name, case)
+
+
+def assert_exists(path, name, case):
+    assert (ROOT / path).exists(), path
+    assert not name or name in functions_of(path), f"{path}::{name}"
+    assert not case or (case in cases() and is_checked(path, case)), case
 
 
 def is_checked(path, case):
