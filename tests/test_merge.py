@@ -12,7 +12,7 @@ from jax import lax
 
 import towerjax as tj
 from towerjax.collectives.sparse_rows import IndexedRows
-from towerjax.layers.batch_norm.normalize import Moments, normalize
+from towerjax.layers.batch_norm.linen import TowerBatchNorm
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
@@ -658,8 +658,10 @@ def normed_by_flax_with_a_mask(w, batch, tower):
 
 
 def normed_by_towerjax(w, batch, tower):
-    running = Moments(jnp.zeros(3), jnp.ones(3))
-    return normalize(batch * w, tower, running)[0][:, 0]
+    norm = TowerBatchNorm(False, use_scale=False, use_bias=False)
+    variables = {"batch_stats": {"mean": jnp.zeros(3), "var": jnp.ones(3)}}
+    y, _ = norm.apply(variables, batch * w, tower, mutable=["batch_stats"])
+    return y[:, 0]
 
 
 def gathers_by_name(w, batch, tower):

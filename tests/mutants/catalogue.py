@@ -168,7 +168,7 @@ REGISTRY = (
     _m(
         "B14",
         "rows of weight 0 enter the statistics of batch norm",
-        "layers.batch_norm.normalize:_weights",
+        "layers.batch_norm.moments:_weights",
         "rows = tower.weight\n",
         "rows = tower.weight * 0 + 1\n",
         "test_batch_norm.py::test_training_is_that_of_the_whole_batch[3-3-how1]",
@@ -176,7 +176,7 @@ REGISTRY = (
     _m(
         "B15",
         "mean of the towers' variances instead of the variance of all rows",
-        "layers.batch_norm.normalize:_moments",
+        "layers.batch_norm.moments:_moments",
         "added(weight * (x - mean) ** 2)",
         "added(weight * (x - ratio(parts[1], parts[0])) ** 2)",
         "test_batch_norm.py::test_training_is_that_of_the_whole_batch[3-3-how1]",

@@ -1,40 +1,40 @@
 """``flax.linen.BatchNorm`` over several towers: a layer that takes the tower."""
 
-import jax
-import jax.numpy as jnp
-from flax import linen
-from flax.linen.dtypes import canonicalize_dtype
+from typing import Any
 
-from towerjax.layers.batch_norm.normalize import (
-    BatchNormOptions,
-    Moments,
+import jax
+from flax import linen
+
+from towerjax.layers.batch_norm.moments import (
+    MOMENTS,
     Statistics,
-    normalize,
+    check_call,
+    check_options,
+    moments_of,
 )
 from towerjax.towers.tower import Tower
-
-_NOT_TAKEN = "axis_name axis_index_groups use_fast_variance force_float32_reductions"
 
 
 class TowerBatchNorm(linen.BatchNorm):
     """``flax.linen.BatchNorm`` over the examples of all towers.
 
-    The variables are those of ``linen.BatchNorm``: ``params`` with ``scale`` and
-    ``bias``, ``batch_stats`` with ``mean`` and ``var``, which must be mutable in
-    training. Padding rows do not count, and the numbers do not depend on how many
-    towers share the batch. See `towerjax.layers.batch_norm.normalize` for the formula.
+    Flax's layer, given the moments of the whole batch: padding rows do not count, and
+    the numbers do not depend on how many towers share the batch. See
+    `towerjax.layers.batch_norm.moments.moments_of` for the formula. In training
+    ``batch_stats`` must be mutable.
 
     Attributes:
-      statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
-        `towerjax.layers.batch_norm.normalize.BatchNormOptions`. All others are those of
-        ``linen.BatchNorm``, without ``axis_name``, ``axis_index_groups``,
-        ``use_fast_variance`` and ``force_float32_reductions``.
+      statistics: ``"synchronised"`` takes moments of the rows of all towers,
+        ``"local"`` of this tower's, which sends nothing, ``"frozen"`` the running ones,
+        which do not change. All others are those of ``linen.BatchNorm``, without
+        ``axis_name`` and ``axis_index_groups``; the variance is always of two passes.
 
     Raises:
       TypeError: An attribute that is not supported is set.
       ValueError: An option is out of range.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> norm = TowerBatchNorm(use_running_average=False)
       >>> x = jnp.array([[1.0], [3.0]])
       >>> variables = norm.init(jax.random.key(0), x, None)
@@ -46,13 +46,9 @@ class TowerBatchNorm(linen.BatchNorm):
     statistics: Statistics = "synchronised"
 
     def __post_init__(self) -> None:
-        for name in _NOT_TAKEN.split():
-            if getattr(self, name) != getattr(linen.BatchNorm, name):  # the default
-                raise TypeError(f"TowerBatchNorm takes no {name}.")
-        BatchNormOptions.of(self)
+        check_options(self)
         super().__post_init__()
 
-    @linen.compact
     def __call__(  # type: ignore[override]
         self,
         x: jax.Array,
@@ -75,23 +71,21 @@ class TowerBatchNorm(linen.BatchNorm):
           Like ``x``.
 
         Raises:
-          ValueError: As `towerjax.layers.batch_norm.normalize.normalize`.
+          ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis or
+            another number of rows than the tower; the mask does not fit.
         """
-        frozen = self.statistics == "frozen" or linen.merge_param(
-            "use_running_average", self.use_running_average, use_running_average
-        )
-        options = BatchNormOptions.of(self, frozen)
-        shape = [x.shape[i] for i in options.feature_axes(x.ndim)]
-        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
-        var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
-        own: dict[str, jax.Array | None] = {"scale": None, "bias": None}
-        if self.use_scale:
-            own["scale"] = self.param("scale", self.scale_init, shape, self.param_dtype)
-        if self.use_bias:
-            own["bias"] = self.param("bias", self.bias_init, shape, self.param_dtype)
-        before = Moments(mean.value, var.value)
-        tower = None if self.is_initializing() else tower
-        y, running = normalize(x, tower, before, **own, mask=mask, options=options)
-        if not (frozen or self.is_initializing()):
-            mean.value, var.value = running.mean, running.var
-        return y.astype(canonicalize_dtype(x, *own.values(), dtype=self.dtype))
+        x, _ = check_call(self, x, tower)
+        if self.statistics == "frozen" and self.use_running_average is None:
+            use_running_average = True
+        given = self.use_running_average, use_running_average
+        if linen.merge_param("use_running_average", *given) or self.is_initializing():
+            return super().__call__(x, use_running_average)
+        used = {name: self.get_variable("batch_stats", name) for name in MOMENTS}
+        if self.statistics != "frozen":
+            used, kept = moments_of(self, x, tower, mask, used)
+            for name, value in kept.items():
+                self.put_variable("batch_stats", name, value)
+        whole = self.clone(parent=None, use_running_average=True)
+        own = {"params": self.variables.get("params", {}), "batch_stats": used}
+        y: Any = whole.apply(own, x, None)
+        return y

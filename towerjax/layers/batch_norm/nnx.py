@@ -5,39 +5,36 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.nnx.module import first_from
-from flax.nnx.nn import dtypes
 
-from towerjax.layers.batch_norm.normalize import (
-    BatchNormOptions,
-    Moments,
+from towerjax.layers.batch_norm.moments import (
+    MOMENTS,
     Statistics,
-    normalize,
+    check_call,
+    check_options,
+    moments_of,
 )
 from towerjax.towers.tower import Tower
-
-_UNSUPPORTED = ("axis_name", "axis_index_groups", "use_fast_variance", "promote_dtype")
 
 
 class TowerBatchNorm(nnx.BatchNorm):
     """``flax.nnx.BatchNorm`` over the examples of all towers.
 
-    The variables are those of ``nnx.BatchNorm``: ``Param`` ``scale`` and ``bias``,
-    ``BatchStat`` ``mean`` and ``var``. Padding rows do not count, and the numbers do
-    not depend on how many towers share the batch. See
-    `towerjax.layers.batch_norm.normalize`.
+    Flax's layer, given the moments of the whole batch: padding rows do not count, and
+    the numbers do not depend on how many towers share the batch. See
+    `towerjax.layers.batch_norm.moments.moments_of` for the formula.
 
     Args:
       num_features: The number of features.
       rngs: Keys; ``params`` initialises scale and bias.
-      statistics: ``"synchronised"``, ``"local"`` or ``"frozen"``; see
-        `towerjax.layers.batch_norm.normalize.BatchNormOptions`.
-      **options: ``use_running_average``, ``axis``, ``momentum``, ``epsilon``,
-        ``dtype``, ``param_dtype``, ``use_bias``, ``use_scale``, ``bias_init``,
-        ``scale_init``, ``bias_metadata`` and ``scale_metadata`` of ``nnx.BatchNorm``.
+      statistics: ``"synchronised"`` takes moments of the rows of all towers,
+        ``"local"`` of this tower's, which sends nothing, ``"frozen"`` the running ones,
+        which do not change.
+      **options: Those of ``nnx.BatchNorm``, without ``axis_name`` and
+        ``axis_index_groups``; the variance is always of two passes.
 
     Raises:
       TypeError: An argument is not supported.
-      ValueError: An option is out of range, or ``axis`` is a tuple.
+      ValueError: An option is out of range.
 
     Example:
       >>> import jax.numpy as jnp
@@ -54,17 +51,9 @@ class TowerBatchNorm(nnx.BatchNorm):
         statistics: Statistics = "synchronised",
         **options: Any,
     ) -> None:
-        if isinstance(axis := options.get("axis"), tuple | list):
-            raise ValueError(
-                f"TowerBatchNorm got axis={axis!r}. num_features is of one: an int."
-            )
-        if unknown := [name for name in _UNSUPPORTED if name in options]:
-            raise TypeError(f"TowerBatchNorm takes no {', '.join(unknown)}.")
         super().__init__(num_features, rngs=rngs, **options)
-        for name in _UNSUPPORTED:  # setting one later would have no effect
-            delattr(self, name)
         self.statistics: Statistics = statistics
-        BatchNormOptions.of(self)
+        check_options(self)
 
     def __call__(  # type: ignore[override]
         self,
@@ -88,28 +77,30 @@ class TowerBatchNorm(nnx.BatchNorm):
           Like ``x``.
 
         Raises:
-          ValueError: As `towerjax.layers.batch_norm.normalize.normalize`; ``x`` has
-            another number of features; or ``use_running_average`` is None in both.
+          ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis,
+            or another number of features, or of rows than the tower; the mask does not
+            fit; or ``use_running_average`` is None in both places.
         """
+        x, axes = check_call(self, x, tower)
+        if [x.shape[i] for i in axes] != [self.num_features]:
+            raise ValueError(
+                f"TowerBatchNorm got x of shape {x.shape}, whose features along"
+                f" axis={self.axis} are not {self.num_features=}."
+            )
         frozen = self.statistics == "frozen" or first_from(
             use_running_average,
             self.use_running_average,
             error_msg="TowerBatchNorm got use_running_average=None, at the layer and at"
             " the call. Pass True or False to one of them.",
         )
-        options = BatchNormOptions.of(self, frozen)
-        (axis,) = options.feature_axes(x.ndim)
-        if x.shape[axis] != self.num_features:
-            raise ValueError(
-                f"TowerBatchNorm got x of shape {x.shape}, with {x.shape[axis]}"
-                f" features along axis={options.axis}, not {self.num_features=}."
-            )
-        before = Moments(self.mean[...], self.var[...])
-        scale, bias = (x if x is None else x[...] for x in (self.scale, self.bias))
-        y, running = normalize(
-            x, tower, before, scale=scale, bias=bias, mask=mask, options=options
-        )
-        if not frozen:
-            self.mean[...], self.var[...] = running.mean, running.var
-        values = (x, before.mean, before.var, scale, bias)
-        return y.astype(dtypes.canonicalize_dtype(*values, dtype=options.dtype))
+        if frozen:
+            return super().__call__(x, True)
+        variables = {name: getattr(self, name) for name in MOMENTS}
+        running = {name: variable[...] for name, variable in variables.items()}
+        used, kept = moments_of(self, x, tower, mask, running)
+        for name, variable in variables.items():
+            variable.set_value(used[name])
+        y = super().__call__(x, True)
+        for name, variable in variables.items():
+            variable.set_value(kept[name])
+        return y
