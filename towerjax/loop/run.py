@@ -151,25 +151,26 @@ def _run_loop(
 ) -> tuple[TrainState, History]:
     loop, saving, shown, steps = None, None, None, options.steps
     try:
-        with contextlib.ExitStack() as stack:
-            if options.checkpointer is not None:
-                saving = Saving(options.checkpointer, step, state, ledger, stack)
-                state, steps = saving.resume(state, steps)
-            start = step_number(state)
-            with uninterrupted():
-                shown = Progress(choose_display(options.progress), start, steps)
-            stack.callback(shown.close)
-            loop = Loop(step, state, options, steps, shown, ledger, saving)
-            with loop.guard.installed():
-                loop.run()
+        try:
+            with contextlib.ExitStack() as stack:
+                if options.checkpointer is not None:
+                    saving = Saving(options.checkpointer, step, state, ledger, stack)
+                    state, steps = saving.resume(state, steps)
+                start = step_number(state)
+                with uninterrupted():
+                    shown = Progress(choose_display(options.progress), start, steps)
+                stack.callback(shown.close)
+                loop = Loop(step, state, options, steps, shown, ledger, saving)
+                with loop.guard.installed():
+                    loop.run()
+        finally:
+            if shown is not None:  # another Ctrl-C may have come before it was closed
+                shown.close()
         return loop.state, loop.history()
-    except BaseException as error:
+    except BaseException as error:  # one in the line above, too
         if loop is not None:
             loop.attach_results(error)
         raise
-    finally:
-        if shown is not None:  # another Ctrl-C may have come before it was closed
-            shown.close()
 
 
 def _require_same_work(
