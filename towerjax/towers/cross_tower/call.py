@@ -275,9 +275,10 @@ def key_of(name: str, value: Any) -> tuple[Any, ...]:
     if kind in _PARTS:
         return kind, key_of(name, [getattr(value, part) for part in _PARTS[kind]])
     makers = [vars(k).get("__new__") for k in kind.__mro__ if k not in _OPEN]
-    if any(isinstance(make, types.BuiltinFunctionType) for make in makers):  # in C
+    held, is_of_c = _attributes(value), types.BuiltinFunctionType
+    is_hidden = held is None and kind.__hash__ is None  # as of a dict's keys
+    if is_hidden or any(isinstance(make, is_of_c) for make in makers):
         raise TypeError(f"{name} is a {kind.__name__}, whose state cannot be read")
-    held = _attributes(value)
     return kind, value if held is None else key_of(name, held)
 
 
