@@ -237,20 +237,6 @@ def test_batches_with_a_cursor_are_set_back_themselves(step, undisturbed):
     assert_seen(state, all_batches())
 
 
-@pytest.mark.slow
-def test_a_new_step_may_go_on_at_the_smaller_last_batch():
-    first, other = light.build_light(), light.build_light()  # max_programs=1
-    expected, _ = tj.run(
-        first, light.init(first), light.batches(), steps=4, progress=False
-    )
-    expected = light.bits(expected)
-    state, _ = tj.run(
-        first, light.init(first), light.batches(), steps=2, progress=False
-    )
-    state, _ = tj.run(other, state, light.batches().at(2), steps=2, progress=False)
-    light.assert_same_bits(state, expected)
-
-
 def raises(kind):
     raise kind
 
@@ -289,22 +275,6 @@ def test_a_broken_writer_or_evaluation_loses_nothing(step, undisturbed):
         state, losses = go_on(step, caught.value)
         assert_same_bits(state, undisturbed[0])
         assert_same_losses(losses, undisturbed[1])
-
-
-@pytest.mark.slow
-def test_batches_are_set_back_where_a_run_stops_early(step):
-    source = shuffled()
-    state, history = tj.run(
-        step,
-        init(step),
-        source,
-        evaluate=tj.build_eval_step(evaluation, tj.Mirrored()),
-        eval_batches=[make_data()],
-        eval_every=2,
-        early_stopping=tj.EarlyStopping("w", patience=1, min_delta=1e9),
-        progress=False,
-    )
-    assert history.stopped and source.position == int(state.step) == 4
 
 
 @pytest.mark.slow
@@ -444,23 +414,6 @@ def test_memory_that_runs_out_in_a_donated_step_takes_the_state():
     assert found.endswith("RESOURCE_EXHAUSTED: Out of memory None None\n"), found
 
 
-@pytest.mark.slow
-def test_a_state_that_is_not_donated_is_there_after_a_failure(monkeypatch):
-    step, calls = light.build_light(donate=False), itertools.count(1)
-    state, dispatch = light.init(step), step.dispatch
-
-    def fails(state, batch):
-        if next(calls) == 3:
-            raise RuntimeError("RESOURCE_EXHAUSTED")
-        return dispatch(state, batch)
-
-    monkeypatch.setattr(step, "dispatch", fails)
-    with pytest.raises(RuntimeError) as caught:
-        tj.run(step, state, shuffled(), progress=False)
-    assert int(caught.value.state.step) == caught.value.batches.position == 2
-    assert int(state.step) == 0 and not state.params.is_deleted()
-
-
 def test_devices_that_fail_in_a_donated_step_say_why(step, monkeypatch):
     """As on the other processes of a job when one of them ends."""
     state, batch = init(step), step.place_batch(all_batches()[0])
@@ -511,18 +464,3 @@ def test_a_nan_on_one_tower_is_one_verdict_for_all():
     assert_same_bits(state, bits(other))
     assert (bits(state).params["w"] != before.params["w"]).all()
     assert_seen(state, [cut[0], cut[2]])
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_after_a_nan():
-    step, skipping = (light.build_light(on_nonfinite=x) for x in ("raise", "skip"))
-    cut = all_batches()
-    cut[2] = {**cut[2], "y": np.full_like(cut[2]["y"], np.nan)}
-    expected, history = tj.run(skipping, light.init(step), cut, progress=False)
-    assert history.skipped == (3,)
-    options = {"steps_per_call": 3, "progress": False}
-    with pytest.raises(tj.NonFiniteError) as caught:
-        tj.run(step, light.init(step), iter(cut), **options)
-    state, _ = tj.run(step, caught.value.state, caught.value.batches, **options)
-    assert int(state.step) == STEPS
-    assert_same_bits(state, bits(expected))

@@ -126,25 +126,6 @@ def test_padding_that_nothing_masks_is_refused(compiled):
         evaluate(state, good(5))
 
 
-def test_padding_that_only_a_metric_masks_is_refused():
-    def careless(params, batch, tower):
-        losses = (batch["x"] @ params["w"]) ** 2
-        metrics = {"masked": tj.Weighted.mean(losses, tower.weight)}
-        return tj.TowerOutput(tj.Weighted.mean(losses), metrics)
-
-    step = build(careless, tj.Mirrored(TWO, towers=4), remainder="pad")
-    assert "loss.sum" in step.check(start(), good(5)).unmasked()
-    evaluate = tj.build_eval_step(
-        lambda p, b, tower: {
-            "right": tj.Weighted.mean(b["x"], tower.weight),
-            "wrong": tj.Weighted.mean(b["x"]),
-        },
-        tj.Mirrored(TWO),
-    )
-    with pytest.raises(ValueError, match=r"metrics\['wrong'\]\.sum does not depend"):
-        evaluate(start(), good(5))
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_padding_that_the_other_part_of_a_loss_masks_is_refused(count):
     """On one device a gradient begins with a 1 computed after the loss and its mask."""
@@ -298,21 +279,6 @@ def by_time(params, batch, tower):
     return tj.Weighted.mean(losses, tower.weight)
 
 
-def test_statistics_of_as_many_features_as_rows_need_no_second_trace():
-    traces = []
-
-    def normalised(params, batch, tower):
-        traces.append(tower)
-        x = batch["x"] - batch["x"].mean(0)[None]
-        return tj.Weighted.mean(x @ params["w"], tower.weight)
-
-    with pytest.warns(
-        UserWarning, match="Rows of a tower meet what .* at .*normalised"
-    ):
-        build(normalised, tj.Mirrored(TWO[:1], towers=2)).check(start(), good(6))
-    assert len(traces) == 1
-
-
 @pytest.mark.parametrize("rows", [12, 11, 16])
 def test_rows_in_another_dim_than_the_first_are_refused(rows):
     """Also where there are as many as of what is first, so that weights would fit."""
@@ -343,16 +309,6 @@ def test_what_micro_batches_tell_each_other_alone_is_warned_of(fn, towers):
             start(), good()
         )
     build(fn, tj.Mirrored(TWO[:1], towers=towers)).check(start(), good())
-
-
-def test_drop_leaves_the_rows_over_out():
-    step = build(remainder="drop")
-    state, metrics = step(step.init(start()), good(5))
-    kept = good(5)["x"][:4]
-    expected = ((kept @ start()["w"]) ** 2).mean()
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
-    with pytest.raises(ValueError, match="leaves nothing of a batch of 1"):
-        step(state, good(1))
 
 
 @pytest.mark.slow
@@ -585,19 +541,6 @@ def test_a_weighted_loss_needs_no_loss_reduction(compiled):
     refused(step, step.init(start()), good(), text, compiled)
 
 
-def test_local_that_changes_its_type_is_refused(compiled):
-    def fn(params, batch, tower):
-        return tj.TowerOutput(
-            tj.Weighted(params["w"].sum(), 1.0), local={"n": jnp.ones(2)}
-        )
-
-    step = build(fn)
-    local = {"n": tj.TowerLocal(np.zeros((), np.float32), tj.Reduction.SUM)}
-    state = step.init(start(), local=local)
-    text = r"local\['n'\] was float32\[\] and is float32\[2\]"
-    refused(step, state, good(), text, compiled)
-
-
 def test_an_optimizer_that_changes_types_is_refused(compiled):
     def update(grads, state, params=None):
         return jax.tree.map(lambda g: -g, grads), state.astype(jnp.float32)
@@ -614,16 +557,6 @@ def forgotten(params, batch, tower):
         loss=tj.Weighted.mean(out**2, tower.weight),
         metrics={"fine": tj.Weighted.mean(out), "worst": jnp.abs(out).max()},
     )
-
-
-def hanging(params, batch, tower):
-    loss = jax.lax.cond(
-        tower.id == 0,
-        lambda x: tower.reduce(tj.Reduction.SUM, x),
-        lambda x: x,
-        (batch["x"] @ params["w"]).sum(),
-    )
-    return tj.Weighted(loss, 4.0)
 
 
 @pytest.mark.few_fast(1)
@@ -645,13 +578,6 @@ def test_a_forgotten_reduction_is_refused_naming_leaf_and_line(
     ), str(caught.value)  # fmt: skip
     assert "fine" not in str(caught.value)
     assert not any("step" in name for name in compiled), compiled
-
-
-@pytest.mark.parametrize("towers", [1, 2, 4])
-def test_a_collective_that_could_hang_is_refused(towers):
-    step = build(hanging, tj.Mirrored(TWO[:1], towers=towers))
-    with pytest.raises(tj.ReplicationError, match=r"psum.*test_bad_input\.py:\d+"):
-        step(step.init(start()), good(8))
 
 
 def test_check_refuses_without_a_device():
@@ -715,42 +641,6 @@ def test_a_gradient_that_is_not_finite_is_refused_when_guarded():
     state, metrics = step(step.init({"w": np.ones(3, np.float32)}), good())
     assert np.isfinite(metrics["loss"])
     np.testing.assert_array_equal(state.params["w"], np.ones(3))
-
-
-OPTIONS = {
-    "remainder": ("fill", "'pad'"),
-    "on_nonfinite": ("warn", "'skip'"),
-    "guard": ("params", "'gradients'"),
-    "loss_reduction": (tj.Reduction.NONE, "SUM, Reduction.MEAN"),
-    "micro_batches": (0, "whole number >= 1"),
-    "max_programs": (1.5, "whole number >= 1"),
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_that_there_are_not_are_refused(name):
-    value, text = OPTIONS[name]
-    with pytest.raises(ValueError, match=f"{name}=.*{text}"):
-        build(**{name: value})
-
-
-def test_a_bool_is_no_number_and_one_of_numpy_is():
-    for name in ("micro_batches", "max_programs"):
-        with pytest.raises(ValueError, match=f"{name}=True must be a whole number >= "):
-            build(**{name: True})
-        with pytest.raises(ValueError, match=f"{name}=10*0 must .* <= 2147483647"):
-            build(**{name: 10**30})
-    build(micro_batches=np.int64(2)).check(start(), good())
-
-
-@pytest.mark.slow
-def test_several_kinds_of_batch_compile_once_each_when_asked():
-    step = build(max_programs=np.int64(2))
-    state = step.init(start())
-    for rows in (4, 6, 4, 6):
-        state, _ = step(state, good(rows))
-    with pytest.raises(ValueError, match=r"now 2"):
-        step(state, good(8))
 
 
 def test_weights_that_two_layers_share_are_not_trained_apart():
@@ -831,19 +721,6 @@ def test_a_function_is_asked_itself_and_not_what_it_wraps():
 
     out = tj.OneDevice("cpu:0").call_for_each_tower(wrapping, np.float32(1))
     assert tj.OneDevice("cpu:0").unwrap(out) == [1.0]
-
-
-PARAMS = {
-    "integer": ({"n": np.ones(2, int)}, r"params\['n'\] is int"),
-    "nothing": ({}, "params holds no arrays"),
-}
-
-
-@pytest.mark.parametrize("name", PARAMS)
-def test_params_without_gradient_are_refused(name):
-    params, text = PARAMS[name]
-    with pytest.raises(ValueError, match=text):
-        build().init(params)
 
 
 def test_a_state_is_not_taken_for_parameters():
@@ -940,14 +817,6 @@ def test_a_state_that_was_donated_says_so(trains):
         step.program(state, good())
 
 
-def test_a_tower_output_as_the_loss_of_another_is_named():
-    def nested(*args):
-        return tj.TowerOutput(loss=tj.TowerOutput(loss_fn(*args)))
-
-    with pytest.raises(ValueError, match="The loss .* is a TowerOutput. Return tj.We"):
-        build(nested).check(start(), good())
-
-
 def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
     def fails(_):
         raise ArithmeticError("a fish")
@@ -972,18 +841,6 @@ def test_one_array_for_two_leaves_is_refused_by_name(devices):
     with pytest.raises(ValueError, match=r"'z'\] is the same array as .*'w'\]"):
         step(dataclasses.replace(state, params=same), good())
     step(state, good())  # nothing is lost
-
-
-def test_a_short_loop_is_settled(trains):
-    poisoned = good(4)
-    poisoned["x"][3, 0] = np.nan
-    step = trains
-    state = step.init(start())
-    state, metrics = step(state, poisoned)
-    with pytest.raises(tj.NonFiniteError, match="of step 0 "):
-        step.settle()
-    step.settle()
-    np.testing.assert_array_equal(state.params["w"], start()["w"])
 
 
 def test_a_refused_step_that_has_run_is_told_by_the_next_call(trains):
@@ -1162,20 +1019,6 @@ def test_an_error_is_short_however_many_leaves_there_are():
         assert len(str(found.value)) < 2000
 
 
-def test_text_in_a_batch_is_refused_by_name(compiled):
-    step = build()
-    state = step.init(start())
-    batch = {**good(), "name": np.array(list("abcd"))}
-    text = r"batch\['name'\] is an array of dtype <U1"
-    refused(step, state, batch, text, compiled)
-
-
-def test_one_batch_is_no_iterable_of_batches():
-    step = build()
-    with pytest.raises(ValueError, match=r"is one batch.*Pass \[batch\]"):
-        tj.run(step, step.init(start()), good(), progress=False)
-
-
 def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     def metric_fn(params, batch, tower):
         return {
@@ -1187,18 +1030,6 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     with pytest.raises(ValueError, match="A step is called from Python"):
         jax.jit(lambda params: evaluate(params, batch))(params)
     assert float(evaluate(params, batch)["step"].value) == 0
-
-
-def test_evaluating_a_donated_state_is_refused_wherever_it_was(trains):
-    def metric_fn(params, batch, tower):
-        return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}
-
-    evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(TWO))
-    for step in (build(strategy=tj.Mirrored(("cpu:2", "cpu:3"))), trains):
-        state = step.init(start())
-        state.params["w"].delete()
-        with pytest.raises(ValueError, match="donated to an earlier step"):
-            evaluate(state, good())
 
 
 def test_a_reduction_hides_neither_the_rows_nor_the_mask():
@@ -1350,21 +1181,6 @@ def test_another_byte_order_is_converted():
         np.testing.assert_array_equal(found[: 5 * n], np.tile(ids, n))
 
 
-@pytest.mark.slow
-def test_rows_without_elements_are_rows():
-    def fn(params, batch, tower):
-        losses = (batch["x"] @ params["w"] + batch["none"].sum(-1)) ** 2
-        return tj.Weighted.mean(losses, tower.weight)
-
-    step = build(fn, tj.Mirrored(TWO, towers=4, local="scan"), micro_batches=2)
-    rows = {"none": np.zeros((8, 0), np.float32), **good(8)}
-    state, metrics = step(step.init(start()), rows)
-    x, w = rows["x"].astype(float), start()["w"].astype(float)
-    np.testing.assert_allclose(metrics["loss"], ((x @ w) ** 2).mean(), rtol=1e-6)
-    moved = w - 0.01 * (2 * (x @ w)[:, None] * x).mean(0)
-    np.testing.assert_allclose(state.params["w"], moved, rtol=1e-6)
-
-
 def test_check_refuses_the_params_that_init_refuses():
     params = {**start(), "k": np.ones(3, "float8_e4m3fn")}
     text = r"is floating.*params\['k'\] is float8_e4m3fn\."
@@ -1381,15 +1197,3 @@ def test_check_refuses_the_params_that_init_refuses():
             build().check(empty, good())
     with pytest.raises(ValueError, match=r"params\['k'\] is a shape alone"):
         build().init({"k": jax.ShapeDtypeStruct((3,), np.float32)})
-
-
-def test_a_call_takes_the_batch_of_one_step():
-    step = tj.build_train_step(
-        lambda w, batch, tower: tj.Weighted.mean((w - batch) ** 2, tower.weight),
-        optax.sgd(0.1),
-        tj.OneDevice("cpu:0"),
-    )
-    state = step.init(np.float32(1))
-    several = step.place_batches([np.ones(4, np.float32)] * 2, 2)
-    with pytest.raises(ValueError, match="holds the batches of 2 steps"):
-        step(state, several)

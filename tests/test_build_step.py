@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -246,12 +245,6 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
 # The step as a JAX function
 
 
-@pytest.fixture(scope="module")
-def trained():
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(4, 4), donate=False)
-    return step, step.init(params())
-
-
 @pytest.mark.slow
 def test_a_step_under_jit_fits_its_batch_as_the_step_does():
     options = {"remainder": "pad", "micro_batches": 2, "donate": False}
@@ -426,20 +419,6 @@ def test_rows_that_go_on_say_which_of_them_are_padding():
     run(step, 8)
     with pytest.raises(ValueError, match=r"padded, but y does not .* tj\.Rows\({'x'"):
         run(step, 7)
-
-
-@pytest.mark.slow
-def test_a_scan_of_steps_is_a_loop(trained):
-    step, state = trained
-    batches = [data(16, seed) for seed in range(3)]
-    stacked = jax.tree.map(lambda *rows: np.stack(rows), *batches)
-    after, metrics = jax.jit(lambda s, b: jax.lax.scan(step.fn, s, b))(state, stacked)
-    losses = []
-    for batch in batches:
-        state, each = step(state, batch)
-        losses.append(each["loss"])
-    close(after.params, state.params, roundings=4)
-    close(metrics["loss"], np.stack(losses), roundings=4)
 
 
 def test_what_an_update_counts_is_counted_where_the_loss_counts_no_row():
@@ -734,72 +713,3 @@ def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added():
     with pytest.raises(tj.NonFiniteError, match="step 0 was not finite"):
         step.settle()
     np.testing.assert_array_equal(state.params["w"], params()["w"])
-
-
-@pytest.mark.slow
-def test_the_towers_gradients_tell_the_noise_in_one_all_reduce():
-    """One more number of each tower; the simple noise scale of McCandlish, 2018."""
-
-    def tower_fn(state, batch, tower):
-        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-        square = tree_norm(grads.value) ** 2
-        return {"loss": loss, "grads": grads, "square": tj.Sum(square)}
-
-    def update_fn(state, merged):
-        after, metrics = sgd(0.1)(state, merged)
-        metrics["of_towers"] = merged["square"].value / 4
-        metrics["of_all"] = tree_norm(merged["grads"].value) ** 2
-        return after, metrics
-
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 4))
-    batch, state = data(16), step.init(params())
-    program = step.program(state, batch).call.as_text()
-    assert len(re.findall(r" all-reduce\(", program)) == 1
-    _, metrics = step(state, batch)
-    parts = [{name: x[i : i + 4] for name, x in batch.items()} for i in range(0, 16, 4)]
-    squares = [norm(value_and_grad(params(), part)[1]) ** 2 for part in parts]
-    close(metrics["of_towers"], np.mean(squares))
-    close(metrics["of_all"], norm(value_and_grad(params(), batch)[1]) ** 2)
-
-
-@pytest.mark.slow
-def test_two_optimizers_of_two_models_in_one_step():
-    """A tug of war: each has its own parameters, loss and optimizer."""
-    optimizers = {"low": optax.sgd(0.1), "high": optax.sgd(0.2, momentum=0.9)}
-
-    def tower_fn(state, batch, tower):
-        def loss(own, sign):
-            both = sum(jax.tree.leaves(own))
-            return tj.Weighted.mean(sign * (both - batch["y"]) ** 2, tower.weight)
-
-        p = state.params
-        low, of_low = tj.value_and_grad(lambda own: loss({**p, "low": own}, 1))(
-            p["low"]
-        )
-        _, of_high = tj.value_and_grad(lambda own: loss({**p, "high": own}, -1))(
-            p["high"]
-        )
-        return {"loss": low, "low": of_low, "high": of_high}
-
-    def update_fn(state, merged):
-        after, states = {}, {}
-        for name, optimizer in optimizers.items():
-            grads = merged[name].value
-            updates, states[name] = optimizer.update(grads, state.opt_state[name])
-            after[name] = optax.apply_updates(state.params[name], updates)
-        after = dataclasses.replace(state, params=after, opt_state=states)
-        return after, {"loss": merged["loss"]}
-
-    start = {"low": np.float32(1), "high": np.float32(2)}
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), remainder="pad")
-    opt_state = {name: each.init(start[name]) for name, each in optimizers.items()}
-    state = step.init(start, opt_state=opt_state)
-    low, high, trace = 1.0, 2.0, 0.0
-    for seed in range(3):
-        y = data(7, seed)["y"].astype(float)
-        state, metrics = step(state, data(7, seed))
-        close(metrics["loss"], ((low + high - y) ** 2).mean())
-        slope = 2 * (low + high - y).mean()
-        trace = 0.9 * trace - slope
-        low, high = low - 0.1 * slope, high - 0.2 * trace
-    close(state.params, {"low": low, "high": high})

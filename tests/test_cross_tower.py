@@ -236,20 +236,6 @@ def test_destinations():
                 np.testing.assert_allclose(shard.data, expected, rtol=4 * EPS)
 
 
-@pytest.mark.parametrize(
-    "destinations, text",
-    [
-        ((), r"destinations=\(\) must be a device name, such as 'gpu:0'"),
-        (("cpu:1", "CPU:1"), "devices names cpu:1 more than once"),
-        ("cpu:8", "'cpu:8' is not on this machine, which has 8 of platform 'cpu'"),
-        (3, "destinations=3 must be a device name.*or a value that lies on devices"),
-    ],
-)
-def test_bad_destinations_are_refused(destinations, text):
-    with pytest.raises(ValueError, match=text):
-        mirrored(2).reduce(R.MEAN, 1.0, destinations=destinations)
-
-
 @pytest.mark.parametrize("pair", [per_tower(2), "no", (1.0,), (1.0, None, 2.0)])
 def test_a_pair_of_a_batch_that_is_none_is_refused(pair):
     with pytest.raises(

@@ -319,11 +319,6 @@ def test_a_group_has_a_positive_number_of_devices(size):
         tj.collectives.Hierarchical(size)
 
 
-def test_a_device_is_a_name():
-    with pytest.raises(ValueError, match="'first' is not a device name"):
-        tj.collectives.ReduceToOneDevice("first")
-
-
 def test_groups_are_processes_unless_said_otherwise():
     axes = Placement(names(6), 6, local="vmap", executor="shard_map").axes
     three = dataclasses.replace(axes, num_processes=3)
@@ -469,27 +464,6 @@ def test_steps_are_those_of_an_all_reduce():
         np.testing.assert_allclose(other["loss"], metrics["loss"], rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "ops, towers, devices",
-    [
-        (tj.collectives.ReduceToOneDevice("cpu:2"), 3, 3),
-    ],
-)
-def test_evaluation_counts_every_tower(ops, towers, devices):
-    def metric_fn(params, batch, tower):
-        return {
-            "id": tj.Weighted(tower.id, 1),
-            "x": tj.Weighted.mean(batch * params, tower.weight),
-        }
-
-    evaluate = tj.build_eval_step(metric_fn, mirrored(towers, devices, ops))
-    x = np.arange(12, dtype=np.float32)
-    metrics = evaluate(np.float32(2), x)
-    assert float(metrics["id"].value) == (towers - 1) / 2
-    assert float(metrics["x"].value) == 2 * x.mean()
-
-
 # Outside a step.
 
 
@@ -542,20 +516,6 @@ def test_where_jax_traces_values_are_added_where_they_are():
     )
     assert int(out) == 6
     assert ops.asked == []
-
-
-@pytest.mark.slow
-def test_dtypes_are_the_same_wherever_values_are_added():
-    strategy = mirrored(4, 2, tj.AllReduce())
-    dtypes = (bool, np.int8, np.uint8, np.int32, np.float16, jnp.bfloat16)
-    rows = [tj.PerTower(np.arange(8).reshape(4, 2).astype(x)) for x in dtypes]
-    reductions = (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
-    all_insides = jax.jit(lambda x: [strategy.reduce(r, x) for r in reductions])(rows)
-    for reduction, insides in zip(reductions, all_insides, strict=True):
-        outs = strategy.reduce(reduction, rows)
-        for out, inside in zip(outs, insides, strict=True):
-            assert out.dtype == inside.dtype
-            np.testing.assert_array_equal(out, inside)
 
 
 @pytest.mark.slow

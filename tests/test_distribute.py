@@ -87,17 +87,6 @@ def test_the_remainder_of_the_data(remainder, expected):
     assert [sum(placed.num_examples) for placed in dataset] == expected
 
 
-def test_a_batch_is_cut_to_what_towers_share():
-    (placed,) = mirrored(4).distribute_dataset([np.arange(10)], remainder="drop")
-    assert placed.arrays.tolist() == list(range(8))
-
-
-def test_remainder_error_names_the_leaf():
-    dataset = mirrored(4).distribute_dataset([data(6)], remainder="error")
-    with pytest.raises(ValueError, match=r"batch.* has 6 examples, which 4 towers"):
-        list(dataset)
-
-
 @pytest.mark.slow
 def test_micro_batches_divide_a_towers_rows():
     strategy = mirrored(2)
@@ -321,19 +310,6 @@ def test_a_function_that_returns_no_data_is_refused():
         list(dataset)
 
 
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        ({"split": "rows"}, "split='rows' must be one of 'batch'"),
-        ({"remainder": "fill"}, "remainder='fill' must be one of"),
-        ({"micro_batches": 0}, "micro_batches=0 must be a whole number >= 1"),
-    ],
-)
-def test_options_are_checked(options, text):
-    with pytest.raises(ValueError, match=text):
-        mirrored(2).distribute_dataset([np.zeros(2)], **options)
-
-
 def test_a_context_shares_a_batch_evenly():
     context = tj.towers.InputContext(process_index=1, num_processes=2, num_towers=6)
     assert (context.towers_here, context.part_of(8)) == (3, 4)
@@ -395,18 +371,6 @@ def test_predictions_of_elements_are_in_the_order_of_towers():
     sizes = [np.arange(3), np.arange(10, 11), np.arange(20, 22)]
     (placed,) = strategy.distribute_dataset(sizes, split="elements")
     assert predict(jnp.float32(0), placed).tolist() == [0, 2, 4, 20, 40, 42]
-
-
-@pytest.mark.parametrize("depth", [True, -1, None])
-def test_the_prefetch_depth_is_a_number(depth):
-    with pytest.raises(
-        ValueError, match="prefetch_on_device=.* must be a whole number"
-    ):
-        tj.Mirrored(prefetch_on_device=depth)
-    with pytest.raises(
-        ValueError, match="prefetch_on_device=.* must be a whole number"
-    ):
-        tj.OneDevice(prefetch_on_device=depth)
 
 
 def test_each_process_is_told_which_part_is_its_own(monkeypatch):

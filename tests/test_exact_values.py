@@ -58,32 +58,6 @@ def test_the_first_towers_value_is_differentiable():
     np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
 
 
-@pytest.mark.slow
-def test_the_first_towers_integers_have_no_derivative():
-    T, D = 4, 2
-    strategy = mirrored(T, D)
-
-    def total(rows):
-        @jax.jit
-        def tower_fn(x, key):
-            n, flag, key = tower_of[0].reduce(
-                R.ONLY_FIRST_TOWER, (x.astype(jnp.int32), x > 0, key)
-            )
-            return x * n * flag * jax.random.uniform(key)
-
-        tower_of = []
-
-        def call(tower, x):
-            tower_of[:] = [tower]
-            return tower_fn(x, jax.random.key(0))
-
-        return strategy.call_for_each_tower(call, tj.PerTower(rows)).values.sum()
-
-    rows = jnp.arange(T) + 3.0
-    expected = np.full(T, 3 * jax.random.uniform(jax.random.key(0)))
-    np.testing.assert_allclose(jax.grad(total)(rows), expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     "T, D, options",
     [
@@ -202,16 +176,6 @@ def test_a_sum_whose_parts_do_not_fit_is_refused():
         strategy.assign(v, 1000)
     with pytest.raises(ValueError, match="'v': it gives a tower 250, which int8"):
         tj.towers.restored_values(strategy, v, np.int32(1000))
-
-
-@pytest.mark.slow
-def test_what_a_sum_reads_as_may_be_assigned():
-    strategy, dtypes = mirrored(4), ("uint8", "int16", "int32")
-    start = [np.array(60, dtype) for dtype in dtypes]
-    v = strategy.create_var("v", start, reduction=R.SUM, tower_local=True)
-    out = strategy.assign(v, [x + 3 for x in strategy.read_var(v)])
-    for x, dtype in zip(out.value, dtypes, strict=True):
-        assert x.dtype == dtype and x.tolist() == [61, 61, 61, 60]
 
 
 @pytest.mark.slow

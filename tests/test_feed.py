@@ -9,7 +9,6 @@ import time
 import traceback
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -55,15 +54,6 @@ def no_thread_is_left():
 
 
 @pytest.mark.slow
-def test_batches_without_seed_keep_the_order_and_the_short_tail():
-    data = {"x": np.arange(14).reshape(7, 2), "y": np.arange(7)}
-    cut = list(batches(data, 3))
-    assert [len(batch["y"]) for batch in cut] == [3, 3, 1]
-    np.testing.assert_array_equal(np.concatenate([b["x"] for b in cut]), data["x"])
-    np.testing.assert_array_equal(np.concatenate([b["y"] for b in cut]), data["y"])
-
-
-@pytest.mark.slow
 def test_a_seed_shuffles_each_epoch_anew_and_each_example_comes_once():
     data = {"x": np.arange(11) * 10, "y": np.arange(11)}
     cut = list(batches(data, 4, epochs=3, seed=5))
@@ -76,14 +66,6 @@ def test_a_seed_shuffles_each_epoch_anew_and_each_example_comes_once():
     assert len({tuple(order) for order in epochs}) == 3
     for batch in cut:
         np.testing.assert_array_equal(batch["x"], batch["y"] * 10)
-
-
-def test_the_same_seed_gives_the_same_batches_and_another_gives_others():
-    def order(seed):
-        return np.concatenate(list(batches(np.arange(50), 8, seed=seed))).tolist()
-
-    assert order(3) == order(3)
-    assert order(3) != order(4)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -317,25 +299,6 @@ def test_a_loader_that_hangs_is_told_of(monkeypatch):
     wait_until(lambda: not feeder_threads())
 
 
-@pytest.mark.parametrize("size", [8, 1 << 20])
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_placed_batches_do_not_share_the_loaders_buffer(depth, size):
-    # A large buffer may or may not be aligned, so make one that is.
-    memory = np.empty(size + 16, np.float32)
-    offset = -memory.ctypes.data % 64 // 4
-    buffer = memory[offset : offset + size]
-    assert buffer.ctypes.data % 64 == 0
-
-    def loader():
-        for i in range(5):
-            buffer[:] = i
-            yield buffer
-
-    placed = list(prefetch(loader(), train_step().place_batch, depth=depth))
-    for i, batch in enumerate(placed):
-        np.testing.assert_array_equal(batch.args[0], np.full(size, i, np.float32))
-
-
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_rows_are_placed_in_the_precision_in_which_a_run_is_called(depth):
     """``jax.enable_x64`` as a context, which threads do not see by themselves."""
@@ -344,16 +307,6 @@ def test_rows_are_placed_in_the_precision_in_which_a_run_is_called(depth):
         placed = list(prefetch(data, train_step().place_batch, depth=depth))
     for batch, rows in zip(placed, data, strict=True):
         np.testing.assert_array_equal(batch.arrays, rows, strict=True)
-
-
-def test_a_step_takes_prefetched_batches():
-    step = train_step()
-    state = step.init(jnp.float32(1.0))
-    data = np.arange(24, dtype=np.float32)
-    for batch in prefetch(batches(data, 8), step.place_batch, depth=2):
-        state, _ = step(state, batch)
-    expected = 1.0 - 0.1 * data.astype(np.float64).reshape(3, 8).mean(axis=1).sum()
-    np.testing.assert_allclose(state.params, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("seed", [None, 3])

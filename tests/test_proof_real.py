@@ -44,23 +44,6 @@ def program(fn):
 
 
 @of_rows
-def linear(p, x):
-    return x @ p["v"]
-
-
-@of_rows
-def attention(p, x):
-    q = x @ p["w"]
-    return jax.nn.softmax(q @ x.swapaxes(1, 2)) @ x
-
-
-@of_rows
-def masked_attention(p, x):
-    scores = jnp.einsum("btd,bsd->bts", x @ p["w"], x)
-    return jax.nn.softmax(scores, where=jnp.tri(6)[None] > 0) @ x
-
-
-@of_rows
 def library_attention(p, x):
     q = (x @ p["w"])[:, :, None]
     return jax.nn.dot_product_attention(q, x[:, :, None], x[:, :, None], is_causal=True)
@@ -75,45 +58,6 @@ def lstm_by_scan(p, x):
         return (jax.nn.sigmoid(gates) * jnp.tanh(c), c), h
 
     return lax.scan(cell, (x[:, 0], x[:, 0]), x.swapaxes(0, 1))[0][0]
-
-
-@jax.custom_vjp
-def gentle(x):
-    return x**2
-
-
-gentle.defvjp(lambda x: (x**2, x), lambda x, g: (jnp.clip(2 * x * g, -1, 1),))
-
-
-@of_rows
-def custom_vjp(p, x):
-    return gentle(x @ p["v"])
-
-
-@jax.custom_jvp
-def safe_sqrt(x):
-    return jnp.sqrt(jnp.abs(x) + 1e-3)
-
-
-safe_sqrt.defjvp(lambda p, t: (safe_sqrt(p[0]), t[0] / (2 * safe_sqrt(p[0]))))
-
-
-@of_rows
-def custom_jvp(p, x):
-    return safe_sqrt(x @ p["v"])
-
-
-@of_rows
-def remat(p, x):
-    return jax.checkpoint(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"])(p, x)
-
-
-@of_rows
-def remat_with_policy(p, x):
-    policy = jax.checkpoint_policies.dots_saveable
-    return jax.checkpoint(lambda p, x: jnp.tanh(x @ p["w"]) @ p["v"], policy=policy)(
-        p, x
-    )
 
 
 @of_rows
@@ -148,16 +92,6 @@ def while_on_parameters(p, x):
 
 
 @of_rows
-def cond_on_parameters(p, x):
-    return lax.cond(p["v"].sum() > 0, lambda: x @ p["v"], lambda: x @ -p["v"])
-
-
-@of_rows
-def cond_on_own_rows(p, x):
-    return lax.cond(x.sum() > 0, lambda: x @ p["v"], lambda: x @ -p["v"])
-
-
-@of_rows
 def associative_scan(p, x):
     return lax.associative_scan(jnp.add, x @ p["w"], axis=1)
 
@@ -170,20 +104,9 @@ def linear_solve(p, x):
 
 
 @of_rows
-def conjugate_gradients(p, x):
-    a = p["w"] @ p["w"].T + jnp.eye(D)
-    return jax.scipy.sparse.linalg.cg(lambda v: v @ a, x, maxiter=3)[0]
-
-
-@of_rows
 def minimal_residuals(p, x):
     a = p["w"] @ p["w"].T + jnp.eye(D)
     return jax.scipy.sparse.linalg.gmres(lambda v: v @ a, x, restart=2, maxiter=2)[0]
-
-
-@of_rows
-def cholesky(p, x):
-    return x @ jnp.linalg.cholesky(p["w"] @ p["w"].T + jnp.eye(D))
 
 
 @of_rows
@@ -209,29 +132,9 @@ def fourier(p, x):
 
 
 @of_rows
-def sorting(p, x):
-    return jnp.sort(x @ p["w"], axis=-1) * p["v"][None, None]
-
-
-@of_rows
-def top_k(p, x):
-    return lax.top_k(x @ p["w"], 2)[0]
-
-
-@of_rows
-def one_hot(p, x):
-    return jax.nn.one_hot(jnp.argmax(x, axis=-1), D) @ p["v"]
-
-
-@of_rows
 def scatter(p, x):
     index = jnp.argmax(x, axis=-1)
     return jnp.zeros((len(x), D)).at[jnp.arange(len(x))[:, None], index].add(x @ p["v"])
-
-
-@of_rows
-def embedding(p, x):
-    return p["w"][jnp.argmax(x, axis=-1)]
 
 
 @of_rows
@@ -247,11 +150,6 @@ def pooling(p, x):
 @of_rows
 def logsumexp(p, x):
     return jax.nn.logsumexp(x @ p["w"], axis=-1) + lax.cumlogsumexp(x @ p["v"], axis=1)
-
-
-@of_rows
-def vmapped(p, x):
-    return jax.vmap(lambda row: jnp.outer(row @ p["v"], row[0]))(x)
 
 
 @of_rows
@@ -271,12 +169,6 @@ def special_functions(p, x):
 
 
 @of_rows
-def half_precision(p, x):
-    y = x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16)
-    return y.astype(jnp.float32)
-
-
-@of_rows
 def interpreted_kernel(p, x):
     def kernel(x_ref, out_ref):
         out_ref[...] = 2 * x_ref[...]
@@ -287,18 +179,6 @@ def interpreted_kernel(p, x):
 
 
 @of_rows
-def host_callback(p, x):
-    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.pure_callback(np.tanh, shape, lax.stop_gradient(x)) @ p["v"]
-
-
-@of_rows
-def printed(p, x):
-    jax.debug.callback(lambda x: None, x)
-    return x @ p["v"]
-
-
-@of_rows
 def mutable_array(p, x):
     ref = jax.new_ref(jnp.zeros(x.shape[:2]))
     ref[...] = x @ p["v"]
@@ -306,29 +186,10 @@ def mutable_array(p, x):
 
 
 @program
-def softmax_cross_entropy(p, batch, tower):
-    logits = batch["x"].mean(1) @ p["w"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["n"] % D)
-    return mean(losses, tower)
-
-
-@program
 def ctc(p, batch, tower):
     logits, labels = batch["x"] @ p["w"], batch["n"][:, None] % 3 + 1
     pads = jnp.zeros(logits.shape[:2]), jnp.zeros(labels.shape)
     return mean(optax.ctc_loss(logits, pads[0], labels, pads[1]), tower)
-
-
-@program
-def dropout_by_key(p, batch, tower):
-    keep = jax.random.bernoulli(tower.rng, 0.8, batch["x"].shape)
-    return mean(jnp.where(keep, batch["x"], 0) @ p["v"], tower)
-
-
-@program
-def decay_beside_the_mean(p, batch, tower):
-    decay = 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(p))
-    return mean((batch["x"] @ p["v"]) ** 2 + decay, tower)
 
 
 @program
@@ -440,14 +301,9 @@ class Deep(nn.Module):
         return nn.Dense(1)(nn.GroupNorm(2)(x))
 
 
-linen("linen_mlp", nn.Sequential([nn.Dense(8), nn.gelu, nn.Dense(1)]))
 linen("linen_deep", Deep(), train=True, collections=["batch_stats"])
-linen("linen_convolution", nn.Sequential([nn.Conv(4, (3,)), nn.relu, nn.Dense(1)]))
 linen("linen_attention", nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=4))
 linen("linen_lstm", nn.RNN(nn.OptimizedLSTMCell(4)))
-linen("linen_gru", nn.RNN(nn.GRUCell(4)))
-linen("linen_remat", nn.Sequential([nn.remat(nn.Dense)(8), nn.tanh, nn.Dense(1)]))
-linen("linen_spectral", nn.WeightNorm(nn.Dense(4)))
 
 
 def stateful(name, make):
@@ -477,17 +333,7 @@ class Block(nnx.Module):
         return x + self.dropout(nnx.relu(self.dense(self.norm(x))))
 
 
-stateful(
-    "nnx_mlp",
-    lambda r: nnx.Sequential(nnx.Linear(D, 8, rngs=r), nnx.tanh),
-)
 stateful("nnx_block", Block)
-stateful("nnx_lstm", lambda r: nnx.RNN(nnx.LSTMCell(D, 4, rngs=r), rngs=r))
-stateful("nnx_gru", lambda r: nnx.RNN(nnx.GRUCell(D, 4, rngs=r), rngs=r))
-stateful(
-    "nnx_attention",
-    lambda r: nnx.MultiHeadAttention(2, D, decode=False, rngs=r),
-)
 
 
 def test_the_proof_calls_no_callback():
@@ -501,13 +347,12 @@ def test_the_proof_calls_no_callback():
     assert not called
 
 
-FAST = """attention lstm_by_scan custom_vjp remat_with_policy linear_solve ctc
-interpreted_kernel weighted_totals shared_total_in_the_loss linen_mlp nnx_block
-balanced_experts merged synchronised_statistics""".split()
+FAST = """lstm_by_scan linear_solve ctc interpreted_kernel weighted_totals nnx_block
+shared_total_in_the_loss balanced_experts merged synchronised_statistics""".split()
 
 
 # A norm of each tower's rows, and iterations whose steps depend on all of them.
-MEET = "conjugate_gradients linen_deep minimal_residuals nnx_block".split()
+MEET = "linen_deep minimal_residuals nnx_block".split()
 
 
 def assert_passes(name):
@@ -518,10 +363,6 @@ def assert_passes(name):
         found = step.check(params, BATCH).analysis
     assert set(found.outputs) == {None}
     assert found.hangs == () and found.repeats == () and found.collectives
-
-
-def test_there_are_forty_programs():
-    assert len(PROGRAMS) >= 60 and set(FAST) <= set(PROGRAMS)
 
 
 @pytest.mark.few_fast(1)

@@ -376,22 +376,6 @@ def test_params_that_change_after_a_call_change_later_calls_only(which, compiled
 
 
 @pytest.mark.slow
-def test_an_optimizer_among_the_params_is_handed_on():
-    def model_fn(variables, features, labels, mode, params, tower):
-        loss_fn = functools.partial(
-            squares, features=features, labels=labels, tower=tower
-        )
-        loss, train_op = params["optimizer"].minimize(loss_fn, variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
-
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1))
-    x, y, w = rows(4, 3), rows(4, seed=1), np.asarray(start().params["w"])
-    spec = model(start(), x, y, tj.estimator.Mode.TRAIN, {"optimizer": OPTIMIZER})
-    expected = w - 0.1 * 2 * (x * (x @ w - y)[:, None]).mean(0)
-    np.testing.assert_allclose(spec.train_op.params["w"], expected, rtol=1e-5)
-
-
-@pytest.mark.slow
 def test_dropout_differs_between_towers_and_steps_and_not_between_devices():
     def model_fn(variables, features, labels, mode, tower):
         # Other bits for each key and row, as those of a random number would be.
@@ -482,53 +466,6 @@ def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_refused_leaves_others_as_they_were():
-    def sums(variables, features, labels, mode, tower):
-        x = features["rows"].to_dense() if "rows" in features else features["x"]
-        return tj.estimator.ModelSpec(
-            mode, loss=tj.Weighted.mean(x.sum(-1), tower.weight)
-        )
-
-    def dense(size):
-        return {"x": rows(size, 3, seed=size)}
-
-    def sparse(size):
-        entries = 3 * size - 14  # 10, more than may be refused, and 1
-        values, indices = rows(entries, 3, seed=size), np.zeros(entries, np.int32)
-        return {"rows": tj.sparse.IndexedRows(values, indices, (size, 3))}
-
-    for make in (dense, sparse):
-        strategy = towers(2, 1)
-        model = tj.estimator.replicate_model_fn(sums, devices=strategy, max_programs=1)
-        for size in (8, 16, 8, 5):
-            features = make(size)
-            if size > 8:
-                with pytest.raises(ValueError, match="The batch has changed"):
-                    model(np.float32(1), features, None, tj.estimator.Mode.EVAL)
-                continue
-            x = features["x"] if make is dense else features["rows"].values
-            loss = model(np.float32(1), features, None, tj.estimator.Mode.EVAL).loss
-            np.testing.assert_allclose(
-                loss.value, x.sum(dtype=np.float64) / size, rtol=1e-5, atol=1e-6
-            )
-
-
-def test_evaluation_changes_nothing():
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(4, 2), donate=True)
-    variables = model.init(start())
-    before = numbers_of(variables)
-    losses = [
-        jax.device_get(
-            model(variables, rows(7, 3), rows(7), tj.estimator.Mode.EVAL).loss
-        )
-        for _ in range(2)
-    ]
-    assert losses[0].sum == losses[1].sum
-    assert losses[0].weight == losses[1].weight == 7
-    assert all(map(np.array_equal, before, numbers_of(variables)))
-
-
-@pytest.mark.slow
 def test_metrics_are_those_of_the_whole_batch():
     size = 3  # five of the towers have none
     scores, labels = np.abs(np.sin(rows(size))), np.arange(size) % 3
@@ -560,24 +497,6 @@ def test_metrics_are_those_of_the_whole_batch():
             value_on_host(on_host(x)) for x in (spec.eval_metrics[name], state)
         )
         np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
-def numbers_of(state):
-    key = jax.random.key_data(state.rng)
-    return [np.array(x) for x in jax.tree.leaves((state.params, state.step, key))]
-
-
-@pytest.mark.slow
-def test_variables_of_another_kind_are_another_program():
-    # The same tree with other shapes or dtypes.
-    def summed(variables, features, labels, mode, tower):
-        loss = tj.Weighted(variables["w"].sum(), 1.0)
-        return tj.estimator.ModelSpec(mode, loss=loss, predictions={"x": features})
-
-    model = tj.estimator.replicate_model_fn(summed, devices=towers(2, 1))
-    for variables in ({"w": rows(3)}, {"w": np.float16([1, 2, 3])}):
-        spec = model(variables, rows(2), None, tj.estimator.Mode.EVAL)
-        np.testing.assert_allclose(spec.loss.value, variables["w"].sum(), rtol=1e-3)
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ def mirrored(devices, local="vmap"):
 
 
 IN_TURN = mirrored(2, "scan")
-PARTS = {"micro_batches": 3, "remainder": "pad"}
 
 
 W = np.float32([0.5, -1, 2, 0.3, -0.2])
@@ -81,167 +80,10 @@ def num_all_reduces(text):
 # Privacy
 
 
-@pytest.mark.slow
-def test_dp_sgd_clips_each_example_and_adds_noise_once():
-    def tower_fn(state, batch, tower):
-        def loss_of_one(w, x, y):
-            return jnp.tanh(x @ w - y) ** 2
-
-        per_example = jax.vmap(jax.grad(loss_of_one), (None, 0, 0))
-        grads = per_example(state.params, batch["x"], batch["y"])
-        norms = jnp.linalg.norm(grads, axis=1)
-        scale = jnp.minimum(1, 0.4 / norms) * tower.weight
-        return {"grads": tj.Weighted(scale @ grads, tower.weight.sum())}
-
-    def update_fn(state, merged):
-        key = jax.random.fold_in(state.rng, state.step)
-        grads = merged["grads"]
-        noise = 1.5 * 0.4 * jax.random.normal(key, state.params.shape)
-        params = state.params - 0.5 * (grads.sum + noise) / grads.weight
-        return dataclasses.replace(state, params=params), {}
-
-    step = tj.build_step(tower_fn, update_fn, IN_TURN, **PARTS)
-    key = jax.random.key(3)
-    state, w, noises = step.init(W, rng=key), W.astype(float), []
-    for number in range(3):
-        batch = data(22, number)
-        state, _ = step(state, batch)
-        _, grads = of_rows(w, batch)
-        scale = np.minimum(1, 0.4 / np.linalg.norm(grads, axis=1))
-        assert 3 < (scale < 1).sum() < 22
-        noises.append(np.asarray(jax.random.normal(jax.random.fold_in(key, number), 5)))
-        w = w - 0.5 * (scale @ grads + 1.5 * 0.4 * noises[-1].astype(float)) / 22
-        np.testing.assert_allclose(state.params, w, atol=2e-6)
-    assert not np.allclose(noises[0], noises[1])
-
-
 # A contrastive loss in two passes
 
 
-def unit(x):
-    return x / jnp.linalg.norm(x, axis=1, keepdims=True)
-
-
-def encoded(encoders, batch):
-    return {name: unit(jnp.tanh(batch[name] @ encoders[name])) for name in encoders}
-
-
-def contrast(rows, weight, scale):
-    """The mean over rows of both cross entropies, of rows of a weight alone."""
-    logits = jnp.exp(scale) * rows["image"] @ rows["text"].T
-    masked = (
-        jnp.where(weight > 0, logits, -jnp.inf),
-        jnp.where(weight > 0, logits.T, -jnp.inf),
-    )
-    own = jnp.diag(logits)
-    losses = sum(jax.nn.logsumexp(each, axis=1) - own for each in masked)
-    return weight @ losses / (2 * weight.sum())
-
-
-@pytest.mark.slow
-def test_grad_cache_is_the_gradient_of_the_whole_batch(size=21):
-    def embed(state, batch, tower):
-        rows = encoded(state.params["encoders"], batch)
-        return tj.Rows({"rows": rows, "weight": tower.weight})
-
-    def tower_fn(state, batch, tower, merged):
-        every, weight = merged.value["rows"], merged.value["weight"]
-        at = jnp.where(tower.weight > 0, batch["row"], len(weight))
-
-        def loss_of(params):
-            own = encoded(params["encoders"], batch)
-            rows = jax.tree.map(lambda x, y: x.at[at].set(y), every, own)
-            return contrast(rows, weight, params["scale"])
-
-        loss, grads = jax.value_and_grad(loss_of)(state.params)
-        examples = tower.weight.sum()
-        return {
-            "loss": tj.Weighted(examples * loss, examples),
-            "encoders": tj.Sum(grads["encoders"]),
-            "scale": tj.Weighted(examples * grads["scale"], examples),
-        }
-
-    def update_fn(state, merged):
-        grads = {key: merged[key].value for key in ("encoders", "scale")}
-        params = jax.tree.map(lambda p, g: p - g, state.params, grads)
-        return dataclasses.replace(state, params=params), {"loss": merged["loss"]}
-
-    rng = np.random.default_rng(0)
-    batch = {name: rng.normal(size=(size, 5)) for name in ("image", "text")}
-    batch = jax.tree.map(np.float32, batch) | {"row": np.arange(size, dtype=np.int32)}
-    encoders = {name: rng.normal(size=(5, 4)) for name in ("image", "text")}
-    params = jax.tree.map(np.float32, {"encoders": encoders, "scale": 0.3})
-    step = tj.build_step((embed, tower_fn), update_fn, IN_TURN, **PARTS)
-    state, metrics = step(step.init(params), batch)
-
-    def whole(params):
-        rows = encoded(params["encoders"], batch)
-        return contrast(rows, jnp.ones(size), params["scale"])
-
-    loss, grads = jax.jit(jax.value_and_grad(whole))(params)
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    moved = jax.tree.map(lambda old, new: old - new, params, state.params)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, atol=1e-6), moved, grads)
-
-
 # A mean teacher
-
-
-@pytest.mark.slow
-def test_a_mean_teacher_teaches_and_is_evaluated():
-    """Tarvainen and Valpola, 2017: an error of labelled rows, a distance of all."""
-
-    def tower_fn(state, batch, tower):
-        def loss_of(w, batch, tower):
-            predicted = batch["x"] @ w
-            known = tower.weight * batch["known"]
-            errors = (predicted - batch["y"]) ** 2
-            apart = (predicted - batch["x"] @ tower.extra) ** 2
-            mean = tj.Weighted.mean
-            return mean(errors, known) + 0.5 * mean(apart, tower.weight)
-
-        loss, grads = tj.value_and_grad(loss_of)(state.params, batch, tower)
-        return {"loss": loss, "grads": grads}
-
-    def update_fn(state, merged):
-        w = state.params - 0.1 * merged["grads"].value
-        teacher = 0.75 * state.extra + 0.25 * w
-        after = dataclasses.replace(state, params=w, extra=teacher)
-        return after, {"loss": merged["loss"]}
-
-    def metric_fn(w, batch, tower):
-        return {
-            "mse": tj.Weighted.mean((batch["x"] @ w - batch["y"]) ** 2, tower.weight)
-        }
-
-    step = tj.build_step(tower_fn, update_fn, IN_TURN, **PARTS)
-    cut = [data(22, seed) for seed in range(5)]
-    for batch in cut:
-        batch["known"] = (batch.pop("weight") > 0.5).astype(np.float32)
-    held_out = data(9, 9)
-    state, history = tj.run(
-        step,
-        step.init(W, extra=W),
-        cut,
-        evaluate=tj.build_eval_step(metric_fn, IN_TURN),
-        eval_batches=[held_out],
-        eval_params=lambda state: state.extra,
-        progress=False,
-    )
-    w = teacher = W.astype(float)
-    for batch, loss in zip(cut, history.metrics["loss"], strict=True):
-        x, y, known = (batch[name].astype(float) for name in ("x", "y", "known"))
-        errors, apart = x @ w - y, x @ (w - teacher)
-        expected = known @ errors**2 / known.sum() + 0.5 * np.mean(apart**2)
-        np.testing.assert_allclose(loss, expected, rtol=1e-5)
-        slope = 2 * (known * errors) @ x / known.sum() + 0.5 * 2 * apart @ x / len(x)
-        w = w - 0.1 * slope
-        teacher = 0.75 * teacher + 0.25 * w
-    np.testing.assert_allclose(state.params, w, atol=1e-6)
-    np.testing.assert_allclose(state.extra, teacher, atol=1e-6)
-    x, y = held_out["x"].astype(float), held_out["y"].astype(float)
-    expected = np.mean((x @ teacher - y) ** 2)
-    np.testing.assert_allclose(history.evaluations[-1][1]["mse"], expected, rtol=1e-5)
 
 
 # The step as a JAX function: populations, gradients through training, searches
@@ -367,33 +209,3 @@ def test_a_gradient_through_three_steps_is_a_finite_difference():
     slope = jax.jit(jax.grad(loss_after))(jnp.float32(0.1))
     expected = (in_float64(0.1 + 1e-5) - in_float64(0.1 - 1e-5)) / 2e-5
     np.testing.assert_allclose(slope, expected, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_lbfgs_searches_lines_through_the_towers_of_a_step():
-    def ridge(w, batch, tower):
-        errors = batch["x"] @ w - batch["y"]
-        mean = tj.Weighted.mean(errors**2, batch["weight"] * tower.weight)
-        return mean + tj.penalty(0.1 * (w**2).sum())
-
-    step = tj.build_train_step(ridge, optax.sgd(0.0), mirrored(2), donate=False)
-    start, batch, optimizer = step.init(W), data(24), optax.lbfgs()
-
-    def value_fn(w):
-        return step.fn(dataclasses.replace(start, params=w), batch)[1]["loss"]
-
-    def search(carry, _):
-        w, opt_state = carry
-        value, grads = optax.value_and_grad_from_state(value_fn)(w, state=opt_state)
-        updates, opt_state = optimizer.update(
-            grads, opt_state, w, value=value, grad=grads, value_fn=value_fn
-        )
-        return (optax.apply_updates(w, updates), opt_state), value
-
-    first = start.params, optimizer.init(start.params)
-    (w, _), values = jax.jit(lambda c: jax.lax.scan(search, c, length=10))(first)
-    weight = batch["weight"].astype(float) / batch["weight"].astype(float).sum()
-    x, y = batch["x"].astype(float), batch["y"].astype(float)
-    best = np.linalg.solve((x.T * weight) @ x + 0.1 * np.eye(5), (x.T * weight) @ y)
-    np.testing.assert_allclose(w, best, atol=2e-5)
-    assert (np.diff(values) <= 1e-6).all()

@@ -62,31 +62,9 @@ def negatives(x, y, w, tower):
 
 
 @meets
-def distances(x, y, w, tower):
-    gaps = x[:, None, 0] - x[None, :, 0]  # [b, b, F]
-    return (gaps**2 @ w).mean(1)
-
-
-@meets
 def ascent(x, y, w, tower):
     up = jax.grad(lambda w: (x[:, 0] @ w).sum() ** 2)(w)
     return x[:, 1] @ (w + 0.1 * up)
-
-
-@meets
-def spread_as_a_feature(x, y, w, tower):
-    spread = jnp.broadcast_to(x.std(0).mean(), (len(y), 1))
-    return jnp.concatenate([x[:, 0, 1:], spread], 1) @ w
-
-
-@meets
-def above_the_mean(x, y, w, tower):
-    return jnp.where(y > y.mean(), x[:, 0] @ w, 0.0)
-
-
-@meets
-def filled_in(x, y, w, tower):
-    return (jnp.where(x > 0, x, x.mean(0)[None]) @ w).mean(1)
 
 
 @meets

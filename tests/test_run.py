@@ -167,15 +167,6 @@ def test_a_second_run_compiles_nothing(compiled):
     assert history.summary.compile_seconds < 0.05
 
 
-@pytest.mark.slow
-def test_the_caller_keeps_a_state_that_is_not_donated():
-    step = build_step(donate=False)
-    state = init(step)
-    after, _ = train(batches(make_data(32), 16), state=state, step=step)
-    np.testing.assert_array_equal(state.params["w"], np.float32([0.5, -1.0, 2.0]))
-    assert int(after.step) == 2
-
-
 def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):
     cut, lags, dispatched = list(batches(make_data(160), 16)), [], 0
 
@@ -460,12 +451,6 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     with pytest.raises(ValueError, match=r"batches\(\) is a NoneType, but is to be"):
         tj.evaluate(eval_step, state, lambda: None)
     assert int(state.step) == 0
-
-
-def test_a_state_of_another_step_is_refused():
-    other = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.OneDevice("cpu:0"))
-    with pytest.raises(ValueError, match=r"Move it with step.place\(state\)"):
-        train([], state=init(other))
 
 
 def test_a_function_that_gives_no_batches_is_told_of(eval_step):
@@ -916,17 +901,6 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
     run(train_step, init(train_step), batches(make_data(64), 16), progress=True)
 
 
-def test_a_run_in_another_thread_works(train_step):
-    results = []
-    state = init(train_step)
-    thread = threading.Thread(
-        target=lambda: results.append(train(batches(make_data(32), 16), state=state))
-    )
-    thread.start()
-    thread.join()
-    assert int(results[0][0].step) == 2
-
-
 def test_a_run_that_stops_leaves_no_thread():
     with pytest.raises(ZeroDivisionError):
         train(
@@ -975,11 +949,6 @@ def test_lines_without_a_terminal(train_step, eval_step, capsys):
     assert re.fullmatch(r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left", lines[0])
     assert re.fullmatch(r"step 5/5  loss [\d.]+  [\d.]+ steps/s", lines[1])
     assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", lines[2])
-
-
-def test_silence(capsys):
-    train(batches(make_data(32), 16))
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("steps", [None, 4])
@@ -1077,24 +1046,6 @@ def test_the_wait_for_each_batch_is_in_the_history(steps_per_call):
     assert history.input_wait_s.shape == (5,)
     assert history.input_wait_s.argmax() == 2 and history.input_wait_s[2] >= 0.2
     assert (history.input_wait_s[1:2] == 0) == (steps_per_call == 2)
-
-
-@pytest.mark.slow
-def test_steps_side_by_side_share_one_count_of_calls_in_flight():
-    strategy = tj.Mirrored(devices=[f"cpu:{i}" for i in range(8)])
-    batch = np.ones(8, np.float32)
-    steps = [
-        tj.build_train_step(
-            lambda w, b, tower: tj.Weighted.mean((w - b) ** 2), optax.sgd(0.1), strategy
-        )
-        for _ in range(2)
-    ]
-    states = [step.init(jnp.float32(0)) for step in steps]
-    for _ in range(50):
-        done = [step(state, batch) for step, state in zip(steps, states, strict=True)]
-        states = [state for state, _ in done]
-    for state in states:
-        np.testing.assert_allclose(state.params, 1 - 0.8**50, rtol=1e-5)
 
 
 @pytest.mark.parametrize("owner", ["own", "one"])

@@ -76,28 +76,6 @@ def bits(tree):
 
 # Early stopping
 
-# values, patience, mode, min_delta -> the number of the last evaluation
-PATIENCE = [
-    ([3, 2, 1, 0, 0, 0], 1, "min", 0.0, 5),  # equal is no improvement
-    ([3, 2, 1, 0, 0, 0], 2, "min", 0.0, 6),
-    ([3, 2, 1, 0, 0, 0], 3, "min", 0.0, None),
-    ([1, 2, 0, 2, 2, 2], 2, "min", 0.0, 5),  # an improvement begins anew
-    ([1, 2, 0, 2, 2, 2], 1, "min", 0.0, 2),
-    ([0, 1, 2, 1, 1, 3], 2, "max", 0.0, 5),
-    ([0, 1, 2, 1, 1, 3], 3, "max", 0.0, None),
-    ([4, 3.5, 3, 2.5, 2, 1], 1, "min", 0.5, 2),  # by min_delta is not by more
-    ([4, 3.5, 3, 2.5, 2, 1], 1, "min", 0.25, None),
-    ([4, 3.5, 3, 2.5, 2, 1], 2, "min", 0.5, None),  # 4 -> 3: together they count
-    ([0, 0.5, 1, 1.5, 2, 3], 2, "max", 1.0, 3),
-    ([NAN, NAN, 1, 2, 2, 2], 2, "min", 0.0, 2),  # not a number is not better
-    ([NAN, 1, NAN, NAN, 0, 0], 2, "min", 0.0, 4),
-    ([INF, INF, 1, 0, 0, 0], 3, "min", 0.0, None),
-    ([INF, 1, 2, 3, 3, 3], 1, "min", 0.0, 1),
-    ([-INF, 1, 2, 3, 4, 5], 1, "max", 0.0, 1),
-    ([1, -INF, -INF, 0, 0, 0], 2, "min", 0.0, 4),
-    ([1, INF, 2, 3, 4, 5], 2, "max", 0.0, 4),
-]
-
 
 def by_hand(values, patience, mode, min_delta):
     """The same count, from the definition."""
@@ -122,12 +100,6 @@ def watched(values, *arguments):
         if watch.stopped is not None:
             return number
     return None
-
-
-@pytest.mark.parametrize("values, patience, mode, min_delta, last", PATIENCE)
-def test_patience(values, patience, mode, min_delta, last):
-    assert by_hand(values, patience, mode, min_delta) == last
-    assert watched(values, patience, mode, min_delta) == last
 
 
 def test_patience_of_any_values_is_as_counted_by_hand():
@@ -248,15 +220,6 @@ def test_what_stopped_a_run_is_said(steps, capsys):
     assert not history.evaluations[4:]
 
 
-def test_nothing_but_nan_says_no_best(steps):
-    early = tj.EarlyStopping("told", patience=1)
-    best = tj.Best("told", restore=True)
-    state, history = train(steps, [NAN], 3, early_stopping=early, best=best)
-    assert history.stopped == "told did not improve in 1 evaluation"
-    assert history.best is None
-    assert int(state.step) == 1
-
-
 def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
@@ -268,15 +231,6 @@ def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
     # Steps 3 and 4 come after the evaluation after step 2.
     assert "evaluated told 3.000 after 2, best 3.000 after 2" in text
     assert re.search(r"step 4/4  loss [\d.]+  [\d.]+ steps/s  evaluated told 3", text)
-
-
-@pytest.mark.slow
-def test_stopping_with_several_steps_a_call(steps):
-    early = tj.EarlyStopping("told", patience=1)
-    options = {"steps_per_call": 2, "eval_every": 2, "early_stopping": early}
-    state, history = train(steps, [1, 1, 0], 10, **options)
-    assert int(state.step) == 4
-    assert [number for number, _ in history.evaluations] == [2, 4]
 
 
 def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
@@ -329,12 +283,6 @@ def test_the_best_state_is_that_of_its_step_bit_for_bit(steps, executor, keep):
         assert isinstance(kept.state.params["w"], np.ndarray)
         placed = steps[0].place(kept.state)
         assert bits(placed) == bits(alone)
-
-
-def test_more_may_be_better(steps):
-    best = tj.Best("told", mode="max")
-    _, history = train(steps, [1, NAN, 4, 4, 2], 5, best=best)
-    assert (history.best.step, history.best.value) == (3, 4.0)
 
 
 @pytest.mark.parametrize("keep", ["devices", "host"])

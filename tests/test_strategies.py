@@ -118,7 +118,6 @@ BAD = [
         " towers on a device write towers=..., not the device twice.",
     ),
     (dict(devices=()), "devices=() must be a tuple of names or of jax.Device"),
-    (dict(devices=[]), "leave it out to use all."),
     (
         dict(devices="gpu:0"),
         "devices='gpu:0' must be a tuple of names or of jax.Device objects, such as"
@@ -126,13 +125,11 @@ BAD = [
     ),
     (dict(devices={"cpu:0"}), "such as devices=('gpu:0',);"),  # unordered
     (dict(devices=2), "A number of towers is towers=8."),
-    (dict(devices="gpu"), "such as devices=('gpu:0',);"),
     (
         dict(devices=("gpu",)),
         "'gpu' is not a device name. Write 'platform:index', such as 'gpu:0' or"
         " 'cpu:3', or pass a jax.Device.",
     ),
-    (dict(devices=("gpu:a",)), "'gpu:a' is not a device name"),
     (dict(devices=("gpu:-1",)), "'gpu:-1' is not a device name"),
     (dict(devices=(0, 1)), "devices: 0 is not a device name"),
     (dict(devices=("/job:worker/task:0/gpu:0",)), "is not a device name"),
@@ -145,35 +142,19 @@ BAD = [
     ),
     (dict(num_gpus=2, num_gpus_per_worker=2), "Give one of devices, num_gpus and num"),
     (dict(devices=("gpu:0",), num_gpus=1), "Give one of devices, num_gpus and num_gp"),
-    (dict(devices=("gpu:0",), num_gpus_per_worker=0), "Give one of devices, num_gpus"),
-    (dict(num_gpus=-1), "num_gpus=-1 must be a whole number >= 0."),
-    (dict(num_gpus=True), "num_gpus=True must be a whole number >= 0."),
-    (
-        dict(num_gpus_per_worker=1.0),
-        "per_worker=1.0 must be a whole number >= 0.",
-    ),
-    (dict(towers=0), "towers=0 must be a whole number >= 1."),
-    (dict(towers=True), "towers=True must be a whole number >= 1."),
-    (dict(towers=2.0), "towers=2.0 must be a whole number >= 1."),
-    (dict(towers="8"), "towers='8' must be a whole number >= 1."),
     (
         dict(devices=FOUR, towers=6),
         "towers=6 is not a multiple of the 4 devices, so they cannot share the towers"
         " evenly. Use towers=4 or 8, or another number of devices.",
     ),
-    (dict(devices=FOUR, towers=3), "evenly. Use towers=4, or another number"),
     (dict(num_gpus=2, towers=3), "towers=3 is not a multiple of the 2 devices"),
     (dict(num_gpus_per_worker=4, towers=9), "Use towers=8 or 12, or another"),
     (dict(local="pmap"), "local='pmap' must be one of 'vmap', 'scan'."),
-    (dict(local=None), "local=None must be one of 'vmap', 'scan'."),
-    (dict(local=True), "local=True must be one of 'vmap', 'scan'."),
-    (dict(executor="vmap"), "executor='vmap' must be one of 'shard_map', 'pmap'."),
     (
         dict(cross_tower_ops="nccl"),
         "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce(),"
         " tj.PinnedTree(), or tj.collectives.Packed() and the like.",
     ),
-    (dict(cross_tower_ops=None), "cross_tower_ops=None is not a cross-tower op"),
     (dict(cross_tower_ops=tj.PinnedTree), "is not a cross-tower op; write tj.AllRed"),
 ]
 
@@ -317,16 +298,6 @@ def test_mirrored_values_lie_on_every_device(executor):
     )
     copies = {shard.device: int(shard.data) for shard in total.addressable_shards}
     assert copies == {CPUS[4]: 3, CPUS[2]: 3}
-
-
-def test_rows_of_a_batch_go_to_towers_in_order():
-    strategy = tj.Mirrored(devices=("cpu:3", "cpu:0", "cpu:6"))
-    step = tj.build_train_step(
-        lambda w, batch, tower: tj.Weighted.mean(w * batch), optax.sgd(0.1), strategy
-    )
-    rows = step.place_batch(np.arange(6, dtype=np.float32)).args[0]
-    found = {shard.device: shard.data.tolist() for shard in rows.addressable_shards}
-    assert found == {CPUS[3]: [0, 1], CPUS[0]: [2, 3], CPUS[6]: [4, 5]}
 
 
 def test_one_device_lies_where_it_says():

@@ -538,31 +538,6 @@ def test_a_writer_that_fails_loses_neither_state_nor_the_others_records(
     np.testing.assert_allclose(float(state.params), oracle(20)[2], rtol=1e-5)
 
 
-def test_a_writer_that_fails_at_an_evaluation(step, evaluate):
-    failing = Spy()
-    write = failing.write
-
-    def refuse(record):
-        if record.kind == "eval":
-            raise OSError("quota")
-        write(record)
-
-    failing.write = refuse
-    options = {"evaluate": evaluate, "eval_batches": data(1), "eval_every": 2}
-    with pytest.raises(OSError, match="quota") as caught:
-        run(step, init(step), data(4), writers=[failing], progress=False, **options)
-    assert int(caught.value.state.step) == 2
-    assert len(caught.value.history.evaluations) == 1
-
-
-def test_a_writer_that_fails_to_close(step):
-    spy, failing = Spy(), Spy(failing="close")
-    with pytest.raises(OSError, match="disk full") as caught:
-        run(step, init(step), data(2), writers=[failing, spy], progress=False)
-    assert int(caught.value.state.step) == 2
-    assert (spy.closed, failing.closed) == (1, 1)
-
-
 def test_a_second_failure_is_a_note_of_the_first(step):
     error, failing = LookupError("gone"), Spy(failing="close")
     with pytest.raises(LookupError) as caught:
