@@ -1,5 +1,6 @@
 """Which cluster a process belongs to: every source, and every way to get it wrong."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,6 @@ import subprocess
 import pytest
 
 from towerjax.mesh.cluster.spec import (
-    Cluster,
     find_cluster,
     free_port,
     is_free,
@@ -56,95 +56,75 @@ def test_worker_10_comes_after_worker_2_as_listed():
     assert {cluster.coordinator for cluster in found} == {"host-11:2222"}
 
 
-def one(address):
-    return {"worker": [address]}
-
-
 def whole(cluster, task):
     return {"cluster": cluster, "task": task}
 
 
-WRONG_SPECS = [
-    (
-        (["a:1"],),
-        "cluster_spec is ['a:1'], which names no list of processes. Write such",
-    ),
-    ((whole(["a:1"], None),), 'no list of processes. Write such as {"cluster":'),
-    (({"task": {"type": "worker", "index": 0}},), "no list of processes."),
-    (({"worker": []}, "worker", 0), "leave all of it out for a job of one process."),
-    (({"worker": "a:1"}, "worker", 0), "is {'worker': 'a:1'}, which names no list"),
-    ((whole(WORKERS, ["worker", 0]),), "no list of processes."),
-    (({"ps": ["p:1"], **WORKERS}, "worker", 0), "job 'ps' cannot be here: towers keep"),
-    (({"evaluator": ["e:1"], **WORKERS}, "worker", 0), "start it as a process of its"),
-    (({"master": ["m:1"]}, "master", 0), "that job is called 'chief' here."),
-    (({"wroker": ["m:1"]}, "wroker", 0), "the jobs are 'chief' and 'worker'."),
-    (({"chief": ["a:1", "b:2"]}, "chief", 0), "several chiefs, ['a:1', 'b:2']. Make"),
-    (({"worker": ["a:1", "A:1"]}, "worker", 0), "a:1 stands for more than one task."),
-    (({"chief": ["a:1"], "worker": ["a:1"]}, "chief", 0), "a:1 stands for more than"),
-    ((one("a"), "worker", 0), "cluster_spec: worker[0]='a' is not an address."),
-    ((one(":1"), "worker", 0), "worker[0]=':1' is not an address."),
-    ((one("grpc://a:1"), "worker", 0), "worker[0]='grpc://a:1' is not an address."),
-    ((one("::1:22"), "worker", 0), "an IPv6 host stands in brackets, '[::1]:2222'."),
-    ((one(7), "worker", 0), "worker[0]=7 is not an address."),
-    ((one("a:65536"), "worker", 0), "Write 'host:port' with a port of 1 to 65535"),
-    (
-        (WORKERS,),
-        "the task of type None and index None, but the cluster has ('worker',",
-    ),
-    (
-        (whole(WORKERS, {"type": "worker"}),),
-        "type 'worker' and index None, but the clu",
-    ),
-    ((whole(WORKERS, {"type": "worker", "index": 0}), "worker", 0), "Name the task on"),
-    ((WORKERS, "chief", 0), "'chief' and index 0, but the cluster has ('worker', 0)"),
-    (
-        (WORKERS, "worker", 2),
-        "index 2, but the cluster has ('worker', 0), ('worker', 1)",
-    ),
-    ((WORKERS, "worker", "0"), "index '0', but the cluster has ('worker', 0)"),
-]
-
-
-@pytest.mark.parametrize("arguments, says", WRONG_SPECS)
-def test_a_wrong_spec_says_why(arguments, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        parse_spec(*arguments)
+WORKER_0 = ("worker", 0)
+FULL = whole(WORKERS, {"type": "worker", "index": 0})
 
 
 @pytest.mark.parametrize(
-    "environ, arguments, says",
+    "spec, task, says",
     [
-        ({"TF_CONFIG": "{"}, {}, "TF_CONFIG: '{' is not JSON (Expecting property name"),
-        ({"TF_CONFIG": "[1]"}, {}, "TF_CONFIG is [1], which names no list"),
-        ({"TF_CONFIG": "{}"}, {}, "TF_CONFIG is {}, which names no list"),
         (
-            {},
-            {"explicit": ("a", 2, 0)},
-            "arguments: coordinator='a' is not an address.",
+            ["a:1"],
+            (),
+            "cluster_spec is ['a:1'], which names no list of processes. Write",
         ),
+        (whole(["a:1"], None), (), 'no list of processes. Write such as {"cluster":'),
+        ({"task": {"type": "worker", "index": 0}}, (), "no list of processes."),
+        ({"worker": []}, WORKER_0, "leave all of it out for a job of one process."),
+        ({"worker": "a:1"}, WORKER_0, "is {'worker': 'a:1'}, which names no list"),
+        (whole(WORKERS, ["worker", 0]), (), "no list of processes."),
+        ({"ps": ["p:1"], **WORKERS}, WORKER_0, "ps cannot be here: the jobs are"),
+        ({"evaluator": ["e:1"], "x": ["x:1"], **WORKERS}, WORKER_0, "evaluator, x can"),
         (
-            {},
-            {"explicit": ("a:1", 0, 0)},
-            "num_processes=0 must be a whole number >= 1.",
+            {1: ["m:1"]},
+            ("master", 0),
+            "1 cannot be here: the jobs are 'chief', once ca",
         ),
-        ({}, {"explicit": ("a:1", 2, 2)}, "process_id=2 must be a whole number <= 1."),
-        ({}, {"explicit": ("a:1", 2, None)}, "Give process_id too, or none of them."),
-        ({}, {"explicit": (None, None, 0)}, "Give coordinator and num_processes too"),
+        ({"chief": ["a:1", "b:2"]}, ("chief", 0), "cluster_spec: b:2 is one chief too"),
+        ({"worker": ["a:1", "A:1"]}, WORKER_0, "a:1 stands for more than one task."),
+        ({"chief": ["a:1"], "worker": ["a:1"]}, ("chief", 0), "a:1 stands for more"),
+        ({"worker": ["a"]}, WORKER_0, "cluster_spec: worker[0]='a' is not an address."),
+        ({"worker": [":1", 7]}, WORKER_0, "worker[0]=':1', worker[1]=7 is not an addr"),
+        ({"worker": ["grpc://a:1"]}, WORKER_0, "worker[0]='grpc://a:1' is not an addr"),
+        ({"worker": ["::1:22"]}, WORKER_0, "an IPv6 host stands in brackets, '[::1]:2"),
+        ({"worker": ["a:65536"]}, WORKER_0, "Write 'host:port' with a port of 1 to 65"),
+        (WORKERS, (), "the task of type None and index None is not in the cluster."),
+        (whole(WORKERS, {"type": "worker"}), (), "type 'worker' and index None is not"),
+        (FULL, WORKER_0, "Name the task once."),
+        (WORKERS, ("chief", 0), "'chief' and index 0 is not in the cluster. Name one"),
         (
-            {},
-            {"explicit": ("a:1", 2, 0), "spec": (WORKERS, "worker", 0)},
-            "one of the t",
+            WORKERS,
+            ("worker", 2),
+            "such as 'worker' and 0: [\"worker[0]='a:1'\", \"work",
         ),
-        (
-            {},
-            {"spec": (None, "worker", 0)},
-            "cluster_spec goes with task_type and task",
-        ),
+        (WORKERS, ("worker", "0"), "index '0' is not in the cluster. Name one of its"),
     ],
 )
-def test_wrong_arguments_say_why(environ, arguments, says):
+def test_a_wrong_spec_says_why(spec, task, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        find_cluster(environ, **arguments)
+        parse_spec(spec, *task)
+
+
+@pytest.mark.parametrize(
+    "environ, explicit, says",
+    [
+        ({"TF_CONFIG": "{"}, (), "TF_CONFIG: '{' is not JSON (Expecting property name"),
+        ({"TF_CONFIG": "[1]"}, (), "TF_CONFIG is [1], which names no list"),
+        ({"TF_CONFIG": "{}"}, (), "TF_CONFIG is {}, which names no list"),
+        ({}, ("a", 2, 0), "arguments: coordinator='a' is not an address."),
+        ({}, ("a:1", 0, 0), "num_processes=0 must be a whole number >= 1."),
+        ({}, ("a:1", 2, 2), "process_id=2 must be a whole number <= 1."),
+        ({}, ("a:1", 2, None), "Give process_id too, or none of them."),
+        ({}, (None, None, 0), "Give coordinator and num_processes too"),
+    ],
+)
+def test_wrong_arguments_say_why(environ, explicit, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        find_cluster(environ, *explicit)
 
 
 LAUNCHED = {
@@ -163,30 +143,18 @@ TF_CONFIG = {
 
 
 @pytest.mark.parametrize(
-    "environ, arguments, expected",
+    "environ, explicit, expected",
     [
-        (
-            {**LAUNCHED, **TF_CONFIG},
-            {"explicit": ("arg:1", 9, 8)},
-            Cluster(8, 9, "arg:1", "explicit arguments"),
-        ),
-        (
-            {**LAUNCHED, **TF_CONFIG},
-            {"spec": (WORKERS, "worker", 1)},
-            Cluster(1, 2, "a:1", "cluster_spec"),
-        ),
-        (
-            {**LAUNCHED, **TF_CONFIG},
-            {},
-            Cluster(3, 4, "launched:1", "towerjax launch"),
-        ),
-        ({**TF_CONFIG}, {}, Cluster(1, 2, "tf:1", "TF_CONFIG")),
-        ({"TF_CONFIG": "", "SLURM_JOB_ID": "1"}, {}, None),
-        ({}, {}, None),
+        (LAUNCHED | TF_CONFIG, ("arg:1", 9, 8), (8, 9, "arg:1", "explicit arguments")),
+        (LAUNCHED | TF_CONFIG, (), (3, 4, "launched:1", "towerjax launch")),
+        (TF_CONFIG, (), (1, 2, "tf:1", "TF_CONFIG")),
+        ({"TF_CONFIG": "", "SLURM_JOB_ID": "1"}, (), None),
+        ({}, (), None),
     ],
 )
-def test_the_first_source_counts(environ, arguments, expected):
-    assert find_cluster(environ, **arguments) == expected
+def test_the_first_source_counts(environ, explicit, expected):
+    found = find_cluster(environ, *explicit)
+    assert (found and dataclasses.astuple(found)) == expected
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ spec = {{"worker": ["127.0.0.1:{free_port()}"]}}
 same = strategy.configure(cluster_spec=spec, task_type="worker", task_id=0)
 print(same == strategy, tj.cluster.initialize().how)
 """
-    assert python(tmp_path, program) == "True cluster_spec\n"
+    assert python(tmp_path, program) == "True explicit arguments\n"
 
 
 def test_precision_is_a_ratio_of_counts():

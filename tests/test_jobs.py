@@ -123,7 +123,7 @@ def tries(given):
 
 def early(arguments):
     """Process 1 comes late to each meeting."""
-    start._SILENCE_S = processes._PATIENCE_S = 0.2
+    processes._PATIENCE_S = 0.2
     me = tj.cluster.initialize(**arguments).process_id
     count = tj.Mirrored().create_var(
         "count", 1.0, tower_local=True, reduction=tj.Reduction.SUM
@@ -135,7 +135,6 @@ def early(arguments):
     ):
         time.sleep(0.5 * me)
         meet()
-    time.sleep(0.5 * me)
 
 
 class Member:
@@ -215,7 +214,7 @@ def said(i, count, how, devices=2):
 
 @pytest.mark.slow
 def test_one_process_needs_no_cluster_and_is_of_no_other(job):
-    (one,) = job(again, [({}, {"collective_timeout_s": 5})])
+    (one,) = job(again, [({}, {})])
     assert one.ended() == 0
     assert (
         said(0, 1, "one process: nothing in the environment names a cluster")
@@ -256,32 +255,19 @@ def test_an_exception_ends_its_process_at_once_or_waits_for_the_others(job):
 
 @pytest.mark.slow
 def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
-    """SIGSTOP stands for all that keeps a process from running and not from being.
-
-    And with a collective timeout, which comes before, an exception is raised.
-    """
-    by_heartbeat = job(loop, named(2, heartbeat_timeout_s=4))
-    # Of two devices that wait, the second may see what the first one closed.
-    options = {"collective_timeout_s": 2, "heartbeat_timeout_s": 40}
+    """SIGSTOP stands for all that keeps a process from running and not from being."""
+    options = {"heartbeat_timeout_s": 4}
     slurm = named_by("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", **options)
-    by_timeout = job(loop, slurm, devices=1)
-    for i in range(2):
-        by_heartbeat[i].until(said(i, 2, "explicit arguments"))
-        by_timeout[i].until(said(i, 2, "Slurm", devices=1))
-    lost = [by_heartbeat[1], by_timeout[1]]
-    for one in lost:
-        os.kill(one.process.pid, signal.SIGSTOP)
+    first, lost = both = job(loop, slurm)
+    for i, one in enumerate(both):
+        one.until(said(i, 2, "Slurm"))
+    os.kill(lost.process.pid, signal.SIGSTOP)
     began = time.monotonic()
-    assert by_timeout[0].ended() == 1
-    assert by_heartbeat[0].ended() == -signal.SIGABRT
+    assert first.ended() == -signal.SIGABRT
     assert time.monotonic() - began < 15
-    told = "tasks are unhealthy (stopped sending heartbeats):\n1\n"
-    assert told in by_heartbeat[0].text
-    assert "towerjax: process 0 of 2, at 127.0.0.1:" in by_timeout[0].text
-    assert "Timed out waiting 2000ms" in by_timeout[0].text
-    for one in lost:
-        os.kill(one.process.pid, signal.SIGCONT)
-    assert 0 not in [one.ended() for one in lost]  # it finds the job ended
+    assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in first.text
+    os.kill(lost.process.pid, signal.SIGCONT)
+    assert lost.ended() != 0  # it finds the job ended
 
 
 @pytest.mark.slow
@@ -332,11 +318,6 @@ def test_what_cannot_be_is_refused(job):
         ({}, {"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a"),
         ({}, {"PMIX_RANK": "2", "SLURM_STEP_NUM_TASKS": "1"}, "PMIX_RANK=2 is the"),
         (taken, {}, f"process 0 is to listen at {host}:{port}, but something on this"),
-        (
-            {"collective_timeout_s": 3},
-            {"JAX_PLATFORMS": ""},
-            "JAX's platform is 'not chosen'. Set JAX_PLATFORMS=cpu, or leave it out",
-        ),
         None,  # JAX is used
         ({}, {}, late),
         (named(2)[1][1], {}, late),
@@ -345,18 +326,15 @@ def test_what_cannot_be_is_refused(job):
         (process,) = job(tries, [({}, [each and each[:2] for each in given])])
         assert process.ended() == 0, process.text
     told = json.loads(re.search(r"^\[.*\]$", process.text, re.MULTILINE)[0])
-    assert told.pop(7) == 2
+    assert told.pop(6) == 2
     for each, text in zip(filter(None, given), told, strict=True):
         assert each[2] in text
 
 
 @pytest.mark.slow
-def test_a_process_that_comes_or_ends_early_says_that_it_waits(job):
+def test_a_process_that_comes_early_says_that_it_waits(job):
     first, late = job(early, named(2))
     assert (first.ended(), late.ended()) == (0, 0)
-    ended = "has ended and waits for the others, up to"
-    assert f"towerjax: process 0 of 2 {ended}" in first.text
-    assert ended not in late.text
     for what in (
         "This is to be compared",
         "a value of all towers is read",
@@ -366,8 +344,9 @@ def test_a_process_that_comes_or_ends_early_says_that_it_waits(job):
 
 
 @pytest.mark.parametrize("value", [0, 1.5, "7"])
-@pytest.mark.parametrize("name", ["heartbeat_timeout_s", "collective_timeout_s"])
+@pytest.mark.parametrize("name", ["heartbeat", "initialization", "shutdown"])
 def test_a_timeout_is_an_int_of_seconds(name, value):
+    name = f"{name}_timeout_s"
     with pytest.raises(ValueError, match=f"{name}={value!r} must be a whole number"):
         initialize(**{name: value})
 
@@ -378,9 +357,9 @@ def test_jax_must_count_as_many_processes(monkeypatch):
         with pytest.raises(
             RuntimeError, match="TF_CONFIG: this is process 1 of .*0 of 1"
         ):
-            _join_cluster(mine, {}, False)
+            _join_cluster(mine, {})
     alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
-    assert _join_cluster(alone, {}, False) == alone
+    assert _join_cluster(alone, {}) == alone
 
 
 def test_many_others_are_named_in_short():

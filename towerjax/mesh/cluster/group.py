@@ -38,8 +38,8 @@ def _without_transport(lines: Iterable[bytes]) -> Iterator[bytes]:
     """The lines without the transport's, "[Gloo] Rank 0 is connected ..."."""
     rests = 0  # of the transport's texts that began on one line
     for line in lines:
-        is_text = b"[Gloo]" in line or b"peer ranks" in line
-        if (is_text or rests) and _TRANSPORT.fullmatch(line):
+        may_be = rests or b"[Gloo]" in line or b"peer ranks" in line
+        if may_be and _TRANSPORT.fullmatch(line):
             rests = max(0, rests + line.count(b"[Gloo]") - 1)
         else:
             yield line
@@ -83,8 +83,7 @@ class End:
     code: int = 0  # or the code of the first that failed; 128 + n for signal n
     lost: int = 0  # how many were killed by others than the launcher, or hung
     ended_by: int | None = None  # the signal that told the launcher to end
-    # Whether the launcher ended them, because more processes fit again.
-    regrows: bool = False
+    regrows: bool = False  # whether the launcher did, since more processes fit again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +127,11 @@ class _Worker:
                 self.last_sign = time.monotonic()
                 if word == heartbeat.STEP:
                     self.steps, self.last_step = self.steps + 1, self.last_sign
+
+    def kill(self, why: str) -> None:
+        """End a process that hangs."""
+        self.why_hung = self.why_hung or why
+        self.popen.kill()
 
     @property
     def signal(self) -> int | None:
@@ -241,8 +245,10 @@ class _Job:
         while self.running:
             time.sleep(_POLL_S)
             self._forward_signals()
-            self._look_for_hangs()
-            self._end_to_regrow()
+            if self.kill_at == math.inf:
+                # A process that ends, or waits for a lost one, does no steps.
+                self._look_for_hangs()
+                self._end_to_regrow()
             over = [x for x in self.running if x.popen.poll() is not None]
             for worker in sorted(over, key=_is_consequence):
                 self._handle_end(worker)
@@ -260,47 +266,35 @@ class _Job:
             self._send(number)
             if number in FORWARDED:
                 continue
-            if self.end.ended_by:
-                self.kill_at = time.monotonic()
-                continue
-            self.end.ended_by = number
-            self.kill_at = time.monotonic() + self.timeouts.grace_s
-            say(
-                f"{_signal_name(number)} passed on to {len(self.running)}"
-                f" running; SIGKILL follows after {self.timeouts.grace_s:g} s, or at a"
-                " second signal"
-            )
+            grace_s = 0 if self.end.ended_by else self.timeouts.grace_s
+            self.kill_at = time.monotonic() + grace_s
+            if not self.end.ended_by:
+                self.end.ended_by = number
+                say(
+                    f"{_signal_name(number)} passed on to {len(self.running)} running;"
+                    f" SIGKILL follows after {grace_s:g} s, or at a second signal"
+                )
 
     def _look_for_hangs(self) -> None:
-        if self.kill_at < math.inf:
-            return  # a process that ends, or waits for a lost one, does no steps
         now, running = time.monotonic(), self.running
         still_s = now - max((x.last_step for x in running), default=now)
-        stand = still_s > self.timeouts.step_s and self._all_do_steps()
+        stand = still_s > self.timeouts.step_s and self._do_steps()
         fewest = min((x.steps for x in running), default=0)
         for worker in running:
-            silent_s, why = now - worker.last_sign, None
-            if silent_s > self.timeouts.hang_s:
-                why = f"gave no sign of life for {silent_s:.1f} s"
+            if (silent_s := now - worker.last_sign) > self.timeouts.hang_s:
+                worker.kill(f"gave no sign of life for {silent_s:.1f} s")
             elif stand and worker.steps == fewest:
-                why = f"began no step for {still_s:.1f} s"
-            if why is not None:
-                worker.why_hung = worker.why_hung or why
-                worker.popen.kill()
+                worker.kill(f"began no step for {still_s:.1f} s")
 
-    def _all_do_steps(self) -> bool:
+    def _do_steps(self) -> bool:
         return all(worker.steps for worker in self.running)
 
     def _end_to_regrow(self) -> None:
-        is_due = time.monotonic() >= self.timeouts.regrow_at and self._all_do_steps()
-        if not is_due or self.end.regrows or self.kill_at < math.inf:
-            return
-        self.end.regrows = True
-        say(
-            "more processes fit again; those that run are asked to save and end:"
-            f" {len(self.running)}"
-        )
-        self._send(signal.SIGTERM)
+        is_due = time.monotonic() >= self.timeouts.regrow_at and self._do_steps()
+        if is_due and not self.end.regrows:
+            self.end.regrows, count = True, len(self.running)
+            say(f"more processes fit again; {count} that run are asked to save and end")
+            self._send(signal.SIGTERM)
 
     def _handle_end(self, worker: _Worker) -> None:
         self.running.remove(worker)
@@ -317,17 +311,15 @@ class _Job:
         if not self.end.ended_by and not as_asked:
             self._fail(worker)
         if self.kill_at == math.inf:
-            timeouts = self.timeouts
-            seconds = timeouts.grace_s if as_asked else timeouts.failed_s
-            self.kill_at = time.monotonic() + seconds
+            grace_s = self.timeouts.grace_s if as_asked else self.timeouts.failed_s
+            self.kill_at = time.monotonic() + grace_s
 
     def _fail(self, worker: _Worker) -> None:
         code, rest = worker.popen.returncode, len(self.running)
-        why = f"exited with code {code}"
-        if code < 0:
+        why = f"{worker.why_hung} and was killed"
+        if worker.why_hung is None:
             why = f"was killed by signal {-code} ({_signal_name(-code)})"
-        if worker.why_hung is not None:
-            why = f"{worker.why_hung} and was killed"
+            why = why if code < 0 else f"exited with code {code}"
         others = f"; stopping the other {rest}" if rest else ""
         seconds = time.monotonic() - worker.started
         say(f"process {worker.index} {why} after {seconds:.1f} s{others}")

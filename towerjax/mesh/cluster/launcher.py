@@ -31,8 +31,7 @@ class RestartPlan:
     multiple: int  # a multiple of each number of processes that fits
     restarts: int | None = None  # how often the job may still be started again
     regrow_s: float = 60.0  # seconds until the place of a lost process is used again
-    # When the place of each lost process may be used again.
-    free_at: tuple[float, ...] = ()
+    free_at: tuple[float, ...] = ()  # when the place of each may be used again
 
     def count(self, now: float) -> int:
         """The largest number of processes that fits into the free places; >= 1."""
@@ -82,15 +81,13 @@ def launch(
     `initialize` in each process joins it to the job. Their output is printed line by
     line, each with the number of its process; they have no input. When one fails,
     this prints which and why, and ends the others: SIGTERM first, SIGKILL after
-    ``grace_s``, for which JAX holds SIGTERM back, so that they can save. SIGINT,
-    SIGTERM and SIGHUP are forwarded with the same grace (a second one ends it), SIGUSR1
-    and SIGUSR2 without. Children end with the job, unless they moved to another process
-    group, and all of them when the launcher is killed.
+    ``grace_s``. SIGINT, SIGTERM and SIGHUP are forwarded with the same grace (a second
+    one ends it), SIGUSR1 and SIGUSR2 without. Children end with the job, unless they
+    moved to another process group, and all of them when the launcher is killed.
 
     With ``restarts`` the job is started again after a process is lost, which is killed
     or hangs, or exits with 75, in as many processes as are left and fit. The program
-    must save itself and resume, as `run` with a `Checkpointer` does; see
-    ``docs/how_to/restarts.md``.
+    must save itself and resume, as `run` with a `Checkpointer` does.
 
     Args:
       command: The program and its arguments.
@@ -152,20 +149,16 @@ def launch(
         while True:
             count = plan.count(time.monotonic())
             now = dataclasses.replace(timeouts, regrow_at=plan.grows_at(count))
-            environs = [environ | member for member in _member_variables(count, port)]
+            environs = [environ.copy() for _ in range(count)]
+            address = f"{LOOPBACK}:{port or free_port()}"
+            for i, each in enumerate(environs):
+                each |= zip(VARIABLES, (address, str(count), str(i)), strict=True)
             end = run_group(command, environs, now, arrived)
             after = plan.after(end, time.monotonic())
             if after is None:
                 return plan.code(end)
             plan = after
             say(f"the job goes on; restarts left: {plan.restarts}")
-
-
-def _member_variables(count: int, port: int | None) -> list[dict[str, str]]:
-    """The variables that `initialize` reads, for each process of a job."""
-    coordinator = f"{LOOPBACK}:{port or free_port()}"
-    members = [(coordinator, str(count), str(index)) for index in range(count)]
-    return [dict(zip(VARIABLES, values, strict=True)) for values in members]
 
 
 def _multiple_of_counts(towers: Any, processes: int, devices: int | None) -> int:

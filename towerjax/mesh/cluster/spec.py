@@ -1,6 +1,7 @@
 """Find and check the processes of the job, their addresses, and this one's number."""
 
 import dataclasses
+import itertools
 import json
 import re
 import socket
@@ -19,16 +20,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Split an address into its host, without an IPv6 host's brackets, and port."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def is_loopback(address: str) -> bool:
     """Whether only this machine can reach that address."""
-    host, _ = split_address(address)
-    return host in ("localhost", "::1") or host.startswith("127.")
+    host, _, _ = address.rpartition(":")
+    return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def is_free(port: int) -> bool:
@@ -52,18 +47,24 @@ VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS
 SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
 # Process 0 is the chief, or worker 0 if there is no chief.
 _JOBS = ("chief", "worker")
-_NOT_JOBS = {
-    "ps": "towers keep their parameters on every device, so there are no parameter"
-    " servers: leave 'ps' out, and start no process for it",
-    "evaluator": "the evaluator is not part of the job: leave it out, and start it as"
-    " a process of its own",
-    "master": "that job is called 'chief' here",
-}
 _EXAMPLE = (
     '{"cluster": {"worker": ["host-a:2222", "host-b:2222"]},'
     ' "task": {"type": "worker", "index": 0}}'
 )
 _ADDRESS = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]+)")
+# What a part of a specification is not, and what to write.
+_NO_ADDRESS = (
+    "is not an address. Write 'host:port' with a port of 1 to 65535, such as"
+    " '10.0.0.1:2222'; an IPv6 host stands in brackets, '[::1]:2222'."
+)
+_NO_JOB = (
+    "cannot be here: the jobs are 'chief', once called 'master', and 'worker'. Towers"
+    " keep their parameters on every device: leave 'ps' out, and start no process for"
+    " it. An evaluator is no part of the job: start it as a process of its own."
+)
+_NO_CHIEF = "is one chief too many. Make all but one of them workers."
+_TWICE = "stands for more than one task. Give each process a port of its own."
+_NO_TASK = "is not in the cluster. Name one of its tasks, such as 'worker' and 0:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +115,23 @@ def parse_spec(
             f"{how}: 'task' says {task!r}, and task_type={task_type!r} and"
             f" task_id={task_id!r} say it again. Name the task once."
         )
-    if task:
-        task_type, task_id = task.get("type"), task.get("index")
-    addresses = _addresses(jobs, how)
-    order = [(job, i) for job in _JOBS for i in range(len(jobs.get(job, ())))]
-    if (task_type, task_id) not in order:
-        raise ValueError(
-            f"{how}: this process is the task of type {task_type!r} and index"
-            f" {task_id!r}, but the cluster has {', '.join(map(repr, order[:8]))}"
-            f"{', ...' * (len(order) > 8)}. Name one of them, such as 'worker' and 0."
-        )
-    return Cluster(order.index((task_type, task_id)), len(order), addresses[0], how)
+    mine: Any = (task.get("type"), task.get("index")) if task else (task_type, task_id)
+    places = [(job, i) for job in _JOBS for i in range(len(jobs.get(job, ())))]
+    addresses = [jobs[job][i] for job, i in places]
+    low = [f"{address}".lower() for address in addresses]
+    named = [f"{job}[{i}]={jobs[job][i]!r}" for job, i in places]
+    bad = [not _is_address(address) for address in addresses]
+    task_name = f"the task of type {mine[0]!r} and index {mine[1]!r}"
+    for wrong, rule in (
+        ([job for job in jobs if job not in _JOBS], _NO_JOB),
+        (itertools.compress(named, bad), _NO_ADDRESS),
+        (jobs.get("chief", ())[1:], _NO_CHIEF),
+        (sorted({x for x in low if low.count(x) > 1}), _TWICE),
+        ([task_name] * (mine not in places), f"{_NO_TASK} {named[:8]}."),
+    ):
+        if texts := ", ".join(map(str, wrong)):
+            raise ValueError(f"{how}: {texts} {rule}")
+    return Cluster(places.index(mine), len(places), addresses[0], how)
 
 
 def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -145,71 +152,27 @@ def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str,
     return jobs, task
 
 
-def _addresses(jobs: Mapping[str, Any], how: str) -> list[str]:
-    """The addresses of all processes in their order, checked."""
-    for job in jobs:
-        if job not in _JOBS:
-            advice = _NOT_JOBS.get(job, "the jobs are 'chief' and 'worker'")
-            raise ValueError(f"{how}: job {job!r} cannot be here: {advice}.")
-    addresses = [
-        _check_address(address, f"{how}: {job}[{index}]")
-        for job in _JOBS
-        for index, address in enumerate(jobs.get(job, ()))
-    ]
-    if len(jobs.get("chief", ())) > 1:
-        raise ValueError(
-            f"{how}: there are several chiefs, {jobs['chief']!r}. Make all but one of"
-            " them workers."
-        )
-    same = [address.lower() for address in addresses]
-    if twice := sorted({address for address in same if same.count(address) > 1}):
-        raise ValueError(
-            f"{how}: {', '.join(twice)} stands for more than one task. Give each"
-            " process a port of its own."
-        )
-    return addresses
+def _is_address(x: Any) -> bool:
+    found = _ADDRESS.fullmatch(x) if isinstance(x, str) else None
+    return found is not None and 1 <= int(found[2]) <= 65535
 
 
-def _check_address(address: Any, name: str) -> str:
-    found = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if found is None or not 1 <= int(found[2]) <= 65535:
-        raise ValueError(
-            f"{name}={address!r} is not an address. Write 'host:port' with a port of 1"
-            " to 65535, such as '10.0.0.1:2222'; an IPv6 host stands in brackets,"
-            " '[::1]:2222'."
-        )
-    return address
-
-
-def find_cluster(
-    environ: Mapping[str, str],
-    *,
-    explicit: tuple[Any, Any, Any] = (None, None, None),
-    spec: tuple[Any, Any, Any] = (None, None, None),
-) -> Cluster | None:
-    """The cluster of the arguments, else the launcher, else TF_CONFIG, else None."""
-    given = {"coordinator": explicit[0], "num_processes": explicit[1]}
-    given |= {"process_id": explicit[2]}
-    if any(value is not None for value in spec):
-        if spec[0] is None or explicit != (None, None, None):
-            raise ValueError(
-                "cluster_spec goes with task_type and task_id, and not with"
-                f" coordinator, num_processes and process_id: got {given} and"
-                f" {spec!r}. Give one of the two, or set TF_CONFIG and give neither."
-            )
-        return parse_spec(*spec)
-    launched = {name: environ.get(name) or None for name in VARIABLES}
+def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:
+    """The cluster of three arguments, else the launcher, else TF_CONFIG, else None."""
+    names = ("coordinator", "num_processes", "process_id")
+    given: dict[str, Any] = dict(zip(names, explicit or (None,) * 3, strict=True))
+    launched: dict[str, Any] = {name: environ.get(name) or None for name in VARIABLES}
     for values, how in ((given, "explicit arguments"), (launched, "towerjax launch")):
         if any(value is not None for value in values.values()):
             return cluster_of_three(values, how)
-    if text := environ.get("TF_CONFIG"):
-        try:
-            return parse_spec(json.loads(text), how="TF_CONFIG")
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"TF_CONFIG: {text!r} is not JSON ({error}). Write such as {_EXAMPLE}."
-            ) from error
-    return None
+    if not (text := environ.get("TF_CONFIG")):
+        return None
+    try:
+        return parse_spec(json.loads(text), how="TF_CONFIG")
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"TF_CONFIG: {text!r} is not JSON ({error}). Write such as {_EXAMPLE}."
+        ) from error
 
 
 def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
@@ -222,7 +185,8 @@ def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
     coordinator, num_processes, process_id = values.values()
     if how != "explicit arguments":  # variables are text
         num_processes, process_id = int(num_processes), int(process_id)
-    _check_address(coordinator, f"{how}: coordinator")
+    if not _is_address(coordinator):
+        raise ValueError(f"{how}: coordinator={coordinator!r} {_NO_ADDRESS}")
     check_whole(f"{how}: num_processes", num_processes)
     check_whole(f"{how}: process_id", process_id, 0, num_processes - 1)
     return Cluster(process_id, num_processes, coordinator, how)

@@ -1,13 +1,9 @@
 """Join this process to the others of its job, and leave it."""
 
-import atexit
 import dataclasses
 import logging
 import os
 import sys
-import threading
-import time
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,22 +32,18 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    cluster_spec: Any = None,
-    task_type: str | None = None,
-    task_id: int | None = None,
     heartbeat_timeout_s: int = 100,
     initialization_timeout_s: int = 300,
     shutdown_timeout_s: int = 300,
-    collective_timeout_s: int | None = None,
     exit_on_exception: bool = True,
 ) -> spec.Cluster:
     """Join this process to the others of its job; JAX then has the devices of all.
 
-    The cluster is taken from the first of: the arguments; ``cluster_spec``; what
-    ``towerjax launch`` set; ``TF_CONFIG``; the variables of torchrun, Open MPI, MPICH
-    and Slurm; what JAX detects (Kubernetes, TPU). If none of them names one, this is a
-    job of one process and nothing is started, so that the same program runs everywhere.
-    Where JAX is initialized already, and at a second call, it is the running one.
+    The cluster is taken from the first of: the arguments; what ``towerjax launch`` set;
+    ``TF_CONFIG``; the variables of torchrun, Open MPI, MPICH and Slurm; what JAX
+    detects (Kubernetes, TPU). If none of them names one, this is a job of one process
+    and nothing is started, so that the same program runs everywhere. Where JAX is
+    initialized already, and at a second call, it is the running one.
 
     Call it before JAX is used, after changes of ``jax.config``. Process 0 listens at
     the coordinator's port; at a loopback address to this machine only.
@@ -65,18 +57,12 @@ def initialize(
       coordinator: ``"host:port"`` at which process 0 listens.
       num_processes: How many processes there are.
       process_id: Which one this is, from 0; process 0 is the chief.
-      cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``, or a mapping
-        like the whole of ``TF_CONFIG``.
-      task_type: ``"chief"`` or ``"worker"``: the list that names this process.
-      task_id: Its index in that list, from 0.
       heartbeat_timeout_s: JAX ends the other processes after so long without a sign of
         life from one.
       initialization_timeout_s: How long to wait for the others to join. Then the
         process prints which are missing and exits with code 1: no exception can end
         this wait.
       shutdown_timeout_s: How long to wait for the others at the end.
-      collective_timeout_s: How long a collective on CPUs waits for a lost process
-        before it fails; None waits for the heartbeat.
       exit_on_exception: Whether an uncaught exception ends this process of several at
         once, by ``os._exit``. Otherwise it waits for the others, which wait for it.
 
@@ -96,56 +82,28 @@ def initialize(
     check_whole("heartbeat_timeout_s", heartbeat_timeout_s)
     check_whole("initialization_timeout_s", initialization_timeout_s)
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
-    check_whole("collective_timeout_s", collective_timeout_s, or_none=True)
-    named = spec.find_cluster(
-        os.environ,
-        explicit=(coordinator, num_processes, process_id),
-        spec=(cluster_spec, task_type, task_id),
-    )
+    named = spec.find_cluster(os.environ, coordinator, num_processes, process_id)
     if (running := _process.cluster) is not None:
-        if named is not None and not _are_same(named, running):
+        # Of a cluster that JAX detected the address is not known.
+        known = running.coordinator or (named and named.coordinator)
+        if named and named != dataclasses.replace(
+            running, coordinator=known, how=named.how
+        ):
             raise RuntimeError(
                 f"tj.cluster.initialize() has run already and gave {running}; this call"
                 f" means {named}. A process is one of one cluster: call it once."
             )
         return running
     heartbeat.start()
-    _set_collective_timeout(collective_timeout_s)
     options = {
         "heartbeat_timeout_seconds": heartbeat_timeout_s,
         "initialization_timeout": initialization_timeout_s,
         "shutdown_timeout_seconds": shutdown_timeout_s,
     }
-    cluster = _process.cluster = _join_cluster(named, options, exit_on_exception)
-    if cluster.num_processes == 1:
-        _restore_excepthook()
-    else:
-        _report_waiting_at_exit(cluster, shutdown_timeout_s)
+    cluster = _process.cluster = _join_cluster(named, options)
+    if exit_on_exception and cluster.num_processes > 1:
+        _process.excepthook, sys.excepthook = sys.excepthook, _exit_at_once
     return cluster
-
-
-def _are_same(one: spec.Cluster, other: spec.Cluster) -> bool:
-    """Whether two are one cluster; of some that JAX knows the address is not known."""
-    known = {x.coordinator for x in (one, other)} - {None}
-    places = {(x.process_id, x.num_processes) for x in (one, other)}
-    return len(known) == len(places) == 1
-
-
-def _report_waiting_at_exit(cluster: spec.Cluster, timeout_s: int) -> None:
-    """Print to stderr if this process has ended and waits long for the others."""
-    ended = threading.Event()
-    atexit.register(ended.set)  # called before JAX's, which was registered earlier
-
-    def speak() -> None:
-        ended.wait()
-        time.sleep(_SILENCE_S)
-        print_line(
-            f"{_name_of(cluster)} has ended and waits for the others, up to"
-            f" {timeout_s} s: did all do as many steps?"
-        )
-
-    # No thread can be started after the end.
-    threading.Thread(target=speak, name="towerjax-end", daemon=True).start()
 
 
 def shutdown() -> None:
@@ -153,7 +111,8 @@ def shutdown() -> None:
 
     Every process does this at its end. Call it to know that all came this far.
     """
-    _restore_excepthook()
+    if _process.excepthook is not None:
+        sys.excepthook, _process.excepthook = _process.excepthook, None
     _process.cluster = None
     jax.distributed.shutdown()
 
@@ -163,47 +122,26 @@ def is_chief() -> bool:
     return jax.process_index() == 0
 
 
-def _set_collective_timeout(timeout_s: int | None) -> None:
-    if timeout_s is None:
-        return
-    platforms = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
-    if platforms.split(",")[0] != "cpu":
-        raise ValueError(
-            f"collective_timeout_s={timeout_s} is for collectives on CPUs, and JAX's"
-            f" platform is {platforms or 'not chosen'!r}. Set JAX_PLATFORMS=cpu, or"
-            " leave it out: heartbeat_timeout_s counts everywhere."
-        )
-    flags = os.environ.get("XLA_FLAGS", "")  # of which the last one counts
-    said = f"--xla_cpu_collective_timeout_seconds={timeout_s}"
-    os.environ["XLA_FLAGS"] = f"{flags} {said}".strip()
-
-
-def _join_cluster(
-    named: spec.Cluster | None, options: Mapping[str, Any], exit_on_exception: bool
-) -> spec.Cluster:
+def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.Cluster:
     """Join the named cluster, else what a launcher started, else what JAX detects."""
-    who, how = "this process", "JAX, which was initialized before"
+    how = "JAX, which was initialized before"
     if not jax.distributed.is_initialized():
-        who, how = "this process", "a cluster that JAX detected"
+        how = "a cluster that JAX detected"
         if named is None and (named := started.started_cluster(os.environ)):
             options = {**options, "local_device_ids": started.own_devices(os.environ)}
-        who = f"{_name_of(named)}, at {named.coordinator}," if named else who
-        if not _has_joined(who, named, options):
+        if not _has_joined(named, options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
     # All have joined. Starting the devices may take longer than the timeout.
     me, count = jax.process_index(), jax.process_count()
     if named is not None and (count, me) != (named.num_processes, named.process_id):
         raise RuntimeError(
-            f"{named.how}: this is {_name_of(named)}, but to JAX it is process {me} of"
+            f"{named.how}: this is {_name_of(named)} but to JAX it is process {me} of"
             f" {count}. Its devices do not communicate between processes, or in another"
             " order, or JAX was initialized before: check the platform, or leave the"
             " cluster to JAX to detect."
         )
     if named is None and count == 1:
         _refuse_to_be_alone("to JAX it is the only one")
-    if exit_on_exception:
-        _process.excepthook = sys.excepthook
-        sys.excepthook = _exit_at_once(who, sys.excepthook)
     return named or spec.Cluster(me, count, None, how)
 
 
@@ -212,13 +150,10 @@ def _refuse_to_be_alone(but: str, cause: Exception | None = None) -> None:
         raise RuntimeError(text) from cause
 
 
-def _has_joined(
-    who: str, named: spec.Cluster | None, options: Mapping[str, Any]
-) -> bool:
+def _has_joined(named: spec.Cluster | None, options: dict[str, Any]) -> bool:
     """Join the named cluster or what JAX detects; False if that is none."""
-    others, address = "the others of the cluster", named and named.coordinator
-    if named is not None and address is not None:
-        others = _other_processes(named)
+    if named is not None:
+        address = str(named.coordinator)
         options = {
             **options,
             "coordinator_address": address,
@@ -227,7 +162,7 @@ def _has_joined(
             "cluster_detection_method": "deactivate",
             "coordinator_bind_address": address if spec.is_loopback(address) else None,
         }
-        if named.process_id == 0 and not spec.is_free(spec.split_address(address)[1]):
+        if named.process_id == 0 and not spec.is_free(int(address.rpartition(":")[2])):
             raise RuntimeError(
                 f"process 0 is to listen at {address}, but something on this machine"
                 " does already. End it, or choose another port for all processes."
@@ -236,7 +171,7 @@ def _has_joined(
         _refuse_to_be_alone(_NOWHERE)
         return False
     try:
-        _initialize_jax(who, others, options)
+        _initialize_jax(named, options)
     except (ValueError, RuntimeError) as error:
         finds_none = "coordinator_address should be defined" in str(error)
         if named is None:
@@ -248,9 +183,12 @@ def _has_joined(
     return True
 
 
-def _initialize_jax(who: str, others: str, options: Mapping[str, Any]) -> None:
+def _initialize_jax(named: spec.Cluster | None, options: dict[str, Any]) -> None:
     """Join, and print what is waited for; exit if that takes too long."""
-    limit_s = options["initialization_timeout"]
+    limit_s, who = options["initialization_timeout"], "this process"
+    others = "the others of the cluster"
+    if named is not None:
+        who, others = _name_of(named), _other_processes(named)
 
     def end() -> None:
         print_line(
@@ -268,8 +206,9 @@ def _initialize_jax(who: str, others: str, options: Mapping[str, Any]) -> None:
         jax.distributed.initialize(**{**options, "initialization_timeout": limit_s + 5})
 
 
-def _name_of(cluster: spec.Cluster) -> str:
-    return f"process {cluster.process_id} of {cluster.num_processes}"
+def _name_of(cluster: Any) -> str:
+    at = f", at {cluster.coordinator}," * bool(cluster.coordinator)
+    return f"process {cluster.process_id} of {cluster.num_processes}{at}"
 
 
 def _other_processes(cluster: spec.Cluster) -> str:
@@ -278,22 +217,13 @@ def _other_processes(cluster: spec.Cluster) -> str:
     return f"process{'es' * (len(ids) > 1)} {names}"
 
 
-def _restore_excepthook() -> None:
-    if _process.excepthook is not None:
-        sys.excepthook, _process.excepthook = _process.excepthook, None
-
-
-def _exit_at_once(who: str, previous: Any) -> Any:
-    """An excepthook that exits without waiting for the others, which wait for it."""
-
-    def hook(kind: Any, error: Any, trace: Any) -> None:
-        try:
-            print_line(f"{who} ends with this exception:")
-            previous(kind, error, trace)
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    return hook
+def _exit_at_once(kind: Any, error: Any, trace: Any) -> None:
+    """The excepthook that exits without waiting for the others, which wait for it."""
+    try:
+        print_line(f"{_name_of(_process.cluster)} ends with this exception:")
+        _process.excepthook(kind, error, trace)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)

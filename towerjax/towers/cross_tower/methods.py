@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.data.shard import Remainder
+from towerjax.mesh.cluster.spec import parse_spec
 from towerjax.mesh.cluster.start import initialize
 from towerjax.towers.cross_tower import assign as assigning
 from towerjax.towers.cross_tower import call, steps, values
@@ -110,8 +111,8 @@ class StrategyMethods(StrategyFields):
     ) -> Self:
         """Join a job of several processes, and return this strategy for it.
 
-        The same as ``tj.cluster.initialize(cluster_spec=...)`` before the strategy is
-        used. Nothing else changes: the strategy still has its cross-tower op.
+        As ``tj.cluster.initialize()``, before the strategy is used. Nothing else
+        changes: the strategy still has its cross-tower op.
 
         Args:
           cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``; None reads
@@ -126,7 +127,11 @@ class StrategyMethods(StrategyFields):
           ValueError: The cluster is wrong or incomplete.
           RuntimeError: JAX was used before.
         """
-        initialize(cluster_spec=cluster_spec, task_type=task_type, task_id=task_id)
+        if cluster_spec is task_type is task_id is None:
+            initialize()
+        else:
+            named = parse_spec(cluster_spec, task_type, task_id)
+            initialize(named.coordinator, named.num_processes, named.process_id)
         return copy.copy(self)  # without the cached placement
 
     def distribute_dataset(
