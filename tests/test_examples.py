@@ -166,8 +166,9 @@ def check_outputs(notebook, bars_end_at, figures=3):
     assert not [o for o in outputs if o.get("name") == "stderr"]
     data = [o.data for o in outputs if "data" in o]
     assert sum("image/png" in d for d in data) == figures
-    bars = [d["text/html"] for d in data if "<progress" in d.get("text/html", "")]
-    assert [re.findall(r"step (\d+/\d+) ", bar) for bar in bars] == bars_end_at
+    bars = [d["text/plain"] for d in data if "━━━" in d["text/plain"]]
+    bars = [re.findall(r"(?:step|trial) (\d+/\d+) ", bar) for bar in bars]
+    assert [found for found in bars if found] == bars_end_at
 
 
 def check_first(notebook):
@@ -268,14 +269,11 @@ def check_language_model(notebook):
     whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
     assert whole == resumed and 2 < float(whole) < pair - 0.1
     data = [o.data for cell in code for o in cell.outputs if "data" in o]
-    strategy, state = (
-        d["text/html"] for d in data if "<table" in d.get("text/html", "")
-    )
-    assert "8 towers on 4 devices" in strategy and "2 on each, one after" in strategy
-    assert all(
-        f">params[&#x27;{x}&#x27;]<" in state for x in ("after", "out", "places")
-    )
-    assert state.count(">mirrored<") > 20 and "cpu:3: all" in state
+    (strategy,) = [t for d in data if "devices=" in (t := d["text/plain"])]
+    (state,) = [t for d in data if "TrainState" in (t := d["text/plain"])]
+    assert "towers=8" in strategy and "local='scan'" in strategy
+    assert all(f"params['{x}']" in state for x in ("after", "out", "places"))
+    assert state.count("mirrored") > 20
 
 
 CHECKS = {

@@ -973,27 +973,26 @@ def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
     assert sys.stdout is screen
 
 
-def test_a_notebook_gets_an_html_bar(train_step, monkeypatch, capsys):
-    pages = []
+def test_a_notebook_gets_a_bar_in_its_place(train_step, monkeypatch, capsys):
+    shown = []
 
     class Handle:
-        def update(self, page):
-            pages.append(page)
+        def update(self, bundle, raw):
+            shown.append(bundle["text/plain"] * raw)
 
-    def display(page, display_id):
-        assert display_id is True
-        pages.append(page)
+    def display(bundle, raw, display_id):
+        assert display_id is True and "<progress" not in bundle["text/html"]
+        shown.append(bundle["text/plain"] * raw)
         return Handle()
 
     fake = types.SimpleNamespace(
         get_ipython=lambda: types.SimpleNamespace(kernel=object()),
-        display=types.SimpleNamespace(display=display, HTML=str),
+        display=types.SimpleNamespace(display=display),
     )
     monkeypatch.setitem(sys.modules, "IPython", fake)
     run(train_step, init(train_step), batches(make_data(64), 16), steps=4)
-    assert pages[0] == "<progress></progress> <code>compiling</code>"
-    pattern = r'<progress value="4" max="4"></progress> <code>step 4/4  loss .*</code>'
-    assert re.fullmatch(pattern, pages[-1])
+    assert shown[0].strip() == "compiling"
+    assert re.match("━{30} +step 4/4  loss", shown[-1])
     assert capsys.readouterr().out == ""
 
 
@@ -1018,7 +1017,7 @@ def test_what_is_shown_is_thinned_out():
     assert texts[-1].startswith(f"step {number} ")
 
 
-def test_a_history_is_a_table(eval_step):
+def test_a_history_is_a_table(eval_step, monkeypatch):
     _, history = train(
         batches(make_data(16), 16, epochs=50),
         evaluate=eval_step,
@@ -1033,6 +1032,33 @@ def test_a_history_is_a_table(eval_step):
     assert f"{history.metrics['loss'][12]:.4g}" in text
     assert f"{history.evaluations[0][1]['mse']:.4g}" in text
     assert "50 steps, 800 examples on 8 towers, 8 devices" in str(history.summary)
+    shown = history._repr_mimebundle_(include=None, exclude=None)
+    assert "evaluated mse" in shown["text/plain"] and "<table" not in shown["text/html"]
+    rows = history.rows()
+    assert [row["step"] for row in rows] == history.steps.tolist()
+    assert [row["loss"] for row in rows] == history.metrics["loss"].tolist()
+    found = {r["step"]: r["evaluated mse"] for r in rows if "evaluated mse" in r}
+    assert found == {n: values["mse"] for n, values in history.evaluations}
+    monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
+    assert history.to_pandas() == rows
+
+
+def test_a_history_is_a_picture(eval_step):
+    _, history = train(
+        batches(make_data(16), 16, epochs=6),
+        evaluate=eval_step,
+        eval_batches=list(batches(eval_data(16), 16)),
+        eval_every=3,
+    )
+    pytest.importorskip("matplotlib")
+    panels = {panel.get_ylabel(): panel.lines for panel in history.plot().axes}
+    (loss,) = panels["loss"]
+    np.testing.assert_array_equal(loss.get_xdata(), history.steps)
+    np.testing.assert_array_equal(loss.get_ydata(), history.metrics["loss"])
+    (evaluated,) = panels["mse"]
+    assert [*evaluated.get_xdata()] == [3, 6]
+    expected = [values["mse"] for _, values in history.evaluations]
+    np.testing.assert_allclose(evaluated.get_ydata(), expected)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 2])

@@ -434,7 +434,7 @@ def test_a_sweep_is_a_table(swept, monkeypatch):
     assert [row["seed"] for row in rows] == [0, 1, 0, 1]
     assert list(rows[0])[:3] == ["rate", "seed", "loss"]
     assert "out" not in rows[0] and rows[0]["rows"] == 44  # an array is no cell
-    assert found._repr_html_().count("<tr>") == 5 and len(str(found).splitlines()) == 6
+    assert len(str(found).splitlines()) == 6
     assert "4 members" in str(found) and "together" in str(found)
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ValueError, match="needs pandas, which is not installed"):

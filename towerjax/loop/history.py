@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ from towerjax.loop.progress import format_value
 from towerjax.loop.stopping import BestEvaluation
 from towerjax.mesh.placement import Placement
 from towerjax.types.missing import Named
-from towerjax.types.tables import Table, as_html, as_text, curve
+from towerjax.types.options import require
+from towerjax.types.tables import Table, as_text, in_notebook
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,31 +98,80 @@ class History:
         """
         return as_text([self._table(rows)])
 
-    def _repr_html_(self) -> str:
-        curves = [
-            curve(name, x) if x.ndim == 1 and x.dtype.kind in "fiu" else ""
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return in_notebook([self._table(20)])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A mapping for each step: its number, metrics, what was evaluated after it."""
+        found = self._rows({*self.steps.tolist(), *dict(self.evaluations)})
+        return [{"step": number} | row | {"step": number} for number, row in found]
+
+    def _rows(self, numbers: Iterable[int]) -> list[tuple[int, dict[str, Any]]]:
+        places = {int(number): place for place, number in enumerate(self.steps)}
+        evaluated, found = dict(self.evaluations), []
+        for number in sorted(numbers):
+            place, row = places.get(number), {}
+            if place is not None:
+                row = {name: column[place] for name, column in self.metrics.items()}
+            after = evaluated.get(number, {})
+            row |= {f"evaluated {name}": value for name, value in after.items()}
+            found.append((number, row))
+        return found
+
+    def to_pandas(self) -> Any:
+        """The `rows` as a pandas table.
+
+        Returns:
+          A ``pandas.DataFrame``.
+
+        Raises:
+          ValueError: pandas is not installed.
+        """
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
+        return pandas.DataFrame(self.rows())
+
+    def plot(self) -> Any:
+        """A picture of the metrics and evaluations over the steps; arrays are left out.
+
+        Returns:
+          A ``matplotlib.figure.Figure`` with a panel for each name, which a notebook
+          shows.
+
+        Raises:
+          ValueError: Matplotlib is not installed.
+        """
+        figures = require("matplotlib.figure", "plot()", "'towerjax[examples]'")
+        curves: dict[str, list[Any]] = {
+            name: [(self.steps, x, "-")]
             for name, x in self.metrics.items()
-        ]
-        table = dataclasses.replace(self._table(20), last=("", *curves))
-        return as_html([table])
+            if x.ndim == 1 and x.dtype != object
+        }
+        for name in dict.fromkeys(k for _, values in self.evaluations for k in values):
+            pairs = [(n, v[name]) for n, v in self.evaluations if name in v]
+            if all(np.ndim(value) == 0 for _, value in pairs):
+                curves.setdefault(name, []).append((*zip(*pairs, strict=True), "o-"))
+        picture = figures.Figure((3.2 * len(curves), 2.6), layout="constrained", dpi=70)
+        panels = picture.subplots(1, len(curves), squeeze=False)[0] if curves else ()
+        for panel, (name, lines) in zip(panels, curves.items(), strict=True):
+            panel.set(xlabel="step", ylabel=name)
+            for steps, values, form in lines:
+                label = "a step's" if form == "-" else "evaluated"
+                panel.plot(steps, values, form, markersize=3, lw=1, label=label)
+            panel.legend(fontsize=7)
+        return picture
 
     def _table(self, rows: int) -> Table:
         """A row of texts for each shown step."""
-        evaluated = dict(self.evaluations)
-        names = dict.fromkeys(name for e in evaluated.values() for name in e)
-        head = ("step", *self.metrics, *(f"evaluated {name}" for name in names))
-        places = {int(number): place for place, number in enumerate(self.steps)}
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
-        cells = []
-        for number in sorted({*self.steps[chosen].tolist(), *evaluated}):
-            step, values = [], evaluated.get(number, {})
-            for column in self.metrics.values():
-                is_step = number in places
-                step.append(format_value(column[places[number]]) if is_step else "")
-            step += [format_value(values[n]) if n in values else "" for n in names]
-            cells.append((str(number), *step))
-        return Table(str(self.summary), head, tuple(cells))
+        found = self._rows({*self.steps[chosen].tolist(), *dict(self.evaluations)})
+        evaluated = {f"evaluated {k}": 0 for _, x in self.evaluations for k in x}
+        names = (*self.metrics, *evaluated)
+        cells = [
+            (str(number), *(format_value(row[x]) if x in row else "" for x in names))
+            for number, row in found
+        ]
+        return Table(str(self.summary), ("step", *names), tuple(cells))
 
 
 class HistoryLog:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import html
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -62,16 +61,27 @@ def _terminal_bar() -> Display:
 
 
 def _notebook_bar() -> Display:
-    """An HTML ``<progress>`` element, which needs no widgets."""
-    display = sys.modules["IPython"].display
+    """A rich bar that is drawn again in its place, which needs no widgets."""
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
 
-    def page(done: int, total: int | None, text: str) -> Any:
-        value = "" if total is None else f' value="{done}" max="{total}"'
-        text = html.escape(text)
-        return display.HTML(f"<progress{value}></progress> <code>{text}</code>")
+    def bundle(done: int, total: int | None, text: str) -> Any:
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(total, done, width=30, pulse=False)
+        row.add_row(*([] if total is None else [bar]), Text(text))
+        return row._repr_mimebundle_((), ())
 
-    handle = display.display(page(0, None, "compiling"), display_id=True)
-    return Display(0.25, lambda *shown: handle.update(page(*shown)), _print)
+    display, first = (
+        sys.modules["IPython"].display.display,
+        bundle(0, None, "compiling"),
+    )
+    handle = display(first, raw=True, display_id=True)
+
+    def show(*shown: Any) -> None:
+        handle.update(bundle(*shown), raw=True)
+
+    return Display(0.25, show, _print)
 
 
 def in_notebook() -> bool:

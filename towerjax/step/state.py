@@ -23,7 +23,7 @@ from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
 from towerjax.types.missing import explain_missing, frozen
 from towerjax.types.options import check_methods
-from towerjax.types.tables import leaf_table
+from towerjax.types.tables import in_notebook, leaf_table
 
 
 @frozen
@@ -70,13 +70,13 @@ class TrainState:
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
-    def _repr_html_(self) -> str:
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         leaves = [
             (*leaf, "per tower" if field.name in ("local", "own") else None)
             for field in fields_of(self)
             for leaf in named_leaves(field.name, getattr(self, field.name))
         ]
-        return leaf_table("TrainState", leaves)
+        return in_notebook([leaf_table("TrainState", leaves)])
 
     @classmethod
     def create(

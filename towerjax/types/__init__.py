@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 
 from towerjax.types.missing import explain_missing
-from towerjax.types.tables import leaf_table
 
 PyTree: TypeAlias = Any
 ArrayLike: TypeAlias = jax.typing.ArrayLike
@@ -141,10 +140,6 @@ class PerTower:
             "A PerTower is no array: strategy.select_tower(x, t) is the value of tower"
             " t, strategy.unwrap(x) a list of all, strategy.reduce one of all."
         )
-
-    def _repr_html_(self) -> str:
-        leaves = named_leaves("values", self.values)
-        return leaf_table("PerTower", [(*leaf, "per tower") for leaf in leaves])
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,6 @@
-"""Tables shown as text, and as HTML without scripts."""
+"""Tables shown as text, and in notebooks by rich."""
 
 import dataclasses
-import html
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,14 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_MOST_ROWS = 40
-_MOST_DEVICES = 16
-_LONGEST_TITLE = 200
-_SQUARE = "display:inline-block;width:10px;height:10px;margin:1px"
-
-
-class Markup(str):
-    """HTML that is not escaped; every other text is."""
+_MOST_LEAVES = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +19,13 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""  # under it
-    last: tuple[str, ...] = ()  # in HTML, a row such as that of sums
 
     @property
     def is_number(self) -> tuple[bool, ...]:
         """For each column, whether every cell begins like a number."""
         return tuple(
-            all(_is_number(row[i]) for row in self.rows) for i in range(len(self.head))
+            all(row[i][:1] in "+-" or row[i][0].isdecimal() for row in self.rows)
+            for i in range(len(self.head))
         )
 
 
@@ -52,39 +44,25 @@ def _text_of(table: Table) -> str:
     return "\n".join([*lines, *([f"  {table.note}"] if table.note else [])])
 
 
-def as_html(tables: Sequence[Table]) -> str:
-    """Tables as HTML complete in itself: no script, no outside style."""
-    return "".join(map(_html_of, tables))
+def in_notebook(tables: Sequence[Table]) -> dict[str, str]:
+    """What ``_repr_mimebundle_`` returns for tables: as rich shows them."""
+    from rich.console import Group
+    from rich.jupyter import JupyterMixin
+    from rich.table import Table as RichTable
+    from rich.text import Text  # of which nothing is taken for markup
 
-
-def _html_of(table: Table) -> str:
-    rows = [_row("th", table.head), *(_row("td", row) for row in table.rows)]
-    title = table.title
-    if len(title) > _LONGEST_TITLE:
-        title = f"{title[:_LONGEST_TITLE]} …"
-    under = f"<p>{html.escape(table.note)}</p>" if table.note else ""
-    inside = "".join([*rows, _row("th", table.last)])
-    return f"<div><h4>{html.escape(title)}</h4><table>{inside}</table>{under}</div>"
-
-
-def _row(tag: str, cells: Sequence[str]) -> str:
-    inside = ""
-    for cell in cells:
-        text = cell if isinstance(cell, Markup) else html.escape(cell)
-        side = "right" if _is_number(text) else "left"
-        inside += f'<{tag} style="text-align:{side};padding:1px 8px">{text}</{tag}>'
-    return f"<tr>{inside}</tr>" if cells else ""
-
-
-def _is_number(text: str) -> bool:
-    return text[:1].isdecimal() or text[:1] in ("+", "-")
-
-
-def first_rows(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """The first rows of a long table, and how many more there are."""
-    more = len(rows) - _MOST_ROWS
-    last = [(f"… {more:,} more",)] if more > 0 else []
-    return (*rows[:_MOST_ROWS], *last)
+    shown = []
+    for table in tables:
+        title, note = Text(table.title), Text(table.note) if table.note else None
+        made = RichTable(title=title, caption=note, title_justify="left")
+        for name, right in zip(table.head, table.is_number, strict=True):
+            justify = "right" if right else "left"
+            made.add_column(Text(name), justify=justify, overflow="fold")
+        for row in table.rows:
+            made.add_row(*map(Text, row))
+        shown.append(made)
+    mixin: Any = JupyterMixin
+    return mixin._repr_mimebundle_(Group(*shown), (), ())
 
 
 def in_bytes(count: float) -> str:
@@ -124,13 +102,13 @@ class Shown:
     def __str__(self) -> str:
         return as_text(self.tables())
 
-    def _repr_html_(self) -> str:
-        return as_html(self.tables())
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return in_notebook(self.tables())
 
 
-def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str:
-    """A row for each leaf: shape, dtype, bytes, layout, and each device's part."""
-    head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout", "where")
+def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> Table:
+    """A row for each leaf: shape, dtype, bytes, bytes on each device, layout."""
+    head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout")
     rows, sums = [], np.zeros(2, np.int64)
     for name, leaf, layout in leaves:
         is_there = isinstance(leaf, jax.Array) and not leaf.is_deleted()
@@ -138,19 +116,15 @@ def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> str
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         itemsize = getattr(dtype, "itemsize", 0)  # of an array
         sizes = [math.prod(x) * itemsize for x in (np.shape(leaf), part)]
-        rows.append(
-            (
-                name,
-                str(list(np.shape(leaf))),
-                str(dtype),
-                *map(in_bytes, sizes),
-                layout if layout and is_there else layout_of(leaf),
-                _squares(leaf) if is_there else "",
-            )
-        )
+        found = layout if layout and is_there else layout_of(leaf)
+        shape = str(list(np.shape(leaf)))
+        rows.append((name, shape, str(dtype), *map(in_bytes, sizes), found))
         sums += sizes
-    last = (f"{len(rows)} leaves", "", "", *map(in_bytes, sums.tolist()))
-    return as_html([Table(title, head, first_rows(rows), last=last)])
+    whole, part = map(in_bytes, sums.tolist())
+    note = f"{len(rows)} leaves, {whole}; {part} on each device"
+    if len(rows) > _MOST_LEAVES:
+        note += f"; the first {_MOST_LEAVES} are shown"
+    return Table(title, head, tuple(rows[:_MOST_LEAVES]), note)
 
 
 def layout_of(leaf: Any) -> str:
@@ -164,41 +138,3 @@ def layout_of(leaf: Any) -> str:
     if len(leaf.sharding.device_set) == 1:
         return "one device"
     return "mirrored" if leaf.sharding.is_fully_replicated else "sharded"
-
-
-def curve(name: str, values: np.ndarray) -> Markup:
-    """A small SVG line chart of a column of numbers."""
-    places = np.flatnonzero(np.isfinite(values))
-    if len(places) < 2:
-        return Markup("")
-    chosen = places[np.unique(np.linspace(0, len(places) - 1, 200).astype(int))]
-    y = np.asarray(values, np.float64)[chosen]
-    x = 200 * (chosen - chosen[0]) / (chosen[-1] - chosen[0])
-    y = 38 - 36 * (y - y.min()) / (np.ptp(y) or 1.0)
-    points = " ".join(f"{a:.0f},{b:.0f}" for a, b in zip(x, y, strict=True))
-    return Markup(
-        f'<svg width="200" height="40"><title>{html.escape(name)}</title>'
-        f'<polyline points="{points}" fill="none" stroke="currentColor"/></svg>'
-    )
-
-
-def _squares(leaf: jax.Array) -> Markup:
-    """One square for each device, in the color of the part that it holds."""
-    parts = leaf.sharding.devices_indices_map(leaf.shape)
-    devices = sorted(parts, key=lambda device: device.id)
-    texts = [str_of_index(parts[device]) for device in devices]
-    found, squares = list(dict.fromkeys(texts)), ""
-    for device, text in zip(devices[:_MOST_DEVICES], texts, strict=False):
-        hue = round(210 + 360 * found.index(text) / len(found)) % 360
-        title = f"{device.platform}:{device.id}: {text}"
-        style = f"{_SQUARE};background:hsl({hue},55%,60%)"
-        squares += f'<span title="{title}" style="{style}"></span>'
-    more = len(devices) - _MOST_DEVICES
-    return Markup(squares + (f" … {more:,} more" if more > 0 else ""))
-
-
-def str_of_index(index: tuple[slice, ...]) -> str:
-    """An index as Python writes it, such as ``[0:4, :]``; of the whole array "all"."""
-    whole = slice(None)
-    texts = [":" if x == whole else f"{x.start or 0}:{x.stop}" for x in index]
-    return "all" if all(x == whole for x in index) else f"[{', '.join(texts)}]"

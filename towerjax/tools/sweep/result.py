@@ -131,7 +131,7 @@ def _to_numbers(values: Any) -> np.ndarray:
 class Sweep(Shown):
     """The members of a sweep, in the grid's order.
 
-    It prints as a table of text, in a notebook as HTML.
+    It prints as a table.
 
     Attributes:
       members: A tuple of `Member`.

@@ -18,7 +18,6 @@ from towerjax.towers.fields import StrategyFields
 from towerjax.types import PerTower, short_repr
 from towerjax.types.door import doors
 from towerjax.types.missing import explain_missing
-from towerjax.types.tables import Table, as_html, first_rows
 
 
 @doors
@@ -47,26 +46,6 @@ class StrategyMethods(StrategyFields):
         __getattr__ = explain_missing(
             "docs/mirrored_strategy.md says of each name of TensorFlow what to write."
         )
-
-    def _repr_html_(self) -> str:
-        try:
-            placement = self.placement
-        except ValueError as error:  # shown even if its devices are not here
-            return as_html([Table(repr(self), (str(error),), ())])
-        each = placement.axes.num_local
-        more = ["…"] if each > 16 else []
-        rows = [
-            (name, *map(str, range(i * each, (i + 1) * each)[:16]), *more)
-            for i, name in enumerate(placement.devices)
-        ]
-        together = "one after another" if placement.local == "scan" else "together"
-        last = (
-            f"{placement.num_towers} towers on {placement.num_devices} devices",
-            *([f"{each} on each, {together}"] if each > 1 else []),
-            repr(self.cross_tower_ops),
-        )
-        head = ("device", "towers")
-        return as_html([Table(repr(self), head, first_rows(rows), last=last)])
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone, since the devices of a placement do not pickle."""
