@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from benchmarks.overhead import MODELS, Model
+from benchmarks.trials import by_towerjax
 from towerjax.step.checking import Check
-from towerjax.tools.bench.protocol import in_turns
-from towerjax.tools.bench.trials import by_towerjax
+from towerjax.tools.sweep.turns import in_turns
 from towerjax.towers.strategies import Mirrored
 
 EVERY = (None, 100, 10, 1)

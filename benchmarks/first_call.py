@@ -25,10 +25,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from towerjax.mesh.placement import DEVICE_AXIS
-from towerjax.metrics.weighted import Weighted
-from towerjax.step.train import build_train_step
-from towerjax.tools.bench.models import (
+from benchmarks.models import (
     Model,
     cross_entropy,
     embedding,
@@ -36,6 +33,9 @@ from towerjax.tools.bench.models import (
     normal,
     transformer,
 )
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.metrics.weighted import Weighted
+from towerjax.step.train import build_train_step
 from towerjax.towers import on_towers
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import PyTree

@@ -45,7 +45,8 @@ run planned "$python" -m benchmarks.absent --devices 1 --out "$logs/planned.md"
 for example in digits estimator_digits regression nnx_digits embeddings anywhere; do
   run "example_$example" "$python" "examples/$example.py"
 done
-run sweep "$python" -m towerjax bench docs/benchmarks/grid.toml --out "$logs/sweep.jsonl"
+run sweep "$python" -m towerjax bench benchmarks.trials:build \
+  docs/benchmarks/grid.toml --peer hand=benchmarks.trials:build_by_hand --out "$logs/sweep.jsonl"
 run same_bits env XLA_FLAGS=--xla_gpu_deterministic_ops=true "$python" -m benchmarks.same_bits
 # The suite makes CPU devices for itself, and then runs once more with the GPU beside them.
 run suite_cpu env JAX_PLATFORMS=cpu "$python" -m pytest -q -n auto

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 import optax
 
-from towerjax.tools.bench.models import mlp
-from towerjax.tools.bench.protocol import in_turns, take_turns
-from towerjax.tools.bench.trials import Contender, Work, by_hand, by_towerjax
+from benchmarks.models import mlp
+from benchmarks.trials import Contender, Work, by_hand, by_towerjax
+from towerjax.tools.sweep.turns import in_turns, take_turns
 from towerjax.towers.strategies import Mirrored
 
 

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 
 from benchmarks.overhead import MODELS, Model
+from benchmarks.trials import by_towerjax
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.step.hlo import collectives_of, parse
-from towerjax.tools.bench.protocol import in_turns
-from towerjax.tools.bench.trials import by_towerjax
+from towerjax.tools.sweep.turns import in_turns
 from towerjax.towers.strategies import Mirrored
 
 

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import mlp
 from towerjax import Mirrored, Weighted, build_train_step, run, sweep
-from towerjax.tools.bench.models import mlp
-from towerjax.tools.bench.protocol import in_turns
+from towerjax.tools.sweep.turns import in_turns
 from towerjax.types import PyTree
 
 MODELS = {"2 layers of 32": (2, 32), "25 layers of 16": (25, 16), "4 of 512": (4, 512)}

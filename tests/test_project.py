@@ -84,14 +84,13 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_only_four_files_name_the_executors():
     words = re.compile(r"\b(shard_map|pmap|NamedSharding)\(|jax\.vmap\(")
-    # The benchmarks name what they measure against.
     allowed = {"mesh/placement.py"}
     allowed |= {
         f"towers/{name}.py" for name in ("tower_axis", "vmap_sums", "executors")
     }
     for path in ROOT.rglob("*.py"):
         found = words.search(path.read_text())
-        is_allowed = str(path.relative_to(ROOT)) in allowed or "bench" in path.parts
+        is_allowed = str(path.relative_to(ROOT)) in allowed
         assert not found or is_allowed, f"{path.name}: {found[0]}"
 
 
@@ -113,7 +112,7 @@ def test_a_module_is_short_and_says_what_it_does(name):
 
 
 # Commands of the shell, with what they call; one class for each of Flax's two APIs.
-SHARED_NAMES = {"evaluate", "launch", "main", "sweep", "TowerBatchNorm"}
+SHARED_NAMES = {"bench", "evaluate", "launch", "main", "TowerBatchNorm"}
 
 
 def test_a_name_is_defined_in_one_module():

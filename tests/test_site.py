@@ -131,7 +131,6 @@ def test_every_public_name_is_in_the_reference_once():
     expected |= {f"{layers}.{kind}.TowerBatchNorm" for kind in ("linen", "nnx")}
     spaces = {name: getattr(tj, name) for name in tj.__all__}
     spaces = {n: value for n, value in spaces.items() if inspect.ismodule(value)}
-    spaces |= {"tools.bench": spaces["tools"].bench}
     at_top = {*tj.__all__} - {*spaces, "__version__"}
     expected |= at_top
     for space, module in spaces.items():

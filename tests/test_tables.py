@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.types.tables import Table, as_text, in_notebook, leaf_table
+from towerjax.types.tables import Table, as_text, by_rich, leaf_table
 
 
 def loss_fn(params, batch, tower):
@@ -28,8 +28,7 @@ def shown(value):
 
 
 @pytest.mark.slow
-def test_a_state_says_how_each_leaf_lies(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+def test_a_state_says_how_each_leaf_lies():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1", "cpu:2"), towers=6)
     step, state = made(strategy)
     rows = {row.split("│")[1].strip(): row for row in shown(state).splitlines()[4:-2]}
@@ -65,7 +64,7 @@ def test_leaves_of_every_kind_have_a_layout():
 
 def test_a_table_takes_no_text_for_markup():
     table = Table("[bold]t", ("[red]a", "n"), (("<b>[/]", "1"), ("x", "22")), "[u]")
-    bundle = in_notebook([table])
+    bundle = by_rich([table])
     for text in ("[bold]t", "[red]a", "<b>[/]", "[u]"):
         assert text in bundle["text/plain"] and text in as_text([table])
     assert "<b>" not in bundle["text/html"]

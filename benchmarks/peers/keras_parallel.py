@@ -11,15 +11,14 @@ import jax
 import numpy as np
 
 from benchmarks.peers.same_work import Job, job_of, measured
-from towerjax.tools.bench.protocol import TimingProtocol, Trial
-from towerjax.tools.bench.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES
+from benchmarks.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES, Trial
 
 
-def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
+def run(trial: Trial) -> dict[str, Any]:
     """Measure a trial."""
     os.environ["KERAS_BACKEND"] = "jax"
     keras: Any = importlib.import_module("keras")
-    job = job_of(trial, timing, jax.devices()[0].device_kind)
+    job = job_of(trial, jax.devices()[0].device_kind)
     devices = keras.distribution.list_devices()[: trial.devices]
     parallel = keras.distribution.DataParallel(devices=devices)
     keras.distribution.set_distribution(parallel)

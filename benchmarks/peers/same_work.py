@@ -7,16 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.mesh.placement import Placement
-from towerjax.tools.bench.protocol import TimingProtocol, Trial, calls_in, in_turns
-from towerjax.tools.bench.trials import (
+from benchmarks.trials import (
     NUM_LOSSES,
+    ROUNDS,
+    SECONDS_PER_ROUND,
+    Trial,
     by_hand,
-    check_losses,
-    figures,
-    first_losses,
     work_of,
 )
+from towerjax.mesh.placement import Placement
+from towerjax.tools.sweep.bench import Contender, check_losses
+from towerjax.tools.sweep.turns import calls_in, in_turns
 from towerjax.types import PyTree
 
 
@@ -26,7 +27,6 @@ class Job:
 
     Attributes:
       trial: What is measured.
-      timing: How.
       params: Of ``mlp``, a list of ``{"w", "b"}``; of ``cnn``, ``{"convs", "dense"}``.
       batch: The global batch.
       expected: The first losses of the hand-written step.
@@ -34,7 +34,6 @@ class Job:
     """
 
     trial: Trial
-    timing: TimingProtocol
     params: PyTree
     batch: PyTree
     expected: tuple[float, ...]
@@ -56,34 +55,38 @@ class Step:
         self.step()
 
 
-def job_of(trial: Trial, timing: TimingProtocol, device: str) -> Job:
+def job_of(trial: Trial, device: str) -> Job:
     """The work of a trial, where it is one that the peers have."""
     if trial.model not in ("mlp", "cnn") or trial.dtype != "float32":
         raise NotImplementedError("For the peers mlp and cnn are written, in float32.")
     work = work_of(trial)
     here = Placement((f"{jax.default_backend()}:0",), 1, "vmap", "shard_map")
-    expected = first_losses(by_hand(work, here))
-    return Job(trial, timing, work.params, work.batch, tuple(expected), device)
+    hand = by_hand(work, here)
+    own = Contender(hand.call, hand.state, hand.batch)
+    expected = tuple(own.loss() for _ in range(NUM_LOSSES))
+    return Job(trial, work.params, work.batch, expected, device)
 
 
 def measured(job: Job, step: Callable[[], Any], losses: Sequence[float]) -> dict:
     """The figures of a peer's step, in this process."""
-    check_losses(losses, job.expected, job.trial)
-    timed, timing = [Step(step)], job.timing
-    calls = calls_in(timing.seconds_per_round, timed)
-    return as_figures(job, losses, calls, timed_rounds(job, step, calls))
+    check_losses(job.trial.by, losses[:NUM_LOSSES], job.expected, 1e-4)
+    calls = calls_in(SECONDS_PER_ROUND, [Step(step)])
+    return as_figures(job, losses, calls, timed_rounds(step, calls))
 
 
-def timed_rounds(job: Job, step: Callable[[], Any], calls: int) -> np.ndarray:
+def timed_rounds(step: Callable[[], Any], calls: int) -> np.ndarray:
     """Seconds of a step in each round, ``[rounds, 1, 2]``."""
-    timing = job.timing
-    return in_turns([Step(step)], rounds=timing.rounds, calls=calls, trim=0.1)
+    return in_turns([Step(step)], rounds=ROUNDS, calls=calls, trim=0.1)
 
 
 def as_figures(
     job: Job, losses: Sequence[float], calls: int, table: np.ndarray
 ) -> dict[str, Any]:
     """What goes into the record."""
-    found = figures(table, ["own"], 1)
-    losses = list(losses)[:NUM_LOSSES]
-    return {"device": job.device, "calls": calls, "losses": losses, **found}
+    return {
+        "device": job.device,
+        "calls": calls,
+        "losses": list(losses)[:NUM_LOSSES],
+        "examples": job.trial.batch,
+        "rounds_s": table[:, 0, 0].tolist(),
+    }

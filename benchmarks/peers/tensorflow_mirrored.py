@@ -8,18 +8,17 @@ from typing import Any
 import jax
 
 from benchmarks.peers.same_work import Job, job_of, measured
-from towerjax.tools.bench.protocol import TimingProtocol, Trial
-from towerjax.tools.bench.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES
+from benchmarks.trials import LEARNING_RATE, MOMENTUM, NUM_LOSSES, Trial
 
 
-def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
+def run(trial: Trial) -> dict[str, Any]:
     """Measure a trial."""
     # JAX takes most of a GPU's memory, which TensorFlow needs.
     jax.config.update("jax_platforms", "cpu")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     tf = importlib.import_module("tensorflow")
     kind = "gpu" if tf.config.list_physical_devices("GPU") else "cpu"
-    job = job_of(trial, timing, kind)
+    job = job_of(trial, kind)
     step = _built(tf, job, _devices(tf, trial.devices))
     losses = [float(step()) for _ in range(NUM_LOSSES)]
     return measured(job, lambda: step().numpy(), losses)

@@ -17,28 +17,29 @@ from benchmarks.peers.same_work import (
     job_of,
     timed_rounds,
 )
-from towerjax.tools.bench.protocol import TimingProtocol, Trial, calls_in
-from towerjax.tools.bench.sweep import describe_machine
-from towerjax.tools.bench.trials import (
+from benchmarks.trials import (
     LEARNING_RATE,
     MOMENTUM,
     NUM_LOSSES,
-    check_losses,
+    SECONDS_PER_ROUND,
+    Trial,
 )
+from towerjax.tools.sweep.bench import check_losses, describe_machine
+from towerjax.tools.sweep.turns import calls_in
 
 
-def run(trial: Trial, timing: TimingProtocol) -> dict[str, Any]:
+def run(trial: Trial) -> dict[str, Any]:
     """Measure a trial: ``D`` processes, of which the first one reports."""
     # JAX takes most of a GPU's memory, which PyTorch needs.
     jax.config.update("jax_platforms", "cpu")
     torch = importlib.import_module("torch")
     on_gpu = torch.cuda.is_available()
-    job = job_of(trial, timing, torch.cuda.get_device_name(0) if on_gpu else "cpu")
+    job = job_of(trial, torch.cuda.get_device_name(0) if on_gpu else "cpu")
     spawn = importlib.import_module("torch.multiprocessing").spawn
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (job, folder), nprocs=trial.devices)
         found = json.loads((pathlib.Path(folder) / "figures").read_text())
-    check_losses(found["losses"], job.expected, trial)
+    check_losses(trial.by, found["losses"], job.expected, 1e-4)
     return found
 
 
@@ -60,7 +61,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
         torch.distributed.all_reduce(loss)
         losses.append(float(loss))
     calls = _same_calls(torch, job, step, where)
-    table = timed_rounds(job, step, calls)
+    table = timed_rounds(step, calls)
     if rank == 0:
         text = json.dumps(as_figures(job, losses, calls, table))
         (pathlib.Path(folder) / "figures").write_text(text)
@@ -69,8 +70,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
 
 def _same_calls(torch: Any, job: Job, step: Callable[[], Any], where: Any) -> int:
     """As many calls in a round on each rank as fit on the slowest."""
-    timing = job.timing
-    calls = calls_in(timing.seconds_per_round, [Step(step)])
+    calls = calls_in(SECONDS_PER_ROUND, [Step(step)])
     least = torch.tensor(calls, device=where)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
     return int(least)

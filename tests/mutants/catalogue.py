@@ -1627,18 +1627,38 @@ FIGURES = (
     _m(
         "F03",
         "a benchmark times calls that are not done",
-        "tools.bench.protocol:_time_call",
+        "tools.sweep.turns:_time_call",
         "jax.block_until_ready(out)",
         "pass",
         "test_bench.py::test_a_call_is_awaited",
     ),
+)
+
+TIMES = (
     _m(
-        "F04",
-        "the ends of a ratio's interval are those of equal luck",
-        "tools.bench.protocol:Interval.over",
-        "self.low / other.high, self.high / other.low",
-        "self.low / other.low, self.high / other.high",
-        "test_bench.py::test_a_ratio_of_intervals_has_the_ends_that_can_be",
+        "F05",
+        "the step is timed over another round of its peer",
+        "tools.sweep.bench:_figures",
+        "own[:, 0] / x[:, 0]",
+        "own[:, 0] / x[::-1, 0]",
+        "test_bench.py::test_ratios_are_of_the_same_round",
+    ),
+    _m(
+        "F06",
+        "times of other work are compared",
+        "tools.sweep.bench:_timed",
+        'losses, found.setdefault("losses", losses)',
+        "losses, losses",
+        "test_bench.py::test_other_work_is_not_compared",
+    ),
+    _m(
+        "F07",
+        "what failed before is timed again unasked",
+        "tools.sweep.bench:bench",
+        "retry_failed and ",
+        "",
+        "test_bench.py::test_a_worker_that_dies_or_hangs_is_a_failure[was ended by "
+        "SIGABRT. Last it said: it]",
     ),
 )
 
@@ -1843,7 +1863,7 @@ SWEEPS = (
     _m(
         "W03",
         "a sweep goes on in the file of another",
-        "tools.sweep.result:RecordFile._check_same",
+        "tools.sweep.grid:RecordFile._check_same",
         "if (old := record.get(name)) != value:",
         "if (old := record.get(name)) is value:",
         "test_sweep.py::test_a_file_of_another_sweep_is_refused_before_anything_runs",
@@ -1933,4 +1953,5 @@ AUDITS = (
 )
 
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
-MUTANTS += TABLES + CHECKPOINTS + FIGURES + BESIDES + ROUNDS + SWEEPS + JOBS + AUDITS
+MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
+MUTANTS += JOBS + AUDITS

@@ -1,38 +1,16 @@
-"""Choose a cross-tower op for given devices, or parse the text that names one."""
+"""Choose a cross-tower op for given devices."""
 
-import ast
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from towerjax.collectives.base import CrossTowerOps
-from towerjax.collectives.compressed import Compressed
 from towerjax.collectives.ops import (
     AllReduce,
     Hierarchical,
-    Packed,
-    PinnedTree,
-    ReduceToOneDevice,
 )
 from towerjax.mesh.devices import canonical_device_names, platform_devices
 from towerjax.types.options import check_list, is_whole
-
-_OPS = (AllReduce, PinnedTree, Packed, ReduceToOneDevice, Hierarchical, Compressed)
-
-
-def parse_ops(text: str) -> CrossTowerOps:
-    """The cross-tower op that a text such as ``"AllReduce()"`` constructs."""
-    kinds = {kind.__name__: kind for kind in _OPS}
-    try:
-        call: Any = ast.parse(text if "(" in text else f"{text}()", mode="eval").body
-        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-        positional = [ast.literal_eval(x) for x in call.args]
-        return kinds[call.func.id](*positional, **arguments)
-    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"cross_tower_ops={text!r} is not one of {', '.join(kinds)} with its"
-            f" options, such as 'AllReduce()' or 'Packed(num_packs=2)': {error}"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

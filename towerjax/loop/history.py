@@ -12,7 +12,7 @@ from towerjax.loop.stopping import BestEvaluation
 from towerjax.mesh.placement import Placement
 from towerjax.types.missing import Named
 from towerjax.types.options import require
-from towerjax.types.tables import Table, as_text, in_notebook
+from towerjax.types.tables import Table, as_text, by_rich
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class History:
         return as_text([self._table(rows)])
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return in_notebook([self._table(20)])
+        return by_rich([self._table(20)])
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping for each step: its number, metrics, what was evaluated after it."""

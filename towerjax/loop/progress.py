@@ -12,6 +12,7 @@ import numpy as np
 
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.types.options import check_choice
+from towerjax.types.tables import drawn
 
 
 def _ignore(*_: Any) -> None:
@@ -70,7 +71,7 @@ def _notebook_bar() -> Display:
         row = Table.grid(padding=(0, 1))
         bar = ProgressBar(total, done, width=30, pulse=False)
         row.add_row(*([] if total is None else [bar]), Text(text))
-        return row._repr_mimebundle_((), ())
+        return drawn(row)
 
     display, first = (
         sys.modules["IPython"].display.display,

@@ -23,7 +23,7 @@ from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
 from towerjax.types.missing import explain_missing, frozen
 from towerjax.types.options import check_methods
-from towerjax.types.tables import in_notebook, leaf_table
+from towerjax.types.tables import by_rich, leaf_table
 
 
 @frozen
@@ -76,7 +76,7 @@ class TrainState:
             for field in fields_of(self)
             for leaf in named_leaves(field.name, getattr(self, field.name))
         ]
-        return in_notebook([leaf_table("TrainState", leaves)])
+        return by_rich([leaf_table("TrainState", leaves)])
 
     @classmethod
     def create(

@@ -8,14 +8,11 @@ from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.step.caller import Caller
 from towerjax.tools import shell
-from towerjax.tools.bench.protocol import read_toml
-from towerjax.tools.bench.results import compare, differences, read_results
-from towerjax.tools.bench.sweep import sweep
 from towerjax.tools.shell import FAULT, OK, option
+from towerjax.tools.sweep.bench import bench as bench_all
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import Reduction
-from towerjax.types.tables import as_text
 from towerjax.types.version import __version__
 
 
@@ -122,53 +119,34 @@ def _devices_of(text: str) -> Absent:
 
 
 def bench(
+    build: str,
     grid: Sequence[str],
     out: str,
-    compare_with: str | None = None,
+    peer: Sequence[str] = (),
     quiet: bool = False,
     json: bool = False,
     **options: Any,
 ) -> int:
-    """Time a grid of trials, each in turns with hand-written JAX.
+    """Time a grid of steps, in turns with peers.
 
     Example:
-      towerjax bench 'models=["mlp"]' 'towers=[1, 2]' 'batches=[128]' --out a.jsonl
-      towerjax bench grid.toml --out new.jsonl --compare old.jsonl
+      towerjax bench mine:build 'towers=[1, 2]' 'batch=[64]' --out a.jsonl
+      towerjax bench mine:build grid.toml --peer hand=mine:by_hand --out a.jsonl
 
-    grid.toml, each line of which may be an argument in its place:
-      models = ["mlp", "mine:factory"]  # also cnn, transformer, embedding
-      towers = [1, 2, 4, 8]
-      devices = [2]  # default: one a tower
-      batches_per_tower = [32]  # or batches = [...], of all towers
-      strategies = ["mirrored"]  # also mirrored_scan, mirrored_pmap, one_device
-      cross_tower_ops = ["AllReduce()", "PinnedTree()"]
-      dtypes = ["float32"]
-      micro_batches = [1]
-      steps_per_call = [1]
-      peers = ["jit", "pmap"]  # or module:function of your own
-      [protocol]
-      rounds = 11
-      seconds_per_round = 0.25
+    where build(towers=..., batch=...) returns (call, state, batch), a step for example,
+    and grid.toml has a list for each argument of build, as the lines above.
+    Configurations that --out has are not timed again.
 
-    Trials that --out has are not run again.
-
-    exit code: 0 if all trials ran, 1 if one failed or is slower than in --compare, 2
-    for wrong arguments.
+    exit code: 0 if all were timed, 1 if one failed, 2 for wrong arguments.
     """
-    trials, timing = read_toml(*grid)
-    old = read_results(compare_with) if compare_with else []
+    lists = shell.read_toml(*grid)
+    if wrong := [text for text in peer if "=" not in text]:
+        raise ValueError(f"--peer {wrong[0]}: write --peer name=module:function.")
+    peers = dict(text.split("=", 1) for text in peer)
     options["progress"] = False if quiet or json else None
-    results = sweep(trials, out, timing, **options)
-    compared = compare(old, results) if compare_with else []
-    notes = differences(old, results)
-    fields = {
-        "results": [result.record for result in results],
-        "compared": [dataclasses.asdict(found) for found in compared],
-        "differences": notes,
-    }
-    shell.show("\n".join([as_text(results.tables(compared)), *notes]), fields, json)
-    failed = any(result.status == "failed" for result in results)
-    return FAULT if failed or any(c.is_worse for c in compared) else OK
+    found = bench_all(build, lists, peers=peers, results=out, **options)
+    shell.show(str(found), {"results": found.records}, json)
+    return FAULT if any(x["status"] == "failed" for x in found.records) else OK
 
 
 _JSON = option("--json", True, "print one JSON object")
@@ -205,11 +183,14 @@ _COMMANDS = {
         _JSON,
     ),
     bench: (
+        option("build", str, "module:function"),
         option("grid", str, "a TOML file, or lines of one: 'towers=[1, 2]'", nargs="+"),
         option("--out", str, "a file of results, as JSON lines", required=True),
-        option("--compare", str, "judge against results in this file", "compare_with"),
-        option("--retry-failed", True, "run again what failed before"),
-        option("--trial-timeout", float, "seconds (1800)", "trial_timeout_s"),
+        option("--peer", str, "name=module:function, timed too", action="append"),
+        option("--rounds", int, "at least 6 (11)"),
+        option("--seconds-per-round", float, "of each contender (0.25)"),
+        option("--retry-failed", True, "time again what failed before"),
+        option("--timeout", float, "seconds (1800)", "timeout_s"),
         option("--quiet", True, "no progress"),
         _JSON,
     ),

@@ -4,9 +4,11 @@ import argparse
 import inspect
 import json
 import os
+import pathlib
 import pkgutil
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
@@ -70,6 +72,18 @@ def whole_numbers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(
             f"{text!r} must be whole numbers with commas between: 1,2,4"
         ) from None
+
+
+def read_toml(*sources: str) -> dict[str, Any]:
+    """The keys of TOML files and of lines such as ``"towers=[1, 2]"``, in order."""
+    found: dict[str, Any] = {}
+    for source in sources:
+        text = source if "=" in source else pathlib.Path(source).read_text()
+        try:
+            found |= tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{source}: {error}") from error
+    return found
 
 
 def show(text: str, fields: Mapping[str, Any], in_json: bool) -> None:

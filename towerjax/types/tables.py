@@ -1,6 +1,7 @@
 """Tables shown as text, and in notebooks by rich."""
 
 import dataclasses
+import io
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-_MOST_LEAVES = 40
+_MOST_LEAVES, _WIDTH = 40, 120
+_FORM = '<pre style="line-height:normal">{code}</pre>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +46,8 @@ def _text_of(table: Table) -> str:
     return "\n".join([*lines, *([f"  {table.note}"] if table.note else [])])
 
 
-def in_notebook(tables: Sequence[Table]) -> dict[str, str]:
+def by_rich(tables: Sequence[Table]) -> dict[str, str]:
     """What ``_repr_mimebundle_`` returns for tables: as rich shows them."""
-    from rich.console import Group
-    from rich.jupyter import JupyterMixin
     from rich.table import Table as RichTable
     from rich.text import Text  # of which nothing is taken for markup
 
@@ -61,8 +61,20 @@ def in_notebook(tables: Sequence[Table]) -> dict[str, str]:
         for row in table.rows:
             made.add_row(*map(Text, row))
         shown.append(made)
-    mixin: Any = JupyterMixin
-    return mixin._repr_mimebundle_(Group(*shown), (), ())
+    return drawn(*shown)
+
+
+def drawn(*values: Any) -> dict[str, str]:
+    """What rich makes of its renderables, for ``_repr_mimebundle_``."""
+    from rich.console import Console
+
+    console = Console(
+        width=_WIDTH, record=True, file=io.StringIO(), force_jupyter=False
+    )
+    console.print(*values, sep="\n")
+    text = console.export_text(clear=False)
+    page = console.export_html(inline_styles=True, code_format=_FORM)
+    return {"text/plain": text, "text/html": page}
 
 
 def in_bytes(count: float) -> str:
@@ -103,7 +115,7 @@ class Shown:
         return as_text(self.tables())
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        return in_notebook(self.tables())
+        return by_rich(self.tables())
 
 
 def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> Table:

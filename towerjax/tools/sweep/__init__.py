@@ -1,1 +1,1 @@
-"""Sweeps: a grid of configurations, their trainings, a file of results, a table."""
+"""Sweeps of a grid, which train or time: one file of results, one table."""

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +16,15 @@ from towerjax.loop.progress import choose_display
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
 from towerjax.step.members import MembersStep
-from towerjax.step.report import time_calls
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
-from towerjax.tools.sweep.result import (
+from towerjax.tools.sweep.grid import (
     Config,
     Line,
-    Member,
     RecordFile,
-    Sweep,
-    key_text,
+    RowTable,
+    configs_of,
+    describe,
     show_counts,
 )
 from towerjax.types import PyTree
@@ -39,9 +37,99 @@ from towerjax.types.options import (
     check_takes,
 )
 
-Order = Literal["fastest", "together", "in_turn"]
+Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]
-_CALLS, _ROUNDS = 5, 3  # after one round, which compiles
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Member:
+    """One training of a sweep."""
+
+    config: Config  # the arguments of build
+    metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)  # [n, ...] each
+    evaluation: dict[str, Any]  # of its last state; empty if there is none
+    order: str  # "together", "in_turn", or "alone" if no other shared its program
+    seconds: float  # of its training, compiling included; together an equal share
+
+    @classmethod
+    def of(cls, record: dict[str, Any], config: Config) -> "Member":
+        """Make a member from the record of a configuration, in which inf is a text."""
+        metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
+        values = record["evaluation"] or {}
+        found = {name: _to_numbers(x)[()] for name, x in values.items()}
+        return cls(config, metrics, found, record["order"], record["seconds"])
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The evaluation, and the last step's metrics of other names."""
+        last = {name: x[-1] for name, x in self.metrics.items()}
+        return {**last, **self.evaluation}
+
+
+def _to_numbers(values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    return array if array.dtype.kind in "biu" else array.astype(float)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sweep(RowTable):
+    """The members of a sweep, in the grid's order.
+
+    Attributes:
+      members: A tuple of `Member`.
+    """
+
+    members: tuple[Member, ...]
+    title = "members"
+
+    @property
+    def configs(self) -> list[Config]:
+        """The configurations of the members."""
+        return [member.config for member in self.members]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [
+            {
+                **member.config,
+                **{k: x for k, x in member.final.items() if np.ndim(x) == 0},
+                "order": member.order,
+                "seconds": member.seconds,
+            }
+            for member in self.members
+        ]
+
+    def best(self, metric: str, *, mode: str = "min") -> Member:
+        """The member whose last number is best; none, or one not finite, is worst."""
+        check_choice("mode", mode, ("min", "max"))
+        finals = [member.final for member in self.members]
+        check_choice("metric", metric, list({k: 0 for final in finals for k in final}))
+        sign = 1 if mode == "min" else -1
+        costs = [sign * float(final.get(metric, np.nan)) for final in finals]
+        costs = np.where(np.isfinite(costs), costs, np.inf)
+        return self.members[int(costs.argmin())]
+
+    def curves(
+        self, metric: str = "loss", *, over: str | Sequence[str] = "seed"
+    ) -> dict[str, np.ndarray]:
+        """Learning curves, of which those that differ in ``over`` alone are stacked.
+
+        Returns:
+          The other configuration values, as text -> ``[members, n]``; members without
+          the metric have no curve.
+        """
+        names = {name: 0 for member in self.members for name in member.metrics}
+        check_choice("metric", metric, list(names))
+        over, first = [over] if isinstance(over, str) else over, self.configs[0]
+        for name in over:
+            check_choice("over", name, list(first))
+        others = [name for name in first if name not in over]
+        shown = [x for x in others if any(c[x] != first[x] for c in self.configs)]
+        found: dict[str, list[np.ndarray]] = {}
+        for member in self.members:
+            if metric in member.metrics:
+                label = ", ".join(f"{name}={member.config[name]}" for name in shown)
+                found.setdefault(label, []).append(member.metrics[metric])
+        return {label: np.stack(rows) for label, rows in found.items()}
 
 
 @door
@@ -52,7 +140,7 @@ def sweep(
     *,
     steps: int | None = None,
     static: Sequence[str] = (),
-    order: Order = "fastest",
+    order: Order = "in_turn",
     evaluate: Callable[..., Mapping[str, Any]] | None = None,
     results: str | os.PathLike[str] | None = None,
     steps_per_call: int = 1,
@@ -63,11 +151,8 @@ def sweep(
     Names of the grid whose values are all numbers are *traced*: ``build`` is given
     arrays ``()`` for them, so that one program serves all their values. All others, and
     those that ``static`` names, are given as they are, and each combination of them is
-    a program. The members of a program see the same batches in the same order, and each
-    gets the result of training alone, up to rounding.
-
-    A member whose loss is not finite keeps its state of before that step and continues
-    with the next batch. The others are not affected.
+    a program. Each member gets the result of training alone, up to rounding. One whose
+    loss is not finite keeps its state of before that step; others are not affected.
 
     Args:
       build: ``build(**config) -> (step, state)``, pure: a step of
@@ -78,16 +163,14 @@ def sweep(
         function of the names that are not traced, ``batches(**static) -> iterable``.
       steps: How many steps each does; None runs to the end of the data.
       static: Names of numbers that change the program: widths, towers, batch sizes.
-      order: How the members of a program are trained: ``"together"`` by ``vmap``,
-        which takes the memory of all; ``"in_turn"``, one after another by one program,
-        each recorded when it ends; ``"fastest"`` compiles both, times some steps, and
-        takes the faster one.
+      order: How the members of a program are trained: ``"in_turn"``, one after another,
+        each recorded when it ends; ``"together"`` by ``vmap``, which takes the memory
+        of all, and is faster where steps are small.
       evaluate: ``evaluate(state, **config) -> {name: number}``, called on the host
-        with each member's last state; it may save that state, too. If it raises, what
-        was trained is evaluated and recorded first.
-      results: A file of JSON lines, one for each member, written when it ends. Members
-        that it has are not trained again, so that a killed sweep can be continued;
-        but those without an evaluation are, with ``evaluate``.
+        with each member's last state. If it raises, all is recorded first.
+      results: A file of JSON lines, written as members end. Those that it has are not
+        trained again, so that a killed sweep can be continued; but those without an
+        evaluation are, with ``evaluate``.
       steps_per_call: As for `run`.
       progress: None shows a bar on a terminal, else lines; True always a bar; False
         nothing.
@@ -124,8 +207,11 @@ def sweep(
     traced = traced_names(configs, static)
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
-    file = RecordFile(results, "config", {"sweep": about})
-    swept = functools.partial(_members_in, file, configs)
+    file = RecordFile(results, {"sweep": about})
+
+    def swept() -> Sweep:
+        records = [(file.get(config), config) for config in configs]
+        return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
 
     def is_done(config: Config) -> bool:
         record = file.get(config)
@@ -136,23 +222,22 @@ def sweep(
         fixed = {k: x for k, x in config.items() if k not in traced}
         programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
     done = sum(map(is_done, configs))
-    with (
-        contextlib.closing(choose_display(progress)) as display,
-        _attaching_results(swept),
-    ):
-        show = show_counts(display, "member", len(configs), done)
-        for fixed, members in programs.values():
-            todo = [config for config in members if not is_done(config)]
-            known = {r["order"] for c in members if (r := file.get(c))} - {"alone"}
-            program = _Program(
-                build, fixed, traced, batches, steps, steps_per_call, evaluate
-            )
-            chosen = known.pop() if order == "fastest" and known else order
-            show(done, ", ".join(f"{k}={x}" for k, x in fixed.items()))
-            for record in program.train_members(todo, chosen) if todo else ():
-                file.add(record)
-                done += 1
-        show(done, "done")
+    try:
+        with contextlib.closing(choose_display(progress)) as display:
+            show = show_counts(display, "member", len(configs), done)
+            for fixed, members in programs.values():
+                todo = [config for config in members if not is_done(config)]
+                about = build, fixed, traced, batches, steps, steps_per_call, evaluate
+                show(done, describe(fixed))
+                program = _Program(*about)
+                for record in program.train_members(todo, order) if todo else ():
+                    file.add(record)
+                    done += 1
+            show(done, "done")
+    except BaseException as error:
+        vars(error)["sweep"] = swept()
+        error.add_note("error.sweep has the members that were trained.")
+        raise
     return swept()
 
 
@@ -162,49 +247,6 @@ def _check_functions(build: Build, evaluate: Any, config: Config) -> None:
         form = "evaluate(state, **config)"
         check_function("evaluate", evaluate, form, takes=False)
         check_takes(form, evaluate, None, **config)
-
-
-def _members_in(file: RecordFile, configs: Sequence[Config]) -> Sweep:
-    records = [(file.get(config), config) for config in configs]
-    return Sweep(tuple(Member.of(*pair) for pair in records if pair[0]))
-
-
-@contextlib.contextmanager
-def _attaching_results(swept: Callable[[], Sweep]) -> Iterator[None]:
-    """Attach the members so far to an exception."""
-    try:
-        yield
-    except BaseException as error:
-        found: Any = error
-        found.sweep = swept()
-        error.add_note("error.sweep has the members that were trained.")
-        raise
-
-
-def configs_of(grid: Any) -> list[Config]:
-    """The configurations of a grid, checked, each once."""
-    if isinstance(grid, Mapping):
-        lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
-        product = itertools.product(*lists)
-        grid = [dict(zip(grid, values, strict=True)) for values in product]
-    configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
-    if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
-        raise ValueError(
-            "grid must be {name: [values]}, or configurations that all have the same"
-            f" names; it has {len(configs)}, with {list(map(list, configs))}."
-        )
-    return list({key_text(config): config for config in configs}.values())
-
-
-def _as_plain(name: str, value: Any) -> Any:
-    if isinstance(value, np.generic | jax.Array) and not value.ndim:
-        value = value.item()
-    if not isinstance(value, str | int | float | bool | None):
-        raise ValueError(
-            f"grid: {name}={value!r} is a {type(value).__name__}, not a number, text,"
-            " bool or None: write a text, and look the rest up in build."
-        )
-    return value
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
@@ -272,35 +314,20 @@ class _Program:
             ({name: x[i] for name, x in numbers.items()}, [config])
             for i, config in enumerate(members)
         ]
-        groups = {"together": [(numbers, members)], "in_turn": each, "alone": each}
-
-        @functools.cache
-        def step_for(order: str) -> MembersStep:
-            build = functools.partial(self.build, **self.fixed)
-            with _explain_tracing(self.traced):
-                return MembersStep(lambda traced: build(**traced), groups[order][0][0])
-
         order = order if len(members) > 1 else "alone"
-        if order == "fastest":
-            both = ("together", "in_turn")
-            times = [self._seconds(step_for(x), groups[x]) for x in both]
-            order = both[int(np.argmin(times))]
-        for values, configs in groups[order]:
-            yield from self._train_and_record(step_for(order), values, configs, order)
+        groups = [(numbers, members)] if order == "together" else each
+        build = functools.partial(self.build, **self.fixed)
+        with _explain_tracing(self.traced):
+            step = MembersStep(lambda traced: build(**traced), groups[0][0])
+        for values, configs in groups:
+            yield from self._train_and_record(step, values, configs, order)
 
-    def _seconds(self, step: MembersStep, groups: Sequence[Any]) -> float:
-        """The time of a few calls for all groups, from those of the first."""
-        few = functools.partial(self._run, step, few=_CALLS * self.steps_per_call)
-        return len(groups) * time_calls(few, step.begin(groups[0][0]), _ROUNDS).step_s
-
-    def _run(self, step: MembersStep, state: Any, few: int | None = None) -> Any:
-        """Run all steps, or the first few; return ``(state, history)``."""
+    def _run(self, step: MembersStep, state: Any) -> Any:
+        """Run all steps; return ``(state, history)``."""
         source, steps = self.source, self.steps
         batches: Any = as_reusable("batches", source, "every training needs all of it")
         if callable(batches):
             batches = batches(**(self.fixed if batches is source else {}))
-        if few is not None:
-            batches, steps = list(itertools.islice(batches, few)), None
         options = {"steps": steps, "steps_per_call": self.steps_per_call}
         with _explain_tracing(self.traced):
             return run(step, state, batches, **options, progress=False)

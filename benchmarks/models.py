@@ -1,4 +1,4 @@
-"""The models to measure: four of them, and users' own by ``module:factory``."""
+"""The models to measure."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from towerjax.tools.shell import resolve
 from towerjax.types import PyTree
 
 
@@ -178,10 +177,3 @@ def transformer(dtype: Any) -> Model:
 MODELS: dict[str, Factory] = {
     each.__name__: each for each in (mlp, cnn, transformer, embedding)
 }
-
-
-def find_model(name: str, dtype: str) -> Model:
-    """The model of a name, in a dtype."""
-    if name not in MODELS and ":" not in name:
-        raise ValueError(f"{name!r} is none of {', '.join(MODELS)}, module:factory.")
-    return (MODELS.get(name) or resolve(name))(jnp.dtype(dtype))

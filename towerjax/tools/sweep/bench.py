@@ -1,0 +1,331 @@
+"""Time the steps of a grid, each in a process of its own, in turns with peers."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from towerjax.loop.checkpoint.record import library_versions
+from towerjax.loop.progress import choose_display
+from towerjax.loop.writers import read_lines
+from towerjax.tools.shell import resolve
+from towerjax.tools.sweep.grid import (
+    Config,
+    Line,
+    RecordFile,
+    RowTable,
+    configs_of,
+    describe,
+    key_text,
+    show_counts,
+)
+from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
+from towerjax.types.options import check_number, check_whole
+
+Builder: TypeAlias = Callable[..., Any] | str
+_WORKER = (sys.executable, "-m", "towerjax.tools.sweep.bench")
+_KEPT_BYTES = 2000  # of a failed worker's output in its record
+_NUM_LOSSES = 3
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def bench(
+    build: Builder,
+    grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],
+    *,
+    peers: Mapping[str, Builder] | None = None,
+    results: str | os.PathLike[str] | None = None,
+    rounds: int = 11,
+    seconds_per_round: float = 0.25,
+    rtol: float | None = 1e-4,
+    retry_failed: bool = False,
+    timeout_s: float = 1800.0,
+    progress: bool | None = None,
+) -> "Timings":
+    """Time a step of every configuration of a grid, in turns with peers.
+
+    Each configuration has a process of its own, in which JAX has as many CPU devices as
+    its ``devices`` or else ``towers`` says, or all accelerators. One that dies or takes
+    too long is recorded as failed. In every round each contender has a turn, in
+    reversed order every second round. Figures are medians of rounds with a 95%
+    interval; ratios are taken round by round.
+
+    Args:
+      build: ``build(**config) -> (call, state, batch)``: a step of towerjax, or any
+        ``call(state, batch) -> (state, loss or metrics)``. A function at the top level
+        of a module, or its name, ``"module:function"``. It may also return what it
+        timed by itself, ``{"rounds_s": seconds of a call in each round}``.
+      grid: As of `sweep`: ``{name: values}``, or a list of configurations.
+      peers: Name -> such a ``build`` of what is timed in the same rounds.
+      results: A file of JSON lines, written as configurations end. Those that it has
+        are not timed again, so that a killed sweep can be continued.
+      rounds: At least 6: fewer give no 95% interval.
+      seconds_per_round: How long a turn lasts, about: 1 to 1,000 awaited calls, whose
+        mean counts without the fastest and the slowest tenth.
+      rtol: How far a peer's first three losses may be from the step's: with others the
+        configuration fails. None compares none.
+      retry_failed: Time again what the file has as failed or not available.
+      timeout_s: A configuration that takes longer is ended, and has failed.
+      progress: None shows a bar on a terminal, else lines; True always a bar; False
+        nothing.
+
+    Returns:
+      A `towerjax.tools.Timings`, in the grid's order.
+
+    Raises:
+      ValueError: The grid is malformed, or the file holds another sweep: of another
+        machine, other versions, functions or rounds.
+
+    Example:
+      >>> import tempfile, towerjax as tj
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     options = {"results": folder + "/times.jsonl", "progress": False}
+      ...     found = tj.tools.bench("no:build", {"towers": [2]}, **options)
+      >>> found.rows()[0]["status"]
+      'not available'
+    """
+    check_whole("rounds", rounds, 6)
+    check_number("seconds_per_round", seconds_per_round, "seconds >= 0")
+    configs, names = configs_of(grid), {"": build, **(peers or {})}
+    work = {
+        "builders": {name: _importable(each) for name, each in names.items()},
+        "rounds": rounds,
+        "seconds_per_round": seconds_per_round,
+        "rtol": rtol,
+    }
+    about = {"machine": describe_machine(), "versions": versions(), "work": work}
+    file = RecordFile(results, about)
+
+    def is_done(config: Config) -> bool:
+        record = file.get(config)
+        return bool(record) and not (retry_failed and record["status"] != "ok")
+
+    todo = [config for config in configs if not is_done(config)]
+    # Without `job`, which starts JAX's devices: the workers need them.
+    with contextlib.closing(choose_display(progress, job=False)) as display:
+        done = len(configs) - len(todo)
+        show = show_counts(display, "configuration", len(configs), done)
+        for number, config in enumerate(todo, done):
+            show(number, text := describe(config))
+            found = file.add({"config": config, **_measured(work, config, timeout_s)})
+            if error := str(found.get("error", "")).partition("\n")[0]:
+                display.note(f"{text}: {found['status']}: {error}")
+        show(len(configs), "done")
+    return Timings(tuple(file.get(config) for config in configs))
+
+
+def _importable(build: Builder) -> str:
+    """The name by which a worker's process finds a function."""
+    if isinstance(build, str):
+        return build
+    name = f"{build.__module__}:{build.__qualname__}"
+    if build.__module__ == "__main__" or "<" in name:
+        raise ValueError(
+            f"{name} is imported by other processes: write it into a module of its own,"
+            " at the top level."
+        )
+    return name
+
+
+def describe_machine() -> Line:
+    """The processor, the number of cores that this process may use, the system."""
+    info = pathlib.Path("/proc/cpuinfo")
+    names = re.findall(
+        r"model name\s*: (.*)", info.read_text() if info.is_file() else ""
+    )
+    usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    system = f"{platform.system()} {platform.machine()}"
+    return {"processor": [*names, ""][0], "cores": len(usable), "system": system}
+
+
+def versions() -> dict[str, str]:
+    """Name -> version of Python and of installed packages."""
+    others = library_versions("keras", "tensorflow", "torch")
+    return {"python": platform.python_version(), **others}
+
+
+def _measured(work: Line, config: Config, timeout_s: float) -> Line:
+    """Time a configuration in its own process; return its record."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:
+        record = pathlib.Path(folder, "record")
+        try:
+            done = subprocess.run(
+                [*_WORKER, record],
+                input=json.dumps({**work, "config": config}).encode(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=worker_environ(dict(os.environ), config),
+                timeout=timeout_s,
+            )
+            if done.returncode == 0:
+                return json.loads(record.read_text())
+            why = f"ended with exit code {done.returncode}"
+            if done.returncode < 0:
+                why = f"was ended by {signal.Signals(-done.returncode).name}"
+        except subprocess.TimeoutExpired:
+            why = f"took longer than {timeout_s:g} s and was ended"
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _KEPT_BYTES))
+        last = output.read().decode(errors="replace").strip()
+    return {"status": "failed", "error": f"{why}. Last it said: {last}"}
+
+
+def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
+    """The environment of a worker: CPU devices, compilation cache, memory."""
+    caches = environ.get("XDG_CACHE_HOME") or str(pathlib.Path.home() / ".cache")
+    devices = config.get("devices", config.get("towers"))
+    return {
+        "JAX_COMPILATION_CACHE_DIR": os.path.join(caches, "towerjax", "bench"),
+        # glibc returns large blocks to the system at once or not, by chance; fresh
+        # pages can then cost more than the step, and are not the contender's time.
+        "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+        "MALLOC_TOP_PAD_": str(64 << 20),
+        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),  # glibc's maximum
+        **environ,
+        **({"JAX_NUM_CPU_DEVICES": str(devices)} if devices else {}),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def main() -> None:
+    """Run the job on the standard input; write its record to a file."""
+    sys.path.insert(0, "")
+    record = recorded(json.load(sys.stdin))
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(record))
+
+
+def recorded(job: Line) -> Line:
+    """Do a job; return its record, also if it failed."""
+    start, load = time.perf_counter(), round(os.getloadavg()[0], 2)
+    try:
+        found = {"status": "ok", **_timed(job)}
+    except Exception as error:  # any error is recorded, and the sweep continues
+        cause = error.__cause__ or error  # of a module that cannot be imported
+        is_there = not isinstance(cause, ModuleNotFoundError | NotImplementedError)
+        status = "failed" if is_there else "not available"
+        found = {"status": status, "error": f"{type(error).__name__}: {error}"}
+    return {**found, "seconds": round(time.perf_counter() - start, 3), "load": load}
+
+
+@dataclasses.dataclass
+class Contender:
+    """A step, its state and its batch."""
+
+    call: Callable[[Any, Any], Any]  # (state, batch) -> (state, loss or metrics)
+    state: Any
+    batch: Any
+    out: Any = None  # of the last call
+
+    def run(self) -> Any:
+        """Dispatch one call."""
+        self.state, self.out = self.call(self.state, self.batch)
+        return self.state, self.out
+
+    def loss(self) -> float:
+        """The loss of one call; NaN if it has none."""
+        jax.block_until_ready(self.run())
+        loss = self.out.get("loss") if isinstance(self.out, Mapping) else self.out
+        return float("nan") if loss is None else float(np.mean(np.asarray(loss, float)))
+
+
+def _timed(job: Line) -> Line:
+    config, contenders, events = job["config"], {}, []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    found: Line = {}
+    for name, builder in job["builders"].items():
+        built = resolve(builder)(**config)
+        if isinstance(built, Mapping):
+            return {**built, **_figures({name: np.asarray(built["rounds_s"])[:, None]})}
+        call, state, batch = built
+        place, start = getattr(call, "place_batch", None), time.perf_counter()
+        contenders[name] = own = Contender(
+            call, state, place(batch) if place else batch
+        )
+        losses = [own.loss()]
+        if not name:
+            found["first_call_s"] = time.perf_counter() - start
+            found["from_cache"] = _CACHE_HIT in events
+            rows = [*np.shape(jax.tree.leaves(batch)[0]), None][0]
+            found["examples"] = config.get("batch", rows)
+        losses += [own.loss() for _ in range(_NUM_LOSSES - 1)]
+        check_losses(name, losses, found.setdefault("losses", losses), job["rtol"])
+    found["device"], timed = jax.devices()[0].device_kind, list(contenders.values())
+    found["calls"] = calls_in(job["seconds_per_round"], timed)
+    table = in_turns(timed, rounds=job["rounds"], calls=found["calls"], trim=0.1)
+    return found | _figures({name: table[:, i] for i, name in enumerate(contenders)})
+
+
+def check_losses(
+    name: str, losses: Sequence[float], own: Sequence[float], rtol: float | None
+) -> None:
+    """Raise unless both have the same losses, and so the same computation."""
+    same = functools.partial(np.allclose, losses, own, atol=0, equal_nan=True)
+    if rtol is not None and not same(rtol=rtol):
+        raise ValueError(
+            f"{name} has the first losses {list(losses)}, and the step {list(own)}: not"
+            f" the same computation within {rtol:g}. Their times are not compared."
+        )
+
+
+def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
+    """The figures, from each contender's seconds ``[rounds, 1 or 2]``."""
+    own = seconds[""]
+    values = {"step_s": own[:, 0], "return_s": own[:, -1]}
+    values |= {
+        f"over {name}": own[:, 0] / x[:, 0] for name, x in seconds.items() if name
+    }
+    found = {name: interval_of_median(x) for name, x in values.items()}
+    figures = {name: dataclasses.asdict(x) for name, x in found.items()}
+    return {"rounds_s": own[:, 0].tolist(), "figures": figures}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings(RowTable):
+    """The times of a `bench`, in the grid's order, which print as a table.
+
+    Attributes:
+      records: A mapping for each configuration: ``config``, ``status`` (``"ok"``,
+        ``"failed"`` or ``"not available"``), ``figures`` or ``error``, and more.
+    """
+
+    records: tuple[Line, ...]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "Timings":
+        """The times in a file of `bench`, of each configuration the last."""
+        lines = read_lines(pathlib.Path(path), "config", "a sweep")
+        found = {key_text(record["config"]): record for record, _ in lines}
+        return cls(tuple(found.values()))
+
+    def _rows(self) -> list[Line]:
+        rows = []
+        for record in self.records:
+            row, figures = dict(record["config"]), record.get("figures", {})
+            found = {name: Interval(**ends) for name, ends in figures.items()}
+            if (step := found.pop("step_s", None)) is None:
+                error = " ".join(record["error"].split())[:200]
+                rows.append({**row, "status": record["status"], "error": error})
+                continue
+            row |= {"ms": step.times(1e3), "returns": found.pop("return_s").times(1e3)}
+            if (examples := record.get("examples")) is not None:
+                row["examples/s"] = round(examples / step.median)
+            rows.append(row | found)
+        return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What both sweeps share: a grid, a file of results that goes on, and a table."""
+
+import itertools
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from towerjax.loop.progress import Display, format_seconds
+from towerjax.loop.writers import append_line, as_json, read_lines
+from towerjax.tools.sweep.turns import Interval
+from towerjax.types.options import check_list, require
+from towerjax.types.tables import Shown, Table
+
+Line: TypeAlias = dict[str, Any]
+Config: TypeAlias = dict[str, Any]
+
+
+def configs_of(grid: Any) -> list[Config]:
+    """The configurations of a grid, checked, each once."""
+    if isinstance(grid, Mapping):
+        lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
+        product = itertools.product(*lists)
+        grid = [dict(zip(grid, values, strict=True)) for values in product]
+    configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
+    if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
+        raise ValueError(
+            "grid must be {name: [values]}, or configurations that all have the same"
+            f" names; it has {len(configs)}, with {list(map(list, configs))}."
+        )
+    return list({key_text(config): config for config in configs}.values())
+
+
+def _as_plain(name: str, value: Any) -> Any:
+    if isinstance(value, np.generic | jax.Array) and not value.ndim:
+        value = value.item()
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError(
+            f"grid: {name}={value!r} is a {type(value).__name__}, not a number, text,"
+            " bool or None: write a text, and look the rest up in build."
+        )
+    return value
+
+
+def describe(config: Config) -> str:
+    """``"towers=2, batch=64"``."""
+    return ", ".join(f"{name}={value}" for name, value in config.items())
+
+
+def key_text(key: Any) -> str:
+    """The key as the file has it: 0, 0.0 and False differ, two NaN do not."""
+    return json.dumps(as_json(key), sort_keys=True)
+
+
+class RecordFile:
+    """A file of results, which a sweep continues; None keeps them in memory alone.
+
+    A record's ``config`` identifies it, and of several the last counts. ``about`` has
+    the fields that all records of one sweep share.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
+        self.path = None if path is None else pathlib.Path(path)
+        self.about, self._records = about, {}
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            size = 0
+            for record, length in read_lines(self.path, "config", "a sweep"):
+                self._check_same(record)
+                self._records[key_text(record["config"])] = record
+                size += length
+            if size < self.path.stat().st_size:
+                os.truncate(self.path, size)
+
+    def _check_same(self, record: Line) -> None:
+        for name, value in self.about.items():
+            if (old := record.get(name)) != value:
+                why = f"holds results with the {name} {old}, and this sweep has {value}"
+                raise ValueError(f"{str(self.path)!r} {why}. Use another path.")
+
+    def get(self, config: Config) -> Any:
+        """The record of a configuration, or None."""
+        return self._records.get(key_text(config))
+
+    def add(self, record: Line) -> Line:
+        """Append a record to the file; return it as the file has it."""
+        record = as_json({**record, **self.about})
+        self._records[key_text(record["config"])] = record
+        if self.path is not None:
+            with self.path.open("ab", buffering=0) as file:
+                append_line(file, record)
+        return record
+
+
+def show_counts(
+    display: Display, what: str, total: int, done: int
+) -> Callable[[int, str], None]:
+    """``show(done, text)`` of a sweep: which result is begun, and the time left."""
+    before, start_s = done, time.monotonic()
+    if done:
+        display.note(f"{done} of {total} {what}s were done before")
+
+    def show(done: int, text: str) -> None:
+        text = f"{what} {min(done + 1, total)}/{total}  {text}"
+        if before < done < total:
+            each_s = (time.monotonic() - start_s) / (done - before)
+            text += f"  {format_seconds(each_s * (total - done))} left"
+        display.show(done, total, text)
+
+    return show
+
+
+class RowTable(Shown):
+    """Base of the results of a sweep: a table with a row for each."""
+
+    title = "results"
+
+    def _rows(self) -> list[Line]:
+        raise NotImplementedError
+
+    def rows(self) -> list[Line]:
+        """A mapping for each result: its configuration, and its numbers.
+
+        The ends of an interval follow its median: ``"ms", "ms low", "ms high"``.
+        """
+        return [dict(_flat(row)) for row in self._rows()]
+
+    def tables(self) -> tuple[Table, ...]:
+        """The shown table; how long each took stands last."""
+        rows = self._rows()
+        names = [*dict.fromkeys(name for row in rows for name in row)]
+        names.sort(key=("order", "seconds").count)
+        cells = [[row.get(name, "") for name in names] for row in rows]
+        texts = [
+            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row)
+            for row in cells
+        ]
+        return (Table(f"{len(rows)} {self.title}", tuple(names), tuple(texts)),)
+
+    def to_pandas(self) -> Any:
+        """The rows as a ``pandas.DataFrame``."""
+        pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
+        return pandas.DataFrame(self.rows())
+
+
+def _flat(row: Line) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Interval):
+            ends = (f"{name} low", value.low), (f"{name} high", value.high)
+            yield from ((name, value.median), *ends)
+        else:
+            yield name, value

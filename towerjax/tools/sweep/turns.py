@@ -1,0 +1,82 @@
+"""Time contenders in turns; medians of rounds, and their intervals."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A median of rounds, and the ends of its 95% interval."""
+
+    median: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Interval":
+        """The interval times a positive factor."""
+        return Interval(self.median * factor, self.low * factor, self.high * factor)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def interval_of_median(values: Any) -> Interval:
+    """The median, with a 95% interval that holds for any distribution.
+
+    ``low`` and ``high`` are the ``r``-th smallest and the ``r``-th largest of ``n``
+    values, ``r`` the largest for which ``1 - 2 P(Binomial(n, 1/2) < r) >= 0.95``: David
+    and Nagaraja, Order Statistics, 3rd edition (2003), section 7.1.
+    """
+    ordered = np.sort(np.asarray(values, float))
+    n = len(ordered)
+    below = np.cumsum([math.comb(n, k) / 2**n for k in range(n // 2 + 1)])
+    rank = int(np.sum(1 - 2 * below >= 0.95))
+    low, high = ordered[rank - 1], ordered[-rank]
+    return Interval(float(np.median(ordered)), float(low), float(high))
+
+
+def in_turns(
+    contenders: Sequence[Any], *, rounds: int, calls: int, trim: float = 0.0
+) -> np.ndarray:
+    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``.
+
+    A contender has a method ``run()``, which dispatches a call; its result is awaited.
+    """
+
+    def turn(contender: Any) -> np.ndarray:
+        times = np.sort([_time_call(contender) for _ in range(calls)], axis=0)
+        dropped = int(calls * trim)
+        return times[dropped : calls - dropped].mean(axis=0)
+
+    return take_turns(contenders, rounds, turn)
+
+
+def take_turns(
+    contenders: Sequence[Any], rounds: int, turn: Callable[[Any], Any]
+) -> np.ndarray:
+    """Take turns, odd rounds reversed; the results ``[rounds, contenders, ...]``."""
+    table = []
+    for number in range(rounds):
+        order = -1 if number % 2 else 1
+        table.append([turn(contender) for contender in contenders[::order]][::order])
+    return np.array(table)
+
+
+def _time_call(contender: Any) -> tuple[float, float]:
+    start = time.perf_counter()
+    out = contender.run()
+    returned = time.perf_counter()
+    jax.block_until_ready(out)
+    return time.perf_counter() - start, returned - start
+
+
+def calls_in(seconds: float, contenders: Sequence[Any]) -> int:
+    """Call each three times; return how many calls of the slowest one fit."""
+    slowest = max(min(_time_call(x)[0] for _ in range(3)) for x in contenders)
+    return int(np.clip(seconds / slowest, 1, 1000))
