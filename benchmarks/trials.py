@@ -20,7 +20,6 @@ from towerjax import collectives
 from towerjax.data.shard import split_rows
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, place
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.checking import Check
 from towerjax.step.train import build_train_step
 from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
@@ -179,16 +178,14 @@ def _compiled(fn: Any, state: Any, batch: Any) -> Contender:
     return Contender(call, state, batch, time.perf_counter() - start)
 
 
-def by_towerjax(
-    work: Work, strategy: Strategy, *, check: Check | None = None
-) -> Contender:
+def by_towerjax(work: Work, strategy: Strategy) -> Contender:
     """The step, built by towerjax."""
 
     def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
         return Weighted.mean(work.model.losses(params, batch), tower.weight)
 
     step = build_train_step(
-        loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches, check=check
+        loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches
     )
     state, steps, call = step.init(work.params), work.steps_per_call, step
     if steps > 1:

@@ -703,7 +703,7 @@ def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added():
         after = jax.tree.map(jnp.zeros_like, state.params)
         return dataclasses.replace(state, params=after), {"loss": merged.values}
 
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), check=tj.Check(every=1))
+    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2))
     batch = data(8)
     state, metrics = step(step.init(params()), batch)
     close(metrics["loss"], batch["y"].astype(float).reshape(4, 2).sum(1))

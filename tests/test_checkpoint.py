@@ -218,7 +218,7 @@ def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
 def saved_at_once(step, saving, state):
     """A checkpoint of a state, without a run."""
     with contextlib.ExitStack() as stack:
-        Saving(saving, step, state, Ledger([], copies=False), stack).save(state, 1, {})
+        Saving(saving, step, state, Ledger([], copies=False), stack).save(state, 1, ())
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """The devices' copies compared, bit by bit; what is not finite, found and named."""
 
-import copy
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,10 +10,8 @@ from jax import lax
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.checking import Verdicts
 from towerjax.step.faults import Differing, fingerprint, outliers
 
-EVERY_STEP = tj.Check(every=1, nonfinite=False)
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
 
 
@@ -46,8 +41,8 @@ def batch(rows=16):
     return {"x": x, "m": np.ones(rows, np.float32)}
 
 
-def build(strategy, check: Any = EVERY_STEP, fn=loss_fn, optimizer=SGD, **options):
-    return tj.build_train_step(fn, optimizer, strategy, check=check, **options)
+def build(strategy, fn=loss_fn, optimizer=SGD, **options):
+    return tj.build_train_step(fn, optimizer, strategy, **options)
 
 
 def flipped(leaf, at, bit=20):
@@ -78,30 +73,19 @@ def corrupted(state, changes):
 
 
 @pytest.fixture(scope="module")
-def every_step():
+def plain():
     return build(STRATEGIES["shard_map"](), optimizer=ADAM)
 
 
 @pytest.fixture(scope="module")
 def in_turn():
-    """Two towers in turn on each device, which are looked at for all there is."""
-    return build(STRATEGIES["pmap scan"](), tj.Check(every=1))
+    """Two towers in turn on each device."""
+    return build(STRATEGIES["pmap scan"]())
 
 
-@pytest.fixture(scope="module")
-def plain():
-    return build(STRATEGIES["shard_map"](), None)
-
-
-@pytest.fixture(scope="module")
-def every_third():
-    return build(STRATEGIES["shard_map"](), tj.Check(every=3, nonfinite=False))
-
-
-def found_by(step, state, **held):
-    step(state, batch() | held)
+def differing(state):
     with pytest.raises(tj.DesyncError) as caught:
-        step.settle()
+        tj.check_mirrored(state)
     return caught.value
 
 
@@ -120,50 +104,26 @@ LEAVES = [
 
 
 @pytest.mark.slow
-def test_what_a_batch_shares_is_the_same_on_all_devices():
-    """As in a job whose processes compute it each for itself."""
-
-    def loss_fn(params, batch, tower):
-        scaled = params * batch["m"] * batch["annealed"]["beta"]
-        return tj.Weighted.mean(scaled, tower.weight)
-
-    step = build(tj.Mirrored(devices(2)), fn=loss_fn)
-    beta = step.place(step.init(np.float32(3))).params
-    shared = {"annealed": tj.Whole({"beta": flipped(beta, [1])})}
-    error = found_by(step, step.init(np.float32(1)), **shared)
-    assert error.differing == (Differing("cpu:1", (1,), "batch/annealed/beta"),)
-    assert "a tj.Whole of which each process made its own" in str(error)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("executor", STRATEGIES)
-def test_one_bit_on_one_device_is_named(executor, every_step, in_turn):
-    step = every_step if executor == "shard_map" else in_turn
-    k = step.strategy.num_towers // 4
+def test_one_bit_on_one_device_is_named(executor, plain, in_turn):
+    step = plain if executor == "shard_map" else in_turn
     for leaf in LEAVES if executor == "shard_map" else LEAVES[:1]:
-        state = corrupted(step.init(params()), {leaf: [2]})
-        with pytest.raises(tj.DesyncError) as caught:
-            tj.testing.check_mirrored(state)
-        assert caught.value.differing == (Differing("cpu:2", (), leaf),)
-        error = found_by(step, state)
-        towers = tuple(range(2 * k, 3 * k))
-        assert error.step == 0
-        assert error.differing == (Differing("cpu:2", towers, leaf),)
-        told = f"cpu:2 (tower{'s 4-5' if k == 2 else ' 2'}), {leaf}. "
-        assert f"differed before step 0: {told}" in str(error)
+        error = differing(corrupted(step.init(params()), {leaf: [2]}))
+        assert (error.step, error.differing) == (0, (Differing("cpu:2", leaf),))
+        assert f"differed before step 0: cpu:2, {leaf}. " in str(error)
     state = step.init(params())
-    tj.testing.check_mirrored(state)
-    step(state, batch())
-    step.settle()
+    tj.check_mirrored(state)
+    state, _ = step(state, batch())
+    tj.check_mirrored(state)
+    step(state, batch())  # which may take the buffers of what was looked at
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
 
 
 @pytest.mark.slow
-def test_most_devices_are_right_and_of_halves_the_first(every_step):
-    step = every_step
+def test_most_devices_are_right_and_of_halves_the_first(plain):
     changes = {"params/Dense_1/bias": [0], "params/Dense_0/kernel": [1, 3]}
-    error = found_by(step, corrupted(step.init(params()), changes))
-    assert [(one.device, one.leaf) for one in error.differing] == [
+    error = differing(corrupted(plain.init(params()), changes))
+    assert sorted((one.device, one.leaf) for one in error.differing) == [
         ("cpu:0", "params/Dense_1/bias"),
         ("cpu:1", "params/Dense_0/kernel"),
         ("cpu:3", "params/Dense_0/kernel"),
@@ -175,42 +135,31 @@ def test_most_devices_are_right_and_of_halves_the_first(every_step):
 
 
 @pytest.mark.slow
-def test_a_step_number_that_differs_is_named_and_nothing_hangs(every_third):
-    step = every_third
-    for device in (0, 3):  # the one makes 1 of 0, which is not due
-        state = corrupted(step.init(params()), {"step": [device]})
-        state = corrupted(state, {"params/Dense_1/bias": [1]})
-        [one] = found_by(step, state).differing
-        assert (one.device, one.leaf) == (f"cpu:{device}", "step")
+@pytest.mark.parametrize("state", ["sharded_optimizer", "sharded"])
+def test_what_is_sharded_has_no_copies_to_compare(state):
+    step = build(tj.Mirrored(devices(4), state=state), optimizer=ADAM)
+    whole = step.init(params())
+    tj.check_mirrored(whole)
+    assert differing(corrupted(whole, {"rng": [3]})).differing == (
+        Differing("cpu:3", "rng"),
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("several", [False, True])
-def test_only_every_so_many_steps_are_looked_at(several, every_third):
-    step = every_third
-    state, _ = step(step.init(params()), batch())
-    state = corrupted(state, {"params/Dense_1/bias": [2]})  # before step 1
-    if several:
-        with pytest.raises(tj.DesyncError, match="before step 3: cpu:2") as caught:
-            tj.run(step, state, [batch()] * 5, steps_per_call=2, progress=False)
-        assert caught.value.history.steps[-1] >= 4
-        assert int(caught.value.state.step) > 4
-        return
-    for _ in range(2):
-        state, _ = step(state, batch())
-        step.settle()
-    assert "before step 3: cpu:2" in str(found_by(step, state))
+def test_a_checkpoint_of_copies_that_differ_is_not_written(plain, tmp_path):
+    """The run ends with the error, and the newest checkpoint is one of before."""
 
+    def hook(number, state, metrics):
+        if number == 3:
+            return corrupted(state, {"params/Dense_1/bias": [2]})
 
-@pytest.mark.slow
-def test_with_skip_a_desync_is_told_all_the_same(every_step):
-    step = copy.copy(every_step)
-    step._verdicts = Verdicts(step.strategy.placement, refusals=False)
-    state = corrupted(step.init(params()), {"params/Dense_1/bias": [2]})
-    assert found_by(step, state).differing[0].device == "cpu:2"
-    poisoned = batch() | {"x": np.full((16, 3), np.nan, np.float32)}
-    step(step.init(params()), poisoned)
-    step.settle()
+    saving = tj.Checkpointer(tmp_path, every=2, batches="count")
+    hooks = [tj.loop.WithState(hook, every=1)]
+    with pytest.raises(tj.DesyncError, match="before step 4: cpu:2, params") as caught:
+        state, data = plain.init(params()), [batch()] * 6
+        tj.run(plain, state, data, checkpointer=saving, hooks=hooks, progress=False)
+    assert saving.steps == (2,) and len(caught.value.history.steps) == 4
+    plain.place(saving.restore(plain, plain.init(params())))
 
 
 @pytest.mark.slow
@@ -227,7 +176,6 @@ def test_bits_of_every_type_make_the_fingerprint():
         (np.uint8([[1, 2], [3, 4]]), np.uint8([[1, 3], [2, 4]])),
         (np.complex64([1 + 2j]), np.complex64([2 + 1j])),
         (np.int32([0, 0]), np.int32([0, -(1 << 31)])),
-        (jax.random.key(0), jax.random.key(1)),
         (np.zeros(3, np.float32), np.zeros(3, np.float32) + np.float32(1e-45)),
         (np.zeros((0, 3)), np.ones(1, np.float32)),
     ]
@@ -252,39 +200,6 @@ def test_each_bit_of_each_element_shows():
     assert len(set(np.asarray(prints).tolist())) == 1 + 12 * 32
 
 
-@pytest.mark.slow
-def test_without_a_check_the_program_has_nothing_of_it(plain, every_third):
-    text = plain.program(plain.init(params()), batch()).call.as_text()
-    conditionals = text.count(" conditional(")
-    assert "all-gather" not in text and text.count(" all-reduce(") == 1
-    text = every_third.program(every_third.init(params()), batch()).call.as_text()
-    assert text.count(" conditional(") > conditionals and "all-gather" in text
-    assert text.count(" all-reduce(") == 1  # whether it is due travels along
-    # Nor is a leaf copied that is given over.
-    lines = [line for line in text.splitlines() if " copy(" in line]
-    assert not [line for line in lines if "f32[3,4]" in line or "f32[4,2]" in line]
-    # No other device's state travels but its fingerprints.
-    both = build(STRATEGIES["shard_map"](), tj.Check(every=100), optimizer=ADAM)
-    proof = both.check(params(), batch())
-    assert [c.primitive for c in proof.analysis.collectives].count("psum") == 1
-    gathered = [c for c in proof.analysis.collectives if c.primitive == "all_gather"]
-    assert len(gathered) == 3 and max(c.bytes for c in gathered) <= 64
-
-
-@pytest.mark.slow
-def test_a_check_changes_no_bit_of_the_training(plain, every_third):
-    results = []
-    for step in (plain, every_third):
-        state = step.init(params())
-        for _ in range(3):
-            state, _ = step(state, batch())
-        step.settle()
-        results.append(jax.device_get(state.params))
-    jax.tree.map(np.testing.assert_array_equal, *results)
-    moved = np.abs(results[0]["Dense_1"]["bias"] - params()["Dense_1"]["bias"])
-    assert (moved > 0.1).all()
-
-
 # What is not finite.
 
 
@@ -292,7 +207,8 @@ def bad_gradient(params, batch, tower):
     """Finite losses; where ``r`` is 0 and rows are 0, a gradient of NaN or infinity."""
     root = jnp.sqrt(jnp.abs(params["a"]["r"] * batch["zero"])).sum()  # d = 0 * inf
     inverse = jnp.sqrt(jnp.abs(params["b"] + batch["one"])).sum()
-    return tj.Weighted(root + inverse + (params["c"] * batch["one"]).sum(), 1.0)
+    total = root + inverse + (params["c"] * batch["one"]).sum()
+    return tj.Weighted(total, tower.weight.sum())
 
 
 BAD_PARAMS = {
@@ -313,15 +229,13 @@ def bad_batch(zero=(), infinite=(), rows=16):
 @pytest.mark.slow
 def test_the_tower_and_the_leaf_are_named():
     strategy = tj.Mirrored(devices(2), towers=8, local="scan")
-    step = build(strategy, tj.Check(2), fn=bad_gradient, micro_batches=2)
-    state = step.init(BAD_PARAMS)
-    state, _ = step(state, bad_batch(infinite=[3]))
+    step = build(strategy, fn=bad_gradient, micro_batches=2, guard="gradients")
+    data = [bad_batch(infinite=[3])]
     with pytest.raises(tj.NonFiniteError) as caught:
-        step.settle()
+        tj.run(step, step.init(BAD_PARAMS), data, progress=False)
     [place] = caught.value.places
     assert (place.tower, place.leaf) == (1, "params/b")
     assert (place.part, place.kind, place.step) == ("gradient", "infinity", 0)
-    assert not caught.value.refused
     assert "tower 1, params/b, step 0: infinity in the gradient" in str(caught.value)
 
     places = step.locate(step.init(BAD_PARAMS), bad_batch(zero=[10], infinite=[14]))
@@ -337,18 +251,14 @@ def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place(in_turn)
     step = in_turn
     poisoned = batch() | {"m": np.where(np.arange(16) == 7, np.nan, 1.0)}
     poisoned["m"] = poisoned["m"].astype(np.float32)
-    state, _ = step(step.init(params()), poisoned)
-    with pytest.raises(tj.NonFiniteError) as caught:
-        step.settle()
-    [place] = caught.value.places
+    [place] = step.locate(step.init(params()), poisoned)
     assert (place.tower, place.leaf, place.part) == (3, "metrics/mean/sum", "metric")
 
     bad = params()
     bad["Dense_1"]["bias"][1] = -np.inf
-    state, _ = step(step.init(bad), batch())
     with pytest.raises(tj.NonFiniteError) as caught:
-        step.settle()
-    assert caught.value.refused and len(caught.value.places) > 8
+        tj.run(step, step.init(bad), [batch()], progress=False)
+    assert len(caught.value.places) > 8
     told = "Found: towers 0-7, params/Dense_1/bias, step 0: infinity in the parameter"
     assert told in str(caught.value)
     assert f"{told}; towers 0-7, loss/sum, step 0: " in str(caught.value)
@@ -356,7 +266,7 @@ def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place(in_turn)
 
 @pytest.mark.slow
 def test_run_looks_for_the_place_of_a_refused_step():
-    step = build(STRATEGIES["shard_map"](), None, fn=bad_loss)
+    step = build(STRATEGIES["shard_map"](), fn=bad_loss)
     data = [bad_batch() for _ in range(6)]
     data[2]["one"][13] = -np.inf
     with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
@@ -387,7 +297,7 @@ def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
         bad = jnp.where(odd, jnp.nan, 0.0) + tower.step
         return tj.Weighted.mean(params["c"] * batch["one"] + bad, tower.weight)
 
-    step = build(STRATEGIES["shard_map"](), None, fn=fn)
+    step = build(STRATEGIES["shard_map"](), fn=fn)
     state, seen = step.init(BAD_PARAMS), []
     of_step = jax.jit(lambda n: jax.random.fold_in(state.rng, n))
     words = jax.jit(jax.vmap(lambda key, t: jax.random.key_data(
@@ -399,26 +309,6 @@ def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
         seen.append(sorted({place.tower for place in places}))
         assert seen[-1] == np.flatnonzero(odd).tolist()
     assert seen[0] != seen[1]
-
-
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        ({"every": 0}, "every=0 must be a whole number"),
-        ({"every": True}, "every=True must be a whole number"),
-        ({"every": 1, "desync": False, "nonfinite": False}, "looks at nothing"),
-    ],
-)
-def test_a_check_that_there_is_not_is_refused(options, text):
-    with pytest.raises(ValueError, match=text):
-        tj.Check(**options)
-
-
-def test_a_check_that_cannot_be_honoured_is_refused():
-    with pytest.raises(ValueError, match="check=100 must be a tj.Check"):
-        build(tj.Mirrored(devices(2)), 100)
-    with pytest.raises(ValueError, match="on_nonfinite='skip' says to go on"):
-        build(tj.Mirrored(devices(2)), tj.Check(1), on_nonfinite="skip")
 
 
 @pytest.mark.slow

@@ -270,7 +270,6 @@ BUILDERS = {
         | dict.fromkeys(["local", "executor", "cross_tower_ops"], WORDS)
         | {"prefetch_on_device": NUMBERS, "devices": some(NUMBERS)},
     ),
-    "Check": (tj.Check, {"every": NUMBERS, "desync": FLAGS, "nonfinite": FLAGS}),
     "batches": (
         lambda batch_size=2, **options: tj.batches(good(), batch_size, **options),
         {"batch_size": NUMBERS, "epochs": some(NUMBERS), "drop_remainder": FLAGS}
@@ -306,9 +305,7 @@ CHOICES = sorted(
 
 def check_option(builder, option, value):
     build, options = BUILDERS[builder]
-    required = {"every": 1} if builder == "Check" else {}
-    call = required | {option: options[option][value]}
-    refuse(lambda: build(**call), option)
+    refuse(lambda: build(**{option: options[option][value]}), option)
 
 
 @pytest.mark.slow
@@ -355,7 +352,7 @@ DOORS = {
     "loss_fn": (tj.value_and_grad, dict(enumerate(ANYTHING))),
     "optimizer": (lambda x: tj.TrainState.create(1.0, x), dict(enumerate(ANYTHING))),
     "state": (
-        tj.testing.check_mirrored,
+        tj.check_mirrored,
         dict(enumerate(x for x in ANYTHING if not isinstance(x, list | dict))),
     ),
     "mean": (lambda x: tj.metrics.mean(x), dict(enumerate([*TEXTS, object(), {1}]))),

@@ -158,7 +158,7 @@ EXPECTED = {
     "sums_of_rows": [[[0, 0], [10, 10], [0, 0]], [[1, 1], [11, 11], [1, 1]]],
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
-    "desynced": [0, "cpu:3", [3], "params"],
+    "desynced": [0, "cpu:3", "params"],
     "not_finite": [
         [1, 2, "loss/sum", "loss", "NaN"],
         [1, 2, "params", "gradient", "NaN"],

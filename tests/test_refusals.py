@@ -209,7 +209,7 @@ PLACES = [Place(3, 1, "params/w", "gradient", "NaN")]
 ERRORS = [
     tj.CheckpointError("no manifest"),
     tj.ReplicationError("loss depends on the tower"),
-    tj.DesyncError(131, [Differing("cpu:5", (5,), "params/w")]),
+    tj.DesyncError(131, [Differing("cpu:5", "params/w")]),
     tj.NonFiniteError(3, PLACES),
     SplitError([Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]),
     UnknownWeights(),

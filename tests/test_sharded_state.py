@@ -181,19 +181,6 @@ def test_nan_is_refused_and_changes_nothing():
     assert_same(state.params, start())
 
 
-@pytest.mark.slow
-def test_what_is_sharded_has_no_copies_to_compare():
-    found = {}
-    for state in ("mirrored", *SHARDED):
-        step = tj.build_train_step(
-            loss_fn, optax.adam(0.1), mirrored(state), check=tj.Check(every=1)
-        )
-        collectives = step.check(start(), rows()).analysis.collectives
-        found[state] = [x.bytes for x in collectives if x.primitive == "all_gather"]
-    assert max(found["mirrored"]) > max(found["sharded_optimizer"])
-    assert max(found["sharded_optimizer"]) > max(found["sharded"])
-
-
 def test_what_cannot_be_sharded_is_refused():
     with pytest.raises(ValueError, match="state='no' must be one of"):
         mirrored("no")

@@ -351,7 +351,6 @@ def test_numbers_of_numpy_become_those_of_python():
     for options in (
         step.strategy,
         step.options,
-        tj.Check(every=n),
         tj.Checkpointer("folder", every=n),
         tj.loop.WithState(print, every=n),
         tj.sync.DiLoCo(every=n, overlap=np.int8(1)),

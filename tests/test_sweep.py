@@ -355,12 +355,6 @@ def refused_by_numpy(rate, seed):
     return small(rate, np.random.default_rng(seed))
 
 
-def checked(rate):
-    strategy, check = tj.OneDevice("cpu:0"), tj.Check(every=2)
-    step = tj.build_train_step(loss_of(1.0), optax.sgd(rate), strategy, check=check)
-    return step, step.init(jnp.zeros(3))
-
-
 @pytest.mark.parametrize(
     "build, grid, options, text",
     [
@@ -383,7 +377,6 @@ def checked(rate):
         ),
         (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
         (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
-        (checked, {"rate": [0.1]}, {}, r"one training.*Build the step without\."),
         (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
         (small, {"rate": [0.1]}, {"evaluate": 7}, "evaluate=7 is not a function"),
         (

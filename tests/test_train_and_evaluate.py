@@ -695,7 +695,7 @@ def test_options_of_the_step_reach_it():
         def train_step(self, **options):
             raise InterruptedError(options)
 
-    given = {"micro_batches": 2, "guard": "gradients", "check": tj.Check(every=2)}
+    given = {"micro_batches": 2, "guard": "gradients"}
     given |= {"on_nonfinite": "skip", "donate": False}
     variables = tj.TrainState.create(np.float32(0), optax.sgd(0.1))
     with pytest.raises(InterruptedError) as raised:

@@ -19,8 +19,7 @@ from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
 from towerjax.step import sync
-from towerjax.step.checking import Check
-from towerjax.step.faults import DesyncError, NonFiniteError
+from towerjax.step.faults import DesyncError, NonFiniteError, check_mirrored
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.inference import build_eval_step, build_predict_step
 from towerjax.step.state import TrainState
@@ -39,7 +38,6 @@ __all__ = [
     "Absent",
     "AllReduce",
     "Best",
-    "Check",
     "CheckpointError",
     "Checkpointer",
     "DesyncError",
@@ -70,6 +68,7 @@ __all__ = [
     "build_predict_step",
     "build_step",
     "build_train_step",
+    "check_mirrored",
     "cluster",
     "collectives",
     "estimator",

@@ -97,7 +97,7 @@ class ModelEngine:
                 " as the original did, so there is nothing to audit. Leave out audit="
                 " or compat=."
             )
-        changes: Any = {"micro_batches": 1, "check": None, "guard": "loss"}
+        changes: Any = {"micro_batches": 1, "guard": "loss"}
         options = dataclasses.replace(self.options, **changes)
         of_other: Any = {"strategy": strategy, "hooks": [], "_cache": {}}
         return dataclasses.replace(self, options=options, **of_other)

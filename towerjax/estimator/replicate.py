@@ -133,9 +133,8 @@ class ReplicatedModel:
         Args:
           params: As for a call.
           config: As for a call.
-          **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate``,
-            ``audit`` and ``check``, as for ``tj.build_train_step``; optimizers
-            meet once a step.
+          **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate`` and
+            ``audit``, as for ``tj.build_train_step``; optimizers meet once a step.
 
         Returns:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.

@@ -26,7 +26,7 @@ from towerjax.step.state import TrainState
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.options import check_methods, check_whole
 
-_OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate", "check")
+_OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate")
 _EXHAUSTED: Any = object()
 
 Data: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -196,10 +196,10 @@ def train_and_evaluate(
       hooks: As in `run`; called after those of the model.
       params: Hyperparameters, if the model function has the parameter ``params``.
       config: Anything else, if it has the parameter ``config``.
-      **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate`` and
-        ``check``, as in the model's ``train_step``; others as in `run`, such as
-        ``eval_every``, ``best``, ``writers``. A ``checkpointer`` counts batches, so a
-        function of data must return the same batches in a restarted job.
+      **options: ``micro_batches``, ``on_nonfinite``, ``guard`` and ``donate``, as in
+        the model's ``train_step``; others as in `run`, such as ``eval_every``,
+        ``best``, ``writers``. A ``checkpointer`` counts batches, so a function of data
+        must return the same batches in a restarted job.
 
     Returns:
       ``(variables, history)``.

@@ -101,7 +101,7 @@ def run(
         tower and leaf, if the step can ``locate``: its batch is run once more.
       CheckpointError: Checkpoints cannot be written, or the newest is damaged or of
         another model. Raised before the first step.
-      DesyncError: The step has a check, and devices' copies of the state differed.
+      DesyncError: At a checkpoint, which is not written: devices' copies differed.
 
     Any exception during the run (also Ctrl-C) has ``error.state``, ``error.batches``
     and ``error.history``: ``run(step, error.state, error.batches, ...)`` continues as

@@ -10,7 +10,7 @@ from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.caller import Caller
-from towerjax.step.checking import Check, Checked, Verdicts
+from towerjax.step.checking import Checked, Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
@@ -35,7 +35,6 @@ class StepOptions:
     guard: Guard = "loss"
     donate: bool = True
     max_programs: int | None = 1
-    check: Check | None = None
     audit: bool = False
 
     __repr__ = short_repr
@@ -49,19 +48,6 @@ class StepOptions:
         check_flag("donate", self.donate)
         check_flag("audit", self.audit)
         cast_ints(self)
-        if self.check is None:
-            return
-        if not isinstance(self.check, Check):
-            raise ValueError(
-                f"check={self.check!r:.200} must be a tj.Check, such as"
-                " tj.Check(every=100), or None."
-            )
-        if self.check.nonfinite and self.on_nonfinite != "raise":
-            raise ValueError(
-                f"check={self.check!r} raises where something is not finite, and"
-                f" on_nonfinite={self.on_nonfinite!r} says to go on. Say"
-                " tj.Check(..., nonfinite=False), or on_nonfinite='raise'."
-            )
 
 
 class CompiledStep(Caller):
@@ -166,8 +152,8 @@ class CompiledStep(Caller):
         Returns:
           ``(state, metrics, checked)``; ``checked.guarded`` is ``()``, the loss or a
           bool, and NaN, infinite or False when the step was refused;
-          ``checked.found`` is None without a check. For stacked batches metrics and
-          what was checked are ``[K]``, of which the first so many count.
+          ``checked.found`` is None unless towers train alone. For stacked batches
+          metrics and what was checked are ``[K]``, of which the first so many count.
         """
         several = self.strategy.placement.num_processes > 1
         if several:  # which might each give numbers of their own: take the first's
@@ -202,8 +188,7 @@ class CompiledStep(Caller):
             step whose loss was not finite has run, at most 16 calls later; of several
             processes at the same call on all, so up to 16 later; `settle`, for the end
             of a loop, waits for the last. That step changed nothing, and ``state`` is
-            still usable. With a check also where it found what the guard passes.
-          DesyncError: With a check, likewise, where devices differed.
+            still usable.
         """
         self._verdicts.check()
         placed = self._placer.place(batch, by_call=True)
@@ -217,6 +202,5 @@ class CompiledStep(Caller):
 
         Raises:
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
-          DesyncError: With a check: the devices' copies of the state differed.
         """
         self._verdicts.settle()

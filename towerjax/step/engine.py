@@ -16,7 +16,6 @@ from towerjax.collectives.packing import all_finite
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.checking import Check
 from towerjax.step.one_pass import Pass, PassResult
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import fill_holes
@@ -38,7 +37,7 @@ class Outcome(NamedTuple):
     now: Any  # its other fields, those that changed
     metrics: Any  # {"one": values, "own": one value for each tower}
     finite: Any = None  # whether the guarded values were; None where the loss says so
-    found: Any = None  # what the step's check found; None without a check
+    found: Any = None  # what a meeting found of towers that train alone; else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,11 +65,9 @@ class Engine:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
         merged, finite, outs = self.run_passes(run, self.passes, state, batch)
-        last = outs[-1]
-        op = last.op_state, last.op_metrics
+        op = outs[-1].op_state, outs[-1].op_metrics
         out = self.update(donated, kept, merged, finite, *op)
-        now = {**out.now, "step": kept["step"] + 1}
-        return out._replace(now=now, found=last.found)
+        return out._replace(now={**out.now, "step": kept["step"] + 1})
 
     def update(
         self,
@@ -121,15 +118,15 @@ class Engine:
 
     def find_flags(self, run: Run, donated: Any, kept: Any, *batch: Any) -> tuple[Any]:
         """Run the towers once more, without an update, to flag what is not finite."""
-        state, check = TrainState(**donated, **kept), Check(every=1, desync=False)
-        changes: Any = {"check": check, "guards_sums": False, "alone": None}
+        state = TrainState(**donated, **kept)
+        changes: Any = {"flags": True, "guards_sums": False, "alone": None}
         passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
         *_, outs = self.run_passes(run, passes, state, batch)
-        return ([out.found.flags for out in outs],)
+        return ([out.flags for out in outs],)
 
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
-        off: Any = {"guards_sums": False, "check": None, "has_op_state": False}
+        off: Any = {"guards_sums": False, "has_op_state": False}
         changes = {"strategy": strategy, "micro_batches": 1, **off}
         passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
         return dataclasses.replace(self, passes=passes)

@@ -1,8 +1,9 @@
 """Faults of a step: devices' copies that differ, and values that are not finite."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax import lax
 
 from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
-from towerjax.types import Portable, PyTree, readable_leaves
+from towerjax.mesh.placement import Placement, wait_on_cpus
+from towerjax.towers.executors import over_devices
+from towerjax.types import Layout, Portable, PyTree, readable_leaves
 from towerjax.types.leaves import key_data, listed, shown
 
 
@@ -20,12 +23,10 @@ class Differing:
     """A device whose copy of a leaf is not that of most devices."""
 
     device: str  # "cpu:5"
-    towers: tuple[int, ...]  # those that run on it, where known
     leaf: str  # "params/Dense_2/kernel"
 
     def __str__(self) -> str:
-        towers = f" ({towers_text(self.towers)})" if self.towers else ""
-        return f"{self.device}{towers}, {self.leaf}"
+        return f"{self.device}, {self.leaf}"
 
 
 class DesyncError(Portable, RuntimeError):
@@ -37,47 +38,107 @@ class DesyncError(Portable, RuntimeError):
         without the first device is named.
 
     Example:
-      >>> error = DesyncError(131, [Differing("cpu:5", (5,), "params/w")])
+      >>> error = DesyncError(131, [Differing("cpu:5", "params/w")])
       >>> str(error).split(". ")[0]
-      "The devices' copies differed before step 131: cpu:5 (tower 5), params/w"
+      "The devices' copies differed before step 131: cpu:5, params/w"
     """
 
     def __init__(self, step: int, differing: Sequence[Differing]) -> None:
         super().__init__(
             f"The devices' copies differed before step {step}: {listed(differing)}."
             " All other devices agree. Each step since has mixed the copies' gradients,"
-            " so go on from a state of before the check that last passed, such as a"
-            " checkpoint, and look at that device's memory, at callbacks and foreign"
-            " kernels that do not give each device the same, at how the state was"
-            " placed, or at a tj.Whole of which each process made its own."
+            " so go on from an earlier state, such as the newest checkpoint, and look"
+            " at that device's memory, at callbacks and foreign kernels that do not"
+            " give each device the same, or at how the state was placed."
         )
         self.step, self.differing = step, tuple(differing)
 
 
-def towers_text(towers: Sequence[int]) -> str:
-    """The towers as a text, such as ``"towers 0, 2-5"``."""
-    runs: list[list[int]] = []
-    for tower in towers:
-        if runs and tower == runs[-1][-1] + 1:
-            runs[-1][1:] = [tower]
-        else:
-            runs.append([tower])
-    texts = ["-".join(map(str, run)) for run in runs]
-    return ("tower " if len(towers) == 1 else "towers ") + ", ".join(texts)
+def check_mirrored(state: PyTree) -> None:
+    """Raise unless all devices hold the same bits of each mirrored array.
+
+    Each device makes a fingerprint of 32 bits of each of its copies, and these alone
+    are sent: a change of one element always shows, one of several goes unseen once in
+    ``2**32``. Of several processes all call it, and all raise.
+
+    Args:
+      state: A state, or any pytree of arrays. What is split over devices passes.
+
+    Raises:
+      DesyncError: Some device's copy differs from that of most.
+      ValueError: There is no ``jax.Array`` in it.
+
+    Example:
+      >>> import optax, towerjax as tj
+      >>> loss_fn = lambda params, batch, tower: tj.Weighted.mean(params * batch["x"])
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+      >>> tj.check_mirrored(step.init(jnp.float32(1.0)))
+
+    Source:
+      The bijection that mixes each word with its position is the finalizer of
+      MurmurHash3 (Appleby, 2011), https://github.com/aappleby/smhasher.
+    """
+    leaves = list(readable_leaves("", state))
+    is_array = [isinstance(x, jax.Array) for _, x in leaves]
+    if state is None or (leaves and not any(is_array)):
+        raise ValueError(
+            f"state={shown(state)} holds no jax.Array. Pass what a step returned."
+        )
+    held: dict[tuple[Any, ...], dict[str, jax.Array]] = {}
+    for name, x in leaves:
+        if isinstance(x, jax.Array) and x.size and x.is_fully_replicated:
+            devices = sorted(x.sharding.device_set, key=lambda device: device.id)
+            held.setdefault(tuple(devices), {})[name] = key_data(x)
+    found = []
+    for devices, arrays in held.items():
+        if len(devices) > 1:
+            prints = _fingerprints(devices, list(arrays.values()))
+            names = list(arrays)
+            found += [
+                Differing(canonical_device_name(devices[d]), names[leaf])
+                for d, leaf in np.argwhere(outliers(prints)).tolist()
+            ]
+    if found:
+        raise DesyncError(int(getattr(state, "step", 0)), found)
+
+
+def _fingerprints(devices: tuple[Any, ...], arrays: list[Any]) -> np.ndarray:
+    """``[D, L]`` uint32: of each device's copy of each array."""
+    names = tuple(map(canonical_device_name, devices))
+    placement = Placement(names, len(names))
+    mirrored = placement.sharding(Layout.MIRRORED)
+
+    def as_placed(x: jax.Array) -> jax.Array:  # the same buffers
+        copies = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
+
+    # One program a shape, where one for all leaves would compile for seconds.
+    prints = [_of_copies(as_placed(x), placement) for x in arrays]
+    return np.asarray(jax.device_get(wait_on_cpus(_stack_on_all(prints, placement))))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _of_copies(x: jax.Array, placement: Placement) -> jax.Array:
+    """``[D]``: the fingerprint of each device's copy, on that device."""
+
+    def on_device(x: jax.Array) -> jax.Array:
+        return fingerprint(x)[None]
+
+    return over_devices(on_device, placement, (Layout.MIRRORED,), Layout.PER_TOWER)(x)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _stack_on_all(prints: list[jax.Array], placement: Placement) -> jax.Array:
+    mirrored = placement.sharding(Layout.MIRRORED)
+    return lax.with_sharding_constraint(jnp.stack(prints, axis=1), mirrored)
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
     """A hash of an array's bits and their positions, ``()`` uint32.
 
-    Each word is mixed with its position by a bijection, and the words are added. So
-    a change of one element always changes the hash; a change of several elements goes
-    unseen once in ``2**32``.
-
-    Source:
-      The bijection is the finalizer of MurmurHash3 (Appleby, 2011),
-      https://github.com/aappleby/smhasher.
+    Each word is mixed with its position by a bijection, and the words are added.
     """
-    bits = as_bits(key_data(x))
+    bits = as_bits(x)
     if bits.dtype.itemsize == 8:
         bits = lax.bitcast_convert_type(bits, jnp.uint32)
     words = bits.astype(jnp.uint32).reshape(-1)
@@ -85,11 +146,6 @@ def fingerprint(x: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return (h ^ (h >> 16)).sum(dtype=jnp.uint32)
-
-
-def fingerprints(tree: PyTree) -> jax.Array:
-    """The fingerprint of each leaf."""
-    return jnp.stack([fingerprint(x) for x in jax.tree.leaves(tree)])
 
 
 def outliers(prints: np.ndarray) -> np.ndarray:
@@ -102,44 +158,6 @@ def outliers(prints: np.ndarray) -> np.ndarray:
         right = min(range(len(sizes)), key=lambda g: (-sizes[g], first[g]))
         wrong[:, leaf] = group.reshape(-1) != right
     return wrong
-
-
-def check_mirrored(state: PyTree) -> None:
-    """Raise unless all devices hold the same bits of each mirrored array.
-
-    Compares every byte on the host, so it is for tests and for finding a fault. Each
-    of several processes compares its own devices.
-
-    Args:
-      state: A state, or any pytree of arrays. What is split over devices passes.
-
-    Raises:
-      DesyncError: Some device's copy differs from that of most.
-
-    Example:
-      >>> import optax, towerjax as tj
-      >>> loss_fn = lambda params, batch, tower: tj.Weighted.mean(params * batch["x"])
-      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
-      >>> check_mirrored(step.init(jnp.float32(1.0)))
-    """
-    found, leaves = [], list(readable_leaves("", state))
-    is_array = [isinstance(x, jax.Array) for _, x in leaves]
-    if state is None or (leaves and not any(is_array)):
-        raise ValueError(
-            f"state={shown(state)} holds no jax.Array. Pass what a step returned."
-        )
-    for name, leaf in leaves:
-        if not isinstance(leaf, jax.Array) or not leaf.is_fully_replicated:
-            continue
-        shards = key_data(leaf).addressable_shards
-        seen: dict[bytes, int] = {}
-        copies = [np.asarray(shard.data).tobytes() for shard in shards]
-        prints = np.array([seen.setdefault(copy, len(seen)) for copy in copies])
-        for at in np.flatnonzero(outliers(prints[:, None])[:, 0]).tolist():
-            device = canonical_device_name(shards[at].device)
-            found.append(Differing(device, (), name))
-    if found:
-        raise DesyncError(int(getattr(state, "step", 0)), found)
 
 
 NamedPart: TypeAlias = tuple[str, str, PyTree]
@@ -169,7 +187,6 @@ class NonFiniteError(Portable, FloatingPointError):
       step: Which step, counted from 0.
       places: A `Place` for each tower and leaf; empty where not known:
         ``step.locate(state, batch)`` finds it.
-      refused: Whether the step was refused; else a check found what the guard passes.
       alone: Whether towers train alone and reported it at this step, a meeting.
     """
 
@@ -178,7 +195,6 @@ class NonFiniteError(Portable, FloatingPointError):
         step: int,
         places: Sequence[Place] = (),
         *,
-        refused: bool = True,
         alone: bool = False,
     ) -> None:
         what = f"The loss or a gradient of step {step} was not finite."
@@ -190,16 +206,10 @@ class NonFiniteError(Portable, FloatingPointError):
             " look at the batch; on_nonfinite='skip' goes on without such batches,"
             " 'ignore' updates all the same."
         )
-        if not refused:
-            what = f"The check of step {step} found what is not finite."
-            advice = (
-                "That step has updated all the same: go on from an earlier state, such"
-                " as a checkpoint. guard='gradients' refuses such a step."
-            )
         where = f"Found: {places_text(places)}. " if places else ""
         super().__init__(f"{what} {where}{advice}")
         self.step, self.places = step, tuple(places)
-        self.refused, self.alone = refused, alone
+        self.alone = alone
 
 
 @jax.tree_util.register_dataclass
@@ -219,8 +229,8 @@ class Flags:
         ]
 
 
-def flag_leaves(parts: Sequence[NamedPart], *, due: jax.Array) -> Flags:
-    """Flags of one tower's leaves; all 0 where the check is not due."""
+def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
+    """Flags of one tower's leaves."""
 
     def flag(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -233,12 +243,7 @@ def flag_leaves(parts: Sequence[NamedPart], *, due: jax.Array) -> Flags:
         for part, root, tree in parts
         for name, leaf in readable_leaves(root, tree)
     ]
-    table = lax.cond(
-        due,
-        lambda leaves: jnp.array([flag(x) for x in leaves], jnp.uint8),
-        lambda leaves: jnp.zeros(len(leaves), jnp.uint8),
-        [leaf for _, _, leaf in named],
-    )
+    table = jnp.array([flag(x) for _, _, x in named], jnp.uint8)
     return Flags(table, tuple((part, name) for part, name, _ in named))
 
 
@@ -249,13 +254,25 @@ def join_flags(shared: Flags, own: Flags) -> Flags:
     return Flags(table, shared.names + own.names)
 
 
+def _towers_text(towers: Sequence[int]) -> str:
+    """The towers as a text, such as ``"towers 0, 2-5"``."""
+    runs: list[list[int]] = []
+    for tower in towers:
+        if runs and tower == runs[-1][-1] + 1:
+            runs[-1][1:] = [tower]
+        else:
+            runs.append([tower])
+    texts = ["-".join(map(str, run)) for run in runs]
+    return ("tower " if len(towers) == 1 else "towers ") + ", ".join(texts)
+
+
 def places_text(places: Sequence[Place]) -> str:
     """The places as a text, in which several towers of one leaf are one entry."""
     towers: dict[Place, list[int]] = {}
     for place in places:
         towers.setdefault(dataclasses.replace(place, tower=0), []).append(place.tower)
     texts = [
-        f"{towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
+        f"{_towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
         for x, ids in towers.items()
     ]
     return listed(texts)

@@ -51,11 +51,6 @@ class MembersStep(CompiledStep):
         if self._together:
             own: Any = dict.fromkeys(("local", "own"), Layout.PER_TOWER_STEPS)
             self._layout = dataclasses.replace(self._layout, **own)
-        if options.check is not None:
-            raise ValueError(
-                f"check={options.check} looks at one training, and this program trains"
-                " several. Build the step without."
-            )
         changes: Any = {"donate": True}
         if options.on_nonfinite == "raise":
             changes["on_nonfinite"] = "skip"

@@ -22,9 +22,8 @@ from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
 from towerjax.step import returned
-from towerjax.step.checking import Check, after, device_prints, gather_findings
 from towerjax.step.faults import flag_leaves, join_flags
-from towerjax.step.state import STATE_LAYOUT, TrainState, state_layout
+from towerjax.step.state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
@@ -56,7 +55,7 @@ class PassResult(NamedTuple):
     merged: PyTree  # what a tower returns, merged; with holes for its own leaves
     own: PyTree  # each tower's own leaves, in the order of the holes
     finite: Any  # whether all sums but metrics are; None without ``guards_sums``
-    found: Any  # the `Findings` of its check, or None
+    flags: Any  # `Flags` of what is not finite on each tower, or None
     op_state: PyTree  # the next state of the cross-tower op, or None
     op_metrics: Any
 
@@ -71,7 +70,7 @@ class Pass:
     micro_batches: int = 1  # parts of a tower's rows, one after another
     reads_local: bool = False  # whether towers see local variables reduced
     guards_sums: bool = False  # whether to return if all sums but metrics are finite
-    check: Check | None = None  # what is checked every so many steps
+    flags: bool = False  # whether to flag what is not finite on each tower
     has_op_state: bool = False  # whether the op that sums the gradient has a state
     # Of a loss of several means: "summed" returns the denominators alone; "given" gets
     # them as the last entry of `merged`.
@@ -94,7 +93,7 @@ class Pass:
         merged=Layout.MIRRORED,
         own=Layout.PER_TOWER,
         finite=Layout.MIRRORED,
-        found=Layout.MIRRORED,
+        flags=Layout.MIRRORED,
         op_state=Layout.PER_TOWER,
         op_metrics=Layout.MIRRORED,
     )
@@ -102,7 +101,7 @@ class Pass:
     @functools.cached_property
     def for_weights(self) -> "Pass":
         """This pass, returning the weights of a loss of several means alone."""
-        off: Any = {"guards_sums": False, "check": None, "has_op_state": False}
+        off: Any = {"guards_sums": False, "flags": False, "has_op_state": False}
         return dataclasses.replace(self, weights="summed", **off)
 
     @functools.cached_property
@@ -114,38 +113,27 @@ class Pass:
         """The function that each device runs."""
 
         def run(*args: PyTree) -> PassResult:
-            state, batch, num_valid, shared, _ = given = PassArgs(*args)
-            copies, common = None, None
-            if self.check is not None:
-                layout = state_layout(self.strategy)
-                held = with_shared(jax.tree.map(lambda _: None, batch), shared)
-                copies = device_prints(state, held, self.check, axes, layout)
-                if self.check.nonfinite:
-                    part = ("parameter", "params", state.params)
-                    common = flag_leaves([part], due=self.check.is_due(state.step))
-                    num_valid = after(common.table, num_valid)
-                if copies is not None:
-                    num_valid = after(copies.prints, num_valid)
-            towers = self._run_towers(axes, given._replace(num_valid=num_valid))
+            given = PassArgs(*args)
+            towers = self._run_towers(axes, given)
             sums, (tree, folded, joined, own, flagged) = towers
-            sums, op_state, op_metrics = self._sum_over_towers(sums, tree, state, axes)
-            added, shown, due = sums.tree()
+            summed = self._sum_over_towers(sums, tree, given.state, axes)
+            sums, op_state, op_metrics = summed
+            added, shown = sums.tree()
             folded = [merge_stacked(all_gather_rows(x, axes)) for x in folded]
             joined = [_join_table_rows(x, axes) for x in joined]
             tree = jax.tree.map(lambda x: x[0], tree)  # bare values: proved mirrored
             pools = {"added": added, "shown": shown, "folded": folded}
             tree = returned.fill_holes(tree, **pools, joined=joined)
-            finite, found = None, None
+            finite, flags = None, None
             if self.guards_sums:
                 finite = sums.are_finite(len(jax.tree.leaves(added)))
                 for x in joined:
                     finite &= jnp.isfinite(x.values).all()
-            if self.check is not None:
-                if common is not None:
-                    flagged = join_flags(common, flagged)
-                found = gather_findings(copies, flagged, due > 0, axes)
+            if self.flags:
+                common = flag_leaves([("parameter", "params", given.state.params)])
+                flags = all_gather_rows(join_flags(common, flagged), axes)
             own = [concat_rows(x) if isinstance(x, Rows) else x for x in own]
-            return PassResult(tree, own, finite, found, op_state, op_metrics)
+            return PassResult(tree, own, finite, flags, op_state, op_metrics)
 
         return run
 
@@ -171,7 +159,7 @@ class Pass:
 
         def run(*args: PyTree) -> PyTree:
             towers = until_alone._run_towers(axes, PassArgs(*args))
-            (added, shown, _), (tree, folded, joined, own, _) = towers
+            (added, shown), (tree, folded, joined, own, _) = towers
             pools = {"added": added, "shown": shown, "folded": folded}
             # A weight never decides which rows of a table are looked up.
             pools["joined"] = [x.values for x in joined]
@@ -200,14 +188,10 @@ class Pass:
             tower_id: jax.Array, own: PyTree, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
             tree, pools = self._run_tower(axes, tower_id, own, common)
-            due, flagged = None, None
-            if self.check is not None:
-                # Any check due? Summed with the rest, which saves a collective.
-                due = self.check.is_due(common[0].step).astype(jnp.float32)
-                if self.check.nonfinite:
-                    parts = returned.parts_of_tower(tree, pools)
-                    flagged = flag_leaves(parts, due=due > 0)
-            sums = (pools["added"], pools["shown"], due)
+            flagged = None
+            if self.flags:
+                flagged = flag_leaves(returned.parts_of_tower(tree, pools))
+            sums = (pools["added"], pools["shown"])
             kept = (pools["folded"], pools["joined"], pools["own"])
             return sums, (tree, *kept, flagged)
 

@@ -12,7 +12,6 @@ import optax
 from jax import lax
 
 from towerjax.collectives.packing import all_finite
-from towerjax.mesh.placement import Placement
 from towerjax.metrics.weighted import UnknownWeights, Weighted
 from towerjax.step.engine import Engine, Outcome
 from towerjax.step.faults import NonFiniteError, Place
@@ -63,9 +62,8 @@ class FoundAtMeeting:
     any_fault: jax.Array  # () bool
     bad: jax.Array  # [T], as in Own
 
-    def error(self, number: int, placement: Placement) -> Exception:
+    def error(self, number: int) -> Exception:
         """The error to raise, once this is on the host."""
-        del placement
         bad = np.asarray(self.bad)
         places = [
             Place(int(bad[t]) - 1, int(t), "loss", "loss", "NaN or infinity")

@@ -14,7 +14,6 @@ from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import Remainder, batch_signature
 from towerjax.mesh.placement import place
 from towerjax.step.caller import state_taken_by
-from towerjax.step.checking import Check
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
 from towerjax.step.faults import Place
@@ -311,7 +310,6 @@ def engine_of(
             strategy,
             micro_batches=options.micro_batches,
             guards_sums=options.guard == "gradients",
-            check=options.check if number == last else None,
             has_op_state=number == last and isinstance(ops, KeepsState),
             **of_passes,
         )
@@ -331,7 +329,6 @@ def build_step(
     guard: Guard = "loss",
     donate: bool = True,
     max_programs: int = 1,
-    check: Check | None = None,
     audit: bool = False,
 ) -> Step:
     """A step of your own: towers compute, what they return is merged, one update.
@@ -359,7 +356,6 @@ def build_step(
         those under ``"metrics"``.
       donate: As for `build_train_step`.
       max_programs: As for `build_train_step`.
-      check: As for `build_train_step`; it checks towers in the last pass.
       audit: As for `build_train_step`; every leaf of what towers return is compared.
 
     Returns:
@@ -392,7 +388,7 @@ def build_step(
         check_function("tower_fn", one, form)
     check_function("update_fn", update_fn, "update_fn(state, merged)")
     of_batch = micro_batches, remainder, on_nonfinite, guard
-    options = StepOptions(*of_batch, donate, max_programs, check, audit)
+    options = StepOptions(*of_batch, donate, max_programs, audit)
     fns = tuple(map(refusing_tangents, tower_fns))
     engine = engine_of(fns, update_fn, strategy, options, rows_used_later=True)
     # A step without examples is accepted: what it does, update_fn says.

@@ -14,7 +14,6 @@ from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.checking import Check
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
@@ -251,7 +250,6 @@ def build_train_step(
     guard: Guard = "loss",
     donate: bool = True,
     max_programs: int = 1,
-    check: Check | None = None,
     audit: bool = False,
     statistics: TowerStatistics | None = None,
     sync: Sync = EVERY_STEP,
@@ -287,7 +285,6 @@ def build_train_step(
         reads each gradient once more.
       donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
-      check: What the step checks besides, such as ``tj.Check(every=100)``.
       audit: Whether the first call, before it changes anything, runs `audit`: two
         towers and one of its rows, and raises where they differ.
       statistics: `TowerStatistics()` adds metrics of the towers' gradients; see
@@ -321,7 +318,7 @@ def build_train_step(
     )
     check_trainable(trainable)
     of_batch = micro_batches, remainder, on_nonfinite, guard
-    options = StepOptions(*of_batch, donate, max_programs, check, audit)
+    options = StepOptions(*of_batch, donate, max_programs, audit)
     if statistics is not None:
         _check_statistics(statistics, strategy.num_towers * options.micro_batches)
     if update_extra is not None:
@@ -350,7 +347,6 @@ def _check_fits_sync(
     uses = {
         "update_extra=...": training.update_extra is not None,
         "statistics=...": training.statistics is not None,
-        "check=...": options.check is not None,
         "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,
         f"state={strategy.state!r}": strategy.state != "mirrored",
         f"cross_tower_ops={ops!r}": isinstance(ops, KeepsState),

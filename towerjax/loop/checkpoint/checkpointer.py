@@ -22,6 +22,7 @@ from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
 from towerjax.step.compiled_step import CompiledStep
+from towerjax.step.faults import check_mirrored
 from towerjax.step.state import TrainState, step_number
 from towerjax.types.options import (
     cast_ints,
@@ -303,12 +304,14 @@ class Saving:
     ) -> None:
         """Begin to save, unless this step and its evaluation, if any, are saved.
 
+        Raise where devices' copies of the state differ: that is none to go on from.
         Once this returns a step may donate the state's buffers.
         """
         ledger, evaluation = self._ledger, record.real_scalars(evaluation)
         newest, known = self._saved
         if number == newest and evaluation in ({}, known):
             return
+        check_mirrored(state)
         self.wait()
         cursor = record.encode_cursor(ledger.cursor) if ledger.has_cursor else None
         strategy = self._step.strategy

@@ -3,7 +3,6 @@
 from towerjax.step.comparison import AuditReport as AuditReport
 from towerjax.step.comparison import Finding as Finding
 from towerjax.step.comparison import SplitError as SplitError
-from towerjax.step.faults import check_mirrored as check_mirrored
 from towerjax.tools.testing.audit import assert_replicates as assert_replicates
 from towerjax.tools.testing.compare import assert_same as assert_same
 from towerjax.tools.testing.compare import one_tower as one_tower
