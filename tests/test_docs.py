@@ -338,7 +338,7 @@ def as_tensorflow_1(name, lr, w, slots, g, step):
 def test_optimizers_of_tensorflow_1(name):
     page, lr = (DOCS / "from_tensorflow1.md").read_text(), 0.3
     names = {"optax": optax, "jax": jax, "jnp": jnp, "lr": lr, "m": 0.9}
-    exec(re.search(r"^def ftrl.*?(?=\n\n\n)", page, re.DOTALL | re.MULTILINE)[0], names)
+    exec(re.search(r"^def ftrl.*?(?=^```)", page, re.DOTALL | re.MULTILINE)[0], names)
     row = re.search(rf"^\| `{name}Optimizer\(.*?\| `(optax.*?)`", page, re.MULTILINE)
     written = row[1] if name != "Ftrl" else "ftrl(lr, l1=0.1, l2=0.2)"
     optimizer = eval(written, names)
