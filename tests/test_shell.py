@@ -11,6 +11,9 @@ from towerjax.tools.shell import show
 PROGRAM = """
 value = 3
 
+def make_value():
+    return value
+
 def broken():
     raise ValueError("eight")
 
@@ -22,33 +25,30 @@ def interrupted():
 @pytest.mark.parametrize(
     ("said", "arguments"),
     [
-        ("is no function: 3", ["of_user:value"]),
+        ("not a function", ["of_user:value"]),
+        ("returns (step, state, batch)", ["of_user:make_value"]),
         ("has no attribute 'nothing'", ["of_user:nothing"]),
         ("is not of the form module:name", ["of_user.py:value"]),
         ("is not of the form module:name", ["../src/of_user:value"]),
-        ("expected one argument", ["of_user:value", "--towers"]),
-        ("invalid float value: 'x'", ["of_user:value", "--rtol", "x"]),
-        ("unrecognized arguments: --speed", ["of_user:value", "--speed", "9"]),
+        ("expected one argument", ["of_user:make_value", "--timed-calls"]),
+        ("invalid int value: 'x'", ["of_user:make_value", "--timed-calls", "x"]),
+        ("unrecognized arguments: --speed", ["of_user:make_value", "--speed", "9"]),
     ],
 )
 def test_commands_refuse_in_one_line(shell, said, arguments):
-    given = ["--params", "of_user:value", "--batch", "of_user:value"]
-    code, out, error = shell("audit", *arguments, *given)
+    code, out, error = shell("report", *arguments)
     assert code == 2 and not out
     assert said in error and error.startswith("towerjax") and error.count("\n") == 1
 
 
 def test_an_error_of_the_users_own_is_not_hidden(shell):
-    given = ["audit", "of_user:broken", "--params", "of_user:broken"]
-    given += ["--batch", "of_user:value"]
-    assert shell(*given)[0] == 2
+    assert shell("audit", "of_user:broken")[0] == 2
     with pytest.raises(ValueError, match="eight"):
-        shell("--traceback", *given)
+        shell("--traceback", "audit", "of_user:broken")
 
 
 def test_ctrl_c_has_its_own_code(shell):
-    given = ["--params", "of_user:interrupted", "--batch", "of_user:value"]
-    code, _, error = shell("audit", "of_user:broken", *given)
+    code, _, error = shell("audit", "of_user:interrupted")
     assert code == 130 and error == "towerjax audit: interrupted\n"
 
 

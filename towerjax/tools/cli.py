@@ -6,13 +6,11 @@ from typing import Any
 
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
-from towerjax.step.caller import Caller
 from towerjax.tools import shell
 from towerjax.tools.shell import FAULT, OK, option
 from towerjax.tools.sweep.bench import bench as bench_all
-from towerjax.tools.testing import SplitError, assert_replicates
+from towerjax.tools.testing import SplitError
 from towerjax.towers.strategies import Mirrored
-from towerjax.types import Reduction
 from towerjax.types.version import __version__
 
 
@@ -52,37 +50,32 @@ def launch(**options: Any) -> int:
     return launch_processes(**options)
 
 
-def audit(loss_fn: str, json: bool = False, **options: Any) -> int:
-    """Check that a loss is the same on any number of towers.
+def audit(make_step: str, json: bool = False) -> int:
+    """Check that a step is the same on any number of towers.
 
-    Several numbers of towers are compared with one tower, on one device. Parameters,
-    batch and state are named values, or functions without arguments that make them.
+    What is merged of rows of the batch on two towers is compared with one tower.
 
     Example:
-      towerjax audit train:loss_fn --params train:make_params --batch train:make_batch
+      towerjax audit train:make_step
+
+    where make_step() returns (step, state, batch).
 
     exit code: 0 if nothing depends on the split, 1 if something does, 2 for wrong
     arguments.
     """
-    for name in {"params", "batch", "local", "extra"} & options.keys():
-        options[name] = shell.resolve_value(options[name])
-    if not callable(found := shell.resolve(loss_fn)):
-        raise ValueError(f"{loss_fn} is no function: {found!r}.")
+    step, state, batch = _made(make_step)
     try:
-        report = assert_replicates(found, **options)
+        found = step.audit(state, batch)
     except SplitError as error:
         findings = [dataclasses.asdict(finding) for finding in error.findings]
         shell.show(str(error), {"same": False, "findings": findings}, json)
         return FAULT
-    shell.show(str(report), {"same": True, **dataclasses.asdict(report)}, json)
+    shell.show(str(found), {"same": True, **dataclasses.asdict(found)}, json)
     return OK
 
 
 def report(
-    make_step: str,
-    on: str | None = None,
-    timed_calls: int = 0,
-    json: bool = False,
+    make_step: str, on: str | None = None, timed_calls: int = 0, json: bool = False
 ) -> int:
     """Show what a compiled step sends, holds and waits for.
 
@@ -95,16 +88,23 @@ def report(
 
     exit code: 0 if all went well, 2 for wrong arguments.
     """
-    given = (Mirrored(devices=_devices_of(on)),) if on else ()
-    match shell.call_named(make_step, *given):
-        case Caller() as step, state, batch:
-            found = step.report(state, batch, timed_calls=timed_calls)
-        case _:
-            raise ValueError(
-                f"{make_step} must be a function that returns (step, state, batch)."
-            )
+    strategy = (Mirrored(devices=_devices_of(on)),) if on else ()
+    step, state, batch = _made(make_step, *strategy)
+    found = step.report(state, batch, timed_calls=timed_calls)
     shell.show(str(found), dataclasses.asdict(found), json)
     return OK
+
+
+def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
+    """What a named function returns, checked."""
+    found = shell.call_named(make_step, *strategy)
+    if not (
+        isinstance(found, tuple) and len(found) == 3 and hasattr(found[0], "audit")
+    ):
+        raise ValueError(
+            f"{make_step} must be a function that returns (step, state, batch)."
+        )
+    return found
 
 
 def _devices_of(text: str) -> Absent:
@@ -163,19 +163,7 @@ _COMMANDS = {
         option("--regrow-seconds", float, "to try the lost again (60)", "regrow_s"),
         option("command", str, "after --, with its arguments", nargs="+"),
     ),
-    audit: (
-        option("loss_fn", str, "module:function"),
-        option("--params", str, "module:name of the parameters", required=True),
-        option("--batch", str, "module:name of the batch", required=True),
-        option("--local", str, "module:name of tower-local variables"),
-        option("--extra", str, "module:name of the extra state"),
-        option("--towers", shell.whole_numbers, "how many (default: 1,2,3,4,8)"),
-        option("--rtol", float, "the largest relative difference (default: 1e-4)"),
-        option("--loss-reduction", Reduction, "what a bare scalar means: sum or mean"),
-        option("--in-order", False, "do not permute the rows", "permuted"),
-        option("--no-padding", False, "only even splits, without padding", "padding"),
-        _JSON,
-    ),
+    audit: (option("make_step", str, "module:function"), _JSON),
     report: (
         option("make_step", str, "module:function"),
         option("--timed-calls", int, "time so many calls (default: none)"),

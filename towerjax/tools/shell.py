@@ -64,16 +64,6 @@ def add_command(
     parser.set_defaults(run=run)
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """The numbers of an option such as ``--towers 1,2,4``."""
-    try:
-        return tuple(int(x) for x in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must be whole numbers with commas between: 1,2,4"
-        ) from None
-
-
 def read_toml(*sources: str) -> dict[str, Any]:
     """The keys of TOML files and of lines such as ``"towers=[1, 2]"``, in order."""
     found: dict[str, Any] = {}
@@ -120,11 +110,6 @@ def run_parsed(options: argparse.Namespace) -> int:
         return USAGE if isinstance(error, ValueError) else NOT_STARTED
     finally:
         sys.path.remove("")
-
-
-def resolve_value(name: str) -> Any:
-    """The named value, or the result of the named function."""
-    return call_named(name) if callable(value := resolve(name)) else value
 
 
 def call_named(name: str, *strategy: Any) -> Any:
