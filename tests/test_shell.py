@@ -25,7 +25,7 @@ def interrupted():
 @pytest.mark.parametrize(
     ("said", "arguments"),
     [
-        ("not a function", ["of_user:value"]),
+        ("is no function: 3", ["of_user:value"]),
         ("returns (step, state, batch)", ["of_user:make_value"]),
         ("has no attribute 'nothing'", ["of_user:nothing"]),
         ("is not of the form module:name", ["of_user.py:value"]),

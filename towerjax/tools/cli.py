@@ -98,9 +98,8 @@ def report(
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     """What a named function returns, checked."""
     found = shell.call_named(make_step, *strategy)
-    if not (
-        isinstance(found, tuple) and len(found) == 3 and hasattr(found[0], "audit")
-    ):
+    is_made = isinstance(found, tuple) and len(found) == 3
+    if not is_made or not hasattr(found[0], "audit"):
         raise ValueError(
             f"{make_step} must be a function that returns (step, state, batch)."
         )

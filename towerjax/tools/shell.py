@@ -115,7 +115,9 @@ def run_parsed(options: argparse.Namespace) -> int:
 def call_named(name: str, *strategy: Any) -> Any:
     """The result of the named function, called with a strategy or nothing."""
     form = f"{name.rpartition(':')[2]}({'strategy' if strategy else ''})"
-    check_takes(form, function := resolve(name), *strategy)
+    if not callable(function := resolve(name)):
+        raise ValueError(f"{name} is no function: {function!r}.")
+    check_takes(form, function, *strategy)
     return function(*strategy)
 
 
