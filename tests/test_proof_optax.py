@@ -6,6 +6,7 @@ Those that have, between them, every operation of all others train, as by plain 
 import inspect
 import pathlib
 import re
+import textwrap
 import warnings
 
 import jax
@@ -453,8 +454,18 @@ def row_of(name):
 
 
 def table():
+    """The rows that say something, and then the names of all others."""
     names = sorted(FACTORIES, key=lambda name: (hasattr(contrib, name), name))
-    return HEAD + "".join(f"| {' | '.join(row_of(name))} |\n" for name in names)
+    rows = {name: row_of(name) for name in names}
+    plain = [name for name in names if rows[name][1:] == ("gradient", "unchanged")]
+    more = [f"| {' | '.join(rows[name])} |\n" for name in names if name not in plain]
+    text = HEAD + "".join(more)
+    for module, of in ("optax", optax), ("optax.contrib", contrib):
+        own = [name for name in plain if hasattr(contrib, name) == (of is contrib)]
+        names = "`, `".join(own)
+        said = f"Unchanged, with the gradient alone, of `{module}`: `{names}`."
+        text += f"\n{textwrap.fill(said, 88, break_on_hyphens=False)}\n"
+    return text
 
 
 @pytest.mark.slow
