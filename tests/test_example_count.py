@@ -140,7 +140,8 @@ def test_a_row_lost_on_its_way_is_named(monkeypatch, way):
 
     monkeypatch.setattr(shard, "counts_of_towers", lossy)
     step, state = build(way)
-    state, _ = tj.run(step, state, [next(tj.batches(make_data(), 16))], progress=False)
+    cut = [next(tj.batches(make_data(), 16))]
+    state, _ = tj.run(step, state, cut, audit=False, progress=False)
     assert np.flatnonzero(seen_by(state)[:16] != 1).tolist() == [11]
 
 
