@@ -278,6 +278,22 @@ def test_a_broken_writer_or_evaluation_loses_nothing(step, undisturbed):
 
 
 @pytest.mark.slow
+def test_batches_are_set_back_where_a_run_stops_early(step):
+    source = shuffled()
+    state, history = tj.run(
+        step,
+        init(step),
+        source,
+        evaluate=tj.build_eval_step(evaluation, tj.Mirrored()),
+        eval_batches=[make_data()],
+        eval_every=2,
+        early_stopping=tj.EarlyStopping("w", patience=1, min_delta=1e9),
+        progress=False,
+    )
+    assert history.stopped and source.position == int(state.step) == 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_a_batch_that_cannot_be_placed_comes_first_again(
     step, undisturbed, steps_per_call, monkeypatch

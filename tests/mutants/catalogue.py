@@ -1917,6 +1917,165 @@ JOBS = (
     ),
 )
 
+# One for each file that no other names: what that file alone would show.
+ALONE = (
+    _m(
+        "D01",
+        "a step that is done again has two lines",
+        "loop.writers:JsonLines._cut",
+        "if last <= start:",
+        "if last <= start + 1:",
+        "test_writers.py::test_an_evaluation_that_is_done_again_is_there_once",
+    ),
+    _m(
+        "D02",
+        "numbers of a batch of a known kind wrap round",
+        "data.placer:Placer.place",
+        "if known.may_wrap:",
+        "if False:",
+        "test_door.py::test_values_are_looked_at_each_time",
+    ),
+    _m(
+        "D03",
+        "a float of NumPy is a whole number",
+        "types.options:is_whole",
+        "int | np.integer)",
+        "int | np.integer | np.floating)",
+        "test_malformed.py::test_all_odd_options_are_refused_by_name[EarlyStopping]",
+    ),
+    _m(
+        "D04",
+        "a call that finds fewer batches does the last one again",
+        "towers.cross_tower.steps:_run_steps",
+        "lax.fori_loop(0, count,",
+        "lax.fori_loop(0, len(num_valid),",
+        "test_multi_step.py::"
+        "test_the_last_call_takes_what_is_left_and_is_no_other_program",
+    ),
+    _m(
+        "D05",
+        "a root of a sum over towers is counted as often as the sum",
+        "proof.scale:scale_of_equation",
+        "_scale_of_power(scales[0], _POWERS[name])",
+        "scales[0]",
+        "test_proof_scale.py::test_a_sum_that_a_division_follows_is_right[normed]",
+    ),
+    _m(
+        "D06",
+        "what is read at a tower's own index is the same on all",
+        "proof.analysis:_compute",
+        "mark = join(ins)\n",
+        'mark = join(ins[:1] if eqn.primitive.name == "gather" else ins)\n',
+        "test_proof_fuzz.py::test_what_is_called_mirrored_has_the_same_bits",
+    ),
+    _m(
+        "D07",
+        "a batch is padded to the largest size that was seen",
+        "data.placer:Placer._fit",
+        "size = min(sizes,",
+        "size = max(sizes,",
+        "test_properties.py::"
+        "test_placed_batches_lie_on_their_towers_padded_to_few_sizes",
+    ),
+    _m(
+        "D08",
+        "classes of exports are joined where they are to be stacked",
+        "estimator.model_fn:typed_rows",
+        "if stacked_classes:",
+        "if not stacked_classes:",
+        "test_replicate_calls.py::test_exports_are_joined_row_by_row",
+    ),
+    _m(
+        "D09",
+        "each micro-batch reads a variable that the one before has changed",
+        "estimator.model_engine:ModelEngine._split",
+        "if self.options.micro_batches > 1:",
+        "if False:",
+        "test_replicate_engine.py::"
+        "test_local_variables_are_read_in_one_pass_of_micro_batches[2]",
+    ),
+    _m(
+        "D10",
+        "padding counts in tower.mean",
+        "towers.tower:Tower.mean",
+        "Weighted.mean(values, weight, axis=axis)",
+        "Weighted.mean(values, None, axis=axis)",
+        "test_research.py::test_tower_mean_is_that_of_all_rows[18]",
+    ),
+    _m(
+        "D11",
+        "one device runs all towers where more divide them",
+        "towers.strategies:_pick_devices",
+        "fitting[-1]",
+        "fitting[0]",
+        "test_strategies.py::test_as_many_devices_as_divide_the_towers[16-8]",
+    ),
+    _m(
+        "D12",
+        "frames of towerjax stay in the traceback of a user's mistake",
+        "types.door:_of_others",
+        "startswith(_OURS)",
+        "startswith(_OURS[:1])",
+        "test_tracebacks.py::test_a_mistake_shows_the_users_lines_alone[train]",
+    ),
+    _m(
+        "D13",
+        "a metric that is not there says not which there are",
+        "types.missing:Named.__missing__",
+        "', '.join(map(repr, self)) or 'none'",
+        "'others'",
+        "test_missing.py::test_an_error_says_what_to_write[There are 'loss'.]",
+    ),
+    _m(
+        "D14",
+        "a variable that a tower function closes over stays as at the first call",
+        "towers.cross_tower.call:_run",
+        "closes_over = closed_over_kinds(towers.jaxpr)",
+        'closes_over = ""',
+        "test_refusals.py::test_a_variable_that_a_tower_closes_over_is_told[2]",
+    ),
+    _m(
+        "D15",
+        "of a mean of towers a weight that all share counts once",
+        "towers.cross_tower.reduce:_by_leaf",
+        "jnp.broadcast_to(x, (num_towers, *np.shape(x)))",
+        "jnp.zeros((num_towers, *np.shape(x))).at[0].set(x)",
+        "test_cross_tower.py::test_a_weighted_mean_of_towers_of_equal_weight",
+    ),
+    _m(
+        "D16",
+        "a complex -0.0 of the first tower arrives as 0.0",
+        "collectives.reduce:as_bits",
+        "[x.real, x.imag]",
+        "[jnp.where(x.real == 0, 0.0, x.real), x.imag]",
+        "test_exact_values.py::test_the_first_towers_value_comes_bit_for_bit",
+    ),
+    _m(
+        "D17",
+        "batches that a stopped run had taken in advance are lost",
+        "data.ledger:Ledger.settle",
+        "if self.has_cursor and self._taken:",
+        "if False:",
+        "test_all_or_nothing.py::test_batches_are_set_back_where_a_run_stops_early",
+    ),
+    _m(
+        "D18",
+        "9 GPUs are of one host of eight",
+        "mesh.absent:Absent.num_hosts",
+        "-(-(self.number or 1) // 8)",
+        "max((self.number or 1) // 8, 1)",
+        "test_absent.py::test_what_cannot_be_is_refused",
+    ),
+    _m(
+        "D19",
+        "Ctrl-C of a command has the code of wrong arguments",
+        "tools.shell:run_parsed",
+        "return INTERRUPTED",
+        "return USAGE",
+        "test_shell.py::test_ctrl_c_has_its_own_code",
+    ),
+)
+
 AUDITS = (
     _m(
         "U01",
@@ -1962,4 +2121,4 @@ AUDITS = (
 
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
-MUTANTS += JOBS + AUDITS
+MUTANTS += JOBS + AUDITS + ALONE
