@@ -83,9 +83,7 @@ def _write_table(folder: pathlib.Path, table: dict[str, Any]) -> None:
     _sync_folder(folder)
 
 
-def read_manifest(
-    folder: pathlib.Path, what: str = "checkpoint", advice: str = _REPAIR
-) -> dict[str, Any]:
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     """The manifest of a folder; raise unless it is what was written."""
     path, digest, version = folder / MANIFEST, None, None
     with contextlib.suppress(*_UNREADABLE):
@@ -96,26 +94,24 @@ def read_manifest(
             digest = None
     if version not in (None, FORMAT):
         raise CheckpointError(
-            f"The {what} {str(folder)!r} has format {version!r:.200}, and this towerjax"
-            f" reads format {FORMAT}. Use the towerjax that wrote it."
+            f"The checkpoint {str(folder)!r} has format {version!r:.200}, and this"
+            f" towerjax reads format {FORMAT}. Use the towerjax that wrote it."
         )
     if version is None or digest is None:
         raise CheckpointError(
-            f"The {what} {str(folder)!r} is not what was written: {MANIFEST} is"
-            f" missing, cut or changed. {advice}"
+            f"The checkpoint {str(folder)!r} is not what was written: {MANIFEST} is"
+            f" missing, cut or changed. {_REPAIR}"
         )
     return table
 
 
-def check_manifest(
-    folder: pathlib.Path, what: str = "checkpoint", advice: str = _REPAIR
-) -> None:
+def check_manifest(folder: pathlib.Path) -> None:
     """Raise unless a folder holds the files of its manifest, and nothing else.
 
     This finds damage, not forgery: who can write the files can write the manifest. No
     file outside of the folder is read, whatever the manifest names.
     """
-    files = read_manifest(folder, what, advice)["files"]
+    files = read_manifest(folder)["files"]
     problems, there = [], set(_files_of(folder))
     for name, written in files.items():
         size, digest = written if fits(written, list) and len(written) == 2 else (0, 0)
@@ -130,8 +126,8 @@ def check_manifest(
     problems += [f"{name} does not belong there" for name in there - files.keys()]
     if problems:
         raise CheckpointError(
-            f"The {what} {str(folder)!r} is not what was written:"
-            f" {listed(sorted(problems))}. {advice}"
+            f"The checkpoint {str(folder)!r} is not what was written:"
+            f" {listed(sorted(problems))}. {_REPAIR}"
         )
 
 
