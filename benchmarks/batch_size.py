@@ -2,7 +2,7 @@
 
 A linear classifier of 10 classes learns noisy labels from 20 numbers, with each batch
 size, at each of several learning rates, until the loss on all rows is small
-enough; the rate that needs the fewest steps counts. ``tj.TowerStatistics`` reports the
+enough; the rate that needs the fewest steps counts. ``TowerStatistics`` reports the
 noise scale at the end.
 
 Run: ``python -m benchmarks.batch_size [docs/benchmarks/batch_size.svg]``
@@ -18,7 +18,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from towerjax import Mirrored, TowerStatistics, Weighted, build_train_step
+from towerjax import Mirrored, Weighted, build_train_step
+from towerjax.contrib import TowerStatistics
 from towerjax.types import PyTree
 
 SIZES, RATES = [2**i for i in range(3, 12)], np.geomspace(0.0125, 3.2, 9)
@@ -62,7 +63,7 @@ def learning(size: int) -> Any:
     rows, statistics = data(), TowerStatistics(per_tower=False)
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=8)
-    step = build_train_step(loss_fn, optimizer, strategy, statistics=statistics)
+    step = build_train_step(loss_fn, optimizer, strategy, extend=statistics)
     start = step.init(np.zeros((20, 10), np.float32))
 
     def one(state: Any, key: jax.Array) -> Any:

@@ -17,10 +17,12 @@ import forked
 import pytest
 
 import towerjax as tj
+import towerjax.contrib
 
 ROOT = pathlib.Path(tj.__file__).parent
 MODULES = sorted(m.name for m in pkgutil.walk_packages([str(ROOT)], "towerjax."))
-# Each room may import itself and those before it, and nobody imports tools.
+# Each room may import itself and those before it, nobody tools or contrib, and contrib
+# nothing but the public names.
 ROOMS = """
     types mesh proof collectives data metrics towers step layers loop estimator tools
 """.split()
@@ -53,11 +55,24 @@ def imports_of(path):
 
 def test_rooms_import_those_before_them():
     there = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
-    assert there == {*ROOMS, "__init__.py", "__main__.py", "py.typed"}
+    assert there == {*ROOMS, "contrib", "__init__.py", "__main__.py", "py.typed"}
     for number, room in enumerate(ROOMS):
         for path in (ROOT / room).rglob("*.py"):
             others = set(imports_of(path)).difference(ROOMS[: number + 1])
             assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+def test_contrib_is_written_on_the_public_names():
+    for path in (ROOT / "contrib").rglob("*.py"):
+        assert set(imports_of(path)) <= {"contrib"}, path.name
+        for node in nodes_of(path):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if text[:3] == "tj.":
+                first, *others = text[3:].split(".")
+                room = getattr(tj, first)
+                is_inner = any(inspect.ismodule(getattr(room, x, 0)) for x in others)
+                assert first in tj.__all__ and not is_inner, text
+    assert "contrib" not in set(imports_of(ROOT / "__init__.py"))
 
 
 def modules_imported(path):

@@ -11,6 +11,7 @@ import xml.etree.ElementTree
 import pytest
 
 import towerjax as tj
+import towerjax.contrib
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -131,6 +132,7 @@ def test_every_public_name_is_in_the_reference_once():
     expected |= {f"{layers}.{kind}.TowerBatchNorm" for kind in ("linen", "nnx")}
     spaces = {name: getattr(tj, name) for name in tj.__all__}
     spaces = {n: value for n, value in spaces.items() if inspect.ismodule(value)}
+    spaces["contrib"] = towerjax.contrib
     at_top = {*tj.__all__} - {*spaces, "__version__"}
     expected |= at_top
     for space, module in spaces.items():

@@ -379,7 +379,7 @@ REFUSED = {
     "extra": (dict(loss_fn=with_extra), r"or extra=, but"),
     "meeting": (dict(loss_fn=meeting), "communicate in a step: psum"),
     "sharded": (dict(state="sharded"), "state='sharded'"),
-    "statistics": (dict(statistics=tj.TowerStatistics()), "statistics=... needs all"),
+    "extend": (dict(extend=lambda fns: fns), "extend=... needs all"),
     "sum": (dict(loss_reduction=tj.Reduction.SUM), "Reduction.SUM needs all towers"),
     "fragments": (dict(sync=tj.sync.DiLoCo(3, fragments=3)), "trained, 2. Use as many"),
     "sync": (dict(sync="local"), "must be tj.sync.EveryStep()"),

@@ -12,11 +12,12 @@ from layouts import mirrored
 from oracle import data
 
 import towerjax as tj
-from towerjax.metrics.tower_statistics import _tree_dot
+from towerjax.contrib import TowerStatistics
+from towerjax.contrib.tower_statistics import _tree_dot
 
 W = {"w": np.float32([0.5, -1.0, 2.0, 0.25, -0.75]), "b": np.float32(0.3)}
 NAMES = "all-reduce all-gather all-to-all reduce-scatter collective-permute".split()
-STATISTICS = tj.TowerStatistics()
+STATISTICS = TowerStatistics()
 
 
 def loss_fn(params, batch, tower):
@@ -32,7 +33,7 @@ def step_of(T, D=1, local="vmap", A=1, statistics=STATISTICS, **options):
         strategy,
         micro_batches=A,
         remainder="pad",
-        statistics=statistics,
+        extend=statistics,
     )
 
 
@@ -155,12 +156,12 @@ def test_several_steps_in_one_program_tell_of_each():
 def test_a_step_of_ones_own_is_the_same_mechanism():
     def tower_fn(state, batch, tower):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-        told = tj.TowerStatistics(per_tower=False).of_tower(loss, grads)
+        told = TowerStatistics(per_tower=False).of_tower(loss, grads)
         own = tj.PerTower(tj.Sum(tower.weight.sum()))
         return {"loss": loss, "grads": grads, "told": told, "rows": own}
 
     def update_fn(state, merged):
-        statistics = tj.TowerStatistics(per_tower=False)
+        statistics = TowerStatistics(per_tower=False)
         metrics = statistics.metrics(merged["told"], merged["grads"])
         metrics |= {"loss": merged["loss"]}
         metrics["rows"] = tj.PerTower(merged["rows"].values.value)
@@ -181,7 +182,7 @@ def test_the_noise_scale_of_a_run_is_that_of_all_rows():
     rows = data(4000)
     rows["weight"] = np.ones(4000, np.float32)
     step = tj.build_train_step(
-        loss_fn, optax.sgd(0.0), mirrored(8), statistics=tj.TowerStatistics(False)
+        loss_fn, optax.sgd(0.0), mirrored(8), extend=TowerStatistics(False)
     )
     batches = tj.batches(rows, 40)
     _, history = tj.run(step, step.init(W), batches, progress=False)
@@ -190,16 +191,16 @@ def test_the_noise_scale_of_a_run_is_that_of_all_rows():
     )
     mean = each.mean(axis=0)
     scale = each.var(axis=0).sum() / (mean @ mean)
-    found = tj.TowerStatistics.noise_scale(history.metrics, smoothing=1)
+    found = TowerStatistics.noise_scale(history.metrics, smoothing=1)
     assert found.shape == (100,) and abs(found[-1] / scale - 1) < 0.1
-    last = tj.TowerStatistics.noise_scale(history.metrics, smoothing=0)[-1]
+    last = TowerStatistics.noise_scale(history.metrics, smoothing=0)[-1]
     seen = {name: x[-1] for name, x in history.metrics.items()}
     np.testing.assert_allclose(last, seen["gradient/noise"] / seen["gradient/signal"])
 
 
 def test_a_step_that_is_not_finite_is_left_out_of_the_noise_scale():
     seen = {"gradient/noise": [np.nan, 4, np.inf, 8], "gradient/signal": [1, 2, 1, 1]}
-    found = tj.TowerStatistics.noise_scale(seen, smoothing=0.5)
+    found = TowerStatistics.noise_scale(seen, smoothing=0.5)
     np.testing.assert_allclose(found, [np.nan, 2, 2, 10 / 2])
 
 
@@ -217,19 +218,19 @@ def with_taken_name(params, batch, tower):
     ("loss", "T", "statistics", "text"),
     [
         (loss_fn, 1, STATISTICS, "use several towers, or micro_batches=2"),
-        (loss_fn, 2, True, "statistics=True must be None or tj.TowerStatistics"),
+        (loss_fn, 2, True, "extend=True is not a function; write def extend(fns)"),
         (of_two_means, 2, STATISTICS, "no one weight"),
-        (with_taken_name, 2, STATISTICS, "'towers/norm'] is a name of tj.TowerStat"),
+        (with_taken_name, 2, STATISTICS, "'towers/norm'] is a name of TowerStat"),
     ],
 )
 def test_what_has_no_statistics_is_refused(loss, T, statistics, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        tj.build_train_step(
-            loss, optax.sgd(0.1), mirrored(T), statistics=statistics
-        ).check(W, data(4))
+        tj.build_train_step(loss, optax.sgd(0.1), mirrored(T), extend=statistics).check(
+            W, data(4)
+        )
 
 
 @pytest.mark.parametrize("options", [{"smoothing": 2}, {}])
 def test_noise_scale_refuses_what_it_cannot_smooth(options):
     with pytest.raises(ValueError, match="from 0 to 1|build the step with"):
-        tj.TowerStatistics.noise_scale({}, **options)
+        TowerStatistics.noise_scale({}, **options)

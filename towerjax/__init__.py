@@ -15,7 +15,6 @@ from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.writers import JsonLines, TensorBoard
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
-from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
 from towerjax.step import sync
@@ -57,7 +56,6 @@ __all__ = [
     "Tower",
     "TowerLocal",
     "TowerOutput",
-    "TowerStatistics",
     "TrainState",
     "Weighted",
     "Whole",

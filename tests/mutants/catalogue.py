@@ -1733,10 +1733,18 @@ BESIDES = (
     _m(
         "A01",
         "the noise of parts is divided by their number, with which it is too small",
-        "metrics.tower_statistics:TowerStatistics.metrics",
+        "contrib.tower_statistics:TowerStatistics.metrics",
         "jnp.maximum(parts - 1, 1)",
         "parts",
         "test_tower_statistics.py::test_statistics_are_those_of_numpy[4-4-vmap-1-21]",
+    ),
+    _m(
+        "A05",
+        "an audit compares what depends on the number of towers by design",
+        "step.audit:_value_of",
+        'getattr(leaf, "counts_towers", False)',
+        "False",
+        "test_tower_statistics.py::test_several_steps_in_one_program_tell_of_each",
     ),
     _m(
         "A02",

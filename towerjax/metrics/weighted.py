@@ -338,7 +338,8 @@ class Additive:
     that is no array, such as a threshold, is marked static by
     ``dataclasses.field(metadata={"static": True})``, and must be equal in states that
     are merged. A tower returns sums over its rows, each row multiplied by its weight;
-    ``compute`` divides, after all sums are added.
+    ``compute`` divides, after all sums are added. Where sums depend on the number of
+    towers by design, ``counts_towers: ClassVar = True`` leaves them out of audits.
 
     Example:
       >>> class Variance(Additive):

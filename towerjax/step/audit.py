@@ -207,7 +207,7 @@ def _is_one(x: Any) -> bool:
 def _value_of(leaf: Any) -> PyTree:
     """The leaf as one value; None where each tower has its own."""
     is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
-    if is_own or isinstance(leaf, PerTower):
+    if is_own or isinstance(leaf, PerTower) or getattr(leaf, "counts_towers", False):
         return None
     if isinstance(leaf, TowerLocal):
         leaf = read_local(leaf)

@@ -213,7 +213,7 @@ def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
     """The user's metrics, joined with those that the step adds."""
     if both := sorted(metrics.keys() & more.keys()):
         raise ValueError(
-            f"metrics[{both[0]!r}] is a name of tj.TowerStatistics, of a term of the"
+            f"metrics[{both[0]!r}] is a name of a term of the"
             " loss or of the cross-tower op; give yours another."
         )
     return metrics | more

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ import optax
 from towerjax.collectives.base import KeepsState
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.data.shard import Remainder
-from towerjax.metrics.tower_statistics import TowerStatistics
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite, join_metrics
@@ -44,6 +43,20 @@ UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 """``(state, merged) -> extra``: the next ``state.extra``."""
 
 
+class StepFns(NamedTuple):
+    """The functions that a train step is made of, as `build_step` takes them."""
+
+    tower: Callable[..., dict[str, Any]]  # returns "loss", "grads" and more
+    update: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    init: Callable[[PyTree], dict[str, Any]]  # params -> fields of the first state
+    strategy: Strategy
+    options: StepOptions
+
+
+Extend: TypeAlias = Callable[[StepFns], StepFns]
+"""Makes others of a train step's functions, such as ``fns._replace(tower=...)``."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Training:
     """A loss function and an optimizer, as a tower function and an update."""
@@ -53,7 +66,21 @@ class Training:
     loss_reduction: Reduction | None = None
     trainable: Trainable | None = None
     update_extra: UpdateExtra | None = None
-    statistics: TowerStatistics | None = None
+    extend: Extend | None = None
+
+    def fns(self, strategy: Strategy, options: StepOptions) -> StepFns:
+        """The step's functions, extended."""
+        fns = StepFns(self.tower, self.update, self.init, strategy, options)
+        return self.extend(fns) if self.extend is not None else fns
+
+    def init(self, params: PyTree) -> dict[str, Any]:
+        """What the first state has besides its parameters: the optimizer's state."""
+        part = trained_part(params, self.trainable)
+        needs = jax.eval_shape(self.optimizer.init, part)
+        if may_need_more(needs):
+            update = functools.partial(apply_update, self.optimizer)
+            jax.eval_shape(update, part, needs, part, jnp.float32(0))
+        return {"opt_state": self.optimizer.init(part)}
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
         """What one tower returns: loss, gradient, metrics and state."""
@@ -76,8 +103,6 @@ class Training:
         }
         if out.extra is not None:
             returned["extra"] = out.extra
-        if self.statistics is not None:
-            returned["statistics"] = self.statistics.of_tower(out.loss, grads)
         return returned
 
     def update(
@@ -96,8 +121,6 @@ class Training:
             after = dataclasses.replace(after, extra=extra)
         metrics = {"loss": loss, **merged["metrics"]}
         more = loss.by_name() if isinstance(loss, Means) else {}
-        if self.statistics is not None:
-            more |= self.statistics.metrics(merged["statistics"], merged["grads"])
         return after, join_metrics(metrics, more)
 
 
@@ -210,9 +233,11 @@ class TrainStep(Step):
         self.training = training
         self.optimizer = training.optimizer
         self.sync = sync
-        towers, update = (self.training.tower,), self.training.update
+        self.fns = fns = training.fns(strategy, options)
         uses_rows = training.update_extra is not None
-        engine = engine_of(towers, update, strategy, options, rows_used_later=uses_rows)
+        engine = engine_of(
+            (fns.tower,), fns.update, strategy, options, rows_used_later=uses_rows
+        )
 
         def own(params: PyTree) -> TowerLocal | None:
             return own_of_op(strategy, trained_part(params, training.trainable))
@@ -226,14 +251,10 @@ class TrainStep(Step):
         super().__init__(engine, strategy, options, **makes)
 
     def _opt_state(self, params: PyTree) -> PyTree:
-        part = trained_part(params, self.training.trainable)
-        needs = jax.eval_shape(self.optimizer.init, part)
-        if may_need_more(needs):
-            update = functools.partial(apply_update, self.optimizer)
-            jax.eval_shape(update, part, needs, part, jnp.float32(0))
+        first = self.fns.init(params)["opt_state"]
         if isinstance(self.engine, Rounds):
-            return self.engine.begin(part)
-        return self.optimizer.init(part)
+            return self.engine.begin(trained_part(params, self.training.trainable))
+        return first
 
 
 def build_train_step(
@@ -251,7 +272,7 @@ def build_train_step(
     donate: bool = True,
     max_programs: int = 1,
     audit: bool = False,
-    statistics: TowerStatistics | None = None,
+    extend: Extend | None = None,
     sync: Sync = EVERY_STEP,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
@@ -287,8 +308,8 @@ def build_train_step(
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
       audit: Whether the first call, before it changes anything, runs `audit`: two
         towers and one of its rows, and raises where they differ.
-      statistics: `TowerStatistics()` adds metrics of the towers' gradients; see
-        ``docs/how_to/batch_size.md``.
+      extend: ``fns -> fns``: makes others of the functions that the step is made of,
+        its ``tower``, ``update`` and ``init``; such as those of `towerjax.contrib`.
       sync: When towers synchronise, such as ``tj.sync.LocalSGD(every=8)``; see
         ``docs/how_to/synchronise_less.md``.
 
@@ -319,24 +340,15 @@ def build_train_step(
     check_trainable(trainable)
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
-    if statistics is not None:
-        _check_statistics(statistics, strategy.num_towers * options.micro_batches)
+    if extend is not None:
+        check_function("extend", extend, "extend(fns)")
     if update_extra is not None:
         check_function("update_extra", update_extra, "update_extra(state, merged)")
     training = Training(
-        loss_fn, optimizer, loss_reduction, trainable, update_extra, statistics
+        loss_fn, optimizer, loss_reduction, trainable, update_extra, extend
     )
     check_sync(sync)
     return TrainStep(training, strategy, options, sync)
-
-
-def _check_statistics(statistics: Any, parts: int) -> None:
-    if not isinstance(statistics, TowerStatistics) or parts == 1:
-        raise ValueError(
-            f"statistics={statistics!r} must be None or tj.TowerStatistics(), which"
-            f" compares several parts of a batch, and here {parts} would be compared:"
-            " use several towers, or micro_batches=2 or more."
-        )
 
 
 def _check_fits_sync(
@@ -346,7 +358,7 @@ def _check_fits_sync(
     ops = strategy.cross_tower_ops
     uses = {
         "update_extra=...": training.update_extra is not None,
-        "statistics=...": training.statistics is not None,
+        "extend=...": training.extend is not None,
         "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,
         f"state={strategy.state!r}": strategy.state != "mirrored",
         f"cross_tower_ops={ops!r}": isinstance(ops, KeepsState),

@@ -2,21 +2,36 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.metrics.rows import ratio
-from towerjax.metrics.weighted import Weighted, one_mean
-from towerjax.types import ArrayLike, PerTower, PyTree, Sum, short_repr
-from towerjax.types.options import check_flag, check_number
+import towerjax as tj
+
+_MORE = "use several towers, or micro_batches=2 or more"
+
+
+class Parts(tj.metrics.Additive):
+    """What the parts of a batch add up to for the gradient noise."""
+
+    counts_towers: ClassVar[bool] = True
+
+    squares: Any  # of each part's gradient, over its weight
+    number: Any  # of parts that have weight
+
+    def compute(self) -> Any:
+        """The mean square of a part."""
+        return tj.metrics.ratio(self.squares, self.number)
 
 
 @dataclasses.dataclass(frozen=True)
 class TowerStatistics:
     """Gradient noise, which says how large a batch is useful, and statistics per tower.
+
+    Give it to ``build_train_step(..., extend=)``; in a step of your own call `of_tower`
+    in the tower function, and `metrics` in the update.
 
     A part ``p`` is a tower's micro-batch, of weight ``w_p``; ``g_p`` is its gradient,
     ``G = sum_p w_p g_p / W`` that of all ``P`` parts. A mean of weight ``w`` has the
@@ -43,7 +58,7 @@ class TowerStatistics:
       >>> def loss_fn(w, batch, tower):
       ...     return tj.Weighted.mean((w - batch) ** 2, tower.weight)
       >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2),
-      ...     statistics=tj.TowerStatistics())
+      ...     extend=TowerStatistics())
       >>> _, metrics = step(step.init(0.0), np.array([1, 3], np.float32))
       >>> float(metrics["gradient/noise"]), metrics["towers/norm"].tolist()
       (8.0, [2.0, 6.0])
@@ -55,10 +70,36 @@ class TowerStatistics:
 
     per_tower: bool = True
 
-    __repr__ = short_repr
-
     def __post_init__(self) -> None:
-        check_flag("TowerStatistics.per_tower", self.per_tower)
+        if not isinstance(self.per_tower, bool):
+            raise ValueError(
+                f"TowerStatistics.per_tower={self.per_tower!r} must be True or False."
+            )
+
+    def __call__(self, fns: Any) -> Any:
+        """The functions of a train step, whose metrics are also these."""
+        parts = fns.strategy.num_towers * fns.options.micro_batches
+        if parts == 1:
+            raise ValueError(
+                f"{self!r} compares several parts of a batch, and here 1 would be"
+                f" compared: {_MORE}."
+            )
+
+        def tower_fn(*args: Any) -> dict[str, Any]:
+            out = fns.tower(*args)
+            return {**out, "statistics": self.of_tower(out["loss"], out["grads"])}
+
+        def update_fn(state: Any, merged: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            state, metrics = fns.update(state, merged)
+            more = self.metrics(merged["statistics"], merged["grads"])
+            if both := sorted(metrics.keys() & more.keys()):
+                raise ValueError(
+                    f"metrics[{both[0]!r}] is a name of TowerStatistics; give yours"
+                    " another."
+                )
+            return state, metrics | more
+
+        return fns._replace(tower=tower_fn, update=update_fn)
 
     def of_tower(self, loss: Any, grads: Any) -> dict[str, Any]:
         """The leaves that a tower function returns for `metrics`.
@@ -73,18 +114,20 @@ class TowerStatistics:
         Raises:
           ValueError: The loss is a sum of several means, or has reduction SUM.
         """
-        if not isinstance(grads, Weighted):
+        if not isinstance(grads, tj.Weighted):
             raise ValueError(
-                "tj.TowerStatistics got a gradient that has no one weight, of a sum of"
+                "TowerStatistics got a gradient that has no one weight, of a sum of"
                 " several means or of loss_reduction=SUM. Return one tj.Weighted."
             )
         square = _tree_dot(grads.sum, grads.sum)
         counts = jnp.asarray(grads.weight != 0, square.dtype)
-        sums = {"squares": ratio(square, grads.weight), "parts": counts}
-        own = PerTower({"loss": one_mean(loss), "grads": grads})
-        return {"sums": Sum(sums), "own": own if self.per_tower else None}
+        sums = Parts(tj.metrics.ratio(square, grads.weight), counts)
+        if not isinstance(loss, tj.Weighted):  # with a penalty
+            loss = tj.Weighted(loss.value * grads.weight, grads.weight)
+        own = tj.PerTower({"loss": loss, "grads": grads})
+        return {"sums": sums, "own": own if self.per_tower else None}
 
-    def metrics(self, merged: dict[str, Any], grads: Weighted) -> dict[str, Any]:
+    def metrics(self, merged: dict[str, Any], grads: tj.Weighted) -> dict[str, Any]:
         """The metrics of a step, for an update function.
 
         Args:
@@ -94,26 +137,27 @@ class TowerStatistics:
         Returns:
           A dict of arrays and ``PerTower`` arrays.
         """
-        sums, total, weight = merged["sums"].value, grads.sum, grads.weight
-        square, parts = _tree_dot(total, total), sums["parts"]
-        norm, large = ratio(jnp.sqrt(square), weight), ratio(square, weight)
-        noise = (sums["squares"] - large) / jnp.maximum(parts - 1, 1)
+        sums, total, weight = merged["sums"], grads.sum, grads.weight
+        square, parts = _tree_dot(total, total), sums.number
+        norm = tj.metrics.ratio(jnp.sqrt(square), weight)
+        large = tj.metrics.ratio(square, weight)
+        noise = (sums.squares - large) / jnp.maximum(parts - 1, 1)
         noise = jnp.where(parts > 1, noise, jnp.nan)
         metrics = {"gradient/norm": norm, "gradient/noise": noise}
-        metrics["gradient/signal"] = ratio(large - noise, weight)
+        metrics["gradient/signal"] = tj.metrics.ratio(large - noise, weight)
         if self.per_tower:
             loss, own = (merged["own"].values[name] for name in ("loss", "grads"))
             norms = jnp.sqrt(_tree_dot(own.sum, own.sum, lead=1))
             dots = _tree_dot(own.sum, jax.tree.map(lambda x: x[None], total), lead=1)
-            metrics["towers/loss"] = PerTower(loss.value)
-            metrics["towers/norm"] = PerTower(ratio(norms, own.weight))
-            cosines = ratio(ratio(dots, norms), jnp.sqrt(square))
-            metrics["towers/cosine"] = PerTower(cosines)
+            metrics["towers/loss"] = tj.PerTower(loss.value)
+            metrics["towers/norm"] = tj.PerTower(tj.metrics.ratio(norms, own.weight))
+            cosines = tj.metrics.ratio(tj.metrics.ratio(dots, norms), jnp.sqrt(square))
+            metrics["towers/cosine"] = tj.PerTower(cosines)
         return metrics
 
     @staticmethod
     def noise_scale(
-        metrics: Mapping[str, ArrayLike], *, smoothing: float = 0.99
+        metrics: Mapping[str, Any], *, smoothing: float = 0.99
     ) -> np.ndarray:
         """The simple noise scale ``B = noise / signal`` after each step, in rows.
 
@@ -138,12 +182,13 @@ class TowerStatistics:
           >>> TowerStatistics.noise_scale(seen, smoothing=1).tolist()
           [2.0, 4.0]
         """
-        check_number("smoothing", smoothing, "a number from 0 to 1", 1.0)
+        if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
+            raise ValueError(f"smoothing={smoothing!r} must be a number from 0 to 1.")
         names = ("gradient/noise", "gradient/signal")
         if missing := [name for name in names if name not in metrics]:
             raise ValueError(
                 f"metrics has no {missing[0]!r}: build the step with"
-                " statistics=tj.TowerStatistics()."
+                " extend=TowerStatistics()."
             )
         totals = [np.zeros(2)]
         for row in np.stack([np.asarray(metrics[name], float) for name in names], 1):
@@ -154,7 +199,7 @@ class TowerStatistics:
             return noise / signal
 
 
-def _tree_dot(first: PyTree, second: PyTree, *, lead: int = 0) -> jax.Array:
+def _tree_dot(first: Any, second: Any, *, lead: int = 0) -> jax.Array:
     def of_leaves(x: jax.Array, y: jax.Array) -> jax.Array:
         return (x * y.conj()).real.sum(axis=tuple(range(lead, x.ndim)))
 
