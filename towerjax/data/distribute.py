@@ -1,9 +1,7 @@
 """Distribute a data set over the towers of all processes, in rounds of one step each.
 
-A round is one global batch split over the towers, or one element for each tower.
-Several processes either read the same data, of which each places its own towers' part,
-or each reads a part of its own. Then they exchange the sizes of each round through the
-job's coordinator, so that none waits for a peer whose data has ended.
+Processes that each read a part of their own exchange the sizes of each round through
+the job's coordinator, so that none waits for a peer whose data has ended.
 """
 
 import dataclasses
@@ -94,11 +92,13 @@ class _Rounds:
         taken = itertools.islice(elements, self.towers)
         taken = [jax.tree.map(feed.own_copy, x) for x in taken]
         bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
-        pairs = zip(bare, taken, strict=True)
-        taken = [_add_example_dim(x) if is_bare else x for is_bare, x in pairs]
+        for i in np.flatnonzero(bare):
+            taken[i] = jax.tree.map(
+                lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None],
+                taken[i],
+            )
         sizes = [shard.count_examples(tree) for tree in taken]
-        for tree in taken:
-            shard.refuse_wrapping(tree)
+        shard.refuse_wrapping(taken)
         _refuse_unlike_elements(taken)
         missing, remainder = self.towers - len(taken), self.options.remainder
         if not taken or (missing and remainder == "drop"):
@@ -143,19 +143,11 @@ class _Rounds:
         return np.concatenate([shard.counts_of_towers(n, rows, each) for n in sizes])
 
 
-def _add_example_dim(element: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None], element
-    )
-
-
 def _refuse_unlike_elements(elements: list[PyTree]) -> None:
     """Raise unless elements differ only in dim 0."""
-
-    def of_one_row(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-
-    kinds = [jax.tree.map(of_one_row, element) for element in elements]
+    kinds = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), elements
+    )
     for tower, kind in enumerate(kinds):
         if kind != kinds[0] and (found := changes("element", kinds[0], kind)):
             raise ValueError(
@@ -192,23 +184,19 @@ class DistributedDataset:
         self._rounds = _Rounds(towers, options, self._asks_peers)
         remainder, parts = options.remainder, options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
-        self._name = ""  # of what the processes tell each other
-        if self._asks_peers:
-            self._name = call_on_first_process(lambda: uuid.uuid4().hex)
         self._passes = 0
+        if self._asks_peers:  # the name of what the processes tell each other
+            self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
     def __iter__(self) -> sources.DataPass:
-        """A pass through the batches, some of them placed in advance.
-
-        It has ``get_state`` and ``set_state`` where all processes go through the same
-        source, whose iterator has them, as that of `batches` has.
-        """
+        """A pass, with a cursor where all processes read one source that has one."""
         self._passes += 1
         elements = sources.open_source(self._source, *self._open_with)
         begin = functools.partial(self._stream, self._passes, elements)
-        if feed.has_cursor(elements) and not self._asks_peers:
-            return sources.ResumableDataPass(begin, elements)
-        return sources.DataPass(begin)
+        if self._asks_peers or not feed.has_cursor(elements):
+            return sources.DataPass(begin, elements)
+        start = {"elements": elements.get_state(), "rows": 0}
+        return sources.ResumableDataPass(begin, elements, start)
 
     def _stream(self, number: int, elements: Any, rows: int) -> Any:
         stopped = threading.Event()
@@ -238,7 +226,7 @@ class DistributedDataset:
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
     ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
         """Each round's batch, and the cursor after it."""
-        elements = map(sources.as_arrays, source)
+        elements = (jax.tree.map(sources.as_array, x) for x in source)
         peers: Exchange | None = None
         taken: Any = None  # of the newest round that this process has a part of
         if self._asks_peers:

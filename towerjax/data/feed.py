@@ -24,8 +24,7 @@ from towerjax.types.warning import warn
 class Batches(Iterator[PyTree]):
     """An iterator over the batches of a data set, with a position; `batches` makes it.
 
-    It can continue at any position without reading what comes before: the order of an
-    epoch depends on nothing but the seed and the epoch's number.
+    The order of an epoch depends on nothing but the seed and the epoch's number.
 
     Attributes:
       position: The number of batches before the next one, from the first epoch on.
@@ -96,8 +95,8 @@ class Batches(Iterator[PyTree]):
 
     def get_state(self) -> dict[str, Any]:
         """The position and the cut, as JSON can hold them."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, name) for name in names if name != "data"}
+        fields = dataclasses.fields(self)[1:]  # without the data
+        return {field.name: getattr(self, field.name) for field in fields}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position that `get_state` gave."""
@@ -170,11 +169,7 @@ def batches(
 def in_groups(
     iterable: Iterable[PyTree], size: int, *, before: int = 0
 ) -> Iterator[list[PyTree]]:
-    """Lists of ``size`` batches, or of fewer up to a multiple of ``size`` or the end.
-
-    The first is number ``before``. What a source gave before it raised is yielded
-    before the exception.
-    """
+    """Lists of batches up to a multiple of ``size``, where the first is ``before``."""
     iterator = iter(iterable)
     most = size - before % size
     while True:
@@ -227,9 +222,7 @@ def prefetch(
 ) -> "Generator[Placed, None, None] | Prefetched[Placed]":
     """The elements of an iterable, placed in order by a thread while devices work.
 
-    An exception of the iterable, or of ``place``, is raised after all earlier elements
-    are yielded. Closing the iterator stops the thread after at most one more element;
-    elements that were placed in advance are lost.
+    Its exception is raised after all earlier elements are yielded.
     """
     if depth == 0:
         return (place(element) for element in iterable)
@@ -259,12 +252,9 @@ class Prefetched(Iterator[Placed]):
     ) -> None:
         self._feed = feed
         x64 = jax.config.read("jax_enable_x64")
-        self._thread = threading.Thread(
-            target=_fill,
-            args=(iterable, place, feed, x64),
-            name="towerjax-prefetch",
-            daemon=True,
-        )
+        named = {"name": "towerjax-prefetch", "daemon": True}
+        args = iterable, place, feed, x64
+        self._thread = threading.Thread(target=_fill, args=args, **named)
         # Called once: by hand, by the garbage collector, for which the thread must not
         # refer to this iterator, or at Python's exit, which a thread could abort.
         self.close = weakref.finalize(self, _stop, self._thread, feed)

@@ -14,19 +14,12 @@ from towerjax.types import PyTree
 
 @dataclasses.dataclass(eq=False)
 class Unused(Iterator[PyTree]):
-    """Batches that a run took and did not use, then the rest of their source.
-
-    Attributes:
-      kept: Those batches.
-      rest: The source.
-      used_before: How many batches came before the next one, earlier runs included.
-      is_reproducible: Whether a restarted job gets the same batches, from the first on.
-    """
+    """Batches that a run took and did not use, then the rest of their source."""
 
     kept: collections.deque[PyTree]
     rest: Iterator[PyTree]
-    used_before: int
-    is_reproducible: bool
+    used_before: int  # how many came before the next one, earlier runs included
+    is_reproducible: bool  # whether a restarted job gets the same, from the first on
 
     def __next__(self) -> PyTree:
         """The next batch, which a run may have placed on the devices."""

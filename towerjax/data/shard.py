@@ -116,8 +116,8 @@ def count_examples(batch: PyTree) -> int:
         )
     (size,) = first
     if size == 0:
-        shape = leaves[0][1].shape
-        raise ValueError(f"The batch is empty: {leaves[0][0]} has shape {shape}.")
+        name, leaf = leaves[0]
+        raise ValueError(f"The batch is empty: {name} has shape {leaf.shape}.")
     return size
 
 
@@ -128,18 +128,22 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         return isinstance(x, Whole) and x.value is not None
 
     leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
-    if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_shared(x)]:
-        raise ValueError(
-            f"{listed(found)}, which has no rows to split or join here, as the batches"
-            " of a step, an evaluation, a prediction and a model may have. Leave it"
-            " out, and pass its value on its own, as an argument."
-        )
-    if found := [f"{n} is a {type(x).__name__}" for n, x in leaves if is_sparse(x)]:
-        raise ValueError(
-            f"{listed(found)}, whose entries would be taken for examples here, not in"
-            " a call of a step. Make it dense: x.todense(), or x.to_dense() of"
-            " IndexedRows."
-        )
+    for is_other, rule in (
+        (
+            is_shared,
+            "which has no rows to split or join here, as the batches of a step, an"
+            " evaluation, a prediction and a model may have. Leave it out, and pass its"
+            " value on its own, as an argument.",
+        ),
+        (
+            is_sparse,
+            "whose entries would be taken for examples here, not in a call of a step."
+            " Make it dense: x.todense(), or x.to_dense() of IndexedRows.",
+        ),
+    ):
+        found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_other(x)]
+        if found:
+            raise ValueError(f"{listed(found)}, {rule}")
 
 
 def may_wrap(batch: PyTree) -> bool:
@@ -169,11 +173,7 @@ def _describe(leaf: Any) -> str:
 def fit_batch(
     batch: PyTree, shares: int, remainder: Remainder, *, full_size: int = 0
 ) -> tuple[PyTree, int]:
-    """The batch, padded or cut so that ``shares`` divides it, and how many examples.
-
-    Under ``"pad"`` up to ``full_size`` examples are padded to that size. Padding has
-    weight 0.
-    """
+    """The batch, so that ``shares`` divides its rows, and how many are examples."""
     rows, num_valid = _fitted_rows(batch, shares, remainder)
     refuse_wrapping(batch)
     if remainder == "pad":
@@ -217,21 +217,15 @@ def _fitted_rows(batch: PyTree, shares: int, remainder: str) -> tuple[int, int]:
 
 
 def resize(batch: PyTree, rows: int) -> PyTree:
-    """The batch, cut to so many rows, or with its last row repeated up to them.
-
-    A row of zeros may give NaN; a batch without rows is filled up with such rows.
-    """
+    """The batch, cut to so many rows, or with its last row repeated up to them."""
 
     def one(x: Any) -> Any:
-        size, missing = x.shape[0], rows - x.shape[0]
+        missing, library = rows - x.shape[0], jnp if isinstance(x, jax.Array) else np
         if missing <= 0:
             return _rows(x, 0, rows) if missing else x
-        library = jnp if isinstance(x, jax.Array) else np
-        last = (
-            _rows(x, size - 1, size)
-            if size
-            else library.zeros((1, *x.shape[1:]), x.dtype)
-        )
+        # A row of zeros may give NaN: only where there is no other.
+        last = _rows(x, x.shape[0] - 1, x.shape[0]) if x.shape[0] else None
+        last = library.zeros((1, *x.shape[1:]), x.dtype) if last is None else last
         return library.concatenate([x, library.repeat(last, missing, axis=0)])
 
     return jax.tree.map(one, batch)
@@ -239,9 +233,8 @@ def resize(batch: PyTree, rows: int) -> PyTree:
 
 def _rows(x: Any, start: int, stop: int) -> Any:
     """``x[start:stop]``, which would send its bounds to a device that has ``x``."""
-    if isinstance(x, jax.Array):
-        return lax.slice_in_dim(x, start, stop)
-    return x[start:stop]
+    is_jax = isinstance(x, jax.Array)
+    return lax.slice_in_dim(x, start, stop) if is_jax else x[start:stop]
 
 
 def split_rows(batch: PyTree, num_towers: int) -> PyTree:
@@ -261,24 +254,21 @@ def concat_rows(rows: PyTree) -> PyTree:
 
 def explain_change(expected: Signature, got: Signature) -> str:
     """The leaves that differ between two signatures, one bullet a leaf."""
-    kinds = [
-        jax.tree.unflatten(
-            x.treedef, [jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves]
-        )
+    was, now = (
+        x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
         for x in (expected, got)
-    ]
-    return "\n".join(f"  * {line}" for line in changes("batch", *kinds))
+    )
+    return "\n".join(f"  * {line}" for line in changes("batch", was, now))
 
 
 def refuse_unlike(signatures: Sequence[Signature]) -> None:
     """Raise where batches that are to be stacked have unlike signatures."""
-    for signature in signatures[1:]:
-        if signature != signatures[0]:
-            raise ValueError(
-                "A call of several steps takes batches of one kind, but one changed:\n"
-                + explain_change(signatures[0], signature)
-                + "\nMake all batches alike, or do one step a call."
-            )
+    for other in (x for x in signatures if x != signatures[0]):
+        raise ValueError(
+            "A call of several steps takes batches of one kind, but one changed:\n"
+            f"{explain_change(signatures[0], other)}\nMake all batches alike, or do one"
+            " step a call."
+        )
 
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
@@ -290,27 +280,20 @@ def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
 def row_weights(
     num_valid: jax.Array, first_row: Any, rows: int, of_rows: int | None = None
 ) -> jax.Array:
-    """1 for an example, 0 for a padding row; ``num_valid`` is ``()`` or ``[T, 1]``.
-
-    With ``of_rows``, all rows of the tower, XLA sees that all weights are 1 where
-    ``num_valid`` is the constant ``of_rows``.
-    """
+    """1 for an example, 0 for a padding row; ``num_valid`` is ``()`` or ``[T, 1]``."""
     # By lax: each function of jnp is traced by itself, in a step's first call.
     shape = (*num_valid.shape[:-1], rows)
     here = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
     here = lax.add(here, lax.convert_element_type(first_row, jnp.int32))
     num_valid = lax.broadcast_in_dim(num_valid, shape, range(num_valid.ndim))
     is_valid = lax.lt(here, num_valid)
-    if of_rows is not None:
+    if of_rows is not None:  # a constant ``num_valid`` shows XLA that all weights are 1
         is_valid = lax.bitwise_or(is_valid, lax.ge(num_valid, jnp.int32(of_rows)))
     return lax.convert_element_type(is_valid, jnp.float32)
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """A batch's leaves, its tree, and a key of all that a `Placer` reads but values.
-
-    The key is None where a leaf is no NumPy array or live array on devices.
-    """
+    """A batch's leaves, its tree, and a key, or None, of all else that is read of it."""
     leaves, treedef = jax.tree.flatten(batch)
     key: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
     for x in leaves:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.types import PyTree
 from towerjax.types.options import check_takes
 
 
@@ -61,15 +60,14 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
     """Raise unless batches can be iterated, or called where that is allowed."""
     is_one = isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str)
     can_iterate = not is_function(batches) or hasattr(batches, "__getitem__")
-    if not is_one and (can_iterate or (or_function and callable(batches))):
-        return
-    kind = f"a {type(batches).__name__}"
-    kind = f"one batch ({kind})" if is_one else kind
-    more = ", or a function that gives one" * or_function
-    raise ValueError(
-        f"{name} is {kind}, but is to be an iterable of batches{more}. Pass"
-        " [batch], or tj.batches(data, batch_size)."
-    )
+    if is_one or not (can_iterate or (or_function and callable(batches))):
+        kind = f"a {type(batches).__name__}"
+        more = ", or a function that gives one" * or_function
+        raise ValueError(
+            f"{name} is {f'one batch ({kind})' if is_one else kind}, but is to be an"
+            f" iterable of batches{more}. Pass [batch], or tj.batches(data,"
+            " batch_size)."
+        )
 
 
 def check_source(source: Any) -> bool:
@@ -85,7 +83,7 @@ def check_source(source: Any) -> bool:
     return False
 
 
-def open_source(source: Any, *context: InputContext) -> Iterator[Any]:
+def open_source(source: Any, *context: InputContext) -> Any:
     """An iterator through the source; a function is given the context, if any."""
     if is_function(source):
         source = source(*context)
@@ -99,12 +97,7 @@ def is_function(source: Any) -> bool:
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
-def as_arrays(element: PyTree) -> PyTree:
-    """The element as a tree of NumPy or JAX arrays."""
-    return jax.tree.map(_as_array, element)
-
-
-def _as_array(leaf: Any) -> Any:
+def as_array(leaf: Any) -> Any:
     """A tensor of another library as an array; any other leaf as it is."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf
@@ -122,9 +115,11 @@ def _as_array(leaf: Any) -> Any:
 class DataPass(Iterator[PlacedBatch]):
     """One iteration over a data set, whose thread places batches in advance."""
 
-    def __init__(self, begin: Callable[[int], Any]) -> None:
-        self._begin, self._stream = begin, begin(0)
-        self._after: Any = None
+    def __init__(
+        self, begin: Callable[[int], Any], elements: Any, after: Any = None
+    ) -> None:
+        self._begin, self._elements, self._stream = begin, elements, begin(0)
+        self._after = after  # the position after the newest batch
         self._failure: str | None = None  # the exception that ended the stream
 
     def __next__(self) -> PlacedBatch:
@@ -151,11 +146,6 @@ class DataPass(Iterator[PlacedBatch]):
 
 class ResumableDataPass(DataPass):
     """A pass with a cursor, over a source that has one."""
-
-    def __init__(self, begin: Callable[[int], Any], elements: Any) -> None:
-        super().__init__(begin)
-        self._elements = elements
-        self._after = {"elements": elements.get_state(), "rows": 0}
 
     def get_state(self) -> dict[str, Any]:
         """The source's cursor after the last batch, and the rows of each tower."""
