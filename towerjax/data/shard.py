@@ -293,7 +293,7 @@ def row_weights(
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
-    """A batch's leaves, its tree, and a key, or None, of all else that is read of it."""
+    """A batch's leaves, its tree, and a key (or None) of all else that is read."""
     leaves, treedef = jax.tree.flatten(batch)
     key: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
     for x in leaves:
