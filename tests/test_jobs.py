@@ -20,11 +20,7 @@ import towerjax as tj
 from towerjax.mesh import processes
 from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import Cluster, free_port
-from towerjax.mesh.cluster.start import (
-    _join_cluster,
-    _other_processes,
-    initialize,
-)
+from towerjax.mesh.cluster.start import _join_cluster, _other_processes, initialize
 
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 # Nothing may take longer than its own limit; those of a test are never reached.

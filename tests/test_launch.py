@@ -182,10 +182,7 @@ def test_a_program_that_is_not_there_is_code_127(capfd):
         ({"command": []}, r"command=\[\] must be a list"),
         ({"processes": 0}, "processes=0 must be a whole number >= 1"),
         ({"processes": True}, "processes=True must be a whole number >= 1"),
-        (
-            {"devices_per_process": 0},
-            "devices_per_process=0 must be a whole number",
-        ),
+        ({"devices_per_process": 0}, "devices_per_process=0 must be a whole number"),
         ({"grace_s": -1}, "grace_s=-1 must be a number of seconds >= 0"),
         ({"grace_s": float("inf")}, "grace_s=inf must be a number of seconds"),
         (

@@ -44,11 +44,7 @@ _TEXTS = [
         r"\bextra\b",
         "extra is None, since it was never given: step.init(params, extra=...).",
     ),
-    (
-        r"unexpected keyword argument '(\w+)'",
-        "",
-        _NAMES,
-    ),
+    (r"unexpected keyword argument '(\w+)'", "", _NAMES),
 ]
 
 
