@@ -98,7 +98,8 @@ class _Rounds:
                 taken[i],
             )
         sizes = [shard.count_examples(tree) for tree in taken]
-        shard.refuse_wrapping(taken)
+        for tree in taken:
+            shard.refuse_wrapping(tree)
         _refuse_unlike_elements(taken)
         missing, remainder = self.towers - len(taken), self.options.remainder
         if not taken or (missing and remainder == "drop"):

@@ -132,9 +132,9 @@ class Absent:
     @property
     def kind(self) -> str:
         """The name of one device in a report."""
-        if found := re.search(r'device_description_str: "([^"]*)"', self.text):
-            return found[1]
-        return self.target if self.platform == "tpu" else "GPU"
+        found = re.search(r'device_description_str: "([^"]*)"', self.text)
+        other = self.target if self.platform == "tpu" else "GPU"
+        return found[1] if found else other
 
     @property
     def memory_bytes(self) -> int | None:
@@ -153,11 +153,7 @@ class Absent:
         return _TARGET.format(major=major, figures=figures, name=self.target.upper())
 
     def jax_devices(self) -> tuple[Any, ...]:
-        """The devices as the compiler knows them.
-
-        Raises:
-          ValueError: The compiler is not installed, or knows no such target.
-        """
+        """The devices as the compiler knows them; raise where it is not installed."""
         jax.devices()  # first, so that the default devices are the present ones
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
         found = tuple(make(self))

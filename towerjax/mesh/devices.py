@@ -13,13 +13,10 @@ from towerjax.types import PyTree
 Device: TypeAlias = Any
 """A ``jax.Device``, which type checkers take for a variable."""
 
-
+# "gpu:0", and TensorFlow's names of it in a job of one process.
 _NAME = re.compile(
     r"/?(?:job:localhost/)?(?:replica:0/)?(?:task:0/)?(?:device:)?([a-z]+):([0-9]+)"
 )
-"""``"gpu:0"``, and TensorFlow's names of it in a job of one process."""
-
-
 _WITHOUT_CPU = (
     "JAX was told to leave CPUs out, by JAX_PLATFORMS or jax_platforms: add cpu to it,"
     " as in JAX_PLATFORMS=cuda,cpu, or name another device."
@@ -29,18 +26,15 @@ _WITHOUT_CPU = (
 def canonical_device_name(device: Any) -> str:
     """``"platform:index"``, the index within the platform; cuda and rocm are gpu."""
     if isinstance(device, jax.Device):
-        peers = jax.devices(device.platform)
-        return f"{_canonical_platform(device.platform)}:{peers.index(device)}"
-    if found := _NAME.fullmatch(str(device).lower()):
-        return f"{_canonical_platform(found[1])}:{int(found[2])}"
-    raise ValueError(
-        f"devices: {device!r} is not a device name. Write 'platform:index', such as"
-        " 'gpu:0' or 'cpu:3', or pass a jax.Device."
-    )
-
-
-def _canonical_platform(platform: str) -> str:
-    return "gpu" if platform in ("cuda", "rocm") else platform
+        platform, index = device.platform, jax.devices(device.platform).index(device)
+    elif found := _NAME.fullmatch(str(device).lower()):
+        platform, index = found[1], int(found[2])
+    else:
+        raise ValueError(
+            f"devices: {device!r} is not a device name. Write 'platform:index', such as"
+            " 'gpu:0' or 'cpu:3', or pass a jax.Device."
+        )
+    return f"{'gpu' if platform in ('cuda', 'rocm') else platform}:{index}"
 
 
 def canonical_device_names(devices: Any) -> tuple[str, ...]:
@@ -124,12 +118,9 @@ def find_device(name: str) -> Device:
 
 
 def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
-    """Keep the first array of a call's results; wait for the one 16 calls ago.
-
-    Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
-    devices deadlock and abort the process. A depth of 16 costs nothing measurable
-    and leaves room for programs of other libraries.
-    """
+    """Keep the first array of a call's results; wait for the one 16 calls ago."""
+    # Before JAX 0.12 more than 32 programs with collectives in flight on several CPU
+    # devices deadlock. 16 cost nothing, and leave room for those of other libraries.
     leaves = itertools.chain.from_iterable(map(jax.tree.leaves, results))
     # A key cannot be asked whether it is ready.
     first = [x for x in leaves if type(x) is DeviceArray][:1]
@@ -139,8 +130,7 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         before = tuple(running)
     if len(before) > 16:
         any(_waits_for(x) for x in before)
-    # What has run is let go, with what its caller donated before it: calls run in turn,
-    # and predictions may be large.
+    # What has run is let go: calls run in turn, and predictions may be large.
     with _LOCK:
         ran = 0
         for count, x in enumerate(running, 1):
@@ -157,14 +147,10 @@ _LOCK = threading.RLock()
 
 
 def _waits_for(x: Any) -> bool:
-    """Wait for a result; False where that cannot be, since it is donated.
-
-    Nothing is raised: the call before returned that state, and this one took it over.
-    The error of a call that failed is in its results, for who made it.
-    """
+    """Wait for a result; False where that cannot be, since it is donated."""
     try:
         x.block_until_ready()
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError):  # for who made the call: it is in its results
         return not x.is_deleted()
     return True
 

@@ -228,11 +228,9 @@ def _check_owners(devices: tuple[Device, ...]) -> None:
 
 
 def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
-    """A copy of the tree on the placement's devices.
+    """A copy, which may be donated, on the placement's devices; of process 0's values.
 
-    Always a copy: ``device_put`` alone may share the caller's buffer, and a
-    donated state would then delete or overwrite the caller's array. All processes
-    call this; process 0's values are taken. In a trace nothing is placed.
+    All processes call this. In a trace nothing is placed.
     """
     refuse_unheld("value", tree)
     if is_traced(tree):
@@ -251,11 +249,7 @@ def place(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
 
 
 def place_own(tree: PyTree, placement: Placement, layouts: PyTree) -> PyTree:
-    """As `place`, but each of several processes places its own values.
-
-    For values that are equal on all processes by construction, and for rows. Nothing is
-    sent, so that a thread may call it, unless a global array gets another sharding.
-    """
+    """As `place`, but each process places its own values, and a thread may call it."""
     placement.require_present()
     shardings = placement.shardings(layouts, tree)
     if placement.num_processes == 1:
@@ -314,11 +308,7 @@ def has_sharding(x: Any, sharding: NamedSharding) -> bool:
 
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
-    """Place rows on the devices of their towers; host arrays are copied.
-
-    One process returns leaves that have the sharding as they are. A loader may write
-    into its buffer again while a step runs.
-    """
+    """Rows on the devices of their towers, copied: a loader may reuse its buffer."""
     placement.require_present()
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
@@ -347,13 +337,8 @@ def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
-    """A function that converts arrays like ``x`` to arguments of a compiled program.
-
-    None where they are, as what has the sharding is: it need not be asked again.
-
-    A program of one device places a copy of few rows in less time than `put`; one of
-    several devices takes longer than `put`.
-    """
+    """A function that makes arrays like ``x`` a program's arguments; None: they are."""
+    # A program of one device places a copy of few rows in less time than `put`.
     if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
         return functools.partial(np.array, dtype=held_dtype(x.dtype))
     if has_sharding(x, sharding):

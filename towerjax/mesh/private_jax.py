@@ -30,10 +30,9 @@ FoundNonFinite = api_util.InternalFloatingPointError
 def put(
     array: np.ndarray, sharding: NamedSharding, *, shared: bool = False
 ) -> jax.Array:
-    """Copy an array of a dtype that devices hold to the devices.
+    """A copy on the devices, made in a quarter of the time of ``jax.device_put``.
 
-    ``jax.device_put`` takes four times as long, for small batches longer than a step's
-    call. With ``shared``, as with that, the CPU may share the array's memory.
+    With ``shared``, as with that, the CPU may share the array's memory.
     """
     aval, parts, devices = _split(array.shape, array.dtype, sharding)
     with explicit_device_put_scope():  # ``jax.transfer_guard`` may allow these alone
@@ -56,10 +55,7 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
 
 
 def carries_gradient(x: Any, of: Any) -> bool:
-    """Does ``x`` carry a tangent of the differentiation by ``of``, now being traced?
-
-    False for results of ``lax.stop_gradient`` and of comparisons.
-    """
+    """Does ``x`` carry a tangent of the differentiation by ``of``, now being traced?"""
     made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
     return len(made_by) == 2 and made_by[0] is made_by[1]
 
@@ -86,11 +82,9 @@ def read_arguments(compiled: Any) -> list[int]:
 
 
 def inline_and_merge(lowered: Any) -> None:
-    """Inline all calls of a lowered program and merge equal operations, in place.
-
-    Operations are merged within a block alone, as XLA does. JAX's build of MLIR has no
-    inliner, and MLIR's CSE would merge operations of a loop body with earlier ones.
-    """
+    """Inline all calls of a lowered program and merge equal operations, in place."""
+    # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
+    # body with earlier ones; XLA merges within a block alone.
     module = lowered.compiler_ir("stablehlo")
     with module.context, ir.Location.unknown():
         functions = {

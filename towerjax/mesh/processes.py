@@ -66,7 +66,7 @@ def require_same(what: str, text: str, advice: str) -> None:
         shown = text if len(text) <= 400 else f"{len(text)} characters of text"
         raise ValueError(
             f"{what} must be the same on all {jax.process_count()} processes, but"
-            f" process{'es' if len(differing) > 1 else ''}"
+            f" process{'es' * (len(differing) > 1)}"
             f" {', '.join(map(str, differing))} and process 0 differ. On process"
             f" {jax.process_index()}: {shown}. {advice}"
         )
@@ -93,11 +93,7 @@ def from_first_process(tree: PyTree) -> PyTree:
 
 
 def is_preempted(number: int) -> bool:
-    """Was a process sent SIGTERM, and is this the step after which all stop?
-
-    All processes call it after each step. In a job of several JAX holds the signal
-    back, and chooses one step for all.
-    """
+    """Was a process sent SIGTERM, and is this the step, of JAX's choice, to stop at?"""
     is_on = getattr(jax.config, "jax_enable_preemption_service")  # noqa: B009
     if jax.process_count() == 1 or not is_on:
         return False
@@ -109,10 +105,9 @@ class Stopped(Exception):
 
 
 class Exchange:
-    """An all-gather of small values between processes, from any thread.
+    """An all-gather of small values, from any thread, which waits for no running step.
 
-    The values go through the coordinator's key-value store and not through the
-    devices, so that a thread which prepares input never waits for a running step.
+    They go through the coordinator's key-value store and not through the devices.
     """
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
@@ -134,18 +129,18 @@ class Exchange:
 
     def _wait_for(self, key: str, peer: int) -> str:
         """Wait for the peer's value. A dead peer ends the job by JAX's heartbeat."""
-        for seconds in itertools.count(1):
+        for seconds in itertools.count():
             if self._stopped.is_set():
-                raise Stopped
+                break
+            if seconds == _PATIENCE_S:
+                me = jax.process_index()
+                print_line(f"process {me} waits for {self._what} of process {peer}")
             try:
                 return self._client.blocking_key_value_get(key, 1000)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            if seconds == _PATIENCE_S:
-                me = jax.process_index()
-                print_line(f"process {me} waits for {self._what} of process {peer}")
-        raise AssertionError
+        raise Stopped
 
 
 def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says") -> Any:

@@ -28,6 +28,11 @@ _NO_ARRAY = (
     " model.init(key, x)['params'], or nnx.split(model))"
 )
 _TOO_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
+_IS_DELETED = (
+    "a deleted array, whose buffer was donated: pass what took its place, or a copy"
+    " made before, jnp.copy(x)"
+)
+_IS_REF = "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
 _IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
 
 
@@ -51,27 +56,19 @@ def native(leaf: Any) -> Any:
 
 
 def own_array(leaf: Any) -> jax.Array:
-    """A leaf as a JAX array that shares no memory with a NumPy array.
-
-    ``jnp.asarray`` would compile a program for each shape and dtype.
-    """
-    if isinstance(leaf, np.ndarray | np.generic):
-        return jax.device_put(np.array(leaf))
-    return jnp.asarray(leaf)
+    """A leaf as a JAX array that shares no memory with a NumPy array."""
+    # jnp.asarray alone would compile a program for each shape and dtype.
+    is_host = isinstance(leaf, np.ndarray | np.generic)
+    return jax.device_put(np.array(leaf)) if is_host else jnp.asarray(leaf)
 
 
 def problem_of(leaf: Any) -> str | None:
     """Why no device can hold a leaf, and what to write instead."""
     if isinstance(leaf, jax.Array):
         if not isinstance(leaf, Tracer) and leaf.is_deleted():
-            return (
-                "a deleted array, whose buffer was donated: pass what took its place,"
-                " or a copy made before, jnp.copy(x)"
-            )
+            return _IS_DELETED
     elif isinstance(leaf, jax.Ref):
-        return (
-            "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
-        )
+        return _IS_REF
     elif isinstance(leaf, np.ma.MaskedArray):
         return "a masked array: pass x.filled(0), and the mask as weights"
     if isinstance(leaf, type | memoryview):
@@ -179,9 +176,8 @@ def differing_texts(
     was: Mapping[str, str], now: Mapping[str, str], form: str
 ) -> list[str]:
     """A text for each name with two descriptions; a form is "{} was {} and is {}"."""
-    pairs = {x: (was.get(x, "absent"), now.get(x, "absent")) for x in {*was, *now}}
-    both = [(x, *pairs[x]) for x in sorted(pairs)]
-    return [form.format(x, old, new) for x, old, new in both if old != new]
+    both = [(x, *(each.get(x, "absent") for each in (was, now))) for x in {*was, *now}]
+    return [form.format(x, old, new) for x, old, new in sorted(both) if old != new]
 
 
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:

@@ -71,10 +71,7 @@ def noted(note: str) -> Iterator[None]:
 
 
 def explain_missing(note: str | None = None) -> Callable[[Any, str], Any]:
-    """A ``__getattr__`` that adds a note to the error. Hide it from type checkers.
-
-    None is what `_NAMES` says of the name.
-    """
+    """A ``__getattr__`` that adds a note, or what `_NAMES` says. Hide it from types."""
 
     def get(self: Any, name: str) -> Any:
         known = note or _NAMES.get(name)

@@ -82,9 +82,9 @@ def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
         raise ValueError(f"{name}={value!r:.200} must be one of {texts}.")
 
 
-def check_text(name: str, value: Any, what: str, kinds: Any = str) -> None:
-    """Raise unless a value is of these kinds and not empty."""
-    if not isinstance(value, kinds) or not str(value):
+def check_text(name: str, value: Any, what: str) -> None:
+    """Raise unless a value is a text and not empty."""
+    if not isinstance(value, str) or not value:
         raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
