@@ -227,7 +227,7 @@ class DistributedDataset:
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
     ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
         """Each round's batch, and the cursor after it."""
-        elements = (jax.tree.map(sources.as_array, x) for x in source)
+        elements = (jax.tree.map(sources.from_tensor, x) for x in source)
         peers: Exchange | None = None
         taken: Any = None  # of the newest round that this process has a part of
         if self._asks_peers:

@@ -97,7 +97,7 @@ def is_function(source: Any) -> bool:
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
-def as_array(leaf: Any) -> Any:
+def from_tensor(leaf: Any) -> Any:
     """A tensor of another library as an array; any other leaf as it is."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf
