@@ -46,10 +46,7 @@ def _without_transport(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _forward(source: IO[bytes], target: Any, prefix: str) -> None:
-    """Write each line that a process prints, until it ends or nobody reads them.
-
-    A process that then goes on printing is ended by SIGPIPE.
-    """
+    """Write each line that a process prints, until it ends or nobody reads them."""
     with source, contextlib.suppress(BrokenPipeError):
         for line in _without_transport(source):
             write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
@@ -178,10 +175,7 @@ def run_group(
     timeouts: Timeouts,
     arrived: list[int],
 ) -> End:
-    """Run the command once with each of the environments, as one job.
-
-    The launcher's signal handlers append the signals that it gets to ``arrived``.
-    """
+    """Run the command with each environment, as one job that gets arrived signals."""
     workers: list[_Worker] = []
     with _process_group() as group:
         try:
@@ -316,10 +310,9 @@ class _Job:
 
     def _fail(self, worker: _Worker) -> None:
         code, rest = worker.popen.returncode, len(self.running)
-        why = f"{worker.why_hung} and was killed"
-        if worker.why_hung is None:
-            why = f"was killed by signal {-code} ({_signal_name(-code)})"
-            why = why if code < 0 else f"exited with code {code}"
+        how = f"was killed by signal {-code} ({_signal_name(-code)})"
+        how = f"exited with code {code}" if code > 0 else how
+        why = f"{worker.why_hung} and was killed" if worker.why_hung else how
         others = f"; stopping the other {rest}" if rest else ""
         seconds = time.monotonic() - worker.started
         say(f"process {worker.index} {why} after {seconds:.1f} s{others}")

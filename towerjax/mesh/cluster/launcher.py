@@ -103,8 +103,7 @@ def launch(
       hang_timeout_s: Seconds without a sign of life after which a process is killed,
         counted from its start; `initialize` gives the first sign.
       step_timeout_s: Seconds without a step of any process after which those that did
-        the fewest are killed, once each did one in a `run` with a `Checkpointer`;
-        longer than an evaluation and a checkpoint take.
+        the fewest are killed, once each did one in a `run` with a `Checkpointer`.
       regrow_s: Seconds until the place of a lost process is used again.
 
     Returns:

@@ -27,11 +27,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_free(port: int) -> bool:
-    """Whether a process of this machine could listen at that port.
-
-    JAX's server would share a port with another job's server, and it aborts the process
-    if it may not use the port.
-    """
+    """Whether a process may listen at that port; JAX's would share it, or abort."""
     with socket.socket() as probe:
         # A port of a job that has just ended is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

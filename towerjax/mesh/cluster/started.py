@@ -30,10 +30,7 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
-    """Why this process may not work by itself; None if nothing says there are others.
-
-    The sentence says in the words ``but`` what does not agree with the environment.
-    """
+    """Why this process, ``but`` ..., may not work by itself; None if it may."""
     found = _innermost(environ)
     number = (x for x in _ALONE if (n := environ.get(x, "")).isdecimal() and int(n))
     name = found[1][1] if found else next(number, None)
