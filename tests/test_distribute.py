@@ -132,42 +132,33 @@ def test_elements_of_unequal_size_train_as_one_batch_of_them_all():
 
 
 @pytest.mark.parametrize(
-    "remainder, expected", [("pad", [[2, 2, 2], [2, 2, 0]]), ("drop", [[2, 2, 2]])]
+    "towers, sizes, options, expected",
+    [
+        (3, [2] * 5, {"remainder": "pad"}, [[2, 2, 2], [2, 2, 0]]),
+        (3, [2] * 5, {"remainder": "drop"}, [[2, 2, 2]]),
+        (
+            3,
+            [2] * 5,
+            {"remainder": "error"},
+            r"but got 2 of sizes \[2, 2\].*'drop' for",
+        ),
+        (2, [4, 4, 4, 2], {"remainder": "drop"}, [[4, 4]]),  # a short last one
+        (2, [4, 4, 3], {"remainder": "drop"}, [[4, 4]]),
+        (2, [4, 2, 4, 4], {"remainder": "drop"}, r"2 towers take .* of sizes \[4, 2\]"),
+        (2, [4, 5], {"micro_batches": 3}, [[4, 5]]),
+    ],
 )
-def test_elements_left_over_at_the_end(remainder, expected):
-    dataset = mirrored(3).distribute_dataset(
-        [np.arange(2)] * 5, split="elements", remainder=remainder
+def test_elements_left_over_and_of_unequal_size(towers, sizes, options, expected):
+    dataset = mirrored(towers).distribute_dataset(
+        lambda: map(np.arange, sizes), split="elements", **options
     )
-    assert [placed.counts.tolist() for placed in dataset] == expected
-
-
-def test_a_short_last_element_is_dropped_when_asked_for():
-    def counts(sizes):
-        dataset = mirrored(2).distribute_dataset(
-            lambda: map(np.arange, sizes), split="elements", remainder="drop"
-        )
-        return [placed.counts.tolist() for placed in dataset]
-
-    assert counts([4, 4, 4, 2]) == counts([4, 4, 3]) == [[4, 4]]
-    with pytest.raises(ValueError, match=r"2 towers take .* 2 of sizes \[4, 2\]"):
-        counts([4, 2, 4, 4])
-
-
-def test_elements_left_over_are_an_error_when_asked_for():
-    dataset = mirrored(3).distribute_dataset(
-        [np.arange(2)] * 5, split="elements", remainder="error"
-    )
-    text = r"3 towers take an element each, but got 2 of sizes \[2, 2\].*'drop' for the"
-    with pytest.raises(ValueError, match=text):
-        list(dataset)
-
-
-def test_elements_are_padded_to_micro_batches():
-    dataset = mirrored(2).distribute_dataset(
-        [np.arange(4), np.arange(5)], split="elements", micro_batches=3
-    )
-    (placed,) = dataset
-    assert placed.rows == 6 and placed.counts.tolist() == [4, 5]
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            list(dataset)
+        return
+    placed = list(dataset)
+    assert [each.counts.tolist() for each in placed] == expected
+    assert placed[0].rows % options.get("micro_batches", 1) == 0
 
 
 def test_elements_of_two_kinds_are_refused():
@@ -302,12 +293,8 @@ def test_what_cannot_be_fed_is_refused_at_once(source, text):
 def test_elements_without_rows_are_told_of_the_other_split(source):
     with pytest.raises(ValueError, match="split='elements'.* where each tower takes"):
         next(iter(mirrored(2).distribute_dataset(source)))
-
-
-def test_a_function_that_returns_no_data_is_refused():
-    dataset = mirrored(2).distribute_dataset(lambda: 7)
     with pytest.raises(ValueError, match="data set returned is a int, but is to"):
-        list(dataset)
+        list(mirrored(2).distribute_dataset(lambda: len(source)))
 
 
 def test_a_context_shares_a_batch_evenly():
@@ -339,17 +326,23 @@ def test_the_prefetch_depth_is_kept(depth):
     assert (threading.current_thread() in threads) == (depth == 0)
 
 
+def rewritten(size):
+    buffer = np.zeros(size, np.float32)
+    for i in range(4):
+        buffer[...] = i
+        yield buffer
+
+
 def test_a_loader_may_reuse_its_buffer():
-    buffer = np.zeros((1 << 20,), np.float32)  # large enough to be aligned
-
-    def source():
-        for i in range(4):
-            buffer[:] = i
-            yield buffer
-
-    dataset = mirrored(2, 2, prefetch_on_device=2).distribute_dataset(source)
-    placed = list(dataset)
-    assert [float(p.arrays.min()) for p in placed] == [0, 1, 2, 3]
+    strategy = mirrored(2, 2, prefetch_on_device=2)
+    large = strategy.distribute_dataset(
+        lambda: rewritten(1 << 20)
+    )  # so as to be aligned
+    assert [float(placed.arrays.min()) for placed in large] == [0, 1, 2, 3]
+    for size in ((), 2):
+        dataset = mirrored(4).distribute_dataset(rewritten(size), split="elements")
+        ((arrays),) = (placed.arrays for placed in dataset)
+        assert arrays.tolist() == np.repeat(np.arange(4.0), size or 1).tolist()
 
 
 def test_an_error_of_the_loader_comes_after_what_came_before():
@@ -456,20 +449,6 @@ def test_one_process_does_everything_once():
         assert strategy.should_save_summary
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_a_loader_may_reuse_its_buffer_for_the_next_element(bare):
-    buffer = np.zeros(() if bare else 2, np.float32)
-
-    def source():
-        for i in range(4):
-            buffer[...] = i
-            yield buffer
-
-    (placed,) = mirrored(4).distribute_dataset(source, split="elements")
-    expected = np.repeat(np.arange(4.0), 1 if bare else 2)
-    assert placed.arrays.tolist() == expected.tolist()
-
-
 def test_a_batch_placed_for_other_towers_is_refused():
     dev = [f"cpu:{i}" for i in range(2)]
     mine, other = tj.Mirrored(devices=dev, towers=2), tj.Mirrored(devices=dev, towers=4)
@@ -480,31 +459,26 @@ def test_a_batch_placed_for_other_towers_is_refused():
     (placed,) = other.distribute_dataset([data(8)])
     state = step.init(jnp.zeros(2))
     text = "placed for 4 towers on cpu:0, cpu:1, but the step has 2 towers"
-    for call in (
-        lambda: step(state, placed),
-        lambda: step.place_batches([placed], 2),
-        lambda: evaluate(state, placed),
-        lambda: tj.run(step, state, [placed], progress=False),
-    ):
-        with pytest.raises(ValueError, match=text):
-            call()
     several = step.place_batches([data(8)], 2)
-    with pytest.raises(ValueError, match="holds the batches of 2 steps"):
-        evaluate(state, several)
-    with pytest.raises(ValueError, match="holds the batches of 2 steps"):
-        step.place_batches([several], 2)
-
-
-def test_per_tower_does_not_hide_padding():
-    steps = mirrored(4).distribute_dataset([np.arange(8), np.arange(6)]).per_tower()
-    assert next(steps).values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
-        next(steps)
+    for call, says in (
+        (lambda: step(state, placed), text),
+        (lambda: step.place_batches([placed], 2), text),
+        (lambda: evaluate(state, placed), text),
+        (lambda: tj.run(step, state, [placed], progress=False), text),
+        (lambda: evaluate(state, several), "holds the batches of 2 steps"),
+        (lambda: step.place_batches([several], 2), "holds the batches of 2 steps"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
 
 
 def test_an_element_goes_to_a_tower_function_as_it_is():
     strategy = mirrored(4, 2)
-    data = iter(strategy.distribute_dataset([np.arange(8), np.arange(6)]))
+    dataset = strategy.distribute_dataset([np.arange(8), np.arange(6)])
+    data, steps = iter(dataset), dataset.per_tower()
+    assert next(steps).values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
+        next(steps)
 
     def tower_fn(tower, tree):
         return tree["x"].sum() + tower.id
@@ -512,12 +486,8 @@ def test_an_element_goes_to_a_tower_function_as_it_is():
     element = next(data)
     out = strategy.call_for_each_tower(tower_fn, {"x": element})
     assert out.values.tolist() == [1, 6, 11, 16]
-    assert [x.tolist() for x in strategy.unwrap(element)] == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-        [6, 7],
-    ]
+    unwrapped = np.array(strategy.unwrap(element))
+    assert unwrapped.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert strategy.select_tower(element, 2).tolist() == [4, 5]
     assert strategy.reduce(tj.Reduction.SUM, element).tolist() == [12, 16]
     with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
