@@ -192,7 +192,7 @@ def hand_written(name):
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:Rows of a tower meet")  # ResNet-50's batch norm
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet50", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "resnet50", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
@@ -467,12 +467,8 @@ def test_an_evaluation_for_devices_that_are_not_here():
     importlib.util.find_spec("libtpu") is None,
     reason="towerjax[tpu-compiler] is not installed",
 )
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_no_more_is_sent_and_held_than_by_hand_on_tpus(name):
-    devices, program = tj.Absent("v5e:2x4"), PROGRAMS[name]
-    if name == "cnn":  # of smaller images, which compile in a quarter of the time
-        small = (16, 16, 3), jnp.float32
-        program = dataclasses.replace(program, rows=32, example=small)
+def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
+    devices, program = tj.Absent("v5e:2x4"), PROGRAMS["mlp"]
     ours = by_towerjax(program, tj.Mirrored(devices=devices))
     hand = by_hand(program, devices)
     assert len(ours.collectives) == len(hand.collectives) == 1

@@ -1102,18 +1102,6 @@ def test_sigterm_before_an_error_is_obeyed_after_it(light, tmp_path):
     assert heard == [signal.SIGTERM]
 
 
-@pytest.mark.slow
-def test_ctrl_c_between_a_step_and_its_fault_saves_nothing(light, tmp_path):
-    saving = tj.Checkpointer(tmp_path)
-    source = model.batches(drop_remainder=True)
-    bad = [next(source), next(source)]
-    bad[1] = {**bad[1], "y": bad[1]["y"] * np.nan}
-    interrupt = kill_at(1, signal.SIGINT)
-    with pytest.raises(tj.NonFiniteError):
-        train(light, saving, 2, bad, hooks=[interrupt], steps_per_call=2)
-    assert saving.steps == ()
-
-
 def test_an_error_saves_nothing(light, tmp_path):
     saving = tj.Checkpointer(tmp_path)
     with pytest.raises(Stop) as error:

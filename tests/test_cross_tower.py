@@ -47,12 +47,6 @@ def test_arguments_are_the_towers_own_or_shared(local, executor):
     np.testing.assert_allclose(out.values, expected, rtol=4 * EPS)
 
 
-def test_a_tower_local_argument_is_the_towers_own():
-    local = tj.TowerLocal({"n": ROWS[:T].astype(np.float32)}, R.NONE)
-    out = mirrored(T, D).call_for_each_tower(lambda tower, x: x.value["n"] * 2, local)
-    assert out.values.tolist() == (2 * ROWS[:T]).tolist()
-
-
 def test_any_keyword_belongs_to_the_tower_function():
     def tower_fn(tower, /, **kwargs):
         return kwargs
@@ -122,19 +116,6 @@ def test_exceptions_keep_their_type(depth):
 
     with pytest.raises(OurError, match=f"^{depth}"):
         mirrored(T, D).call_for_each_tower(tower_fn)
-
-
-@pytest.mark.parametrize("rows", [np.ones(3), np.ones((1, 2)), np.float32(1)])
-def test_rows_for_another_number_of_towers_are_refused(rows):
-    strategy, value = mirrored(2, 2), tj.PerTower(rows)
-    text = "but dim 0 runs over the 2 towers. Stack one value for each tower, or"
-    for use in (
-        lambda: strategy.call_for_each_tower(lambda tower, x: x, value),
-        lambda: strategy.reduce(R.MEAN, value),
-    ):
-        with pytest.raises(ValueError, match="PerTower .* has shape") as error:
-            use()
-        assert f"{np.shape(rows)}, {text}" in str(error.value)
 
 
 # unwrap
@@ -211,13 +192,6 @@ def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
 def test_what_is_no_reduction_is_refused(reduction, text):
     with pytest.raises(ValueError, match=text):
         mirrored(2).reduce(reduction, 1.0)
-
-
-def test_reduce_does_what_it_is_told_with_a_tower_local():
-    rows = tj.TowerLocal({"n": np.float32([1, 3, 8])}, R.MEAN)
-    strategy = mirrored(3)
-    assert float(strategy.reduce(R.SUM, rows)["n"]) == 12
-    assert float(strategy.read_var(rows)["n"]) == 4
 
 
 def test_destinations():

@@ -102,24 +102,6 @@ def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
         assert float(metrics["loss"]) == (3 - value) ** 2
 
 
-@pytest.mark.parametrize("dtype", [np.float64, ">f4", jnp.bfloat16, bool])
-def test_large_rows_are_copied_once(monkeypatch, dtype):
-    """XLA:CPU takes the copy over, which begins where it wants it to begin."""
-    handed = []
-
-    def noted(array, sharding, **how):
-        handed.append(array)
-        return put(array, sharding, **how)
-
-    monkeypatch.setattr("towerjax.mesh.placement.put", noted)
-    x = (np.arange(1 << 20) % 2).reshape(4, -1).astype(dtype).T
-    placed = build(1).place_batch({"x": x}).arrays["x"]
-    assert placed.unsafe_buffer_pointer() == handed[0].ctypes.data
-    np.testing.assert_array_equal(
-        placed, x.astype(jax.dtypes.canonicalize_dtype(dtype))
-    )
-
-
 def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
     step = known(1)
     state, _ = step(step.init(np.float32(3.0)), rows())

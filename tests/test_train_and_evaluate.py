@@ -419,22 +419,6 @@ def test_a_malformed_batch_closes_the_data(model):
     assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
 
 
-def test_eval_data_that_a_function_makes_is_closed(model):
-    closed = []
-
-    def held_out():
-        try:
-            yield from pairs()
-            if len(closed) == 1:
-                raise LookupError
-        finally:
-            closed.append(1)
-
-    with pytest.raises(LookupError) as caught:
-        train(model, pairs(), held_out, eval_every=1)
-    assert len(closed) == 2 and int(caught.value.state.step) == 2
-
-
 # What is refused
 
 ONCE = "is a generator, which can be gone through only once"
