@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -88,14 +89,18 @@ def split(
 
 def fill_holes(tree: PyTree, **pools: list[Any]) -> PyTree:
     """The inverse of `split`, for the holes of the kinds that ``pools`` has."""
-    left = {kind: iter(pool) for kind, pool in pools.items()}
+    return _filled(tree, {kind: iter(pool) for kind, pool in pools.items()})
 
+
+# A function that held itself would keep the arrays of a call until a collection.
+def _filled(tree: PyTree, left: dict[str, Iterator[Any]]) -> PyTree:
     def one(x: Any) -> Any:
         if not isinstance(x, Hole) or x.kind not in left:
             return x
         x = next(left[x.kind])
-        # A gradient may be of rows of tables.
-        return map_parts(Hole, one, x) if is_metric(x) and "joined" in left else x
+        if is_metric(x) and "joined" in left:  # a gradient may be of rows of tables
+            return map_parts(Hole, lambda hole: _filled(hole, left), x)
+        return x
 
     return jax.tree.map(one, tree, is_leaf=is_hole)
 
