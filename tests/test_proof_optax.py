@@ -6,7 +6,6 @@ Those that have, between them, every operation of all others train, as by plain 
 import inspect
 import pathlib
 import re
-import textwrap
 import warnings
 
 import jax
@@ -454,18 +453,10 @@ def row_of(name):
 
 
 def table():
-    """The rows that say something, and then the names of all others."""
+    """The rows of those that need more than the gradient, or more words."""
     names = sorted(FACTORIES, key=lambda name: (hasattr(contrib, name), name))
-    rows = {name: row_of(name) for name in names}
-    plain = [name for name in names if rows[name][1:] == ("gradient", "unchanged")]
-    more = [f"| {' | '.join(rows[name])} |\n" for name in names if name not in plain]
-    text = HEAD + "".join(more)
-    for module, of in ("optax", optax), ("optax.contrib", contrib):
-        own = [name for name in plain if hasattr(contrib, name) == (of is contrib)]
-        names = "`, `".join(own)
-        said = f"Unchanged, with the gradient alone, of `{module}`: `{names}`."
-        text += f"\n{textwrap.fill(said, 88, break_on_hyphens=False)}\n"
-    return text
+    rows = [row for row in map(row_of, names) if row[1:] != ("gradient", "unchanged")]
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 @pytest.mark.slow
