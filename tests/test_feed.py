@@ -100,8 +100,6 @@ def test_epochs_none_never_ends():
         ({"data": {}}, "holds no arrays"),
         ({"data": np.zeros((0, 2))}, "empty"),
         ({"batch_size": 0}, "batch_size=0 must be a whole number >= 1"),
-        ({"batch_size": 2.0}, "batch_size=2.0 must be"),
-        ({"batch_size": True}, "batch_size=True must be"),
         ({"epochs": 0}, "epochs=0 must be a whole number >= 1"),
         ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
     ],
@@ -114,18 +112,9 @@ def test_bad_arguments_are_refused_at_the_call(arguments, message):
 # Groups
 
 
-def test_groups_hold_every_element_once_and_the_last_is_short():
-    rows = [np.full(2, i) for i in range(7)]
-    groups = [[int(b[0]) for b in group] for group in in_groups(rows, 3)]
-    assert groups == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-def test_groups_end_at_multiples_from_anywhere():
-    groups = list(in_groups(range(2, 8), 3, before=2))
-    assert groups == [[2], [3, 4, 5], [6, 7]]
-
-
-def test_groups_take_no_more_than_they_give():
+def test_groups_end_at_multiples_and_take_no_more_than_they_give():
+    assert list(in_groups(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(in_groups(range(2, 8), 3, before=2)) == [[2], [3, 4, 5], [6, 7]]
     source = iter(range(10))
     assert next(in_groups(source, 4)) == [0, 1, 2, 3]
     assert next(source) == 4
@@ -205,12 +194,8 @@ def test_an_exception_arrives_where_it_occurred(depth, position):
         next(feed)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert "failing_loader" in frames
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_an_exception_of_placing_arrives_where_it_occurred(depth):
-    feed = prefetch(range(5), lambda i: 1 // (2 - i), depth=depth)
-    assert [next(feed), next(feed)] == [0, 1]
+    feed = prefetch(range(5), lambda i: 1 // (position - i), depth=depth)  # of placing
+    assert len([next(feed) for _ in range(position)]) == position
     with pytest.raises(ZeroDivisionError):
         next(feed)
 
@@ -226,8 +211,12 @@ def test_stopping_early_ends_the_thread_at_once(depth):
     assert time.perf_counter() - start_s < 1.0
 
 
-def test_ctrl_c_while_it_stops_ends_the_thread_too():
+def test_ctrl_c_while_it_stops_or_starts_ends_the_thread_too(monkeypatch):
     def interrupted():
+        raise KeyboardInterrupt
+
+    def started(thread):
+        start(thread)
         raise KeyboardInterrupt
 
     feed = prefetch(itertools.count(), lambda i: i, depth=1, on_stop=interrupted)
@@ -235,13 +224,6 @@ def test_ctrl_c_while_it_stops_ends_the_thread_too():
     with pytest.raises(KeyboardInterrupt):
         feed.close()
     wait_until(lambda: feeder_threads() == [])
-
-
-def test_ctrl_c_while_it_starts_ends_the_thread_too(monkeypatch):
-    def started(thread):
-        start(thread)
-        raise KeyboardInterrupt
-
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", started)
     with pytest.raises(KeyboardInterrupt):
@@ -249,10 +231,12 @@ def test_ctrl_c_while_it_starts_ends_the_thread_too(monkeypatch):
     wait_until(lambda: feeder_threads() == [])
 
 
-def test_an_abandoned_feed_ends_its_thread():
+def test_an_abandoned_feed_ends_its_thread_and_one_never_begun_has_none():
     feed = prefetch(itertools.count(), lambda i: i, depth=2)
     next(feed)
     del feed
+    assert feeder_threads() == []
+    prefetch(itertools.count(), lambda i: i, depth=2).close()
     assert feeder_threads() == []
 
 
@@ -271,11 +255,6 @@ def test_a_feed_that_is_collected_in_its_own_thread_ends_it():
     given.set()
     wait_until(lambda: feeder_threads() == [])
     assert ended
-
-
-def test_a_feed_never_begun_starts_nothing():
-    prefetch(itertools.count(), lambda i: i, depth=2).close()
-    assert feeder_threads() == []
 
 
 @pytest.mark.slow

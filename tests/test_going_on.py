@@ -249,21 +249,3 @@ def test_who_is_told_to_end_and_saves_is_to_be_started_again(capfd):
     )
     assert children(saves, restarts=5, processes=1, grace_s=60) == 75
     assert "SIGTERM passed on to 1 running" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "options, says",
-    [
-        ({"restarts": -1}, "restarts=-1 must be a whole number >= 0"),
-        ({"regrow_s": -1}, "regrow_s=-1 must be a number of seconds >= 0"),
-        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be a number of seconds >= 0"),
-        ({"towers": 4}, "towers=4 .* Say devices_per_process, so that"),
-        (
-            {"towers": 6, "devices_per_process": 2},
-            "towers=6 cannot be shared out to 2 processes of 2 devices. Say",
-        ),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
-        launch(["true"], processes=2, **options)

@@ -36,17 +36,14 @@ def test_random_keys_do_not_add_up(reduction):
     assert (jax.random.key_data(first) == jax.random.key_data(keys[0])).all()
 
 
-@pytest.mark.parametrize("axis", [0.0, (0, 1), "0", True])
-def test_an_axis_is_one_dim(axis):
+def test_an_axis_is_one_dim_and_a_limit_of_bytes_an_int():
     strategy, x = mirrored(), tj.PerTower(np.ones((4, 2, 2)))
-    with refuses("axis=.* must be an int, one dim"):
-        strategy.call_for_each_tower(lambda t, x: t.all_gather(x, axis=axis), x)
-
-
-@pytest.mark.parametrize("below", ["x", None, True, 1.5, -1])
-def test_a_limit_of_bytes_is_an_int(below):
-    with refuses("AllReduce.pack_below_bytes=.* must be a whole number >= 0"):
-        tj.AllReduce(below)
+    for axis in (0.0, (0, 1), "0", True):
+        with refuses("axis=.* must be an int, one dim"):
+            strategy.call_for_each_tower(lambda t, x: t.all_gather(x, axis=axis), x)  # noqa: B023
+    for below in ("x", None, True, 1.5, -1):
+        with refuses("AllReduce.pack_below_bytes=.* must be a whole number >= 0"):
+            tj.AllReduce(below)
 
 
 @pytest.mark.parametrize("reduction", [R.MEAN, R.ONLY_FIRST_TOWER])
