@@ -389,6 +389,7 @@ def test_ctrl_c_at_many_lines_of_the_loop_loses_nothing(step, undisturbed, optio
         interrupted(step, undisturbed, event_number, **options)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_distributed_data_is_waited_for_loses_no_batch(step, undisturbed):
     def slow():
         yield from all_batches()[:2]
@@ -404,6 +405,7 @@ def test_ctrl_c_while_distributed_data_is_waited_for_loses_no_batch(step, undist
     assert_same_losses(losses, undisturbed[1])
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread(step):
     evaluate = tj.build_eval_step(evaluation, tj.Mirrored())
     state = init(step)
@@ -430,6 +432,7 @@ def test_memory_that_runs_out_in_a_donated_step_takes_the_state():
     assert found.endswith("RESOURCE_EXHAUSTED: Out of memory None None\n"), found
 
 
+@pytest.mark.slow
 def test_devices_that_fail_in_a_donated_step_say_why(step, monkeypatch):
     """As on the other processes of a job when one of them ends."""
     state, batch = init(step), step.place_batch(all_batches()[0])

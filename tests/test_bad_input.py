@@ -205,6 +205,7 @@ def of_a_metric(params, batch, tower):
     return tj.TowerOutput(loss_fn(params, batch, tower), {"gap": gap})
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("fn", [column, unweighted, of_a_metric])
 @pytest.mark.parametrize(
     ("towers", "rows", "options"),
@@ -237,6 +238,7 @@ def of_three_rows(params, batch, tower):
     return features(params, {"x": batch["x"].reshape(3, 3)}, tower)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("fn", [features, pairs, of_three_rows])
 @pytest.mark.parametrize("towers", [1, 3])
 def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
@@ -299,6 +301,7 @@ def of_gathered(params, batch, tower):
     return tj.Weighted.mean(batch["x"] @ params["w"] * (weight @ x[:, 0]), tower.weight)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("fn", [of_reduced, of_gathered])
 def test_what_micro_batches_tell_each_other_alone_is_warned_of(fn, towers):
@@ -408,6 +411,7 @@ def test_a_state_where_the_batch_goes_is_told_of():
         tj.run(step, state, lambda: [good()])
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "builder", [tj.build_eval_step, tj.build_predict_step], ids=lambda x: x.__name__
 )
@@ -431,6 +435,7 @@ def test_only_another_kind_of_state_is_told_that_the_step_has_one(builder):
             run(params, good())
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "call", [jax.pure_callback, functools.partial(io_callback, ordered=True)]
 )
@@ -734,6 +739,7 @@ def test_a_state_is_not_taken_for_parameters():
         step.init(of_flax)
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_no_parameters():
     """Floats are trained; a step of SGD would move a mean by its gradient."""
     variables = nn.BatchNorm(False).init(jax.random.key(0), np.ones((2, 3)))
@@ -746,6 +752,7 @@ def test_batch_statistics_are_no_parameters():
     build(trainable={"params": True, "batch_stats": False}).init(variables)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "loss_of",
     [
@@ -936,6 +943,7 @@ def _draws(kind):
     }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "kind, name", [*(("rbg", name) for name in _draws("rbg")), ("unsafe_rbg", "own")]
 )
@@ -1018,6 +1026,7 @@ def test_an_error_is_short_however_many_leaves_there_are():
         assert len(str(found.value)) < 2000
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
     def metric_fn(params, batch, tower):
         return {
@@ -1123,6 +1132,7 @@ def test_memory_that_is_written_in_place_is_no_parameter():
         build().init({**start(), "k": jax.new_ref(jnp.ones(3))})
 
 
+@pytest.mark.few_fast(5)
 @pytest.mark.parametrize("name", UNHELD)
 def test_what_no_device_holds_is_refused_by_name(name, compiled):
     made, text = UNHELD[name]

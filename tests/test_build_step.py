@@ -75,6 +75,7 @@ def sgd(rate, key="grads"):
     return update_fn
 
 
+@pytest.mark.slow
 @layouts
 def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
     def ascend(state, batch, tower):
@@ -620,6 +621,7 @@ def test_what_an_update_may_not_return_is_refused_by_name():
         tj.build_step(tower_fn, None, mirrored(2, 2))
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing():
     def tower_fn(state, batch, tower):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)

@@ -88,6 +88,7 @@ def test_called_inside_transformations(T, D, executor):
     close(scanned[1], values, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_of_towers_in_turn():
     strategy = mirrored(4, 2, local="scan")
 
@@ -103,6 +104,7 @@ def test_gradients_of_towers_in_turn():
     np.testing.assert_allclose(gradient, expected, rtol=8 * EPS)
 
 
+@pytest.mark.slow
 def test_values_of_the_grad_around_it_may_be_closed_over():
     strategy, x = mirrored(4, 2), tj.PerTower(ROWS)
 
@@ -234,6 +236,7 @@ def test_run_concurrently_changes_nothing():
 # Towers called by towers that have met.
 
 
+@pytest.mark.few_fast(1)
 @EXECUTORS
 def test_towers_are_called_in_a_merge(T, D, executor):
     def inner(tower, x, scale):

@@ -247,6 +247,7 @@ def other_model(step, **changes):
     return step.init({**model.params(), **changes}, local=local)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_before_training(three, monkeypatch):
     step = model.build(2)
     monkeypatch.setattr(type(step), "dispatch", None)
@@ -364,6 +365,7 @@ def test_a_system_that_refuses_to_write_is_told(tmp_path, bytes, after, text):
     assert re.search(text, told)
 
 
+@pytest.mark.slow
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
     state, batches = model.init(step), model.batches()
     state, _ = train(step, None, 6, batches, state)
@@ -405,6 +407,7 @@ def test_threads_save_at_once_into_folders_of_their_own(light, tmp_path):
     assert saved == dict.fromkeys("abc", (4, 5, 6))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_beyond_the_end_is_refused(step, three):
     with pytest.raises(tj.CheckpointError, match="end at 2, but the newest"):
         train(step, tj.Checkpointer(three), 2)
@@ -417,6 +420,7 @@ def files_of(path):
     return sorted(p for p in path.rglob("*") if p.is_file())
 
 
+@pytest.mark.slow
 def test_every_file_that_is_damaged_is_named(step, copied):
     saving, like = tj.Checkpointer(copied), model.init(step)
     newest = copied / "step-4"
@@ -438,6 +442,7 @@ def test_every_file_that_is_damaged_is_named(step, copied):
     saving.restore(step, like)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["manifest.json", "arrays/_METADATA"])
 @pytest.mark.parametrize("kind", ["pipe", "dangling link", "folder"])
 def test_what_is_no_file_is_named_and_not_waited_for(step, copied, path, kind):
@@ -453,6 +458,7 @@ def test_what_is_no_file_is_named_and_not_waited_for(step, copied, path, kind):
         tj.Checkpointer(copied).restore(step, model.init(step))
 
 
+@pytest.mark.slow
 def test_a_copy_under_another_steps_name_is_refused(step, copied):
     (copied / "step-4").rename(copied / "step-9")
     saving = tj.Checkpointer(copied)
@@ -482,6 +488,7 @@ def forged(path, change):
 WRONG = (None, "x", -1, 0.5, True, [], {}, [[]], {"a": 1}, [{"a": 1}])
 
 
+@pytest.mark.slow
 def test_forged_manifests_are_refused_in_one_sentence(step, copied):
     newest, like = copied / "step-4", model.init(step)
     manifest = (newest / "manifest.json").read_text()
@@ -521,6 +528,7 @@ def test_forged_manifests_are_refused_in_one_sentence(step, copied):
         tj.Checkpointer(copied).restore(step, like)
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_does_not_count(step, copied):
     for name in ("step-9.partial", "step-1.partial"):
         (copied / name).mkdir()
@@ -545,6 +553,7 @@ def test_nothing_is_pickled(light, tmp_path, monkeypatch):
 # The record
 
 
+@pytest.mark.slow
 def test_the_record_says_what_is_inside(step, three):
     record = tj.Checkpointer(three).record(4)
     assert record.towers == 8 and record.devices == ("cpu:0", "cpu:1")
@@ -574,6 +583,7 @@ def of_all_dtypes(number):
     return {"keys": [*keys, jax.random.split(keys[0], 3)], **values}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["mirrored", "tower-local"])
 def test_every_dtype_comes_back_with_its_bits(tmp_path, layout):
     def light_loss_fn(params, batch, tower):
@@ -599,6 +609,7 @@ def test_every_dtype_comes_back_with_its_bits(tmp_path, layout):
     assert jax.tree.map(shown, found) == jax.tree.map(shown, state)
 
 
+@pytest.mark.slow
 def test_a_later_format_is_refused(step, copied):
     path = copied / "step-4" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
@@ -910,6 +921,7 @@ def test_options_that_cannot_be(change, text):
         tj.Checkpointer(**{"directory": "folder", **change})
 
 
+@pytest.mark.slow
 def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
     state, saving = model.init(step), tj.Checkpointer(tmp_path)
     host = jax.tree.map(np.asarray, state.params)

@@ -81,6 +81,7 @@ def test_a_device_of_one_tower_runs_the_trace_that_was_proved():
     assert Counted.traces == 1
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("count", "options", "waits"),
     [
@@ -228,6 +229,7 @@ def test_a_program_for_full_batches_reads_no_weights(count):
     assert [*step._runner.programs.values()] == [general]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remainder, cross_tower_ops",
     [("drop", tj.AllReduce()), ("drop", tj.PinnedTree()), ("pad", tj.AllReduce())],
@@ -394,6 +396,7 @@ def test_an_interrupt_during_compilation_waits_for_it(monkeypatch, compiled):
     assert int(state.step) == 1
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_pauses_while_a_step_is_traced(enabled, fails):

@@ -116,6 +116,7 @@ def test_each_tower_takes_an_element(T, D):
     assert i == 1
 
 
+@pytest.mark.slow
 def test_elements_of_unequal_size_train_as_one_batch_of_them_all():
     strategy = mirrored(3, 3)
     whole = data(12)

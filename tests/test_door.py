@@ -181,6 +181,7 @@ def test_put_is_device_put(layout, dtype, shared):
         np.testing.assert_array_equal(mine.data, theirs.data)
 
 
+@pytest.mark.slow
 def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_for():
     step = build()
     with jax.transfer_guard("disallow"):
@@ -276,6 +277,7 @@ def test_without_jit_a_step_says_what_to_write():
         step(state, rows())
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_parameters_that_lie_right_are_not_copied_for_an_evaluation(state):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], towers=4, state=state)

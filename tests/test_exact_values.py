@@ -122,6 +122,7 @@ def test_means_and_sums_have_one_dtype_on_all_paths_in_x64():
                     assert read[name].dtype == expected
 
 
+@pytest.mark.slow
 def test_sums_of_a_step_are_of_their_dtype_on_all_layouts_in_x64():
     def loss_fn(w, batch, tower):
         loss = tj.Weighted.mean((w - batch) ** 2, tower.weight)
@@ -169,6 +170,7 @@ def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
         assert parts.max() - parts.min() <= 1 and (np.diff(parts) <= 0).all()
 
 
+@pytest.mark.slow
 def test_a_sum_whose_parts_do_not_fit_is_refused():
     strategy = mirrored(4)
     v = strategy.create_var("v", np.int8(0), reduction=R.SUM, tower_local=True)

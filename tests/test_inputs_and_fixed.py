@@ -109,6 +109,7 @@ def test_a_function_of_a_placed_batch_is_given_what_its_towers_share():
     assert out.values.tolist() == [3, 15]
 
 
+@pytest.mark.slow
 def test_evaluation_and_model_functions_take_shared_leaves():
     strategy, batch = mirrored(2, 2), rows(7)
     shared = {"scale": tj.Whole({"by": 2.0}), **batch}  # before the rows
@@ -168,6 +169,7 @@ def first_extra():
     }
 
 
+@pytest.mark.slow
 @layouts
 def test_what_towers_return_for_the_extra_state_is_merged(T, D, local, A):
     step = tj.build_train_step(
@@ -357,6 +359,7 @@ def test_refusals_name_the_leaf_and_what_to_write():
         check(lora(), "a")
 
 
+@pytest.mark.slow
 def test_shared_leaves_of_a_distributed_data_set():
     strategy = mirrored(4, 2)
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")

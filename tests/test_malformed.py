@@ -382,6 +382,7 @@ PARAMS = LEAVES.keys() - {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(PARAMS))
 def test_odd_params_and_keys_are_refused_by_name(name, steps):
     leaf = LEAVES[name]()

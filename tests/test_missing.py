@@ -108,6 +108,7 @@ WRITE = [
 ]
 
 
+@pytest.mark.few_fast(9)
 @pytest.mark.parametrize(("make", "text"), WRITE, ids=[x[1] for x in WRITE])
 def test_an_error_says_what_to_write(make, text):
     with pytest.raises(Exception) as caught:  # noqa: B017 (of any kind)
@@ -123,6 +124,7 @@ def test_what_is_no_name_of_others_is_told_as_by_python():
         assert not hasattr(caught.value, "__notes__")
 
 
+@pytest.mark.slow
 def test_metrics_of_a_history_are_a_tree():
     metrics = run()[1].metrics
     doubled = jax.tree.map(lambda x: 2 * x, metrics)

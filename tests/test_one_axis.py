@@ -548,6 +548,7 @@ def added_to(tower, x):
 SCANNED = [numbered, kept_in_a_ref, of_a_literal, added_to]
 
 
+@pytest.mark.slow
 def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers():
     """All in one program, on one device, on two, and with a tower on each."""
     x = np.arange(16, dtype=np.float32)
@@ -643,6 +644,7 @@ def test_a_parameter_may_be_used_more_often_than_calls_nest():
     assert traced.out_avals[0].shape == ()
 
 
+@pytest.mark.slow
 def test_a_device_of_several_towers_holds_one_gradient():
     def loss_fn(w, x, tower):
         return tj.Weighted.mean(jnp.tanh(jnp.tanh(x @ w) @ w).sum(-1), tower.weight)

@@ -37,6 +37,7 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced():
         assert out["b"][1][0].tolist() == [[n, n]]
 
 
+@pytest.mark.slow
 def test_a_tuple_of_trees_with_indexed_rows_is_handed_out_and_reduced():
     strategy = mirrored(4, 2)
     trees = tuple({"rows": rows_of(t), "n": np.int32(t)} for t in range(4))

@@ -97,6 +97,7 @@ def by_pmap(g):
     return jax.pmap(lambda g: 2.0 * g)(g)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "update", [own_part, by_specs, by_norm, mean_of_equals, by_pmap]
 )
@@ -148,6 +149,7 @@ def by_pmap_of_one(g):
     return jax.pmap(own, axis_name="mine", out_axes=None)(copies)
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize(
     ("update", "text"),
     [
@@ -304,6 +306,7 @@ def test_what_an_update_cannot_run_is_refused_by_check(update, strategy, text):
         build(update=update, **strategy).check(PARAMS, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{"devices": ["cpu:0"]}, SHARED])
 def test_a_mesh_of_the_one_device_runs_in_a_tower(strategy):
     of_tower = of_params(

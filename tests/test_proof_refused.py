@@ -200,6 +200,7 @@ AGAIN = [
 ]
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
     "options", [{}, {"micro_batches": 2}, {"ops": tj.PinnedTree()}]
 )
@@ -210,6 +211,7 @@ def test_a_gradient_that_its_backward_adds_up_is_refused(loss_fn, options):
     assert marked(loss_fn) in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()])
 @pytest.mark.parametrize("loss_fn", [gradient_of_a_mean, statistics_of_all])
 def test_what_a_backward_adds_up_by_right_trains_as_one_tower(loss_fn, ops):

@@ -116,6 +116,7 @@ def test_a_variable_that_the_steps_of_a_loop_close_over_is_told():
     assert float(total) == 2.0
 
 
+@pytest.mark.slow
 def test_what_a_variable_holds_and_a_value_that_is_none_of_the_kind():
     strategy = mirrored()
     v = strategy.create_var("v", np.ones(3, np.float32))

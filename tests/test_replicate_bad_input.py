@@ -568,6 +568,7 @@ CARELESS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", CARELESS)
 def test_padding_that_nothing_masks_is_refused(name, compiled):
     mode, text = CARELESS[name]
@@ -620,6 +621,7 @@ def test_metrics_that_cannot_be_merged_are_refused_by_name(name, compiled):
     refused(compiled, text, replicated(fn), start(), X, None, EVAL)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", ["loss", "loss/0"])
 def test_metrics_of_a_step_have_no_name_of_the_loss_or_a_term_of_it(name):
     def fn(variables, features, labels, mode, tower):

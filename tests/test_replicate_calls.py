@@ -194,6 +194,7 @@ def test_hooks_come_back_from_every_mode():
             assert spec.hooks == (first, second) and spec.mode is mode
 
 
+@pytest.mark.slow
 def test_a_loss_keeps_its_kind():
     def model_fn(variables, features, labels, mode, tower, params):
         loss = tj.Weighted.mean(features, tower.weight)
@@ -228,6 +229,7 @@ def test_one_tower_alone_is_neither_split_nor_scaled():
         np.testing.assert_allclose(spec.loss.value, (errors**2).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tower_without_weights_counts_its_penalty_as_the_original_did():
     def of_weights(variables, features, labels, mode, tower):
         def loss_fn(w):
@@ -351,6 +353,7 @@ def test_only_other_params_have_another_key(name):
     assert static_keys({"params": make()}) != static_keys({"params": other})
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("which", ["params", "config"])
 def test_params_that_change_after_a_call_change_later_calls_only(which, compiled):
     def model_fn(variables, features, labels, mode, params, config):

@@ -84,6 +84,7 @@ def start_averaging():
     return tj.TrainState.create({"w": rows(8, seed=3)}, SGD, extra=extra)
 
 
+@pytest.mark.slow
 def test_extra_variables_are_merged_by_their_types_and_micro_batches_meet_once():
     sizes = set()
 
@@ -113,6 +114,7 @@ def test_extra_variables_are_merged_by_their_types_and_micro_batches_meet_once()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
@@ -210,6 +212,7 @@ def test_rows_of_a_table_meet_of_all_micro_batches():
     np.testing.assert_allclose(metrics["loss"], (words[ids] ** 2).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_towers_without_examples_do_not_count_in_a_mean_of_scalars():
     def fn(variables, features, labels, mode, tower):
         def loss_fn(w):
@@ -354,6 +357,7 @@ def test_an_evaluation_sees_local_variables_as_they_are_read():
     assert seen == [(None, np.float32, None)]
 
 
+@pytest.mark.slow
 def test_what_is_printed_after_the_last_update_is_seen():
     seen = []
 

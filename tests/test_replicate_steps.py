@@ -267,6 +267,7 @@ def test_a_step_that_is_not_finite_or_has_no_examples_changes_nothing():
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.slow
 def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
     def fn(variables, features, labels, mode, tower):
         losses, after, slots = {}, {}, {}

@@ -267,6 +267,7 @@ def check(step):
     step.check({"w": np.ones(F, np.float32)}, batch())
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize("options", [{}, {"towers": 1, "micro_batches": 3}])
 @pytest.mark.parametrize("name", MEETINGS)
 def test_rows_that_meet_are_warned_of(name, options):
@@ -275,6 +276,7 @@ def test_rows_that_meet_are_warned_of(name, options):
     check(build(MEETINGS[name], towers=1))  # one tower has all rows
 
 
+@pytest.mark.few_fast(4)
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_stay_apart_are_not(name, options):
@@ -360,6 +362,7 @@ def two_means(losses, mask, tower):
     return first + 0.1 * tj.Weighted(losses.mean() * len(mask) / 2, len(mask))
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
     ("fn", "is_no_sum"),
     [(fn, True) for fn in (root_of_a_mean, dice, mean_of_means, product_of_means)]
@@ -420,6 +423,7 @@ def test_a_mean_of_towers_losses_is_not():
     check(tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options))
 
 
+@pytest.mark.slow
 def test_a_model_function_is_warned_of():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 

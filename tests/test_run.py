@@ -839,6 +839,7 @@ def test_a_second_ctrl_c_waits_as_the_first():
     assert finished
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("where", ["_show", "stop", "_disable_redirect", "getsignal"])
 def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, where):
     """The second comes while the first has the bar closed, and signals put back."""
@@ -1017,6 +1018,7 @@ def test_a_history_is_a_table(eval_step, monkeypatch):
     assert history.to_pandas() == rows
 
 
+@pytest.mark.slow
 def test_a_history_is_a_picture(eval_step):
     _, history = train(
         batches(make_data(16), 16, epochs=6),
@@ -1048,6 +1050,7 @@ def test_the_wait_for_each_batch_is_in_the_history(steps_per_call):
     assert (history.input_wait_s[1:2] == 0) == (steps_per_call == 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", ["own", "one"])
 def test_threads_train_side_by_side_and_lose_no_state(owner):
     strategy, batch = tj.Mirrored(devices=("cpu:0", "cpu:1")), np.ones(2, np.float32)

@@ -111,6 +111,7 @@ def rated(devices):
     return tj.build_train_step(mean_square, RATED, strategy(2, devices, {}))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("rate", [0.25, 1, np.float64(0.25), "on another device"])
 def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
     step = rated(2)

@@ -287,6 +287,7 @@ def test_the_best_state_is_that_of_its_step_bit_for_bit(steps, executor, keep):
         assert bits(placed) == bits(alone)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("keep", ["devices", "host"])
 def test_a_run_goes_on_from_the_restored_best(steps, keep):
     best = tj.Best("told", keep=keep, restore=True)
@@ -390,6 +391,7 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     assert int(state.step) == 0
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("option", ["early_stopping", "best"])
 @pytest.mark.parametrize(
     "metric, text",

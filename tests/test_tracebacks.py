@@ -92,6 +92,7 @@ def filtering():
     jax.config.update("jax_traceback_filtering", "off")
 
 
+@pytest.mark.few_fast(5)
 @pytest.mark.usefixtures("filtering")
 @pytest.mark.parametrize("name", DOORS)
 def test_a_mistake_shows_the_users_lines_alone(name):

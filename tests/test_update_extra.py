@@ -90,6 +90,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "options"), LAYOUTS)
 def test_queue_target_and_centres_follow_those_of_one_tower(strategy, options):
     step = build(strategy, **options)
@@ -107,6 +108,7 @@ def test_queue_target_and_centres_follow_those_of_one_tower(strategy, options):
     np.testing.assert_allclose(again.extra["keys"], extra["keys"], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_refused_step_keeps_the_extra_state():
     batch = data(12)
     batch["x"][3, 1] = np.nan
@@ -144,6 +146,7 @@ def test_what_it_is_given_and_returns_is_told_of():
         assert re.search(text, "\n".join(told)), told
 
 
+@pytest.mark.slow
 def test_an_update_of_ones_own_is_that_of_a_train_step():
     params = {"w": jnp.bfloat16(W), "scale": jnp.float32(2.0), "fixed": jnp.int32(3)}
     trainable = {"w": True, "scale": True, "fixed": False}

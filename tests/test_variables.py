@@ -352,6 +352,7 @@ def test_a_mirrored_variable_is_assigned_to_everywhere():
         assert new.value["x"].sharding == v.value["x"].sharding
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(reduction):
     strategy, wholes = mirrored(T, D), [7, -7, 0, 2]
