@@ -16,6 +16,7 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 import towerjax as tj
+from towerjax.layers.batch_norm.nnx import TowerBatchNorm
 
 jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
 
@@ -28,14 +29,14 @@ class Network(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         """The layers with their arrays."""
         self.conv = nnx.Conv(1, 16, (3, 3), strides=2, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.norm = TowerBatchNorm(16, momentum=0.9, rngs=rngs)
         self.hidden = nnx.Linear(4 * 4 * 16, 64, rngs=rngs)
         self.dropout = nnx.Dropout(0.3, rngs=rngs)
         self.logits = nnx.Linear(64, 10, rngs=rngs)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, tower: tj.Tower) -> jax.Array:
         """The logits."""
-        x = nnx.relu(self.norm(self.conv(x)))
+        x = nnx.relu(self.norm(self.conv(x), tower))
         x = nnx.relu(self.hidden(x.reshape((x.shape[0], -1))))
         return self.logits(self.dropout(x))
 
@@ -67,7 +68,7 @@ def main() -> None:
         # The name must be that of the stream: another name reseeds nothing.
         nnx.reseed(model, dropout=tower.rng)
         losses = optax.softmax_cross_entropy_with_integer_labels(
-            model(batch["image"]), batch["label"]
+            model(batch["image"], tower), batch["label"]
         )
         loss = tj.Weighted.mean(losses, tower.weight)
         return tj.TowerOutput(loss, local=nnx.state(model, nnx.BatchStat))
@@ -75,7 +76,7 @@ def main() -> None:
     def metric_fn(params: Any, batch: Any, tower: tj.Tower) -> dict[str, tj.Weighted]:
         model = merge(params, tower)
         model.eval()
-        right = model(batch["image"]).argmax(-1) == batch["label"]
+        right = model(batch["image"], tower).argmax(-1) == batch["label"]
         return {"accuracy": tj.Weighted.mean(right, tower.weight)}
 
     train_split, test_split = load_splits()

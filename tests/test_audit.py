@@ -293,7 +293,7 @@ def train_step(loss_fn, **options):
     )
 
 
-SPREAD = pytest.mark.few_fast(6)
+SPREAD = pytest.mark.few_fast(2)
 
 
 @SPREAD
@@ -383,6 +383,7 @@ def test_uneven_towers_are_compared_where_batches_are_padded():
     np.testing.assert_allclose(loss.one_tower, own[:9].mean(), 1e-5)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_audited_as_towers_are():
     strategy = tj.OneDevice()
     step = tj.build_train_step(
@@ -395,6 +396,7 @@ def test_micro_batches_are_audited_as_towers_are():
     np.testing.assert_allclose(loss.one_tower, own[:16].sum(), 1e-5)
 
 
+@pytest.mark.slow
 def test_one_tower_needs_no_audit_unless_it_is_asked_for():
     step = tj.build_train_step(
         mean_of_means, optax.sgd(0.1), tj.OneDevice(), audit=True
@@ -407,6 +409,7 @@ def test_one_tower_needs_no_audit_unless_it_is_asked_for():
         step.audit(state, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 def test_evaluations_predictions_and_towers_in_turn_are_audited(local):
     def metric_fn(params, batch, tower):
@@ -443,6 +446,7 @@ def model_of(loss_fn, optimizer, **options):
     return tj.estimator.replicate_model_fn(model_fn, devices=devices, **options)
 
 
+@pytest.mark.slow
 def test_a_model_function_is_audited():
     optimizer = tj.estimator.TowerOptimizer(optax.adam(0.1))
     features, mode = audited_losses.BATCH, tj.estimator.Mode.TRAIN
@@ -460,6 +464,7 @@ def test_a_model_function_is_audited():
         model(state, features, None, mode)
 
 
+@pytest.mark.slow
 def test_a_placed_batch_and_its_shared_values_are_audited():
     def loss_fn(params, batch, tower):
         scale = batch["scale"]["all"]
@@ -478,6 +483,7 @@ def test_a_placed_batch_and_its_shared_values_are_audited():
     step.audit(state, step.place_batches([batch, batch], 3))
 
 
+@pytest.mark.slow
 def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
     def loss_fn(params, batch, tower):
         count = tower.local["count"] + tower.weight.sum()
@@ -526,6 +532,7 @@ def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
         tj.run(wrong, wrong.init(MODEL), data, audit=True)
 
 
+@pytest.mark.slow
 def test_a_run_says_where_it_cannot_audit(capsys):
     def loss_fn(params, batch, tower):
         own = audited_losses.errors(params, batch)

@@ -58,7 +58,11 @@ class Towers:
         self._placer.expect([rows])
         self._run = Proving(self._placement, on_devices=True)
         merge_all = functools.partial(engine.on(alike).merge_all, self._run)
-        self._fn, self.lints = jax.jit(merge_all), dict[str, None]()
+        # A few runs of few rows: what XLA would gain by optimising, it takes to do so.
+        options: Any = {"xla_backend_optimization_level": 0}
+        on_cpus = self._placement.platform == "cpu"
+        self._fn = jax.jit(merge_all, compiler_options=options if on_cpus else None)
+        self.lints: dict[str, None] = {}
         self.jaxpr: Any = None
         self._proof: Any = None
 
