@@ -200,13 +200,11 @@ def test_those_whom_jax_aborts_since_one_ended_are_not_lost(
     """In the same moment or later: three of four abort, as JAX does to survivors."""
     program = f"""
 signal.signal(15, signal.SIG_IGN)
-place = {str(tmp_path / "first")!r}
-if me == "0":
-    os.symlink(f"/proc/{{os.getpid()}}/stat", place)
-    {first}
-while not os.path.lexists(place): time.sleep(.01)
+os.symlink(f"/proc/{{os.getpid()}}/stat", {str(tmp_path)!r} + "/" + me)
+while len(os.listdir({str(tmp_path)!r})) < 4: time.sleep(.01)  # until all are there
+if me == "0": {first}
 try:
-    while ") Z " not in open(place).read(): time.sleep(.01)
+    while ") Z " not in open({str(tmp_path / "0")!r}).read(): time.sleep(.01)
 except OSError: pass  # the launcher has collected it
 time.sleep(.1 * (int(me) - 1))
 os.abort()"""
