@@ -468,6 +468,15 @@ def test_a_step_inside_a_trace_names_step_fn():
             call()
 
 
+def loss(p):
+    return tj.Weighted(p["w"].sum(), 1.0)
+
+
+def beside(of_batch):
+    """A loss function whose metrics, beside a good loss, are these."""
+    return lambda p, b, t: tj.TowerOutput(loss(p), of_batch(b))
+
+
 LOSSES = {
     "vector": (lambda p, b, t: tj.Weighted(p["w"], 1.0), r"sum has shape \(3,\)"),
     "vector weight": (
@@ -494,39 +503,28 @@ LOSSES = {
         r"shape \(3, 2\) and weights of shape \(2,\)",
     ),
     "loss as metric": (
-        lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"loss": 1}),
+        beside(lambda b: {"loss": 1}),
         "the name of the global loss. Give it another name",
     ),
-    "metrics not named": (
-        lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), [1]),
-        "mapping of name to",
-    ),
+    "metrics not named": (beside(lambda b: [1]), "mapping of name to"),
     "nested metrics": (
-        lambda p, b, t: tj.TowerOutput(
-            tj.Weighted(p["w"].sum(), 1.0), {"group": {"a": tj.Weighted(1.0, 1.0)}}
-        ),
+        beside(lambda b: {"group": {"a": tj.Weighted(1.0, 1.0)}}),
         r"metrics\['group'\] is a dict.*'group/part'",
     ),
     "rows as a metric": (
-        lambda p, b, t: tj.TowerOutput(
-            tj.Weighted(p["w"].sum(), 1.0), {"r": tj.Rows(b["x"])}
-        ),
+        beside(lambda b: {"r": tj.Rows(b["x"])}),
         r"metrics\['r'\] is a Rows.*tj\.Rows\(x\) in tj\.build_step",
     ),
     "metric named by a number": (
-        lambda p, b, t: tj.TowerOutput(
-            tj.Weighted(p["w"].sum(), 1.0), {1: tj.Weighted(1.0, 1.0)}
-        ),
+        beside(lambda b: {1: tj.Weighted(1.0, 1.0)}),
         "a name that is a string, but 1 is the name of one",
     ),
     "metric that is none": (
-        lambda p, b, t: tj.TowerOutput(tj.Weighted(p["w"].sum(), 1.0), {"m": None}),
+        beside(lambda b: {"m": None}),
         r"metrics\['m'\] is a NoneType",
     ),
     "local not there": (
-        lambda p, b, t: tj.TowerOutput(
-            tj.Weighted(p["w"].sum(), 1.0), local={"n": jnp.ones(())}
-        ),
+        lambda p, b, t: tj.TowerOutput(loss(p), local={"n": jnp.ones(())}),
         r"local\['n'\] was absent and is float32",
     ),
 }

@@ -301,68 +301,50 @@ def of_loss(loss):
 
 TEXTS = np.array(["a", "b"])
 RETURNS = {
-    "nothing": (
-        lambda mode, v, x: None,
-        r"called in Mode\.\w+ and returned a NoneType",
-    ),
-    "a dict": (lambda mode, v, x: {"loss": 1.0}, "returned a dict"),
+    "nothing": (lambda v, x: None, r"called in Mode\.TRAIN and returned a NoneType"),
+    "a dict": (lambda v, x: [("loss", 1.0)], "returned a list"),
     "another mode": (
-        lambda mode, v, x: tj.estimator.ModelSpec(PREDICT, {"x": x}),
-        r"called in Mode\.(TRAIN|EVAL) and returned a ModelSpec of Mode\.PREDICT",
+        lambda v, x: tj.estimator.ModelSpec(PREDICT, {"x": x}),
+        r"called in Mode\.TRAIN and returned a ModelSpec of Mode\.PREDICT",
     ),
-    "no loss": (
-        lambda mode, v, x: tj.estimator.ModelSpec(mode, train_op=v),
-        r"of Mode\.\w+ needs loss;",
-    ),
+    "no loss": (lambda v, x: {"loss": None}, r"of Mode\.\w+ needs loss;"),
     "predictions an array": (
-        lambda mode, v, x: tj.estimator.ModelSpec(mode, x, 1.0, v),
+        lambda v, x: {"predictions": x},
         r"predictions is a .*, which has no names; return a dict",
     ),
     "exports an output": (
-        lambda mode, v, x: tj.estimator.ModelSpec(
-            mode, None, 1.0, v, export_outputs=tj.estimator.PredictOutput(x)
-        ),
+        lambda v, x: {"export_outputs": tj.estimator.PredictOutput(x)},
         r"export_outputs is a PredictOutput, which has no names",
     ),
     "export of another class": (
-        lambda mode, v, x: tj.estimator.ModelSpec(
-            mode, None, 1.0, v, export_outputs={"a": x}
-        ),
-        r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput,"
-        r" Regression",
+        lambda v, x: {"export_outputs": {"a": x}},
+        r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput, Regres",
     ),
     "hooks a function": (
-        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=print),
+        lambda v, x: {"hooks": print},
         r"hooks=.* must be a list: write hooks=",
     ),
     "hooks no functions": (
-        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, v, hooks=(1,)),
+        lambda v, x: {"hooks": (1,)},
         r"hooks\[0\]=1 is not a function",
     ),
     "a prediction of text": (
-        lambda mode, v, x: tj.estimator.ModelSpec(mode, {"p": "cat"}, 1.0, v),
+        lambda v, x: {"predictions": {"p": "cat"}},
         r"predictions\['p'\] is a str: ",
     ),
     "rows": (
-        lambda mode, v, x: tj.estimator.ModelSpec(
-            mode, {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}, 1.0, v
-        ),
+        lambda v, x: {
+            "predictions": {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()},
+        },
         r"each leaf has 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
-        r" \(3,\);"
-        r" predictions\['sum'\] has shape \(\)\. .* jnp\.full\(tower\.rows, x\)",
+        r" \(3,\); predictions\['sum'\] has shape \(\)\..* jnp\.full\(tower\.rows, x\)",
     ),
     "what minimize returns": (
-        lambda mode, v, x: tj.estimator.ModelSpec(mode, None, 1.0, (x.sum(), v)),
+        lambda v, x: {"train_op": (x.sum(), v)},
         r"a pair of a loss.* loss, train_op = optimizer\.minimize\(loss_fn, variables",
     ),
     "rows of exports": (
-        lambda mode, v, x: tj.estimator.ModelSpec(
-            mode,
-            None,
-            1.0,
-            v,
-            export_outputs={"a": tj.estimator.RegressionOutput(x[0])},
-        ),
+        lambda v, x: {"export_outputs": {"a": tj.estimator.RegressionOutput(x[0])}},
         r"export_outputs\['a'\]\.value has shape \(3,\)",
     ),
 }
@@ -373,7 +355,11 @@ def test_specs_that_are_none_are_refused(name, compiled):
     returned, text = RETURNS[name]
 
     def fn(variables, features, labels, mode):
-        return returned(mode, variables, features)
+        found = returned(variables, features)
+        if not isinstance(found, dict):
+            return found
+        parts = {"loss": 1.0, "train_op": variables, **found}
+        return tj.estimator.ModelSpec(mode, **parts)
 
     refused(compiled, text, replicated(fn, SUM), start(), X, None, TRAIN)
 

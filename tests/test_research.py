@@ -1,4 +1,4 @@
-"""What researchers write with a step: statistics, privacy, populations, searches."""
+"""Means of all rows, populations, and training inside of a trace."""
 
 import dataclasses
 import re
