@@ -8,13 +8,14 @@ and ends at a reduction over all towers, or at two that together are one: see
 and sums of values that are the same on all: see `towerjax.proof.scale`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
-from towerjax.proof import findings, row_dims, tags
+from towerjax.proof import findings, lints, tags
 from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
@@ -79,8 +80,7 @@ def analyse(
     avals: list[Any] = [v.aval for v in body.invars]
     for i, (name, aval) in enumerate(zip(inputs, avals, strict=False)):
         if name is not None and name.startswith("batch"):
-            rows = row_dims.of_batch(aval.shape)
-            ins[i] = ins[i]._replace(rows=rows, leaves=frozenset([name]))
+            ins[i] = ins[i]._replace(rows=lints.of_batch(name, aval.shape))
     context = Context(axis, num_towers, [])
     if of_more_towers is None:
         return _analyse_once(body, ins, context)
@@ -125,9 +125,8 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         draws=each(findings.Draw),
         factors=each(findings.Dependence),
         changed=each(findings.Changed),
-        squares=each(findings.Square),
-        rows=tuple(mark.rows for mark in outs),
-        own_rows=(*sorted(join(outs).met), *each(findings.OwnRows)),
+        lints=(*sorted(join(outs).rows.met), *each(lints.OwnRows)),
+        rows=tuple(mark.rows.dims for mark in outs),
         meshes=each(findings.OwnMesh),
         tower_calls=each(findings.TowerCall),
     )
@@ -186,7 +185,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    mark = join(ins)
+    mark, site = join(ins), (eqn, context.outer)
     scales = [m.scale for m in ins]
     scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
@@ -196,16 +195,9 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     weight = use_of_weight(eqn, ins)
     if not scale.is_constant or mark.along or weight:
         # The reported line is that of the last equation.
-        mark = mark._replace(site=(eqn, context.outer), before=mark)
-    rows = row_dims.of_equation(eqn, [m.rows for m in ins])
-    if row_dims.have_met(rows) and not any(row_dims.have_met(m.rows) for m in ins):
-        if not context.is_derived(eqn):
-            how = "pairs" if row_dims.are_pairs(rows) else "total"
-            met = findings.OwnRows(how, user_line((eqn, context.outer)))
-            mark = mark._replace(met=mark.met | {met})
-    if eqn.primitive.name in ("div", "integer_pow") and rows == row_dims.FUNCTION:
-        mark = mark._replace(over=mark.over | ins[-1].leaves)
+        mark = mark._replace(site=site, before=mark)
     added = sum_in_backward(eqn, ins)
+    rows = lints.of_equation(eqn, [m.rows for m in ins], site, context.is_derived)
     mark = mark._replace(scale=scale, weight=weight, rows=rows, added=added)
     return _for_each_result(mark, eqn)
 
@@ -219,9 +211,8 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     source, differs = eqn.primitive.name, context.axis is not None
     if source == "axis_index":
         source, differs = "tower.id", context.axis in named_axes(eqn)
-    given, site = join(ins), (eqn, context.outer)
-    rows = row_dims.of_part(given.rows)
-    mark = Mark(ALL, source, site, rows=rows, met=given.met) if differs else FIXED
+    rows, site = lints.of_part(join(ins).rows), (eqn, context.outer)
+    mark = Mark(ALL, source, site, rows=rows) if differs else FIXED
     return _for_each_result(mark, eqn)
 
 
@@ -248,17 +239,11 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
         return [mark._replace(scale=scale)]
     of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
-    if name == tags.LOSS_SUM and mark.rows == row_dims.FUNCTION:
-        found = findings.OwnRows("function", origin_line(mark), mark.over)
-        context.found.append(found)
-    if name == tags.LOSS_WEIGHT and mark.rows != row_dims.NO_ROWS:
-        context.found.append(findings.OwnRows("weight", "", mark.leaves))
+    site = eqn, context.outer
+    found = lints.of_named(name, mark.rows, lambda: origin_line(mark), site)
+    context.found.extend(found)
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
-    if name == tags.SQUARE and mark.rows:
-        at = None if row_dims.are_pairs(mark.rows) else mark.rows[0].at
-        if at is None or at > 0:
-            context.found.append(findings.Square(user_line((eqn, context.outer)), at))
     if name == tags.SHARED and mark.along:
         context.found.append(findings.Dependence(mark.source, origin_line(mark)))
     if of and mark.weight == 2:
@@ -320,7 +305,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     body = open_jaxpr(eqn.params["body_jaxpr"])
 
     def trip(marks: _Marks) -> _Marks:
-        *carry, predicate = marks
+        *carry, predicate = _carried(marks, eqn)
         inner = context.enter(eqn, trips=None, predicate=predicate)
         outs = _propagate(body, ins[tests : tests + bodies] + carry, inner)[0]
         # The test sees the initial carry too, even if the body never runs.
@@ -336,15 +321,23 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     length, body = eqn.params["length"], open_jaxpr(eqn.params["jaxpr"])
     consts, carry = loop_sizes(eqn)
     inner, end = context.enter(eqn, trips=length), consts + carry
-    each = [m._replace(rows=row_dims.unstacked(m.rows)) for m in ins[end:]]
+    each = [m._replace(rows=lints.unstacked(m.rows, eqn)) for m in ins[end:]]
 
     def trip(marks: _Marks) -> _Marks:
+        marks = _carried(marks, eqn)
         return _propagate(body, ins[:consts] + marks + each, inner)[0]
 
     outs, _ = _fixed_point(trip, ins[consts:end], context.found)
-    outs[carry:] = [m._replace(rows=row_dims.stacked(m.rows)) for m in outs[carry:]]
+    for i, m in enumerate(outs[carry:], carry):
+        line = functools.partial(origin_line, None if context.is_derived(eqn) else m)
+        rows = lints.stacked(m.rows, eqn, line)
+        outs[i] = m._replace(rows=rows)
     # The last trip decides: a carry that the body reduces is reduced.
     return outs if length else ins[consts:end] + outs[carry:]
+
+
+def _carried(marks: _Marks, loop: JaxprEqn) -> _Marks:
+    return [m._replace(rows=lints.carried(m.rows, loop)) for m in marks]
 
 
 def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _Marks]:
@@ -361,7 +354,10 @@ def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _M
 
 def _without_sites(marks: _Marks) -> list[Any]:
     """The parts of marks that decide whether the fixed point is reached."""
-    return [(m.along, m.scale._replace(site=None), m.weight, m.rows) for m in marks]
+    return [
+        (m.along, m.scale._replace(site=None), m.weight, m.rows.dims, m.rows.loops)
+        for m in marks
+    ]
 
 
 def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
@@ -376,7 +372,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return marks
 
     given = join(ins)
-    given = given._replace(rows=row_dims.of_part(given.rows))
+    given = given._replace(rows=lints.of_part(given.rows))
     outs, _ = _fixed_point(trip, [given], context.found)
     whole = _compute(eqn, outs, context)[0]
     if sub_jaxprs(eqn):

@@ -1,11 +1,10 @@
 """The findings of the analysis of a tower function; errors and warnings for them."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from towerjax.types.leaves import few, listed
-from towerjax.types.warning import warn
 
 
 class Dependence(NamedTuple):
@@ -55,22 +54,6 @@ class Changed(NamedTuple):
     line: str
 
 
-class Square(NamedTuple):
-    """A mean, at `line`, of values ``[b, b]`` whose rows are not those of dim 0."""
-
-    line: str
-    rows_at: int | None  # None: of a tower's rows with each other
-
-
-class OwnRows(NamedTuple):
-    """At `line`, a number depends on which rows a tower has."""
-
-    how: str  # a key of ``_OWN_ROWS``; or "weight": that of a loss is of the rows
-    line: str
-    # Of the batch: those that a function's denominators, or a weight, come from.
-    leaves: frozenset[str] = frozenset()
-
-
 class OwnMesh(NamedTuple):
     """An equation that lays values over a mesh of the program's own."""
 
@@ -89,20 +72,6 @@ class TowerCall(NamedTuple):
     source: str  # the named input that it depends on, or ""
 
 
-Found: TypeAlias = (
-    Changed
-    | Collective
-    | Dependence
-    | Draw
-    | Hang
-    | OwnMesh
-    | OwnRows
-    | Repeat
-    | Square
-    | TowerCall
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Analysis:
     """All findings; `outputs[i]` is None where output i is MIRRORED."""
@@ -114,9 +83,8 @@ class Analysis:
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
     changed: tuple[Changed, ...] = ()
-    squares: tuple[Square, ...] = ()
-    rows: tuple[Any, ...] = ()  # of each output: see `towerjax.proof.row_dims`
-    own_rows: tuple[OwnRows, ...] = ()
+    lints: tuple[Any, ...] = ()  # see `towerjax.proof.lints`, as of the next
+    rows: tuple[Any, ...] = ()  # of each output, where they lie
     meshes: tuple[OwnMesh, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
@@ -145,25 +113,6 @@ place of the sum, or as the MEAN."""
 _HANGING = "Only some towers reach these collectives, so devices would hang:"
 _AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
 merge_call or reduction out of the cond or while."""
-
-# What rows of a tower do, and what to write instead.
-_OWN_ROWS = {
-    "total": (
-        "meet what is computed of all of them, such as their mean",
-        "The mean of all towers' rows is tower.reduce(tj.Reduction.SUM,"
-        " tj.Weighted.mean(x, tower.weight)).value, and their batch norm"
-        " towerjax.layers.batch_norm.",
-    ),
-    "pairs": (
-        "meet each other",
-        "The rows of all towers are tower.all_gather(x, axis=0).",
-    ),
-    "function": (
-        "make a loss that is a function of sums, such as a ratio or a root",
-        "Return a sum and its weight, tj.Weighted((losses * mask).sum(), mask.sum());"
-        " for others see 'A function of a mean' in docs/how_to/several_losses.md.",
-    ),
-}
 
 
 class ReplicationError(ValueError):
@@ -231,44 +180,6 @@ def refuse_changed(analysis: Analysis) -> None:
             " grads.sum), grads.weight). Where another weight is meant, compute it from"
             " that of the loss, loss.weight."
         )
-
-
-def refuse_squares(squares: Collection[Square]) -> None:
-    """Raise where a mean is of pairs of a tower's rows, or of rows in another dim."""
-    for x in squares:
-        if x.rows_at is not None:
-            raise ReplicationError(
-                f"tj.Weighted.mean of values at {x.line} whose rows lie along dim"
-                f" {x.rows_at}. Examples are dim 0: give jnp.moveaxis(values,"
-                f" {x.rows_at}, 0)."
-            )
-    if squares:
-        raise ReplicationError(
-            "tj.Weighted.mean of values [b, b], each of a tower's b rows with each, at"
-            f" {listed(dict.fromkeys(x.line for x in squares))}: other towers would"
-            " make other pairs. If predictions [b] met labels [b, 1], write"
-            " labels[:, 0]. Where pairs within a tower are meant, say"
-            " tj.Weighted.mean(values.mean(axis=1), tower.weight); pairs with the rows"
-            " of all towers come from tower.all_gather or an earlier pass."
-        )
-
-
-def warn_of_own_rows(analysis: Analysis) -> None:
-    """Warn where numbers depend on which rows a tower or micro-batch has."""
-    lines: dict[str, list[str]] = {}
-    weights = {x.leaves for x in analysis.own_rows if x.how == "weight"}
-    for how, line, leaves in dict.fromkeys(analysis.own_rows):
-        # A ratio times its own denominator is the sum again.
-        if how != "function" or leaves not in weights:
-            lines.setdefault(how, []).append(line)
-    for how, (what, advice) in _OWN_ROWS.items():
-        if how in lines:
-            warn(
-                f"Rows of a tower {what}, at {listed(lines[how])}. Other numbers of"
-                f" towers or micro-batches may give other numbers. {advice} Where each"
-                " tower's own rows are meant, say warnings.filterwarnings('ignore',"
-                " 'Rows of a tower')."
-            )
 
 
 def refuse_unknown(weights: Sequence[Dependence | None]) -> None:

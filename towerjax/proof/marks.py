@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from towerjax.proof import tags
+from towerjax.proof import lints, tags
 from towerjax.proof.equation import (
     REDUCTIONS,
     SUMS,
@@ -19,8 +19,7 @@ from towerjax.proof.equation import (
     outwards,
     user_line,
 )
-from towerjax.proof.findings import Collective, Found, Hang, OwnRows, Repeat
-from towerjax.proof.row_dims import NO_ROWS, RowDims, of_choice
+from towerjax.proof.findings import Collective, Hang, Repeat
 from towerjax.proof.scale import CONSTANT, Scale, scale_of_sum
 
 
@@ -75,12 +74,9 @@ class Mark(NamedTuple):
     scale: Scale = Scale()  # how many times it is counted
     # 1: the weight of a gradient, or a sum of such; 2: another function of one.
     weight: int = 0
-    rows: RowDims = NO_ROWS  # where the tower's rows lie
+    rows: lints.Lint = lints.Lint()  # what it has of the tower's rows
     # The sum over towers, in the backward of a `custom_vjp`, that a gradient is.
     added: Site | None = None
-    met: frozenset[OwnRows] = frozenset()  # where rows have met, on the way to it
-    leaves: frozenset[str] = frozenset()  # of the batch, that it is computed from
-    over: frozenset[str] = frozenset()  # those of what its totals were divided by
 
 
 FIXED = Mark(scale=CONSTANT)
@@ -97,22 +93,20 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     along, scale = first.along | second.along, scale_of_sum(first.scale, second.scale)
     constant = first.scale.is_constant and second.scale.is_constant
     scale = scale._replace(is_constant=constant)
-    weight = max(first.weight, second.weight)
-    rows, added = of_choice(first.rows, second.rows), first.added or second.added
-    both: Any = {"along": along, "scale": scale, "weight": weight, "rows": rows}
-    both |= {x: getattr(first, x) | getattr(second, x) for x in _SETS}
-    return origin._replace(**both, added=added)
-
-
-_SETS = "met", "leaves", "over"
+    weight, added = max(first.weight, second.weight), first.added or second.added
+    rows = lints.either(first.rows, second.rows)
+    return origin._replace(
+        along=along, scale=scale, weight=weight, rows=rows, added=added
+    )
 
 
 def mark_of_choice(mark: Mark, predicate: Mark) -> Mark:
     """The mark of a value that a predicate selects."""
     constant = mark.scale.is_constant and predicate.scale.is_constant
-    return _join_two(mark, predicate)._replace(
-        scale=mark.scale._replace(is_constant=constant), rows=mark.rows
-    )
+    both = _join_two(mark, predicate)
+    rows = both.rows._replace(dims=mark.rows.dims)
+    scale = mark.scale._replace(is_constant=constant)
+    return both._replace(scale=scale, rows=rows)
 
 
 def origin_line(mark: Mark | None) -> str:
@@ -174,7 +168,7 @@ class Context(NamedTuple):
 
     axis: str | None  # of the towers; None: nothing differs
     num_towers: int  # T; 0 where unknown
-    found: list[Found]  # so far
+    found: list[Any]  # so far
     outer: Site | None = None  # the equation that holds the jaxpr
     trips: int | None = 1  # product of the lengths of the scans around; None in a while
     control: Site | None = None  # the innermost equation whose predicate differs
@@ -240,7 +234,7 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         mark = mark._replace(site=site, before=source)
     # The collective may have added up a value that is the same on all towers.
     scale = mark.scale._replace(sums=max(1.0, mark.scale.sums))
-    rows = None if mark.along else NO_ROWS
+    rows = lints.merged(mark.rows, is_whole=not mark.along)
     return [mark._replace(scale=scale, rows=rows, added=None)] * len(eqn.outvars)
 
 
@@ -251,7 +245,8 @@ def _reduce_mark(
     new = mark._replace(weight=_weight_of_sum(mark), added=None)
     if context.axis in named_axes(eqn):
         along = without_coordinate(mark.along, over) if over else NOTHING
-        new = new._replace(along=along, rows=None if along else NO_ROWS)
+        rows = lints.merged(mark.rows, is_whole=not along)
+        new = new._replace(along=along, rows=rows)
         if name in SUMS and context.num_towers > 1:
             is_whole = over is None
             new = new._replace(scale=_scale_of_sum(eqn, mark, is_whole, context))

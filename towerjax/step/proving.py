@@ -14,7 +14,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.placement import Placement, TowerAxes
-from towerjax.proof import findings, row_dims, tags
+from towerjax.proof import findings, lints, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update
@@ -123,11 +123,11 @@ def _prove_pass(
         findings.refuse_unknown([x for x, name in pairs if name is not None])
     if one.alone is not None:
         findings.refuse_collectives(found)
-    findings.refuse_squares(found.squares)
+    lints.refuse_squares(found.lints)
     # Tower-local variables are for what towers have of their own, such as statistics.
     is_cut = placement.num_towers * one.micro_batches > 1
     if is_cut and one.alone is None and not jax.tree.leaves(args[0].local):
-        findings.warn_of_own_rows(found)
+        lints.warn_of_own_rows(found.lints)
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
@@ -182,7 +182,7 @@ def _counts_of_padding(
     masked = {
         parent[i]
         for i, (_, rows, count) in enumerate(outputs)
-        if rows and count and row_dims.may_be_sum(rows_of[i])
+        if rows and count and rows_of[i] not in (lints.NO_ROWS, lints.FUNCTION)
     }
     found = []
     for i, (name, rows, count) in enumerate(outputs):

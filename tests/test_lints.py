@@ -4,6 +4,7 @@ import collections
 import re
 import warnings
 
+import audited_losses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.extend.core import Literal
 
 import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
-from towerjax.proof import row_dims
+from towerjax.proof import lints
 
 R = tj.Reduction
 B, T, F = 12, 3, 5  # rows, steps of time, features
@@ -94,6 +95,146 @@ def in_other_functions(x, y, w, tower):
 @meets
 def weighed_by_a_softmax(x, y, w, tower):
     return (x[:, 0] @ w) * lax.stop_gradient(jax.nn.softmax(y))
+
+
+def deviation(x, of):
+    """A feature for each row: how far rows of its group differ, as in StyleGAN2."""
+    groups = x[:, 0].reshape(2, -1, F)
+    return x[:, 0].sum(1) + jnp.tile(of(groups).mean(1), 2)
+
+
+@meets
+def deviation_by_steps(x, y, w, tower):
+    def deviation_by_steps(x):
+        x = x - x.mean(0, keepdims=True)
+        return jnp.sqrt((x**2).mean(0) + 1e-8)
+
+    return deviation(x * w[None, None], deviation_by_steps)
+
+
+@meets
+def deviation_at_once(x, y, w, tower):
+    def deviation_at_once(x):
+        return x.std(0)
+
+    return deviation(x * w[None, None], deviation_at_once)
+
+
+@meets
+def balanced_by_counts(x, y, w, tower):
+    label = jnp.clip(y.astype(int), 0, 2)
+    counts = jax.nn.one_hot(label, 3).sum(0)
+    return x[:, 0] @ w / jnp.maximum(counts, 1.0)[label]
+
+
+@meets
+def smoothed(x, y, w, tower):
+    def smoothed(carry, x):
+        carry = 0.9 * carry + x
+        return carry, carry
+
+    return lax.scan(smoothed, 0.0, x[:, 0] @ w)[1]
+
+
+@meets
+def less_the_row_before(x, y, w, tower):
+    def less_the_row_before(before, x):
+        return x, jnp.tanh(x * w).sum() - before.sum()
+
+    return lax.scan(less_the_row_before, jnp.zeros(F), x[:, 0])[1]
+
+
+@meets
+def smoothed_by_index(x, y, w, tower):
+    def smoothed_by_index(i, carry):
+        last, every = carry
+        last = 0.9 * last + x[i, 0] @ w
+        return last, every.at[i].set(last)
+
+    return lax.fori_loop(0, len(y), smoothed_by_index, (0.0, jnp.zeros_like(y)))[1]
+
+
+@meets
+def smoothed_while(x, y, w, tower):
+    def smoothed_while(carry):
+        i, last, every = carry
+        last = 0.9 * last + y[i]
+        return i + 1, last, every.at[i].set(last)
+
+    start = 0, 0.0, jnp.zeros_like(y)
+    every = lax.while_loop(lambda carry: carry[0] < len(y), smoothed_while, start)[2]
+    return every * (x[:, 0] @ w)
+
+
+@apart
+def sums_and_each_row_in_a_loop(x, y, w, tower):
+    def body(carry, x):
+        loss = jnp.tanh(x @ w)
+        return carry + loss, loss
+
+    total, losses = lax.scan(body, 0.0, x[:, 0])
+    chunks, more = lax.scan(
+        lambda carry, x: (carry + (x @ w).sum(), x @ w), 0.0, x.reshape(3, -1, T, F)
+    )
+    return losses + more.reshape(-1, T).sum(1)
+
+
+@apart
+def each_row_by_index(x, y, w, tower):
+    def body(i, carry):
+        key, total, losses = carry
+        key, own = jax.random.split(key)
+        loss = jnp.tanh(x[i, 0] @ w) * jax.random.normal(own)
+        return key, total + loss, losses.at[i].set(loss)
+
+    return lax.fori_loop(0, len(y), body, (tower.rng, 0.0, jnp.zeros_like(y)))[2]
+
+
+@apart
+def over_time_by_index(x, y, w, tower):
+    def body(i, carry):
+        hidden, every = carry
+        hidden = jnp.tanh(hidden + x[:, i] @ w)
+        return hidden, every.at[:, i].set(hidden)
+
+    start = jnp.zeros_like(y), jnp.zeros((len(y), T))
+    return lax.fori_loop(0, T, body, start)[1].sum(1)
+
+
+@apart
+def over_time_of_each_row(x, y, w, tower):
+    def of_row(x):
+        def body(hidden, x):
+            hidden = jnp.tanh(hidden + x @ w)
+            return hidden, hidden
+
+        return lax.scan(body, 0.0, x)[1].sum()
+
+    return jax.vmap(of_row)(x) + lax.map(of_row, x)
+
+
+@apart
+def over_layers(x, y, w, tower):
+    def body(hidden, w):
+        hidden = jnp.tanh(hidden * w[None])
+        return hidden, hidden.mean(1)
+
+    hidden, each = lax.scan(body, x[:, 0], jnp.stack([w, w]))
+    return hidden.sum(1) + each.sum(0)
+
+
+@apart
+def of_neighbours(x, y, w, tower):
+    group = y.reshape(-1, 3)
+    other = group.T - group.T.mean(0, keepdims=True)
+    own = group - group.mean(1, keepdims=True)
+    return x[:, 0] @ w * (own + other.T).reshape(-1)
+
+
+@apart
+def views_of_a_row(x, y, w, tower):
+    views = jnp.concatenate([x[:, 0], x[:, 1]]).reshape(2, -1, F)
+    return ((views * w[None, None] - views.mean(0, keepdims=True)) ** 2).sum((0, 2))
 
 
 @apart
@@ -271,7 +412,7 @@ def check(step):
 @pytest.mark.parametrize("options", [{}, {"towers": 1, "micro_batches": 3}])
 @pytest.mark.parametrize("name", MEETINGS)
 def test_rows_that_meet_are_warned_of(name, options):
-    with pytest.warns(UserWarning, match=rf"Rows of a tower meet .* at .*{name}"):
+    with pytest.warns(UserWarning, match=rf"Rows of a tower .* at .*{name}"):
         check(build(MEETINGS[name], **options))
     check(build(MEETINGS[name], towers=1))  # one tower has all rows
 
@@ -280,11 +421,12 @@ def test_rows_that_meet_are_warned_of(name, options):
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_stay_apart_are_not(name, options):
-    calls = name in ("of_all_towers", "normed_over_towers") and options
-    with warnings.catch_warnings():
-        if calls:  # in each micro-batch, which has a warning of its own
-            warnings.filterwarnings("ignore", "Each of 2 micro-batches calls")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         check(build(APART[name], **options))
+    told = [str(x.message) for x in told]
+    # What is called in each micro-batch has a warning of its own.
+    assert [x for x in told if not x.startswith("Each of 2 micro-batches calls")] == []
 
 
 def root_of_a_mean(losses, mask, tower):
@@ -357,6 +499,10 @@ def stacked_totals(losses, mask, tower):
     return tj.Weighted(total, tower.weight.sum())
 
 
+def in_two_sums(losses, mask, tower):
+    return tj.Weighted(losses.reshape(2, -1).sum(0).sum(), tower.weight.sum())
+
+
 def two_means(losses, mask, tower):
     first = 2 * tj.Weighted.mean(losses, tower.weight)
     return first + 0.1 * tj.Weighted(losses.mean() * len(mask) / 2, len(mask))
@@ -369,14 +515,14 @@ def two_means(losses, mask, tower):
     + [(fn, True) for fn in (at_most, in_a_sum_of_means)]
     + [(fn, False) for fn in (times_its_weight, masked, mean_of_rows, two_means)]
     + [(dice_by_its_rows, True), (root_by_its_rows, True), (at_least_one, False)]
-    + [(fn, False) for fn in (surrogate, dual, stacked_totals)],
+    + [(fn, False) for fn in (surrogate, dual, stacked_totals, in_two_sums)],
 )
 def test_a_function_of_sums_is_no_sum(fn, is_no_sum):
     def loss_fn(params, batch, tower):
         losses = (batch["x"][:, 0] @ params["w"]) ** 2
         return fn(losses, (batch["y"] > 0).astype(np.float32), tower)
 
-    text = r"Rows of a tower make a loss .* at \S*test_row_dims.py:\d+ \(\w+\)\. Other"
+    text = r"Rows of a tower make a loss .* at \S*test_lints.py:\d+ \(\w+\)\. Other"
     for towers, parts in (2, 1), (1, 3), (1, 1):
         strategy = tj.Mirrored([f"cpu:{i}" for i in range(towers)])
         options = {"micro_batches": parts}
@@ -387,6 +533,27 @@ def test_a_function_of_sums_is_no_sum(fn, is_no_sum):
         told = {str(x.message) for x in told}
         assert len(told) == (is_no_sum and towers * parts > 1)
         assert all(re.match(text, x) for x in told)
+
+
+# Of the audit's wrong losses, those that are warned of; the audit sees all.
+SEEN = """
+advantage_less_its_mean class_balance_by_counts contrast_with_own_rows dice
+masked_mean_with_the_number_of_rows mean_of_masked_means normalised_by_the_rows
+root_of_a_mean scan_along_rows softmax_over_rows weights_divided_by_their_own_mean
+weights_divided_by_their_own_sum
+""".split()
+
+
+@pytest.mark.parametrize("name", [*audited_losses.WRONG, *audited_losses.RIGHT])
+def test_what_is_warned_of_among_the_losses_of_the_audit(name):
+    loss_fn = (audited_losses.WRONG | audited_losses.RIGHT)[name]
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(["cpu:0", "cpu:1"]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with jax.numpy_rank_promotion("allow"):
+            step.check(audited_losses.PARAMS, audited_losses.BATCH)
+    told = [str(x.message) for x in told if "Rows of a tower" in str(x.message)]
+    assert bool(told) == (name in SEEN), told
 
 
 def centred(params, rows, tower):
@@ -526,19 +693,19 @@ def known_rows(jaxpr, ins):
     env = dict(zip(jaxpr.invars, ins, strict=True))
     for eqn in jaxpr.eqns:
         given = [
-            row_dims.NO_ROWS if isinstance(v, Literal) else env[v] for v in eqn.invars
+            lints.NO_ROWS if isinstance(v, Literal) else env[v] for v in eqn.invars
         ]
-        env |= dict.fromkeys(eqn.outvars, row_dims.of_equation(eqn, given))
+        env |= dict.fromkeys(eqn.outvars, lints.dims_of_equation(eqn, given))
     return env
 
 
 def are_of_row(shape, dims, row):
     """Which elements of a value are of a row, or of a pair with it."""
     indices = np.indices(shape)
-    each = [indices[x.at] // (shape[x.at] // x.rows) for x in dims]
-    if row_dims.are_pairs(dims):
+    each = [indices[x.at] // (shape[x.at] // x.rows) * x.apart for x in dims]
+    if lints.are_pairs(dims):
         return np.any([x == row for x in each], axis=0)
-    return np.ravel_multi_index(each, [x.rows for x in dims]) == row
+    return np.sum(each, axis=0) == row
 
 
 @pytest.mark.slow
@@ -550,8 +717,8 @@ def test_what_is_known_of_rows_is_so():
         shapes = (4, 3, 4), (4, 3), (3, 4)
         args = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
         closed = jax.make_jaxpr(drawn_program(seed))(*args)
-        rows = row_dims.of_batch((4,))
-        found = known_rows(closed.jaxpr, [rows, rows, row_dims.NO_ROWS])
+        rows = lints.of_batch("x", (4,)).dims
+        found = known_rows(closed.jaxpr, [rows, rows, lints.NO_ROWS])
         changed = [x.copy() for x in args]
         for x in changed[:2]:
             x[2] = rng.normal(size=x[2].shape)
@@ -565,6 +732,6 @@ def test_what_is_known_of_rows_is_so():
                 continue
             if known:
                 is_fixed = ~are_of_row(before.shape, known, 2)
-            counts[len(known), row_dims.are_pairs(known)] += 1
+            counts[len(known), lints.are_pairs(known)] += 1
             np.testing.assert_array_equal(before[is_fixed], after[is_fixed])
     assert counts[1, False] > 200 and counts[2, True] > 20, counts
