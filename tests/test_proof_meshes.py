@@ -264,6 +264,8 @@ TOWERS = {
     "held, one device": (of_params(held), SHARED),
     "index map": (of_params(index_map), {}),
     "kernel, one device": (of_params(kernel_by_id), SHARED),
+    "in turn, index map": (of_params(index_map), {**SHARED, "local": "scan"}),
+    "in turn, kernel": (of_params(kernel_by_id), {**SHARED, "local": "scan"}),
     "ref": (of_params(lambda w: w + ref()[...]), {}),
     "ref, one device": (of_params(lambda w: w + ref()[...]), SHARED),
     "ragged, one device": (ragged, SHARED),
@@ -275,7 +277,8 @@ SAYS = {
     "constraint": "A tower runs on one device, but sharding_constraint at",
     "held": "inside of towerjax_test_holding",
     "index map": "inside of pallas_call",
-    "kernel": "names the towers' axis inside of",
+    "kernel": "names the towers' axis inside of pallas_call",
+    "in turn": "names the towers' axis, but local='scan'",
     "ref": "closes over a Ref, and 4 towers would share it",
     "ragged": r"ragged_dot_general at \S*test_proof_meshes.py.*local='scan'",
     "uniform": r"rng_uniform at \S*test_proof_meshes.py.*local='scan'",
@@ -283,11 +286,14 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_what_towers_cannot_run_is_refused_by_check(name):
+def test_what_towers_cannot_run_is_refused(name):
     ref()  # made outside of the step
     of_tower, strategy = TOWERS[name]
-    with pytest.raises(ValueError, match=SAYS[name.split(",")[0]]):
-        build(of_tower, **strategy).check(PARAMS, BATCH)
+    step, text = build(of_tower, **strategy), SAYS[name.split(",")[0]]
+    with pytest.raises(ValueError, match=text):
+        step.check(PARAMS, BATCH)
+    with pytest.raises(ValueError, match=text):
+        step(step.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize(

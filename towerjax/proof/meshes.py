@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS
+from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof.analysis import analyse
 from towerjax.proof.equation import (
     Site,
@@ -20,6 +20,7 @@ from towerjax.proof.equation import (
     is_ref,
     named_axes,
     open_jaxpr,
+    outwards,
     trace_hidden,
     user_line,
 )
@@ -30,6 +31,7 @@ _KEEP = (
     "Keep what it holds in the state: step.init(..., extra=value), or for each tower"
     " local=tj.TowerLocal(value, ...)."
 )
+_KERNELS = frozenset("core_map mpmd_map pallas_call".split())
 _WITHIN = (
     "Leave it out: the step maps towers over the devices already, and they communicate"
     " by tower.reduce and tower.all_gather. What shards an optimizer over the step's"
@@ -54,15 +56,19 @@ def refuse_in_towers(found: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int) 
             )
 
 
-def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str) -> None:
-    """Raise where the towers' axis stands in code that is not lowered to devices."""
+def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
+    """Raise where the towers' axis stands in code that is not lowered to devices.
+
+    Where towers have shared devices, a kernel knows no axis of theirs.
+    """
     for site in all_sites(jaxpr):
         eqn, outer = site
-        if {axis, LOCAL_AXIS}.intersection(named_axes(eqn)):
-            where = outer[0].primitive.name if outer else "a tower"
+        around = [x.primitive.name for x in outwards(outer)]
+        names = {axis, DEVICE_AXIS} if shared and _KERNELS & {*around} else {axis}
+        if names.intersection(named_axes(eqn)):
             raise ReplicationError(
                 f"{eqn.primitive} at {user_line(site) or 'a line of a library'} names"
-                f" the towers' axis inside of {where}, where it is not known when"
+                f" the towers' axis inside of {around[0]}, where it is not known when"
                 " towers run. Compute it before, tower.id or tower.reduce(...), and"
                 " pass the result as an operand."
             )

@@ -11,6 +11,11 @@ from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.types import PyTree
 
+_IN_TURN = (
+    "A tower names the towers' axis, but local='scan' runs the towers of a device one"
+    " after another, and they never meet. Use local='vmap'."
+)
+
 
 class OnTowers:
     """A function on all towers: traced and analysed once, and then run on devices.
@@ -36,7 +41,13 @@ class OnTowers:
         is_free: bool = False,
     ) -> None:
         def trace(axes: TowerAxes, **options: int) -> tuple[Any, PyTree]:
-            return trace_one_tower(on_device(axes), axes, in_layouts, args, **options)
+            try:
+                run = on_device(axes)
+                return trace_one_tower(run, axes, in_layouts, args, **options)
+            except NameError as error:
+                if not axes.in_turn or axes.tower_axis not in str(error):
+                    raise
+                raise ValueError(_IN_TURN) from error
 
         def of_more_towers() -> Any:
             more = dataclasses.replace(self.axes, num_devices=2 * axes.num_towers)
@@ -52,7 +63,8 @@ class OnTowers:
         refuse_draws(self.found, shared=placement.shares_devices)
         counts = axes.num_towers, placement.num_devices
         refuse_in_towers(self.found, self.jaxpr, *counts)
-        refuse_kept_axis(self.jaxpr, axes.tower_axis)
+        shared = placement.shares_devices
+        refuse_kept_axis(self.jaxpr, axes.tower_axis, shared=shared)
 
     def rehearse(self, args: Sequence[PyTree]) -> None:
         """Lower the towers to their devices, without these, and raise where that fails.
@@ -61,9 +73,7 @@ class OnTowers:
         """
         axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
         if axes != self.axes:
-            run = self._on_device(axes)
-            jaxpr, _ = trace_one_tower(run, axes, self._in_layouts, args)
-            refuse_kept_axis(jaxpr, axes.tower_axis)
+            trace_one_tower(self._on_device(axes), axes, self._in_layouts, args)
 
     def run(
         self,
