@@ -341,6 +341,7 @@ def test_odd_options_of_a_loop_are_refused_by_name(steps):
 
 ANYTHING = [None, "x", b"x", -1, 1.5, float("nan"), [], {}, [None], object(), {1}, int]
 ANYTHING += [np.ones((2, 2), np.float32), np.array(["a", "b"]), np.array([{}], object)]
+ONE = tj.TrainState.create(np.float32(1), optax.sgd(1.0))
 TEXTS = ["x", b"x", np.array(["a", "b"]), np.array([{}], object)]
 DOORS = {
     "target": (tj.Absent, without(dict(enumerate(ANYTHING)), 1)),
@@ -359,6 +360,18 @@ DOORS = {
     "weight": (
         lambda x: tj.metrics.mean(np.ones(2), weight=x),
         dict(enumerate([*TEXTS, object(), {1}])),
+    ),
+    "rng": (
+        lambda x: tj.TrainState.create(np.float32(1), optax.sgd(1.0), rng=x),
+        without(dict(enumerate(ANYTHING)), 0),
+    ),
+    "trainable": (
+        lambda x: tj.apply_gradients(optax.sgd(1.0), ONE, ONE.params, trainable=x),
+        dict(enumerate(["x", -1, 1.5, ["x"], object(), {1}])),
+    ),
+    "thresholds": (
+        lambda x: tj.metrics.auc(np.ones(2), np.ones(2), thresholds=x),
+        dict(enumerate([*TEXTS, object(), {1}, {}])),
     ),
     "Weighted.sum": (lambda x: tj.Weighted(x, 1.0), dict(enumerate(TEXTS))),
     "Weighted.weight": (lambda x: tj.Weighted(1.0, x), dict(enumerate(TEXTS))),

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.metrics.rows import Pairs, as_floats, library_of, ratio, weights_where
+from towerjax.metrics.rows import (
+    Pairs,
+    as_floats,
+    library_of,
+    ratio,
+    refuse_no_numbers,
+    weights_where,
+)
 from towerjax.metrics.weighted import Additive
 from towerjax.types import ArrayLike
 from towerjax.types.options import check_choice, check_whole
@@ -105,6 +112,7 @@ def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
 
 
 def _check_rising(name: str, thresholds: Any) -> np.ndarray:
+    refuse_no_numbers(f"{name}: thresholds", thresholds)
     edges = np.asarray(thresholds, np.float64)
     rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
     if not rising or np.isnan(edges).any():

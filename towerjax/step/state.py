@@ -263,6 +263,8 @@ def _one_key(rng: Any) -> jax.Array:
     if rng is None:
         return jax.random.key(0)
     refuse_unheld("rng", rng)
+    if not hasattr(rng, "dtype"):
+        raise ValueError(f"rng is {rng!r:.200}; pass one key, as jax.random.key(0).")
     key = given = own_array(native(rng))
     if given.dtype == jnp.uint32 and given.ndim == 1:
         key = jax.random.wrap_key_data(given)

@@ -37,7 +37,7 @@ from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal, with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput, named_leaves
 from towerjax.types.leaves import differing_texts, listed, map_parts
-from towerjax.types.options import check_choice, check_function
+from towerjax.types.options import check_choice, check_function, check_methods
 
 UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 """``(state, merged) -> extra``: the next ``state.extra``."""
@@ -169,7 +169,9 @@ def apply_gradients(
       >>> float(apply_gradients(optimizer, state, grads).params)
       0.0
     """
+    check_methods("optimizer", optimizer, "init update", "optax.sgd(0.1)")
     check_is_state(state)
+    check_trainable(trainable)
     grads = _mean_gradient(grads) if isinstance(grads, Weighted | Sum) else grads
     part = trained_part(state.params, trainable)
     structure = jax.tree.structure(grads, is_leaf=is_rows)
