@@ -333,7 +333,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
     parser.add_argument("--on", default="h200", help="a GPU, or a TPU topology")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 8, 512])
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 512])
     parser.add_argument("--out", type=pathlib.Path, help="write a page")
     options = parser.parse_args()
     numbers = [None] if Absent.is_topology(options.on) else options.devices

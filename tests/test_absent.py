@@ -236,9 +236,7 @@ def test_the_page_shows_no_more_sent_and_held_than_by_hand():
         rows = re.findall(r"\| (\d+) \| (\S+ ?\S*) \|(.*)\|", text)
         figures = [[float(x.split()[0]) for x in row[2].split("|")] for row in rows]
         assert [row[:2] for row in rows] == [
-            (count, who)
-            for count in "1 8 512".split()
-            for who in ("towerjax", "by hand")
+            (count, who) for count in "8 512".split() for who in ("towerjax", "by hand")
         ]
         for ours, hand in zip(figures[::2], figures[1::2], strict=True):
             (state, peak, number, sent, *_), (state_, peak_, number_, sent_, *_) = (
