@@ -1,6 +1,5 @@
 """Sums in few bits: what NumPy makes of the same codes, what is sent, what is lost."""
 
-import dataclasses
 import functools
 import re
 
@@ -12,17 +11,18 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.contrib import Compressed
 from towerjax.proof.equation import all_eqns
 
 BLOCK = 8
 SHAPES = {"small": (3,), "w": (5, 13), "v": (30,)}
 W = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+ROWS = tj.TowerLocal(np.float32(0), tj.Reduction.SUM)
 
 
 def compressed(bits=8, **options):
     options = {"block": BLOCK, "above_bytes": 40} | options
-    return tj.collectives.Compressed(bits=bits, **options)
+    return Compressed(bits=bits, **options)
 
 
 def loss_fn(params, batch, tower):
@@ -49,8 +49,8 @@ def data(size, seed=0, shapes=SHAPES):
 def step_of(T, D, local="vmap", ops=None, **options):
     """A step, whose programs all tests share."""
     ops = compressed() if ops is None else ops
-    strategy = mirrored(T, D, local, cross_tower_ops=ops)
-    options = {"on_nonfinite": "skip"} | options
+    options = {"on_nonfinite": "skip", "extend": ops} | options
+    strategy = mirrored(T, D, local)
     return tj.build_train_step(loss_fn, optax.sgd(1.0), strategy, **options)
 
 
@@ -152,14 +152,14 @@ def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedb
     for name, x in expected.items():
         np.testing.assert_allclose(state.params[name], x, atol=2e-5 * abs(x).max())
     if feedback:
-        kept = state.own.value
+        kept = state.local["compressed"].value
         lost = oracle.leaves(oracle.lost.sum(axis=0))
         assert kept["small"] is None and kept["w"].shape == (T, 5, 13)
         for name in ("v", "w"):
             found = np.asarray(kept[name], float).sum(axis=0)
             np.testing.assert_allclose(found, of_leaf(lost[name], name), atol=1e-4)
     else:
-        assert not jax.tree.leaves(state.own)
+        assert not jax.tree.leaves(state.local)
 
 
 @pytest.mark.few_fast(1)
@@ -195,8 +195,9 @@ def test_error_feedback_learns_what_rounding_alone_hides():
     for sign in (1, -1):  # where nothing is learned, these small ones are sent as 0
         gradient = np.full(BLOCK, -1.0) + 100 * sign * np.eye(1, BLOCK)[0]
         assert not coded(gradient, 4)[1:].any()
-    strategy = mirrored(4, 4, cross_tower_ops=compressed(4))
-    step = tj.build_train_step(opposed, optax.sgd(0.05), strategy)
+    step = tj.build_train_step(
+        opposed, optax.sgd(0.05), mirrored(4, 4), extend=compressed(4)
+    )
     batches = [np.ones(4, np.float32)] * 600
     state = step.init(np.zeros(32, np.float32))
     state, _ = tj.run(step, state, batches, steps_per_call=100, progress=False)
@@ -211,24 +212,23 @@ def test_one_device_loses_nothing_and_pays_what_others_lost():
     alone = step_of(4, 1, ops=compressed(4))
     state, metrics = alone(alone.place(state), batch)
     assert metrics["compression/error"] == 0
-    assert not any(x.any() for x in jax.tree.leaves(jax.device_get(state.own)))
+    assert not any(x.any() for x in jax.tree.leaves(jax.device_get(state.local)))
     for name in W:
         exact = -2 * batch[name].astype(float).sum(0) / weight_of(batch)
         np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
 
 
 def test_gradients_in_one_buffer_keep_their_dtypes():
-    def tower_fn(state, batch, tower):
-        return {"grads": tj.value_and_grad(loss_fn)(state.params, batch, tower)[1]}
+    def dtypes(fns):
+        def update(state, merged):
+            state, metrics = fns.update(state, merged)
+            return state, metrics | merged["grads"].sum
 
-    def update_fn(state, merged):
-        return state, merged["grads"].value
+        return compressed()(fns._replace(update=update))
 
-    step = tj.build_step(
-        tower_fn, update_fn, mirrored(2, 2, cross_tower_ops=compressed())
-    )
     with jax.enable_x64(True):
         params = W | {"v": W["v"].astype(np.float64)}
+        step = step_of(2, 2, extend=dtypes)
         _, grads = jax.eval_shape(step.fn, step.shapes(params), data(2))
     assert {name: grads[name].dtype for name in W} == {
         name: x.dtype for name, x in params.items()
@@ -240,8 +240,8 @@ def test_a_metric_does_not_have_the_name_of_the_rounding_error():
         loss = loss_fn(params, batch, tower).loss
         return tj.TowerOutput(loss, {"compression/error": tower.step})
 
-    strategy = mirrored(2, 2, cross_tower_ops=compressed())
-    step = tj.build_train_step(named, optax.sgd(1.0), strategy)
+    args = named, optax.sgd(1.0), mirrored(2, 2)
+    step = tj.build_train_step(*args, extend=compressed())
     with pytest.raises(
         ValueError, match=r"metrics\['compression/error'\] is a name of"
     ):
@@ -257,7 +257,7 @@ def test_a_step_that_is_refused_loses_nothing():
     batch["w"][1, 0, 0] = np.nan
     state, _ = step(state, batch)
     after = jax.device_get(state)
-    for name in ("params", "own"):
+    for name in ("params", "local"):
         pair = (jax.tree.leaves(getattr(x, name)) for x in (before, after))
         for x, y in zip(*pair, strict=True):
             np.testing.assert_array_equal(x, y)
@@ -271,6 +271,7 @@ def test_what_is_lost_is_in_checkpoints_and_goes_on_with_other_towers(tmp_path):
     def ran(number):
         state = step.init(W)
         saved = {"checkpointer": checkpointer, "steps": number, "progress": False}
+        saved |= {"audit": False}  # the metric has a weight for each tower
         return jax.device_get(tj.run(step, state, batches, **saved)[0])
 
     two = ran(2)
@@ -279,46 +280,33 @@ def test_what_is_lost_is_in_checkpoints_and_goes_on_with_other_towers(tmp_path):
     again, whole = ran(3), step.init(W)
     for batch in batches:
         whole, _ = step(whole, batch)
-    for name in ("params", "own"):
+    for name in ("params", "local"):
         pair = (jax.tree.leaves(getattr(x, name)) for x in (whole, again))
         for x, y in zip(*pair, strict=True):
             np.testing.assert_array_equal(x, y)
-    pair = (jax.tree.leaves(x.own) for x in (two, moved))
+    pair = (jax.tree.leaves(x.local) for x in (two, moved))
     for x, y in zip(*pair, strict=True):
         assert x.any() and y.shape[0] == 2
         np.testing.assert_allclose(y.sum(axis=0), x.sum(axis=0), atol=1e-5)
 
 
-def tower_fn(state, batch, tower):
-    loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-    return {"loss": loss.loss, "gradient": grads}
+def test_a_gradient_that_is_not_finite_is_guarded_where_the_loss_is():
+    def rooted(params, batch, tower):  # 0, with a slope of NaN
+        return tj.Weighted(jnp.sqrt((params["v"] ** 2).sum()), weight_of(batch))
 
-
-def update_fn(state, merged):
-    return dataclasses.replace(state), {"loss": merged["loss"]}
-
-
-def of_others(state, batch, tower):
-    grads = tower_fn(state, batch, tower)["gradient"]
-    return {"loss": tj.Weighted(1.0, 1.0), "grads": tj.Weighted(grads.sum["v"], 1.0)}
-
-
-def built(tower_fn):
-    strategy = mirrored(2, 2, cross_tower_ops=compressed())
-    return tj.build_step(tower_fn, update_fn, strategy)
+    how = {"on_nonfinite": "skip", "guard": "gradients", "extend": compressed()}
+    step = tj.build_train_step(rooted, optax.sgd(1.0), mirrored(2, 2), **how)
+    state, metrics = step(step.init({"v": W["v"]}), data(2))
+    assert np.isnan(metrics["loss"]) and not state.params["v"].any()
 
 
 @pytest.mark.slow
 def test_a_mean_without_weight_keeps_what_was_lost_before():
-    def with_grads(state, batch, tower):
-        out = tower_fn(state, batch, tower)
-        return {"loss": out["loss"], "grads": out["gradient"]}
-
-    step = built(with_grads)
+    step = step_of(2, 2, on_nonfinite="ignore")  # which a step without examples is not
     state, _ = step(step.init(W), data(2))
-    before = jax.device_get(state.own)
+    before = jax.device_get(state.local)
     state, _ = step(state, data(2) | {"small": np.full((2, 3), -1, np.float32)})
-    for x, y in zip(*map(jax.tree.leaves, (before, state.own)), strict=True):
+    for x, y in zip(*map(jax.tree.leaves, (before, state.local)), strict=True):
         assert x.any()
         np.testing.assert_array_equal(x, y)
 
@@ -326,28 +314,19 @@ def test_a_mean_without_weight_keeps_what_was_lost_before():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: compressed(3), "Compressed.bits=3 must be one of 8, 4"),
+        (lambda: compressed(3), "Compressed.bits=3 must be 8 or 4"),
         (lambda: compressed(block=7), "Compressed.block=7 must be a multiple of 2"),
         (
-            lambda: step_of(2, 2, ops=tj.collectives.Compressed()).check(W, data(2)),
+            lambda: step_of(2, 2, ops=Compressed()).check(W, data(2)),
             "above 131072 bytes, and params has none",
         ),
-        (lambda: built(tower_fn).check(W, data(2)), "found no gradient"),
-        (lambda: built(of_others).check(W, data(2)), "Make the state with step.init"),
         (
-            lambda: tj.estimator.replicate_model_fn(
-                lambda *args: None,
-                devices=mirrored(2, 2, cross_tower_ops=compressed()),
-            ),
-            "for which a model function has no place",
+            lambda: step_of(2, 2).init(W, local={"compressed": ROWS}),
+            "must be a dict without the keys ['compressed']",
         ),
         (
             lambda: step_of(2, 2, sync=tj.sync.LocalSGD(every=2)),
-            "above_bytes=40) needs all towers at every step",
-        ),
-        (
-            lambda: tj.testing.one_tower(step_of(2, 2)),
-            "which rounds what is sent",
+            "extend=... needs all towers at every step",
         ),
     ],
 )
@@ -357,7 +336,7 @@ def test_what_cannot_be_compressed_is_refused_by_name(call, text):
 
 
 def test_evaluations_are_exact():
-    strategy = mirrored(4, 4, cross_tower_ops=compressed(4))
+    strategy = mirrored(4, 4)
     step = tj.build_eval_step(
         lambda params, batch, tower: {"x": tj.Weighted(batch["w"].sum(0), 1.0)},
         strategy,
@@ -371,7 +350,7 @@ def test_evaluations_are_exact():
 def test_shares_of_more_numbers_than_int32_counts_are_found_by_their_row():
     ops, numbers = compressed(block=1 << 20), jax.ShapeDtypeStruct((3 << 30,), "f")
     fn = functools.partial(ops._sum_encoded, num_devices=4)
-    traced = jax.make_jaxpr(fn, axis_env=[(DEVICE_AXIS, 4)])([numbers])
+    traced = jax.make_jaxpr(fn, axis_env=[("devices", 4)])([numbers])
     eqns = all_eqns(traced.jaxpr)
     sliced = [x for x in eqns if x.primitive.name.startswith("dynamic_")]
     shapes = {x.invars[0].aval.shape for x in sliced}

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.contrib import Compressed
 
 T, STEPS, INNER, MOMENTUM = 4, 9, 0.1, 0.5
 OUTER, NESTEROV = 0.7, 0.9
@@ -457,13 +458,16 @@ def advised(step, state, call):
 
 
 EVERY = tj.sync.EveryStep()
-FEW_BITS = tj.collectives.Compressed(above_bytes=4)
+FEW_BITS = Compressed(above_bytes=4)
 ALL = "opt_state=fresh.opt_state, own="
 SWITCHES = {
     "every step to rounds": ((EVERY, None), (SYNCS["local"], None), ALL + "fresh.own)"),
     "rounds to every step": ((SYNCS["local"], None), (EVERY, None), ALL + "None)"),
-    "few bits off": ((EVERY, FEW_BITS), (EVERY, None), "replace(state, own=None)"),
-    "few bits on": ((EVERY, None), (EVERY, FEW_BITS), "replace(state, own=fresh.own)"),
+    "few bits on": (
+        (EVERY, None),
+        (EVERY, FEW_BITS),
+        "replace(state, local={**state.local, **fresh.local})",
+    ),
 }
 
 
@@ -472,10 +476,7 @@ SWITCHES = {
 def test_a_step_says_how_the_state_of_another_sync_or_op_goes_on(name):
     *made, text = SWITCHES[name]
     options = dict(optimizer=optax.adam(0.1), donate=False)
-    first, then = (
-        build(sync, **options, **({"cross_tower_ops": ops} if ops else {}))
-        for sync, ops in made
-    )
+    first, then = (build(sync, **options, extend=ops) for sync, ops in made)
     state, batch = first.init(START), batches()[0]
     for call in (
         lambda state: then.check(state, batch),

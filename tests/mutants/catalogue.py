@@ -99,9 +99,9 @@ REGISTRY = (
         "B07",
         "the norm counts every tower, so clipping bites too hard",
         "step.update:apply_update",
-        "optimizer.update(grads, opt_state, params, value=loss)",
+        "optimizer.update(grads, opt_state, params, **value)",
         "optimizer.update(\n"
-        "        jax.tree.map(lambda g: g * 2, grads), opt_state, params, value=loss)\n"
+        "        jax.tree.map(lambda g: g * 2, grads), opt_state, params, **value)\n"
         "    updates = jax.tree.map(lambda u: u / 2, updates)",
         _ONE_GRADIENT,
     ),
@@ -357,9 +357,9 @@ REGISTRY = (
     _m(
         "B35",
         "the optimizer's state is one step old",
-        "step.train:Training.update",
-        '"opt_state": opt_state',
-        '"opt_state": state.opt_state',
+        "step.train:apply_gradients",
+        "opt_state=opt_state)",
+        "opt_state=state.opt_state)",
         _ONE_GRADIENT,
     ),
     _m(
@@ -1781,7 +1781,7 @@ BESIDES = (
     _m(
         "A02",
         "what the code of a device's share loses is never sent",
-        "collectives.compressed:Compressed._sum_encoded",
+        "contrib.compressed:Compressed._sum_encoded",
         "keepdims=False) + share_lost",
         "keepdims=False)",
         f"{_CODES}[4-4-vmap-4-1-True]",
@@ -1789,10 +1789,19 @@ BESIDES = (
     _m(
         "A03",
         "the certificate forgets what the second code loses",
-        "collectives.compressed:_largest_error",
+        "contrib.compressed:_largest_error",
         " + jnp.sqrt(squares[:, 1].sum(axis=0))",
         "",
         f"{_CODES}[6-3-scan-4-2-False]",
+    ),
+    _m(
+        "A06",
+        "no guard looks at the gradients that are sent in codes",
+        "contrib.compressed:Compressed.__call__",
+        'if fns.options.guard == "gradients":',
+        "if False:",
+        "test_compressed.py"
+        "::test_a_gradient_that_is_not_finite_is_guarded_where_the_loss_is",
     ),
 )
 

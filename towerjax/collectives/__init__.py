@@ -3,15 +3,12 @@
 A cross-tower op is a frozen dataclass with ``needs_every_tower`` (whether it takes
 each local tower's values separately, ``[k, ...]``, instead of their sum) and
 ``sum_over_towers(tree, axes) -> Sums``; ``check_devices(devices)`` if its options do
-not fit every set of devices; ``init_state`` and ``sum_with_state`` if it keeps a state
-from step to step.
+not fit every set of devices.
 """
 
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
-from towerjax.collectives.base import KeepsState as KeepsState
 from towerjax.collectives.choose import OpsChoice as OpsChoice
 from towerjax.collectives.choose import choose_cross_tower_ops as choose_cross_tower_ops
-from towerjax.collectives.compressed import Compressed as Compressed
 from towerjax.collectives.ops import AllReduce as AllReduce
 from towerjax.collectives.ops import Hierarchical as Hierarchical
 from towerjax.collectives.ops import Packed as Packed

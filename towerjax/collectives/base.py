@@ -42,47 +42,6 @@ class ChecksDevices(Protocol):
         ...
 
 
-@runtime_checkable
-class KeepsState(Protocol):
-    """A cross-tower op that sums gradients in another way, and keeps a state.
-
-    Used in the last pass of a step, for what towers return as ``"grads"``. The state is
-    ``state.own``, a ``TowerLocal`` whose reduction is SUM.
-    """
-
-    def init_state(self, gradient: PyTree) -> PyTree:
-        """One tower's state before the first step.
-
-        Args:
-          gradient: Arrays or shapes like the gradient's, which are the parameters'.
-
-        Returns:
-          Arrays, leaves ``[T, ...]`` in the state of all towers; or None, and
-          ``state.own`` is None.
-
-        Raises:
-          ValueError: The op has nothing to do for such a gradient.
-        """
-        ...
-
-    def sum_with_state(
-        self, tree: PyTree, is_gradient: PyTree, state: PyTree, axes: TowerAxes
-    ) -> tuple[Sums, PyTree, dict[str, jax.Array]]:
-        """The sum over all towers, inside a device function.
-
-        Args:
-          tree: The sum of the values of this device's towers.
-          is_gradient: A bool for each leaf.
-          state: The state of this device's towers, leaves ``[k, ...]``.
-          axes: The axes of the towers.
-
-        Returns:
-          ``(sums, state, metrics)``: the sums; the next state of this device's towers;
-          and metrics, the same on each device.
-        """
-        ...
-
-
 def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
     """Sum over all towers by the op, in the name scope that marks a step's own sums."""
     with jax.named_scope(tags.SUMMED_BY_STEP):

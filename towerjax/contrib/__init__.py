@@ -1,3 +1,4 @@
-"""What is written on the public names alone: gradient noise of the towers."""
+"""What is written on the public names alone: gradients in few bits, their noise."""
 
+from towerjax.contrib.compressed import Compressed as Compressed
 from towerjax.contrib.tower_statistics import TowerStatistics as TowerStatistics

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from towerjax.collectives.base import KeepsState
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import concat_rows, refuse_other_than_rows
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
@@ -210,11 +209,6 @@ class ModelOptions:
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise where the strategy's state layout or ops do not fit these options."""
-        if isinstance(strategy.cross_tower_ops, KeepsState):
-            raise ValueError(
-                f"cross_tower_ops={strategy.cross_tower_ops!r} keeps a state, for which"
-                " a model function has no place. Use tj.build_step, or tj.AllReduce()."
-            )
         placed = self.variable_placement
         if strategy.state != "mirrored" and placed is not VariablePlacement.MIRRORED:
             raise ValueError(

@@ -64,9 +64,8 @@ class Engine:
     ) -> Outcome:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
-        merged, finite, outs = self.run_passes(run, self.passes, state, batch)
-        op = outs[-1].op_state, outs[-1].op_metrics
-        out = self.update(donated, kept, merged, finite, *op)
+        merged, finite, _ = self.run_passes(run, self.passes, state, batch)
+        out = self.update(donated, kept, merged, finite)
         return out._replace(now={**out.now, "step": kept["step"] + 1})
 
     def update(
@@ -75,22 +74,14 @@ class Engine:
         kept: dict[str, Any],
         merged: PyTree,
         finite: jax.Array | None,
-        op_state: PyTree = None,
-        op_metrics: dict[str, jax.Array] | None = None,
     ) -> Outcome:
-        """The next state, if it is accepted, and the metrics.
-
-        ``op_state`` and ``op_metrics`` are the next state and the metrics of the
-        cross-tower op.
-        """
+        """The next state, if it is accepted, and the metrics."""
 
         def attempt(donated: dict[str, Any]) -> tuple[Any, Any, Any]:
             before = TrainState(**donated, **kept)
             with _explain_errors(before):
                 updated = self.update_fn(before, merged)
             after, metrics = _check_update(before, updated)
-            after = dataclasses.replace(after, own=op_state)
-            metrics = join_metrics(metrics, op_metrics or {})
             others = self.other_losses(merged) if self.other_losses else ()
             values, has_examples, is_fine = _evaluate_metrics(metrics, others)
             is_fine = is_fine if finite is None else is_fine & finite
@@ -126,8 +117,7 @@ class Engine:
 
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
-        off: Any = {"guards_sums": False, "has_op_state": False}
-        changes = {"strategy": strategy, "micro_batches": 1, **off}
+        changes: Any = {"strategy": strategy, "micro_batches": 1, "guards_sums": False}
         passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
         return dataclasses.replace(self, passes=passes)
 
@@ -213,8 +203,7 @@ def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any
     """The user's metrics, joined with those that the step adds."""
     if both := sorted(metrics.keys() & more.keys()):
         raise ValueError(
-            f"metrics[{both[0]!r}] is a name of a term of the"
-            " loss or of the cross-tower op; give yours another."
+            f"metrics[{both[0]!r}] is a name of a term of the loss; give yours another."
         )
     return metrics | more
 

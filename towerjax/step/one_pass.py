@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
-from towerjax.collectives.base import KeepsState, sum_over_towers
-from towerjax.collectives.packing import Sums
+from towerjax.collectives.base import sum_over_towers
 from towerjax.collectives.reduce import all_gather_rows, one_of
 from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT
@@ -56,8 +55,6 @@ class PassResult(NamedTuple):
     own: PyTree  # each tower's own leaves, in the order of the holes
     finite: Any  # whether all sums but metrics are; None without ``guards_sums``
     flags: Any  # `Flags` of what is not finite on each tower, or None
-    op_state: PyTree  # the next state of the cross-tower op, or None
-    op_metrics: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +68,6 @@ class Pass:
     reads_local: bool = False  # whether towers see local variables reduced
     guards_sums: bool = False  # whether to return if all sums but metrics are finite
     flags: bool = False  # whether to flag what is not finite on each tower
-    has_op_state: bool = False  # whether the op that sums the gradient has a state
     # Of a loss of several means: "summed" returns the denominators alone; "given" gets
     # them as the last entry of `merged`.
     weights: Literal["summed", "given"] | None = None
@@ -94,14 +90,12 @@ class Pass:
         own=Layout.PER_TOWER,
         finite=Layout.MIRRORED,
         flags=Layout.MIRRORED,
-        op_state=Layout.PER_TOWER,
-        op_metrics=Layout.MIRRORED,
     )
 
     @functools.cached_property
     def for_weights(self) -> "Pass":
         """This pass, returning the weights of a loss of several means alone."""
-        off: Any = {"guards_sums": False, "flags": False, "has_op_state": False}
+        off: Any = {"guards_sums": False, "flags": False}
         return dataclasses.replace(self, weights="summed", **off)
 
     @functools.cached_property
@@ -116,8 +110,7 @@ class Pass:
             given = PassArgs(*args)
             towers = self._run_towers(axes, given)
             sums, (tree, folded, joined, own, flagged) = towers
-            summed = self._sum_over_towers(sums, tree, given.state, axes)
-            sums, op_state, op_metrics = summed
+            sums = sum_over_towers(self.strategy.cross_tower_ops, sums, axes)
             added, shown = sums.tree()
             folded = [merge_stacked(all_gather_rows(x, axes)) for x in folded]
             joined = [_join_table_rows(x, axes) for x in joined]
@@ -133,23 +126,9 @@ class Pass:
                 common = flag_leaves([("parameter", "params", given.state.params)])
                 flags = all_gather_rows(join_flags(common, flagged), axes)
             own = [concat_rows(x) if isinstance(x, Rows) else x for x in own]
-            return PassResult(tree, own, finite, flags, op_state, op_metrics)
+            return PassResult(tree, own, finite, flags)
 
         return run
-
-    def _sum_over_towers(
-        self, sums: PyTree, tree: PyTree, state: TrainState, axes: TowerAxes
-    ) -> tuple[Sums, PyTree, dict[str, jax.Array]]:
-        """The sums over all towers; the cross-tower op's next state and its metrics."""
-        ops = self.strategy.cross_tower_ops
-        if not (self.has_op_state and isinstance(ops, KeepsState)):
-            return sum_over_towers(ops, sums, axes), None, {}
-        is_gradient = jax.tree.map(lambda _: False, sums)
-        is_gradient = (returned.are_gradients(tree, sums[0]), *is_gradient[1:])
-        own = plain(state.own)
-        with jax.named_scope(tags.SUMMED_BY_STEP):
-            sums, own, op_metrics = ops.sum_with_state(sums, is_gradient, own, axes)
-        return sums, with_local_values(state.own, own), op_metrics
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
@@ -197,9 +176,7 @@ class Pass:
 
         rows = split_rows(batch, axes.num_local)
         local = plain(state.local)
-        # The state of a cross-tower op is not given to towers.
-        mine = None if self.has_op_state else state.own
-        own = (rows, num_valid, local, mine)
+        own = (rows, num_valid, local, state.own)
         # Shapes of common arguments may not depend on ``D``: local values are row 0's.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
         state = dataclasses.replace(state, local=first, own=None)

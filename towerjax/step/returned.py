@@ -153,18 +153,6 @@ def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]
     return sorted(parts, key=lambda found: _ORDER.index(found[0]))
 
 
-def are_gradients(tree: PyTree, added: list[Any]) -> list[PyTree]:
-    """For each added leaf, whether it belongs to a gradient."""
-
-    def flags(path: tuple[Any, ...], x: Any) -> PyTree:
-        is_gradient = bool(path) and _BY_KEY.get(key_name(path[0])) == _GRADIENT
-        out = jax.tree.map(lambda _: is_gradient, x)
-        # A denominator stays exact.
-        return Weighted(out.sum, False) if isinstance(x, Weighted) else out
-
-    return list(map(flags, _paths_of(tree, "added"), added))
-
-
 def is_hole(x: Any) -> bool:
     """Whether ``x`` stands for a typed leaf."""
     return isinstance(x, Hole)

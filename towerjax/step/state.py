@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +13,13 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from towerjax.collectives.base import KeepsState
 from towerjax.mesh.placement import Placement, place
 from towerjax.mesh.processes import require_same
 from towerjax.step.update import OF_MODELS, trainable_flags
-from towerjax.towers.executors import shapes_of
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.variables import TowerLocal, check_tower_local, stack_local
-from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
-from towerjax.types.leaves import is_key, native, own_array, refuse_unheld
+from towerjax.towers.variables import check_tower_local, stack_local
+from towerjax.types import Layout, PyTree, leaf_name, named_leaves
+from towerjax.types.leaves import is_key, native, own_array, refuse_unheld, shown
 from towerjax.types.missing import explain_missing, frozen
 from towerjax.types.options import check_methods
 from towerjax.types.tables import by_rich, leaf_table
@@ -42,8 +41,7 @@ class TrainState:
         codebooks, a target network; any pytree of arrays, or None.
       own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, if
         the step has a ``sync=`` by which towers train alone; ``params`` are then the
-        outer ones. Or the state of a cross-tower op, `towerjax.collectives.Compressed`.
-        Else None.
+        outer ones. Else None.
 
     Example:
       >>> import towerjax as tj
@@ -212,14 +210,15 @@ def make_state(
     return jax.eval_shape(as_arrays, state) if shapes else state
 
 
-def own_of_op(strategy: Strategy, params: PyTree) -> TowerLocal | None:
-    """Each tower's own first state of a cross-tower op that sums such a gradient."""
-    ops: Any = strategy.cross_tower_ops
-    own = ops.init_state(shapes_of(params)) if isinstance(ops, KeepsState) else None
-    if own is None:
-        return None
-    own = TowerLocal(own, Reduction.SUM, name="own")
-    return stack_local(own, strategy.num_towers)
+def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The tower-local variables that are given, with those that a step keeps itself."""
+    local = {} if local is None else local
+    if not isinstance(local, Mapping) or local.keys() & more.keys():
+        raise ValueError(
+            f"local={shown(local)} must be a dict without the keys {[*more]}, where"
+            " this step keeps variables of its own."
+        )
+    return {**local, **more}
 
 
 def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:

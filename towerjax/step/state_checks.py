@@ -116,21 +116,24 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     """Raise unless each field that a step makes has the leaves that the step makes."""
     wrong, found = {}, []
     for field, needed in made.items():
-        given = getattr(state, field)
-        own = field == "own"  # whose dim over towers `check_num_towers` looks at
+        given, again = getattr(state, field), f"fresh.{field}"
+        own = field in ("own", "local")  # `check_num_towers` looks at their first dim
+        if field == "local":  # of others' variables a step knows nothing
+            given = {k: x for k, x in given.items() if k in needed}
+            again = "{**state.local, **fresh.local}"
         has, needs = (
             [tree is None, *((n, np.shape(x)[own:]) for n, x in named_leaves("", tree))]
             for tree in (given, needed)
         )
         if has != needs:
-            wrong[field] = None if needed is None else f"fresh.{field}"
+            wrong[field] = None if needed is None else again
             found += changes(f"state.{field}", given, needed)
     if wrong:
         begin = "fresh = step.init(state.params); " if any(wrong.values()) else ""
         anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
             "The state was made for another optimizer, other parameters, another sync="
-            f" or cross-tower op than this step's: {listed(found)}. Begin these anew:"
+            f" or extend= than this step's: {listed(found)}. Begin these anew:"
             f" {begin}state = dataclasses.replace(state, {anew})."
         )
 

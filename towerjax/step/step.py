@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.collectives.base import KeepsState
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import Remainder, batch_signature
 from towerjax.mesh.placement import place
@@ -26,8 +25,8 @@ from towerjax.step.state import (
     TrainState,
     check_params,
     init_state,
+    join_local,
     make_state,
-    own_of_op,
     split_state,
     step_number,
 )
@@ -38,6 +37,7 @@ from towerjax.step.state_checks import (
     with_numbers_placed,
 )
 from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.towers.variables import stack_local
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import refuse_traced
@@ -59,7 +59,7 @@ class Step(CompiledStep):
     ) -> None:
         """``makes`` gives, by its name, a field of the first state from parameters."""
         super().__init__(engine.step, strategy, options, engine=engine)
-        makes.setdefault("own", functools.partial(own_of_op, strategy))
+        makes.setdefault("own", lambda _: None)
         self._makes = makes
 
     @property
@@ -124,6 +124,8 @@ class Step(CompiledStep):
         if opt_state is None:
             make = self._makes.get("opt_state", lambda _: ())
             opt_state = make(check_params(params))
+        if more := self._makes.get("local", lambda _: {})(params):
+            local = join_local(local, more)
         others = {"rng": rng, "extra": extra}
         state = init_state(self.strategy, params, opt_state, local, **others)
         if self._made(state.params)["own"] is None:
@@ -135,7 +137,10 @@ class Step(CompiledStep):
     def _made(self, params: PyTree) -> dict[str, PyTree]:
         """The shapes of the fields of a state that the step makes, by their names."""
         makes = self._makes.items()
-        return {name: jax.eval_shape(make, params) for name, make in makes}
+        made = {name: jax.eval_shape(make, params) for name, make in makes}
+        if more := made.pop("local", None):
+            made["local"] = stack_local(more, self.strategy.num_towers, shapes=True)
+        return made
 
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from: the same, its numbers on the devices.
@@ -226,6 +231,8 @@ class Step(CompiledStep):
         made = self._made(state.params)
         if jax.tree.leaves(opt_state):
             made["opt_state"] = state.opt_state
+        if "local" in made:
+            made["local"] = join_local(state.local, made["local"])
         return dataclasses.replace(state, **made)
 
     def _shapes_of(self, state: Any) -> TrainState:
@@ -303,18 +310,9 @@ def engine_of(
     **of_passes: Any,
 ) -> Engine:
     """The engine of these functions; ``of_passes`` are further fields of its passes."""
-    last, ops = len(tower_fns) - 1, strategy.cross_tower_ops
-    passes = tuple(
-        Pass(
-            tower_fn,
-            strategy,
-            micro_batches=options.micro_batches,
-            guards_sums=options.guard == "gradients",
-            has_op_state=number == last and isinstance(ops, KeepsState),
-            **of_passes,
-        )
-        for number, tower_fn in enumerate(tower_fns)
-    )
+    how: Any = {"guards_sums": options.guard == "gradients", **of_passes}
+    how["micro_batches"] = options.micro_batches
+    passes = tuple(Pass(tower_fn, strategy, **how) for tower_fn in tower_fns)
     return Engine(passes, update_fn, options.on_nonfinite, options.guard)
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from towerjax.collectives.base import KeepsState
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
@@ -17,7 +16,7 @@ from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.rounds import Rounds
-from towerjax.step.state import TrainState, own_of_op
+from towerjax.step.state import TrainState
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
@@ -34,7 +33,7 @@ from towerjax.step.update import (
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
-from towerjax.towers.variables import TowerLocal, with_local_values
+from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput, named_leaves
 from towerjax.types.leaves import differing_texts, listed, map_parts
 from towerjax.types.options import check_choice, check_function, check_methods
@@ -48,7 +47,9 @@ class StepFns(NamedTuple):
 
     tower: Callable[..., dict[str, Any]]  # returns "loss", "grads" and more
     update: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
-    init: Callable[[PyTree], dict[str, Any]]  # params -> fields of the first state
+    # params -> {"opt_state": ..., "local": a dict of one tower's TowerLocal}
+    init: Callable[[PyTree], dict[str, Any]]
+    trained: Callable[[PyTree], PyTree]  # params -> those that train, None for others
     strategy: Strategy
     options: StepOptions
 
@@ -70,7 +71,8 @@ class Training:
 
     def fns(self, strategy: Strategy, options: StepOptions) -> StepFns:
         """The step's functions, extended."""
-        fns = StepFns(self.tower, self.update, self.init, strategy, options)
+        trained = functools.partial(trained_part, trainable=self.trainable)
+        fns = StepFns(self.tower, self.update, self.init, trained, strategy, options)
         return self.extend(fns) if self.extend is not None else fns
 
     def init(self, params: PyTree) -> dict[str, Any]:
@@ -241,10 +243,9 @@ class TrainStep(Step):
             (fns.tower,), fns.update, strategy, options, rows_used_later=uses_rows
         )
 
-        def own(params: PyTree) -> TowerLocal | None:
-            return own_of_op(strategy, trained_part(params, training.trainable))
-
-        makes: Any = {"opt_state": self._opt_state, "own": own}
+        makes: Any = {"opt_state": self._opt_state}
+        if training.extend is not None:
+            makes["local"] = lambda params: fns.init(params).get("local", {})
         if not isinstance(sync, EveryStep):
             _check_fits_sync(self.training, strategy, options)
             trainable = training.trainable
@@ -357,13 +358,11 @@ def _check_fits_sync(
     training: Training, strategy: Strategy, options: StepOptions
 ) -> None:
     """Raise if an option needs all towers to meet at every step."""
-    ops = strategy.cross_tower_ops
     uses = {
         "update_extra=...": training.update_extra is not None,
         "extend=...": training.extend is not None,
         "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,
         f"state={strategy.state!r}": strategy.state != "mirrored",
-        f"cross_tower_ops={ops!r}": isinstance(ops, KeepsState),
     }
     bad = [name for name, is_used in uses.items() if is_used]
     if bad:

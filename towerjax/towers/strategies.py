@@ -40,7 +40,7 @@ class Mirrored(StrategyMethods):
         ``"scan"`` one after another, which needs the memory of one.
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
       cross_tower_ops: How sums are communicated: `AllReduce`, `PinnedTree`, `Packed`,
-        `ReduceToOneDevice`, `Hierarchical` or `Compressed`; see
+        `ReduceToOneDevice` or `Hierarchical`; see
         `choose_cross_tower_ops`.
       prefetch_on_device: How many placed batches `distribute_dataset` keeps ready; 0
         places each when it is requested.

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.collectives import Compressed
 from towerjax.data.placer import Placer
 from towerjax.estimator.model_engine import ModelTrainStep
 from towerjax.estimator.replicate import ReplicatedModel
@@ -124,8 +123,8 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     """The same step, or the same model, on one tower of the first device.
 
     It has the step's functions, optimizer and options, except that micro-batches are
-    one pass and states are not donated. Batches are padded and cut as the step's are,
-    so that both see the same examples.
+    one pass, states are not donated, and ``extend=`` is left out. Batches are padded
+    and cut as the step's are, so that both see the same examples.
 
     Args:
       step: What `build_train_step`, `build_step` or `replicate_model_fn` returned.
@@ -137,7 +136,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     Raises:
       ValueError: ``step`` is none of these, such as a model's ``train_step()``; a model
         with ``remainder="drop"`` on several towers, whose number decides what is
-        dropped; or a step with ``sync=`` or ``Compressed`` gradients.
+        dropped; or a step with ``sync=``.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -165,11 +164,6 @@ def one_tower(step: StepOrModel) -> StepOrModel:
             f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
         )
-    if isinstance(ops := step.strategy.cross_tower_ops, Compressed):
-        raise ValueError(
-            f"one_tower of a step with cross_tower_ops={ops!r}, which rounds what is"
-            " sent. Compare a step with tj.AllReduce()."
-        )
     return _on_one_tower(step)
 
 
@@ -181,7 +175,8 @@ def _on_one_tower(step: Any) -> Any:
         fns = [one.tower_fn for one in step.engine.passes]
         found = build_step(fns, step.engine.update_fn, strategy, **vars(options))
     elif isinstance(step.sync, EveryStep):
-        found = TrainStep(step.training, strategy, options)
+        training = dataclasses.replace(step.training, extend=None)
+        found = TrainStep(training, strategy, options)
     else:
         raise ValueError(
             f"one_tower of a step with sync={step.sync!r}: towers that go alone are"
