@@ -499,6 +499,31 @@ def stacked_totals(losses, mask, tower):
     return tj.Weighted(total, tower.weight.sum())
 
 
+def of_positives(losses, mask, tower):
+    count = mask.sum()
+    each = jnp.where(mask > 0, (1 - jnp.exp(-losses)) ** 2 * losses, 0.0)
+    return tj.Weighted(each.sum() / jnp.maximum(count, 1), 1)
+
+
+def by_boolean_weights(losses, mask, tower):
+    mean = jnp.average(losses**2, weights=(mask > 0).astype(np.float32))
+    return tj.Weighted(mean * tower.weight.sum(), tower.weight.sum())
+
+
+def of_positives_if_any(losses, mask, tower):
+    count, total = mask.sum(), (losses * mask).sum()
+
+    def ratio():
+        return total / count
+
+    return tj.Weighted(lax.cond(count == 0, losses.sum, ratio), 1)
+
+
+def of_positives_of_each_row(losses, mask, tower):
+    each = (losses * mask)[:, None] / jnp.maximum(mask[:, None].sum(1), 1)[:, None]
+    return tj.Weighted.mean(each.sum(1), tower.weight)
+
+
 def in_two_sums(losses, mask, tower):
     return tj.Weighted(losses.reshape(2, -1).sum(0).sum(), tower.weight.sum())
 
@@ -512,6 +537,8 @@ def two_means(losses, mask, tower):
 @pytest.mark.parametrize(
     ("fn", "is_no_sum"),
     [(fn, True) for fn in (root_of_a_mean, dice, mean_of_means, product_of_means)]
+    + [(fn, True) for fn in (of_positives, by_boolean_weights, of_positives_if_any)]
+    + [(of_positives_of_each_row, False)]
     + [(fn, True) for fn in (at_most, in_a_sum_of_means)]
     + [(fn, False) for fn in (times_its_weight, masked, mean_of_rows, two_means)]
     + [(dice_by_its_rows, True), (root_by_its_rows, True), (at_least_one, False)]

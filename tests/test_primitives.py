@@ -247,8 +247,15 @@ def test_code_in_params_is_opened_or_distrusted(hide):
     assert source(jnp.tanh) == "towerjax_test_code"
     assert source(by_id, impl=lambda w, held: by_id(w)) == "tower.id"
     assert source(jnp.tanh, impl=lambda w, held: psum(by_id(w))) is None
-    # It takes arrays only, so that it cannot be traced.
-    assert source(jnp.tanh, impl=lambda w, held: np.asarray(w)) == "towerjax_test_code"
+    # It takes arrays only, or more of them, so that it cannot be traced.
+    for impl in (lambda w, held: np.asarray(w), lambda w, held: jax.lax.psum(w, "x")):
+        assert source(jnp.tanh, impl=impl) == "towerjax_test_code"
+
+    def mistaken(w, held):
+        raise RuntimeError("mistaken")
+
+    with pytest.raises(RuntimeError, match="mistaken"):
+        source(jnp.tanh, impl=mistaken)
 
 
 def test_code_that_calls_itself_is_distrusted():

@@ -462,13 +462,30 @@ def test_numbers_that_happen_to_be_those_of_towers_count_none(T):
     tj.build_train_step(shared, optax.sgd(0.1), strategy).check(PARAMS, batch)
 
 
-def test_a_function_for_so_many_towers_alone_is_proved_with_its_numbers():
+def of_8_by_assertion(towers):
+    assert towers == 8, "made for 8"
+
+
+def of_8_by_table(towers):
+    return {8: ()}[towers]
+
+
+def of_8_by_mistake(towers):
+    return None if towers == 8 else towers.mistake
+
+
+@pytest.mark.parametrize("of_8", [of_8_by_assertion, of_8_by_table, of_8_by_mistake])
+def test_a_function_for_so_many_towers_alone_is_proved_with_its_numbers(of_8):
     def loss_fn(params, batch, tower):
-        assert tower.num_towers == 8, "made for 8"
+        of_8(tower.num_towers)
         mean = lax.psum(params["b"], tower.axis_names) / tower.num_towers
         shares = mean * np.full(2, 0.125, np.float32) * jnp.ones(2)
         shares = lax.psum(shares, tower.axis_names)
         return output(params, batch, tower, {"m": mean, "shares": shares[0]})
 
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=8))
-    step.check(PARAMS, BATCH)
+    if of_8 is of_8_by_mistake:
+        with pytest.raises(AttributeError, match="mistake"):
+            step.check(PARAMS, BATCH)
+    else:
+        step.check(PARAMS, BATCH)

@@ -19,6 +19,7 @@ from towerjax.proof import findings, lints, tags
 from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
+    OF_OTHER_INPUT,
     SUMS,
     is_foreign,
     is_hidden,
@@ -89,7 +90,7 @@ def analyse(
         return strict
     try:
         varying = varying_constants(jaxpr, of_more_towers())
-    except Exception:  # User code may hold for this number of towers alone.
+    except OF_OTHER_INPUT:  # The function takes this number of towers alone.
         varying = None
     return _analyse_once(body, ins, context._replace(varying=varying))
 

@@ -75,6 +75,17 @@ def _is_high(eqn: JaxprEqn) -> bool:
     return has_class or eqn.primitive.name.startswith("call_hi_primitive")
 
 
+OF_OTHER_INPUT = (
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""What a function raises, JAX's errors of tracers included, that takes other input."""
+
+
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
     """Trace the code that a primitive hides; None if it cannot be traced."""
     code: Callable = eqn.primitive.to_lojax if _is_high(eqn) else eqn.primitive.impl
@@ -85,8 +96,8 @@ def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
             lambda *operands: code(*operands, **eqn.params),
             axis_env=list(sizes.items()),
         )(*shapes)
-    except Exception:  # User code may need arrays: then nothing is known of it.
-        return None
+    except (*OF_OTHER_INPUT, AttributeError, ImportError, NameError, RecursionError):
+        return None  # It needs arrays, a device, or an axis: nothing is known of it.
     return program if len(program.out_avals) == len(eqn.outvars) else None
 
 

@@ -66,6 +66,7 @@ def either(first: Lint, second: Lint) -> Lint:
     """The rows of a value that is one or the other of two, or of both."""
     a, b = first.dims, second.dims
     dims = None if None in (a, b) or (a and b and a != b) else a or b
+    dims = FUNCTION if {a, b} == {TOTAL, FUNCTION} else dims
     sets: Any = zip(first[1:], second[1:], strict=True)
     return Lint(MIXED if MIXED in (a, b) else dims, *(x | y for x, y in sets))
 
