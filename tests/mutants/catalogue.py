@@ -1253,6 +1253,14 @@ INPUT = (
         "test_lints.py::test_rows_that_stay_apart_are_not[each_row_by_index-options0]",
     ),
     _m(
+        "I32",
+        "a cond between a sum and a ratio of sums hides the ratio",
+        "proof.lints:either",
+        "FUNCTION if {a, b} == {TOTAL, FUNCTION} else dims",
+        "dims",
+        "test_lints.py::test_a_function_of_sums_is_no_sum[of_positives_if_any-True]",
+    ),
+    _m(
         "I12",
         "batch statistics are trained",
         "step.update:_refuse_statistics",
