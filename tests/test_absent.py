@@ -181,7 +181,7 @@ PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
 def hand_written(name):
     """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
     text = PAGE.read_text()
-    if name in ("resnet50", "gpt2") and f"by JAX {jax.__version__}," in text:
+    if name == "gpt2" and f"by JAX {jax.__version__}," in text:
         row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
         found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
         return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
@@ -191,8 +191,7 @@ def hand_written(name):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.filterwarnings("ignore:Rows of a tower meet")  # ResNet-50's batch norm
-@pytest.mark.parametrize("name", ["mlp", "resnet50", "gpt2"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_no_more_is_sent_and_held_than_by_hand(name):
     program = PROGRAMS[name]
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
@@ -206,7 +205,7 @@ def test_no_more_is_sent_and_held_than_by_hand(name):
     assert ours.memory.aliased == bytes_of((params, opt_state)) > 0
     assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
     assert ours.memory.peak <= 1.02 * peak
-    if name in ("resnet50", "gpt2"):  # XLA starts them while it still computes
+    if name == "gpt2":  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
