@@ -401,6 +401,12 @@ def test_one_tower_is_no_oracle_of_towers_that_go_alone(streaming):
         tj.testing.one_tower(streaming)
 
 
+def test_towers_that_go_alone_are_not_audited(streaming):
+    """`tj.run` says so without a warning; the tests with it would show one."""
+    with pytest.raises(ValueError, match="not one tower by design, so there is"):
+        streaming.audit(streaming.init(START), batches()[0])
+
+
 def test_padding_that_nothing_masks_is_refused():
     def unmasked(params, batch, tower):
         return tj.Weighted.mean(batch["x"] @ params["w"] * batch["weight"])

@@ -26,6 +26,7 @@ from towerjax.step.update import (
     trained_part,
     with_trained,
 )
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import TowerLocal, stack_local
 from towerjax.towers.vmap_sums import with_leading_dim
@@ -133,6 +134,13 @@ class Rounds:
         raises = self.one.on_nonfinite == "raise"
         found = FoundAtMeeting(~fine, bad) if raises else None
         return Outcome(donated, now, metrics, fine, found)
+
+    def on(self, strategy: Strategy) -> Engine:
+        """Refuses: what an audit compares is another here, by design."""
+        raise ValueError(
+            "With sync= towers train alone, and are not one tower by design, so there"
+            " is nothing to audit. Leave out audit=, or say sync=tj.sync.EveryStep()."
+        )
 
     @property
     def find_flags(self) -> Callable[..., tuple[Any]]:
