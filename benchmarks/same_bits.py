@@ -121,7 +121,7 @@ def _step_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
     state = step.init(case.params(), local=LOCAL, rng=jax.random.key(7))
     batches = case.batches(strategy.num_towers, steps)
     each = case.steps_per_call
-    return run(step, state, batches, steps_per_call=each, progress=False)
+    return run(step, state, batches, steps_per_call=each, progress=False, audit=False)
 
 
 def _model_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
