@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from benchmarks.absent import PROGRAMS, TITLES, by_hand, by_towerjax
+from benchmarks.absent import GPT, PROGRAMS, TITLES, by_hand, by_towerjax
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
@@ -178,34 +178,27 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
 PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
 
 
-def hand_written(name):
-    """Its arguments, peak and all-reduces: of the page, if this JAX made it, in MB."""
-    text = PAGE.read_text()
-    if name == "gpt2" and f"by JAX {jax.__version__}," in text:
-        row = r"\| 8 \| by hand \| (\S+) GB \| (\S+) GB \| (\d+) \|"
-        found = re.search(row, text.partition(f"## {TITLES[name]}\n")[2])
-        return float(found[1]) * 1e9, float(found[2]) * 1e9, int(found[3])
-    hand = by_hand(PROGRAMS[name], H200S)
-    return hand.memory.arguments, hand.memory.peak, len(hand.collectives)
+# Of GPT-2 two blocks, since they are alike.
+GPT2 = dataclasses.replace(PROGRAMS["gpt2"], net=GPT(layers=2))
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
-def test_no_more_is_sent_and_held_than_by_hand(name):
-    program = PROGRAMS[name]
+@pytest.mark.parametrize("program", [PROGRAMS["mlp"], GPT2], ids=["mlp", "gpt2"])
+def test_no_more_is_sent_and_held_than_by_hand(program):
     ours = by_towerjax(program, tj.Mirrored(devices=H200S))
-    arguments, peak, all_reduces = hand_written(name)
-    assert 1 <= len(ours.collectives) <= all_reduces
+    hand = by_hand(program, H200S)
+    assert 1 <= len(ours.collectives) <= len(hand.collectives)
     assert {found.opcode for found in ours.collectives} == {"all-reduce"}
     params = program.params()
     sent = sum(found.bytes for found in ours.collectives)
     assert sent <= bytes_of(params) + 4 + 16  # the loss, a weight for each denominator
     opt_state = jax.eval_shape(program.optimizer.init, params)
     assert ours.memory.aliased == bytes_of((params, opt_state)) > 0
-    assert ours.memory.arguments == pytest.approx(arguments, abs=5e5)
-    assert ours.memory.peak <= 1.02 * peak
-    if name == "gpt2":  # XLA starts them while it still computes
+    arguments = hand.memory.arguments  # ours has the number of the step, too
+    assert ours.memory.arguments == pytest.approx(arguments, abs=8)
+    assert ours.memory.peak <= 1.02 * hand.memory.peak
+    if program is GPT2:  # XLA starts them while it still computes
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
