@@ -258,7 +258,7 @@ PROOF = (
        "if differs else FIXED", "if differs and not context.axis else FIXED",
        f"{_REFUSED}[tower_id-tower.id-tower_id-1]"),
     _m("P08", "proof: only the first operand counts", "proof.analysis:_compute",
-       "mark = join(ins)", "mark = join(ins[:1])",
+       "mark, site = join(ins), (eqn", "mark, site = join(ins[:1]), (eqn",
        f"{_REFUSED}[custom_vjp_value-batch['x']-loss_of-1]",
        f"{_REFUSED}[forgotten_reduction-batch['x']-forgotten_reduction-1]"),
     _m("P09", "proof: what is written into a reference is forgotten",
