@@ -22,7 +22,7 @@ from towerjax.proof.equation import _FOREIGN, _FOREIGN_PREFIXES, REDUCTIONS
 PURE = """
 abs accum_grad_in_ref acos acosh add add_any add_dependency addupdate after_all and
 approx_top_k argmax argmin asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast
-bitcast_convert_type box_get box_set broadcast_to cbrt ceil cholesky
+bitcast_convert_type box_get box_set broadcast_in_dim broadcast_to cbrt ceil cholesky
 cholesky_update clamp clz complex concatenate conj conv conv_general_dilated
 convert_element_type cos cosh create_token cumlogsumexp cummax cummin cumprod cumsum
 dce_sink digamma dim_as_value dimension_size div dot_general dot_product_attention_bwd
