@@ -186,7 +186,8 @@ def export(weights: Any, path: pathlib.Path) -> None:
     network, weights = Network(HYPERPARAMETERS["dropout"]), jax.device_get(weights)
 
     def serve(image: jax.Array) -> jax.Array:
-        return nn.softmax(network.apply({"params": weights}, image, train=False))
+        logits: Any = network.apply({"params": weights}, image, train=False)
+        return nn.softmax(logits)
 
     rows = jax.export.symbolic_shape("b, 8, 8, 1")
     spec = jax.ShapeDtypeStruct(rows, np.float32)

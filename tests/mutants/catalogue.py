@@ -873,7 +873,7 @@ BESIDES = (
        "uses_rows = False",
        "test_update_extra.py::test_rows_of_a_queue_say_which_are_padding"),
     _m("N03", "the key that towers share is a tower's own",
-       "towers.tower:Tower.shared_rng", "2**32 - 1)", "self.id)",
+       "towers.tower:Tower.shared_rng", "ALL_TOWERS)", "self.id)",
        "test_inputs_and_fixed.py::test_all_towers_share_a_key_that_is_no_towers_own"),
     _m("N04", "what is fixed is trained when it is floating",
        "step.update:trained_part", "x if yes else None",

@@ -12,6 +12,7 @@ import jax
 from towerjax.types import missing
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C", bound=type)
 _PACKAGES = pathlib.Path(__file__).parent, pathlib.Path(jax.__file__)
 _OURS = (*(f"{path.parent}/" for path in _PACKAGES), contextlib.__file__)
 
@@ -36,7 +37,7 @@ def door(fn: _F) -> _F:
     return functools.wraps(fn)(types.FunctionType(*parts))  # type: ignore[return-value]
 
 
-def doors(cls: type) -> type:
+def doors(cls: _C) -> _C:
     """The class, each of whose own public methods is a `door`."""
     for name, x in vars(cls).items():
         if isinstance(x, types.FunctionType) and (name[0] != "_" or name == "__call__"):

@@ -4,10 +4,11 @@ import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+_C = TypeVar("_C", bound=type)
 _NAMES = {
     "MirroredStrategy": "Write tj.Mirrored(); docs/mirrored_strategy.md has each name.",
     "fit": "A loop over batches is tj.run(step, state, batches).",
@@ -116,7 +117,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def frozen(cls: type) -> type:
+def frozen(cls: _C) -> _C:
     """The frozen dataclass; an assignment to a field says what to write."""
     refuse: Any = cls.__setattr__
 

@@ -132,8 +132,8 @@ def _drawing(state: Any, word: int) -> Any:
 
 def _refuse_nonfinite(leaves: Leaves) -> None:
     for name, x in leaves.items():
-        guarded = x is not None and name.startswith(("loss", "gradient"))
-        if guarded and not np.isfinite(x).all():
+        guarded = name.startswith(("loss", "gradient"))
+        if guarded and x is not None and not np.isfinite(x).all():
             raise ValueError(
                 f"On one tower {name} is not finite. Give parameters and a batch whose"
                 " loss is finite."
