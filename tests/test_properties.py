@@ -15,6 +15,7 @@ from drawn import (
     array,
     assert_same_bits,
     few,
+    on_devices,
     seeds,
     towers_values,
     trees,
@@ -24,10 +25,12 @@ from hypothesis import strategies as st
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.collectives.base import sum_rows_over_towers
 from towerjax.collectives.ops import pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
-from towerjax.data.shard import counts_of_towers, fit_batch
+from towerjax.data.shard import counts_of_towers, fit_batch, row_weights
+from towerjax.metrics.state import on_host, value_on_host
 
 R, m = tj.Reduction, tj.metrics
 kinds = st.sampled_from(["ones", "plain", "spread"])
@@ -80,6 +83,26 @@ def test_a_fitted_batch_has_every_row_once_and_in_order(
     counts = counts_of_towers(num_valid, rows // towers, towers)
     valid = (np.arange(rows) < kept).reshape(towers, -1)
     np.testing.assert_array_equal(counts, valid.sum(1))
+
+
+@pytest.mark.slow
+@few(40)
+@given(
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([1, 2, 5]),
+    st.floats(0, 1),
+)
+def test_weights_are_1_for_each_example_and_0_for_padding(towers, parts, part, filled):
+    total = towers * parts * part
+    num_valid = int(filled * total)
+    weights = [
+        np.asarray(row_weights(count, np.int32(i * part), part))
+        for count in counts_of_towers(num_valid, parts * part, towers)
+        for i in range(parts)
+    ]
+    expected = np.arange(total) < num_valid
+    np.testing.assert_array_equal(np.concatenate(weights), np.float32(expected))
 
 
 @pytest.mark.slow
@@ -208,8 +231,58 @@ def test_every_op_reduces_as_numpy_does(ops, towers, reductions, seed, kind):
 # In a tower: reductions, and values that are merged and handed back.
 
 
+def meet(tower, value):
+    """Everything that towers can do with each other's values."""
+
+    def unchanged(strategy, rows):
+        return rows
+
+    def turned(strategy, rows):
+        towers = [
+            strategy.unwrap(x)[::-1] for x in jax.tree.leaves(rows, is_leaf=is_rows)
+        ]
+        treedef = jax.tree.structure(rows, is_leaf=is_rows)
+        return jax.tree.unflatten(treedef, [tj.PerTower(tuple(x)) for x in towers])
+
+    return {
+        "reduced": {r.name: tower.reduce(r, value) for r in REDUCTIONS},
+        "gathered": tower.all_gather(value),
+        "merged": tower.merge_call(unchanged, value),
+        "turned": tower.merge_call(turned, value),
+    }
+
+
+REDUCTIONS = (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
+
+
 def is_rows(x):
     return isinstance(x, tj.PerTower)
+
+
+def side_by_side(x, towers):
+    """Each tower's value as ``[T, ...]``, whether or not they are all the same."""
+    return (
+        np.stack([np.asarray(x)] * towers) if not is_rows(x) else np.asarray(x.values)
+    )
+
+
+@pytest.mark.slow
+@few(5)
+@given(seed=seeds, kind=kinds)
+def test_towers_that_meet_have_each_others_values(seed, kind):
+    towers = 6
+    strategy = mirrored(towers, 3, executor="pmap")
+    dtypes = (np.float32, jnp.bfloat16, np.complex64, np.int8, np.bool_)
+    values = towers_values(seed, kind, towers, dtypes)
+    out = strategy.call_for_each_tower(meet, jax.tree.map(tj.PerTower, values))
+    for reduction in REDUCTIONS:
+        found = out["reduced"][reduction.name]
+        assert not any(is_rows(x) for x in jax.tree.leaves(found, is_leaf=is_rows))
+        check_reduced(reduction, values, found)
+    for name, rows in values.items():
+        assert_same_bits(np.asarray(out["gathered"][name]), rows)
+        assert_same_bits(side_by_side(out["merged"][name], towers), rows)
+        assert_same_bits(side_by_side(out["turned"][name], towers), rows[::-1])
 
 
 leaf_kinds = st.sampled_from(["own", "shared", "ragged", "text", "number", "equal"])
@@ -297,7 +370,66 @@ def test_leaves_share_buffers_without_gap_or_overlap(found, limit, times, most):
         assert min(sizes) >= 0 and len(set(sizes[:-1])) <= 1
 
 
+@jax.jit
+def packed_and_unpacked(leaves):
+    out = []
+    for limit, most in ((-1, 1), (24, 2), (math.inf, math.inf)):
+        packing = Packing.plan(leaves, alone_above=limit, reach=limit, max_leaves=most)
+        buffers = packing.pack(leaves, lead=0)
+        out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
+    return out
+
+
+@pytest.mark.slow
+@few(10)
+@given(seed=seeds, kind=st.sampled_from(["spread", "special"]))
+def test_what_is_packed_is_unpacked_bit_for_bit(seed, kind):
+    trees = [towers_values(seed + i, kind, 5 + i) for i in range(2)]
+    leaves = jax.tree.leaves(trees)
+    for again in packed_and_unpacked(leaves):
+        assert_same_bits(again, leaves)
+
+
 # PinnedTree: the bits of the tree over towers, whatever the devices.
+
+
+def add_in_numpy(rows):
+    """Neighbours, then their sums; an odd last one waits. In the dtype of the rows."""
+    rows = list(rows)
+    while len(rows) > 1:
+        pairs = [
+            np.add(a, b, dtype=a.dtype)
+            for a, b in zip(rows[0::2], rows[1::2], strict=False)
+        ]
+        rows = pairs + rows[len(pairs) * 2 :]
+    return rows[0]
+
+
+@functools.cache
+def pinned_sums(towers, devices):
+    def device_fn(rows, axes):
+        return sum_rows_over_towers(tj.PinnedTree(), rows, axes)
+
+    return on_devices(device_fn, towers, devices)
+
+
+ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers, devices", [(7, (1,)), (12, (4,))])
+@few(10)
+@given(seed=seeds, kind=st.sampled_from(["ones", "plain", "spread", "special"]))
+def test_a_pinned_tree_has_the_bits_of_numpys(towers, devices, seed, kind):
+    values = towers_values(seed, kind, towers, ADDED)
+    with np.errstate(all="ignore"):
+        expected = jax.tree.map(add_in_numpy, values)
+    for number in devices:
+        found = pinned_sums(towers, number)(values)
+        assert_same_bits(jax.device_get(found), expected)
+        for x in jax.tree.leaves(found):
+            for shard in x.addressable_shards:
+                assert_same_bits(np.asarray(shard.data), np.asarray(x))
 
 
 # A whole step: its loss and gradient are those of all rows, each by its weight.
@@ -377,3 +509,74 @@ def test_a_step_is_that_of_all_rows_by_their_weights(seed, size, empty):
 
 
 # Metric states: any split in any order, counted exactly.
+
+
+def counted(batch, weight):
+    """States of whole numbers, so that float32 adds them exactly."""
+    yes, score = batch["yes"], batch["score"]
+    return {
+        "mean": m.mean(batch["value"], weight),
+        "hits": m.true_positives(yes, score, weight, threshold=0.5),
+        "auc": m.auc(yes, score, weight, num_thresholds=9),
+        "iou": m.mean_iou(batch["label"], batch["class"], 3, weight),
+    }
+
+
+def counted_rows(seed, size):
+    rng = np.random.default_rng(seed)
+    return {
+        "yes": rng.random(size) < 0.4,
+        "score": (rng.integers(0, 9, size) / 8).astype(np.float32),
+        "value": rng.integers(-9, 10, size).astype(np.float32),
+        "label": rng.integers(0, 3, size, np.int32),
+        "class": rng.integers(0, 3, size, np.int32),
+        "weight": rng.integers(0, 4, size).astype(np.float32),
+    }
+
+
+ROWS = 24
+
+
+@functools.cache
+def state_of_all():
+    return jax.jit(lambda rows: counted(rows, rows["weight"]))
+
+
+@functools.cache
+def evaluation():
+    def metric_fn(params, batch, tower):
+        return counted(batch, batch["weight"] * tower.weight)
+
+    evaluate = tj.build_eval_step(metric_fn, mirrored(16, 4))
+    evaluate(np.float32(0), counted_rows(0, ROWS))  # the largest: one program for all
+    return evaluate
+
+
+def merged_state(evaluate, rows, ends):
+    """The states of the batches that end there, merged on the host."""
+    parts = []
+    for start, end in zip([0, *ends], [*ends, ROWS], strict=True):
+        if start < end:
+            own = {name: x[start:end] for name, x in rows.items()}
+            parts.append(jax.tree.map(np.asarray, evaluate(np.float32(0), own)))
+    return parts
+
+
+@pytest.mark.slow
+@few(8)
+@given(seed=seeds, ends=st.lists(st.integers(0, ROWS), max_size=4).map(sorted))
+def test_metric_states_add_up_exactly_however_rows_are_split(seed, ends):
+    rows = counted_rows(seed, ROWS)
+    whole = jax.tree.map(np.asarray, state_of_all()(rows))
+    parts = merged_state(evaluation(), rows, ends)
+    order = np.random.default_rng(seed).permutation(len(parts))
+    for name, state in whole.items():
+        own = [on_host(part[name]) for part in parts]
+        forward = functools.reduce(m.merge, own)
+        shuffled = functools.reduce(m.merge, [own[i] for i in order])
+        backward = functools.reduce(lambda a, b: m.merge(b, a), own[::-1])
+        for merged in (forward, shuffled, backward):
+            pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(state), strict=True)
+            for x, y in pairs:
+                np.testing.assert_array_equal(x, np.float64(y), err_msg=name)
+        assert value_on_host(forward) == value_on_host(on_host(state))

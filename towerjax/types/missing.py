@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
-_C = TypeVar("_C", bound=type)
+_Class = TypeVar("_Class", bound=type)
 _NAMES = {
     "MirroredStrategy": "Write tj.Mirrored(); docs/mirrored_strategy.md has each name.",
     "fit": "A loop over batches is tj.run(step, state, batches).",
@@ -117,7 +117,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def frozen(cls: _C) -> _C:
+def frozen(cls: _Class) -> _Class:
     """The frozen dataclass; an assignment to a field says what to write."""
     refuse: Any = cls.__setattr__
 
