@@ -175,7 +175,8 @@ def advantage_less_its_mean(p, b, t):
 
 @wrong
 def normalised_by_the_rows(p, b, t):
-    x = (b["x"] - b["x"].mean(0)) / (b["x"].std(0) + 1e-3)
+    own = {"axis": 0, "keepdims": True}
+    x = (b["x"] - b["x"].mean(**own)) / (b["x"].std(**own) + 1e-3)
     return mean(errors(p, {**b, "x": x}), t)
 
 
@@ -265,7 +266,7 @@ def mean_of_each_rows_own_mean(p, b, t):
 
 @right
 def attention_within_a_row(p, b, t):
-    logits = jnp.einsum("bid,bjd->bij", b["tokens"] * p["w"], b["tokens"])
+    logits = jnp.einsum("bid,d,bjd->bij", b["tokens"], p["w"], b["tokens"])
     mixed = jax.nn.softmax(logits, -1) @ b["tokens"]
     return mean((mixed.sum((1, 2)) - b["y"]) ** 2, t)
 
