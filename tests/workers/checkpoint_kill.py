@@ -65,7 +65,7 @@ def save_without_end(path, say):
             state.local,
             state.rng,
         )
-        saver.save(state, number, {})
+        saver.save(state, number, ())
         saver.wait()
         say(f"{number}\n")
 
