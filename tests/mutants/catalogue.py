@@ -58,7 +58,7 @@ REGISTRY = (
        f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
     _m("B04", "a reduced gradient is reduced again", "step.one_pass:Pass.on_device",
        "added, shown = sums.tree()",
-       "added, shown, due = sums.tree()\n        added = lax.psum(added, axes.names)",
+       "added, shown = sums.tree()\n        added = lax.psum(added, axes.names)",
        f"{_ONE_TOWER}[shard_map-8-4-sum]"),
     _m("B05", "one leaf is never reduced", "collectives.ops:_all_reduce",
        "return lax.psum(buffers, DEVICE_AXIS)",
