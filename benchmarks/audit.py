@@ -34,14 +34,14 @@ def perceptron(model: Any) -> tuple[TrainStep, Any, Any]:
     def loss_fn(params: Any, batch: Any, tower: Tower) -> Weighted:
         return Weighted.mean(work.model.losses(params, batch), tower.weight)
 
-    strategy = Mirrored(towers=TOWERS, devices=("cpu:0",))
+    strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
     step = build_train_step(loss_fn, optax.adam(1e-3), strategy, remainder="pad")
     return step, work.params, work.batch
 
 
 def resnet50(pixels: int) -> tuple[TrainStep, Any, Any]:
     """ResNet-50 with batch norm over all towers, of four images a tower."""
-    strategy = Mirrored(towers=TOWERS, devices=("cpu:0",))
+    strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
     rng = np.random.default_rng(0)
     images = rng.normal(size=(4 * TOWERS, pixels, pixels, 3)).astype(np.float32)
     batch = {"image": images, "label": rng.integers(0, 1000, len(images))}

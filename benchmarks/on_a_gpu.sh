@@ -48,7 +48,10 @@ done
 run sweep "$python" -m towerjax bench benchmarks.trials:build \
   docs/benchmarks/grid.toml --peer hand=benchmarks.trials:build_by_hand --out "$logs/sweep.jsonl"
 run same_bits env XLA_FLAGS=--xla_gpu_deterministic_ops=true "$python" -m benchmarks.same_bits
-# The suite makes CPU devices for itself, and then runs once more with the GPU beside them.
-run suite_cpu env JAX_PLATFORMS=cpu "$python" -m pytest -q -n auto
-run suite_gpu "$python" -m pytest -q -m "not slow"
+run overhead "$python" -m benchmarks.overhead --small --devices 1
+run audit "$python" -m benchmarks.audit --rounds 1
+# Towers on the GPU; then the suite, which makes CPU devices for itself, beside it.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+run test_gpu "$python" -m pytest -q tests/test_gpu.py
+run suite env JAX_PLATFORMS=cpu,cuda "$python" -m pytest -q -n auto
 exit "$status"

@@ -142,12 +142,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--towers", type=int, default=8, help="a divisor of 1,024")
-    parser.add_argument("--devices", type=int, help="how many the towers share")
+    parser.add_argument("--devices", type=int, help="how many they share: all here")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     args = parser.parse_args()
 
-    devices = args.devices or args.towers
-    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_num_cpu_devices", args.devices or args.towers)
+    devices = args.devices or min(args.towers, jax.device_count())
     names = [f"{jax.default_backend()}:{i}" for i in range(devices)]
     strategy = tj.Mirrored(names, towers=args.towers)
 

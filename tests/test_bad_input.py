@@ -589,7 +589,7 @@ def test_check_refuses_without_a_device():
     with pytest.raises(tj.ReplicationError, match="worst"):
         step.check(start(), {"x": jax.ShapeDtypeStruct((128, 3), jnp.float32)})
     build(strategy=strategy).check(start(), good(128))
-    with pytest.raises(ValueError, match="'gpu:0' is not on this machine"):
+    with pytest.raises(ValueError, match=r"'gpu:\d+' is not on this machine"):
         step.init(start())
 
 

@@ -646,12 +646,11 @@ ONE_WAY = [[j for j in range(8) if j > i] for i in range(8)]
     ],
 )
 def test_links_decide(links, ops, why):
-    choice = tj.collectives.choose_cross_tower_ops(
-        [f"gpu:{i}" for i in range(len(links))], links
-    )
+    gpus = [f"gpu:{100 + i}" for i in range(len(links))]  # nowhere so many
+    choice = tj.collectives.choose_cross_tower_ops(gpus, links)
     assert choice.ops == ops
-    assert why in choice.reason and "(Not on this machine: gpu:0, " in choice.reason
-    tj.Mirrored([f"gpu:{i}" for i in range(len(links))], cross_tower_ops=choice.ops)
+    assert why in choice.reason and "(Not on this machine: gpu:100, " in choice.reason
+    tj.Mirrored(gpus, cross_tower_ops=choice.ops)
 
 
 def test_without_links_platform_and_processes_decide(monkeypatch):
@@ -661,9 +660,9 @@ def test_without_links_platform_and_processes_decide(monkeypatch):
     assert "8 CPU devices of one process" in choose(names(8)).reason
     assert choose(["cpu:3"]).reason == "One device: nothing travels."
     assert choose(["cpu:3"], [[0]]).reason == "One device: nothing travels."
-    absent = choose(["gpu:0", "gpu:1"])
+    absent = choose(["gpu:100", "gpu:101"])
     assert absent.ops == tj.AllReduce()
-    assert absent.reason.endswith("devices. (Not on this machine: gpu:0, gpu:1.)")
+    assert absent.reason.endswith("devices. (Not on this machine: gpu:100, gpu:101.)")
 
     @dataclasses.dataclass
     class Device:

@@ -13,7 +13,7 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.checking import Checked, Verdicts
+from towerjax.step.checking import Checked, Verdicts, send_to_host
 from towerjax.types import Layout
 
 
@@ -199,7 +199,8 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
 
 def asked_for():
     """May a GPU's array be read, where a guard refuses what nobody asked for?"""
-    return guard_lib.thread_local_state().explicit_device_get
+    state, allow = guard_lib.thread_local_state(), guard_lib.TransferGuardLevel.ALLOW
+    return state.explicit_device_get or state.device_to_host == allow
 
 
 @pytest.mark.slow
@@ -226,31 +227,36 @@ def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_verdict_is_asked_for_where_reading_it_is_a_transfer(num_devices):
+def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(num_devices):
     class Verdict:
-        shape, ndim = (), 0
+        def __init__(self, loss):
+            self.loss, self.is_sent, self.has_run = loss, False, True
 
         def is_ready(self):
-            return True
+            return self.has_run
 
-        def addressable_data(self, index):
-            return self
+        def copy_to_host_async(self):
+            assert asked_for()
+            self.is_sent = True
 
         def __array__(self, dtype=None, copy=None):
-            assert asked_for()
+            assert asked_for() and self.is_sent
             return np.asarray(self.loss)
 
     placement = types.SimpleNamespace(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
     verdicts = Verdicts(placement, refusals=True)
-    good, bad = Verdict(), Verdict()
-    good.loss, bad.loss = 1.0, np.nan
-    verdicts.add(1, Checked(good, None))
-    verdicts.check()
-    verdicts.add(2, Checked(bad, None))
-    with pytest.raises(tj.NonFiniteError):
+    steps = [Verdict(1.0), Verdict(np.nan), Verdict(1.0), Verdict(1.0)]
+    steps[-1].has_run = False
+    for number, step in enumerate(steps, 1):
+        verdicts.add(number, Checked(step, None))
         verdicts.check()
+    steps[-1].has_run = True
+    with pytest.raises(tj.NonFiniteError, match="of step 2 "):
+        verdicts.check()
+    nothing = object()  # on CPUs nothing is sent
+    send_to_host(nothing, types.SimpleNamespace(platform="cpu"))
 
 
 @pytest.mark.slow

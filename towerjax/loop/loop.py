@@ -22,7 +22,7 @@ from towerjax.loop.stopping import Watch, rules_of
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
-from towerjax.step.checking import Checked, error_of, is_refused
+from towerjax.step.checking import Checked, error_of, is_refused, send_to_host
 from towerjax.step.comparison import SplitError
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
@@ -154,6 +154,7 @@ class Loop:
         with self.guard:
             self.state, metrics, checked = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, checked, placed, self._wait_s))
+            send_to_host((metrics, checked.guarded), placed.placement)
             if reaches_multiple(self._options.eval_every, before, after):
                 self._is_evaluation_due = True
             if saving is not None and reaches_multiple(saving.every, before, after):
@@ -302,10 +303,8 @@ class Loop:
             return
         self._fetch(0)
         start_s, state = time.perf_counter(), self._state_to_evaluate()
-        prefetch, in_flight = self._options.prefetch, self._options.in_flight
-        values = evaluate_batches(
-            evaluate, state, batches, prefetch=prefetch, in_flight=in_flight
-        )
+        ahead = {x: getattr(self._options, x) for x in ("prefetch", "in_flight")}
+        values = evaluate_batches(evaluate, state, batches, **ahead)
         number = self._log.number
         with self.guard:
             self._log.evaluations.append((number, values))
@@ -365,9 +364,9 @@ class Loop:
         self._writers.explain(error)
         error.history = self.history()
         error.batches = self._ledger.rest() if error.state else self._ledger.settle()
-        note = f"error.state is the state after step {self._dispatched}"
         is_last = self._log.num_steps == self._steps
-        note += ", the last" if is_last else "; go on from it, with error.batches"
+        rest = ", the last" if is_last else "; go on from it, with error.batches"
+        note = f"error.state is the state after step {self._dispatched}{rest}"
         if error.state is None:
             note = (
                 "The state is lost: the devices failed in a step that had taken it over"

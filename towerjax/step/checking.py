@@ -10,6 +10,7 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.step import faults
+from towerjax.types import PyTree
 
 
 class Checked(NamedTuple):
@@ -41,12 +42,22 @@ def _as_count(number: Any) -> int:
     return int(number) % 2**32  # as `step_number` counts
 
 
+def send_to_host(tree: PyTree, placement: Placement) -> None:
+    """Start the copies of what will be read on the host; CPUs need none."""
+    if placement.platform != "cpu":
+        with jax.transfer_guard_device_to_host("allow"):
+            for x in jax.tree.leaves(tree):
+                x.copy_to_host_async()
+
+
 def _fetch(x: jax.Array, placement: Placement) -> np.ndarray:
-    """The array on the host, by an explicit transfer, which transfer guards allow."""
+    """The array on the host; a transfer is meant, so transfer guards allow it."""
+    if placement.platform != "cpu":
+        with jax.transfer_guard_device_to_host("allow"):
+            return np.asarray(x)
     if placement.num_devices > 1:  # reading one copy takes half the time
         x = x.addressable_data(0)
-    # CPUs transfer nothing, and device_get takes ten times as long as asarray.
-    return np.asarray(x) if placement.platform == "cpu" else jax.device_get(x)
+    return np.asarray(x)  # device_get takes ten times as long
 
 
 class Verdicts:
@@ -60,6 +71,9 @@ class Verdicts:
         # Several processes would read a verdict at different calls, and the first to
         # raise would leave the others waiting for it in the next step.
         self._is_alone = placement.num_processes == 1
+        # A copy from a GPU ends some time after its step: 0.1 ms on an H100, for which
+        # the next call would wait. Two steps later it is there.
+        self._behind = 0 if placement.platform == "cpu" else 2
         self._pending: collections.deque[tuple[Any, Checked]] = collections.deque()
         self._reading = threading.RLock()  # threads may call one step
 
@@ -67,6 +81,7 @@ class Verdicts:
         """Note a step; of several processes any, since another may have died in it."""
         if self._refusals or not self._is_alone or step.found is not None:
             self._pending.append((number, step))
+            send_to_host(step.guarded, self._placement)
 
     def check(self) -> None:
         """Read the verdicts of steps that have run; wait for old ones if many pend.
@@ -75,15 +90,15 @@ class Verdicts:
         """
         pending = self._pending
         with self._reading:
-            while self._is_alone and pending:
-                value: Any = pending[0][1].guarded  # is_ready is not in the stub
-                if not value.is_ready():
+            while self._is_alone and len(pending) > self._behind:
+                last: Any = pending[self._behind][1].guarded  # the stub has no is_ready
+                if not last.is_ready():
                     break
-                is_found = pending[0][1].found is not None
-                if not (is_found or is_refused(_fetch(value, self._placement))):
-                    pending.popleft()
-                else:
+                guarded, found = pending[0][1]
+                if found is not None or is_refused(_fetch(guarded, self._placement)):
                     self._read_oldest()
+                else:
+                    pending.popleft()
             if len(pending) >= 16:
                 while len(pending) > 4:
                     self._read_oldest()

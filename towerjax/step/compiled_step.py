@@ -185,10 +185,10 @@ class CompiledStep(Caller):
           ValueError: A malformed batch or a state that is not this step's, before
             anything is compiled; nothing is lost.
           NonFiniteError: With ``on_nonfinite="raise"``, at the first call after a
-            step whose loss was not finite has run, at most 16 calls later; of several
-            processes at the same call on all, so up to 16 later; `settle`, for the end
-            of a loop, waits for the last. That step changed nothing, and ``state`` is
-            still usable.
+            step whose loss was not finite has run (on a GPU the two that follow it
+            too), at most 16 calls later; of several processes at the same call on all,
+            so up to 16 later; `settle`, for the end of a loop, waits for the last. That
+            step changed nothing, and ``state`` is still usable.
         """
         self._verdicts.check()
         placed = self._placer.place(batch, by_call=True)

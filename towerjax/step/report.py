@@ -169,6 +169,7 @@ def _make_report(
     absent, module = placement.absent, parse(compiled.as_text())
     entry = module.computations[module.entry].values()
     plan, held = compiled.memory_analysis(), _held(compiled, roots)
+    here = {} if absent else placement.jax_devices[0].memory_stats() or {}
     held["results not aliased"] = plan.output_size_in_bytes - plan.alias_size_in_bytes
     held["temporaries"] = plan.temp_size_in_bytes
     held["code"] = plan.generated_code_size_in_bytes
@@ -183,7 +184,7 @@ def _make_report(
             plan.argument_size_in_bytes,
             plan.alias_size_in_bytes,
             plan.peak_memory_in_bytes,
-            absent.memory_bytes if absent else None,
+            absent.memory_bytes if absent else here.get("bytes_limit"),
         ),
         kernels=sum(x.opcode == "fusion" for x in entry),
         compile_s=compile_s,
