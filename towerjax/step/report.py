@@ -169,7 +169,7 @@ def _make_report(
     absent, module = placement.absent, parse(compiled.as_text())
     entry = module.computations[module.entry].values()
     plan, held = compiled.memory_analysis(), _held(compiled, roots)
-    here = {} if absent else placement.jax_devices[0].memory_stats() or {}
+    capacity = absent.memory_bytes if absent else _memory_of(placement)
     held["results not aliased"] = plan.output_size_in_bytes - plan.alias_size_in_bytes
     held["temporaries"] = plan.temp_size_in_bytes
     held["code"] = plan.generated_code_size_in_bytes
@@ -184,11 +184,17 @@ def _make_report(
             plan.argument_size_in_bytes,
             plan.alias_size_in_bytes,
             plan.peak_memory_in_bytes,
-            absent.memory_bytes if absent else here.get("bytes_limit"),
+            capacity,
         ),
         kernels=sum(x.opcode == "fusion" for x in entry),
         compile_s=compile_s,
     )
+
+
+def _memory_of(placement: Placement) -> int | None:
+    """The memory of this process's first device; None where it does not say."""
+    own = (x for x in placement.jax_devices if x.process_index == jax.process_index())
+    return (next(own).memory_stats() or {}).get("bytes_limit")
 
 
 def _held(compiled: Any, roots: Sequence[str]) -> dict[str, int]:
