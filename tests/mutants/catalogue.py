@@ -854,6 +854,25 @@ BESIDES = (
     _m("N05", "nothing of a sharded state is sharded", "step.state:state_layout",
        "dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)", "{}",
        "test_sharded_state.py::test_a_device_holds_its_part_alone"),
+    _m("N06", "all parameters are gathered before the towers run",
+       "towers.parts:as_shards", "Shard(x, dim)", "Shard(x, dim).whole",
+       "test_shards.py::"
+       "test_a_layer_is_gathered_and_scattered_in_the_loop_alone[scan]"),
+    _m("N07", "a gradient is scattered after the loop that makes it",
+       "towers.shards:_Body._may_scatter_inside", 'eqn.primitive.name == "scan"',
+       "eqn.primitive.name == 'scan' and False",
+       "test_shards.py::"
+       "test_a_layer_is_gathered_and_scattered_in_the_loop_alone[scan]"),
+    _m("N08", "a part of a gradient is this device's addend, and not the sum",
+       "towers.parts:scatter",
+       "lax.psum_scatter(whole(x), DEVICE_AXIS, scatter_dimension=dim, tiled=True)",
+       "own_part(whole(x), dim)",
+       "test_shards.py::"
+       "test_parts_train_as_one_device_does_in_float64[recomputed-alone]"),
+    _m("N09", "what a scan adds to begins with every device's zeros and its own addend",
+       "towers.shards:_Body.__init__", "(carried or {}).items()", "()",
+       "test_shards.py::"
+       "test_a_layer_is_gathered_and_scattered_in_the_loop_alone[scan]"),
     _m("N01", "all steps of a call are given the first one's shared values",
        "step.engine:repeated_recipe", "batch = jax.tree.map(lambda x: x[i], batches)",
        "batch = [jax.tree.map(lambda x: x[i], b) for b in batches[:2]]\n"

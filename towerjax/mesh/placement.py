@@ -47,6 +47,11 @@ SPECS = {
 }
 
 
+def split_spec(dim: int | None) -> PartitionSpec:
+    """The spec of an array that is split along ``dim``; None: mirrored."""
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, DEVICE_AXIS)
+
+
 @dataclasses.dataclass(frozen=True)
 class TowerAxes:
     """The named axes over which a tower can communicate, and what they lie on."""
@@ -203,14 +208,14 @@ class Placement:
 
         return jax.tree.map(of, layouts, values)
 
-    def _split(self, x: Any) -> NamedSharding:
-        """Split the longest dim whose size is a multiple of ``D``; else mirrored."""
-        shape, spec = np.shape(x), SPECS[Layout.MIRRORED]
+    def split_dim(self, x: Any) -> int | None:
+        """The longest dim whose size is a multiple of ``D``; None where none is."""
+        shape = np.shape(x)
         dims = [i for i, n in enumerate(shape) if n and n % self.num_devices == 0]
-        if dims:
-            dim = max(dims, key=lambda i: shape[i])
-            spec = PartitionSpec(*[None] * dim, DEVICE_AXIS)
-        return NamedSharding(self.mesh, spec)
+        return max(dims, key=lambda i: shape[i]) if dims else None
+
+    def _split(self, x: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, split_spec(self.split_dim(x)))
 
 
 def _check_owners(devices: tuple[Device, ...]) -> None:

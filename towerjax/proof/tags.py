@@ -3,6 +3,9 @@
 # Scope of the sums that a step itself makes: losses, gradients, metrics.
 SUMMED_BY_STEP = "towerjax.sums"
 
+# Scope of the loops over a device's towers, and over a tower's micro-batches.
+IN_TURN = "towerjax.in_turn"
+
 # A value that a step adds up without a division; what it is follows.
 COUNTS_EACH_TOWER = "towerjax.counts_each_tower:"
 

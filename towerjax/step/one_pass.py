@@ -24,6 +24,7 @@ from towerjax.step import returned
 from towerjax.step.faults import flag_leaves, join_flags
 from towerjax.step.state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
+from towerjax.towers.parts import Shards
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
 from towerjax.towers.tower_axis import over_local_towers
@@ -129,6 +130,25 @@ class Pass:
             return PassResult(tree, own, finite, flags)
 
         return run
+
+    def shards(self, args: PyTree, out: PassResult) -> Shards | None:
+        """Which parameters, and sums of their shapes, devices hold in parts."""
+        place = self.strategy.placement
+        if self.strategy.state != "sharded" or place.num_devices == 1:
+            return None
+        state, *rest = jax.tree.map(lambda x: False, tuple(args))
+        ours = jax.tree.map(lambda x: True, state.params)
+        given = dataclasses.replace(state, params=ours), *rest
+        shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
+        merged = jax.tree.map(lambda x: x.shape in shapes, out.merged)
+        wanted = jax.tree.map(lambda x: False, out)._replace(merged=merged)
+
+        def dims(values: PyTree, chosen: PyTree) -> tuple[Any, list[int | None]]:
+            leaves, treedef = jax.tree.flatten(values)
+            pairs = zip(leaves, jax.tree.leaves(chosen), strict=True)
+            return treedef, [place.split_dim(x) if yes else None for x, yes in pairs]
+
+        return Shards(*dims(tuple(args), given), *dims(out, wanted))
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
@@ -293,7 +313,8 @@ def _scan_micro_batches(
 
     zeros = jax.tree.map(jnp.zeros_like, _addends(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
-    (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
+    with jax.named_scope(tags.IN_TURN):
+        (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
     tables, rows = kept
     carried = jax.tree.leaves(local) if locals_ else []
     of_kind = {

@@ -78,7 +78,8 @@ class Proving:
         _, towers = self._proved[key]
         if not self._on_devices:
             return _zeros(towers.out, one.out_layouts, self._placement.num_towers)
-        return towers.run(one.out_layouts, args)
+        shards = one.shards(args, towers.out)
+        return towers.run(one.out_layouts, args, shards=shards)
 
     def proof(self, step: Any) -> Proof:
         """The proof of all passes so far, and of the update in the ``step``'s jaxpr."""

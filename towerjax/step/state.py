@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +170,32 @@ def init_state(strategy: Strategy, *parts: PyTree, **others: Any) -> TrainState:
     if placement.num_processes > 1:
         _require_same_on_processes(placement, state)
     return place(state, placement, state_layout(strategy))
+
+
+def make_on_devices(
+    strategy: Strategy,
+    fn: Callable[[jax.Array], PyTree],
+    make_opt_state: Callable[[PyTree], PyTree],
+    rng: jax.Array | None,
+) -> dict[str, PyTree]:
+    """Parameters by a function of a key, and the optimizer's state, where they lie.
+
+    One program makes them, in parts where they lie in parts: the draws of JAX's
+    counter-based keys do not depend on how an array is split.
+    """
+    placement, at = strategy.placement, state_layout(strategy)
+
+    def both(key: jax.Array) -> dict[str, PyTree]:
+        params = jax.tree.map(jnp.asarray, fn(key))
+        return {"params": params, "opt_state": make_opt_state(params)}
+
+    key = _one_key(rng)
+    shapes = jax.eval_shape(both, key)
+    check_params(shapes["params"], shapes=True)
+    layouts = {"params": at.params, "opt_state": at.opt_state}
+    shardings = placement.shardings(layouts, shapes)
+    make = jax.jit(both, out_shardings=shardings)
+    return make(place(key, placement, Layout.MIRRORED))
 
 
 def _require_same_on_processes(placement: Placement, state: TrainState) -> None:

@@ -26,6 +26,7 @@ from towerjax.step.state import (
     check_params,
     init_state,
     join_local,
+    make_on_devices,
     make_state,
     split_state,
     step_number,
@@ -95,7 +96,7 @@ class Step(CompiledStep):
     @jax.transfer_guard("allow")  # a call that places, which a guard cannot see
     def init(
         self,
-        params: PyTree,
+        params: PyTree | Callable[[jax.Array], PyTree],
         *,
         opt_state: PyTree = None,
         local: PyTree = None,
@@ -105,7 +106,8 @@ class Step(CompiledStep):
         """The state before the first step, placed on the strategy's devices.
 
         Args:
-          params: Arrays; copied, so that yours stay usable.
+          params: Arrays; copied, so that yours stay usable. Or a function of ``rng``
+            that returns them: with ``state="sharded"`` each device makes its part.
           opt_state: What ``update_fn`` keeps, such as ``optimizer.init(params)``;
             copied. A train step makes it, where none is given.
           local: Tower-local variables: a pytree of ``TowerLocal`` of the value that
@@ -121,13 +123,17 @@ class Step(CompiledStep):
             trained has no gradient; ``local`` says no reduction; or a device is not on
             this machine.
         """
-        if opt_state is None:
-            make = self._makes.get("opt_state", lambda _: ())
-            opt_state = make(check_params(params))
+        make = self._makes.get("opt_state", lambda _: ())
+        make = (lambda _: opt_state) if opt_state is not None else make
+        made, first = {}, params
+        if callable(params):
+            made = make_on_devices(self.strategy, params, make, rng)
+            params, first, make = made["params"], 0.0, lambda _: ()
         if more := self._makes.get("local", lambda _: {})(params):
             local = join_local(local, more)
-        others = {"rng": rng, "extra": extra}
-        state = init_state(self.strategy, params, opt_state, local, **others)
+        parts = self.strategy, first, make(check_params(first)), local
+        state = init_state(*parts, rng=rng, extra=extra)
+        state = dataclasses.replace(state, **made)
         if self._made(state.params)["own"] is None:
             return state
         sharding = self.strategy.placement.sharding(Layout.PER_TOWER)

@@ -21,6 +21,8 @@ from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, T
 from towerjax.mesh.private_jax import bind_axis, inline_and_merge
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
+from towerjax.towers.parts import Shards
+from towerjax.towers.shards import on_shards
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
 from towerjax.types.warning import warn
@@ -42,17 +44,21 @@ def over_devices(
     out_layouts: PyTree,
     *,
     traced: tuple[Any, PyTree] | None = None,
+    shards: Shards | None = None,
 ) -> Callable[..., PyTree]:
     """Make ``device_fn``, which runs on every device, a function of global values.
 
     ``traced``: its jaxpr on one of several devices and the shapes of its results.
+    ``shards``: which mirrored leaves devices take and return in parts.
     """
     if placement.num_devices == 1:
         return device_fn
-    device_fn = _trace_without_mesh(device_fn, placement, traced)
+    device_fn = _trace_without_mesh(device_fn, placement, traced, shards)
     if placement.executor == "pmap":
         return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
     specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
+    if shards is not None:
+        specs = shards.specs(specs)
     return jax.shard_map(
         device_fn,
         mesh=placement.mesh,
@@ -73,6 +79,7 @@ def _trace_without_mesh(
     device_fn: Callable[..., PyTree],
     placement: Placement,
     traced: tuple[Any, PyTree] | None,
+    shards: Shards | None,
 ) -> Callable[..., PyTree]:
     """Trace ``device_fn``, unless it is, as on one device: with an axis and no mesh.
 
@@ -81,8 +88,13 @@ def _trace_without_mesh(
     """
 
     def run(*args: PyTree) -> PyTree:
-        shapes = shapes_of(args)
-        jaxpr, out = traced or _trace_on_one(device_fn, placement.num_devices, shapes)
+        shapes, size = shapes_of(args), placement.num_devices
+        whole = shapes if shards is None else shards.whole(shapes, size)
+        jaxpr, out = traced or _trace_on_one(device_fn, size, whole)
+        if shards is not None:
+            given, wanted = shards.given, shards.wanted
+            run = lambda *args: on_shards(jaxpr, jax.tree.leaves(args), given, wanted)  # noqa: E731
+            jaxpr, _ = _trace_on_one(run, size, shapes)
         try:
             values = jax.core.eval_jaxpr(
                 jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(args)

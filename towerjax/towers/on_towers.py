@@ -9,6 +9,7 @@ from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import refuse_draws
 from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
+from towerjax.towers.parts import Shards
 from towerjax.types import PyTree
 
 _IN_TURN = (
@@ -80,6 +81,8 @@ class OnTowers:
         out_layouts: PyTree,
         args: Sequence[PyTree],
         finish: Callable[[PyTree], PyTree] | None = None,
+        *,
+        shards: Shards | None = None,
     ) -> PyTree:
         """``finish`` of a device's results, of all devices, as global values."""
         # The towers' program is the one that was proved.
@@ -91,4 +94,5 @@ class OnTowers:
         is_proved = run is device_fn and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
         layouts = self._in_layouts, out_layouts
-        return over_devices(run, self._placement, *layouts, traced=traced)(*args)
+        how: Any = {"traced": traced, "shards": shards}
+        return over_devices(run, self._placement, *layouts, **how)(*args)

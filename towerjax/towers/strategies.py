@@ -46,10 +46,10 @@ class Mirrored(StrategyMethods):
         places each when it is requested.
       axis_name: A name of the axis of all towers for code with a fixed axis name, such
         as ``"batch"``; ``tower.axis_names`` holds it.
-      state: The layout of a step's state between steps: ``"mirrored"``, whole on each
-        device; ``"sharded_optimizer"``: each device holds and updates a part of the
-        optimizer's state; ``"sharded"``: of the parameters too. Parameters are gathered
-        before the towers run, so that a device holds all of them while they run.
+      state: The layout of a step's state: ``"mirrored"``, whole on each device;
+        ``"sharded_optimizer"``: each device holds and updates a part of the optimizer's
+        state (ZeRO-1); ``"sharded"``: of parameters and gradients too, gathered where
+        the loss uses them (FSDP); see ``docs/how_to/larger_than_a_device.md``.
 
     Raises:
       ValueError: Options that exclude each other, no or duplicate devices, an invalid

@@ -19,6 +19,7 @@ from jax.extend.linear_util import wrap_init
 
 from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
+from towerjax.proof import tags
 from towerjax.proof.equation import (
     is_hidden,
     named_axes,
@@ -319,7 +320,8 @@ def over_local_towers(
     if not stack_sums:
         return _scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
     if axes.num_local > 1:
-        return lax.map(isolated, towers)
+        with jax.named_scope(tags.IN_TURN):
+            return lax.map(isolated, towers)
     number = towers[0][0] if number is None else number
     return _map_one_tower(isolated, towers, number)
 
@@ -356,4 +358,5 @@ def _scan_and_add(
         sums, kept = tower_fn(tower)
         return jax.tree.map(jnp.add, total, sums), kept
 
-    return lax.scan(body, zeros, towers)
+    with jax.named_scope(tags.IN_TURN):
+        return lax.scan(body, zeros, towers)

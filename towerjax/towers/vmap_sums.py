@@ -9,7 +9,6 @@ inside ``jit`` and ``checkpoint``, and in each step of a ``scan``.
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -30,6 +29,13 @@ from towerjax.proof.equation import (
     sub_jaxprs,
 )
 from towerjax.proof.interpreter import Interpreter, eqn_context
+from towerjax.towers.additions import (
+    are_zeros,
+    carried_sums,
+    is_addition,
+    is_zero,
+    uses_in,
+)
 from towerjax.types import PyTree
 
 Operands = Sequence[jax.Array]
@@ -102,7 +108,7 @@ class SumPlan:
         self.opened: dict[int, _Opened] = {}
         self._carried: dict[int, set[int]] = {}
         self._own = dependents(body, body.invars[:num_own])
-        self._uses = _uses_in(body)
+        self._uses = uses_in(body)
         self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
         sums = body.outvars[:num_sums]
         self.sums = [self._parts(x) or [self._rows([x])] for x in sums]
@@ -126,7 +132,7 @@ class SumPlan:
             value = left.pop()
             once = isinstance(value, Var) and self._uses[value] == 1
             eqn = self._made.get(value) if once else None
-            if eqn and _is_addition(eqn):
+            if eqn and is_addition(eqn):
                 left += reversed(eqn.invars)
             elif eqn and (found := _fused_sum(eqn, self._is_own, self._made)):
                 merge, given = found
@@ -149,7 +155,7 @@ class SumPlan:
         if eqn.primitive.name != "scan":
             return False
         if id(eqn) not in self._carried:
-            self._carried[id(eqn)] = _carried_sums(eqn)
+            self._carried[id(eqn)] = carried_sums(eqn)
         number, (_, num_carry) = eqn.outvars.index(value), loop_sizes(eqn)
         return number >= num_carry or number in self._carried[id(eqn)]
 
@@ -163,18 +169,6 @@ def dependents(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
         if is_own or any(LOCAL_AXIS in named_axes(x) for x in (eqn, *inside)):
             found.update([*eqn.outvars, *refs(eqn)])
     return found
-
-
-def _is_addition(eqn: JaxprEqn) -> bool:
-    """Whether an equation adds values of one shape, without broadcasting."""
-    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-    is_sum = eqn.primitive.name in ("add", "add_any")
-    return is_sum and all(x.shape == avals[0].shape for x in avals)
-
-
-def _uses_in(body: Jaxpr) -> Counter[Any]:
-    uses = Counter(x for eqn in body.eqns for x in eqn.invars if isinstance(x, Var))
-    return uses + Counter(x for x in body.outvars if isinstance(x, Var))
 
 
 def _fused_part(
@@ -200,24 +194,6 @@ def _add_rows(x: jax.Array) -> jax.Array:
     return x.sum(axis=0, dtype=x.dtype)
 
 
-def _carried_sums(eqn: JaxprEqn) -> set[int]:
-    """The carries of a scan that each step only adds to, and does not read."""
-    body, (first, num_carry) = open_jaxpr(eqn.params["jaxpr"]), loop_sizes(eqn)
-    uses, made = _uses_in(body), {x: e for e in body.eqns for x in e.outvars}
-    found = set()
-    for number in range(num_carry):
-        carry, left = body.invars[first + number], [body.outvars[number]]
-        while left:
-            value = left.pop()
-            if not isinstance(value, Var) or uses[value] != 1:
-                continue
-            if value is carry:
-                found.add(number)
-            elif value in made and _is_addition(made[value]):
-                left += made[value].invars
-    return found
-
-
 def _fused_sum(
     eqn: JaxprEqn, is_own: Callable[[Any], bool], made: dict[Any, JaxprEqn]
 ) -> tuple[Callable[..., jax.Array], list[Any]] | None:
@@ -226,7 +202,8 @@ def _fused_sum(
     ``is_own(x)`` says if x differs between towers; ``made[x]`` is the equation of x.
     """
     name, given = eqn.primitive.name, list(eqn.invars)
-    if name == "scatter-add" and _are_zeros(given[0], made):
+    table = made.get(given[0]) if isinstance(given[0], Var) else None
+    if name == "scatter-add" and are_zeros(table):
         return _sum_of_scatters, given[1:]
     if not all(map(is_own, given)):
         return None  # a value that all towers share would be copied ``k`` times
@@ -244,19 +221,8 @@ def _is_linear(eqn: JaxprEqn) -> bool:
     each tower, so that the result would depend on how many towers share a device.
     """
     if eqn.primitive.name == "pad":
-        return _is_zero(eqn.invars[1])
+        return is_zero(eqn.invars[1])
     return eqn.primitive.name in _LINEAR
-
-
-def _are_zeros(value: Any, made: dict[Any, JaxprEqn]) -> bool:
-    eqn = made.get(value) if isinstance(value, Var) else None
-    if eqn is None or eqn.primitive.name != "broadcast_in_dim":
-        return False
-    return _is_zero(eqn.invars[0])
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, Literal) and value.val == 0
 
 
 def _sum_of_products(eqn: JaxprEqn, a: jax.Array, b: jax.Array) -> jax.Array:

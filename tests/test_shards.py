@@ -1,0 +1,344 @@
+"""Parameters in parts, gathered where they are used: numbers, memory, what is sent."""
+
+import functools
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import towerjax as tj
+
+WIDTH, LAYERS, ROWS = 16, 6, 45
+ALONE = tj.AllReduce(pack_below_bytes=0)  # else leaves as small as these are packed
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+
+def towers(number, devices, local="vmap", ops=ALONE, state="sharded"):
+    names = tuple(f"cpu:{i}" for i in range(devices))
+    return tj.Mirrored(
+        names, towers=number, local=local, cross_tower_ops=ops, state=state
+    )
+
+
+def draw(*shape, seed):
+    return np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])
+
+
+def start():
+    layers = {"w": draw(LAYERS, WIDTH, WIDTH, seed=0), "b": draw(LAYERS, WIDTH, seed=1)}
+    more = {"in": draw(8, WIDTH, seed=2), "tied": draw(WIDTH, 24, seed=3)}
+    more |= {"out": draw(WIDTH, 8, seed=4), "scale": np.float64(1.3)}
+    return {"layers": layers, **more}
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    x, y = rng.normal(size=(2, ROWS, 8))
+    return {"x": x, "y": y, "weight": rng.uniform(0.1, 2, ROWS)}
+
+
+def layer(h, p):
+    return jnp.tanh(h @ p["w"] + p["b"][None]), None
+
+
+def scanned(p, x):
+    return lax.scan(layer, x, p["layers"])[0]
+
+
+def recomputed(p, x):
+    return lax.scan(jax.checkpoint(layer), x, p["layers"])[0]
+
+
+def unrolled(p, x):
+    for i in range(LAYERS):
+        x, _ = layer(x, jax.tree.map(lambda v, i=i: v[i], p["layers"]))
+    return x
+
+
+def unrolled_recomputed(p, x):
+    for i in range(LAYERS):
+        x, _ = jax.checkpoint(layer)(x, jax.tree.map(lambda v, i=i: v[i], p["layers"]))
+    return x
+
+
+def in_a_while(p, x):
+    """The first layer again and again, by ``fori_loop`` of a fixed number of steps."""
+    first = jax.tree.map(lambda v: v[0], p["layers"])
+    return lax.fori_loop(0, 3, lambda i, h: layer(h, first)[0], x)
+
+
+def in_a_cond(p, x):
+    first, last = (jax.tree.map(lambda v, i=i: v[i], p["layers"]) for i in (0, -1))
+    return lax.cond(
+        p["scale"] > 0, lambda: layer(x, first)[0], lambda: layer(x, last)[0]
+    )
+
+
+def jitted(p, x):
+    return jax.jit(recomputed)(p, jax.jit(unrolled)(p, x))
+
+
+@jax.custom_vjp
+def product(w, x):
+    return x @ w
+
+
+def _of_both(kept, g):
+    w, x = kept
+    return x.T @ g, g @ w.T
+
+
+product.defvjp(lambda w, x: (x @ w, (w, x)), _of_both)
+
+
+def with_own_rule(p, x):
+    return jnp.tanh(product(p["layers"]["w"][1], x))
+
+
+def cast(p, x):
+    half = jax.tree.map(lambda v: v.astype(jnp.float32), p)
+    return recomputed(half, x.astype(jnp.float32)).astype(x.dtype)
+
+
+def loss_by(hidden):
+    def loss_fn(params, rows, tower):
+        h = hidden(params, rows["x"] @ params["in"])
+        h = h @ params["tied"] @ params["tied"].T @ params["out"]  # used twice
+        losses = ((h - rows["y"]) ** 2).sum(-1) * params["scale"]
+        return tj.Weighted.mean(losses, tower.weight * rows["weight"])
+
+    return loss_fn
+
+
+def trained(strategy, hidden, steps=3, **options):
+    step = tj.build_train_step(
+        loss_by(hidden), CLIPPED, strategy, remainder="pad", **options
+    )
+    state, losses = step.init(start()), []
+    for seed in range(steps):
+        state, metrics = step(state, batch(seed))
+        losses.append(float(metrics["loss"]))
+    step.settle()
+    return jax.tree.map(np.asarray, (state.params, state.opt_state)), losses, step
+
+
+@functools.cache
+def by_one_tower(hidden):
+    return trained(tj.Mirrored(("cpu:0",), towers=1), hidden)[:2]
+
+
+HIDDEN = {x.__name__: x for x in (
+    recomputed, scanned, unrolled, unrolled_recomputed, in_a_while, in_a_cond, jitted,
+    with_own_rule,
+)}  # fmt: skip
+LAYOUTS = {
+    "alone": (4, 4, "vmap", 1),
+    "two a device": (8, 4, "vmap", 1),
+    "in turn": (8, 4, "scan", 1),
+    "micro-batches": (4, 4, "vmap", 3),
+    "all": (8, 2, "scan", 2),
+    "all at once": (8, 2, "vmap", 2),
+}
+
+
+@pytest.mark.few_fast(2)
+@pytest.mark.parametrize(
+    ("hidden", "layout"),
+    [("recomputed", layout) for layout in LAYOUTS]
+    + [(hidden, "two a device") for hidden in HIDDEN]
+    + [("scanned", "all")],
+)
+def test_parts_train_as_one_device_does_in_float64(hidden, layout):
+    number, devices, local, parts = LAYOUTS[layout]
+    with jax.enable_x64(True):
+        (expected, losses) = by_one_tower(HIDDEN[hidden])
+        strategy = towers(number, devices, local)
+        found, got, step = trained(strategy, HIDDEN[hidden], micro_batches=parts)
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        for a, b in pairs:
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", ["loss", "gradients"])
+@pytest.mark.parametrize(
+    "ops",
+    [tj.AllReduce(), tj.collectives.Packed(), tj.collectives.Hierarchical(2)],
+)
+def test_every_op_and_guard_has_the_numbers(ops, guard):
+    with jax.enable_x64(True):
+        (expected, losses) = by_one_tower(recomputed)
+        strategy = towers(8, 4, ops=ops)
+        found, got, _ = trained(strategy, recomputed, guard=guard)
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_narrow_floats_are_sent_where_the_loss_casts():
+    step = tj.build_train_step(
+        loss_by(lambda p, x: cast(p, x)), CLIPPED, towers(4, 4), remainder="pad"
+    )
+    with jax.enable_x64(True):
+        text = step.program(step.init(start()), batch()).call.as_text()
+    row = rf"f32\[1,{WIDTH},{WIDTH}\]|f32\[{WIDTH},{WIDTH}\]"
+    gathers = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
+    assert any(re.match(row, x) for x in gathers), gathers
+    assert not any(x.startswith(f"f64[{LAYERS},{WIDTH},{WIDTH}") for x in gathers)
+
+
+def collectives(text, kind):
+    """The shapes of a kind's results, and whether each stands in the main program."""
+    entry = text.index("\nENTRY ")
+    found = re.finditer(rf"= \(?(\S+?\]).*? {kind}(?:-start)?\(", text)
+    return [(x[1], x.start() > entry) for x in found]
+
+
+@pytest.mark.parametrize(
+    "local", [pytest.param("vmap", marks=pytest.mark.slow), "scan"]
+)
+def test_a_layer_is_gathered_and_scattered_in_the_loop_alone(local):
+    step = tj.build_train_step(
+        loss_by(recomputed), CLIPPED, towers(8, 4, local), remainder="pad"
+    )
+    state = step.init(start())
+    text = step.program(state, batch()).call.as_text()
+    size = LAYERS * WIDTH * WIDTH
+    for kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        for shape, _ in collectives(text, kind):
+            numbers = re.findall(r"\d+", shape.partition("[")[2])
+            assert np.prod([int(n) for n in numbers]) < size, (kind, shape)
+    weights = [shape for shape, _ in collectives(text, "all-gather")]
+    assert any(f"{WIDTH},{WIDTH}]" in x for x in weights), weights
+    scattered = [is_main for shape, is_main in collectives(text, "reduce-scatter")]
+    assert scattered and not all(scattered), scattered
+
+
+class Block(nn.Module):
+    width: int
+
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.Dense(4 * self.width)(nn.LayerNorm()(x))
+        return x + nn.Dense(self.width)(nn.gelu(y)), None
+
+
+class Net(nn.Module):
+    width: int = 256
+    depth: int = 12
+
+    @nn.compact
+    def __call__(self, x):
+        blocks = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=self.depth,
+        )
+        x, _ = blocks(self.width)(nn.Dense(self.width)(x), None)
+        return nn.Dense(8)(x)
+
+
+def linen_loss(net):
+    def loss_fn(params, rows, tower):
+        errors = net.apply({"params": params}, rows["x"]) - rows["y"]
+        return tj.Weighted.mean((errors**2).sum(-1), tower.weight)
+
+    return loss_fn
+
+
+@pytest.mark.slow
+def test_a_flax_model_needs_the_memory_of_its_parts():
+    net = Net()
+    x = np.zeros((32, 8), np.float32)
+    rows = {"x": x, "y": x}
+    shapes = jax.eval_shape(lambda k: net.init(k, x[:1])["params"], jax.random.key(0))
+    whole = sum(4 * leaf.size for leaf in jax.tree.leaves(shapes))
+    held = {}
+    for state in ("mirrored", "sharded"):
+        strategy = tj.Mirrored(towers=8, state=state)
+        step = tj.build_train_step(linen_loss(net), optax.adam(1e-3), strategy)
+        first = step.init(lambda key: net.init(key, x[:1])["params"])
+        memory = step.program(first, rows).call.memory_analysis()
+        found = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        held[state] = found / whole
+    assert held["mirrored"] > 4, held
+    assert held["sharded"] < 0.7, held
+
+
+@pytest.mark.slow
+def test_nnx_and_several_passes_have_the_numbers():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(8, 32, rngs=rngs)
+            self.last = nnx.Linear(32, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(jnp.tanh(self.first(x)))
+
+    graph, params = nnx.split(Two(nnx.Rngs(0)))
+
+    def losses(params, rows):
+        return ((nnx.merge(graph, params)(rows["x"]) - rows["y"]) ** 2).sum(-1)
+
+    def mean_loss(state, rows, tower):
+        return tj.Weighted.mean(losses(state.params, rows), tower.weight)
+
+    def gradient(state, rows, tower, mean):
+        def loss_fn(params, rows, tower):
+            far = jnp.where(losses(params, rows) > mean.value, 2.0, 1.0)
+            return tj.Weighted.mean(losses(params, rows), lax.stop_gradient(far))
+
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, rows, tower)
+        return {"loss": loss, "grads": grads}
+
+    def update(state, merged):
+        after = tj.apply_gradients(optax.sgd(0.1), state, merged["grads"])
+        return after, {"loss": merged["loss"]}
+
+    rows = jax.tree.map(np.float32, {k: v[:40] for k, v in batch().items()})
+    ends = []
+    for strategy in (tj.Mirrored(("cpu:0",), towers=1), towers(8, 4)):
+        step = tj.build_step([mean_loss, gradient], update, strategy)
+        state = step.init(params, opt_state=optax.sgd(0.1).init(params))
+        for _ in range(3):
+            state, _ = step(state, rows)
+        ends.append(jax.tree.map(np.asarray, state.params))
+    for a, b in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["mirrored", "sharded_optimizer", "sharded"])
+def test_a_function_of_a_key_makes_the_state_where_it_lies(state):
+    step = tj.build_train_step(
+        loss_by(recomputed), CLIPPED, towers(4, 4, state=state), remainder="pad"
+    )
+
+    def make(key):
+        keys = dict(zip(start(), jax.random.split(key, 5), strict=True))
+        shapes = jax.tree.map(np.shape, start(), is_leaf=lambda x: hasattr(x, "shape"))
+        of = lambda key, shape: jax.random.normal(key, shape)  # noqa: E731
+        flat = jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple))
+        leaves = [of(jax.random.fold_in(keys["in"], i), s) for i, s in enumerate(flat)]
+        return jax.tree.unflatten(jax.tree.structure(start()), leaves)
+
+    key = jax.random.key(3)
+    found = step.init(make, rng=key)
+    expected = step.init(make(key), rng=key)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert a.sharding == b.sharding and a.dtype == b.dtype
+        a, b = (jax.random.key_data(x) if x.dtype == key.dtype else x for x in (a, b))
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6)
+    after, metrics = step(found, jax.tree.map(np.float32, batch()))
+    assert np.isfinite(metrics["loss"])
+    with pytest.raises(ValueError, match="params holds no arrays"):
+        step.init(lambda key: {})

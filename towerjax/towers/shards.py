@@ -1,0 +1,269 @@
+"""Run a program on parts of its parameters: gathered where it uses them.
+
+The program is that of one device, traced with whole parameters and proved. Evaluated
+here, a parameter stays in its part, a shard, until an equation really needs it: a cast
+to fewer bits is done before it is sent, a scan gathers one layer at a time, what is
+computed again is gathered again. A sum over the devices that is to leave in parts is
+scattered where its addends are made. So no device holds all parameters at once, nor a
+whole gradient, and no model is written for it.
+
+The idea is ZeRO-3 of Rajbhandari et al. (2020), "ZeRO: Memory Optimizations Toward
+Training Trillion Parameter Models", https://arxiv.org/abs/1910.02054, and FSDP of Zhao
+et al. (2023), https://arxiv.org/abs/2304.11277; that a traced program is rewritten, in
+place of a model that is wrapped, is ours.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.proof import tags
+from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr
+from towerjax.proof.interpreter import eqn_context, evaluate_eqn
+from towerjax.towers.additions import are_zeros, carried_sums, is_addition, uses_in
+from towerjax.towers.parts import (
+    Shard,
+    SplitDims,
+    as_shards,
+    on_parts,
+    part_on_device,
+    scatter,
+    whole,
+    with_barrier,
+)
+
+_ENTERED = ("jit", "checkpoint", "remat2", "closed_call", "core_call", "custom_lin")
+
+
+def on_shards(
+    program: Any, leaves: Sequence[jax.Array], given: SplitDims, wanted: SplitDims
+) -> list[jax.Array]:
+    """The results of a device's program, of which ``leaves`` are the arguments.
+
+    Arguments with a dim in ``given`` are parts, and results with one in ``wanted``
+    leave as parts. Inside a device function.
+    """
+    args = as_shards(leaves, given)
+    body = _Body(open_jaxpr(program), {}, dict(enumerate(wanted)))
+    out = body.run(args, program.consts)
+    return [
+        whole(x) if at is None else part_on_device(x, at)
+        for x, at in zip(out, wanted, strict=True)
+    ]
+
+
+class _Body:
+    """A jaxpr, and where its sums over devices are scattered.
+
+    ``sums``: of its results those that are addends of a sum over devices, and are to
+    leave as parts of this sum, with their dims. ``wanted``: those that are the same on
+    all devices and are to leave as parts. ``carried``: arguments that are parts of such
+    a sum so far.
+    """
+
+    def __init__(
+        self,
+        body: Jaxpr,
+        sums: dict[int, int],
+        wanted: dict[int, int | None] | None = None,
+        carried: dict[int, int] | None = None,
+    ) -> None:
+        self.body = body
+        self._uses = uses_in(body)
+        self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
+        # Addends, with the dims along which they are scattered once they are made.
+        self._sums = {body.invars[i]: dim for i, dim in (carried or {}).items()}
+        self._added: set[Any] = set()  # whose operands have been scattered
+        # By equation, those of its results that its inner program scatters.
+        self._opened: dict[int, dict[int, int]] = {}
+        self._summed: dict[Any, int] = {}  # results of an all-reduce
+        self._results = sums
+        for number, dim in sums.items():
+            self._push(body.outvars[number], dim)
+        for number, at in (wanted or {}).items():
+            self._want(body.outvars[number], at)
+
+    def _want(self, value: Any, dim: int | None) -> None:
+        """Scatter a result that is a sum over all devices."""
+        eqn = self._made.get(value) if isinstance(value, Var) else None
+        if dim is None or eqn is None:
+            return
+        if eqn.primitive.name in ("name", "copy"):
+            self._want(eqn.invars[0], dim)
+        elif _is_all_reduce(eqn):
+            self._summed[value] = dim
+            self._push(eqn.invars[eqn.outvars.index(value)], dim)
+
+    def _push(self, value: Any, dim: int) -> None:
+        """Scatter an addend where it is made, or before."""
+        eqn = self._made.get(value) if isinstance(value, Var) else None
+        if eqn is None or self._uses[value] > 1:
+            return
+        if eqn.primitive.name in ("name", "copy"):
+            self._added.add(value)
+            self._push(eqn.invars[0], dim)
+        elif is_addition(eqn) and any(map(self._may_open, eqn.invars)):
+            self._added.add(value)
+            for x in eqn.invars:
+                self._push(x, dim)
+        elif self._may_scatter_inside(eqn, value, dim):
+            number = eqn.outvars.index(value)
+            self._opened.setdefault(id(eqn), {})[number] = dim
+        self._sums[value] = dim
+
+    def _may_open(self, value: Any) -> bool:
+        if isinstance(value, Var) and value in self._sums:
+            return True
+        eqn = self._made.get(value) if isinstance(value, Var) else None
+        if eqn is None or self._uses[value] > 1:
+            return False
+        if is_addition(eqn):
+            return any(map(self._may_open, eqn.invars))
+        return eqn.primitive.name in ("scan", *_ENTERED)
+
+    def _may_scatter_inside(self, eqn: JaxprEqn, value: Any, dim: int) -> bool:
+        """Whether an equation's inner program can scatter this result."""
+        if eqn.primitive.name == "scan":
+            number, (_, carries) = eqn.outvars.index(value), loop_sizes(eqn)
+            return number in carried_sums(eqn) if number < carries else dim > 0
+        return eqn.primitive.name in _ENTERED and _inner(eqn) is not None
+
+    def run(self, args: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
+        """The results, some of them `Shard`."""
+        body, values = self.body, dict[Any, Any]()
+        values.update(zip(body.invars, args, strict=True))
+        values.update(zip(body.constvars, consts, strict=True))
+
+        def read(var: Any) -> Any:
+            return var.val if isinstance(var, Literal) else values[var]
+
+        def part(var: Any, dim: int) -> Shard:
+            x = read(var)
+            return x if var in self._sums and isinstance(x, Shard) else scatter(x, dim)
+
+        for eqn in body.eqns:
+            operands = [read(x) for x in eqn.invars]
+            with eqn_context(eqn):
+                if _is_all_reduce(eqn) and self._summed.keys() & {*eqn.outvars}:
+                    out = self._all_reduce(eqn, operands, part)
+                elif eqn.outvars[:1] and eqn.outvars[0] in self._added:
+                    dim = self._sums[eqn.outvars[0]]
+                    parts = [part(x, dim).part for x in eqn.invars]
+                    out = [Shard(evaluate_eqn(eqn, parts)[0], dim)]
+                else:
+                    out = self._evaluate(eqn, operands)
+                for var, x in zip(eqn.outvars, out, strict=True):
+                    dim = self._sums.get(var)
+                    is_part = var in self._added or self._is_opened(eqn, var)
+                    values[var] = x if dim is None or is_part else scatter(x, dim)
+        results = [read(x) for x in body.outvars]
+        for number, dim in self._results.items():
+            results[number] = part(body.outvars[number], dim)
+        return results
+
+    def _is_opened(self, eqn: JaxprEqn, var: Any) -> bool:
+        return eqn.outvars.index(var) in self._opened.get(id(eqn), {})
+
+    def _all_reduce(
+        self, eqn: JaxprEqn, operands: list[Any], part: Callable[[Any, int], Shard]
+    ) -> list[Any]:
+        """Scattered results, and the others in one all-reduce."""
+        out: list[Any] = [None] * len(operands)
+        rest = []
+        for i, (var, x) in enumerate(zip(eqn.outvars, eqn.invars, strict=True)):
+            if (dim := self._summed.get(var)) is None:
+                rest.append(i)
+            else:
+                out[i] = part(x, dim)
+        if rest:
+            sums = evaluate_eqn(eqn, [whole(operands[i]) for i in rest])
+            for i, x in zip(rest, sums, strict=True):
+                out[i] = x
+        return out
+
+    def _evaluate(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """An equation that gathers what it needs, just before it runs."""
+        sums = self._opened.get(id(eqn), {})
+        has_shards = any(isinstance(x, Shard) for x in operands)
+        if not (has_shards or sums):
+            return evaluate_eqn(eqn, operands)
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, operands, sums)
+        if eqn.primitive.name in _ENTERED and (inner := _inner(eqn)) is not None:
+            if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+                # Else XLA would keep what the forward pass has gathered.
+                operands = with_barrier(operands)
+            body = _Body(open_jaxpr(inner), sums)
+            return body.run(operands, getattr(inner, "consts", ()))
+        kept = on_parts(eqn, operands)
+        return evaluate_eqn(eqn, [whole(x) for x in operands]) if kept is None else kept
+
+    def _scan(
+        self, eqn: JaxprEqn, operands: list[Any], sums: dict[int, int]
+    ) -> list[Any]:
+        """A scan that gathers the rows of its ``xs`` in each step."""
+        params, (num_consts, carries) = eqn.params, loop_sizes(eqn)
+        consts, rest = operands[:num_consts], operands[num_consts:]
+        first, xs = rest[:carries], rest[carries:]
+        if not is_of_towers(eqn):
+            consts = [whole(x) for x in consts]  # else each step would gather them
+        xs = [whole(x) if isinstance(x, Shard) and x.dim == 0 else x for x in xs]
+        at = [x.dim - 1 if isinstance(x, Shard) else None for x in xs]
+        inner = {i: dim - (i >= carries) for i, dim in sums.items()}
+        carried = {num_consts + i: dim for i, dim in sums.items() if i < carries}
+        program = params["jaxpr"]
+        body = _Body(open_jaxpr(program), inner, carried=carried)
+        inits = [
+            self._first_part(eqn.invars[num_consts + i], x, sums[i])
+            if i in sums
+            else whole(x)
+            for i, x in enumerate(first)
+        ]
+        dims = [sums.get(i) for i in range(carries)] + at
+
+        def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+            given = as_shards([*carry, *rows], dims)
+            out = body.run([*consts, *given], getattr(program, "consts", ()))
+            new = [x.part if i in inner else whole(x) for i, x in enumerate(out)]
+            return new[:carries], new[carries:]
+
+        carry, ys = lax.scan(
+            step,
+            inits,
+            [x.part if isinstance(x, Shard) else x for x in xs],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        out = [*carry, *ys]
+        return [Shard(x, sums[i]) if i in sums else x for i, x in enumerate(out)]
+
+    def _first_part(self, var: Any, x: Any, dim: int) -> jax.Array:
+        """This device's part of what a scan begins to add to."""
+        eqn = self._made.get(var) if isinstance(var, Var) else None
+        if eqn is None or not are_zeros(eqn):
+            return scatter(x, dim).part
+        shape = list(x.shape)
+        shape[dim] //= lax.axis_size(DEVICE_AXIS)
+        return jnp.zeros(shape, x.dtype)
+
+
+def _is_all_reduce(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in ("psum", "psum_invariant"):
+        return False
+    groups = eqn.params.get("axis_index_groups")
+    return named_axes(eqn) == (DEVICE_AXIS,) and groups is None
+
+
+def is_of_towers(eqn: JaxprEqn) -> bool:
+    """Whether a loop runs a device's towers, or a tower's micro-batches, in turn."""
+    return tags.IN_TURN in str(eqn.source_info.name_stack)
+
+
+def _inner(eqn: JaxprEqn) -> Any:
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
