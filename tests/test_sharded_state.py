@@ -187,4 +187,4 @@ def test_what_cannot_be_sharded_is_refused():
     with pytest.raises(ValueError, match="executor='shard_map'"):
         mirrored("sharded", executor="pmap")
     with pytest.raises(ValueError, match="PinnedTree"):
-        mirrored("sharded", cross_tower_ops=tj.PinnedTree())
+        mirrored("sharded_optimizer", cross_tower_ops=tj.PinnedTree())

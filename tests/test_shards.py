@@ -26,14 +26,22 @@ def towers(number, devices, local="vmap", ops=ALONE, state="sharded"):
     )
 
 
+OPTIMIZERS = {
+    "clipped adam": CLIPPED,
+    "momentum": optax.sgd(0.003, momentum=0.9),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+}
+
+
 def draw(*shape, seed):
     return np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1])
 
 
-def start():
-    layers = {"w": draw(LAYERS, WIDTH, WIDTH, seed=0), "b": draw(LAYERS, WIDTH, seed=1)}
-    more = {"in": draw(8, WIDTH, seed=2), "tied": draw(WIDTH, 24, seed=3)}
-    more |= {"out": draw(WIDTH, 8, seed=4), "scale": np.float64(1.3)}
+def start(width=WIDTH, tied=24):
+    layers = {"w": draw(LAYERS, width, width, seed=0), "b": draw(LAYERS, width, seed=1)}
+    more = {"in": draw(8, width, seed=2), "tied": draw(width, tied, seed=3)}
+    more |= {"out": draw(width, 8, seed=4), "scale": np.float64(1.3)}
     return {"layers": layers, **more}
 
 
@@ -193,6 +201,82 @@ def test_narrow_floats_are_sent_where_the_loss_casts():
     gathers = re.findall(r"= (\S+) all-gather(?:-start)?\(", text)
     assert any(re.match(row, x) for x in gathers), gathers
     assert not any(x.startswith(f"f64[{LAYERS},{WIDTH},{WIDTH}") for x in gathers)
+
+
+@functools.cache
+def pinned(hidden, optimizer, devices, state):
+    """A step whose parts are large enough to be split, and its bits after three."""
+    strategy = towers(8, devices, "scan", tj.PinnedTree(), state)
+    return tj.build_train_step(
+        loss_by(HIDDEN[hidden]), OPTIMIZERS[optimizer], strategy, remainder="pad"
+    )
+
+
+def go_on(step, state, seeds):
+    for seed in seeds:
+        state, metrics = step(state, jax.tree.map(np.float32, batch(seed)))
+    step.settle()
+    return state, np.asarray(metrics["loss"]).tobytes()
+
+
+def bits(state):
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    return [np.asarray(x).tobytes() for x in leaves]
+
+
+WIDE = jax.tree.map(np.float32, start(64, tied=1024))
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize(
+    ("hidden", "optimizer"),
+    [("recomputed", "clipped adam"), ("unrolled", "momentum")]
+    + [("recomputed", "lamb"), ("recomputed", "adafactor")],
+)
+def test_pinned_parts_have_the_bits_of_one_device(hidden, optimizer):
+    found = {}
+    for devices, state in [(1, "mirrored"), (8, "mirrored"), (2, "sharded")] + [
+        (d, "sharded") for d in (4, 8)
+    ]:
+        step = pinned(hidden, optimizer, devices, state)
+        first = step.init(WIDE)
+        if state == "sharded":
+            part = first.params["layers"]["w"].addressable_shards[0].data
+            assert part.size * devices == LAYERS * 64 * 64
+        after, loss = go_on(step, first, range(3))
+        found[devices, state] = [*bits(after), loss]
+    first = found.pop((1, "mirrored"))
+    assert {where: x == first for where, x in found.items()} == dict.fromkeys(
+        found, True
+    )
+
+
+@pytest.mark.slow
+def test_pinned_parts_go_on_elsewhere_to_the_same_bits():
+    one = pinned("recomputed", "clipped adam", 1, "mirrored")
+    expected, _ = go_on(one, one.init(WIDE), range(4))
+    step = pinned("recomputed", "clipped adam", 4, "sharded")
+    state, _ = go_on(step, step.init(WIDE), range(1))
+    for seed, (devices, kind) in enumerate(
+        [(2, "sharded"), (8, "mirrored"), (8, "sharded")], 1
+    ):
+        step = pinned("recomputed", "clipped adam", devices, kind)
+        state, _ = go_on(step, step.place(jax.device_get(state)), [seed])
+    assert bits(state) == bits(expected)
+
+
+@pytest.mark.slow
+def test_pinned_parts_lie_together_or_are_whole():
+    strategy = towers(8, 8, "scan", tj.PinnedTree())
+    step = tj.build_train_step(loss_by(recomputed), CLIPPED, strategy, remainder="pad")
+    params = step.init(WIDE).params
+    split = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): x
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if not x.is_fully_replicated
+    }
+    assert split.keys() == {"layers/w", "tied"}
+    assert split["tied"].addressable_shards[0].data.shape == (64, 128)
 
 
 def collectives(text, kind):

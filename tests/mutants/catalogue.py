@@ -855,7 +855,7 @@ BESIDES = (
        "dict.fromkeys(_SHARDED[strategy.state], Layout.SHARDED)", "{}",
        "test_sharded_state.py::test_a_device_holds_its_part_alone"),
     _m("N06", "all parameters are gathered before the towers run",
-       "towers.parts:as_shards", "Shard(x, dim)", "Shard(x, dim).whole",
+       "towers.parts:as_shards", "exact=exact)", "exact=exact).whole",
        "test_shards.py::"
        "test_a_layer_is_gathered_and_scattered_in_the_loop_alone[scan]"),
     _m("N07", "a gradient is scattered after the loop that makes it",
@@ -873,6 +873,13 @@ BESIDES = (
        "towers.shards:_Body.__init__", "(carried or {}).items()", "()",
        "test_shards.py::"
        "test_a_layer_is_gathered_and_scattered_in_the_loop_alone[scan]"),
+    _m("N10", "a norm of pinned parts is added up from each device's own",
+       "step.engine:Engine.step", 'strategy.state == "sharded"', "False",
+       "test_shards.py::"
+       "test_pinned_parts_have_the_bits_of_one_device[recomputed-lamb]"),
+    _m("N13", "pinned parts are as short as they come",
+       "mesh.placement:Placement.split_dim", "run % self.part_run == 0", "True",
+       "test_shards.py::test_pinned_parts_lie_together_or_are_whole"),
     _m("N01", "all steps of a call are given the first one's shared values",
        "step.engine:repeated_recipe", "batch = jax.tree.map(lambda x: x[i], batches)",
        "batch = [jax.tree.map(lambda x: x[i], b) for b in batches[:2]]\n"

@@ -6,6 +6,7 @@ device: tower ``t`` is local tower ``t % k`` of device ``t // k``.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,8 @@ class Placement:
     executor: str = "shard_map"  # or "pmap"
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
+    # Of an array that is split over devices; see `split_dim`.
+    part_run: int = dataclasses.field(default=1, compare=False)
 
     @property
     def num_devices(self) -> int:
@@ -209,9 +212,17 @@ class Placement:
         return jax.tree.map(of, layouts, values)
 
     def split_dim(self, x: Any) -> int | None:
-        """The longest dim whose size is a multiple of ``D``; None where none is."""
-        shape = np.shape(x)
-        dims = [i for i, n in enumerate(shape) if n and n % self.num_devices == 0]
+        """The longest dim whose size is a multiple of ``D``; None where none is.
+
+        With ``part_run`` a part's elements lie together in so many, or in a multiple.
+        """
+        shape, count = np.shape(x), self.num_devices
+
+        def may_split(dim: int, size: int) -> bool:
+            run = math.prod(shape[dim:]) // count
+            return size > 0 and size % count == 0 and run % self.part_run == 0
+
+        dims = [i for i, n in enumerate(shape) if may_split(i, n)]
         return max(dims, key=lambda i: shape[i]) if dims else None
 
     def _split(self, x: Any) -> NamedSharding:

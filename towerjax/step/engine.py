@@ -19,10 +19,11 @@ from towerjax.proof.findings import ReplicationError
 from towerjax.step.one_pass import Pass, PassResult
 from towerjax.step.proving import Recipe, Run
 from towerjax.step.returned import fill_holes
-from towerjax.step.state import TrainState, split_state
+from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.step.update import accept_or_keep, check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.towers.strategies import Strategy
+from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Rows
 from towerjax.types.leaves import is_key, map_parts
 
@@ -65,7 +66,10 @@ class Engine:
         """The whole step, of global values."""
         state = TrainState(**donated, **kept)
         merged, finite, _ = self.run_passes(run, self.passes, state, batch)
-        out = self.update(donated, kept, merged, finite)
+        update, strategy = self.update, self.passes[0].strategy
+        if strategy.state == "sharded" and strategy.cross_tower_ops.needs_every_tower:
+            update = run.in_parts(update, *_layouts(strategy, state.params, merged))
+        out = update(donated, kept, merged, finite)
         return out._replace(now={**out.now, "step": kept["step"] + 1})
 
     def update(
@@ -146,6 +150,28 @@ class Engine:
         finite = [out.finite for out in outs if out.finite is not None]
         is_fine = functools.reduce(jnp.logical_and, finite) if finite else None
         return merged[0], is_fine, outs
+
+
+def _layouts(
+    strategy: Strategy, params: PyTree, merged: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Those of `Engine.update`: what it is given, takes parts of, and returns."""
+    donated, kept = split_state(state_layout(strategy))
+    one, own = Layout.MIRRORED, Layout.PER_TOWER
+    shapes = {x.shape for x in jax.tree.leaves(params)}
+
+    def layouts(own: Layout, split: Layout) -> PyTree:
+        def of(x: Any) -> Layout:
+            if isinstance(x, PerTower | TowerLocal):
+                return own
+            return split if x.shape in shapes else one
+
+        is_own = lambda x: isinstance(x, PerTower | TowerLocal)  # noqa: E731
+        return jax.tree.map(of, merged, is_leaf=is_own)
+
+    given, taken = layouts(own, one), layouts(one, Layout.SHARDED)
+    out = Outcome(donated, one, {"one": one, "own": own}, one, one)
+    return (donated, kept, given, one), (one, one, taken, one), out
 
 
 def _run_pass(run: Run, one: Pass, *args: Any) -> PassResult:

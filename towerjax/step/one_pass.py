@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import sum_over_towers
@@ -24,10 +23,10 @@ from towerjax.step import returned
 from towerjax.step.faults import flag_leaves, join_flags
 from towerjax.step.state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.parts import Shards
+from towerjax.towers.parts import Shards, shards_of
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, tower_of
-from towerjax.towers.tower_axis import over_local_towers
+from towerjax.towers.tower_axis import over_local_towers, scan_in_turn
 from towerjax.towers.variables import (
     TowerLocal,
     plain,
@@ -136,19 +135,18 @@ class Pass:
         place = self.strategy.placement
         if self.strategy.state != "sharded" or place.num_devices == 1:
             return None
-        state, *rest = jax.tree.map(lambda x: False, tuple(args))
-        ours = jax.tree.map(lambda x: True, state.params)
+        whole, split = Layout.MIRRORED, Layout.SHARDED
+        state, *rest = jax.tree.map(lambda x: whole, tuple(args))
+        ours = jax.tree.map(lambda x: split, state.params)
         given = dataclasses.replace(state, params=ours), *rest
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
-        merged = jax.tree.map(lambda x: x.shape in shapes, out.merged)
-        wanted = jax.tree.map(lambda x: False, out)._replace(merged=merged)
-
-        def dims(values: PyTree, chosen: PyTree) -> tuple[Any, list[int | None]]:
-            leaves, treedef = jax.tree.flatten(values)
-            pairs = zip(leaves, jax.tree.leaves(chosen), strict=True)
-            return treedef, [place.split_dim(x) if yes else None for x, yes in pairs]
-
-        return Shards(*dims(tuple(args), given), *dims(out, wanted))
+        if exact := self.strategy.cross_tower_ops.needs_every_tower:
+            shapes = set()  # their sums are whole
+        merged = jax.tree.map(
+            lambda x: split if x.shape in shapes else whole, out.merged
+        )
+        wanted = jax.tree.map(lambda x: whole, out)._replace(merged=merged)
+        return shards_of(place, (tuple(args), given), (out, wanted), exact=exact)
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
@@ -313,9 +311,8 @@ def _scan_micro_batches(
 
     zeros = jax.tree.map(jnp.zeros_like, _addends(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
-    with jax.named_scope(tags.IN_TURN):
-        (added, local), (tree, folded, kept) = lax.scan(body, (zeros, local), numbered)
-    tables, rows = kept
+    (added, local), ys = scan_in_turn(body, (zeros, local), numbered)
+    tree, folded, (tables, rows) = ys
     carried = jax.tree.leaves(local) if locals_ else []
     of_kind = {
         "kept": iter(map(_join_parts, rows)),

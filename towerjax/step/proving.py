@@ -19,8 +19,9 @@ from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
-from towerjax.towers.executors import shapes_of, trace_one_tower
+from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.parts import shards_of
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
 from towerjax.types.leaves import has_tracers
 
@@ -80,6 +81,28 @@ class Proving:
             return _zeros(towers.out, one.out_layouts, self._placement.num_towers)
         shards = one.shards(args, towers.out)
         return towers.run(one.out_layouts, args, shards=shards)
+
+    def in_parts(
+        self, fn: Callable[..., PyTree], given: PyTree, taken: PyTree, wanted: PyTree
+    ) -> Callable[..., PyTree]:
+        """A function of global values, run by each device on its parts of them.
+
+        ``given`` and ``wanted`` are prefix trees of the layouts of its arguments and
+        results, ``taken`` of whole arguments of which it uses parts. Elements are
+        computed of parts, everything else of whole values, in the order of one device.
+        """
+        place = self._placement
+        if not self._on_devices or place.num_devices == 1:
+            return fn
+
+        def run(*args: PyTree) -> PyTree:
+            out = jax.eval_shape(fn, *args)
+            how: Any = {"taken": taken, "exact": True}
+            shards = shards_of(place, (args, given), (out, wanted), **how)
+            layouts = [Layout.MIRRORED] * len(args), Layout.MIRRORED
+            return over_devices(fn, place, *layouts, shards=shards)(*args)
+
+        return run
 
     def proof(self, step: Any) -> Proof:
         """The proof of all passes so far, and of the update in the ``step``'s jaxpr."""

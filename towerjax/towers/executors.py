@@ -6,6 +6,7 @@ No other file but those of `towerjax.tools` calls shard_map, pmap or ``compile``
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import re
 import warnings
@@ -92,9 +93,8 @@ def _trace_without_mesh(
         whole = shapes if shards is None else shards.whole(shapes, size)
         jaxpr, out = traced or _trace_on_one(device_fn, size, whole)
         if shards is not None:
-            given, wanted = shards.given, shards.wanted
-            run = lambda *args: on_shards(jaxpr, jax.tree.leaves(args), given, wanted)  # noqa: E731
-            jaxpr, _ = _trace_on_one(run, size, shapes)
+            of_parts = functools.partial(on_shards, jaxpr, shards)
+            jaxpr, _ = _trace_on_one(of_parts, size, jax.tree.leaves(shapes))
         try:
             values = jax.core.eval_jaxpr(
                 jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(args)

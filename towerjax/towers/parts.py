@@ -2,24 +2,31 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.mesh.placement import DEVICE_AXIS, split_spec
+from towerjax.mesh.placement import DEVICE_AXIS, Placement, split_spec
 from towerjax.proof.equation import IDENTITIES
 from towerjax.proof.interpreter import evaluate_eqn
+from towerjax.types import Layout as Where
 from towerjax.types import PyTree
 
 SplitDims: TypeAlias = Sequence[int | None]
 """For each value the dim that is split over the devices; None for a whole value."""
 
-# Primitives that compute each element by itself.
+# Primitives that compute each element by itself; of several operands.
+_OF_SEVERAL = frozenset(
+    "abs add add_any and cbrt ceil clamp cos div eq erf exp exp2 expm1 floor ge gt"
+    " integer_pow le log log1p logistic lt max min mul ne neg nextafter not or pow rem"
+    " round rsqrt select_n sign sin sqrt square sub tanh xor".split()
+)
 _ELEMENTWISE = frozenset((*IDENTITIES, "is_finite"))
 
 
@@ -29,8 +36,10 @@ class Shards:
 
     args: Any  # the treedef of the arguments
     given: SplitDims
+    taken: SplitDims  # the dims of whole arguments of which only parts are used
     out: Any  # the treedef of the results
     wanted: SplitDims
+    exact: bool = False  # whether the bits are to be those of one device
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         """The specs of arguments and results, from prefix trees for whole leaves."""
@@ -60,21 +69,96 @@ class Shards:
         return jax.tree.unflatten(self.args, map(of, leaves, self.given))
 
 
-class Shard:
-    """This device's part of a value that is the same on all, split along ``dim``."""
+def shards_of(
+    placement: Placement,
+    args: tuple[PyTree, PyTree],
+    out: tuple[PyTree, PyTree],
+    *,
+    taken: PyTree = None,
+    exact: bool,
+) -> Shards:
+    """The `Shards` of arguments and of results, each with a prefix tree of layouts.
 
-    def __init__(self, part: jax.Array, dim: int) -> None:
-        self.part, self.dim = part, dim
+    ``taken``: prefix tree, SHARDED where of whole arguments only parts are used.
+    """
+
+    def dim(layout: Where, x: Any) -> int | None:
+        if layout is Where.SHARDED:
+            return placement.split_dim(x)
+        return 0 if layout is Where.PER_TOWER else None
+
+    def each(values: PyTree, layouts: PyTree) -> tuple[Any, list[int | None]]:
+        leaves, treedef = jax.tree.flatten(values)
+        found = jax.tree.leaves(jax.tree.broadcast(layouts, values))
+        return treedef, [dim(*pair) for pair in zip(found, leaves, strict=True)]
+
+    treedef, given = each(*args)
+    parts = [None] * len(given) if taken is None else each(args[0], taken)[1]
+    return Shards(treedef, given, parts, *each(*out), exact)
+
+
+class Shard:
+    """This device's part of a value that is the same on all, split along ``dim``.
+
+    With ``exact``, what is whole is what one device has, in the layout that it has
+    there, so that products of it have the same bits.
+    """
+
+    def __init__(
+        self,
+        part: jax.Array,
+        dim: int,
+        *,
+        exact: bool = False,
+        make: Callable[[], jax.Array] | None = None,
+    ) -> None:
+        self.part, self.dim, self.exact, self._make = part, dim, exact, make
+
+    def of(
+        self,
+        part: jax.Array,
+        dim: int | None = None,
+        make: Callable[[], jax.Array] | None = None,
+    ) -> "Shard":
+        """The part of a value that is computed of this one."""
+        dim = self.dim if dim is None else dim
+        return Shard(part, dim, exact=self.exact, make=make)
+
+    def fresh(self) -> "Shard":
+        """The same, to be gathered anew in the program that uses it."""
+        return self.of(self.part, make=self._make)
 
     @functools.cached_property
     def whole(self) -> jax.Array:
-        """All parts, gathered at its first use."""
-        return lax.all_gather(self.part, DEVICE_AXIS, axis=self.dim, tiled=True)
+        """All parts, gathered at its first use; or computed of whole values."""
+        if self._make is not None:
+            return self._make()
+        x = lax.all_gather(self.part, DEVICE_AXIS, axis=self.dim, tiled=True)
+        # XLA would lay it out as it was gathered, and multiply in another order.
+        order = Layout(tuple(range(x.ndim)))
+        return with_layout_constraint(x, order) if self.exact else x
+
+
+class Uniform:
+    """One number in all elements of a shape, whole or in part."""
+
+    def __init__(self, number: jax.Array, shape: tuple[int, ...]) -> None:
+        self.number, self.shape = number, shape
+
+    @property
+    def dtype(self) -> Any:
+        """That of the number."""
+        return jnp.result_type(self.number)
+
+    @property
+    def whole(self) -> jax.Array:
+        """The array."""
+        return jnp.broadcast_to(self.number, self.shape)
 
 
 def whole(x: Any) -> Any:
-    """The value of a `Shard`, or of anything else."""
-    return x.whole if isinstance(x, Shard) else x
+    """The value of a `Shard`, of a `Uniform`, or of anything else."""
+    return x.whole if isinstance(x, Shard | Uniform) else x
 
 
 def own_part(x: jax.Array, dim: int) -> jax.Array:
@@ -84,10 +168,17 @@ def own_part(x: jax.Array, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, size, dim)
 
 
-def as_shards(values: Sequence[Any], dims: SplitDims) -> list[Any]:
+def take_part(x: jax.Array, dim: int) -> Shard:
+    """A `Shard` of a whole value, with the bits of one device."""
+    return Shard(own_part(x, dim), dim, exact=True, make=lambda: x)
+
+
+def as_shards(
+    values: Sequence[Any], dims: SplitDims, *, exact: bool = False
+) -> list[Any]:
     """The values, as a `Shard` where they are parts."""
     pairs = zip(values, dims, strict=True)
-    return [x if dim is None else Shard(x, dim) for x, dim in pairs]
+    return [x if dim is None else Shard(x, dim, exact=exact) for x, dim in pairs]
 
 
 def scatter(x: Any, dim: int) -> Shard:
@@ -108,19 +199,62 @@ def with_barrier(operands: list[Any]) -> list[Any]:
     parts = [x.part if isinstance(x, Shard) else x for x in operands]
     parts = lax.optimization_barrier(parts)
     pairs = zip(operands, parts, strict=True)
-    return [Shard(p, x.dim) if isinstance(x, Shard) else p for x, p in pairs]
+    return [x.of(p) if isinstance(x, Shard) else p for x, p in pairs]
+
+
+def is_uniform(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes an array of one number."""
+    aval: Any = eqn.invars[0].aval if eqn.invars else None
+    return eqn.primitive.name == "broadcast_in_dim" and not aval.ndim
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Whether `on_parts` computes an equation of several operands by elements."""
+    return eqn.primitive.name in (*_OF_SEVERAL, "convert_element_type")
+
+
+def _elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+    """Elements of parts; where they are needed whole, computed of whole operands.
+
+    So a norm is added up as on one device, of squares that no program has split.
+    """
+    first = next(x for x in operands if isinstance(x, Shard))
+    aval: Any = eqn.outvars[0].aval
+
+    def part(x: Any) -> Any:
+        if isinstance(x, Shard):
+            return x.part
+        if isinstance(x, Uniform):
+            return jnp.broadcast_to(x.number, first.part.shape)
+        return x if jnp.ndim(x) == 0 else own_part(jnp.asarray(x), first.dim)
+
+    avals: list[Any] = [x.aval for x in eqn.invars]
+    if any(x.ndim and x.shape != aval.shape for x in avals):
+        return None
+    if any(isinstance(x, Shard) and x.dim != first.dim for x in operands):
+        return None
+    # A part that is cut out here would keep compilers from fusing what is one step.
+    kinds = Shard | Uniform
+    if first.exact and any(jnp.ndim(x) for x in operands if not isinstance(x, kinds)):
+        return None
+    make = lambda: evaluate_eqn(eqn, [whole(x) for x in operands])[0]  # noqa: E731
+    [out] = evaluate_eqn(eqn, [part(x) for x in operands])
+    return [first.of(out, make=make)]
 
 
 def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """The results of an equation that needs no more than each part; else None."""
     name, params, x = eqn.primitive.name, eqn.params, operands[0]
-    if name == "convert_element_type":
+    if name == "convert_element_type" and isinstance(x, Shard):
         narrows = params["new_dtype"].itemsize <= x.part.dtype.itemsize
-        return [Shard(evaluate_eqn(eqn, [x.part])[0], x.dim)] if narrows else None
+        if narrows and not x.exact:
+            return [x.of(evaluate_eqn(eqn, [x.part])[0])]
+    if is_elementwise(eqn):
+        return _elementwise(eqn, operands)
     if name in _ELEMENTWISE and len(operands) == len(eqn.outvars):
         parts = [x.part if isinstance(x, Shard) else x for x in operands]
         pairs = zip(operands, evaluate_eqn(eqn, parts), strict=True)
-        return [Shard(p, x.dim) if isinstance(x, Shard) else p for x, p in pairs]
+        return [x.of(p) if isinstance(x, Shard) else p for x, p in pairs]
     if name == "reduce_and" and len(params["axes"]) == x.part.ndim:
         [found] = evaluate_eqn(eqn, [x.part])
         return [lax.pmin(found.astype(jnp.int32), DEVICE_AXIS) > 0]
@@ -131,19 +265,19 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     if name == "dynamic_slice" and params["slice_sizes"][dim] == full:
         sizes = list(params["slice_sizes"])
         sizes[dim] //= size
-        return [Shard(lax.dynamic_slice(x.part, operands[1:], sizes), dim)]
+        return [x.of(lax.dynamic_slice(x.part, operands[1:], sizes))]
     if name == "slice" and _is_full(eqn, dim):
         starts, limits, strides = (
             params["start_indices"], list(params["limit_indices"]), params["strides"]
         )  # fmt: skip
         limits[dim] //= size
-        return [Shard(lax.slice(x.part, starts, limits, strides), dim)]
+        return [x.of(lax.slice(x.part, starts, limits, strides))]
     if name == "squeeze":
         moved = dim - sum(at < dim for at in params["dimensions"])
-        return [Shard(lax.squeeze(x.part, params["dimensions"]), moved)]
-    if name == "transpose":
+        return [x.of(lax.squeeze(x.part, params["dimensions"]), moved)]
+    if name == "transpose" and not x.exact:
         order = params["permutation"]
-        return [Shard(lax.transpose(x.part, order), order.index(dim))]
+        return [x.of(lax.transpose(x.part, order), order.index(dim))]
     return None
 
 

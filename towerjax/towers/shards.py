@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -28,11 +29,15 @@ from towerjax.proof.interpreter import eqn_context, evaluate_eqn
 from towerjax.towers.additions import are_zeros, carried_sums, is_addition, uses_in
 from towerjax.towers.parts import (
     Shard,
-    SplitDims,
+    Shards,
+    Uniform,
     as_shards,
+    is_elementwise,
+    is_uniform,
     on_parts,
     part_on_device,
     scatter,
+    take_part,
     whole,
     with_barrier,
 )
@@ -40,20 +45,19 @@ from towerjax.towers.parts import (
 _ENTERED = ("jit", "checkpoint", "remat2", "closed_call", "core_call", "custom_lin")
 
 
-def on_shards(
-    program: Any, leaves: Sequence[jax.Array], given: SplitDims, wanted: SplitDims
-) -> list[jax.Array]:
+def on_shards(program: Any, shards: Shards, *leaves: jax.Array) -> list[jax.Array]:
     """The results of a device's program, of which ``leaves`` are the arguments.
 
-    Arguments with a dim in ``given`` are parts, and results with one in ``wanted``
-    leave as parts. Inside a device function.
+    Some arguments are parts, and some results leave as parts. Inside a device function.
     """
-    args = as_shards(leaves, given)
-    body = _Body(open_jaxpr(program), {}, dict(enumerate(wanted)))
+    args = as_shards(leaves, shards.given, exact=shards.exact)
+    pairs = zip(args, shards.taken, strict=True)
+    args = [x if at is None else take_part(x, at) for x, at in pairs]
+    body = _Body(open_jaxpr(program), {}, dict(enumerate(shards.wanted)))
     out = body.run(args, program.consts)
     return [
         whole(x) if at is None else part_on_device(x, at)
-        for x, at in zip(out, wanted, strict=True)
+        for x, at in zip(out, shards.wanted, strict=True)
     ]
 
 
@@ -190,10 +194,16 @@ class _Body:
         """An equation that gathers what it needs, just before it runs."""
         sums = self._opened.get(id(eqn), {})
         has_shards = any(isinstance(x, Shard) for x in operands)
+        if is_uniform(eqn):
+            return [Uniform(whole(operands[0]), eqn.params["shape"])]
+        if not is_elementwise(eqn):
+            operands = [x.whole if isinstance(x, Uniform) else x for x in operands]
         if not (has_shards or sums):
-            return evaluate_eqn(eqn, operands)
+            return evaluate_eqn(eqn, [whole(x) for x in operands])
         if eqn.primitive.name == "scan":
             return self._scan(eqn, operands, sums)
+        if eqn.primitive.name == "while" and is_of_towers(eqn):
+            return _loop_of_towers(eqn, operands)
         if eqn.primitive.name in _ENTERED and (inner := _inner(eqn)) is not None:
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                 # Else XLA would keep what the forward pass has gathered.
@@ -225,10 +235,12 @@ class _Body:
             for i, x in enumerate(first)
         ]
         dims = [sums.get(i) for i in range(carries)] + at
+        exact = any(isinstance(x, Shard) and x.exact for x in operands)
 
         def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = as_shards([*carry, *rows], dims)
-            out = body.run([*consts, *given], getattr(program, "consts", ()))
+            given = as_shards([*carry, *rows], dims, exact=exact)
+            held = [x.fresh() if isinstance(x, Shard) else x for x in consts]
+            out = body.run([*held, *given], getattr(program, "consts", ()))
             new = [x.part if i in inner else whole(x) for i, x in enumerate(out)]
             return new[:carries], new[carries:]
 
@@ -251,6 +263,26 @@ class _Body:
         shape = list(x.shape)
         shape[dim] //= lax.axis_size(DEVICE_AXIS)
         return jnp.zeros(shape, x.dtype)
+
+
+def _loop_of_towers(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """A loop that gathers its constants in each round."""
+    params, at = eqn.params, eqn.params["cond_nconsts"]
+    until = at + params["body_nconsts"]
+    of_cond = [whole(x) for x in operands[:at]]
+    cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+    program = _Body(open_jaxpr(body), {})
+
+    def again(carry: list[Any]) -> Any:
+        consts = getattr(cond, "consts", ())
+        return jax.core.eval_jaxpr(open_jaxpr(cond), consts, *of_cond, *carry)[0]
+
+    def step(carry: list[Any]) -> list[Any]:
+        held = [x.fresh() if isinstance(x, Shard) else x for x in operands[at:until]]
+        out = program.run([*held, *carry], getattr(body, "consts", ()))
+        return [whole(x) for x in out]
+
+    return lax.while_loop(again, step, [whole(x) for x in operands[until:]])
 
 
 def _is_all_reduce(eqn: JaxprEqn) -> bool:

@@ -19,6 +19,10 @@ from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placeme
 from towerjax.towers.cross_tower.methods import StrategyMethods
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
+# Compilers fuse the additions and products of a few elements otherwise than those of
+# many, and round otherwise. With so many, parts have the bits of whole arrays.
+_EXACT_RUN = 128
+
 StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """The layout of a step's state between steps; see `Mirrored`."""
 
@@ -95,6 +99,7 @@ class Mirrored(StrategyMethods):
             executor=self.executor,
             axis_name=self.axis_name,
             absent=self.devices if isinstance(self.devices, Absent) else None,
+            part_run=_EXACT_RUN if self.cross_tower_ops.needs_every_tower else 1,
         )
 
     def _named_devices(self) -> tuple[str, ...] | None:
@@ -249,11 +254,11 @@ def _check_sharded(strategy: Mirrored) -> None:
     """Raise where the state is sharded and another option needs it whole."""
     if strategy.executor == "pmap":
         raise ValueError(f"state={strategy.state!r} needs executor='shard_map'.")
-    if isinstance(strategy.cross_tower_ops, PinnedTree):
+    if isinstance(strategy.cross_tower_ops, PinnedTree) and strategy.state != "sharded":
         raise ValueError(
             f"state={strategy.state!r} lets each device update a part, and rounds sums"
             " of all by their number, but tj.PinnedTree() promises the same bits on any"
-            " devices. Use state='mirrored', or tj.AllReduce()."
+            " devices. Use state='mirrored' or 'sharded', or tj.AllReduce()."
         )
 
 

@@ -344,7 +344,8 @@ def _map_one_tower(
         out = tower_fn(jax.tree.map(lambda x: x[i], rows))
         return jax.tree.map(lambda all_of_them, x: all_of_them.at[i].set(x), done, out)
 
-    return lax.fori_loop(0, count, body, zeros)
+    with jax.named_scope(tags.IN_TURN):
+        return lax.fori_loop(0, count, body, zeros)
 
 
 def _scan_and_add(
@@ -358,5 +359,10 @@ def _scan_and_add(
         sums, kept = tower_fn(tower)
         return jax.tree.map(jnp.add, total, sums), kept
 
+    return scan_in_turn(body, zeros, towers)
+
+
+def scan_in_turn(body: Callable[..., Any], init: PyTree, xs: PyTree) -> Any:
+    """A scan over towers or micro-batches; `shards` gathers in each of its steps."""
     with jax.named_scope(tags.IN_TURN):
-        return lax.scan(body, zeros, towers)
+        return lax.scan(body, init, xs)
