@@ -21,6 +21,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
+from benchmarks import sharded
 from benchmarks.absent import GPT, PROGRAMS, TITLES, by_hand, by_towerjax
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
@@ -464,3 +465,17 @@ def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
     assert len(ours.collectives) == len(hand.collectives) == 1
     assert ours.collectives[0].bytes <= hand.collectives[0].bytes + 16
     assert ours.memory.peak <= 1.02 * hand.memory.peak
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_large_gpt_fits_in_parts():
+    params = sharded.shapes(32, 4096)
+    whole = sum(4 * x.size for x in jax.tree.leaves(params))
+    found = sharded.report_of(params, H200S, "sharded")
+    assert whole > 26.7e9 and found.memory.peak < 27e9
+    assert found.memory.arguments < 0.38 * whole
+    kinds = {x.opcode: x for x in found.collectives if x.trips > 1}
+    assert kinds.keys() >= {"all-gather", "reduce-scatter"}
+    biggest = max(x.bytes for x in found.collectives)
+    assert biggest < whole / 32  # no leaf of all layers travels at once

@@ -1,0 +1,131 @@
+"""What a GPT needs on each of some absent GPUs, its state whole or in parts.
+
+A GPT of scanned, recomputed layers with clipped AdamW is compiled for devices that are
+not here, with each layout of its state, its loss the same. Nothing runs.
+
+Run: ``python -m benchmarks.sharded [--layers 32] [--width 4096] [--devices 8]
+[--states sharded mirrored] [--on h200]``, where ``pip install -e '.[gpu-compiler]'``
+was done.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import towerjax as tj
+from towerjax.towers.strategies import StateLayout
+from towerjax.types import PyTree
+
+HEAD, WORDS, LENGTH, ROWS = 128, 32_000, 2_048, 4  # rows of a tower
+
+
+def shapes(layers: int, width: int) -> PyTree:
+    """The parameters' shapes."""
+
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    stacked = {
+        "norm1": of(layers, width),
+        "norm2": of(layers, width),
+        "qkv": of(layers, width, 3 * width),
+        "out": of(layers, width, width),
+        "up": of(layers, width, 4 * width),
+        "down": of(layers, 4 * width, width),
+    }
+    ends = {"embed": of(WORDS, width), "head": of(width, WORDS), "norm": of(width)}
+    return {"layers": stacked, **ends}
+
+
+def loss_fn(params: PyTree, tokens: jax.Array, tower: Any) -> tj.Weighted:
+    """The mean loss of each next token, computed in bfloat16."""
+
+    def half(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        square = (x.astype(jnp.float32) ** 2).mean(-1, keepdims=True)
+        return (
+            x
+            * lax.rsqrt(square + 1e-6).astype(x.dtype)
+            * scale.astype(x.dtype)[None, None]
+        )
+
+    def layer(x: jax.Array, p: PyTree) -> tuple[jax.Array, None]:
+        p = half(p)
+        parts = jnp.split(norm(x, p["norm1"]) @ p["qkv"], 3, -1)
+        q, k, v = (y.reshape(*y.shape[:2], -1, HEAD) for y in parts)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + y.reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(norm(x, p["norm2"]) @ p["up"]) @ p["down"], None
+
+    @jax.checkpoint
+    def losses(x: jax.Array, head: jax.Array, scale: jax.Array) -> jax.Array:
+        logits = (norm(x, half(scale)) @ half(head)).astype(jnp.float32)[:, :-1]
+        of_words = optax.softmax_cross_entropy_with_integer_labels
+        return of_words(logits, tokens[:, 1:]).mean(-1)
+
+    x = half(params["embed"])[tokens]
+    x, _ = lax.scan(jax.checkpoint(layer), x, params["layers"])
+    found = losses(x, params["head"], params["norm"])
+    return tj.Weighted.mean(found, tower.weight)
+
+
+def report_of(params: PyTree, devices: Any, state: StateLayout) -> Any:
+    """What the compiler made of a step."""
+    strategy = tj.Mirrored(devices=devices, state=state)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
+    step = tj.build_train_step(loss_fn, optimizer, strategy)
+    rows = jax.ShapeDtypeStruct((ROWS * len(devices), LENGTH), jnp.int32)
+    return step.report(params, rows)
+
+
+def row(params: PyTree, devices: Any, state: StateLayout) -> str:
+    """A line of the table."""
+    report = report_of(params, devices, state)
+    count: Callable[[str], int] = lambda kind: sum(  # noqa: E731
+        x.trips for x in report.collectives if x.opcode == kind
+    )
+    cells = (
+        f'`"{state}"`',
+        f"{report.memory.arguments / 1e9:.1f} GB",
+        f"{report.memory.peak / 1e9:.1f} GB",
+        f"{report.bytes_sent / 1e9:.1f} GB",
+        f"{count('all-gather')}",
+        f"{count('reduce-scatter')}",
+        "yes" if report.memory.fits else "no",
+        f"{report.compile_s:.0f} s",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--devices", type=int, default=8)
+    states = get_args(StateLayout)
+    parser.add_argument("--states", nargs="+", default=["sharded"], choices=states)
+    parser.add_argument("--on", default="h200")
+    options = parser.parse_args()
+    params = shapes(options.layers, options.width)
+    total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    devices = tj.Absent(options.on, options.devices)
+    print(f"{total / 1e9:.2f} B parameters, {options.devices} {devices.kind}\n")
+    heads = (
+        "state= | state and batch | peak | sent | gathers | scatters | fits | compile"
+    )
+    print(f"| {heads} |\n{'|---' * 8}|")
+    for state in options.states:
+        print(row(params, devices, state), flush=True)
+
+
+if __name__ == "__main__":
+    main()
