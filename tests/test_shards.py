@@ -426,3 +426,71 @@ def test_a_function_of_a_key_makes_the_state_where_it_lies(state):
     assert np.isfinite(metrics["loss"])
     with pytest.raises(ValueError, match="params holds no arrays"):
         step.init(lambda key: {})
+
+
+def of_all_kinds(params, rows, tower):
+    """A sum of two means and a penalty, shared values, extra, a fixed leaf, metrics."""
+    h = recomputed(params, rows["x"] @ params["in"]) * tower.extra["gain"]
+    out = h @ params["tied"] @ params["tied"].T @ params["out"]
+    losses = ((out - rows["y"]) ** 2).sum(-1) * params["scale"]
+    far = tj.Weighted.mean(jnp.abs(h).sum(-1) * rows["prior"].sum(), tower.weight)
+    near = tj.Weighted.mean(losses, tower.weight * rows["weight"])
+    gain = {"gain": tj.Weighted.mean(1 + 0.1 * jnp.abs(h).mean(-1), tower.weight)}
+    penalty = tj.penalty((params["out"] ** 2).sum())
+    loss = near + 0.1 * far + 0.01 * penalty
+    return tj.TowerOutput(loss, metrics={"far": far}, extra=gain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+def test_all_that_a_step_has_works_on_parts(local):
+    rows = [{**batch(i), "prior": tj.Whole(draw(3, seed=9))} for i in range(3)]
+    found = []
+    with jax.enable_x64(True):
+        for strategy in (tj.Mirrored(("cpu:0",), towers=1), towers(8, 4, local)):
+            step = tj.build_train_step(
+                of_all_kinds,
+                CLIPPED,
+                strategy,
+                remainder="pad",
+                trainable=lambda name, leaf: name != "scale",
+                guard="gradients",
+            )
+            state = step.init(start(), extra={"gain": np.float64(1.1)})
+            for each in rows:
+                state, metrics = step(state, each)
+            step.settle()
+
+            def one(state, each, step=step):
+                each = jax.tree.map(lambda x: x[:40], each)
+                state, metrics = step.fn(state, {**each, "prior": rows[0]["prior"]})
+                return state, metrics["loss"]
+
+            two = jax.tree.map(lambda *x: np.stack(x), *[batch(i) for i in (3, 4)])
+            after, losses = jax.jit(functools.partial(lax.scan, one))(state, two)
+            predict = tj.build_predict_step(
+                lambda p, rows, tower: rows["x"] @ p["in"], strategy
+            )
+            predicted = predict(after, {"x": batch()["x"]})
+            values = after.params, after.extra, metrics, losses, predicted
+            found.append(jax.tree.map(np.asarray, values))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_no_large_gradient_is_gathered_for_what_packs_small_ones():
+    def loss_fn(params, rows, tower):
+        h, _ = lax.scan(jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None)),
+                        rows["x"] @ params["in"], params["a"])  # fmt: skip
+        return tj.Weighted.mean((h - params["z"][None]).sum(-1), tower.weight)
+
+    shapes = {"a": (8, 256, 256), "in": (8, 256), "z": (256,)}
+    params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    step = tj.build_train_step(
+        loss_fn, optax.adam(1e-3), towers(8, 8, ops=tj.AllReduce())
+    )
+    rows = {"x": np.zeros((32, 8), np.float32)}
+    text = step.program(step.init(params), rows).call.as_text()
+    gathered = [shape for shape, _ in collectives(text, "all-gather")]
+    assert gathered and not any("[8,256,256]" in x for x in gathered), gathered
