@@ -477,5 +477,8 @@ def test_a_large_gpt_fits_in_parts():
     assert found.memory.arguments < 0.38 * whole
     kinds = {x.opcode: x for x in found.collectives if x.trips > 1}
     assert kinds.keys() >= {"all-gather", "reduce-scatter"}
+    assert sharded.exposed(found) == 0
+    small = sharded.report_of(sharded.shapes(4, 1024), H200S, "sharded")
+    assert sharded.exposed(small) > 0  # too little to compute meanwhile
     biggest = max(x.bytes for x in found.collectives)
     assert biggest < whole / 32  # no leaf of all layers travels at once
