@@ -271,7 +271,9 @@ def test_map_refuses_what_differs_from_tower_to_tower():
         mirrored(2).map(lambda x, y: x, [1, 2], {"y": tj.PerTower(np.ones(2))})
     with pytest.raises(ValueError, match="map: there are no elements"):
         mirrored(2).map(lambda x: x, [])
-    with pytest.raises(ValueError, match=r"\[1, 2\] is no function, which comes first"):
+    with pytest.raises(
+        ValueError, match=r"\[1, 2\] is not a function; .*\(fn, elements\)"
+    ):
         mirrored(2).map([1, 2], lambda x: x)
 
 

@@ -163,6 +163,7 @@ def refuse(call, says):
     except (ValueError, TypeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         assert OURS in pathlib.Path(frame.filename).parents, (frame, error)
+        assert "raise" in frame.line, (frame.line, error)
         assert says in str(error), error
     else:
         raise AssertionError("it was taken")

@@ -205,7 +205,7 @@ def test_a_state_without_rows_is_refused(optimizer, leaf):
 def test_arguments_that_do_not_fit_are_refused():
     params, grads, optimizer = arrays(0), gradients(0), optax.adagrad(0.1)
     state = optimizer.init(params)
-    text = "grads['a'] has rows of an array of shape (7, 3), with indices of shape (5,)"
+    text = "parameters that train: grads['a'] is of shape [8, 3] and is given [7, 3]."
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.sparse.update_with_rows(
             optimizer, grads, state, params | {"a": jnp.ones((8, 3))}

@@ -13,7 +13,7 @@ from jax.extend.core import get_opaque_trace_state
 from towerjax.collectives.sparse_rows import IndexedRows, widen_indices
 from towerjax.mesh.private_jax import carries_gradient
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import listed, refuse_no_numbers
 
 
 def take(table: Any, ids: Any) -> jax.Array:
@@ -53,6 +53,8 @@ def take(table: Any, ids: Any) -> jax.Array:
     """
     if not isinstance(table, jax.Array) and hasattr(table, "__jax_array__"):
         table = table.__jax_array__()  # a variable of Flax
+    refuse_no_numbers("tj.sparse.take: table", table)
+    refuse_no_numbers("tj.sparse.take: ids", ids)
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer) or not jnp.ndim(table):
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from towerjax.types import PyTree
-from towerjax.types.leaves import native, promote_dtypes, widen_dtype
+from towerjax.types.leaves import native, promote_dtypes, refuse_no_numbers, widen_dtype
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -166,6 +166,7 @@ class IndexedRows:
           ValueError: ``array`` is of another shape, or of a dtype that cannot hold
             the values; an index names no row.
         """
+        refuse_no_numbers("IndexedRows.add_to: array", array)
         array, values = jnp.asarray(array), jnp.asarray(self.values)
         check_fits("IndexedRows", self, array.shape)
         _check_holds(array.dtype, values.dtype)

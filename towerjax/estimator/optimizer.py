@@ -28,7 +28,8 @@ from towerjax.step.update import (
 )
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import has_tracers, map_parts, widen_dtype
+from towerjax.types.leaves import has_tracers, map_parts, refuse_unheld, widen_dtype
+from towerjax.types.options import check_flag, check_takes
 
 
 @jax.tree_util.register_dataclass
@@ -119,6 +120,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             )
             return out, dataclasses.replace(state, inner=after)
 
+        check_flag("lazy", lazy)
         self = super().__new__(cls, init, update)
         self.optimizer, self.lazy = inner, lazy
         return self
@@ -266,6 +268,9 @@ def _differentiate(
             "TowerOptimizer.compute_gradients got a tj.TrainState as params. Write"
             " optimizer.compute_gradients(loss_fn, variables.params)."
         )
+    check_takes("loss_fn(params)", loss_fn, params)
+    check_flag("has_aux", has_aux)
+    refuse_unheld("params", params)
     trainable_flags(params, True, advice=OF_MODELS)
 
     def of_loss(params: PyTree) -> tuple[jax.Array, Any]:

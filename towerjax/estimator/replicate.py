@@ -142,6 +142,10 @@ class ReplicatedModel:
         Raises:
           ValueError: An option is wrong, or the model function does not take it.
         """
+        known = vars(self.options.step)
+        for name in options.keys() - known:
+            text = f"train_step() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{text}; it takes {', '.join(known)}.")
         of_step = dataclasses.replace(self.options.step, **{"donate": True, **options})
         wanted = "loss", "train_op", "eval_metrics"
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)

@@ -24,7 +24,7 @@ from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.options import check_methods, check_whole
+from towerjax.types.options import check_flag, check_methods, check_whole
 
 _OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate")
 _EXHAUSTED: Any = object()
@@ -361,6 +361,7 @@ def predict(
     """
     check_methods("model", model, "predict_step", MAKE_MODEL)
     check_whole("in_flight", in_flight, 1)
+    check_flag("per_example", per_example)
     batches = Epochs("data", data, with_labels=False)
     step = model.predict_step(**not_none(params=params, config=config))
     outputs = outputs_on_host(step, variables, batches, prefetch, in_flight)

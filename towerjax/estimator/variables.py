@@ -12,7 +12,7 @@ from towerjax.mesh.devices import Device, host_device
 from towerjax.mesh.placement import Placement, has_sharding
 from towerjax.step.state import TrainState, state_layout
 from towerjax.step.state_checks import (
-    check_not_donated,
+    check_leaves,
     check_num_towers,
     place_others,
 )
@@ -111,7 +111,7 @@ def spread(
         )
     placement, layout = strategy.placement, state_layout(strategy)
     check_num_towers(state, placement.num_towers)
-    check_not_donated(state)
+    check_leaves(state)
     if policy is not VariablePlacement.MIRRORED:
         copy = functools.partial(_copy_stored, placement=placement, copies={})
         state = jax.tree.map(copy, state, jax.tree.broadcast(layout, state))

@@ -20,7 +20,7 @@ from towerjax.metrics.rows import (
 )
 from towerjax.metrics.weighted import Additive, Weighted, widen
 from towerjax.types import ArrayLike
-from towerjax.types.leaves import promote_dtypes
+from towerjax.types.leaves import promote_dtypes, refuse_no_numbers
 
 
 def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
@@ -42,6 +42,7 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
       >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
       2.0
     """
+    refuse_no_numbers("mean: values", values)
     values = named_if_square(as_floats(as_array(values)), weight)
     return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
 
@@ -97,6 +98,7 @@ def percentage_below(
       0.25
     """
     check_threshold("percentage_below", threshold)
+    refuse_no_numbers("percentage_below: values", values)
     below = jnp.asarray(_is_below(as_array(values), threshold))
     weights = element_weights("percentage_below", below.shape, weight, "values")
     return _mean_of(below, weights)

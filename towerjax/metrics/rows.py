@@ -11,8 +11,8 @@ from towerjax.proof import tags
 from towerjax.types.leaves import (
     native,
     overflow_of,
-    problem_of,
     promote_dtypes,
+    refuse_no_numbers,
     widen_dtype,
 )
 
@@ -36,6 +36,8 @@ def ratio(total: Any, weight: Any) -> Any:
       >>> ratio(np.array([1.0, 0.0]), np.array([4.0, 0.0])).tolist()
       [0.25, 0.0]
     """
+    refuse_no_numbers("ratio: total", total)
+    refuse_no_numbers("ratio: weight", weight)
     library = library_of(total, weight)
     empty = weight == 0
     with jax.numpy_dtype_promotion("standard"):  # complex sums have real weights
@@ -45,13 +47,6 @@ def ratio(total: Any, weight: Any) -> Any:
 def is_known(x: Any) -> bool:
     """Whether the values are on the host, known before tracing."""
     return isinstance(x, bool | int | float | list | tuple | np.ndarray | np.generic)
-
-
-def refuse_no_numbers(name: str, x: Any) -> None:
-    """Raise where what is given is no array, and no other library's array either."""
-    is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
-    if (is_known(x) or not is_array) and (problem := problem_of(x)):
-        raise ValueError(f"{name} is {problem}.")
 
 
 def as_array(x: Any) -> Any:
@@ -141,11 +136,12 @@ def weights_where(which: Any, weight: jax.Array) -> jax.Array:
 
 def check_threshold(name: str, threshold: Any) -> None:
     """Raise unless the threshold is one number."""
-    if np.shape(threshold) or isinstance(threshold, str):
+    if isinstance(threshold, str | list | tuple) or np.shape(threshold):
         raise ValueError(
             f"{name} got threshold={threshold!r}; it is one number, such as 0.5. Make a"
             f" metric of each: [{name}(..., t) for t in thresholds]."
         )
+    refuse_no_numbers(f"{name}: threshold", threshold)
 
 
 class Pairs:
@@ -156,6 +152,8 @@ class Pairs:
     """
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
+        refuse_no_numbers(f"{name}: labels", labels)
+        refuse_no_numbers(f"{name}: predictions", predictions)
         self.labels, self.predictions = as_array(labels), as_array(predictions)
         shapes = jnp.shape(self.labels), jnp.shape(self.predictions)
         if shapes[0] != shapes[1]:

@@ -13,12 +13,12 @@ from towerjax.metrics.rows import (
     as_floats,
     library_of,
     ratio,
-    refuse_no_numbers,
     weights_where,
 )
 from towerjax.metrics.weighted import Additive
 from towerjax.types import ArrayLike
-from towerjax.types.options import check_choice, check_whole
+from towerjax.types.leaves import refuse_no_numbers
+from towerjax.types.options import check_choice, check_whole, is_one_real
 
 Curve: TypeAlias = Literal["ROC", "PR"]
 
@@ -183,7 +183,7 @@ def auc(
 def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Curves:
     name = pairs.name
     rate, _, given = name.split("_")
-    if not 0 <= wanted <= 1:
+    if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
     found = _histograms(pairs, _even_thresholds(name, num_thresholds))
     return Curves(*found, _rate_at_nearest, (rate, given, float(wanted)))

@@ -21,8 +21,8 @@ from towerjax.metrics.rows import (
 )
 from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
-from towerjax.types.leaves import native, problem_of
-from towerjax.types.options import check_choice
+from towerjax.types.leaves import native, problem_of, refuse_no_numbers
+from towerjax.types.options import check_choice, check_methods
 
 
 def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
@@ -174,6 +174,7 @@ class Weighted(_LossTerm):
 
     def merge(self, other: "Weighted") -> "Weighted":
         """Add both sums and both weights: the mean of both sets of rows."""
+        check_methods("other", other, "sum weight", "a Weighted, as merge adds two")
         total = add_trees(self.sum, other.sum)
         return Weighted(total, self.weight + other.weight)
 
@@ -294,6 +295,7 @@ def penalty(value: ArrayLike) -> Means:
       >>> float((Weighted(6.0, 3.0) + penalty(0.5)).value)
       2.5
     """
+    refuse_no_numbers("tj.penalty: value", value)
     if isinstance(value, Tracer):
         value = checkpoint_name(value, tags.SHARED)
     return Means((), value)

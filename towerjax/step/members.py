@@ -39,7 +39,11 @@ class MembersStep(CompiledStep):
         built: list[Step] = []
 
         def begin(numbers: Numbers) -> TrainState:
-            step, state = build(numbers)
+            made = build(numbers)
+            if not isinstance(made, tuple) or len(made) != 2:
+                found = type(made).__name__
+                raise ValueError(f"build returned a {found}: write return step, state.")
+            step, state = made
             check_is_state(state)
             built.append(step)
             return dataclasses.replace(state, extra=(numbers, state.extra))

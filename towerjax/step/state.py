@@ -21,7 +21,7 @@ from towerjax.towers.variables import check_tower_local, stack_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld, shown
 from towerjax.types.missing import explain_missing, frozen
-from towerjax.types.options import check_methods
+from towerjax.types.options import check_function, check_methods
 from towerjax.types.tables import by_rich, leaf_table
 
 
@@ -172,6 +172,11 @@ def init_state(strategy: Strategy, *parts: PyTree, **others: Any) -> TrainState:
     return place(state, placement, state_layout(strategy))
 
 
+def is_maker(params: Any) -> bool:
+    """Whether parameters are given as a function, and not as a library's model."""
+    return hasattr(params, "__name__") or isinstance(params, functools.partial)
+
+
 def make_on_devices(
     strategy: Strategy,
     fn: Callable[[jax.Array], PyTree],
@@ -183,6 +188,7 @@ def make_on_devices(
     One program makes them, in parts where they lie in parts: the draws of JAX's
     counter-based keys do not depend on how an array is split.
     """
+    check_function("params", fn, "params(rng)")
     placement, at = strategy.placement, state_layout(strategy)
 
     def both(key: jax.Array) -> dict[str, PyTree]:

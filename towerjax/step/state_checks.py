@@ -11,7 +11,7 @@ from towerjax.mesh.private_jax import DeviceArray
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import changes, listed, refuse_unheld
+from towerjax.types.leaves import changes, listed, refuse_traced, refuse_unheld
 from towerjax.types.tables import layout_of
 
 
@@ -173,6 +173,13 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
             " variables, tj.towers.restored_values(strategy, state,"
             " tj.towers.saved_values(state)), which eval_params= of tj.run may do."
         )
+
+
+def check_leaves(state: TrainState) -> None:
+    """Raise unless a state holds numbers, and arrays that are still there."""
+    refuse_traced(state)
+    check_not_donated(state)
+    refuse_unheld("state", state)
 
 
 def check_not_donated(state: TrainState) -> None:

@@ -25,6 +25,7 @@ from towerjax.step.state import (
     TrainState,
     check_params,
     init_state,
+    is_maker,
     join_local,
     make_on_devices,
     make_state,
@@ -33,6 +34,7 @@ from towerjax.step.state import (
 )
 from towerjax.step.state_checks import (
     check_is_state,
+    check_leaves,
     check_made,
     check_made_for,
     with_numbers_placed,
@@ -41,8 +43,7 @@ from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.variables import stack_local
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import door
-from towerjax.types.leaves import refuse_traced
-from towerjax.types.options import check_function
+from towerjax.types.options import check_function, check_whole
 
 
 class Step(CompiledStep):
@@ -126,7 +127,7 @@ class Step(CompiledStep):
         make = self._makes.get("opt_state", lambda _: ())
         make = (lambda _: opt_state) if opt_state is not None else make
         made, first = {}, params
-        if callable(params):
+        if is_maker(params):
             made = make_on_devices(self.strategy, params, make, rng)
             params, first, make = made["params"], 0.0, lambda _: ()
         if more := self._makes.get("local", lambda _: {})(params):
@@ -162,7 +163,7 @@ class Step(CompiledStep):
             variables have another number of towers.
         """
         check_is_state(state)
-        refuse_traced(state)
+        check_leaves(state)
         made = self._made(state.params)
         check_made(state, made)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
@@ -299,13 +300,11 @@ class Step(CompiledStep):
 
 def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:
     """One of several batches that were placed together."""
+    check_whole("index", index, 0, (placed.num_steps or 1) - 1)
     shardings = tuple(map(placed.placement.sharding, BATCH_LAYOUT.values()))
-    take = jax.jit(
-        lambda args: jax.tree.map(lambda x: x[index], args), out_shardings=shardings
-    )
-    args = take(placed.args[:3])
-    signature = batch_signature(args[0], args[2])
-    return dataclasses.replace(placed, args=args, signature=signature)
+    take = functools.partial(jax.tree.map, lambda x: x[index])
+    args = jax.jit(take, out_shardings=shardings)(placed.args[:3])
+    return dataclasses.replace(placed, args=args, signature=batch_signature(*args[::2]))
 
 
 def engine_of(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from towerjax.collectives.sparse_rows import dense_shape, is_rows
+from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
@@ -23,6 +23,7 @@ from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import (
     Trainable,
     apply_update,
+    check_like_params,
     check_trainable,
     check_types,
     may_need_more,
@@ -34,8 +35,8 @@ from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import with_local_values
-from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput, named_leaves
-from towerjax.types.leaves import differing_texts, listed, map_parts
+from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.types.leaves import map_parts
 from towerjax.types.options import check_choice, check_function, check_methods
 
 UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
@@ -179,16 +180,7 @@ def apply_gradients(
     structure = jax.tree.structure(grads, is_leaf=is_rows)
     if structure == jax.tree.structure(state.params):
         grads = trained_alone(grads, part)
-    needed, given = (
-        {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
-        for tree in (part, grads)
-    )
-    if found := differing_texts(needed, given, "{} is of shape {} and is given {}"):
-        raise ValueError(
-            "The gradients are not like the parameters that train:"
-            f" {listed(found)}. Pass merged['grads'] of tj.value_and_grad, or a tree"
-            " like state.params."
-        )
+    check_like_params(grads, part)
     loss = getattr(loss, "value", loss)
     part, opt_state = apply_update(optimizer, grads, state.opt_state, part, loss)
     params = with_trained(part, state.params)

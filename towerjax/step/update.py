@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
 from towerjax.proof.interpreter import Interpreter
 from towerjax.types import ArrayLike, PyTree, named_leaves, readable_leaves
-from towerjax.types.leaves import changes, few, listed
+from towerjax.types.leaves import changes, differing_texts, few, listed
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool that is a prefix of ``params``."""
@@ -349,3 +349,17 @@ def needed_eqns(
             found.append(eqn)
             wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
     return found[::-1]
+
+
+def check_like_params(grads: Any, params: Any) -> None:
+    """Raise unless gradients, which may be rows, are a tree like the parameters."""
+    needed, given = (
+        {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
+        for tree in (params, grads)
+    )
+    if found := differing_texts(needed, given, "{} is of shape {} and is given {}"):
+        raise ValueError(
+            "The gradients are not like the parameters that train:"
+            f" {listed(found)}. Pass merged['grads'] of tj.value_and_grad, or a tree"
+            " like state.params."
+        )

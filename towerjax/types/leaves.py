@@ -33,6 +33,7 @@ _IS_DELETED = (
     " made before, jnp.copy(x)"
 )
 _IS_REF = "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
+_PAD = "make them as long as the longest, and give what is added the weight 0"
 _IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
 
 
@@ -62,8 +63,10 @@ def own_array(leaf: Any) -> jax.Array:
     return jax.device_put(np.array(leaf)) if is_host else jnp.asarray(leaf)
 
 
-def problem_of(leaf: Any) -> str | None:
+def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
     """Why no device can hold a leaf, and what to write instead."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
+        return _IS_SHAPE
     if isinstance(leaf, jax.Array):
         if not isinstance(leaf, Tracer) and leaf.is_deleted():
             return _IS_DELETED
@@ -75,7 +78,10 @@ def problem_of(leaf: Any) -> str | None:
         return f"{leaf!r}: make it an array, np.asarray(x)"
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     is_array = isinstance(leaf, arrays)
-    dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
+    try:
+        dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
+    except ValueError:
+        return f"a {type(leaf).__name__} of rows of several lengths: {_PAD}"
     if not is_array and dtype.kind not in "biufc":
         is_wide = isinstance(leaf, int)  # of more than 64 bits
         return f"a {type(leaf).__name__}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
@@ -122,14 +128,22 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
     """Raise unless devices can hold each leaf of a tree."""
     bad = []
     for name, leaf in named_leaves(root, tree):
-        is_shape = isinstance(leaf, jax.ShapeDtypeStruct) and not shapes
-        problem = _IS_SHAPE if is_shape else problem_of(leaf)
+        problem = problem_of(leaf, shapes=shapes)
         if problem is None and (x := overflow_of(leaf)) is not None:
             kind = np.asarray(leaf).dtype
             problem = f"an array of {kind} that holds {x} and would wrap: {_TOO_WIDE}"
         bad += [f"{name} is {problem}"] if problem else []
     if bad:
         raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")
+
+
+def refuse_no_numbers(name: str, x: Any) -> None:
+    """Raise where what is given is no array, and no other library's array either."""
+    ours = np.ndarray | np.generic | jax.ShapeDtypeStruct
+    is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
+    is_ours = not is_array or isinstance(x, ours)
+    if problem := is_ours and problem_of(x, shapes=False):
+        raise ValueError(f"{name} is {problem}.")
 
 
 def shown(x: Any) -> str:

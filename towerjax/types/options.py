@@ -152,6 +152,12 @@ def check_function(name: str, value: Any, form: str, *, takes: bool = True) -> N
         check_takes(form, value)
 
 
+def check_callable(name: str, value: Any, form: str) -> None:
+    """Raise unless a value is a function of any form, or a class such as float."""
+    if not isinstance(value, type):
+        check_function(name, value, form, takes=False)
+
+
 def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
     """Raise unless a function takes these arguments, or those that the form names."""
     try:

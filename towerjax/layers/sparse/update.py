@@ -17,7 +17,9 @@ from towerjax.collectives.sparse_rows import (
     set_rows,
     sum_duplicates,
 )
+from towerjax.step.update import check_like_params
 from towerjax.types import PyTree, named_leaves
+from towerjax.types.options import check_flag, check_methods
 
 
 def update_with_rows(
@@ -79,9 +81,13 @@ def update_with_rows(
     Source:
       ``lazy``: ``LazyAdamOptimizer`` of TensorFlow (2017).
     """
+    check_methods("optimizer", optimizer, "init update", "optax.sgd(0.1)")
+    check_flag("lazy", lazy)
     optimizer = optax.with_extra_args_support(optimizer)
     named, treedef = _named_rows(grads)
     tables = {i: x for i, (_, x) in enumerate(named) if is_rows(x)}
+    if tables or params is not None:
+        check_like_params(grads, params)
     if not tables:
         return optimizer.update(grads, opt_state, params, **extra_args)
     leaves, names = treedef.flatten_up_to(params), [name for name, _ in named]

@@ -14,7 +14,7 @@ from typing import Any
 from towerjax.mesh.cluster.group import AGAIN, FORWARDED, End, Timeouts, run_group, say
 from towerjax.mesh.cluster.spec import LOOPBACK, VARIABLES, free_port, is_free
 from towerjax.mesh.cluster.started import refusal
-from towerjax.types.options import check_number, check_whole
+from towerjax.types.options import check_choice, check_list, check_number, check_whole
 
 NOT_FOUND = 127
 # After a loss the other processes of JAX wait for the lost one and ignore SIGTERM.
@@ -119,10 +119,11 @@ def launch(
       >>> launch(["true"], processes=2)
       0
     """
-    if isinstance(command, str) or not command:
+    parts = () if isinstance(command, str) else check_list("command", command)
+    if not parts or not all(isinstance(x, str | os.PathLike) for x in parts):
         raise ValueError(
             f"command={command!r} must be a list of a program and its arguments, such"
-            " as ['python', 'train.py']."
+            " as ['python', 'train.py'], all of them texts."
         )
     check_whole("restarts", restarts, 0, or_none=True)
     check_number("grace_s", grace_s, _SECONDS)
@@ -177,6 +178,8 @@ def _multiple_of_counts(towers: Any, processes: int, devices: int | None) -> int
 
 
 def _device_variables(devices: int | None, environ: Mapping[str, str]) -> dict:
+    for name, value in environ.items():
+        check_choice(f"env[{name!r}]", value, [str(value)])
     if devices is None:
         return {}
     platforms = environ.get("JAX_PLATFORMS") or "cpu"

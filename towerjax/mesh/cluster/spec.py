@@ -28,6 +28,7 @@ def is_loopback(address: str) -> bool:
 
 def is_free(port: int) -> bool:
     """Whether a process may listen at that port; JAX's would share it, or abort."""
+    check_whole("port", port, 1, 65535)
     with socket.socket() as probe:
         # A port of a job that has just ended is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

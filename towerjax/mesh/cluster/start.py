@@ -10,7 +10,7 @@ import jax
 
 from towerjax.mesh.cluster import heartbeat, spec, started
 from towerjax.mesh.processes import calls_after, print_line
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_flag, check_whole
 
 _SILENCE_S = 5
 _NOWHERE = "nothing says where they meet"
@@ -82,6 +82,7 @@ def initialize(
     check_whole("heartbeat_timeout_s", heartbeat_timeout_s)
     check_whole("initialization_timeout_s", initialization_timeout_s)
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
+    check_flag("exit_on_exception", exit_on_exception)
     named = spec.find_cluster(os.environ, coordinator, num_processes, process_id)
     if (running := _process.cluster) is not None:
         # Of a cluster that JAX detected the address is not known.

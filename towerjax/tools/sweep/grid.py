@@ -14,7 +14,7 @@ import numpy as np
 from towerjax.loop.progress import Display, format_seconds
 from towerjax.loop.writers import append_line, as_json, read_lines
 from towerjax.tools.sweep.turns import Interval
-from towerjax.types.options import check_list, require
+from towerjax.types.options import check_list, check_methods, check_path, require
 from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]
@@ -27,6 +27,9 @@ def configs_of(grid: Any) -> list[Config]:
         lists = (check_list(f"grid[{name!r}]", x) for name, x in grid.items())
         product = itertools.product(*lists)
         grid = [dict(zip(grid, values, strict=True)) for values in product]
+    grid = check_list("grid", grid, "{'rate': [0.1, 0.01]}")
+    for i, config in enumerate(grid):
+        check_methods(f"grid[{i}]", config, "items keys", "such as {'rate': 0.1}")
     configs = [{name: _as_plain(name, x) for name, x in dict(c).items()} for c in grid]
     if len({frozenset(config) for config in configs}) != 1 or not configs[0]:
         raise ValueError(
@@ -65,6 +68,8 @@ class RecordFile:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
+        if path is not None:
+            check_path("results", path, "a file")
         self.path = None if path is None else pathlib.Path(path)
         self.about, self._records = about, {}
         if self.path is None:

@@ -203,8 +203,8 @@ def sweep(
     if jax.process_count() > 1:
         raise ValueError("tj.sweep is for one process. Share the grid out.")
     configs = configs_of(grid)
-    _check_functions(build, evaluate, configs[0])
     traced = traced_names(configs, static)
+    _check_functions(build, evaluate, configs[0])
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
     file = RecordFile(results, {"sweep": about})
@@ -243,6 +243,7 @@ def sweep(
 
 def _check_functions(build: Build, evaluate: Any, config: Config) -> None:
     check_function("build", build, "build(**config)", takes=False)
+    check_takes("build(**config)", build, **config)
     if evaluate is not None:  # else training would end with the error
         form = "evaluate(state, **config)"
         check_function("evaluate", evaluate, form, takes=False)

@@ -19,7 +19,7 @@ from towerjax.towers.strategies import OneDevice, Strategy
 from towerjax.towers.variables import read_local
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import few, key_data
-from towerjax.types.options import check_number
+from towerjax.types.options import check_flag, check_number
 
 
 def assert_same(
@@ -57,6 +57,7 @@ def assert_same(
     left, right = dict(named_leaves("a", a)), dict(named_leaves("a", b))
     lines = [f"{name} is missing" for name in right if name not in left]
     lines += [f"{name} should not be there" for name in left if name not in right]
+    check_flag("bits", bits)
     trees = jax.tree.structure(a), jax.tree.structure(b)
     if not lines and trees[0] != trees[1]:
         lines.append(f"the containers are {trees[0]} and should be {trees[1]}")

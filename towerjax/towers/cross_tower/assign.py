@@ -30,6 +30,7 @@ from towerjax.towers.variables import (
 from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
 from towerjax.types.missing import noted
+from towerjax.types.options import check_callable
 
 
 def create_var(
@@ -175,8 +176,7 @@ def update_var(
     """The variable after ``fn(value, *args, **kwargs)`` of each of its copies.
 
     Args:
-      variable: Mirrored: ``fn`` is called once. Tower-local: once for each tower's
-        copy.
+      variable: Mirrored: ``fn`` is called once. Tower-local: with each tower's copy.
       fn: Returns the new value, of the same structure and shapes.
       *args: Values that all towers share; for a mirrored variable its value. Of several
         processes the first one's are used.
@@ -186,8 +186,7 @@ def update_var(
       The new variable.
 
     Raises:
-      ValueError: It is no variable, an argument differs from tower to tower, or the
-        result does not fit.
+      ValueError: No variable, arguments that differ by tower, or a result unlike it.
 
     Example:
       >>> import towerjax as tj
@@ -197,6 +196,7 @@ def update_var(
       >>> float(strategy.read_var(strategy.update(count, lambda x, y: y, 5.0)))
       10.0
     """
+    check_callable("fn", fn, "fn(value, *args)")
     args, kwargs = _given(self, variable, (args, kwargs), "update")
     copies = [variable.value]
     if isinstance(variable, TowerLocal):

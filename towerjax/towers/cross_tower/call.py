@@ -40,7 +40,7 @@ from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import has_tracers, is_traced, map_parts
-from towerjax.types.options import check_flag, check_takes
+from towerjax.types.options import check_callable, check_flag, check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
@@ -176,6 +176,7 @@ def call_for_each_tower(
       PerTower(values=Array([ 7, 11], dtype=int32))
     """
     check_flag("run_concurrently", run_concurrently)
+    check_callable("fn", fn, "fn(tower, *args)")
     hash(fn)  # raises here, and not deep inside of jit
     placement = self.placement
     if is_inside_tower():

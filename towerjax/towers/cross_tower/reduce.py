@@ -38,6 +38,7 @@ from towerjax.towers.variables import (
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import is_traced, map_parts, parts_of, put_parts
+from towerjax.types.options import check_callable, check_list
 
 _VALUE = "The PerTower value"
 
@@ -97,6 +98,7 @@ def batch_reduce(
     Raises:
       ValueError: As of ``reduce``, or what should be a pair is none.
     """
+    pairs = check_list("pairs", pairs, "[(value, None), ...]")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise ValueError(
@@ -233,13 +235,10 @@ def map_elements(
     Returns:
       ``PerTower`` of a tuple: each tower's results, stacked.
     """
-    if not callable(fn):
-        raise ValueError(
-            f"map: {fn!r:.200} is no function, which comes first: strategy.map(fn,"
-            " elements, *args)."
-        )
+    check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
     refuse_per_tower((elements, args, kwargs), "map")
-    if not len(elements):
+    elements = check_list("elements", elements)
+    if not elements:
         raise ValueError("map: there are no elements.")
     given = of_first_process((elements, args, kwargs), self.placement)
     elements, args, kwargs = given

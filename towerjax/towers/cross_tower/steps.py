@@ -29,7 +29,7 @@ from towerjax.types.leaves import (
     problem_of,
     shown,
 )
-from towerjax.types.options import check_takes, check_whole
+from towerjax.types.options import check_callable, check_takes, check_whole
 
 
 @dataclasses.dataclass(eq=False)
@@ -234,6 +234,7 @@ def run_steps_on_dataset(
       >>> float(ctx.final), float(ctx.last_step_outputs["sum"])
       (10.0, 4.0)
     """
+    check_callable("fn", fn, "fn(ctx, carry, *inputs)")
     check_whole("iterations", iterations, 1)
     batches = [iterator]
     if isinstance(iterator, Iterator):

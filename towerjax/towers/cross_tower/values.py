@@ -1,6 +1,6 @@
 """The values of all towers: take apart, put together, stack, copy to devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from towerjax.types.leaves import (
     parts_of,
     refuse_unheld,
 )
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_callable, check_whole
 
 
 def is_mergeable(leaf: Any) -> bool:
@@ -211,8 +211,9 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
       {'a': PerTower(values=('x', 'y')), 'n': 3}
     """
     if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
+        size = len(nests) if isinstance(nests, Sized) else "no length"
         raise ValueError(
-            f"regroup: got a {type(nests).__name__} of {len(nests)}, expected a list of"
+            f"regroup: got a {type(nests).__name__} of {size}, expected a list of"
             f" {self.num_towers} trees, one for each tower, in the order of the towers."
         )
 
@@ -285,7 +286,9 @@ def fetch(
     value = read_local(value)
     refuse_per_tower(value, "strategy.fetch")
     refuse_in_tower("fetch", value, "x itself, which a tower reads as it is")
-    value = value if fn is None else fn(value)
+    if fn is not None:
+        check_callable("fn", fn, "fn(value)")
+        value = fn(value)
     if destination is None and not has_tracers(value):
         destination = host_device()
     return copy_to(value, destination)
