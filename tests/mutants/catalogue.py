@@ -58,7 +58,7 @@ REGISTRY = (
        f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
     _m("B04", "a reduced gradient is reduced again", "step.one_pass:Pass.on_device",
        "added, shown = sums.tree()",
-       "added, shown = sums.tree()\n        added = lax.psum(added, axes.names)",
+       "added, shown = sums.tree()\n        added = jax.lax.psum(added, axes.names)",
        f"{_ONE_TOWER}[shard_map-8-4-sum]"),
     _m("B05", "one leaf is never reduced", "collectives.ops:_all_reduce",
        "return lax.psum(buffers, DEVICE_AXIS)",
@@ -98,7 +98,7 @@ REGISTRY = (
     _m("B11", "reduced inside the accumulation loop: right, and A times the traffic",
        "step.one_pass:_scan_micro_batches",
        "total = jax.tree.map(jnp.add, total, _addends(pools))",
-       "added = lax.pmean(_addends(pools), 'towerjax_tower')\n"
+       "added = jax.lax.pmean(_addends(pools), 'towerjax_tower')\n"
        "        total = jax.tree.map(jnp.add, total, added)",
        "test_compiled.py::test_one_all_reduce_for_all_gradients"),
     _m("B12", "the smaller last batch is left out of an evaluation",
@@ -154,7 +154,7 @@ REGISTRY = (
        f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
     _m("B24", "the verdict on NaN is tower 0's", "step.one_pass:Pass.on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
-       "        first = lax.all_gather(towers[0][0][1].sum, axes.names)[0]\n"
+       "        first = jax.lax.all_gather(towers[0][0][1].sum, axes.names)[0]\n"
        "        added[1] = dataclasses.replace(added[1], sum=first)",
        f"{_VERDICT}[raise]"),
     _m("B25", "a tower with NaN is left out and the others' weight is kept",
