@@ -227,7 +227,7 @@ def bits(state):
 WIDE = jax.tree.map(np.float32, start(64, tied=1024))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hidden", "optimizer"),
     [("recomputed", "clipped adam"), ("unrolled", "momentum")]
