@@ -1,5 +1,6 @@
 """Parameters in parts, gathered where they are used: numbers, memory, what is sent."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
@@ -174,6 +176,57 @@ def test_parts_train_as_one_device_does_in_float64(hidden, layout):
             np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
+def noisy(p, rows, tower):
+    noise = 1 + 0.3 * jax.random.normal(tower.rng, p["layers"]["w"].shape)
+    layers = {**p["layers"], "w": p["layers"]["w"] * noise}
+    return recomputed({"layers": layers}, rows["x"] @ p["in"])
+
+
+def scaled(p, rows, tower):
+    w = jnp.transpose(p["layers"]["w"] * (1.0 + tower.id), (0, 2, 1)) / 8
+    return recomputed({"layers": {**p["layers"], "w": w}}, rows["x"] @ p["in"])
+
+
+def recomputed_of_its_own(p, rows, tower):
+    own = p["layers"]["w"] * (1.0 + tower.id) / 8
+    return jax.checkpoint(lambda w, x: jnp.tanh(x @ w[0]))(own, rows["x"] @ p["in"])
+
+
+def of_a_drawn_layer(p, rows, tower):
+    number = jax.random.randint(tower.rng, (), 0, LAYERS)
+    w = lax.dynamic_slice_in_dim(p["layers"]["w"], number, 1, 0)[0]
+    return jnp.tanh(rows["x"] @ p["in"] @ w.T)
+
+
+def of_every_fifth_column(p, rows, tower):
+    """Of 24 columns, in four parts, of which each begins elsewhere."""
+    return rows["x"] @ p["in"] @ p["tied"][:, ::5] @ p["tied"][:5]
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+@pytest.mark.parametrize(
+    "hidden",
+    [noisy, scaled, recomputed_of_its_own, of_a_drawn_layer, of_every_fifth_column],
+)
+def test_what_towers_make_of_parts_is_their_own(hidden, local):
+    def loss_fn(params, rows, tower):
+        out = hidden(params, rows, tower)[:, :8] / 8
+        return tj.Weighted.mean(((out - rows["y"]) ** 2).sum(-1), tower.weight)
+
+    found = []
+    with jax.enable_x64(True):
+        for state in ("mirrored", "sharded"):
+            strategy = towers(8 if local == "scan" else 4, 4, local, state=state)
+            step = tj.build_train_step(loss_fn, CLIPPED, strategy, remainder="pad")
+            after = step.init(start())
+            for seed in range(2):
+                after, _ = step(after, batch(seed))
+            found.append(jax.tree.map(np.asarray, (after.params, after.opt_state)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("guard", ["loss", "gradients"])
 @pytest.mark.parametrize(
@@ -263,6 +316,31 @@ def test_pinned_parts_go_on_elsewhere_to_the_same_bits():
         step = pinned("recomputed", "clipped adam", devices, kind)
         state, _ = go_on(step, step.place(jax.device_get(state)), [seed])
     assert bits(state) == bits(expected)
+
+
+def test_a_map_in_an_update_of_pinned_parts_is_refused_by_check():
+    def tower(state, rows, tower):
+        def loss_fn(w, rows, tower):
+            return tj.Weighted.mean((rows["x"] @ w).sum(-1), tower.weight)
+
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, rows, tower)
+        return {"loss": loss, "grads": grads}
+
+    def update(state, merged):
+        mesh = jax.make_mesh((4,), ("own",), (jax.sharding.AxisType.Auto,))
+        double = jax.shard_map(  # here
+            lambda x: 2 * x, mesh=mesh, in_specs=P(), out_specs=P()
+        )
+        loss = double(merged["loss"].value)
+        params = state.params - merged["grads"].value
+        return dataclasses.replace(state, params=params), {"loss": loss}
+
+    w, rows = np.zeros((8, 64), np.float32), {"x": np.zeros((8, 8), np.float32)}
+    strategy = towers(4, 4, "scan", tj.PinnedTree())
+    step = tj.build_step(tower, update, strategy)
+    message = r"shard_map at .*test_shards.py.*Leave it out, or say state='mirrored'"
+    with pytest.raises(ValueError, match=message):
+        step.check(w, rows)
 
 
 @pytest.mark.slow

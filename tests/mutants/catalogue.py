@@ -877,6 +877,10 @@ BESIDES = (
        "step.engine:Engine.step", 'strategy.state == "sharded"', "False",
        "test_shards.py::"
        "test_pinned_parts_have_the_bits_of_one_device[recomputed-lamb]"),
+    _m("N11", "what a tower makes of a part and its own values is a part, too",
+       "towers.shards:_Body._evaluate", "self._how.alike and is_elementwise(eqn)",
+       "is_elementwise(eqn)",
+       "test_shards.py::test_what_towers_make_of_parts_is_their_own[scaled-vmap]"),
     _m("N13", "pinned parts are as short as they come",
        "mesh.placement:Placement.split_dim", "run % self.part_run == 0", "True",
        "test_shards.py::test_pinned_parts_lie_together_or_are_whole"),

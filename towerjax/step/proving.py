@@ -17,7 +17,7 @@ from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.proof import findings, lints, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
-from towerjax.proof.meshes import prove_update
+from towerjax.proof.meshes import prove_update, refuse_mapped
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
 from towerjax.towers.on_towers import OnTowers
@@ -92,11 +92,14 @@ class Proving:
         computed of parts, everything else of whole values, in the order of one device.
         """
         place = self._placement
-        if not self._on_devices or place.num_devices == 1:
+        if place.num_devices == 1:
             return fn
 
         def run(*args: PyTree) -> PyTree:
-            out = jax.eval_shape(fn, *args)
+            traced, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+            refuse_mapped(traced)
+            if not self._on_devices:
+                return fn(*args)
             how: Any = {"taken": taken, "exact": True}
             shards = shards_of(place, (args, given), (out, wanted), **how)
             layouts = [Layout.MIRRORED] * len(args), Layout.MIRRORED

@@ -40,6 +40,9 @@ class Shards:
     out: Any  # the treedef of the results
     wanted: SplitDims
     exact: bool = False  # whether the bits are to be those of one device
+    # Whether all values are the same on all devices, as in an update, and not those of
+    # a device's own towers. Then what is computed of parts is a part, too.
+    alike: bool = False
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         """The specs of arguments and results, from prefix trees for whole leaves."""
@@ -79,7 +82,8 @@ def shards_of(
 ) -> Shards:
     """The `Shards` of arguments and of results, each with a prefix tree of layouts.
 
-    ``taken``: prefix tree, SHARDED where of whole arguments only parts are used.
+    ``taken``, for values that are alike on all devices: prefix tree, SHARDED where of
+    whole arguments only parts are used.
     """
 
     def dim(layout: Where, x: Any) -> int | None:
@@ -94,7 +98,7 @@ def shards_of(
 
     treedef, given = each(*args)
     parts = [None] * len(given) if taken is None else each(args[0], taken)[1]
-    return Shards(treedef, given, parts, *each(*out), exact)
+    return Shards(treedef, given, parts, *each(*out), exact, taken is not None)
 
 
 class Shard:
@@ -209,33 +213,29 @@ def is_uniform(eqn: JaxprEqn) -> bool:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether `on_parts` computes an equation of several operands by elements."""
+    """Whether an equation computes each element by itself, of one or more operands."""
     return eqn.primitive.name in (*_OF_SEVERAL, "convert_element_type")
 
 
-def _elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """Elements of parts; where they are needed whole, computed of whole operands.
+def elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+    """Elements of parts that are alike on all devices; None where they do not match.
 
-    So a norm is added up as on one device, of squares that no program has split.
+    Where they are needed whole, they are computed of whole operands: so a norm is added
+    up as on one device, of squares that no program has split.
     """
     first = next(x for x in operands if isinstance(x, Shard))
-    aval: Any = eqn.outvars[0].aval
 
     def part(x: Any) -> Any:
-        if isinstance(x, Shard):
-            return x.part
         if isinstance(x, Uniform):
             return jnp.broadcast_to(x.number, first.part.shape)
-        return x if jnp.ndim(x) == 0 else own_part(jnp.asarray(x), first.dim)
+        return x.part if isinstance(x, Shard) else x
 
-    avals: list[Any] = [x.aval for x in eqn.invars]
-    if any(x.ndim and x.shape != aval.shape for x in avals):
-        return None
-    if any(isinstance(x, Shard) and x.dim != first.dim for x in operands):
-        return None
-    # A part that is cut out here would keep compilers from fusing what is one step.
-    kinds = Shard | Uniform
-    if first.exact and any(jnp.ndim(x) for x in operands if not isinstance(x, kinds)):
+    # A part cut out of an array here would keep compilers from fusing what is one step.
+    numbers = [x for x in operands if not isinstance(x, Shard | Uniform)]
+    dims = {x.dim for x in operands if isinstance(x, Shard)}
+    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    shapes = {x.shape for x in avals if x.ndim}
+    if any(map(jnp.ndim, numbers)) or len(dims) > 1 or len(shapes) > 1:
         return None
     make = lambda: evaluate_eqn(eqn, [whole(x) for x in operands])[0]  # noqa: E731
     [out] = evaluate_eqn(eqn, [part(x) for x in operands])
@@ -243,29 +243,26 @@ def _elementwise(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of an equation that needs no more than each part; else None."""
+    """The results of an equation that needs no more than each part; else None.
+
+    Of parts alone: a result of parts and of a tower's own values is no part, since it
+    differs between devices.
+    """
     name, params, x = eqn.primitive.name, eqn.params, operands[0]
-    if name == "convert_element_type" and isinstance(x, Shard):
-        narrows = params["new_dtype"].itemsize <= x.part.dtype.itemsize
-        if narrows and not x.exact:
-            return [x.of(evaluate_eqn(eqn, [x.part])[0])]
-    if is_elementwise(eqn):
-        return _elementwise(eqn, operands)
     if name in _ELEMENTWISE and len(operands) == len(eqn.outvars):
         parts = [x.part if isinstance(x, Shard) else x for x in operands]
         pairs = zip(operands, evaluate_eqn(eqn, parts), strict=True)
         return [x.of(p) if isinstance(x, Shard) else p for x, p in pairs]
-    if name == "reduce_and" and len(params["axes"]) == x.part.ndim:
-        [found] = evaluate_eqn(eqn, [x.part])
-        return [lax.pmin(found.astype(jnp.int32), DEVICE_AXIS) > 0]
-    if not isinstance(x, Shard) or any(isinstance(y, Shard) for y in operands[1:]):
+    if len(operands) > 1:
         return None
     dim, size = x.dim, lax.axis_size(DEVICE_AXIS)
-    full = x.part.shape[dim] * size
-    if name == "dynamic_slice" and params["slice_sizes"][dim] == full:
-        sizes = list(params["slice_sizes"])
-        sizes[dim] //= size
-        return [x.of(lax.dynamic_slice(x.part, operands[1:], sizes))]
+    if name == "convert_element_type" and not x.exact:
+        narrows = params["new_dtype"].itemsize <= x.part.dtype.itemsize
+        return [x.of(evaluate_eqn(eqn, [x.part])[0])] if narrows else None
+    is_flag = name == "reduce_and" and x.part.dtype == bool
+    if is_flag and len(params["axes"]) == x.part.ndim:
+        [found] = evaluate_eqn(eqn, [x.part])
+        return [lax.pmin(found.astype(jnp.int32), DEVICE_AXIS) > 0]
     if name == "slice" and _is_full(eqn, dim):
         starts, limits, strides = (
             params["start_indices"], list(params["limit_indices"]), params["strides"]
@@ -282,7 +279,6 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
 
 
 def _is_full(eqn: JaxprEqn, dim: int) -> bool:
-    params = eqn.params
-    aval: Any = eqn.invars[0].aval
-    is_whole = params["limit_indices"][dim] - params["start_indices"][dim]
-    return is_whole == aval.shape[dim]
+    """Whether a slice takes all of a dim."""
+    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    return avals[0].shape[dim] == avals[1].shape[dim]

@@ -32,6 +32,7 @@ from towerjax.towers.parts import (
     Shards,
     Uniform,
     as_shards,
+    elementwise,
     is_elementwise,
     is_uniform,
     on_parts,
@@ -53,7 +54,7 @@ def on_shards(program: Any, shards: Shards, *leaves: jax.Array) -> list[jax.Arra
     args = as_shards(leaves, shards.given, exact=shards.exact)
     pairs = zip(args, shards.taken, strict=True)
     args = [x if at is None else take_part(x, at) for x, at in pairs]
-    body = _Body(open_jaxpr(program), {}, dict(enumerate(shards.wanted)))
+    body = _Body(open_jaxpr(program), shards, {}, dict(enumerate(shards.wanted)))
     out = body.run(args, program.consts)
     return [
         whole(x) if at is None else part_on_device(x, at)
@@ -73,11 +74,12 @@ class _Body:
     def __init__(
         self,
         body: Jaxpr,
+        how: Shards,
         sums: dict[int, int],
         wanted: dict[int, int | None] | None = None,
         carried: dict[int, int] | None = None,
     ) -> None:
-        self.body = body
+        self.body, self._how = body, how
         self._uses = uses_in(body)
         self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
         # Addends, with the dims along which they are scattered once they are made.
@@ -194,23 +196,24 @@ class _Body:
         """An equation that gathers what it needs, just before it runs."""
         sums = self._opened.get(id(eqn), {})
         has_shards = any(isinstance(x, Shard) for x in operands)
-        if is_uniform(eqn):
+        by_elements = self._how.alike and is_elementwise(eqn)
+        if self._how.alike and is_uniform(eqn):
             return [Uniform(whole(operands[0]), eqn.params["shape"])]
-        if not is_elementwise(eqn):
+        if not by_elements:
             operands = [x.whole if isinstance(x, Uniform) else x for x in operands]
         if not (has_shards or sums):
             return evaluate_eqn(eqn, [whole(x) for x in operands])
         if eqn.primitive.name == "scan":
             return self._scan(eqn, operands, sums)
         if eqn.primitive.name == "while" and is_of_towers(eqn):
-            return _loop_of_towers(eqn, operands)
+            return _loop_of_towers(eqn, self._how, operands)
         if eqn.primitive.name in _ENTERED and (inner := _inner(eqn)) is not None:
             if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
                 # Else XLA would keep what the forward pass has gathered.
                 operands = with_barrier(operands)
-            body = _Body(open_jaxpr(inner), sums)
+            body = _Body(open_jaxpr(inner), self._how, sums)
             return body.run(operands, getattr(inner, "consts", ()))
-        kept = on_parts(eqn, operands)
+        kept = (elementwise if by_elements else on_parts)(eqn, operands)
         return evaluate_eqn(eqn, [whole(x) for x in operands]) if kept is None else kept
 
     def _scan(
@@ -227,7 +230,7 @@ class _Body:
         inner = {i: dim - (i >= carries) for i, dim in sums.items()}
         carried = {num_consts + i: dim for i, dim in sums.items() if i < carries}
         program = params["jaxpr"]
-        body = _Body(open_jaxpr(program), inner, carried=carried)
+        body = _Body(open_jaxpr(program), self._how, inner, carried=carried)
         inits = [
             self._first_part(eqn.invars[num_consts + i], x, sums[i])
             if i in sums
@@ -235,10 +238,9 @@ class _Body:
             for i, x in enumerate(first)
         ]
         dims = [sums.get(i) for i in range(carries)] + at
-        exact = any(isinstance(x, Shard) and x.exact for x in operands)
 
         def step(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = as_shards([*carry, *rows], dims, exact=exact)
+            given = as_shards([*carry, *rows], dims, exact=self._how.exact)
             held = [x.fresh() if isinstance(x, Shard) else x for x in consts]
             out = body.run([*held, *given], getattr(program, "consts", ()))
             new = [x.part if i in inner else whole(x) for i, x in enumerate(out)]
@@ -265,13 +267,13 @@ class _Body:
         return jnp.zeros(shape, x.dtype)
 
 
-def _loop_of_towers(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _loop_of_towers(eqn: JaxprEqn, how: Shards, operands: list[Any]) -> list[Any]:
     """A loop that gathers its constants in each round."""
     params, at = eqn.params, eqn.params["cond_nconsts"]
     until = at + params["body_nconsts"]
     of_cond = [whole(x) for x in operands[:at]]
     cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-    program = _Body(open_jaxpr(body), {})
+    program = _Body(open_jaxpr(body), how, {})
 
     def again(carry: list[Any]) -> Any:
         consts = getattr(cond, "consts", ())
