@@ -1,32 +1,37 @@
 """Metrics of predicted classes: counts of two classes, and means over several."""
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 
-from towerjax.metrics.rows import (
-    Pairs,
-    as_floats,
-    check_threshold,
-    library_of,
-    ratio,
-    weights_where,
-)
+from towerjax.metrics import rows
+from towerjax.metrics.rows import Pairs, Values, Weight, ratio
 from towerjax.metrics.weighted import Additive, Weighted, widen
-from towerjax.types import ArrayLike, Sum
+from towerjax.types import Sum
 from towerjax.types.options import check_choice, check_whole
 
 AbsentClasses = Literal["left out", "zero"]
+Cut: TypeAlias = float | None
+
+# Outcomes are the weights of true and false positives, and of false and true negatives.
+# A rate is the share that one of them has in its sum with another.
+_RATES = {"precision": (0, 1), "sensitivity": (0, 2), "specificity": (3, 1)}
+
+
+def share_of(rate: str, outcomes: Any) -> tuple[Any, Any]:
+    """The numerator and the denominator of a rate."""
+    part, other = (outcomes[i] for i in _RATES[rate])
+    return part, part + other
 
 
 def _outcomes(
-    name: str, labels: Any, predictions: Any, weight: Any, threshold: float | None
+    name: str, labels: Any, predictions: Any, weight: Any, threshold: Cut
 ) -> list[jax.Array]:
-    """The weights of true and false positives, and of false and true negatives."""
+    """The outcomes of all elements, ``()`` each."""
     pairs = Pairs(name, labels, predictions, weight)
-    yes, said = pairs.as_booleans("labels", pairs.labels), pairs.predictions
+    yes, said = pairs.as_booleans("labels"), pairs.predictions
     dtype = jnp.result_type(said)
     if jnp.issubdtype(dtype, jnp.floating) != (threshold is not None):
         raise ValueError(
@@ -34,22 +39,18 @@ def _outcomes(
             " Scores need a threshold, such as 0.5; booleans, 0 and 1 take none."
         )
     if threshold is None:
-        said = pairs.as_booleans("predictions", said)
+        said = pairs.as_booleans("predictions")
     else:
-        check_threshold(name, threshold)
-        scores = as_floats(said)
+        rows.check_threshold(name, threshold)
+        scores = rows.as_floats(said)
         said = scores > jnp.asarray(threshold, scores.dtype)
         pairs.mark(scores == scores)
     found = yes & said, ~yes & said, yes & ~said, ~yes & ~said
-    return [weights_where(which, pairs.weights).sum() for which in found]
+    return [rows.weights_where(which, pairs.weights).sum() for which in found]
 
 
 def true_positives(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    threshold: float | None = None,
+    labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
     """How many positives are predicted positive: ``tf.metrics.true_positives``.
 
@@ -77,30 +78,8 @@ def true_positives(
     return Sum(_outcomes("true_positives", labels, predictions, weight, threshold)[0])
 
 
-def true_negatives(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    threshold: float | None = None,
-) -> Sum:
-    """How many negatives are predicted negative: ``tf.metrics.true_negatives``.
-
-    Arguments, result and errors are those of `true_positives`.
-
-    Example:
-      >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
-      1.0
-    """
-    return Sum(_outcomes("true_negatives", labels, predictions, weight, threshold)[3])
-
-
 def false_positives(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    threshold: float | None = None,
+    labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
     """How many negatives are predicted positive: ``tf.metrics.false_positives``.
 
@@ -115,11 +94,7 @@ def false_positives(
 
 
 def false_negatives(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    threshold: float | None = None,
+    labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Sum:
     """How many positives are predicted negative: ``tf.metrics.false_negatives``.
 
@@ -132,12 +107,22 @@ def false_negatives(
     return Sum(_outcomes("false_negatives", labels, predictions, weight, threshold)[2])
 
 
+def true_negatives(
+    labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
+) -> Sum:
+    """How many negatives are predicted negative: ``tf.metrics.true_negatives``.
+
+    Arguments, result and errors are those of `true_positives`.
+
+    Example:
+      >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
+      1.0
+    """
+    return Sum(_outcomes("true_negatives", labels, predictions, weight, threshold)[3])
+
+
 def precision(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    threshold: float | None = None,
+    labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
     """The share of predicted positives that are positive: ``tf.metrics.precision``.
 
@@ -149,15 +134,11 @@ def precision(
       0.5
     """
     found = _outcomes("precision", labels, predictions, weight, threshold)
-    return Weighted(found[0], found[0] + found[1])
+    return Weighted(*share_of("precision", found))
 
 
 def recall(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
-    *,
-    threshold: float | None = None,
+    labels: Values, predictions: Values, weight: Weight = None, *, threshold: Cut = None
 ) -> Weighted:
     """The share of positives that are predicted positive: ``tf.metrics.recall``.
 
@@ -169,7 +150,7 @@ def recall(
       0.25
     """
     found = _outcomes("recall", labels, predictions, weight, threshold)
-    return Weighted(found[0], found[0] + found[2])
+    return Weighted(*share_of("sensitivity", found))
 
 
 def _mean_over_classes(part: Any, whole: Any) -> Any:
@@ -185,7 +166,7 @@ class Confusion(Additive):
 
     def compute(self) -> jax.Array:
         """The mean over classes of intersection over union; see `mean_iou`."""
-        both = library_of(self.matrix).diagonal(self.matrix)
+        both = rows.library_of(self.matrix).diagonal(self.matrix)
         either = self.matrix.sum(axis=0) + self.matrix.sum(axis=1) - both
         return _mean_over_classes(both, either)
 
@@ -218,10 +199,7 @@ def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
 
 
 def mean_iou(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    num_classes: int,
-    weight: ArrayLike | None = None,
+    labels: Values, predictions: Values, num_classes: int, weight: Weight = None
 ) -> Confusion:
     """Intersection over union, averaged over classes: ``tf.metrics.mean_iou``.
 
@@ -255,17 +233,18 @@ def mean_iou(
 
 
 def mean_per_class_accuracy(
-    labels: ArrayLike,
-    predictions: ArrayLike,
+    labels: Values,
+    predictions: Values,
     num_classes: int,
-    weight: ArrayLike | None = None,
+    weight: Weight = None,
     *,
     absent: AbsentClasses = "left out",
 ) -> ClassHits:
     """Accuracy of each class, averaged over those that occur as labels.
 
     ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0, as
-    ``absent="zero"`` does. By default it does not count, as in `mean_iou`.
+    ``absent="zero"`` does. By default it does not count, as in `mean_iou`, whose errors
+    this function has, and that of another word.
 
     Args:
       labels: As for `mean_iou`.
@@ -275,12 +254,6 @@ def mean_per_class_accuracy(
       absent: A class without examples in the merged state is ``"left out"`` of the
         mean, or counts as ``"zero"``.
 
-    Returns:
-      A `ClassHits`.
-
-    Raises:
-      ValueError: As for `mean_iou`, or ``absent`` is another word.
-
     Example:
       >>> float(mean_per_class_accuracy([0, 0, 1, 1], [0, 1, 1, 1], 3).compute())
       0.75
@@ -289,5 +262,5 @@ def mean_per_class_accuracy(
     pairs = Pairs("mean_per_class_accuracy", labels, predictions, weight)
     labels, predictions, weights = _ids_and_weights(pairs, num_classes)
     none = jnp.zeros(num_classes, weights.dtype)
-    hits = weights_where(labels == predictions, weights)
+    hits = rows.weights_where(labels == predictions, weights)
     return ClassHits(none.at[labels].add(hits), none.at[labels].add(weights), absent)

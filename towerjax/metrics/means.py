@@ -7,23 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.metrics.rows import (
-    Pairs,
-    as_array,
-    as_floats,
-    check_threshold,
-    element_weights,
-    is_known,
-    library_of,
-    named_if_square,
-    ratio,
-)
+from towerjax.metrics import rows
+from towerjax.metrics.rows import Pairs, Values, Weight, as_array, element_weights
 from towerjax.metrics.weighted import Additive, Weighted, widen
-from towerjax.types import ArrayLike
 from towerjax.types.leaves import promote_dtypes, refuse_no_numbers
 
 
-def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
+def mean(values: Values, weight: Weight = None) -> Weighted:
     """The weighted mean of values: ``tf.metrics.mean``.
 
     Args:
@@ -43,7 +33,7 @@ def mean(values: ArrayLike, weight: ArrayLike | None = None) -> Weighted:
       2.0
     """
     refuse_no_numbers("mean: values", values)
-    values = named_if_square(as_floats(as_array(values)), weight)
+    values = rows.named_if_square(rows.as_floats(as_array(values)), weight)
     return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
 
 
@@ -52,52 +42,21 @@ def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
     return Weighted.mean(values.astype(dtype), weights)
 
 
-def accuracy(
-    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
-) -> Weighted:
-    """The share of predictions that equal the label: ``tf.metrics.accuracy``.
-
-    Args:
-      labels: ``[b, ...]`` class ids or booleans.
-      predictions: The same shape: class ids, not scores.
-      weight: As for `mean`.
-
-    Returns:
-      A ``Weighted``; the value lies between 0 and 1.
-
-    Raises:
-      ValueError: Shapes differ, predictions are floating, an id would wrap round on
-        the devices, or as for `mean`.
-
-    Example:
-      >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
-      0.75
-    """
-    pairs = Pairs("accuracy", labels, predictions, weight)
-    return _mean_of(pairs.are_equal(), pairs.weights)
-
-
 def percentage_below(
-    values: ArrayLike, threshold: float, weight: ArrayLike | None = None
+    values: Values, threshold: float, weight: Weight = None
 ) -> Weighted:
     """The share of values below a threshold: ``tf.metrics.percentage_below``.
 
     Args:
       values: ``[b, ...]``.
       threshold: Values less than it count; a value equal to it does not.
-      weight: As for `mean`.
-
-    Returns:
-      A ``Weighted``; the value lies between 0 and 1.
-
-    Raises:
-      ValueError: As for `mean`.
+      weight: As for `mean`, whose errors this function has.
 
     Example:
       >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
       0.25
     """
-    check_threshold("percentage_below", threshold)
+    rows.check_threshold("percentage_below", threshold)
     refuse_no_numbers("percentage_below: values", values)
     below = jnp.asarray(_is_below(as_array(values), threshold))
     weights = element_weights("percentage_below", below.shape, weight, "values")
@@ -107,7 +66,7 @@ def percentage_below(
 def _is_below(values: Any, threshold: Any) -> Any:
     """Whether each value is below the threshold, which is not cast to its dtype."""
     values = widen(values)
-    if not (jnp.issubdtype(values.dtype, jnp.integer) and is_known(threshold)):
+    if not (jnp.issubdtype(values.dtype, jnp.integer) and rows.is_known(threshold)):
         return values < threshold
     limits, threshold = np.iinfo(values.dtype), np.asarray(threshold).item()
     if not limits.min < threshold <= limits.max:  # it may be NaN
@@ -116,7 +75,7 @@ def _is_below(values: Any, threshold: Any) -> Any:
 
 
 def mean_absolute_error(
-    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+    labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
     """The mean of ``|prediction - label|``: ``tf.metrics.mean_absolute_error``.
 
@@ -124,9 +83,6 @@ def mean_absolute_error(
       labels: ``[b, ...]`` numbers.
       predictions: The same shape.
       weight: As for `mean`.
-
-    Returns:
-      A ``Weighted``.
 
     Raises:
       ValueError: Shapes differ, or as for `mean`.
@@ -139,8 +95,23 @@ def mean_absolute_error(
     return _mean_of(pairs.distances(), pairs.weights)
 
 
+def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weighted:
+    """The share of predictions that equal the label: ``tf.metrics.accuracy``.
+
+    Both are class ids or booleans, not scores; an id that would wrap round on the
+    devices is refused. Arguments, result and other errors are those of
+    `mean_absolute_error`.
+
+    Example:
+      >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
+      0.75
+    """
+    pairs = Pairs("accuracy", labels, predictions, weight)
+    return _mean_of(pairs.are_equal(), pairs.weights)
+
+
 def mean_squared_error(
-    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+    labels: Values, predictions: Values, weight: Weight = None
 ) -> Weighted:
     """The mean of ``(prediction - label)**2``: ``tf.metrics.mean_squared_error``.
 
@@ -157,16 +128,16 @@ def mean_squared_error(
 class RootMean(Additive):
     """The square root of a mean, taken once, after all sums are added."""
 
-    sum: jax.Array
-    weight: jax.Array
+    mean: Weighted
 
     def compute(self) -> jax.Array:
         """``sqrt(sum / weight)``; 0 where the weight is 0."""
-        return library_of(self.sum).sqrt(ratio(self.sum, self.weight))
+        square = self.mean.compute()
+        return rows.library_of(square).sqrt(square)
 
 
 def root_mean_squared_error(
-    labels: ArrayLike, predictions: ArrayLike, weight: ArrayLike | None = None
+    labels: Values, predictions: Values, weight: Weight = None
 ) -> RootMean:
     """The root of `mean_squared_error`: ``tf.metrics.root_mean_squared_error``.
 
@@ -177,5 +148,4 @@ def root_mean_squared_error(
       2.1213202...
     """
     pairs = Pairs("root_mean_squared_error", labels, predictions, weight)
-    squares = _mean_of(pairs.distances() ** 2, pairs.weights)
-    return RootMean(jnp.asarray(squares.sum), jnp.asarray(squares.weight))
+    return RootMean(_mean_of(pairs.distances() ** 2, pairs.weights))

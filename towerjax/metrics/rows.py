@@ -1,6 +1,6 @@
 """Check labels, predictions and weights, and weigh each element."""
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.proof import tags
+from towerjax.types import ArrayLike
 from towerjax.types.leaves import (
     native,
     overflow_of,
@@ -15,6 +16,9 @@ from towerjax.types.leaves import (
     refuse_no_numbers,
     widen_dtype,
 )
+
+Values: TypeAlias = ArrayLike  # of elements, [b, ...]
+Weight: TypeAlias = ArrayLike | None  # of their leading dims
 
 
 def library_of(*arrays: Any) -> Any:
@@ -85,13 +89,10 @@ def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
 
 def number_of_rows(leaves: list[jax.Array]) -> int:
     """``b``, the size of dim 0; raise unless all arrays have the same."""
-    sizes = {x.shape[:1] for x in leaves}
-    if len(sizes) != 1 or sizes == {()}:
-        shapes = [x.shape for x in leaves]
-        raise ValueError(
-            f"With axis=0 leaves must be [b, ...] for one b, got {shapes}."
-        )
-    return sizes.pop()[0]
+    shapes = [x.shape for x in leaves]
+    if len({x[:1] for x in shapes} - {()}) != 1 or () in shapes:
+        raise ValueError(f"With axis=0 leaves must be [b, ...], one b, got {shapes}.")
+    return shapes[0][0]
 
 
 def element_weights(
@@ -116,15 +117,12 @@ def element_weights(
     if repeats and len(given) == dims:
         fits = all(size in (1, whole) for size, whole in zip(given, shape, strict=True))
     if not fits:
-        text = f"{name} got {what} of shape {shape} and weights of shape {given}."
+        advice = f"Give weights of the leading dims, {shape[:1]} for one per example."
         if len(given) == 1 and given[0] in shape[1:]:
             at = shape.index(given[0])
-            raise ValueError(
-                f"{text} Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
-            )
+            advice = f"Examples are dim 0: give jnp.moveaxis({what}, {at}, 0)."
         raise ValueError(
-            f"{text} Give weights of its leading dims, such as {shape[:1]} for one per"
-            " example."
+            f"{name} got {what} of shape {shape} and weights of shape {given}. {advice}"
         )
     return jnp.broadcast_to(weight, shape)
 
@@ -168,14 +166,13 @@ class Pairs:
                 f" {shapes[1]}. Give one prediction for each label, such as"
                 " jnp.argmax(logits, axis=-1), or labels[..., 0]."
             )
-        self.name, self._given = name, weight
+        self.name, self._given = name, 1 if weight is None else weight
         self.weights = element_weights(name, shapes[0], weight)
 
     def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
         """Raise for a known value that is not valid; any other marks the weights."""
-        given = self._given
-        if is_known(x) and (given is None or is_known(given)):
-            x, counts = np.asarray(x), np.asarray(1 if given is None else given) != 0
+        if is_known(x) and is_known(self._given):
+            x, counts = np.asarray(x), np.asarray(self._given) != 0
             counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
             if (bad := x[counts & ~np.asarray(valid)]).size:
                 raise ValueError(
@@ -188,8 +185,9 @@ class Pairs:
         is_bad = ((self.weights != 0) & ~jnp.asarray(valid)).any()
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
-    def as_booleans(self, what: str, x: Any) -> jax.Array:
+    def as_booleans(self, what: Literal["labels", "predictions"]) -> jax.Array:
         """Labels or predictions as booleans; they are booleans, 0 or 1."""
+        x = getattr(self, what)
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
         with jax.numpy_dtype_promotion("standard"):

@@ -1,7 +1,7 @@
 """Check metric states, ours and other libraries', merge them, compute their values."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,34 +51,36 @@ class Adapted:
     when the arrays are traced. Made by `from_clu`.
     """
 
-    arrays: list[Any]  # the metric's arrays, in tree order
-    # Its other leaves, in tree order; None for each array.
+    arrays: list[Any]  # the metric's leaves, in tree order; None for each number
+    # Those that are numbers, in tree order; None for each array.
     numbers: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, metric: Any, numbers: Sequence[Any]) -> "Adapted":
+        """A metric whose leaves are these numbers where they are not None."""
+        leaves, treedef = jax.tree.flatten(metric)
+        pairs = zip(leaves, numbers, strict=True)
+        arrays = [leaf if number is None else None for leaf, number in pairs]
+        return cls(arrays, tuple(numbers), treedef)
 
     @property
     def metric(self) -> Any:
         """The metric, an object of its own class."""
-        arrays = iter(self.arrays)
-        leaves = [next(arrays) if x is None else x for x in self.numbers]
+        pairs = zip(self.arrays, self.numbers, strict=True)
+        leaves = [array if number is None else number for array, number in pairs]
         return jax.tree.unflatten(self.treedef, leaves)
 
     def merge(self, other: "Adapted") -> "Adapted":
         """Merge the metrics of two batches, by the class's ``merge``."""
-        return self._like_this(self.metric.merge(other.metric))
+        return Adapted.of(self.metric.merge(other.metric), self.numbers)
 
     def _reduce_merge(self, other: "Adapted") -> "Adapted":
-        return self._like_this(merge_parts(self.metric, other.metric))
-
-    def _like_this(self, metric: Any) -> "Adapted":
-        pairs = zip(jax.tree.leaves(metric), self.numbers, strict=True)
-        arrays = [leaf for leaf, number in pairs if number is None]
-        return dataclasses.replace(self, arrays=arrays)
+        return Adapted.of(merge_parts(self.metric, other.metric), self.numbers)
 
     def compute(self) -> Any:
         """The value, by the class's ``compute`` on ``jax.Array``."""
-        arrays = [jnp.asarray(x) for x in self.arrays]
-        return dataclasses.replace(self, arrays=arrays).metric.compute()
+        return jax.tree.map(jnp.asarray, self).metric.compute()
 
 
 def from_clu(metric: Any) -> Any:
@@ -131,24 +133,18 @@ def adapt(metric: Any) -> Adapted:
     A Python number that the class's merge does not change stays a number; every other
     leaf becomes an array.
     """
-    leaves, treedef = jax.tree.flatten(metric)
+    leaves = jax.tree.leaves(metric)
     numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
     merged: list[Any] = []
 
     def merge(first: Adapted, second: Adapted) -> None:
         merged[:] = jax.tree.leaves(merge_parts(first.metric, second.metric))
 
-    def adapted() -> Adapted:
-        pairs = zip(leaves, numbers, strict=True)
-        arrays = [drop_weak_type(x) for x, number in pairs if number is None]
-        return Adapted(arrays, tuple(numbers), treedef)
-
-    _trace_merge(type(metric).__name__, merge, adapted())
+    _trace_merge(type(metric).__name__, merge, Adapted.of(metric, numbers))
     if len(merged) == len(leaves):  # else check_merge raises
-        for i, (number, new) in enumerate(zip(numbers, merged, strict=True)):
-            if not (isinstance(new, type(number)) and new == number):
-                numbers[i] = None
-    state = adapted()
+        pairs = zip(numbers, merged, strict=True)
+        numbers = [x if isinstance(y, type(x)) and y == x else None for x, y in pairs]
+    state = jax.tree.map(drop_weak_type, Adapted.of(metric, numbers))
     check_merge(state)
     return state
 

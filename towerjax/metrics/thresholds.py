@@ -8,15 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.metrics.rows import (
-    Pairs,
-    as_floats,
-    library_of,
-    ratio,
-    weights_where,
-)
+from towerjax.metrics import rows
+from towerjax.metrics.classes import share_of
+from towerjax.metrics.rows import Pairs, Values, Weight, ratio
 from towerjax.metrics.weighted import Additive
-from towerjax.types import ArrayLike
 from towerjax.types.leaves import refuse_no_numbers
 from towerjax.types.options import check_choice, check_whole, is_one_real
 
@@ -30,37 +25,31 @@ class Curves(Additive):
     yes: jax.Array
     no: jax.Array
     value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
-    options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
-    # Those that were given; of even ones the number is the histograms' size.
-    given: tuple[float, ...] = dataclasses.field(default=(), metadata={"static": True})
+    options: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+    thresholds: int | tuple[float, ...] = dataclasses.field(metadata={"static": True})
 
     def compute(self) -> jax.Array:
         """The area, or the rates, that the state was made for."""
         return self.value(self.yes, self.no, *self.options)
 
 
-def _counts_at_thresholds(yes: Any, no: Any) -> tuple[Any, Any, Any, Any]:
-    """True and false positives, false and true negatives at the thresholds, ``[n]``."""
+def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
+    """The outcomes at each threshold, ``[n]`` each."""
     above = [x[::-1].cumsum()[::-1][1:] for x in (yes, no)]
     return *above, *[x.cumsum()[:-1] for x in (yes, no)]
 
 
-def _rates(yes: Any, no: Any, name: str) -> Any:
-    right, wrong, missed, below = _counts_at_thresholds(yes, no)
-    if name == "precision":
-        return ratio(right, right + wrong)
-    if name == "sensitivity":
-        return ratio(right, right + missed)
-    return ratio(below, below + wrong)  # the specificity
+def _rates(yes: Any, no: Any, rate: str) -> Any:
+    return ratio(*share_of(rate, _outcomes_at_thresholds(yes, no)))
 
 
-def _rate_at_nearest(yes: Any, no: Any, name: str, given: str, wanted: float) -> Any:
-    """The rate ``name`` where the rate ``given`` is nearest to ``wanted``."""
+def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) -> Any:
+    """The rate where another, ``given``, is nearest to ``wanted``."""
     distance = abs(_rates(yes, no, given) - wanted)
     nearest = distance.min()
     # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
-    far, rates = distance > nearest + 1e-6, _rates(yes, no, name)
-    return library_of(rates).where(far, 0.0, rates).max() + 0 * nearest
+    far, found = distance > nearest + 1e-6, _rates(yes, no, rate)
+    return rows.library_of(found).where(far, 0.0, found).max() + 0 * nearest
 
 
 def _area_under_roc(yes: Any, no: Any) -> Any:
@@ -76,17 +65,37 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
     ``t_a`` and ``t_b`` are positives', the area between them is the integral of
     ``t / above`` over ``t``, along the line from ``(a, t_a)`` to ``(b, t_b)``.
     """
-    right, wrong, _, _ = _counts_at_thresholds(yes, no)
-    true, above = right[1:], right[1:] + wrong[1:]
+    outcomes = _outcomes_at_thresholds(yes, no)
+    true, above = (x[1:] for x in share_of("precision", outcomes))
     # Not as differences of the sums, which rounding could make negative.
     gained, more = yes[1:-1], yes[1:-1] + no[1:-1]
     slope = ratio(gained, more)
-    stretch = library_of(yes).log1p(ratio(more, above))
+    stretch = rows.library_of(yes).log1p(ratio(more, above))
     return ratio((slope * (gained + (true - slope * above) * stretch)).sum(), yes.sum())
 
 
-def _histograms(pairs: Pairs, thresholds: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """``(yes, no)``, ``[n + 1]`` each: weights by the thresholds that are passed."""
+def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
+    """Thresholds as a tuple; raise unless they rise."""
+    refuse_no_numbers(f"{name}: thresholds", thresholds)
+    edges = np.asarray(thresholds, np.float64)
+    rising = edges.ndim == 1 and edges.size and (edges[1:] > edges[:-1]).all()
+    if not rising or np.isnan(edges).any():
+        raise ValueError(
+            f"{name} got thresholds={thresholds!r}; give numbers that rise."
+        )
+    return tuple(edges.tolist())
+
+
+def _curves(
+    pairs: Pairs, thresholds: int | tuple[float, ...], value: Any, *options: Any
+) -> Curves:
+    """The histograms over a number of even thresholds, or over those given."""
+    edges: Any = thresholds
+    if not isinstance(thresholds, tuple):
+        check_whole(f"{pairs.name}: num_thresholds", thresholds, 2)
+        edges = np.arange(1, thresholds - 1) / (thresholds - 1)
+    if value is not _rates:  # one just below 0, which all scores pass, one above 1
+        edges = np.concatenate([[-1e-7], edges, [1 + 1e-7]])
     scores, dtype = pairs.predictions, jnp.result_type(pairs.predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
@@ -94,38 +103,18 @@ def _histograms(pairs: Pairs, thresholds: np.ndarray) -> tuple[jax.Array, jax.Ar
         )
     remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
     pairs.require("scores", scores, (scores >= 0) & (scores <= 1), remedy)
-    yes, weights = pairs.as_booleans("labels", pairs.labels), pairs.weights
-    scores = as_floats(scores)
-    bucket = jnp.searchsorted(jnp.asarray(thresholds, scores.dtype), scores)
-    add = jnp.zeros(len(thresholds) + 1, weights.dtype).at[bucket].add
-    return add(weights_where(yes, weights)), add(weights_where(~yes, weights))
-
-
-def _with_ends(inner: Any) -> np.ndarray:
-    """Thresholds with one just below 0, which all scores pass, and one just above 1."""
-    return np.concatenate([[-1e-7], inner, [1 + 1e-7]])
-
-
-def _even_thresholds(name: str, num_thresholds: int) -> np.ndarray:
-    check_whole(f"{name}: num_thresholds", num_thresholds, 2)
-    return _with_ends(np.arange(1, num_thresholds - 1) / (num_thresholds - 1))
-
-
-def _check_rising(name: str, thresholds: Any) -> np.ndarray:
-    refuse_no_numbers(f"{name}: thresholds", thresholds)
-    edges = np.asarray(thresholds, np.float64)
-    rising = edges.ndim == 1 and edges.size and (np.diff(edges) > 0).all()
-    if not rising or np.isnan(edges).any():
-        raise ValueError(
-            f"{name} got thresholds={thresholds!r}; give numbers that rise."
-        )
-    return edges
+    yes, weights = pairs.as_booleans("labels"), pairs.weights
+    scores = rows.as_floats(scores)
+    bucket = jnp.searchsorted(jnp.asarray(edges, scores.dtype), scores)
+    add = jnp.zeros(len(edges) + 1, weights.dtype).at[bucket].add
+    right, wrong = (add(rows.weights_where(which, weights)) for which in (yes, ~yes))
+    return Curves(right, wrong, value, options, thresholds)
 
 
 def auc(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    weight: ArrayLike | None = None,
+    labels: Values,
+    predictions: Values,
+    weight: Weight = None,
     *,
     curve: Curve = "ROC",
     num_thresholds: int = 200,
@@ -143,8 +132,7 @@ def auc(
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
       predictions: The same shape, scores between 0 and 1. 16 bits are widened.
       weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
-        example, >= 0; None counts each once. An element of weight 0 is left out
-        whatever its value.
+        example, >= 0; None counts each once, 0 leaves out whatever the value is.
       curve: ``"ROC"`` or ``"PR"``.
       num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
       thresholds: Ascending numbers from 0 to 1 in place of even ones; one below all
@@ -168,16 +156,11 @@ def auc(
       Precision-Recall and ROC curves", https://doi.org/10.1145/1143844.1143874.
     """
     check_choice("auc: curve", curve, get_args(Curve))
-    if thresholds is None:
-        edges, given = _even_thresholds("auc", num_thresholds), ()
-    else:
-        edges = _with_ends(_check_rising("auc", thresholds))
-        given = tuple(edges[1:-1].tolist())
-        if given[0] < 0 or given[-1] > 1:
-            raise ValueError(f"auc got thresholds={thresholds!r}; give 0 to 1.")
-    found = _histograms(Pairs("auc", labels, predictions, weight), edges)
     area = _area_under_roc if curve == "ROC" else _area_under_pr
-    return Curves(*found, area, given=given)
+    given = num_thresholds if thresholds is None else _rising("auc", thresholds)
+    if isinstance(given, tuple) and (given[0] < 0 or given[-1] > 1):
+        raise ValueError(f"auc got thresholds={thresholds!r}; give 0 to 1.")
+    return _curves(Pairs("auc", labels, predictions, weight), given, area)
 
 
 def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Curves:
@@ -185,15 +168,14 @@ def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Curves:
     rate, _, given = name.split("_")
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
         raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
-    found = _histograms(pairs, _even_thresholds(name, num_thresholds))
-    return Curves(*found, _rate_at_nearest, (rate, given, float(wanted)))
+    return _curves(pairs, num_thresholds, _rate_at_nearest, rate, given, float(wanted))
 
 
 def sensitivity_at_specificity(
-    labels: ArrayLike,
-    predictions: ArrayLike,
+    labels: Values,
+    predictions: Values,
     specificity: float,
-    weight: ArrayLike | None = None,
+    weight: Weight = None,
     *,
     num_thresholds: int = 200,
 ) -> Curves:
@@ -201,7 +183,7 @@ def sensitivity_at_specificity(
 
     ``tf.metrics.sensitivity_at_specificity``: of the thresholds whose specificity
     (share of the negatives not above) is nearest, within 1e-6, the greatest
-    sensitivity (share of the positives above).
+    sensitivity (share of the positives above). Errors are those of `auc`.
 
     Args:
       labels: As for `auc`.
@@ -209,12 +191,6 @@ def sensitivity_at_specificity(
       specificity: From 0 to 1.
       weight: As for `auc`.
       num_thresholds: As for `auc`.
-
-    Returns:
-      A `Curves`.
-
-    Raises:
-      ValueError: ``specificity`` is out of range, or as for `auc`.
 
     Example:
       >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
@@ -226,17 +202,17 @@ def sensitivity_at_specificity(
 
 
 def specificity_at_sensitivity(
-    labels: ArrayLike,
-    predictions: ArrayLike,
+    labels: Values,
+    predictions: Values,
     sensitivity: float,
-    weight: ArrayLike | None = None,
+    weight: Weight = None,
     *,
     num_thresholds: int = 200,
 ) -> Curves:
     """The specificity at the threshold whose sensitivity is nearest to a given one.
 
     ``tf.metrics.specificity_at_sensitivity``; as `sensitivity_at_specificity`, with
-    the rates exchanged.
+    the rates exchanged. Errors are those of `auc`.
 
     Args:
       labels: As for `auc`.
@@ -244,12 +220,6 @@ def specificity_at_sensitivity(
       sensitivity: From 0 to 1.
       weight: As for `auc`.
       num_thresholds: As for `auc`.
-
-    Returns:
-      A `Curves`.
-
-    Raises:
-      ValueError: ``sensitivity`` is out of range, or as for `auc`.
 
     Example:
       >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
@@ -261,12 +231,12 @@ def specificity_at_sensitivity(
 
 
 def precision_at_thresholds(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    thresholds: Any,
-    weight: ArrayLike | None = None,
+    labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Curves:
     """Precision at several thresholds: ``tf.metrics.precision_at_thresholds``.
+
+    The value is ``[n]``; 0 where no score is above. Errors are those of `auc`, and of
+    thresholds that do not ascend.
 
     Args:
       labels: As for `auc`.
@@ -274,26 +244,17 @@ def precision_at_thresholds(
       thresholds: ``[n]`` ascending numbers; a score is positive at those below it.
       weight: As for `auc`.
 
-    Returns:
-      A `Curves`, whose value is ``[n]``; 0 where no score is above.
-
-    Raises:
-      ValueError: Thresholds do not ascend, or as for `auc`.
-
     Example:
       >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
       >>> precision_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
       [0.6666666..., 1.0]
     """
     pairs = Pairs("precision_at_thresholds", labels, predictions, weight)
-    return _at_thresholds(pairs, thresholds, "precision")
+    return _curves(pairs, _rising(pairs.name, thresholds), _rates, "precision")
 
 
 def recall_at_thresholds(
-    labels: ArrayLike,
-    predictions: ArrayLike,
-    thresholds: Any,
-    weight: ArrayLike | None = None,
+    labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
 ) -> Curves:
     """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
 
@@ -306,10 +267,4 @@ def recall_at_thresholds(
       [1.0, 0.5]
     """
     pairs = Pairs("recall_at_thresholds", labels, predictions, weight)
-    return _at_thresholds(pairs, thresholds, "sensitivity")
-
-
-def _at_thresholds(pairs: Pairs, thresholds: Any, rate: str) -> Curves:
-    edges = _check_rising(pairs.name, thresholds)
-    found = _histograms(pairs, edges)
-    return Curves(*found, _rates, (rate,), tuple(edges.tolist()))
+    return _curves(pairs, _rising(pairs.name, thresholds), _rates, "sensitivity")

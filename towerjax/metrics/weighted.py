@@ -12,13 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import add_trees, map_values
-from towerjax.metrics.rows import (
-    as_floats,
-    element_weights,
-    named_if_square,
-    number_of_rows,
-    ratio,
-)
+from towerjax.metrics import rows
+from towerjax.metrics.rows import as_floats, ratio
 from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native, problem_of, refuse_no_numbers
@@ -42,18 +37,15 @@ class _LossTerm:
     __array_ufunc__ = None  # so that NumPy numbers call __radd__ and __rmul__
 
     def __neg__(self: Any) -> Any:
-        """The negative."""
         return self * -1
 
     def __sub__(self: Any, other: Any) -> "Means":
-        """The difference, as a sum of means."""
         return self + other * -1
 
     def __rsub__(self: Any, other: Any) -> "Means":
         return self * -1 + other
 
     def __truediv__(self: Any, factor: ArrayLike) -> Any:
-        """Divided by a number that all towers share."""
         return self * (1 / factor)
 
     def _refuse(self, *_: Any) -> Any:
@@ -97,7 +89,6 @@ class Weighted(_LossTerm):
     weight: ArrayLike
 
     def __post_init__(self) -> None:
-        """Refuse negative weights where the values are known before tracing."""
         for name, x in vars(self).items():
             is_held = not isinstance(x, str | bytes | np.ndarray)
             if not is_held and (problem := problem_of(x)):
@@ -149,34 +140,29 @@ class Weighted(_LossTerm):
         """
         check_choice("Weighted.mean: axis", axis, (None, 0))
         if axis is None:
-            values = named_if_square(as_floats(values), weight)
+            values = rows.named_if_square(as_floats(values), weight)
         else:
             values = jax.tree.map(as_floats, values)
         leaves = jax.tree.leaves(values)
-        shape = leaves[0].shape if axis is None else (number_of_rows(leaves),)
+        shape = leaves[0].shape if axis is None else (rows.number_of_rows(leaves),)
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
         if weight is None:
             total = jax.tree.map(lambda x: x.sum(axis), values)
-            count = jnp.asarray(math.prod(shape), dtype)
-            return cls(total, count)
-        weights = element_weights("Weighted.mean", shape, weight, "values")
+            return cls(total, jnp.asarray(math.prod(shape), dtype))
+        weights = rows.element_weights("Weighted.mean", shape, weight, "values")
 
         def weighted_sum(x: jax.Array) -> jax.Array:
             # By lax: each function of jnp is traced by itself, in a step's first call.
-            own = weights.astype(x.dtype)
-            own, counts = (
-                lax.broadcast_in_dim(y, x.shape, range(len(shape)))
-                for y in (own, lax.ne(own, lax.full_like(own, 0)))
-            )
-            return lax.select(counts, lax.mul(x, own), lax.full_like(x, 0)).sum(axis)
+            own, zero = weights.astype(x.dtype), lax.full_like(x, 0)
+            own = lax.broadcast_in_dim(own, x.shape, range(len(shape)))
+            return lax.select(lax.ne(own, zero), lax.mul(x, own), zero).sum(axis)
 
         return cls(jax.tree.map(weighted_sum, values), weights.astype(dtype).sum())
 
     def merge(self, other: "Weighted") -> "Weighted":
         """Add both sums and both weights: the mean of both sets of rows."""
         check_methods("other", other, "sum weight", "a Weighted, as merge adds two")
-        total = add_trees(self.sum, other.sum)
-        return Weighted(total, self.weight + other.weight)
+        return Weighted(add_trees(self.sum, other.sum), self.weight + other.weight)
 
     def __add__(self, other: Any) -> "Means":
         """The sum of two means, each with its own denominator; see `Means`."""
@@ -257,7 +243,6 @@ class Means(_LossTerm):
         return terms | {"loss/penalty": self.penalty}
 
     def __add__(self, other: Any) -> "Means":
-        """The sum with further terms."""
         if isinstance(other, int | float) and other == 0:  # the start of sum()
             return self
         if isinstance(other, Weighted):
@@ -274,8 +259,7 @@ class Means(_LossTerm):
 
     def __mul__(self, factor: ArrayLike) -> "Means":
         """Each term, multiplied by a number that is the same on all towers."""
-        terms = tuple(term * factor for term in self.terms)
-        return Means(terms, self.penalty * factor)
+        return Means(tuple(x * factor for x in self.terms), self.penalty * factor)
 
     __rmul__ = __mul__
 
@@ -363,14 +347,7 @@ class Additive:
     def merge(self, other: Any) -> Any:
         """Both states added, leaf by leaf; neither is changed.
 
-        Args:
-          other: A state of the same class, of the same shapes.
-
-        Returns:
-          A state of this class.
-
-        Raises:
-          ValueError: It is of another class, its shapes or static fields differ.
+        A ``ValueError`` if ``other`` is of another class, shapes or static fields.
         """
         mine, others = (jax.tree.map(np.shape, state) for state in (self, other))
         if jax.tree.structure(self) != jax.tree.structure(other) or mine != others:
@@ -380,12 +357,5 @@ class Additive:
         return jax.tree.map(lambda x, y: widen(x) + widen(y), self, other)
 
     def compute(self) -> Any:
-        """The value of the merged state.
-
-        Returns:
-          One array.
-
-        Raises:
-          NotImplementedError: The subclass does not define ``compute``.
-        """
+        """The value of the merged state, an array; a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no compute.")
