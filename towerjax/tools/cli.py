@@ -1,33 +1,29 @@
 """The commands of ``towerjax``; the docstring of each is its help."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.tools import shell
-from towerjax.tools.shell import FAULT, OK, option
+from towerjax.tools.shell import FAULT, OK
 from towerjax.tools.sweep.bench import bench as bench_all
 from towerjax.tools.testing import SplitError
 from towerjax.towers.strategies import Mirrored
+from towerjax.types.options import check_takes
 from towerjax.types.version import __version__
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a ``towerjax`` command; return its exit code."""
-    parser = shell.Parser(
-        prog="towerjax",
-        description="Replicated training with JAX. Arguments of a command:"
-        " towerjax command --help",
-    )
-    version = f"towerjax {__version__}"
-    parser.add_argument("--version", action="version", version=version)
-    parser.add_argument(
-        "--traceback", action="store_true", help="show where an error was raised"
-    )
+    about = "Replicated training with JAX. Arguments of one: towerjax command --help"
+    parser, version = shell.Parser(prog="towerjax", description=about), __version__
+    parser.add_argument("--version", action="version", version=f"towerjax {version}")
+    where = "show where an error was raised"
+    parser.add_argument("--traceback", action="store_true", help=where)
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
-    for run, options in _COMMANDS.items():
+    for run, options in _OPTIONS.items():
         shell.add_command(commands, run, options)
     return shell.run_parsed(parser.parse_args(arguments))
 
@@ -67,11 +63,9 @@ def audit(make_step: str, json: bool = False) -> int:
     try:
         found = step.audit(state, batch)
     except SplitError as error:
-        findings = [dataclasses.asdict(finding) for finding in error.findings]
-        shell.show(str(error), {"same": False, "findings": findings}, json)
-        return FAULT
-    shell.show(str(found), {"same": True, **dataclasses.asdict(found)}, json)
-    return OK
+        findings = list(map(dataclasses.asdict, error.findings))
+        return shell.show(error, {"same": False, "findings": findings}, json, FAULT)
+    return shell.show(found, {"same": True, **dataclasses.asdict(found)}, json)
 
 
 def report(
@@ -91,38 +85,37 @@ def report(
     strategy = (Mirrored(devices=_devices_of(on)),) if on else ()
     step, state, batch = _made(make_step, *strategy)
     found = step.report(state, batch, timed_calls=timed_calls)
-    shell.show(str(found), dataclasses.asdict(found), json)
-    return OK
+    return shell.show(found, dataclasses.asdict(found), json)
 
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     """What a named function returns, checked."""
-    found = shell.call_named(make_step, *strategy)
-    is_made = isinstance(found, tuple) and len(found) == 3
-    if not is_made or not hasattr(found[0], "audit"):
-        raise ValueError(
-            f"{make_step} must be a function that returns (step, state, batch)."
-        )
-    return found
+    if not callable(function := shell.resolve(make_step)):
+        raise ValueError(f"{make_step} is no function: {function!r}.")
+    form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
+    check_takes(form, function, *strategy)
+    match function(*strategy):
+        case (step, state, batch) if hasattr(step, "audit"):
+            return step, state, batch
+    raise ValueError(f"{make_step} is a function that returns (step, state, batch).")
 
 
 def _devices_of(text: str) -> Absent:
     """The absent devices of ``"h200:8"``, or of a TPU topology, ``"v5e:2x4"``."""
+    target, _, number = text.rpartition(":")
     if Absent.is_topology(text):
         return Absent(text)
-    target, _, number = text.rpartition(":")
     if not (target and number.isdecimal()):
-        name = target or text
-        raise ValueError(f"--on {text!r} says not how many; write --on {name}:8.")
+        how = f"write --on {target or text}:8"
+        raise ValueError(f"--on {text!r} says not how many; {how}.")
     return Absent(target, int(number))
 
 
 def bench(
     build: str,
     grid: Sequence[str],
-    out: str,
+    *,
     peer: Sequence[str] = (),
-    quiet: bool = False,
     json: bool = False,
     **options: Any,
 ) -> int:
@@ -138,47 +131,48 @@ def bench(
 
     exit code: 0 if all were timed, 1 if one failed, 2 for wrong arguments.
     """
-    lists = shell.read_toml(*grid)
     if wrong := [text for text in peer if "=" not in text]:
         raise ValueError(f"--peer {wrong[0]}: write --peer name=module:function.")
-    peers = dict(text.split("=", 1) for text in peer)
-    options["progress"] = False if quiet or json else None
-    found = bench_all(build, lists, peers=peers, results=out, **options)
-    shell.show(str(found), {"results": found.records}, json)
-    return FAULT if any(x["status"] == "failed" for x in found.records) else OK
+    options["peers"] = dict(text.split("=", 1) for text in peer)
+    options |= {"progress": False} if json else {}
+    found = bench_all(build, shell.read_toml(*grid), **options)
+    code = FAULT if "failed" in [x["status"] for x in found.records] else OK
+    return shell.show(found, {"results": found.records}, json, code)
 
 
-_JSON = option("--json", True, "print one JSON object")
-_COMMANDS = {
+_STEP = ("make_step", str, "module:function")
+_JSON = ("--json", True, "print one JSON object")
+_NEEDED, _SEVERAL = {"required": True}, {"nargs": "+"}
+_OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     launch: (
-        option("--processes", int, "how many", required=True),
-        option("--devices-per-process", int, "CPU devices of each; default: JAX's"),
-        option("--port", int, "where process 0 listens; default: a free one"),
-        option("--restarts", int, "restart after so many losses of a process"),
-        option("--towers", int, "the program's, which the devices left must divide"),
-        option("--grace-seconds", float, "SIGTERM to SIGKILL (default: 5)", "grace_s"),
-        option("--hang-timeout", float, "seconds of no sign of life", "hang_timeout_s"),
-        option("--step-timeout", float, "seconds without a step", "step_timeout_s"),
-        option("--regrow-seconds", float, "to try the lost again (60)", "regrow_s"),
-        option("command", str, "after --, with its arguments", nargs="+"),
+        ("--processes", int, "how many", _NEEDED),
+        ("--devices-per-process", int, "CPU devices of each; default: JAX's"),
+        ("--port", int, "where process 0 listens; default: a free one"),
+        ("--restarts", int, "restart after so many losses of a process"),
+        ("--towers", int, "the program's, which the devices left must divide"),
+        ("--grace-seconds=grace_s", float, "SIGTERM to SIGKILL (5)"),
+        ("--hang-timeout=hang_timeout_s", float, "seconds of no sign of life"),
+        ("--step-timeout=step_timeout_s", float, "seconds without a step"),
+        ("--regrow-seconds=regrow_s", float, "to try the lost again (60)"),
+        ("command", str, "after --, with its arguments", _SEVERAL),
     ),
-    audit: (option("make_step", str, "module:function"), _JSON),
     report: (
-        option("make_step", str, "module:function"),
-        option("--timed-calls", int, "time so many calls (default: none)"),
-        option("--on", str, "devices that are not here: h200:8, a100:64, v5e:2x4 ..."),
+        _STEP,
+        ("--timed-calls", int, "time so many calls (default: none)"),
+        ("--on", str, "devices that are not here: h200:8, a100:64, v5e:2x4 ..."),
         _JSON,
     ),
     bench: (
-        option("build", str, "module:function"),
-        option("grid", str, "a TOML file, or lines of one: 'towers=[1, 2]'", nargs="+"),
-        option("--out", str, "a file of results, as JSON lines", required=True),
-        option("--peer", str, "name=module:function, timed too", action="append"),
-        option("--rounds", int, "at least 6 (11)"),
-        option("--seconds-per-round", float, "of each contender (0.25)"),
-        option("--retry-failed", True, "time again what failed before"),
-        option("--timeout", float, "seconds (1800)", "timeout_s"),
-        option("--quiet", True, "no progress"),
+        ("build", str, "module:function"),
+        ("grid", str, "a TOML file, or lines of one: 'towers=[1, 2]'", _SEVERAL),
+        ("--out=results", str, "a file of results, as JSON lines", _NEEDED),
+        ("--peer", str, "name=module:function, timed too", {"action": "append"}),
+        ("--rounds", int, "at least 6 (11)"),
+        ("--seconds-per-round", float, "of each contender (0.25)"),
+        ("--retry-failed", True, "time again what failed before"),
+        ("--timeout=timeout_s", float, "seconds (1800)"),
+        ("--quiet=progress", False, "no progress"),
         _JSON,
     ),
+    audit: (_STEP, _JSON),
 }

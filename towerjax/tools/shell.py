@@ -9,11 +9,10 @@ import pkgutil
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 from towerjax.loop.writers import as_json
-from towerjax.types.options import check_takes
 
 OK = 0
 FAULT = 1  # the command ran, and found a fault or a failed run
@@ -21,8 +20,6 @@ USAGE = 2  # wrong arguments, or an invalid value; nothing was done
 NOT_STARTED = 126  # the system refused a file or a program
 INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
 CLOSED = 128 + 13  # the reader of the output has gone, as if SIGPIPE ended this
-
-Option: TypeAlias = tuple[str, dict[str, Any]]
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,34 +30,26 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def option(
-    name: str, kind: Any, what: str, dest: str | None = None, **more: Any
-) -> Option:
-    """An argument of a command, of a type; or a flag that gives the value ``kind``."""
-    if callable(kind):
-        more["type"] = kind
-    else:
-        more |= {"action": "store_const", "const": kind}
-    return name, {"help": what, **({"dest": dest} if dest else {}), **more}
-
-
-def add_command(
-    commands: Any, run: Callable[..., int], options: Sequence[Option]
-) -> None:
+def add_command(commands: Any, run: Callable[..., int], options: Iterable[Any]) -> None:
     """Add a command that calls ``run``, whose docstring is its help.
 
-    Options that are not given are not passed: their defaults are those of ``run``.
+    An option is ``(name, type, text)`` and more by name; ``--name=dest`` is passed as
+    ``dest``, and a flag has its value in place of a type. Others are not passed.
     """
     text = inspect.getdoc(run) or ""
     parser = commands.add_parser(
         run.__name__,
         help=text.partition("\n")[0],
-        description=text.replace("%", "%%"),
+        description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    for name, settings in options:
-        parser.add_argument(name, **settings)
+    for name, kind, what, *more in options:
+        flag = {"action": "store_const", "const": kind}
+        how = {"type": kind} if callable(kind) else flag
+        name, _, dest = name.partition("=")
+        how |= {"dest": dest} if dest else {}
+        parser.add_argument(name, help=what, **how, **dict(*more))
     parser.set_defaults(run=run)
 
 
@@ -76,12 +65,11 @@ def read_toml(*sources: str) -> dict[str, Any]:
     return found
 
 
-def show(text: str, fields: Mapping[str, Any], in_json: bool) -> None:
-    """Print a result, as text or as one JSON object."""
-    if in_json:
-        text = json.dumps(as_json(fields), indent=2, allow_nan=False)
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def show(found: Any, fields: Mapping[str, Any], in_json: bool, code: int = OK) -> int:
+    """Print a result, as text or as one JSON object; return the code."""
+    text = json.dumps(as_json(fields), indent=2, allow_nan=False) if in_json else found
+    print(text, flush=True)
+    return code
 
 
 def run_parsed(options: argparse.Namespace) -> int:
@@ -101,24 +89,15 @@ def run_parsed(options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
     except KeyboardInterrupt:
-        sys.stderr.write(f"towerjax {name}: interrupted\n")
+        print(f"towerjax {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError) as error:
         if traceback:
             raise
-        sys.stderr.write(f"towerjax {name}: {error}\n")
+        print(f"towerjax {name}: {error}", file=sys.stderr)
         return USAGE if isinstance(error, ValueError) else NOT_STARTED
     finally:
         sys.path.remove("")
-
-
-def call_named(name: str, *strategy: Any) -> Any:
-    """The result of the named function, called with a strategy or nothing."""
-    form = f"{name.rpartition(':')[2]}({'strategy' if strategy else ''})"
-    if not callable(function := resolve(name)):
-        raise ValueError(f"{name} is no function: {function!r}.")
-    check_takes(form, function, *strategy)
-    return function(*strategy)
 
 
 def resolve(name: str) -> Any:
