@@ -25,14 +25,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from benchmarks.models import (
-    Model,
-    cross_entropy,
-    embedding,
-    mlp,
-    normal,
-    transformer,
-)
+from benchmarks.models import Model, cross_entropy, embedding, mlp, normal, transformer
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.train import build_train_step

@@ -187,12 +187,7 @@ class Compared:
 
 
 def compare(
-    case: Case,
-    *,
-    towers: int,
-    devices: Sequence[int],
-    steps: int,
-    ops: CrossTowerOps,
+    case: Case, *, towers: int, devices: Sequence[int], steps: int, ops: CrossTowerOps
 ) -> Compared:
     """The same training on several numbers of devices."""
     platform = jax.default_backend()

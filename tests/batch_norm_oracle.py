@@ -37,11 +37,7 @@ def loss_and_gradients(params, batch, weight):
     d_scale = (d_normed * normed).sum(0)
     share = weight[:, None] / total
     d_h = (d_normed - share * (d_mean + normed * d_scale)) / deviation
-    grads = {
-        "w": x.T @ d_h,
-        "scale": (d_y * normed).sum(0),
-        "bias": d_y.sum(0),
-    }
+    grads = {"w": x.T @ d_h, "scale": (d_y * normed).sum(0), "bias": d_y.sum(0)}
     return loss, (mean, var), grads
 
 

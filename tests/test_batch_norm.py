@@ -246,10 +246,7 @@ def rising(key, shape, dtype):
     return jnp.linspace(-1, 1, shape[0], dtype=dtype)
 
 
-CALLS = [
-    dict(use_scale=False, axis=1),
-    dict(use_bias=False, momentum=0.5, epsilon=0.1),
-]
+CALLS = [dict(use_scale=False, axis=1), dict(use_bias=False, momentum=0.5, epsilon=0.1)]
 
 
 @pytest.mark.slow
@@ -294,8 +291,7 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options, dtype",
-    [(CALLS[0], jnp.float32), (CALLS[1], jnp.bfloat16)],
+    "options, dtype", [(CALLS[0], jnp.float32), (CALLS[1], jnp.bfloat16)]
 )
 def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
     x, init = jnp.asarray(CUBE, dtype), dict(bias_init=rising)
@@ -311,9 +307,7 @@ def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
     mine, other = (nnx.to_pure_dict(nnx.state(n)) for n in (ours, theirs))
     assert jax.tree.structure(mine) == jax.tree.structure(other)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
-        mine,
-        other,
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), mine, other
     )
 
 

@@ -421,10 +421,7 @@ def squared_error(p, batch, tower):
     return ((p["w"] * batch + p["b"] - 1.0) ** 2).mean()
 
 
-@TABLE.checks(
-    "min.testTrainNetwork.sgd",
-    "min.testTrainNetworkByCallForEachTower.sgd",
-)
+@TABLE.checks("min.testTrainNetwork.sgd", "min.testTrainNetworkByCallForEachTower.sgd")
 def check_train_network(case, strategy):
     given = case["input"]
     states = train(

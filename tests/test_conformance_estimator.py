@@ -14,7 +14,7 @@ import towerjax as tj
 
 WITHOUT_MEANING = {
     "combine.product": "a helper of the original's own tests; here"
-    " pytest.mark.parametrize makes products of options",
+    " pytest.mark.parametrize makes products of options"
 }
 TABLE = Table("combine init_from_checkpoint rmf.split warm_start", WITHOUT_MEANING)
 R = tj.Reduction

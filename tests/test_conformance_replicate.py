@@ -15,7 +15,7 @@ from towerjax.estimator.variables import variable_devices
 
 WITHOUT_MEANING = {
     "optimizer.error.cross_tower_apply": "there is no second way to apply: outside of"
-    " towers a TowerOptimizer is the wrapped one, as test_tower_optimizer.py shows",
+    " towers a TowerOptimizer is the wrapped one, as test_tower_optimizer.py shows"
 }
 TABLE = Table(
     "optimizer.error rmf.concat_dicts rmf.error rmf.eval rmf.export rmf.placement"

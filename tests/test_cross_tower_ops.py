@@ -397,10 +397,7 @@ ROWS = [np.ones((8, 50), np.float32), np.ones((8, 53), np.float32)]
         ),
         (
             tj.collectives.Hierarchical(),  # one process, so nothing goes across
-            [
-                ("reduce-scatter", ["f32[13]"], []),
-                ("all-gather", ["f32[104]"], []),
-            ],
+            [("reduce-scatter", ["f32[13]"], []), ("all-gather", ["f32[104]"], [])],
         ),
         (tj.collectives.Hierarchical(1), [("all-reduce", ["f32[103]"], [])]),
     ],

@@ -133,11 +133,7 @@ CALLS = {
     ),
     "train_and_evaluate: model": ("model", lambda x: train(x), ANYTHING),
     "train_and_evaluate: data": ("data", lambda x: train(data=x), NO_DATA),
-    "train_and_evaluate: variables": (
-        "state",
-        lambda x: train(variables=x),
-        ANYTHING,
-    ),
+    "train_and_evaluate: variables": ("state", lambda x: train(variables=x), ANYTHING),
     "train_and_evaluate: steps": ("steps", lambda x: train(steps=x), ODD_COUNTS),
     "predict: model": (
         "model",

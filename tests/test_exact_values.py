@@ -151,10 +151,7 @@ def test_gathered_and_reduced_python_numbers_are_strong():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype, T, value",
-    [("int8", 200, 2500), ("int32", 3, -7)],
-)
+@pytest.mark.parametrize("dtype, T, value", [("int8", 200, 2500), ("int32", 3, -7)])
 def test_integers_are_shared_out_whatever_the_number_of_towers(dtype, T, value):
     strategy = mirrored(T)
     v = strategy.create_var("v", np.zeros((), dtype), reduction=R.SUM, tower_local=True)

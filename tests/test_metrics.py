@@ -534,8 +534,7 @@ def own_metrics(params, batch, tower):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way, devices, towers",
-    [("shard_map", 1, 1), ("pinned", 2, 4)],
+    "way, devices, towers", [("shard_map", 1, 1), ("pinned", 2, 4)]
 )
 def test_states_of_ones_own_merge_in_tower_order(way, devices, towers):
     devices = [f"cpu:{i}" for i in range(devices)]
@@ -633,10 +632,7 @@ I = np.array([0, 1])  # noqa: E741
 REFUSED = [
     (lambda: m.accuracy(I, np.zeros((2, 3), int)), r"\(2,\).*\(2, 3\).*argmax"),
     (lambda: m.accuracy(I, N), r"predictions of dtype float32.*probabilities > 0\.5"),
-    (
-        lambda: m.accuracy(N, I),
-        r"labels of dtype float.*labels.astype\(jnp.int32\)",
-    ),
+    (lambda: m.accuracy(N, I), r"labels of dtype float.*labels.astype\(jnp.int32\)"),
     (
         lambda: m.accuracy(np.array([2**32 + 1, 5]), jnp.array([1, 5])),
         "accuracy got labels with the id 4294967297, which would wrap.*x64",

@@ -137,10 +137,7 @@ OF_ROWS = {
         lambda b, tower: b - lax.pmean(b.mean(0, keepdims=True), "batch"),
         lambda x: x - x.mean(0),
     ),
-    "a rule that contradicts": (
-        lambda b, tower: contradicted(b),
-        lambda x: 2 * x,
-    ),
+    "a rule that contradicts": (lambda b, tower: contradicted(b), lambda x: 2 * x),
     "such a rule in a scan": (
         lambda b, tower: lax.map(contradicted, b),
         lambda x: 2 * x,
@@ -186,10 +183,7 @@ def test_a_step_is_the_same_wherever_towers_lie(T, D):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        tj.OneDevice("cpu:0", axis_name="batch"),
-        mirrored(4, 2, axis_name="batch"),
-    ],
+    [tj.OneDevice("cpu:0", axis_name="batch"), mirrored(4, 2, axis_name="batch")],
 )
 def test_a_layer_may_have_a_name_of_its_own(strategy):
     x = np.random.default_rng(2).normal(size=(12, 3)) + np.arange(12)[:, None]

@@ -23,11 +23,7 @@ EXECUTORS = {
     "shard_map scan": dict(executor="shard_map", local="scan"),
     "pmap scan": dict(executor="pmap", local="scan"),
 }
-KINDS = {
-    "weighted": None,
-    "sum": tj.Reduction.SUM,
-    "mean": tj.Reduction.MEAN,
-}
+KINDS = {"weighted": None, "sum": tj.Reduction.SUM, "mean": tj.Reduction.MEAN}
 
 
 def data(num_rows, seed=0):

@@ -61,10 +61,7 @@ def test_a_tuple_of_trees_with_indexed_rows_is_handed_out_and_reduced():
     [
         ({"a": np.ones(2)}, "of tower 3, which cannot lie side by side. Give all"),
         (tree_of(1) | {"a": np.ones(3)}, r"shapes \(2,\), \(2,\), \(2,\), \(3,\)"),
-        (
-            tree_of(1) | {"a": "word"},
-            r"\[3\](\['a'\])? is a str: keep apart what",
-        ),
+        (tree_of(1) | {"a": "word"}, r"\[3\](\['a'\])? is a str: keep apart what"),
     ],
 )
 def test_trees_that_do_not_lie_side_by_side_are_refused(bad, text):

@@ -94,27 +94,15 @@ def told(together):
 @pytest.mark.parametrize(
     "scenario, text",
     [
-        (
-            "differing_batches",
-            "global batch must be .* 1 and process 0 differ.*seed",
-        ),
-        (
-            "differing_towers",
-            "The strategy's towers must be .* {me}: Placement",
-        ),
+        ("differing_batches", "global batch must be .* 1 and process 0 differ.*seed"),
+        ("differing_towers", "The strategy's towers must be .* {me}: Placement"),
         (
             "differing_params",
             r"step.init was given .* {me}: .*params float32\[{more}\]",
         ),
-        (
-            "pmap",
-            "executor='pmap' runs on the devices of one process, and",
-        ),
+        ("pmap", "executor='pmap' runs on the devices of one process, and"),
         ("one_process_has_more_devices", r"\[0, 0, 1\]. In a job of 2 processes name"),
-        (
-            "devices_out_of_order",
-            r"\[1, 1, 0, 0\]. In a job of 2 processes name",
-        ),
+        ("devices_out_of_order", r"\[1, 1, 0, 0\]. In a job of 2 processes name"),
         ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
         ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
         ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
@@ -122,10 +110,7 @@ def told(together):
         ("other_steps_on_data", "A function on all towers must be .* closes over"),
         ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
         ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
-        (
-            "checkpoints_of_one_process",
-            "all processes of a job .* with safetensors",
-        ),
+        ("checkpoints_of_one_process", "all processes of a job .* with safetensors"),
         ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
         ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
         ("one_is_empty", r"The input of the processes \[0\] is empty. Give each"),
@@ -150,8 +135,7 @@ EXPECTED = {
     "side_by_side": 3,
     "fetched": [3.0, 1.0],
     "ops": dict.fromkeys(
-        ("Packed", "Hierarchical", "ReduceToOneDevice"),
-        [28.0, 140.0],
+        ("Packed", "Hierarchical", "ReduceToOneDevice"), [28.0, 140.0]
     ),
     "saved_and_restored": [6.0, 6.0, 0.75],
     "of_the_first": [3.0, 4.0, 8.0, 1.0, 1, [1.0], [2.0]],

@@ -252,11 +252,7 @@ def gather_under_a_branch_of_a_scan(params, batch, tower):
     return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
 
 
-HANGING = [
-    sum_where_it_is_needed,
-    switched_by_tower,
-    gather_under_a_branch_of_a_scan,
-]
+HANGING = [sum_where_it_is_needed, switched_by_tower, gather_under_a_branch_of_a_scan]
 
 
 def refusal(loss_fn, num_towers=8, optimizer=None, ops=None, **options):

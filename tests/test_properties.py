@@ -88,10 +88,7 @@ def test_a_fitted_batch_has_every_row_once_and_in_order(
 @pytest.mark.slow
 @few(40)
 @given(
-    st.integers(1, 9),
-    st.integers(1, 4),
-    st.sampled_from([1, 2, 5]),
-    st.floats(0, 1),
+    st.integers(1, 9), st.integers(1, 4), st.sampled_from([1, 2, 5]), st.floats(0, 1)
 )
 def test_weights_are_1_for_each_example_and_0_for_padding(towers, parts, part, filled):
     total = towers * parts * part
@@ -208,10 +205,7 @@ def check_reduced(reduction, values, found):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ops, towers, reductions",
-    [
-        (tj.AllReduce(), 4, (R.SUM, R.MEAN)),
-        (tj.PinnedTree(), 6, (R.MEAN,)),
-    ],
+    [(tj.AllReduce(), 4, (R.SUM, R.MEAN)), (tj.PinnedTree(), 6, (R.MEAN,))],
 )
 @few(4)
 @given(seed=seeds, kind=kinds)
@@ -473,9 +467,7 @@ def rows_of(seed, size, empty):
 @pytest.mark.slow
 @few(15)
 @given(
-    seed=seeds,
-    size=st.integers(1, MOST),
-    empty=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    seed=seeds, size=st.integers(1, MOST), empty=st.sampled_from([0.0, 0.3, 0.9, 1.0])
 )
 def test_a_step_is_that_of_all_rows_by_their_weights(seed, size, empty):
     step, params, rows = whole_step(), params_of(seed), rows_of(seed, size, empty)

@@ -177,10 +177,7 @@ CALLS = {
         r"mode='train' must be one of Mode\.TRAIN, Mode\.EVAL, Mode.*The order is"
         r" model\(variables, features, labels, mode",
     ),
-    "labels shorter": (
-        (X, Y[:2], TRAIN),
-        r"got (.*, )?batch\['labels'\]: 2",
-    ),
+    "labels shorter": ((X, Y[:2], TRAIN), r"got (.*, )?batch\['labels'\]: 2"),
     "params": (
         (X, Y, TRAIN, {"rate": 1}),
         r"params was given, but model_fn has no parameter 'params'.*leave params out",
@@ -333,9 +330,7 @@ RETURNS = {
         r"predictions\['p'\] is a str: ",
     ),
     "rows": (
-        lambda v, x: {
-            "predictions": {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()},
-        },
+        lambda v, x: {"predictions": {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}},
         r"each leaf has 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
         r" \(3,\); predictions\['sum'\] has shape \(\)\..* jnp\.full\(tower\.rows, x\)",
     ),

@@ -412,10 +412,7 @@ def alive(tree):
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("count", "devices", "donate", "executor"),
-    [
-        (1, 1, True, "shard_map"),
-        (4, 2, True, "pmap"),
-    ],
+    [(1, 1, True, "shard_map"), (4, 2, True, "pmap")],
 )
 def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executor):
     strategy = towers(count, devices, executor=executor)

@@ -178,10 +178,7 @@ def of_an_update(devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "run, devices",
-    [(of_two_passes, 2), (of_an_update, 3)],
-)
+@pytest.mark.parametrize("run, devices", [(of_two_passes, 2), (of_an_update, 3)])
 def test_what_all_towers_compute_alike_has_the_same_bits(run, devices):
     found = [run(number) for number in (1, devices)]
     assert [name for name, x in found[0].items() if x != found[1][name]] == []

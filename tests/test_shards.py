@@ -230,8 +230,7 @@ def test_what_towers_make_of_parts_is_their_own(hidden, local):
 @pytest.mark.slow
 @pytest.mark.parametrize("guard", ["loss", "gradients"])
 @pytest.mark.parametrize(
-    "ops",
-    [tj.AllReduce(), tj.collectives.Packed(), tj.collectives.Hierarchical(2)],
+    "ops", [tj.AllReduce(), tj.collectives.Packed(), tj.collectives.Hierarchical(2)]
 )
 def test_every_op_and_guard_has_the_numbers(ops, guard):
     with jax.enable_x64(True):

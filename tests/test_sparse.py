@@ -78,10 +78,7 @@ def test_a_dense_tower_among_sparse_ones_has_all_rows():
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "T, D, executor",
-    [(3, 3, "shard_map"), (4, 2, "pmap")],
-)
+@pytest.mark.parametrize("T, D, executor", [(3, 3, "shard_map"), (4, 2, "pmap")])
 def test_inside_a_tower_rows_join_too(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
     towers = [of_tower(t) for t in range(T)]

@@ -10,13 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.peers.same_work import (
-    Job,
-    Step,
-    as_figures,
-    job_of,
-    timed_rounds,
-)
+from benchmarks.peers.same_work import Job, Step, as_figures, job_of, timed_rounds
 from benchmarks.trials import (
     LEARNING_RATE,
     MOMENTUM,

@@ -20,12 +20,7 @@ from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.step.gradient import part_of, refuse_moving_weights
 from towerjax.step.state import TrainState
-from towerjax.step.update import (
-    OF_MODELS,
-    check_types,
-    pass_loss,
-    trainable_flags,
-)
+from towerjax.step.update import OF_MODELS, check_types, pass_loss, trainable_flags
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import has_tracers, map_parts, refuse_unheld, widen_dtype
@@ -130,11 +125,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         return (self.optimizer,), {"lazy": self.lazy}
 
     def compute_gradients(
-        self,
-        loss_fn: Callable[..., Any],
-        params: PyTree,
-        *,
-        has_aux: bool = False,
+        self, loss_fn: Callable[..., Any], params: PyTree, *, has_aux: bool = False
     ) -> tuple[Any, PyTree]:
         """A tower's loss and the gradient of its *sum*, not yet reduced.
 
@@ -201,11 +192,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         )
 
     def minimize(
-        self,
-        loss_fn: Callable[..., Any],
-        state: TrainState,
-        *,
-        has_aux: bool = False,
+        self, loss_fn: Callable[..., Any], state: TrainState, *, has_aux: bool = False
     ) -> tuple[Any, TrainState]:
         """The loss, and the state after one step on it.
 

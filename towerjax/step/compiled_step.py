@@ -15,11 +15,7 @@ from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
 from towerjax.step.state import TrainState, join_state, split_state, state_layout
-from towerjax.step.state_checks import (
-    check_is_state,
-    check_made_for,
-    check_num_towers,
-)
+from towerjax.step.state_checks import check_is_state, check_made_for, check_num_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
 from towerjax.types.options import cast_ints, check_choice, check_flag, check_whole

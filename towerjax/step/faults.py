@@ -191,11 +191,7 @@ class NonFiniteError(Portable, FloatingPointError):
     """
 
     def __init__(
-        self,
-        step: int,
-        places: Sequence[Place] = (),
-        *,
-        alone: bool = False,
+        self, step: int, places: Sequence[Place] = (), *, alone: bool = False
     ) -> None:
         what = f"The loss or a gradient of step {step} was not finite."
         if alone:

@@ -21,11 +21,7 @@ from towerjax.step.state import (
     split_state,
     state_layout,
 )
-from towerjax.step.state_checks import (
-    check_not_donated,
-    check_num_towers,
-    place_others,
-)
+from towerjax.step.state_checks import check_not_donated, check_num_towers, place_others
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower

@@ -204,11 +204,7 @@ class Pass:
         )
 
     def _run_tower(
-        self,
-        axes: TowerAxes,
-        tower_id: jax.Array,
-        own: PyTree,
-        common: PyTree,
+        self, axes: TowerAxes, tower_id: jax.Array, own: PyTree, common: PyTree
     ) -> tuple[PyTree, dict[str, list[Any]]]:
         """What one tower returns, merged over micro-batches and split by leaf types."""
         rows, num_valid, local, mine = own

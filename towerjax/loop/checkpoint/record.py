@@ -171,9 +171,7 @@ _RECORD_FORM = {
     **dict.fromkeys(("step", "towers"), int),
     "strategy": str,
     "devices": [str],
-    "leaves": [
-        {"name": str, "shape": [int], "dtype": str, "reduction": str | None},
-    ],
+    "leaves": [{"name": str, "shape": [int], "dtype": str, "reduction": str | None}],
     "batches": {"used": int, "cursor": object},
     "batch_rows": [int],
     "evaluation": dict,

@@ -30,12 +30,7 @@ from towerjax.tools.sweep.grid import (
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import held_dtype, listed, refuse_unheld
-from towerjax.types.options import (
-    check_choice,
-    check_function,
-    check_list,
-    check_takes,
-)
+from towerjax.types.options import check_choice, check_function, check_list, check_takes
 
 Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]

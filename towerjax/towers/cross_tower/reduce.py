@@ -9,11 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.collectives.reduce import (
-    check_reduction,
-    one_of,
-    reduce_rows,
-)
+from towerjax.collectives.reduce import check_reduction, one_of, reduce_rows
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.placement import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
@@ -44,10 +40,7 @@ _VALUE = "The PerTower value"
 
 
 def reduce_values(
-    self: StrategyFields,
-    reduction: Reduction,
-    value: PyTree,
-    destinations: Any = None,
+    self: StrategyFields, reduction: Reduction, value: PyTree, destinations: Any = None
 ) -> PyTree:
     """One value of all towers' values.
 
