@@ -16,7 +16,12 @@ import towerjax.contrib
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-LINKED = [*(f"docs/{page}" for page in PAGES), "README.md", "CHANGELOG.md"]
+ABSOLUTE = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]  # shown outside of it, too
+LINKED = [*(f"docs/{page}" for page in PAGES), "CHANGELOG.md"]
+AT = re.compile(
+    r"https://(?:github\.com/towerjax/towerjax/blob"
+    r"|raw\.githubusercontent\.com/towerjax/towerjax)/main/(.*)"
+)
 CODE = re.compile(r"^```.*?^```\n|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)]*)\)")
 
@@ -157,6 +162,21 @@ def test_what_is_referred_to_exists(page, name):
         assert all(n.startswith(f"{page}.") for n in others)
 
 
+@pytest.mark.parametrize("path", ABSOLUTE)
+def test_links_of_what_is_shown_elsewhere_are_absolute(path):
+    text = (ROOT / path).read_text()
+    defined = dict(re.findall(r"^\[(\w+)\]: (.*)$", text, re.MULTILINE))
+    code = CODE.sub("", text)
+    assert not LINK.findall(code)
+    used = re.findall(r"\]\[(\w+)\]", re.sub(r"`[^`]*`", "", text))
+    assert set(used) == set(defined)
+    for target in defined.values():
+        name, _, anchor = AT.fullmatch(target)[1].partition("#")
+        is_picture = name.endswith(".svg")
+        assert is_picture == ("raw." in target) and (ROOT / name).is_file(), target
+        assert not anchor or anchor in slugs(ROOT / name), target
+
+
 def texts(path):
     root = xml.etree.ElementTree.parse(path).getroot()
     space = "{http://www.w3.org/2000/svg}"
@@ -195,6 +215,7 @@ def test_the_plot_shows_the_table():
 
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    lines = [x for x in text.splitlines() if not re.match(r"\[\w+\]: http", x)]
+    assert len(lines) <= 120
     [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(program.splitlines()) <= 20

@@ -140,7 +140,7 @@ class History:
         Raises:
           ValueError: Matplotlib is not installed.
         """
-        figures = require("matplotlib.figure", "plot()", "'towerjax[examples]'")
+        figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
         curves: dict[str, list[Any]] = {
             name: [(self.steps, x, "-")]
             for name, x in self.metrics.items()

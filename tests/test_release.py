@@ -1,0 +1,100 @@
+"""What a release is made of: its tag, its metadata, what a reader cites."""
+
+import pathlib
+import re
+import shutil
+import subprocess
+import tomllib
+
+import pytest
+
+import towerjax as tj
+
+ROOT = pathlib.Path(__file__).parent.parent
+VERSION = f'__version__ = "{tj.__version__}"\n'
+CHANGES = f"# Changelog\n\n## Unreleased\n\n## {tj.__version__}\n\n- It began.\n"
+CITED = f"version: {tj.__version__}\n"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A function that commits files to a checkout, and one that releases it."""
+
+    def git(*args):
+        given = ["-c", "user.name=a", "-c", "user.email=a@b", *args]
+        command = ["git", "-C", str(tmp_path), *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def release(version=VERSION, changes=CHANGES, cited=CITED):
+        (tmp_path / "towerjax/types/version.py").write_text(version)
+        (tmp_path / "CHANGELOG.md").write_text(changes)
+        (tmp_path / "CITATION.cff").write_text(cited)
+        git("add", ".")
+        git("commit", "-q", "--allow-empty", "-m", "x")
+        return again()
+
+    def again():
+        script = tmp_path / ".ci/release"
+        return subprocess.run([script], capture_output=True, text=True)
+
+    git("init", "-q")
+    git("config", "user.name", "a")
+    git("config", "user.email", "a@b")
+    for folder in (".ci", "towerjax/types"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / ".ci/release", tmp_path / ".ci/release")
+    release.git, release.again, release.folder = git, again, tmp_path
+    return release
+
+
+def test_a_release_is_a_tag_with_its_section(checkout):
+    done = checkout(changes=CHANGES + "\n## 0.0.1\n\n- Before.\n")
+    assert done.returncode == 0, done.stderr
+    told = checkout.git("tag", "-n9", f"v{tj.__version__}")
+    assert "- It began." in told and "Before" not in told
+
+
+REFUSED = {
+    "no section": ({"changes": "# Changelog\n\n## 0.0.1\n\n- It began.\n"}, "'## "),
+    "an empty one": ({"changes": f"## {tj.__version__}\n\n## 0.0.1\n\n- x\n"}, "'## "),
+    "of a longer one": ({"changes": f"## {tj.__version__}1\n\n- x\n"}, "'## "),
+    "another cited": ({"cited": "version: 9\n"}, "CITATION.cff"),
+    "no version": ({"version": "\n"}, "version.py"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_release_is_refused(checkout, what):
+    given, text = REFUSED[what]
+    done = checkout(**given)
+    assert done.returncode == 1 and text in done.stderr, done
+    assert not checkout.git("tag")
+
+
+def test_a_release_is_of_a_commit_and_made_once(checkout):
+    assert checkout().returncode == 0
+    assert "there is a tag" in checkout.again().stderr
+    (checkout.folder / "new").write_text("x")
+    assert "Commit them first" in checkout.again().stderr
+
+
+def test_the_version_is_said_alike():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["urls"].keys() >= {"Homepage", "Documentation", "Issues"}
+    assert project["authors"] and project["keywords"]
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert re.search(rf"^version: {re.escape(tj.__version__)}$", cited, re.MULTILINE)
+    assert f"version = {{{tj.__version__}}}" in (ROOT / "README.md").read_text()
+    assert f"\n## {tj.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_extra_that_is_named_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = [p for p in ROOT.glob("*.md")] + [*(ROOT / "docs").rglob("*.md")]
+    texts += [*(ROOT / "towerjax").rglob("*.py"), ROOT / "pyproject.toml"]
+    found = set()
+    for path in texts:
+        for names in re.findall(r"(?:towerjax|'\.)\[([\w,-]+)\]", path.read_text()):
+            found.update(names.split(","))
+    assert {"gpu", "plot", "test"} <= found <= set(project["optional-dependencies"])
