@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import operator
+import os
 import pathlib
 import pkgutil
 import re
@@ -227,19 +228,40 @@ def test_the_python_body_of_a_function_is_short():
     assert long == []
 
 
+def imported(program, **variables):
+    """What a program prints, in an interpreter of its own."""
+    command, known = [sys.executable, "-c", program], dict(os.environ)
+    known.pop("PYTHONDONTWRITEBYTECODE", None)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=known | variables
+    )
+    return done.stdout.split()
+
+
 @pytest.mark.slow
 def test_importing_towerjax_brings_nothing_heavy():
     program = (
         "import sys, jax, optax; before = set(sys.modules); import towerjax;"
-        " print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+        " print(*sorted(set(sys.modules) - before))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    roots = set(done.stdout.split())
+    found = set(imported(program))
+    roots = {name.split(".")[0] for name in found}
     assert "towerjax" in roots
     heavy = {"rich", "IPython", "matplotlib", "sklearn", "flax", "orbax"}
     assert not roots & (heavy | {"tensorboardX"})
+    assert not found & {"towerjax.estimator", "towerjax.tools"}
+
+
+@pytest.mark.slow
+def test_importing_towerjax_takes_little_more_than_jax(tmp_path):
+    """0.2 s on an idle core of a laptop, and twice that here, beside other tests."""
+    program = (
+        "import time, jax; before = time.process_time(); import towerjax;"
+        " print(time.process_time() - before)"
+    )
+    # The first writes the bytecode, as an installer does.
+    times = [imported(program, PYTHONPYCACHEPREFIX=str(tmp_path)) for _ in range(4)]
+    assert min(float(seconds) for [seconds] in times) < 0.4
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Say what to write where there is no such name, or where JAX says only what failed."""
 
 import contextlib
+import pkgutil
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -83,10 +84,15 @@ def explain_missing(note: str | None = None) -> Callable[[Any, str], Any]:
     return get
 
 
-def missing_in_module(module: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``, which says what to write for a name of others."""
+def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
+    """A module's ``__getattr__``: imports a name from its place, ``module:name``.
+
+    For a name of another library it says what to write.
+    """
 
     def get(name: str) -> Any:
+        if name in places:
+            return pkgutil.resolve_name(places[name])
         error = AttributeError(
             f"module {module!r} has no attribute {name!r}", name=name
         )
