@@ -1,5 +1,6 @@
 """The site of docs/: each page has a place, each link an end, each name a reference."""
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ import pytest
 
 import towerjax as tj
 import towerjax.contrib
+from towerjax.types.version import page
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -175,6 +177,28 @@ def test_links_of_what_is_shown_elsewhere_are_absolute(path):
         is_picture = name.endswith(".svg")
         assert is_picture == ("raw." in target) and (ROOT / name).is_file(), target
         assert not anchor or anchor in slugs(ROOT / name), target
+
+
+def named_pages(path):
+    """The pages that code names: by address, by ``page(name, section)``."""
+    text = path.read_text()
+    for target in re.findall(r"https://github\.com/[^\s>'\"]*\.md[^\s>'\"]*", text):
+        yield AT.fullmatch(target)[1].partition("#")[::2]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "page":
+            address = page(*[ast.literal_eval(x) for x in node.args])
+            yield AT.fullmatch(address)[1].partition("#")[::2]
+
+
+def test_code_names_pages_by_their_address():
+    found = []
+    for path in (ROOT / "towerjax").rglob("*.py"):
+        for name, anchor in named_pages(path):
+            assert (ROOT / name).is_file(), (path, name)
+            assert not anchor or anchor in slugs(ROOT / name), (path, name, anchor)
+            found.append(name)
+        assert not re.search(r"(?<!main/)docs/[\w/]+\.md", path.read_text()), path
+    assert len(found) >= 15
 
 
 def texts(path):

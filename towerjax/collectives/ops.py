@@ -310,8 +310,8 @@ class PinnedTree:
     added before they are sent; otherwise each tower's values are sent, ``k`` times
     the bytes. A device holds ``k`` gradients at once.
 
-    ``python -m benchmarks.same_bits`` tries it on many models and
-    optimizers; ``docs/same_bits.md`` says how it works and what it costs.
+    How it works, and what it costs:
+    <https://github.com/towerjax/towerjax/blob/main/docs/same_bits.md>.
 
     Example:
       >>> PinnedTree()

@@ -72,7 +72,8 @@ class Compressed:
     one all-reduce: small leaves, weights, losses, metrics and integers.
 
     Coded sums are not exact and depend on the devices; the metric ``compression/error``
-    bounds their relative error in each step. See ``docs/how_to/compressed_sums.md``.
+    bounds their relative error in each step. See
+    <https://github.com/towerjax/towerjax/blob/main/docs/how_to/compressed_sums.md>.
 
     Attributes:
       bits: 8, numbers from -127 to 127 times a scale; or 4, from -7 to 7.

@@ -28,6 +28,7 @@ from towerjax.types.leaves import (
     shown,
 )
 from towerjax.types.options import check_choice
+from towerjax.types.version import page
 
 Remainder: TypeAlias = Literal["pad", "drop", "error"]
 
@@ -112,7 +113,8 @@ def count_examples(batch: PyTree) -> int:
             "All leaves of a batch have the same number of examples in dim 0, but got"
             f" {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
             " tower needs whole is tj.Whole(...). Of graphs stack a padded pack for"
-            " each tower: see 'Graphs' in docs/how_to/uneven_data.md."
+            " each tower, as in "
+            + page("how_to/uneven_data", "Graphs and other ragged examples")
         )
     (size,) = first
     if size == 0:

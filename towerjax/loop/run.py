@@ -76,7 +76,8 @@ def run(
       prefetch: How many placed batches may wait; 0 places them without a thread.
       in_flight: How many dispatched calls may run before one is waited for.
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
-        ``steps`` counts from the state that is passed. See ``docs/checkpoints.md``.
+        ``steps`` counts from the state that is passed. See
+        <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
       audit: Whether ``step.audit`` runs with the first batch, before anything changes,
         if it has not before; None where the step has several towers or micro-batches
         and at most 10 million parameters, and with tower-local variables, which may
@@ -105,7 +106,8 @@ def run(
 
     Any exception during the run (also Ctrl-C) has ``error.state``, ``error.batches``
     and ``error.history``: ``run(step, error.state, error.batches, ...)`` continues as
-    if it had not been raised. See ``docs/all_or_nothing.md``.
+    if it had not been raised. See
+    <https://github.com/towerjax/towerjax/blob/main/docs/all_or_nothing.md>.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, towerjax as tj

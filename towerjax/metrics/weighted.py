@@ -18,6 +18,7 @@ from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native, problem_of, refuse_no_numbers
 from towerjax.types.options import check_choice, check_methods
+from towerjax.types.version import page
 
 
 def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
@@ -52,8 +53,8 @@ class _LossTerm:
         """Raise: a function of a mean is no mean."""
         raise ValueError(
             "A function of a mean is not a mean. After the merge write mean.value; for"
-            " a loss take the mean in an earlier pass of tj.build_step: see 'A function"
-            " of a mean' in docs/how_to/several_losses.md."
+            " a loss take the mean in an earlier pass of tj.build_step, as in"
+            f" {page('how_to/several_losses', 'A function of a mean')}"
         )
 
     __rtruediv__ = __pow__ = __rpow__ = __abs__ = _refuse

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from towerjax.types.leaves import few, listed
+from towerjax.types.version import page
 
 
 class Dependence(NamedTuple):
@@ -100,12 +101,13 @@ _REDUCE = """Return tj.Weighted(sum, weight) or tj.Sum(value), which add up over
 or tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:
 tj.PerTower(value), or TowerOutput(local=...)."""
 _FACTORS = "A mean's factor, or what tj.penalty is given, differs from tower to tower:"
-_UNIFY = """Multiply the rows, tj.Weighted.mean(values * factor, weight). What is meant
+_UNIFY = f"""Multiply the rows, tj.Weighted.mean(values * factor, weight). What is meant
 for all towers is drawn with tower.shared_rng; or computed from the mean of all rows,
-tower.mean(values, tower.weight), or from an earlier pass: see 'A function of a mean' in
-docs/how_to/several_losses.md. Where each tower's own is meant, as where it clips its
-gradient, say tj.Weighted(total * factor, weight). A term of the rows is a mean of its
-own: loss + tj.Weighted.mean(values, tower.weight)."""
+tower.mean(values, tower.weight), or from an earlier pass, as in
+{page("how_to/several_losses", "A function of a mean")}
+Where each tower's own is meant, as where it clips its gradient, say
+tj.Weighted(total * factor, weight). A term of the rows is a mean of its own:
+loss + tj.Weighted.mean(values, tower.weight)."""
 _REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
 _ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
 tower.num_towers. Where T times the value is meant, write value * tower.num_towers in

@@ -16,6 +16,7 @@ from towerjax.proof import tags
 from towerjax.proof.equation import Site, user_line
 from towerjax.proof.findings import ReplicationError
 from towerjax.types.leaves import listed
+from towerjax.types.version import page
 from towerjax.types.warning import warn
 
 
@@ -153,7 +154,7 @@ _OWN_ROWS = {
     "function": (
         "make a loss that is a function of sums, such as a ratio or a root",
         "Return a sum and its weight, tj.Weighted((losses * mask).sum(), mask.sum());"
-        " for others see 'A function of a mean' in docs/how_to/several_losses.md.",
+        f" others: {page('how_to/several_losses', 'A function of a mean')}",
     ),
 }
 

@@ -35,6 +35,7 @@ from towerjax.towers.variables import (
 )
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
 from towerjax.types.leaves import key_data, listed
+from towerjax.types.version import page
 from towerjax.types.warning import warn
 
 
@@ -331,8 +332,8 @@ def _check_micro_batch(found: Analysis, names: Sequence[str], count: int) -> Non
         warn(
             f"Each of {count} micro-batches calls {listed(each)}, of its own rows, so"
             " that the numbers change with micro_batches=. What all rows are to tell,"
-            " compute in an earlier pass of tj.build_step: see 'A function of a mean'"
-            " in docs/how_to/several_losses.md."
+            " compute in an earlier pass of tj.build_step, as in"
+            f" {page('how_to/several_losses', 'A function of a mean')}"
         )
 
 

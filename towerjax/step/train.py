@@ -306,7 +306,7 @@ def build_train_step(
       extend: ``fns -> fns``: makes others of the functions that the step is made of,
         its ``tower``, ``update`` and ``init``; such as those of `towerjax.contrib`.
       sync: When towers synchronise, such as ``tj.sync.LocalSGD(every=8)``; see
-        ``docs/how_to/synchronise_less.md``.
+        <https://github.com/towerjax/towerjax/blob/main/docs/how_to/synchronise_less.md>.
 
     Returns:
       A `TrainStep`.

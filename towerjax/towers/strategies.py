@@ -53,7 +53,8 @@ class Mirrored(StrategyMethods):
       state: The layout of a step's state: ``"mirrored"``, whole on each device;
         ``"sharded_optimizer"``: each device holds and updates a part of the optimizer's
         state (ZeRO-1); ``"sharded"``: of parameters and gradients too, gathered where
-        the loss uses them (FSDP); see ``docs/how_to/larger_than_a_device.md``.
+        the loss uses them (FSDP); see
+        <https://github.com/towerjax/towerjax/blob/main/docs/how_to/larger_than_a_device.md>.
 
     Raises:
       ValueError: Options that exclude each other, no or duplicate devices, an invalid

@@ -194,9 +194,9 @@ class Tower:
         """One value of all towers' values, the same on each tower.
 
         With several micro-batches this reduces over the rows of each micro-batch alone:
-        a loss that is divided by a sum over the batch takes that sum as rows of the
-        batch. A ``jax.grad`` inside a tower is that of the sum of all towers' results:
-        differentiate ``value / tower.num_towers``. See ``docs/limits.md`` for both.
+        a loss divided by a sum over the batch takes that sum as rows of the batch. A
+        ``jax.grad`` in a tower is that of the sum of all towers' results: differentiate
+        ``value / tower.num_towers``. See <https://github.com/towerjax/towerjax/blob/main/docs/limits.md>.
 
         Args:
           reduction: SUM, MEAN (mean of tower values) or ONLY_FIRST_TOWER.

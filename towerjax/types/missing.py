@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import jax
 
+from towerjax.types.version import page
+
 _Class = TypeVar("_Class", bound=type)
 _NAMES = {
-    "MirroredStrategy": "Write tj.Mirrored(); docs/mirrored_strategy.md has each name.",
+    "MirroredStrategy": f"Write tj.Mirrored(); each name: {page('mirrored_strategy')}",
     "fit": "A loop over batches is tj.run(step, state, batches).",
     "replace": "Write dataclasses.replace(state, params=...), a new state.",
     "apply_gradients": "Write tj.apply_gradients(optimizer, state, grads).",

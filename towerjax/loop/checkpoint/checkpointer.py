@@ -47,7 +47,8 @@ class Checkpointer:
     ``run(..., checkpointer=...)`` starts from the newest checkpoint of the folder if
     that is after the state that was passed. It saves during the run, at its end, at
     SIGTERM and at Ctrl-C. A resumed run has the bits of one that was never stopped. A
-    checkpoint fits any number of towers and devices. See ``docs/checkpoints.md``.
+    checkpoint fits any number of towers and devices. See
+    <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
 
     Attributes:
       directory: A folder for this training alone; made. All of several processes must

@@ -18,6 +18,7 @@ from towerjax.towers.fields import StrategyFields
 from towerjax.types import PerTower, short_repr
 from towerjax.types.door import doors
 from towerjax.types.missing import explain_missing
+from towerjax.types.version import page
 
 
 @doors
@@ -44,7 +45,7 @@ class StrategyMethods(StrategyFields):
     __repr__ = short_repr
     if not TYPE_CHECKING:
         __getattr__ = explain_missing(
-            "docs/mirrored_strategy.md says of each name of TensorFlow what to write."
+            f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
         )
 
     def __getstate__(self) -> dict[str, Any]:
