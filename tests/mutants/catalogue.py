@@ -845,7 +845,7 @@ TIMES = (
        'losses, found.setdefault("losses", losses)', "losses, losses",
        "test_bench.py::test_other_work_is_not_compared"),
     _m("F07", "what failed before is timed again unasked", "tools.sweep.bench:bench",
-       "retry_failed and ", "",
+       '{"ok"} if retry_failed else {"ok", "failed", "not available"}', '{"ok"}',
        "test_bench.py::test_a_worker_that_dies_or_hangs_is_a_failure[was ended by "
        "SIGABRT. Last it said: it]"),
 )
@@ -978,8 +978,7 @@ TABLES = (
 SWEEPS = (
     _m("W01", "members in turn are all given the first one's numbers",
        "tools.sweep.train:_Program.train_members",
-       "{name: x[i] for name, x in numbers.items()}",
-       "{name: x[0] for name, x in numbers.items()}",
+       "{k: x[i] for k, x in numbers.items()}", "{k: x[0] for k, x in numbers.items()}",
        "test_sweep.py::test_a_member_is_what_it_is_alone[in_turn]"),
     _m("W02", "of members that train together all are told the first one's metrics",
        "step.members:MembersStep.of_member", "values[:, index]", "values[:, 0]",

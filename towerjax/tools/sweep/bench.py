@@ -1,8 +1,6 @@
 """Time the steps of a grid, each in a process of its own, in turns with peers."""
 
-import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -13,26 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from towerjax.loop.checkpoint.record import library_versions
-from towerjax.loop.progress import choose_display
 from towerjax.loop.writers import read_lines
 from towerjax.tools.shell import resolve
-from towerjax.tools.sweep.grid import (
-    Config,
-    Line,
-    RecordFile,
-    RowTable,
-    configs_of,
-    describe,
-    key_text,
-    show_counts,
-)
+from towerjax.tools.sweep import grid as of_grid
+from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
 from towerjax.types.options import check_number, check_whole
 
@@ -45,7 +34,7 @@ _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 def bench(
     build: Builder,
-    grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],
+    grid: Grid,
     *,
     peers: Mapping[str, Builder] | None = None,
     results: str | os.PathLike[str] | None = None,
@@ -71,8 +60,7 @@ def bench(
         timed by itself, ``{"rounds_s": seconds of a call in each round}``.
       grid: As of `sweep`: ``{name: values}``, or a list of configurations.
       peers: Name -> such a ``build`` of what is timed in the same rounds.
-      results: A file of JSON lines, written as configurations end. Those that it has
-        are not timed again, so that a killed sweep can be continued.
+      results: As of `sweep`, a file that a killed one continues.
       rounds: At least 6: fewer give no 95% interval.
       seconds_per_round: How long a turn lasts, about: 1 to 1,000 awaited calls, whose
         mean counts without the fastest and the slowest tenth.
@@ -80,8 +68,7 @@ def bench(
         configuration fails. None compares none.
       retry_failed: Time again what the file has as failed or not available.
       timeout_s: A configuration that takes longer is ended, and has failed.
-      progress: None shows a bar on a terminal, else lines; True always a bar; False
-        nothing.
+      progress: As for `run`.
 
     Returns:
       A `towerjax.tools.Timings`, in the grid's order.
@@ -100,32 +87,22 @@ def bench(
     """
     check_whole("rounds", rounds, 6)
     check_number("seconds_per_round", seconds_per_round, "seconds >= 0")
-    configs, names = configs_of(grid), {"": build, **(peers or {})}
-    work = {
-        "builders": {name: _importable(each) for name, each in names.items()},
-        "rounds": rounds,
-        "seconds_per_round": seconds_per_round,
-        "rtol": rtol,
-    }
+    configs, names = of_grid.configs_of(grid), {"": build, **(peers or {})}
+    work: Line = {"builders": {name: _importable(x) for name, x in names.items()}}
+    work |= {"rounds": rounds, "seconds_per_round": seconds_per_round, "rtol": rtol}
     about = {"machine": describe_machine(), "versions": versions(), "work": work}
-    file = RecordFile(results, about)
-
-    def is_done(config: Config) -> bool:
-        record = file.get(config)
-        return bool(record) and not (retry_failed and record["status"] != "ok")
-
-    todo = [config for config in configs if not is_done(config)]
+    file = of_grid.RecordFile(results, about)
+    stay = {"ok"} if retry_failed else {"ok", "failed", "not available"}
+    todo = [x for x in configs if (file.get(x) or {"status": ""})["status"] not in stay]
+    counts = len(configs) - len(todo), len(configs)
     # Without `job`, which starts JAX's devices: the workers need them.
-    with contextlib.closing(choose_display(progress, job=False)) as display:
-        done = len(configs) - len(todo)
-        show = show_counts(display, "configuration", len(configs), done)
-        for number, config in enumerate(todo, done):
-            show(number, text := describe(config))
+    with of_grid.counted(progress, "configuration", *counts, job=False) as (show, note):
+        for number, config in enumerate(todo, counts[0]):
+            show(number, text := of_grid.describe(config))
             found = file.add({"config": config, **_measured(work, config, timeout_s)})
             if error := str(found.get("error", "")).partition("\n")[0]:
-                display.note(f"{text}: {found['status']}: {error}")
-        show(len(configs), "done")
-    return Timings(tuple(file.get(config) for config in configs))
+                note(f"{text}: {found['status']}: {error}")
+    return Timings(tuple(map(file.get, configs)))
 
 
 def _importable(build: Builder) -> str:
@@ -144,9 +121,8 @@ def _importable(build: Builder) -> str:
 def describe_machine() -> Line:
     """The processor, the number of cores that this process may use, the system."""
     info = pathlib.Path("/proc/cpuinfo")
-    names = re.findall(
-        r"model name\s*: (.*)", info.read_text() if info.is_file() else ""
-    )
+    text = info.read_text() if info.is_file() else ""
+    names = re.findall(r"model name\s*: (.*)", text)
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     system = f"{platform.system()} {platform.machine()}"
     return {"processor": [*names, ""][0], "cores": len(usable), "system": system}
@@ -204,8 +180,7 @@ def worker_environ(environ: dict[str, str], config: Config) -> dict[str, str]:
 def main() -> None:
     """Run the job on the standard input; write its record to a file."""
     sys.path.insert(0, "")
-    record = recorded(json.load(sys.stdin))
-    pathlib.Path(sys.argv[1]).write_text(json.dumps(record))
+    pathlib.Path(sys.argv[1]).write_text(json.dumps(recorded(json.load(sys.stdin))))
 
 
 def recorded(job: Line) -> Line:
@@ -243,18 +218,15 @@ class Contender:
 
 
 def _timed(job: Line) -> Line:
-    config, contenders, events = job["config"], {}, []
+    config, contenders, found, events = job["config"], {}, {}, []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    found: Line = {}
     for name, builder in job["builders"].items():
         built = resolve(builder)(**config)
         if isinstance(built, Mapping):
             return {**built, **_figures({name: np.asarray(built["rounds_s"])[:, None]})}
         call, state, batch = built
-        place, start = getattr(call, "place_batch", None), time.perf_counter()
-        contenders[name] = own = Contender(
-            call, state, place(batch) if place else batch
-        )
+        place, start = getattr(call, "place_batch", lambda x: x), time.perf_counter()
+        contenders[name] = own = Contender(call, state, place(batch))
         losses = [own.loss()]
         if not name:
             found["first_call_s"] = time.perf_counter() - start
@@ -273,8 +245,7 @@ def check_losses(
     name: str, losses: Sequence[float], own: Sequence[float], rtol: float | None
 ) -> None:
     """Raise unless both have the same losses, and so the same computation."""
-    same = functools.partial(np.allclose, losses, own, atol=0, equal_nan=True)
-    if rtol is not None and not same(rtol=rtol):
+    if rtol is not None and not np.allclose(losses, own, rtol, 0, equal_nan=True):
         raise ValueError(
             f"{name} has the first losses {list(losses)}, and the step {list(own)}: not"
             f" the same computation within {rtol:g}. Their times are not compared."
@@ -285,11 +256,9 @@ def _figures(seconds: Mapping[str, np.ndarray]) -> Line:
     """The figures, from each contender's seconds ``[rounds, 1 or 2]``."""
     own = seconds[""]
     values = {"step_s": own[:, 0], "return_s": own[:, -1]}
-    values |= {
-        f"over {name}": own[:, 0] / x[:, 0] for name, x in seconds.items() if name
-    }
-    found = {name: interval_of_median(x) for name, x in values.items()}
-    figures = {name: dataclasses.asdict(x) for name, x in found.items()}
+    peers = {f"over {name}": x for name, x in seconds.items() if name}
+    values |= {name: own[:, 0] / x[:, 0] for name, x in peers.items()}
+    figures = {name: vars(interval_of_median(x)) for name, x in values.items()}
     return {"rounds_s": own[:, 0].tolist(), "figures": figures}
 
 
@@ -308,7 +277,7 @@ class Timings(RowTable):
     def read(cls, path: str | os.PathLike[str]) -> "Timings":
         """The times in a file of `bench`, of each configuration the last."""
         lines = read_lines(pathlib.Path(path), "config", "a sweep")
-        found = {key_text(record["config"]): record for record, _ in lines}
+        found = {of_grid.key_text(record["config"]): record for record, _ in lines}
         return cls(tuple(found.values()))
 
     def _rows(self) -> list[Line]:

@@ -1,17 +1,18 @@
 """What both sweeps share: a grid, a file of results that goes on, and a table."""
 
+import contextlib
 import itertools
 import json
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from towerjax.loop.progress import Display, format_seconds
+from towerjax.loop.progress import choose_display, format_seconds
 from towerjax.loop.writers import append_line, as_json, read_lines
 from towerjax.tools.sweep.turns import Interval
 from towerjax.types.options import check_list, check_methods, check_path, require
@@ -19,6 +20,7 @@ from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]
 Config: TypeAlias = dict[str, Any]
+Grid: TypeAlias = Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]
 
 
 def configs_of(grid: Any) -> list[Config]:
@@ -71,18 +73,17 @@ class RecordFile:
         if path is not None:
             check_path("results", path, "a file")
         self.path = None if path is None else pathlib.Path(path)
-        self.about, self._records = about, {}
+        self.about, self._records, size = about, {}, 0
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            size = 0
-            for record, length in read_lines(self.path, "config", "a sweep"):
-                self._check_same(record)
-                self._records[key_text(record["config"])] = record
-                size += length
-            if size < self.path.stat().st_size:
-                os.truncate(self.path, size)
+        self.path.touch()
+        for record, length in read_lines(self.path, "config", "a sweep"):
+            self._check_same(record)
+            self._records[key_text(record["config"])] = record
+            size += length
+        if size < self.path.stat().st_size:
+            os.truncate(self.path, size)
 
     def _check_same(self, record: Line) -> None:
         for name, value in self.about.items():
@@ -104,13 +105,12 @@ class RecordFile:
         return record
 
 
-def show_counts(
-    display: Display, what: str, total: int, done: int
-) -> Callable[[int, str], None]:
-    """``show(done, text)`` of a sweep: which result is begun, and the time left."""
+@contextlib.contextmanager
+def counted(
+    progress: bool | None, what: str, done: int, total: int, **how: Any
+) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
+    """``show(done, text)``, of what is begun and the time left, and ``note(text)``."""
     before, start_s = done, time.monotonic()
-    if done:
-        display.note(f"{done} of {total} {what}s were done before")
 
     def show(done: int, text: str) -> None:
         text = f"{what} {min(done + 1, total)}/{total}  {text}"
@@ -119,16 +119,18 @@ def show_counts(
             text += f"  {format_seconds(each_s * (total - done))} left"
         display.show(done, total, text)
 
-    return show
+    with contextlib.closing(choose_display(progress, **how)) as display:
+        if done:
+            display.note(f"{done} of {total} {what}s were done before")
+        yield show, display.note
+        show(total, "done")
 
 
 class RowTable(Shown):
     """Base of the results of a sweep: a table with a row for each."""
 
     title = "results"
-
-    def _rows(self) -> list[Line]:
-        raise NotImplementedError
+    _rows: Callable[[], list[Line]]  # a method
 
     def rows(self) -> list[Line]:
         """A mapping for each result: its configuration, and its numbers.
@@ -142,12 +144,8 @@ class RowTable(Shown):
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)
-        cells = [[row.get(name, "") for name in names] for row in rows]
-        texts = [
-            tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row)
-            for row in cells
-        ]
-        return (Table(f"{len(rows)} {self.title}", tuple(names), tuple(texts)),)
+        cells = tuple(tuple(_cell(row.get(name, "")) for name in names) for row in rows)
+        return (Table(f"{len(rows)} {self.title}", tuple(names), cells),)
 
     def to_pandas(self) -> Any:
         """The rows as a ``pandas.DataFrame``."""
@@ -155,10 +153,12 @@ class RowTable(Shown):
         return pandas.DataFrame(self.rows())
 
 
+def _cell(x: Any) -> str:
+    return f"{x:.4g}" if isinstance(x, float) else str(x)
+
+
 def _flat(row: Line) -> Iterator[tuple[str, Any]]:
-    for name, value in row.items():
-        if isinstance(value, Interval):
-            ends = (f"{name} low", value.low), (f"{name} high", value.high)
-            yield from ((name, value.median), *ends)
-        else:
-            yield name, value
+    for name, x in row.items():
+        ends = ("low", "high") if isinstance(x, Interval) else ()
+        yield name, x.median if ends else x
+        yield from ((f"{name} {end}", getattr(x, end)) for end in ends)

@@ -12,21 +12,13 @@ import jax
 import numpy as np
 
 from towerjax.data.feed import as_reusable
-from towerjax.loop.progress import choose_display
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
 from towerjax.step.members import MembersStep
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
-from towerjax.tools.sweep.grid import (
-    Config,
-    Line,
-    RecordFile,
-    RowTable,
-    configs_of,
-    describe,
-    show_counts,
-)
+from towerjax.tools.sweep import grid as of_grid
+from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import held_dtype, listed, refuse_unheld
@@ -83,15 +75,11 @@ class Sweep(RowTable):
         return [member.config for member in self.members]
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [
-            {
-                **member.config,
-                **{k: x for k, x in member.final.items() if np.ndim(x) == 0},
-                "order": member.order,
-                "seconds": member.seconds,
-            }
-            for member in self.members
-        ]
+        rows = []
+        for x in self.members:
+            numbers = {k: v for k, v in x.final.items() if np.ndim(v) == 0}
+            rows += [x.config | numbers | {"order": x.order, "seconds": x.seconds}]
+        return rows
 
     def best(self, metric: str, *, mode: str = "min") -> Member:
         """The member whose last number is best; none, or one not finite, is worst."""
@@ -130,7 +118,7 @@ class Sweep(RowTable):
 @door
 def sweep(
     build: Build,
-    grid: Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]],
+    grid: Grid,
     batches: Iterable[PyTree] | Callable[..., Iterable[PyTree]],
     *,
     steps: int | None = None,
@@ -167,8 +155,7 @@ def sweep(
         trained again, so that a killed sweep can be continued; but those without an
         evaluation are, with ``evaluate``.
       steps_per_call: As for `run`.
-      progress: None shows a bar on a terminal, else lines; True always a bar; False
-        nothing.
+      progress: As for `run`.
 
     Returns:
       A `towerjax.tools.Sweep`, in the grid's order.
@@ -197,12 +184,12 @@ def sweep(
     check_choice("order", order, get_args(Order))
     if jax.process_count() > 1:
         raise ValueError("tj.sweep is for one process. Share the grid out.")
-    configs = configs_of(grid)
+    configs = of_grid.configs_of(grid)
     traced = traced_names(configs, static)
     _check_functions(build, evaluate, configs[0])
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
-    file = RecordFile(results, {"sweep": about})
+    file = of_grid.RecordFile(results, {"sweep": about})
 
     def swept() -> Sweep:
         records = [(file.get(config), config) for config in configs]
@@ -216,19 +203,16 @@ def sweep(
     for config in configs:
         fixed = {k: x for k, x in config.items() if k not in traced}
         programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
-    done = sum(map(is_done, configs))
+    done, total = sum(map(is_done, configs)), len(configs)
     try:
-        with contextlib.closing(choose_display(progress)) as display:
-            show = show_counts(display, "member", len(configs), done)
+        with of_grid.counted(progress, "member", done, total) as (show, _):
             for fixed, members in programs.values():
                 todo = [config for config in members if not is_done(config)]
                 about = build, fixed, traced, batches, steps, steps_per_call, evaluate
-                show(done, describe(fixed))
-                program = _Program(*about)
-                for record in program.train_members(todo, order) if todo else ():
+                show(done, of_grid.describe(fixed))
+                for record in _Program(*about).train_members(todo, order):
                     file.add(record)
                     done += 1
-            show(done, "done")
     except BaseException as error:
         vars(error)["sweep"] = swept()
         error.add_note("error.sweep has the members that were trained.")
@@ -254,8 +238,7 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, 
         kinds = {type(config[name]) for config in configs}
         if name not in static and kinds <= {int, float}:
             found[name] = held_dtype(float if float in kinds else int)
-    values = {name: np.array([config[name] for config in configs]) for name in found}
-    refuse_unheld("grid", values)
+    refuse_unheld("grid", {k: np.array([x[k] for x in configs]) for k in found})
     return found
 
 
@@ -266,8 +249,9 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
         yield
     except Exception as error:
         # Errors of NumPy and Python name the tracer, too.
-        is_ours = isinstance(error, jax.errors.JAXTypeError)
-        if not is_ours and "Tracer" not in str(error):
+        if "Tracer" not in str(error) and not isinstance(
+            error, jax.errors.JAXTypeError
+        ):
             raise
         raise ValueError(
             f"tj.sweep traces {', '.join(traced)}: build gets arrays. Name in"
@@ -302,15 +286,12 @@ class _Program:
 
     def train_members(self, members: Sequence[Config], order: str) -> Iterator[Line]:
         """Train the members; yield the record of each."""
-        numbers = {
-            name: np.array([config[name] for config in members], dtype)
-            for name, dtype in self.traced.items()
-        }
-        each = [
-            ({name: x[i] for name, x in numbers.items()}, [config])
-            for i, config in enumerate(members)
-        ]
-        order = order if len(members) > 1 else "alone"
+        if not members:
+            return
+        columns = {name: [config[name] for config in members] for name in self.traced}
+        numbers = {k: np.array(x, self.traced[k]) for k, x in columns.items()}
+        order, rows = order if len(members) > 1 else "alone", enumerate(members)
+        each = [({k: x[i] for k, x in numbers.items()}, [own]) for i, own in rows]
         groups = [(numbers, members)] if order == "together" else each
         build = functools.partial(self.build, **self.fixed)
         with _explain_tracing(self.traced):
@@ -320,11 +301,11 @@ class _Program:
 
     def _run(self, step: MembersStep, state: Any) -> Any:
         """Run all steps; return ``(state, history)``."""
-        source, steps = self.source, self.steps
+        source = self.source
         batches: Any = as_reusable("batches", source, "every training needs all of it")
         if callable(batches):
             batches = batches(**(self.fixed if batches is source else {}))
-        options = {"steps": steps, "steps_per_call": self.steps_per_call}
+        options = {"steps": self.steps, "steps_per_call": self.steps_per_call}
         with _explain_tracing(self.traced):
             return run(step, state, batches, **options, progress=False)
 
@@ -347,8 +328,7 @@ class _Program:
                 if failed is None or isinstance(failed, Exception):
                     evaluation = self._evaluate(member, config)
             except BaseException as error:
-                is_first = failed is None or not isinstance(error, Exception)
-                failed = error if is_first else failed
+                failed = failed if failed and isinstance(error, Exception) else error
             left += [(config, member)] if evaluation is None else []
             yield {
                 "config": config,
