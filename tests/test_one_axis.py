@@ -300,6 +300,22 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
     np.testing.assert_allclose(got, expected[rule], rtol=1e-6)
 
 
+@pytest.mark.skipif("jax_custom_jvp3" not in jax.config.values, reason="of a later JAX")
+def test_a_rule_of_the_kind_to_come_is_refused():
+    """Else towers that share a device would lose it, and their gradient be wrong."""
+    before = jax.config.values["jax_custom_jvp3"]
+    jax.config.update("jax_custom_jvp3", True)
+    try:
+        call = jax.custom_jvp(lambda x: lax.psum(x, "batch"))
+        call.defjvp(lambda x, dx: (call(*x), lax.psum(3 * dx[0], "batch")))
+        strategy = tj.Mirrored(towers=4, axis_name="batch")
+        rows = tj.PerTower(jnp.arange(4.0))
+        with pytest.raises(ValueError, match="rule of its own adds up over towers"):
+            strategy.call_for_each_tower(lambda tower, x: call(x), rows)
+    finally:
+        jax.config.update("jax_custom_jvp3", before)
+
+
 # What towers of a device add up.
 
 AXES = mirrored(3, 1).placement.axes

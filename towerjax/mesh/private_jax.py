@@ -1,4 +1,4 @@
-"""All uses of JAX's private modules."""
+"""All uses of JAX's private modules, each with the versions that have it."""
 
 import collections
 import functools
@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, distributed
-from jax._src.array import ArrayImpl
-from jax._src.config import explicit_device_put_scope
-from jax._src.core import extend_axis_env_nd
+from jax._src import api_util, distributed  # 0.10 to 0.12
+from jax._src.array import ArrayImpl  # 0.10 to 0.12
+from jax._src.config import explicit_device_put_scope  # 0.10 to 0.12
+from jax._src.core import extend_axis_env_nd  # 0.10 to 0.12
 from jax.extend.core import Literal
+from jax.extend.mlir import ir
+from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import NamedSharding
-from jaxlib import xla_client
-from jaxlib.mlir import ir
-from jaxlib.mlir.passmanager import PassManager
+from jaxlib import xla_client  # 0.10 to 0.12
 
 # The class of arrays on devices, which keys and tracers are not. To ask for it takes a
 # fifth of the time of ``isinstance(x, jax.Array)``.
@@ -56,6 +56,7 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
 
 def carries_gradient(x: Any, of: Any) -> bool:
     """Does ``x`` carry a tangent of the differentiation by ``of``, now being traced?"""
+    # 0.10 to 0.12
     made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
     return len(made_by) == 2 and made_by[0] is made_by[1]
 
@@ -78,7 +79,7 @@ def coordinator_client() -> Any:
 
 def read_arguments(compiled: Any) -> list[int]:
     """The numbers of the leaves among its arguments that a program reads."""
-    return sorted(compiled._executable._kept_var_idx)
+    return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
 
 
 def inline_and_merge(lowered: Any) -> None:

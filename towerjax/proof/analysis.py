@@ -21,6 +21,7 @@ from towerjax.proof.equation import (
     IDENTITIES,
     OF_OTHER_INPUT,
     SUMS,
+    given_name,
     is_foreign,
     is_hidden,
     loop_sizes,
@@ -152,6 +153,8 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
 def _rule_of(
     eqn: JaxprEqn, context: Context
 ) -> Callable[[JaxprEqn, _Marks, Context], _Marks]:
+    if given_name(eqn) is not None:
+        return _checkpoint_name
     inner = sub_jaxprs(eqn)
     if not inner and not named_axes(eqn) and is_foreign(eqn, context.axis):
         return _originate
@@ -231,7 +234,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see `towerjax.proof.tags`."""
-    name, [mark] = eqn.params["name"], ins
+    name, [mark] = given_name(eqn) or "", ins
     if name == tags.ONE or (name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS):
         return [FIXED]
     if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
@@ -383,7 +386,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 _RULES: dict[str, Callable] = dict.fromkeys(IDENTITIES, lambda eqn, ins, context: ins)
-_RULES |= {"axis_index": _originate, "cond": _cond, "name": _checkpoint_name}
+_RULES |= {"axis_index": _originate, "cond": _cond}
 _RULES |= dict.fromkeys(
     "random_bits random_fold_in random_gamma random_split rng_bit_generator".split(),
     _draw,

@@ -75,6 +75,14 @@ def _is_high(eqn: JaxprEqn) -> bool:
     return has_class or eqn.primitive.name.startswith("call_hi_primitive")
 
 
+def given_name(eqn: JaxprEqn) -> str | None:
+    """The name that ``checkpoint_name`` gives a value, if this equation does."""
+    if eqn.primitive.name == "name":
+        return eqn.params["name"]
+    high: Any = eqn.params.get("_prim")  # with jax_remat3
+    return high.name if type(high).__name__.startswith("CheckpointName") else None
+
+
 OF_OTHER_INPUT = (
     ArithmeticError,
     AssertionError,
@@ -229,9 +237,9 @@ def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
                 yield var.val
 
 
-def open_jaxpr(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr:
-    """The jaxpr without its constants."""
-    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The jaxpr without its constants; since JAX 0.12 they are of one class."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
@@ -242,19 +250,22 @@ def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-_CALLS = "jit checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
+_CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
 
 
 def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
     """For each output the given input that calls and scans forward to it, or None."""
     found = dict(zip(map(id, jaxpr.invars), given, strict=True))
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _CALLS:
+        inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
+        if _is_high(eqn) and (program := trace_hidden(eqn, {})):  # with jax_remat3
+            inner = [open_jaxpr(program)]
+        if inner:
             inside = [found.get(id(x)) for x in eqn.invars]
             if eqn.primitive.name == "scan":  # only xs are forwarded whole, as ys
                 once = sum(loop_sizes(eqn))
                 inside[:once] = [None] * once
-            outside = forwarded_inputs(sub_jaxprs(eqn)[0], inside)
+            outside = forwarded_inputs(inner[0], inside)
             found |= zip(map(id, eqn.outvars), outside, strict=True)
     return [found.get(id(x)) for x in jaxpr.outvars]
 

@@ -92,8 +92,9 @@ def varying_constants(
     varying: set[tuple[int, int]] = set()
     for one, two in zip(all_jaxprs(jaxpr), all_jaxprs(other), strict=True):
         body, twins = open_jaxpr(one), open_jaxpr(two)
-        if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
-            arrays = zip(body.constvars, one.consts, two.consts, strict=True)
+        given: list[Any] = [getattr(each, "consts", None) for each in (one, two)]
+        if None not in given:
+            arrays = zip(body.constvars, *given, strict=True)
             varying |= {(id(var), -1) for var, *pair in arrays if not _equal(*pair)}
         for eqn, twin in zip(body.eqns, twins.eqns, strict=True):
             if eqn.primitive is not twin.primitive:

@@ -182,6 +182,9 @@ class _Lowering:
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
             return eqn
+        rules = ("jvp_rule", "fwd")  # with jax_custom_jvp3 and jax_custom_vjp3
+        if any(hasattr(eqn.params.get("_prim"), rule) for rule in rules):
+            raise ValueError(_NEW_RULES.format(line=user_line((eqn, None))))
         return self._as_call(eqn, jaxpr_as_fun(self.lower(program)))
 
     def _new_effects(self, effects: Any) -> set[Any]:
@@ -260,6 +263,11 @@ _OWN = (
     "{line} names the axis {axis!r}, which is not all towers where several share a"
     " device. Write tower.axis_names, or a name that you give:"
     " tj.Mirrored(axis_name='batch')."
+)
+_NEW_RULES = (
+    "{line}: a function with a derivative rule of its own adds up over towers, and its"
+    " rule, under jax_custom_jvp3 or jax_custom_vjp3, cannot be written for towers that"
+    " share a device. Leave these options of JAX off, or add up outside the function."
 )
 _NO_VMAP = (
     "Towers that share a device run together, by jax.vmap, which JAX does not have of"

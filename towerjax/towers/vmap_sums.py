@@ -280,7 +280,7 @@ class _Opened:
         if self.eqn.primitive.name == "scan":
             return self._scan_on_all(is_own, given, size)
         if self.eqn.primitive.name == "remat2":
-            if not isinstance(program, ClosedJaxpr):
+            if not hasattr(program, "consts"):  # before JAX 0.12
                 program = ClosedJaxpr(program, ())
             # A barrier: else XLA would use the values of the forward pass instead.
             if params["differentiated"] and params["prevent_cse"]:
