@@ -14,7 +14,7 @@ import functools
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -267,45 +267,47 @@ def is_no_worse(ours: StepReport, hand: StepReport) -> bool:
 
 
 HEAD = (
-    "| devices | step | state and batch | peak memory | all-reduces | sent"
-    " | meanwhile | kernels |\n" + "|---" * 8 + "|"
+    "| step | state and batch | peak memory | all-reduces | sent"
+    " | meanwhile | kernels |\n" + "|---" * 7 + "|"
 )
 
 
-def line(devices: Absent, who: str, made: StepReport) -> str:
-    """One row of the table."""
+def cells(made: StepReport) -> tuple[str, ...]:
+    """The figures of one program on one number of devices."""
     sent = sum(found.bytes for found in made.collectives)
     beside = sum(found.beside for found in made.collectives)
-    memory = made.memory
-    cells = (
-        f"{len(devices)}",
-        who,
-        f"{memory.arguments / 1e9:.3f} GB",
-        f"{memory.peak / 1e9:.3f} GB",
+    return (
+        f"{made.memory.arguments / 1e9:.3f} GB",
+        f"{made.memory.peak / 1e9:.3f} GB",
         f"{len(made.collectives)}",
         f"{sent / 1e6:.1f} MB",
         in_bytes(beside),
         f"{made.kernels}",
     )
-    return f"| {' | '.join(cells)} |"
+
+
+def line(who: str, made: Iterable[StepReport]) -> str:
+    """One row of the table; where numbers of devices differ, their figures in order."""
+    columns = zip(*map(cells, made), strict=True)
+    figures = (", ".join(dict.fromkeys(column)) for column in columns)
+    return f"| {' | '.join((who, *figures))} |"
 
 
 def page(names: list[str], devices: list[Absent]) -> tuple[str, bool]:
     """The programs on the devices, side by side, and whether none is worse."""
     first = devices[0]
     these = "" if names == [*PROGRAMS] else f" --programs {' '.join(names)}"
-    on = f"{first.target}{these}"
-    parts = [TEXT.format(kind=first.kind, on=on, jax=jax.__version__)]
-    good = True
+    on, numbers = f"{first.target}{these}", " and ".join(f"{len(x)}" for x in devices)
+    kind = f"{numbers} {first.kind}"
+    parts, good = [TEXT.format(kind=kind, on=on, jax=jax.__version__)], True
     for name in names:
+        program = PROGRAMS[name]
+        ours = [by_towerjax(program, tj.Mirrored(devices=x)) for x in devices]
+        hand = [by_hand(program, x) for x in devices]
+        good &= all(map(is_no_worse, ours, hand))
         parts += [f"\n## {TITLES[name]}\n", HEAD]
-        for those in devices:
-            program = PROGRAMS[name]
-            ours = by_towerjax(program, tj.Mirrored(devices=those))
-            hand = by_hand(program, those)
-            good &= is_no_worse(ours, hand)
-            parts += [line(those, "towerjax", ours), line(those, "by hand", hand)]
-            print(*parts[-2:], sep="\n", flush=True)
+        parts += [line("towerjax", ours), line("by hand", hand)]
+        print(*parts[-2:], sep="\n", flush=True)
     return "\n".join(parts) + "\n", good
 
 
