@@ -352,7 +352,7 @@ CAUSES = {
     "quantile_clipped": "quantile_clipped. sorts a tower's own rows",
     "mixup_with_the_flipped_batch": "reverses a tower's own rows",
     "noise_from_the_shared_key": "Draw what rows have of their own from tower.rng",
-    "advantage_less_its_mean": "Rows of a tower meet what is computed of all",
+    "advantage_less_its_mean": "Rows of a tower are combined with what is",
 }
 
 

@@ -458,7 +458,7 @@ class WithDropout(nnx.Module):
         return self.norm(x) if hasattr(self, "norm") else x
 
 
-@pytest.mark.filterwarnings("ignore:Rows of a tower meet")
+@pytest.mark.filterwarnings("ignore:Rows of a tower are combined")
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("copied", [False, True])

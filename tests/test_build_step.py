@@ -569,7 +569,7 @@ def test_the_mean_of_a_gradient_may_weigh_another_mean():
         return {"loss": loss, "second": second, "grads": grads}
 
     step = tj.build_step(tower_fn, sgd(0.1), mirrored(2, 2), micro_batches=2)
-    with pytest.warns(UserWarning, match="Rows of a tower meet"):
+    with pytest.warns(UserWarning, match="Rows of a tower are combined"):
         step.check(params(), data(8))
 
 

@@ -594,7 +594,9 @@ def test_evaluations_and_predictions_are_warned_of():
         strategy,
     )
     for step in (evaluate, tj.build_predict_step(centred, strategy)):
-        with pytest.warns(UserWarning, match=r"Rows of a tower meet .* \(centred\)"):
+        with pytest.warns(
+            UserWarning, match=r"Rows of a tower are combined .* \(centred\)"
+        ):
             step({"w": np.ones(F, np.float32)}, batch())
 
 

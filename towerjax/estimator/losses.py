@@ -172,7 +172,7 @@ class TowersOfStep:
         return weights, self.num_parts
 
     def _sum_towers(self, loss: Weighted | None, grads: PyTree) -> tuple[Any, PyTree]:
-        """Sum losses and gradients over towers; raise where towers cannot meet."""
+        """Sum losses and gradients over towers; raise where they cannot communicate."""
         if get_opaque_trace_state() == self.trace:
             return meet(loss, grads, self.num_parts)
         in_turn = self.tower.strategy.placement.axes.in_turn
@@ -196,9 +196,9 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
 
 _INSIDE = (
     "TowerOptimizer.update stands inside a jit, scan or cond, where towers in turn"
-    " (local='scan') and micro-batches cannot meet. Call it outside: wrap last, as in"
-    " TowerOptimizer(optax.apply_if_finite(...)); or use local='vmap' and one"
-    " micro-batch."
+    " (local='scan') and micro-batches cannot communicate. Call it outside: wrap"
+    " last, as in TowerOptimizer(optax.apply_if_finite(...)); or use local='vmap' and"
+    " one micro-batch."
 )
 _WEIGHTED = (
     "model_fn returned a tj.{}, but loss_reduction={!r} is of scalar losses. Return a"

@@ -134,7 +134,7 @@ class ReplicatedModel:
           params: As for a call.
           config: As for a call.
           **options: ``micro_batches``, ``on_nonfinite``, ``guard``, ``donate`` and
-            ``audit``, as for ``tj.build_train_step``; optimizers meet once a step.
+            ``audit``, as for ``tj.build_train_step``; gradients are reduced once.
 
         Returns:
           A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.

@@ -145,11 +145,11 @@ def of_named(name: str, rows: Lint, line: Callable[[], str], site: Site) -> list
 _OF_ALL = "The rows of all towers are tower.all_gather(x, axis=0)."
 _OWN_ROWS = {
     "total": (
-        "meet what is computed of all of them, such as their mean",
+        "are combined with what is computed of all of them, such as their mean",
         "The mean of all towers' rows is tower.mean(x, tower.weight), and their batch"
         " norm towerjax.layers.batch_norm.",
     ),
-    "pairs": ("meet each other", _OF_ALL),
+    "pairs": ("are combined with each other", _OF_ALL),
     "passed": ("pass something on to the next in a loop", _OF_ALL),
     "function": (
         "make a loss that is a function of sums, such as a ratio or a root",
@@ -188,10 +188,10 @@ def refuse_squares(found: Sequence[OwnRows]) -> None:
     if squares:
         raise ReplicationError(
             "tj.Weighted.mean of values [b, b], each of a tower's b rows with each, at"
-            f" {lines}: other towers would make other pairs. If predictions [b] met"
-            " labels [b, 1], write labels[:, 0]. Where pairs within a tower are meant,"
-            " say tj.Weighted.mean(values.mean(axis=1), tower.weight); the rows of all"
-            " towers come from tower.all_gather or an earlier pass."
+            f" {lines}: other towers would make other pairs. If predictions [b] were"
+            " compared with labels [b, 1], write labels[:, 0]. Where pairs within a tower"
+            " are meant, say tj.Weighted.mean(values.mean(axis=1), tower.weight); the rows"
+            " of all towers come from tower.all_gather or an earlier pass."
         )
 
 

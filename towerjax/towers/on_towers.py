@@ -14,7 +14,7 @@ from towerjax.types import PyTree
 
 _IN_TURN = (
     "A tower names the towers' axis, but local='scan' runs the towers of a device one"
-    " after another, and they never meet. Use local='vmap'."
+    " after another, and they cannot communicate. Use local='vmap'."
 )
 
 

@@ -327,7 +327,7 @@ class Tower:
 
 
 def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
-    """Raise where a device's towers cannot communicate, or have already met."""
+    """Raise where a device's towers cannot communicate, or whose values are there."""
     if axes.in_turn:
         raise ValueError(
             f"{what} needs all towers at once, but local='scan' runs the towers of a"
@@ -338,7 +338,7 @@ def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
     if parts_of(PerTower, values):
         raise ValueError(
             f"{what} of a PerTower, which holds all towers' values. In a merge function"
-            " they have met: write strategy.reduce(tj.Reduction.MEAN, value), or"
+            " all are at hand: write strategy.reduce(tj.Reduction.MEAN, value), or"
             " strategy.unwrap(value)."
         )
 

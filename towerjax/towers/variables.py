@@ -221,7 +221,7 @@ def assign_in_tower(
             raise ValueError(
                 f"{label(variable)} has Reduction.NONE: you must specify an aggregation"
                 ". Create it with reduction=tj.Reduction.MEAN (or SUM,"
-                " ONLY_FIRST_TOWER), or meet first: tower.merge_call(lambda strategy,"
+                " ONLY_FIRST_TOWER), or merge first: tower.merge_call(lambda strategy,"
                 " x: strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
                 " x)."
             )
@@ -270,7 +270,7 @@ def refuse_own_copy(variable: Variable) -> None:
     if is_of_one_tower(variable.value):
         raise ValueError(
             f"{label(variable)} is the tower's own copy in a tower function: read"
-            " .value, change it with tower.assign, or meet first, with"
+            " .value, change it with tower.assign, or merge first, with"
             " tower.merge_call(fn, variable), whose function gets all copies."
         )
 

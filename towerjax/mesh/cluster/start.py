@@ -13,7 +13,7 @@ from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_flag, check_whole
 
 _SILENCE_S = 5
-_NOWHERE = "nothing says where they meet"
+_NOWHERE = "nothing says how they connect"
 
 
 @dataclasses.dataclass
@@ -73,7 +73,7 @@ def initialize(
       ValueError: The cluster is named wrongly or incompletely, or a timeout is invalid.
       RuntimeError: JAX or the port is in use already; this process belongs to another
         cluster already; JAX counts another number of processes; a launcher started
-        several processes, and nothing says where they meet.
+        several processes, and nothing says how they connect.
 
     Example:
       >>> initialize()  # doctest: +SKIP

@@ -47,7 +47,7 @@ def refusal(environ: Mapping[str, str], but: str) -> str | None:
 
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster of the innermost launcher; None if it does not say where to meet."""
+    """The cluster of the innermost launcher; None if it does not say where it is."""
     if (found := _innermost(environ)) is None:
         return None
     launcher, names = found

@@ -186,7 +186,7 @@ def refuse_in_tower(what: str, value: Any, instead: str) -> None:
     if is_of_one_tower(value):
         raise ValueError(
             f"strategy.{what} in a tower function of a value that is one tower's. Write"
-            f" {instead}, or meet first: tower.merge_call(lambda strategy, x:"
+            f" {instead}, or merge first: tower.merge_call(lambda strategy, x:"
             f" strategy.{what}(...), x) gives its function all towers' values."
         )
 
