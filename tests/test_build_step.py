@@ -422,6 +422,77 @@ def test_rows_that_go_on_say_which_of_them_are_padding():
         run(step, 7)
 
 
+def test_a_mean_of_a_towers_own_says_which_rows_are_padding():
+    def tower_fn(state, batch, tower):
+        return tj.PerTower({"y": tj.Weighted.mean(batch["y"]), "rows": batch["y"]})
+
+    step = tj.build_step(tower_fn, lambda s, m: (s, {}), mirrored(2), remainder="pad")
+    jax.eval_shape(step.fn, step.init(params()), data(8))
+    with pytest.raises(ValueError, match=r"padded, but .*y.sum does not depend"):
+        jax.eval_shape(step.fn, step.init(params()), data(7))
+
+
+@pytest.mark.parametrize(("wrap", "is_told"), [(tj.PerTower, False), (dict, True)])
+def test_a_factor_of_a_mean_may_be_of_a_tower_where_the_mean_is(wrap, is_told):
+    def tower_fn(state, batch, tower):
+        return wrap({"y": tower.id * tj.Weighted.mean(batch["y"], tower.weight)})
+
+    step = tj.build_step(tower_fn, lambda s, m: (s, {}), mirrored(2))
+    told = pytest.raises(tj.ReplicationError, match="A mean's factor")
+    with told if is_told else contextlib.nullcontext():
+        step.check(params(), data(8))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_factor_may_be_a_variable_that_no_micro_batch_changes(moves):
+    def tower_fn(state, batch, tower):
+        a, b = state.local["a"], state.local["b"]
+        mean = tj.Weighted.mean(batch["y"], tower.weight)
+        b = dataclasses.replace(b, value=b.value + mean.sum)
+        new = {"a": b, "b": a} if moves else {"a": a, "b": b}
+        return {"y": tj.PerTower(a.value * mean), "local": new}
+
+    local = {name: tj.TowerLocal(np.float32(1), R.SUM) for name in "ab"}
+    step = tj.build_step(tower_fn, lambda s, m: (s, {}), mirrored(2), micro_batches=2)
+    told = pytest.raises(tj.ReplicationError, match="depend on their rows: a mean's f")
+    with told if moves else contextlib.nullcontext():
+        step.check(params(), data(8), local=local)
+
+
+def test_an_update_may_reduce_and_is_proved_where_devices_are_missing():
+    def update_fn(state, merged):
+        total = strategy.reduce(R.SUM, merged["y"])
+        return state, {"y": total, "loss": jnp.where(total > 0, total, 0)}
+
+    strategy = mirrored(64, 64)
+    step = tj.build_step(lambda s, b, t: {"y": tj.PerTower(t.id)}, update_fn, strategy)
+    step.check(params(), data(64))
+
+
+@pytest.mark.slow
+def test_an_update_may_guard_itself():
+    """Then its state is taken, whatever the loss, and what it says is raised."""
+
+    def update_fn(state, merged):
+        fine = merged["y"].value < 10
+        metrics = {"loss": jnp.where(fine, jnp.nan, 1.0)}
+        return dataclasses.replace(state, params=merged["y"].value), metrics, fine
+
+    def tower_fn(state, batch, tower):
+        return {"y": tj.Sum(batch.sum())}
+
+    for mode in ("raise", "skip", "ignore"):
+        step = tj.build_step(tower_fn, update_fn, mirrored(2, 2), on_nonfinite=mode)
+        state, metrics = step(step.init(0.0), np.float32([1, 2]))
+        step.settle()
+        assert float(state.params) == 3 and np.isnan(metrics["loss"])
+        state, metrics = step(state, np.float32([5, 6]))
+        told = pytest.raises(tj.NonFiniteError, match="step 1 was not finite")
+        with told if mode == "raise" else contextlib.nullcontext():
+            step.settle()
+        assert float(state.params) == 11 and float(metrics["loss"]) == 1
+
+
 def test_what_an_update_counts_is_counted_where_the_loss_counts_no_row():
     def tower_fn(state, batch, tower):
         ready = state.extra >= 1  # as of a replay buffer that is filled first
@@ -603,6 +674,9 @@ def test_what_an_update_may_not_return_is_refused_by_name():
         "returned TrainState, but it": lambda s, m: s,
         "returned dict, dict, but": lambda s, m: ({}, {}),
         "returned TrainState, list, but": lambda s, m: (s, []),
+        "dict, bool, but .* also returns whether": lambda s, m: (s, {}, True),
+        r"dict, \w*Tracer, but": lambda s, m: (s, {}, jnp.ones(2, bool)),
+        r"dict, \w*, \w*, but": lambda s, m: (s, {}, m, m),
         r"state\.params\['b'\] was float32\[\] and is.*cast_like": lambda s, m: (
             dataclasses.replace(s, params={**s.params, "b": jnp.zeros(3)}),
             {},
@@ -646,7 +720,8 @@ def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
         return {"mean": tj.Weighted.mean(batch["y"], tower.weight)}
 
     def second(state, batch, tower, merged):
-        return {"loss": tj.Weighted.mean(merged["mean"].value * batch["x"])}
+        mean = tj.Weighted.mean(merged["mean"].value * batch["x"])
+        return {"loss": mean, "own": tj.PerTower({"a": mean, "b": batch["y"]})}
 
     def update_fn(state, merged):
         return state, {"loss": merged["loss"]}
@@ -656,7 +731,8 @@ def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
     batch["y"][5] = np.nan
     places = step.locate(step.init(params()), batch)
     found = [(place.tower, place.leaf) for place in places]
-    assert found == [(1, "mean/sum"), (0, "loss/sum"), (1, "loss/sum")]
+    assert found[:3] == [(1, "mean/sum"), (0, "loss/sum"), (0, "own/a/sum")]
+    assert found[3:] == [(1, "loss/sum"), (1, "own/a/sum")]
 
 
 def test_a_loss_may_be_several_means_each_of_its_own_weight():

@@ -934,6 +934,7 @@ _LOCAL_SGD = (
     "test_sync.py"
     "::test_local_sgd_averages_what_is_trained_and_a_tower_skips_its_own_step"
 )
+_OF_OWN = "test_build_step.py::test_a_mean_of_a_towers_"
 ROUNDS = (
     _m("Y01", "towers that go alone count alike, whatever they have seen",
        "step.rounds:Rounds._send", "weight = own.weight[p]",
@@ -949,6 +950,31 @@ ROUNDS = (
     _m("Y05", "padding is looked for after a tower has made its step of its rows",
        "step.one_pass:Pass.values_to_mask", "dataclasses.replace(axes, traced=None)",
        "axes", "test_sync.py::test_padding_that_nothing_masks_is_refused"),
+    _m("Y06", "padding counts in a mean that is a tower's own",
+       "step.one_pass:Pass.values_to_mask", "if isinstance(x, PerTower):", "if False:",
+       f"{_OF_OWN}own_says_which_rows_are_padding"),
+    _m("Y07", "a tower's own mean has no factor of its own", "step.proving:_prove_pass",
+       "if jax.tree.leaves(towers.out.merged):", "if True:",
+       "test_build_step.py"
+       "::test_a_factor_of_a_mean_may_be_of_a_tower_where_the_mean_is[PerTower-False]"),
+    _m("Y08", "what an update that guards itself calls not finite is not taken",
+       "step.engine:Engine.update",
+       "[is_fine], accepted, by_loss = told, jnp.bool_(True), False",
+       "[is_fine], by_loss = told, False",
+       "test_build_step.py::test_an_update_may_guard_itself"),
+    _m("Y09", "a sum that an update makes does not travel by the strategy's op",
+       "towers.cross_tower.reduce:_reduce_on_devices",
+       "if no_sums or is_inside_tower():", "if no_sums or is_traced(stacked):",
+       "test_cross_tower_ops.py"
+       "::test_where_jax_traces_values_travel_by_the_op_but_in_a_merge"),
+    _m("Y10", "a variable that no micro-batch changes counts as what each changes",
+       "step.one_pass:_scan_micro_batches", "None if old is new else", "None if 0 else",
+       "test_build_step.py"
+       "::test_a_factor_may_be_a_variable_that_no_micro_batch_changes[False]"),
+    _m("Y11", "micro-batches that swap variables leave each as it was",
+       "step.one_pass:_scan_micro_batches", "None if old is new else",
+       "None if old in after else", "test_build_step.py"
+       "::test_a_factor_may_be_a_variable_that_no_micro_batch_changes[True]"),
 )
 
 _LOOKUP = "test_sparse_gradient.py::test_each_lookup_has_the_dense_gradient"

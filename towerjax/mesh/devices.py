@@ -3,6 +3,7 @@
 import itertools
 import re
 import threading
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -92,6 +93,15 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
             )
         names += [f"{platform}:{i}" for i in own[:wanted]]
     return tuple(names)
+
+
+def owners_of(names: Sequence[str]) -> set[int]:
+    """The processes that own the devices; none where a device is missing."""
+    found = [name.split(":") for name in names]
+    present = {platform: platform_devices(platform) for platform, _ in found}
+    if any(int(index) >= len(present[platform]) for platform, index in found):
+        return set()
+    return {present[platform][int(index)].process_index for platform, index in found}
 
 
 def find_device(name: str) -> Device:

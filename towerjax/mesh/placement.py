@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.mesh.absent import Absent
-from towerjax.mesh.devices import Device, find_device, platform_devices
+from towerjax.mesh.devices import Device, find_device, owners_of
 from towerjax.mesh.private_jax import put
 from towerjax.mesh.processes import from_first_process, require_same, says_if_alone
 from towerjax.types import Layout, PyTree
@@ -152,11 +152,7 @@ class Placement:
         """``P``: how many processes own the devices; 1 where a device is missing."""
         if self.absent is not None:
             return self.absent.num_hosts
-        present = platform_devices(self.platform)
-        indices = [int(name.split(":")[1]) for name in self.devices]
-        if max(indices) >= len(present):
-            return 1
-        return len({present[index].process_index for index in indices})
+        return len(owners_of(self.devices)) or 1
 
     @functools.cached_property
     def jax_devices(self) -> tuple[Device, ...]:
@@ -178,6 +174,14 @@ class Placement:
         """A mesh of one Auto axis over the devices."""
         axis_types = (AxisType.Auto,)
         return Mesh(np.array(self.jax_devices), (DEVICE_AXIS,), axis_types=axis_types)
+
+    @property
+    def mesh_in_trace(self) -> Mesh | AbstractMesh:
+        """The mesh; its shape alone where a device is missing, to prove a step."""
+        if self.absent is None and not owners_of(self.devices):
+            auto = (AxisType.Auto,)
+            return AbstractMesh((self.num_devices,), (DEVICE_AXIS,), axis_types=auto)
+        return self.mesh
 
     def require_present(self) -> None:
         """Raise where nothing can be placed: devices are absent, or a mesh is set."""

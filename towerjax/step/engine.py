@@ -46,8 +46,9 @@ class Engine:
     """A step before it is compiled: passes of towers, then one update."""
 
     passes: tuple[Pass, ...]  # each is given the merged result of the one before
-    # (state, merged) -> (state, metrics), of global values.
-    update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]]
+    # (state, merged) -> (state, metrics), of global values; an update that guards
+    # itself also returns whether all was finite.
+    update_fn: Callable[[TrainState, Any], tuple[Any, ...]]
     on_nonfinite: OnNonfinite
     # What must be finite: metrics["loss"], or all metrics where none has that name;
     # with "gradients" also all sums over towers.
@@ -85,13 +86,15 @@ class Engine:
             before = TrainState(**donated, **kept)
             with _explain_errors(before):
                 updated = self.update_fn(before, merged)
-            after, metrics = _check_update(before, updated)
+            after, metrics, *told = _check_update(before, updated)
             others = self.other_losses(merged) if self.other_losses else ()
             values, has_examples, is_fine = _evaluate_metrics(metrics, others)
             is_fine = is_fine if finite is None else is_fine & finite
             accepted = is_fine & (has_examples | (not self.needs_examples))
             by_loss = finite is None and "loss" in values and not values["loss"].ndim
             by_loss &= not others
+            if told:
+                [is_fine], accepted, by_loss = told, jnp.bool_(True), False
             donated, now = split_state(after)
             accepts = accepted | (self.on_nonfinite == "ignore")
             now = {
@@ -205,24 +208,25 @@ _UPDATE = (
 )
 
 
-def _check_update(
-    before: TrainState, updated: Any
-) -> tuple[TrainState, dict[str, Any]]:
-    """The next state and the metrics that ``update_fn`` returned, checked."""
-    pair = updated if isinstance(updated, tuple) else (updated,)
-    if len(pair) != 2 or not all(map(isinstance, pair, (TrainState, Mapping))):
+def _check_update(before: TrainState, updated: Any) -> tuple[Any, ...]:
+    """The next state, the metrics and more that ``update_fn`` returned, checked."""
+    given: Any = updated if isinstance(updated, tuple) else (updated,)
+    kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
+    fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))
+    if not fits or any(x.shape or x.dtype != bool for x in given[2:]):
         raise ValueError(
-            f"update_fn returned {', '.join(type(x).__name__ for x in pair)}, but it"
+            f"update_fn returned {', '.join(type(x).__name__ for x in given)}, but it"
             " returns (state, metrics), such as (dataclasses.replace(state,"
-            " params=...), {'loss': merged['loss']})."
+            " params=...), {'loss': merged['loss']}); an update that refuses by itself"
+            " what is not finite also returns whether all was, a bool ()."
         )
-    after, metrics = pair
+    after, metrics, *told = given
     for field in dataclasses.fields(TrainState):
         was, now = getattr(before, field.name), getattr(after, field.name)
         if now is not was:
             now = check_types(was, now, f"state.{field.name}", _UPDATE)
             after = dataclasses.replace(after, **{field.name: now})
-    return after, dict(metrics)
+    return after, dict(metrics), *told
 
 
 def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

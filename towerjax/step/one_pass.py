@@ -169,6 +169,8 @@ class Pass:
             def kept(x: Any) -> Any:
                 if isinstance(x, Rows):
                     return weighs if self.rows_used_later else None
+                if isinstance(x, PerTower):
+                    return returned.states_of(x)
                 return x if isinstance(x, TowerLocal) and self.of_state else None
 
             return returned.fill_holes(tree, **pools, own=[kept(x) for x in own])
@@ -289,9 +291,16 @@ def _scan_micro_batches(
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
     how = list(map(_how_parts_meet, own))
     returned.refuse_mixed_up(shapes[0], shapes[1], variables)
-    moving = len(jax.tree.leaves(args if locals_ else args[:2]))
-    others = len(closed.jaxpr.invars) - moving
-    found = depends(closed, ["its rows"] * moving + [None] * others)
+    labels = ["its rows"] * len(jax.tree.leaves(args[:2]))
+    if locals_:  # what is returned as it came in is the same in each
+        pools = jax.tree.unflatten(treedef, closed.jaxpr.outvars)[1]
+        after = jax.tree.leaves(
+            [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
+        )
+        pairs = zip(closed.jaxpr.invars[len(labels) :], after, strict=False)
+        labels += [None if old is new else "its rows" for old, new in pairs]
+    others = [None] * (len(closed.jaxpr.invars) - len(labels))
+    found = depends(closed, [*labels, *others])
     _check_micro_batch(found, names_by_key(shapes[0]), count)
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:

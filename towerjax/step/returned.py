@@ -138,7 +138,8 @@ def _paths_of(tree: PyTree, kind: str) -> list[tuple[Any, ...]]:
 
 def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]:
     """A tower's sums by what they are: loss first, then gradients, then metrics."""
-    tree = fill_holes(tree, added=pools["added"], shown=pools["shown"])
+    own = [states_of(x) if isinstance(x, PerTower) else None for x in pools["own"]]
+    tree = fill_holes(tree, added=pools["added"], shown=pools["shown"], own=own)
     parts = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
         if not is_typed(x):
@@ -151,6 +152,13 @@ def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]
         rest = jax.tree_util.keystr(path[1:], simple=True, separator="/")
         parts.append((part, "/".join(filter(None, [root, rest])), x))
     return sorted(parts, key=lambda found: _ORDER.index(found[0]))
+
+
+def states_of(own: PerTower) -> PyTree:
+    """A tower's own sums and metric states, None for bare values."""
+    return jax.tree.map(
+        lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
+    )
 
 
 def is_hole(x: Any) -> bool:

@@ -349,7 +349,8 @@ def build_step(
       update_fn: ``(state, merged) -> (state, metrics)``, once, of global values.
         ``merged`` holds the types that towers returned: ``merged["grads"].value``;
         ``metrics`` are a mapping of names to arrays or metric states. The step itself
-        adds 1 to ``state.step``.
+        adds 1 to ``state.step``. Of ``(state, metrics, fine)`` the state is taken as it
+        is, and where ``fine``, a bool, is False, ``on_nonfinite="raise"`` raises.
       strategy: Which towers, where, and how they reduce.
       micro_batches: As for `build_train_step`.
       remainder: As for `build_train_step`.

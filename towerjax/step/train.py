@@ -22,6 +22,7 @@ from towerjax.step.step import Step, engine_of
 from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import (
     Trainable,
+    accept_or_keep,
     apply_update,
     check_like_params,
     check_trainable,
@@ -53,6 +54,9 @@ class StepFns(NamedTuple):
     trained: Callable[[PyTree], PyTree]  # params -> those that train, None for others
     strategy: Strategy
     options: StepOptions
+    # (fn, carry), with fn(carry) -> (accepted, carry, rest), gives (carry, rest); it
+    # keeps the old carry where that is not accepted, without a copy of it.
+    accept_or_keep: Callable[..., tuple[Any, Any]] = accept_or_keep
 
 
 Extend: TypeAlias = Callable[[StepFns], StepFns]

@@ -62,7 +62,7 @@ def over_devices(
         specs = shards.specs(specs)
     return jax.shard_map(
         device_fn,
-        mesh=placement.mesh,
+        mesh=placement.mesh_in_trace,
         in_specs=specs[0],
         out_specs=specs[1],
         # True would sum gradients over towers and refuse plain user code; what it

@@ -25,7 +25,7 @@ from towerjax.towers.cross_tower.values import (
     unpad_batches,
     values_of_towers,
 )
-from towerjax.towers.executors import over_devices
+from towerjax.towers.executors import is_inside_tower, over_devices
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import (
     TowerLocal,
@@ -107,13 +107,15 @@ def _reduce_on_devices(
 ) -> PyTree:
     """Reduce leaves ``[T, ...]`` to one value.
 
-    SUM and MEAN of concrete arrays are computed together, in one compiled program, by
-    the strategy's cross-tower ops. While JAX traces, as inside a ``merge_call``, and
-    for ONLY_FIRST_TOWER there is no communication.
+    SUM and MEAN are computed together, by the strategy's cross-tower ops, outside of a
+    trace in one compiled program. Inside a ``merge_call``, and for ONLY_FIRST_TOWER,
+    there is no communication.
     """
     no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
-    if no_sums or is_traced(stacked):
+    if no_sums or is_inside_tower():
         return one_of(reduction, stacked)
+    if is_traced(stacked):
+        return _reduce_global(strategy, reduction, stacked)
     rows = place_rows(stacked, strategy.placement, Layout.PER_TOWER)
     return wait_on_cpus(_reduce_all(rows, strategy=strategy, reduction=reduction))
 
@@ -122,6 +124,15 @@ def _reduce_on_devices(
 def _reduce_all(
     rows: PyTree, *, strategy: StrategyFields, reduction: Reduction
 ) -> PyTree:
+    out = _reduce_global(strategy, reduction, rows)
+    sharding = strategy.placement.sharding(Layout.MIRRORED)
+    return jax.lax.with_sharding_constraint(out, sharding)
+
+
+def _reduce_global(
+    strategy: StrategyFields, reduction: Reduction, rows: PyTree
+) -> PyTree:
+    """Reduce global leaves ``[T, ...]``, in a trace."""
     placement = strategy.placement
 
     def device_fn(rows: PyTree) -> PyTree:
@@ -129,8 +140,7 @@ def _reduce_all(
         return read_local_over_towers(TowerLocal(rows, reduction), ops, axes)
 
     per_tower, mirrored = (Layout.PER_TOWER,), Layout.MIRRORED
-    out = over_devices(device_fn, placement, per_tower, mirrored)(rows)
-    return jax.lax.with_sharding_constraint(out, placement.sharding(mirrored))
+    return over_devices(device_fn, placement, per_tower, mirrored)(rows)
 
 
 def _is_own(x: Any) -> bool:
