@@ -189,9 +189,9 @@ def refuse_squares(found: Sequence[OwnRows]) -> None:
         raise ReplicationError(
             "tj.Weighted.mean of values [b, b], each of a tower's b rows with each, at"
             f" {lines}: other towers would make other pairs. If predictions [b] were"
-            " compared with labels [b, 1], write labels[:, 0]. Where pairs within a tower"
-            " are meant, say tj.Weighted.mean(values.mean(axis=1), tower.weight); the rows"
-            " of all towers come from tower.all_gather or an earlier pass."
+            " compared with labels [b, 1], write labels[:, 0]. Where pairs in a tower"
+            " are meant, say tj.Weighted.mean(values.mean(axis=1), tower.weight); the"
+            " rows of all towers come from tower.all_gather or an earlier pass."
         )
 
 
