@@ -512,12 +512,12 @@ def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
     step = train_step(audited_losses.noise, audit=False)
     state, _ = tj.run(step, step.init(MODEL), data)
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert re.match("audited in .* s: 4 values are the same on 2 towers as on one", out)
     assert out.count("audited") == 1 and step.is_audited
     data = tj.batches(audited_losses.BATCH, 8)
     tj.run(step, state, data)  # once is enough
-    assert "audited" not in capsys.readouterr().out
+    assert "audited" not in capsys.readouterr().err
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
     wrong = train_step(audited_losses.cumsum_along_rows, audit=False)
     state = wrong.init(MODEL)
@@ -525,7 +525,7 @@ def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
         tj.run(wrong, state, data)
     state, history = tj.run(wrong, error.value.state, error.value.batches, audit=False)
     assert history.metrics["loss"].shape == (6,)
-    monkeypatch.setattr("towerjax.loop.loop._MOST_AUDITED", 16)  # it has 17
+    monkeypatch.setattr("towerjax.loop.options._MOST_AUDITED", 16)  # it has 17
     wrong = train_step(audited_losses.cumsum_along_rows, audit=False)
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
     tj.run(wrong, wrong.init(MODEL), data, steps=3)
@@ -542,7 +542,7 @@ def test_a_run_says_where_it_cannot_audit(capsys):
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
     step = train_step(loss_fn, audit=False)
     tj.run(step, step.init(MODEL), data, steps=3)
-    assert "not audited: " in capsys.readouterr().out
+    assert "not audited: " in capsys.readouterr().err
     with pytest.raises(TypeError) as error:
         tj.run(step, step.init(MODEL), data, audit=True)
     assert "audit=False leaves it out" in str(error.value.__notes__)

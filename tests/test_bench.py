@@ -149,7 +149,7 @@ def test_a_sweep_is_timed_once_and_goes_on(here, capfd):
         np.testing.assert_allclose(record["losses"], losses, rtol=1e-6)
         assert record["machine"] == describe_machine() and record["device"] == "cpu"
         assert len(record["rounds_s"]) == 6 and record["versions"] == versions()
-    printed = capfd.readouterr().out
+    printed = "".join(capfd.readouterr())
     second = r"configuration 2/2  towers=2, batch=8  0:0\d:\d\d left"
     assert re.search(second, printed) and "said on" not in printed
     # The same again: nothing runs, and the file stays as it is, but for a torn line.
@@ -181,7 +181,7 @@ def test_a_worker_that_dies_or_hangs_is_a_failure(here, capfd, monkeypatch, why)
         assert found.rows()[0]["error"].startswith(why)
         again = (sys.executable, "-c", "raise SystemExit('again')")
         monkeypatch.setattr(of_bench, "_WORKER", again)
-    assert "towers=2: failed: " in capfd.readouterr().out
+    assert "towers=2: failed: " in capfd.readouterr().err
     options |= {"retry_failed": True, "timeout_s": 60.0}
     found = tj.tools.bench("mine:build", {"towers": [1, 2]}, **options)
     assert all("again" in record["error"] for record in found.records)
@@ -283,7 +283,7 @@ def test_the_command_shows_what_was_done_before(tmp_path, capsys):
     given = ["bench", "mine:build", str(tmp_path / "grid.toml"), "towers=[1, 2]"]
     given += timing
     assert main([*given, "--out", new]) == 0
-    printed = capsys.readouterr().out
+    printed = "".join(capsys.readouterr())
     assert "2 of 2 configurations were done before" in printed
     assert "4 [3.6, 4.4]" in printed and "16000" in printed
     assert main([*given, "--out", new, "--json"]) == 0

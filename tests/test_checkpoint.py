@@ -137,7 +137,7 @@ def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
         batches = model.batches(epochs=2)
         state, _ = tj.run(light, model.init(light), batches, checkpointer=ended)
         assert int(state.step) == 6
-    assert capsys.readouterr().out.splitlines()[-2:] == [
+    assert capsys.readouterr().err.splitlines()[-2:] == [
         "goes on after step 6, from its checkpoint",
         "nothing was left to do: finished after step 6",
     ]

@@ -844,7 +844,7 @@ def test_a_second_ctrl_c_waits_as_the_first():
 def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, where):
     """The second comes while the first has the bar closed, and signals put back."""
     screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
     as_before = (screen, signal.getsignal(signal.SIGINT), sys.unraisablehook)
     ending = []
 
@@ -868,7 +868,7 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
         sys.settrace(tracing)
     assert not ending
     assert (
-        sys.stdout,
+        sys.stderr,
         signal.getsignal(signal.SIGINT),
         sys.unraisablehook,
     ) == as_before
@@ -918,18 +918,23 @@ def test_lines_without_a_terminal(train_step, eval_step, capsys):
         evaluate=eval_step,
         eval_batches=list(batches(eval_data(16), 16)),
     )
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert out == ""
     # The first and the last one: between two lines there are seconds.
-    assert len(lines) == 3
-    assert re.fullmatch(r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left", lines[0])
-    assert re.fullmatch(r"step 5/5  loss [\d.]+  [\d.]+ steps/s", lines[1])
-    assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", lines[2])
+    [compiling, first, last, evaluated] = err.splitlines()
+    assert compiling == "step 1: compiling"
+    took = r"  compiled in [\d.]+ s"
+    assert re.fullmatch(
+        r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left" + took, first
+    )
+    assert re.fullmatch(r"step 5/5  loss [\d.]+  [\d.]+ steps/s", last)
+    assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", evaluated)
 
 
 @pytest.mark.parametrize("steps", [None, 4])
 def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps):
     screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
     data = batches(make_data(64), 16)
     run(train_step, init(train_step), data, steps=steps, progress=True)
     text = screen.getvalue()
@@ -940,12 +945,12 @@ def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps):
 
 def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
     loader = loader_that_fails(batches(make_data(64), 16), LoaderError())
     with pytest.raises(LoaderError):
         run(train_step, init(train_step), loader, progress=True)
     assert "step 4  loss" in screen.getvalue()
-    assert sys.stdout is screen
+    assert sys.stderr is screen
 
 
 def test_a_notebook_gets_a_bar_in_its_place(train_step, monkeypatch, capsys):
@@ -966,7 +971,7 @@ def test_a_notebook_gets_a_bar_in_its_place(train_step, monkeypatch, capsys):
     )
     monkeypatch.setitem(sys.modules, "IPython", fake)
     run(train_step, init(train_step), batches(make_data(64), 16), steps=4)
-    assert shown[0].strip() == "compiling"
+    assert shown[0].strip() == "starting" and "step 1: compiling" in shown[1]
     assert re.match("━{30} +step 4/4  loss", shown[-1])
     assert capsys.readouterr().out == ""
 
@@ -978,10 +983,11 @@ def test_ipython_is_not_imported(monkeypatch):
     assert shown.choose_display(None).seconds_between == 5
 
 
-def test_what_is_shown_is_thinned_out():
+def test_what_is_shown_is_thinned_out(monkeypatch):
     texts = []
     display = shown.Display(0.1, lambda done, total, text: texts.append(text))
-    progress = shown.Progress(display, 0, None)
+    monkeypatch.setattr(shown, "choose_display", lambda progress: display)
+    progress = shown.Progress(None, 0, None)
     start_s = time.monotonic()
     for number in itertools.count(1):
         progress.step(number, {"loss": 1.0}, 1e4)
@@ -990,6 +996,52 @@ def test_what_is_shown_is_thinned_out():
     progress.close()
     assert len(texts) <= 5
     assert texts[-1].startswith(f"step {number} ")
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", screen)
+    for term, seconds in (("dumb", 5), ("xterm", 0.1)):
+        monkeypatch.setenv("TERM", term)
+        display = shown.choose_display(None)
+        display.close()
+        assert display.seconds_between == seconds
+    assert shown.choose_display(True).close() is None  # a bar, where it is asked for
+
+
+def test_a_bar_leaves_what_is_piped_alone(train_step, monkeypatch, capsys):
+    """Rich would print it above the bar, and so to stderr."""
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    hook = lambda number, metrics: print("done", number)  # noqa: E731
+    data = batches(make_data(32), 16)
+    run(train_step, init(train_step), data, progress=True, hooks=[hook])
+    assert capsys.readouterr().out == "done 1\ndone 2\n"
+    assert "step 2" in screen.getvalue()
+
+
+def test_metrics_are_shown_that_are_asked_for(train_step, capsys):
+    data = list(batches(make_data(32), 16))
+    _, history = run(train_step, init(train_step), data, progress=["bias"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    bias = shown.format_value(history.metrics["bias"][1])
+    assert re.match(rf"step 2  loss \S+  bias {re.escape(bias)}  ", last)
+    with pytest.raises(ValueError, match="names 'mean', and the metrics of step 1 are"):
+        run(train_step, init(train_step), data, progress=["mean"])
+    for wrong in ([], [1]):
+        with pytest.raises(ValueError, match=r"progress=\[1?\] must be None, True"):
+            run(train_step, init(train_step), data, progress=wrong)
+
+
+def test_the_last_metrics_are_final(eval_step):
+    data = list(batches(make_data(32), 16))
+    _, history = train(data)
+    assert history.final == {k: v[-1] for k, v in history.metrics.items()}
+    evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
+    _, history = train(data, **evaluated)
+    assert history.final.keys() == {"loss", "bias", "step", "mse", "column"}
+    assert history.final["mse"] == history.evaluations[-1][1]["mse"]
 
 
 def test_a_history_is_a_table(eval_step, monkeypatch):

@@ -216,7 +216,7 @@ def test_what_stopped_a_run_is_said(steps, capsys):
     )
     why = "told did not improve in 2 evaluations in a row, best 1.000 after 2"
     assert history.stopped == why
-    lines = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == f"stopped after step 4: {why}"
     assert lines[-2].startswith("evaluation after step 4")
     assert not history.evaluations[4:]
@@ -224,7 +224,7 @@ def test_what_stopped_a_run_is_said(steps, capsys):
 
 def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "300")
     train(
         steps, [3, 1, 2], 4, steps=4, eval_every=2, progress=True, best=tj.Best("told")

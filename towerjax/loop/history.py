@@ -83,8 +83,14 @@ class History:
 
     @property
     def final(self) -> dict[str, Any]:
-        """The metrics of the last evaluation; empty where there was none."""
-        return self.evaluations[-1][1] if self.evaluations else {}
+        """The metrics of the last step, and of the last evaluation.
+
+        Where both have a name, such as ``loss``, it is the evaluation's.
+        """
+        last = {
+            name: column[-1] for name, column in self.metrics.items() if len(column)
+        }
+        return Named(last | (self.evaluations[-1][1] if self.evaluations else {}))
 
     def table(self, *, rows: int = 20) -> str:
         """The history as a table of text.

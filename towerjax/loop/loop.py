@@ -16,7 +16,13 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog
-from towerjax.loop.options import RunOptions, WithState, reaches_multiple
+from towerjax.loop.options import (
+    RunOptions,
+    WithState,
+    is_to_be_audited,
+    reaches_multiple,
+)
+from towerjax.loop.profiling import Profiler
 from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Watch, rules_of
 from towerjax.loop.writers import Record, Writers
@@ -27,10 +33,8 @@ from towerjax.step.comparison import SplitError
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
 from towerjax.step.state import TrainState, state_layout, step_number
-from towerjax.step.state_checks import place_others
+from towerjax.step.state_checks import is_computed, place_others
 from towerjax.types.warning import warn
-
-_MOST_AUDITED = 10_000_000  # parameters of a step that a run audits without being asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Loop:
         self._dispatched = self._hooked = self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
-        self._audits = _is_to_be_audited(step, state, options.audit)
+        self._audits = is_to_be_audited(step, state, options.audit)
+        self._profiler = Profiler(options.profile)
         self._wait_s = 0.0
         self._fault: Exception | None = None
         self._is_evaluation_due = self._is_saving_due = False
@@ -88,7 +93,8 @@ class Loop:
     def _run(self) -> None:
         placement = self._step.strategy.placement
         self._writers.open(self._options.writers, self._log.number, placement)
-        with contextlib.closing(self._placed_batches()) as placed_batches:
+        placed_batches = self._placed_batches()
+        with contextlib.closing(placed_batches), contextlib.closing(self._profiler):
             while True:
                 # Before the first step: the resumed run may have ended here.
                 if self._is_evaluation_due:
@@ -106,6 +112,7 @@ class Loop:
         self._fetch(0)
         self.guard.check()
         self._check_enough()
+        self._profiler.check()
         self._ledger.settle()
         if self._log.evaluated is None:
             self._evaluate()
@@ -140,18 +147,16 @@ class Loop:
             self._wait_s = time.perf_counter() - start_s
 
     def _dispatch(self, placed: PlacedBatch) -> None:
-        self._fetch(self._options.in_flight - 1)
+        number, before = len(placed.num_examples), self._dispatched
+        after, saving = before + number, self._options.checkpointer
+        is_first = self._profiler.begins(before, after)
+        self._fetch(0 if is_first else self._options.in_flight - 1)
         if self._audits:
             self._audits = False
             self._audit(placed)
         if placed.signature not in self._compiled:
-            start_s = time.perf_counter()
-            self._step.program(self.state, placed)
-            self._log.compile_s += time.perf_counter() - start_s
-            self._compiled.add(placed.signature)
-        number, before = len(placed.num_examples), self._dispatched
-        after, saving = before + number, self._options.checkpointer
-        with self.guard:
+            self._compile(placed)
+        with self._profiler.step(before, after), self.guard:
             self.state, metrics, checked = self._step.dispatch(self.state, placed)
             self._in_flight.append(Call(metrics, checked, placed, self._wait_s))
             send_to_host((metrics, checked.guarded), placed.placement)
@@ -161,9 +166,20 @@ class Loop:
                 self._is_saving_due = True
             self._dispatched = after
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
-        for hook in self._options.with_state:
-            if reaches_multiple(hook.every, before, after):
-                self._fetch(0)
+        is_traced = self._profiler.ends(after)
+        hooks = self._options.with_state
+        if is_traced or any(reaches_multiple(x.every, before, after) for x in hooks):
+            self._fetch(0)
+        if is_traced:
+            self._progress.note(self._profiler.stop(self.state))
+
+    def _compile(self, placed: PlacedBatch) -> None:
+        start_s = time.perf_counter()
+        self._progress.phase(self._dispatched + 1, "compiling")
+        self._step.program(self.state, placed)
+        self._log.compile_s += time.perf_counter() - start_s
+        self._progress.compiled(time.perf_counter() - start_s)
+        self._compiled.add(placed.signature)
 
     def _audit(self, placed: PlacedBatch) -> None:
         """Audit the step before it changes anything; say so in the run's output."""
@@ -359,7 +375,7 @@ class Loop:
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()
-        error.state = self.state if _is_usable(self.state) else None
+        error.state = self.state if is_computed(self.state) else None
         self._writers.close()
         self._writers.explain(error)
         error.history = self.history()
@@ -378,22 +394,3 @@ class Loop:
             if reaches_multiple(hook.every, self._hooked, self._dispatched):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")
-
-
-def _is_to_be_audited(step: Any, state: TrainState, audit: bool | None) -> bool:
-    """Whether the run is to audit a step, which may be one of the user's own."""
-    if audit is not None:
-        return audit
-    if getattr(step, "is_audited", True) or step.num_parts == 1:
-        return False
-    sizes = [x.size for x in jax.tree.leaves(state.params)]
-    return sum(sizes) <= _MOST_AUDITED
-
-
-def _is_usable(state: TrainState) -> bool:
-    """Whether the state could be computed and no step has donated its buffers."""
-    try:
-        jax.block_until_ready(state)
-    except (RuntimeError, ValueError):  # a failed computation, or donated buffers
-        return False
-    return not any(x.is_deleted() for x in jax.tree.leaves(state))

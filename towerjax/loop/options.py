@@ -4,9 +4,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
+
 from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
+from towerjax.loop.profiling import check_profile
+from towerjax.loop.progress import check_progress
 from towerjax.loop.stopping import Best, EarlyStopping, rules_of
 from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState
@@ -76,6 +80,19 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
     return hooks
 
 
+_MOST_AUDITED = 10_000_000  # parameters of a step that a run audits without being asked
+
+
+def is_to_be_audited(step: Any, state: TrainState, audit: bool | None) -> bool:
+    """Whether the run is to audit a step, which may be one of the user's own."""
+    if audit is not None:
+        return audit
+    if getattr(step, "is_audited", True) or step.num_parts == 1:
+        return False
+    sizes = [x.size for x in jax.tree.leaves(state.params)]
+    return sum(sizes) <= _MOST_AUDITED
+
+
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
     """The options of `run`, see there."""
@@ -92,9 +109,10 @@ class RunOptions:
     in_flight: int
     checkpointer: Checkpointer | None
     audit: bool | None
-    progress: bool | None
+    progress: bool | Sequence[str] | None
     hooks: tuple[Hook | WithState, ...]
     writers: tuple[Writer, ...]
+    profile: tuple[Any, ...] | None
 
     def __post_init__(self) -> None:
         """Check that the options fit together."""
@@ -114,6 +132,8 @@ class RunOptions:
                     " is no state between the steps of a call."
                 )
         check_choice("audit", self.audit, (None, True, False))
+        check_progress(self.progress)
+        object.__setattr__(self, "profile", check_profile(self.profile))
         rules_of(self.early_stopping)
         for name, kind in {"best": Best, "checkpointer": Checkpointer}.items():
             value = getattr(self, name)

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ def _ignore(*_: Any) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Display:
 
 
 def _terminal_bar() -> Display:
-    """A rich bar; other printed output appears above it."""
+    """A rich bar on stderr; what else is printed to the terminal appears above it."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -45,11 +46,13 @@ def _terminal_bar() -> Display:
         def show_cursor(self, show: bool = True) -> bool:
             return False
 
-    console = VisibleCursor(file=sys.stdout, force_terminal=True)
+    console = VisibleCursor(file=sys.stderr, force_terminal=True)
     columns = (BarColumn(), TextColumn("{task.description}", markup=False))
     # Redrawn by `show` alone: rich's refresh thread would compete with the run.
-    bar = Progress(*columns, console=console, auto_refresh=False)
-    task = bar.add_task("compiling", total=None)
+    # Rich would print to stderr what goes into a file or a pipe.
+    takes = _is_terminal(sys.stdout)
+    bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=takes)
+    task = bar.add_task("starting", total=None)
     bar.start()
     bar.refresh()
 
@@ -75,14 +78,18 @@ def _notebook_bar() -> Display:
 
     display, first = (
         sys.modules["IPython"].display.display,
-        bundle(0, None, "compiling"),
+        bundle(0, None, "starting"),
     )
     handle = display(first, raw=True, display_id=True)
 
     def show(*shown: Any) -> None:
         handle.update(bundle(*shown), raw=True)
 
-    return Display(0.25, show, _print)
+    return Display(0.25, show, functools.partial(print, flush=True))
+
+
+def _is_terminal(stream: Any) -> bool:
+    return getattr(stream, "isatty", lambda: False)()
 
 
 def in_notebook() -> bool:
@@ -90,6 +97,17 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
+
+
+def check_progress(progress: Any) -> None:
+    """Raise unless it is what ``progress`` of `run` may be."""
+    if not isinstance(progress, (list, tuple)):
+        check_choice("progress", progress, (None, True, False))
+    elif not progress or not all(isinstance(name, str) for name in progress):
+        raise ValueError(
+            f"progress={progress!r:.200} must be None, True, False, or the names of"
+            " metrics to show beside the loss, such as ['accuracy']."
+        )
 
 
 def choose_display(progress: bool | None, *, job: bool = True) -> Display:
@@ -102,7 +120,8 @@ def choose_display(progress: bool | None, *, job: bool = True) -> Display:
         return Display()
     if in_notebook():
         return _notebook_bar()
-    if progress or getattr(sys.stdout, "isatty", lambda: False)():
+    is_plain = os.environ.get("TERM") == "dumb" or not _is_terminal(sys.stderr)
+    if progress or not is_plain:
         return _terminal_bar()
     return Display(5.0, lambda done, total, text: _print(text), _print)
 
@@ -110,13 +129,35 @@ def choose_display(progress: bool | None, *, job: bool = True) -> Display:
 class Progress:
     """Shows the steps and evaluations of a run, at the pace of its display."""
 
-    def __init__(self, display: Display, start: int, steps: int | None) -> None:
-        self._display, self._start, self._steps = display, start, steps
+    def __init__(
+        self, progress: bool | Sequence[str] | None, start: int, steps: int | None
+    ) -> None:
+        if progress is None or isinstance(progress, bool):
+            self._names, self._display = ("loss",), choose_display(progress)
+        else:
+            self._names = tuple(dict.fromkeys(("loss", *progress)))
+            self._display = choose_display(None)
+        self._start, self._steps, self._took = start, steps, ""
         self._next_s, self._evaluated = 0.0, ""
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
+    def phase(self, number: int, what: str) -> None:
+        """Show what goes on before a step."""
+        self._display.show(
+            number - 1 - self._start, self._steps, f"step {number}: {what}"
+        )
+
+    def compiled(self, seconds: float) -> None:
+        """Have the next text say how long it took."""
+        self._took = f"  compiled in {seconds:.1f} s"
+
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
         """Show that the steps up to this one are done, or keep that for later."""
+        if unknown := [x for x in self._names[1:] if x not in metrics]:
+            raise ValueError(
+                f"progress names {unknown[0]!r}, and the metrics of step {number} are"
+                f" {', '.join(map(repr, metrics))}. Name some of these."
+            )
         self._waiting = (number, metrics, rate)
         now_s = time.monotonic()
         if now_s >= self._next_s:
@@ -129,11 +170,13 @@ class Progress:
         (number, metrics, rate), self._waiting = self._waiting, None
         left = None if self._steps is None else self._start + self._steps - number
         text = f"step {number}" if left is None else f"step {number}/{number + left}"
-        if "loss" in metrics:
-            text += f"  loss {format_value(metrics['loss'])}"
+        for name in self._names:
+            if name in metrics:
+                text += f"  {name} {format_value(metrics[name])}"
         text += f"  {rate:.1f} steps/s"
         if left and rate > 0:
             text += f"  {format_seconds(left / rate)} left"
+        text, self._took = text + self._took, ""
         self._display.show(number - self._start, self._steps, text + self._evaluated)
 
     def evaluation(

@@ -12,7 +12,7 @@ from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
-from towerjax.loop.progress import Progress, choose_display
+from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Best, EarlyStopping
 from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import uninterrupted
@@ -43,9 +43,10 @@ def run(
     in_flight: int = 2,
     checkpointer: Checkpointer | None = None,
     audit: bool | None = None,
-    progress: bool | None = None,
+    progress: bool | Sequence[str] | None = None,
     hooks: Sequence[Hook | WithState] = (),
     writers: Sequence[Writer] = (),
+    profile: tuple[int, int] | tuple[int, int, str] | None = None,
 ) -> tuple[TrainState, History]:
     """Train for a number of steps; return the last state and the history.
 
@@ -82,13 +83,16 @@ def run(
         if it has not before; None where the step has several towers or micro-batches
         and at most 10 million parameters, and with tower-local variables, which may
         be meant to differ, it warns in place of an error.
-      progress: None shows a bar on a terminal and in a notebook, else plain lines;
-        True always shows a bar, False nothing.
+      progress: None shows a bar on a terminal and in a notebook, else a plain line now
+        and then, both on stderr; True always shows a bar, False nothing. Names of
+        metrics, ``["accuracy"]``, are shown as by None, beside the loss.
       hooks: Each is called as ``hook(step number, metrics)`` with host values, for
         every step in order, some calls later; a `towerjax.loop.WithState` is given
         the state, too, every so many steps.
       writers: Such as `JsonLines`; each is given every step and every evaluation, on
         process 0.
+      profile: ``(first, last)`` or ``(first, last, folder)``: process 0 writes a trace
+        of these steps into the folder, else ``profile``, for XProf or TensorBoard.
 
     Returns:
       ``(state, history)``.
@@ -139,6 +143,7 @@ def run(
         progress=progress,
         hooks=check_hooks(hooks),
         writers=check_writers(writers),
+        profile=profile,
     )
     state = step.start(state)
     check_batches("batches", batches)
@@ -160,7 +165,7 @@ def _run_loop(
                     state, steps = saving.resume(state, steps)
                 start = step_number(state)
                 with uninterrupted():
-                    shown = Progress(choose_display(options.progress), start, steps)
+                    shown = Progress(options.progress, start, steps)
                 stack.callback(shown.close)
                 loop = Loop(step, state, options, steps, shown, ledger, saving)
                 with loop.guard.installed():

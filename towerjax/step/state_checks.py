@@ -203,3 +203,12 @@ def _describe_location(x: Any) -> str:
     if not isinstance(x, jax.Array):
         return f"on the host ({type(x).__name__})"
     return f"{layout_of(x)}, on {', '.join(sorted(map(str, x.devices())))}"
+
+
+def is_computed(state: TrainState) -> bool:
+    """Whether the state could be computed and no step has donated its buffers."""
+    try:
+        jax.block_until_ready(state)
+    except (RuntimeError, ValueError):  # a failed computation, or donated buffers
+        return False
+    return not any(x.is_deleted() for x in jax.tree.leaves(state))

@@ -1,0 +1,140 @@
+"""A run seen from outside: traces of its steps, and the terminal it leaves."""
+
+import contextlib
+import os
+import pathlib
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from layouts import mirrored
+
+import towerjax as tj
+
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+
+
+def run(data=6, **options):
+    step = tj.build_train_step(loss_fn, optax.sgd(0.25), mirrored(2))
+    data = [np.full(8, 2.0, np.float32)] * data
+    options = {"progress": False, "audit": False} | options
+    return tj.run(step, step.init(jnp.float32(0)), data, **options)
+
+
+def traced(folder):
+    """The numbers of the steps in the one trace of a folder."""
+    [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+    data = jax.profiler.ProfileData.from_file(str(path))
+    events = [e for plane in data.planes for line in plane.lines for e in line.events]
+    stats = [dict(event.stats) for event in events if event.name == "train"]
+    return sorted(int(each["step_num"]) for each in stats)
+
+
+@pytest.mark.parametrize(
+    ("profile", "steps_per_call", "expected"),
+    [
+        ((3, 4), 1, [3, 4]),
+        ((3, 3), 2, [4]),  # the call of the steps 3 and 4, by its last
+        ((6, 99), 1, [6]),  # the run ends first
+    ],
+)
+def test_a_trace_has_the_steps_that_are_asked_for(
+    tmp_path, profile, steps_per_call, expected
+):
+    folder = tmp_path / "traces"
+    run(profile=(*profile, folder), steps_per_call=steps_per_call)
+    assert traced(folder) == expected
+
+
+def test_every_step_is_named_in_a_trace_of_ones_own(tmp_path, monkeypatch):
+    with jax.profiler.trace(str(tmp_path)):
+        run()
+    assert traced(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_trace_is_written_where_a_run_fails(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def hook(number, metrics):
+        assert number < 3
+
+    with pytest.raises(AssertionError):
+        run(profile=(2, 5), hooks=[hook])
+    assert traced("profile")[:2] == [2, 3]
+
+
+def test_a_trace_of_no_step_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"profile=\(9, 9\): the run did none"):
+        run(profile=(9, 9, tmp_path / "none"))
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("profile", "text"),
+    [
+        (5, "profile=5 must be None, (first, last) or"),
+        ((1,), "or (first, last, folder)"),
+        ((0, 1), "profile[0], the first step,=0 must be"),
+        ((2, 1), "profile[1], the last step,=1 must be"),
+        ((1, 2, ""), "profile[2]='' must be the path of a folder"),
+    ],
+)
+def test_a_wrong_profile_is_refused(profile, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        run(profile=profile)
+
+
+ENDLESS = """
+import jax.numpy as jnp, numpy as np, optax, towerjax as tj
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+step = tj.build_train_step(loss_fn, optax.sgd(0.25), tj.Mirrored(towers=2))
+data = tj.batches(np.full(8, 2.0, np.float32), 8, epochs=None)
+tj.run(step, step.init(jnp.float32(0)), data, audit=False)
+"""
+
+
+@pytest.mark.slow
+def test_two_ctrl_c_leave_a_real_terminal_as_it_was(tmp_path):
+    master, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    env = os.environ | {"TERM": "xterm", "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=env,
+        start_new_session=True,
+    )
+    os.set_blocking(master, False)
+    text, is_sent, end_s = b"", False, time.monotonic() + 100
+    is_over = False
+    while not is_over and time.monotonic() < end_s:
+        is_over = process.poll() is not None  # and what it said is then read to the end
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                text += os.read(master, 1000)
+        if not is_sent and b"steps/s" in text:  # the run is on its way
+            is_sent = True
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    assert termios.tcgetattr(terminal) == before
+    os.close(master)
+    os.close(terminal)
+    assert is_sent and process.returncode == -signal.SIGINT
+    assert b"KeyboardInterrupt" in text
+    # The cursor was never hidden, nor another screen shown.
+    assert b"\x1b[?25l" not in text and b"\x1b[?1049h" not in text

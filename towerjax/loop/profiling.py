@@ -1,0 +1,79 @@
+"""Trace some steps of a run with JAX's profiler, and name every step in a trace."""
+
+import os
+from typing import Any
+
+import jax
+
+from towerjax.types.options import check_path, check_whole
+from towerjax.types.warning import warn
+
+
+def check_profile(profile: Any) -> tuple[int, int, str] | None:
+    """``(first, last, folder)``, or raise a ValueError."""
+    if profile is None:
+        return None
+    if not (isinstance(profile, (tuple, list)) and len(profile) in (2, 3)):
+        raise ValueError(
+            f"profile={profile!r:.200} must be None, (first, last) or (first, last,"
+            " folder): the numbers of the steps to trace, such as (10, 15)."
+        )
+    first, last, folder = (*profile, "profile")[:3]
+    check_whole("profile[0], the first step,", first)
+    check_whole("profile[1], the last step,", last, int(first))
+    check_path("profile[2]", folder, "a folder")
+    return int(first), int(last), os.fspath(folder)
+
+
+class Profiler:
+    """Traces the steps from ``first`` to ``last`` of a run, on process 0."""
+
+    def __init__(self, profile: tuple[int, int, str] | None) -> None:
+        self._wanted, self._is_tracing = profile, False
+
+    def begins(self, before: int, after: int) -> bool:
+        """Whether the trace is to start with a call of the steps after ``before``."""
+        if self._wanted is None or self._is_tracing:
+            return False
+        first, last, _ = self._wanted
+        return before < last and first <= after
+
+    def step(self, before: int, after: int) -> Any:
+        """The context of such a call, which a trace shows by the number of its step.
+
+        Starts the trace, if it is time; nothing may be in flight then.
+        """
+        if self.begins(before, after) and self._wanted is not None:
+            self._is_tracing = True
+            if jax.process_index() == 0:
+                jax.profiler.start_trace(self._wanted[2])
+        return jax.profiler.StepTraceAnnotation("train", step_num=after)
+
+    def ends(self, after: int) -> bool:
+        """Whether the trace is to stop after a call up to this step."""
+        return (
+            self._wanted is not None and self._is_tracing and after >= self._wanted[1]
+        )
+
+    def stop(self, state: Any) -> str:
+        """Write the trace, when the state is there; return what to say of it."""
+        jax.block_until_ready(state)
+        _, _, folder = self._wanted or (0, 0, "")
+        self.close()
+        return f"trace written to {folder!r}"
+
+    def close(self) -> None:
+        """Write the trace if it was begun, as where the run ends before it."""
+        if self._is_tracing:
+            self._wanted, self._is_tracing = None, False
+            if jax.process_index() == 0:
+                jax.profiler.stop_trace()
+
+    def check(self) -> None:
+        """Warn if the run did none of the steps."""
+        if self._wanted is not None and not self._is_tracing:
+            first, last, _ = self._wanted
+            warn(
+                f"profile=({first}, {last}): the run did none of these steps, and wrote"
+                " no trace. Steps are numbered as in the state, from 1."
+            )
