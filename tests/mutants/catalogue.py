@@ -1125,7 +1125,28 @@ AUDITS = (
        f"{_HABITS}[sum_with_weight_1]"),
 )
 
+OUTSIDE = (
+    _m("Q01", "the last value of batches is their mean", "metrics.state:merge",
+       "return first.merge(second)", "return merge_parts(first, second)",
+       "test_metrics_foreign.py"
+       "::test_a_last_value_is_the_mean_over_towers_and_the_last_of_batches"),
+    _m("Q02", "a Python number that merging changes stays as it was",
+       "metrics.state:adapt", "x if isinstance(y, type(x)) and y == x else None", "x",
+       "test_metrics_foreign.py::test_counts_that_are_python_numbers_are_added"),
+    _m("Q03", "a table says of a leaf its whole size for each device",
+       "types.tables:leaf_table", "leaf.sharding.shard_shape(leaf.shape)", "leaf.shape",
+       "test_tables.py::test_leaves_of_every_kind_have_a_layout"),
+    _m("Q04", "texts are thresholds", "metrics.rows:check_threshold",
+       'refuse_no_numbers(f"{name}: threshold", threshold)', "pass",
+       "test_doors.py::test_anything_is_refused_by_name[below: threshold]"),
+    _m("Q05", "a killed process says: start me again, though no restart was asked for",
+       "mesh.cluster.launcher:RestartPlan.code",
+       "AGAIN if end.lost and self.restarts is not None else end.code",
+       "AGAIN if end.lost else end.code",
+       "test_launch.py::test_a_killed_process_is_named"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
-MUTANTS += JOBS + AUDITS + ALONE
+MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE
