@@ -477,12 +477,11 @@ def beside(of_batch):
     return lambda p, b, t: tj.TowerOutput(loss(p), of_batch(b))
 
 
+# fmt: off
 LOSSES = {
     "vector": (lambda p, b, t: tj.Weighted(p["w"], 1.0), r"sum has shape \(3,\)"),
-    "vector weight": (
-        lambda p, b, t: tj.Weighted(p["w"].sum(), t.weight),
-        r"weight shape \(2,\)",
-    ),
+    "vector weight": (lambda p, b, t: tj.Weighted(p["w"].sum(), t.weight),
+        r"weight shape \(2,\)"),
     "integer": (lambda p, b, t: tj.Weighted(jnp.int32(1), 1.0), "dtype int32"),
     "boolean": (lambda p, b, t: tj.Weighted(p["w"][0] > 0, 1.0), "dtype bool"),
     "bare": (lambda p, b, t: p["w"].sum(), r"bare scalar.*Weighted\.mean.*loss_reduc"),
@@ -490,44 +489,29 @@ LOSSES = {
     "none": (lambda p, b, t: None, "returned is a NoneType"),
     "text": (lambda p, b, t: "mse", r"returned is a str\. Return tj\.Weighted"),
     "bare vector": (lambda p, b, t: p["w"], r"not a scalar: sum has shape \(3,\)"),
-    "negative weight": (
-        lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
-        "weight must be >= 0, got -1.0",
-    ),
+    "negative weight": (lambda p, b, t: tj.Weighted(p["w"].sum(), -1.0),
+        "weight must be >= 0, got -1.0"),
     "negative weights": (
         lambda p, b, t: tj.Weighted.mean(b["x"][:, 0], np.array([1.0, -2.0])),
-        r"a weight of -2\.0; give 0 to mask",
-    ),
-    "weights of another shape": (
-        lambda p, b, t: tj.Weighted.mean(b["x"].T, t.weight),
-        r"shape \(3, 2\) and weights of shape \(2,\)",
-    ),
-    "loss as metric": (
-        beside(lambda b: {"loss": 1}),
-        "the name of the global loss. Give it another name",
-    ),
+        r"a weight of -2\.0; give 0 to mask"),
+    "weights of another shape": (lambda p, b, t: tj.Weighted.mean(b["x"].T, t.weight),
+        r"shape \(3, 2\) and weights of shape \(2,\)"),
+    "loss as metric": (beside(lambda b: {"loss": 1}),
+        "the name of the global loss. Give it another name"),
     "metrics not named": (beside(lambda b: [1]), "mapping of name to"),
-    "nested metrics": (
-        beside(lambda b: {"group": {"a": tj.Weighted(1.0, 1.0)}}),
-        r"metrics\['group'\] is a dict.*'group/part'",
-    ),
-    "rows as a metric": (
-        beside(lambda b: {"r": tj.Rows(b["x"])}),
-        r"metrics\['r'\] is a Rows.*tj\.Rows\(x\) in tj\.build_step",
-    ),
-    "metric named by a number": (
-        beside(lambda b: {1: tj.Weighted(1.0, 1.0)}),
-        "a name that is a string, but 1 is the name of one",
-    ),
-    "metric that is none": (
-        beside(lambda b: {"m": None}),
-        r"metrics\['m'\] is a NoneType",
-    ),
+    "nested metrics": (beside(lambda b: {"group": {"a": tj.Weighted(1.0, 1.0)}}),
+        r"metrics\['group'\] is a dict.*'group/part'"),
+    "rows as a metric": (beside(lambda b: {"r": tj.Rows(b["x"])}),
+        r"metrics\['r'\] is a Rows.*tj\.Rows\(x\) in tj\.build_step"),
+    "metric named by a number": (beside(lambda b: {1: tj.Weighted(1.0, 1.0)}),
+        "a name that is a string, but 1 is the name of one"),
+    "metric that is none": (beside(lambda b: {"m": None}),
+        r"metrics\['m'\] is a NoneType"),
     "local not there": (
         lambda p, b, t: tj.TowerOutput(loss(p), local={"n": jnp.ones(())}),
-        r"local\['n'\] was absent and is float32",
-    ),
+        r"local\['n'\] was absent and is float32"),
 }
+# fmt: on
 
 
 @pytest.mark.few_fast(1)

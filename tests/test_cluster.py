@@ -64,46 +64,31 @@ WORKER_0 = ("worker", 0)
 FULL = whole(WORKERS, {"type": "worker", "index": 0})
 
 
-@pytest.mark.parametrize(
-    "spec, task, says",
-    [
-        (
-            ["a:1"],
-            (),
-            "cluster_spec is ['a:1'], which names no list of processes. Write",
-        ),
-        (whole(["a:1"], None), (), 'no list of processes. Write such as {"cluster":'),
-        ({"task": {"type": "worker", "index": 0}}, (), "no list of processes."),
-        ({"worker": []}, WORKER_0, "leave all of it out for a job of one process."),
-        ({"worker": "a:1"}, WORKER_0, "is {'worker': 'a:1'}, which names no list"),
-        (whole(WORKERS, ["worker", 0]), (), "no list of processes."),
-        ({"ps": ["p:1"], **WORKERS}, WORKER_0, "ps cannot be here: the jobs are"),
-        ({"evaluator": ["e:1"], "x": ["x:1"], **WORKERS}, WORKER_0, "evaluator, x can"),
-        (
-            {1: ["m:1"]},
-            ("master", 0),
-            "1 cannot be here: the jobs are 'chief', once ca",
-        ),
-        ({"chief": ["a:1", "b:2"]}, ("chief", 0), "cluster_spec: b:2 is one chief too"),
-        ({"worker": ["a:1", "A:1"]}, WORKER_0, "a:1 stands for more than one task."),
-        ({"chief": ["a:1"], "worker": ["a:1"]}, ("chief", 0), "a:1 stands for more"),
-        ({"worker": ["a"]}, WORKER_0, "cluster_spec: worker[0]='a' is not an address."),
-        ({"worker": [":1", 7]}, WORKER_0, "worker[0]=':1', worker[1]=7 is not an addr"),
-        ({"worker": ["grpc://a:1"]}, WORKER_0, "worker[0]='grpc://a:1' is not an addr"),
-        ({"worker": ["::1:22"]}, WORKER_0, "an IPv6 host stands in brackets, '[::1]:2"),
-        ({"worker": ["a:65536"]}, WORKER_0, "Write 'host:port' with a port of 1 to 65"),
-        (WORKERS, (), "the task of type None and index None is not in the cluster."),
-        (whole(WORKERS, {"type": "worker"}), (), "type 'worker' and index None is not"),
-        (FULL, WORKER_0, "Name the task once."),
-        (WORKERS, ("chief", 0), "'chief' and index 0 is not in the cluster. Name one"),
-        (
-            WORKERS,
-            ("worker", 2),
-            "such as 'worker' and 0: [\"worker[0]='a:1'\", \"work",
-        ),
-        (WORKERS, ("worker", "0"), "index '0' is not in the cluster. Name one of its"),
-    ],
-)
+@pytest.mark.parametrize("spec, task, says", [
+    (["a:1"], (), "cluster_spec is ['a:1'], which names no list of processes. Write"),
+    (whole(["a:1"], None), (), 'no list of processes. Write such as {"cluster":'),
+    ({"task": {"type": "worker", "index": 0}}, (), "no list of processes."),
+    ({"worker": []}, WORKER_0, "leave all of it out for a job of one process."),
+    ({"worker": "a:1"}, WORKER_0, "is {'worker': 'a:1'}, which names no list"),
+    (whole(WORKERS, ["worker", 0]), (), "no list of processes."),
+    ({"ps": ["p:1"], **WORKERS}, WORKER_0, "ps cannot be here: the jobs are"),
+    ({"evaluator": ["e:1"], "x": ["x:1"], **WORKERS}, WORKER_0, "evaluator, x can"),
+    ({1: ["m:1"]}, ("master", 0), "1 cannot be here: the jobs are 'chief', once ca"),
+    ({"chief": ["a:1", "b:2"]}, ("chief", 0), "cluster_spec: b:2 is one chief too"),
+    ({"worker": ["a:1", "A:1"]}, WORKER_0, "a:1 stands for more than one task."),
+    ({"chief": ["a:1"], "worker": ["a:1"]}, ("chief", 0), "a:1 stands for more"),
+    ({"worker": ["a"]}, WORKER_0, "cluster_spec: worker[0]='a' is not an address."),
+    ({"worker": [":1", 7]}, WORKER_0, "worker[0]=':1', worker[1]=7 is not an addr"),
+    ({"worker": ["grpc://a:1"]}, WORKER_0, "worker[0]='grpc://a:1' is not an addr"),
+    ({"worker": ["::1:22"]}, WORKER_0, "an IPv6 host stands in brackets, '[::1]:2"),
+    ({"worker": ["a:65536"]}, WORKER_0, "Write 'host:port' with a port of 1 to 65"),
+    (WORKERS, (), "the task of type None and index None is not in the cluster."),
+    (whole(WORKERS, {"type": "worker"}), (), "type 'worker' and index None is not"),
+    (FULL, WORKER_0, "Name the task once."),
+    (WORKERS, ("chief", 0), "'chief' and index 0 is not in the cluster. Name one"),
+    (WORKERS, ("worker", 2), "such as 'worker' and 0: [\"worker[0]='a:1'\", \"work"),
+    (WORKERS, ("worker", "0"), "index '0' is not in the cluster. Name one of its"),
+])  # fmt: skip
 def test_a_wrong_spec_says_why(spec, task, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         parse_spec(spec, *task)
@@ -201,66 +186,39 @@ def slurm(*values, of=("7", "0", "gpu[007-009],x1"), **more):
     return started(SLURM, *values, **started(STEP, *of), **more)
 
 
-@pytest.mark.parametrize(
-    "environ, expected",
-    [
-        (torchrun("3", "4", "1", "2", "a", "5"), (3, 4, "a:5", "torchrun", [1])),
-        (torchrun("3", "4", "0", "1", "a", "5"), (3, 4, "a:5", "torchrun", None)),
-        (
-            torchrun("0", "2", "0", "2", "a", "5", TORCHELASTIC_USE_AGENT_STORE="True"),
-            (0, 2, "127.0.0.1:6", "torchrun", [0]),
-        ),
-        (
-            started("RANK WORLD_SIZE", "1", "2", MASTER_ADDR="fd::1", **PORT),
-            (1, 2, "[fd::1]:2222", "torchrun", None),
-        ),
-        (
-            started(OPEN_MPI, "1", "4", "1", "2", **MASTER),
-            (1, 4, "host-a:29500", "Open MPI", [1]),
-        ),
-        (
-            started(OPEN_MPI, "1", "2", "1", "2", **PORT),
-            (1, 2, "127.0.0.1:2222", "Open MPI", [1]),
-        ),
-        (
-            started(MPICH, "1", "2", "1", "2", JAX_COORDINATOR_ADDRESS="a:1"),
-            (1, 2, "a:1", "MPICH", [1]),
-        ),
-        (slurm("2", "3", "1", "2"), (2, 3, "gpu007:61867", "Slurm", [1])),
-        (slurm("2", "3", "0", "3"), (2, 3, "gpu007:61867", "Slurm", None)),
-        (
-            slurm("0", "2", "0", "2", of=("7", "0", "n1,n2")),
-            (0, 2, "n1:61867", "Slurm", None),
-        ),
-        (
-            slurm("1", "2", "1", "1", of=("8", "0", "a-1")),
-            (1, 2, "127.0.0.1:61928", "Slurm", [1]),
-        ),
-        # One process a device, which the launcher has chosen; or the user.
-        (
-            slurm("2", "3", "1", "2", CUDA_VISIBLE_DEVICES="1"),
-            (2, 3, "gpu007:61867", "Slurm", None),
-        ),
-        (
-            slurm("2", "3", "1", "2", JAX_LOCAL_DEVICE_IDS="3"),
-            (2, 3, "gpu007:61867", "Slurm", None),
-        ),
-        # srun --mpi=pmi2, and mpirun or torchrun in each task of a step of two.
-        (
-            slurm("2", "3", "1", "2", PMI_RANK="2", PMI_SIZE="3"),
-            (2, 3, "gpu007:61867", "MPICH", None),
-        ),
-        (
-            slurm("1", "2", "0", "2", **torchrun("5", "8", "1", "4", "a", "5")),
-            (5, 8, "a:5", "torchrun", [1]),
-        ),
-        # What started one process alone is no launcher.
-        (
-            slurm("1", "2", "0", "2", **torchrun("0", "1", "0", "1", "a", "5")),
-            (1, 2, "gpu007:61867", "Slurm", None),
-        ),
-    ],
-)
+@pytest.mark.parametrize("environ, expected", [
+    (torchrun("3", "4", "1", "2", "a", "5"), (3, 4, "a:5", "torchrun", [1])),
+    (torchrun("3", "4", "0", "1", "a", "5"), (3, 4, "a:5", "torchrun", None)),
+    (torchrun("0", "2", "0", "2", "a", "5", TORCHELASTIC_USE_AGENT_STORE="True"),
+        (0, 2, "127.0.0.1:6", "torchrun", [0])),
+    (started("RANK WORLD_SIZE", "1", "2", MASTER_ADDR="fd::1", **PORT),
+        (1, 2, "[fd::1]:2222", "torchrun", None)),
+    (started(OPEN_MPI, "1", "4", "1", "2", **MASTER),
+        (1, 4, "host-a:29500", "Open MPI", [1])),
+    (started(OPEN_MPI, "1", "2", "1", "2", **PORT),
+        (1, 2, "127.0.0.1:2222", "Open MPI", [1])),
+    (started(MPICH, "1", "2", "1", "2", JAX_COORDINATOR_ADDRESS="a:1"),
+        (1, 2, "a:1", "MPICH", [1])),
+    (slurm("2", "3", "1", "2"), (2, 3, "gpu007:61867", "Slurm", [1])),
+    (slurm("2", "3", "0", "3"), (2, 3, "gpu007:61867", "Slurm", None)),
+    (slurm("0", "2", "0", "2", of=("7", "0", "n1,n2")),
+        (0, 2, "n1:61867", "Slurm", None)),
+    (slurm("1", "2", "1", "1", of=("8", "0", "a-1")),
+        (1, 2, "127.0.0.1:61928", "Slurm", [1])),
+    # One process a device, which the launcher has chosen; or the user.
+    (slurm("2", "3", "1", "2", CUDA_VISIBLE_DEVICES="1"),
+        (2, 3, "gpu007:61867", "Slurm", None)),
+    (slurm("2", "3", "1", "2", JAX_LOCAL_DEVICE_IDS="3"),
+        (2, 3, "gpu007:61867", "Slurm", None)),
+    # srun --mpi=pmi2, and mpirun or torchrun in each task of a step of two.
+    (slurm("2", "3", "1", "2", PMI_RANK="2", PMI_SIZE="3"),
+        (2, 3, "gpu007:61867", "MPICH", None)),
+    (slurm("1", "2", "0", "2", **torchrun("5", "8", "1", "4", "a", "5")),
+        (5, 8, "a:5", "torchrun", [1])),
+    # What started one process alone is no launcher.
+    (slurm("1", "2", "0", "2", **torchrun("0", "1", "0", "1", "a", "5")),
+        (1, 2, "gpu007:61867", "Slurm", None)),
+])  # fmt: skip
 def test_what_a_launcher_says_is_a_cluster(environ, expected):
     assert refusal(environ, "this is none")
     found, devices = started_cluster(environ), own_devices(environ)

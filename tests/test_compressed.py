@@ -311,25 +311,16 @@ def test_a_mean_without_weight_keeps_what_was_lost_before():
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda: compressed(3), "Compressed.bits=3 must be 8 or 4"),
-        (lambda: compressed(block=7), "Compressed.block=7 must be a multiple of 2"),
-        (
-            lambda: step_of(2, 2, ops=Compressed()).check(W, data(2)),
-            "above 131072 bytes, and params has none",
-        ),
-        (
-            lambda: step_of(2, 2).init(W, local={"compressed": ROWS}),
-            "must be a dict without the keys ['compressed']",
-        ),
-        (
-            lambda: step_of(2, 2, sync=tj.sync.LocalSGD(every=2)),
-            "extend=... needs all towers at every step",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "text"), [
+    (lambda: compressed(3), "Compressed.bits=3 must be 8 or 4"),
+    (lambda: compressed(block=7), "Compressed.block=7 must be a multiple of 2"),
+    (lambda: step_of(2, 2, ops=Compressed()).check(W, data(2)),
+        "above 131072 bytes, and params has none"),
+    (lambda: step_of(2, 2).init(W, local={"compressed": ROWS}),
+        "must be a dict without the keys ['compressed']"),
+    (lambda: step_of(2, 2, sync=tj.sync.LocalSGD(every=2)),
+        "extend=... needs all towers at every step"),
+])  # fmt: skip
 def test_what_cannot_be_compressed_is_refused_by_name(call, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         call()

@@ -241,20 +241,15 @@ def test_runs_are_of_one_dtype():
     assert [slot.buffer for slot in packing.slots] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        (dict(num_packs=0), "num_packs must be greater than zero, got 0"),
-        (dict(num_packs=True), "num_packs=True must be a whole number >= 1"),
-        (dict(bytes_per_pack=0), "bytes_per_pack=0 must be a whole number >= 1"),
-        (dict(bytes_per_pack=1.5), "bytes_per_pack=1.5 must be a whole number >= 1"),
-        (dict(max_group=0), "max_group=0 must be a whole number >= 1"),
-        (
-            dict(num_packs=2, bytes_per_pack=8),
-            "bytes_per_pack=8): num_packs cuts all leaves into equal parts",
-        ),
-    ],
-)
+@pytest.mark.parametrize("options, text", [
+    (dict(num_packs=0), "num_packs must be greater than zero, got 0"),
+    (dict(num_packs=True), "num_packs=True must be a whole number >= 1"),
+    (dict(bytes_per_pack=0), "bytes_per_pack=0 must be a whole number >= 1"),
+    (dict(bytes_per_pack=1.5), "bytes_per_pack=1.5 must be a whole number >= 1"),
+    (dict(max_group=0), "max_group=0 must be a whole number >= 1"),
+    (dict(num_packs=2, bytes_per_pack=8),
+        "bytes_per_pack=8): num_packs cuts all leaves into equal parts"),
+])  # fmt: skip
 def test_bad_packs_are_refused(options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.collectives.Packed(**options)
@@ -359,25 +354,16 @@ ROWS = [np.ones((8, 50), np.float32), np.ones((8, 53), np.float32)]
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "ops, expected",
-    [
-        (tj.AllReduce(), [("all-reduce", ["f32[103]"], [])]),
-        (tj.collectives.Packed(), [("all-reduce", ["f32[103]"], [])]),
-        (
-            tj.collectives.Packed(num_packs=3),
-            [("all-reduce", ["f32[34]", "f32[34]", "f32[35]"], [])],
-        ),
-        (tj.collectives.Packed(num_packs=200), [("all-reduce", ["f32[103]"], [])]),
-        (
-            tj.collectives.Packed(bytes_per_pack=211),
-            [("all-reduce", ["f32[50]", "f32[53]"], [])],
-        ),
-        (tj.collectives.Packed(bytes_per_pack=412), [("all-reduce", ["f32[103]"], [])]),
-        (
-            tj.collectives.Packed(max_group=1),
-            [("all-reduce", ["f32[50]", "f32[53]"], [])],
-        ),
+@pytest.mark.parametrize("ops, expected", [
+    (tj.AllReduce(), [("all-reduce", ["f32[103]"], [])]),
+    (tj.collectives.Packed(), [("all-reduce", ["f32[103]"], [])]),
+    (tj.collectives.Packed(num_packs=3),
+        [("all-reduce", ["f32[34]", "f32[34]", "f32[35]"], [])]),
+    (tj.collectives.Packed(num_packs=200), [("all-reduce", ["f32[103]"], [])]),
+    (tj.collectives.Packed(bytes_per_pack=211),
+        [("all-reduce", ["f32[50]", "f32[53]"], [])]),
+    (tj.collectives.Packed(bytes_per_pack=412), [("all-reduce", ["f32[103]"], [])]),
+    (tj.collectives.Packed(max_group=1), [("all-reduce", ["f32[50]", "f32[53]"], [])]),
         (
             tj.collectives.ReduceToOneDevice("cpu:6"),
             [
@@ -399,10 +385,8 @@ ROWS = [np.ones((8, 50), np.float32), np.ones((8, 53), np.float32)]
             tj.collectives.Hierarchical(),  # one process, so nothing goes across
             [("reduce-scatter", ["f32[13]"], []), ("all-gather", ["f32[104]"], [])],
         ),
-        (tj.collectives.Hierarchical(1), [("all-reduce", ["f32[103]"], [])]),
-    ],
-    ids=repr,
-)
+    (tj.collectives.Hierarchical(1), [("all-reduce", ["f32[103]"], [])]),
+], ids=repr)  # fmt: skip
 def test_what_an_op_sends(ops, expected):
     assert sent(ops, ROWS) == expected
 

@@ -273,18 +273,13 @@ def test_a_function_gives_its_data_anew_each_time():
     assert [len(list(dataset)), len(list(dataset))] == [1, 1] and len(calls) == 2
 
 
-@pytest.mark.parametrize(
-    "source, text",
-    [
-        ({"x": np.zeros(4)}, r"is one batch \(a dict\), .* Pass \[batch\], or tj.b"),
-        (np.zeros(4), r"is one batch \(a ndarray\)"),
-        (7, "is a int, but is to be an iterable of batches, or a fun"),
-        (
-            lambda a, b: [],
-            r"cannot be called as source\(context\): missing a required arg.*'b'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("source, text", [
+    ({"x": np.zeros(4)}, r"is one batch \(a dict\), .* Pass \[batch\], or tj.b"),
+    (np.zeros(4), r"is one batch \(a ndarray\)"),
+    (7, "is a int, but is to be an iterable of batches, or a fun"),
+    (lambda a, b: [],
+        r"cannot be called as source\(context\): missing a required arg.*'b'"),
+])  # fmt: skip
 def test_what_cannot_be_fed_is_refused_at_once(source, text):
     with pytest.raises(ValueError, match=text):
         mirrored(2).distribute_dataset(source)

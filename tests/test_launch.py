@@ -175,35 +175,26 @@ def test_a_program_that_is_not_there_is_code_127(capfd):
     assert says in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        ({"command": "true"}, "command='true' must be a list of a program and its arg"),
-        ({"command": []}, r"command=\[\] must be a list"),
-        ({"processes": 0}, "processes=0 must be a whole number >= 1"),
-        ({"processes": True}, "processes=True must be a whole number >= 1"),
-        ({"devices_per_process": 0}, "devices_per_process=0 must be a whole number"),
-        ({"grace_s": -1}, "grace_s=-1 must be a number of seconds >= 0"),
-        ({"grace_s": float("inf")}, "grace_s=inf must be a number of seconds"),
-        ({"restarts": -1}, "restarts=-1 must be a whole number >= 0"),
-        ({"regrow_s": -1}, "regrow_s=-1 must be a number of seconds >= 0"),
-        ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be a number of seconds >= 0"),
-        ({"step_timeout_s": -1}, "step_timeout_s=-1 must be a number of seconds >= 0"),
-        ({"towers": 4}, "towers=4 .* Say devices_per_process, so that"),
-        (
-            {"towers": 5, "devices_per_process": 2},
-            "towers=5 cannot be shared out to 1 processes of 2 devices. Say",
-        ),
-        (
-            {"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
-            "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'",
-        ),
-        (
-            {"env": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}},
-            "SLURM_STEP_NUM_TASKS=2 .* but towerjax launch starts all processes of its",
-        ),
-    ],
-)
+@pytest.mark.parametrize("arguments, says", [
+    ({"command": "true"}, "command='true' must be a list of a program and its arg"),
+    ({"command": []}, r"command=\[\] must be a list"),
+    ({"processes": 0}, "processes=0 must be a whole number >= 1"),
+    ({"processes": True}, "processes=True must be a whole number >= 1"),
+    ({"devices_per_process": 0}, "devices_per_process=0 must be a whole number"),
+    ({"grace_s": -1}, "grace_s=-1 must be a number of seconds >= 0"),
+    ({"grace_s": float("inf")}, "grace_s=inf must be a number of seconds"),
+    ({"restarts": -1}, "restarts=-1 must be a whole number >= 0"),
+    ({"regrow_s": -1}, "regrow_s=-1 must be a number of seconds >= 0"),
+    ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be a number of seconds >= 0"),
+    ({"step_timeout_s": -1}, "step_timeout_s=-1 must be a number of seconds >= 0"),
+    ({"towers": 4}, "towers=4 .* Say devices_per_process, so that"),
+    ({"towers": 5, "devices_per_process": 2},
+        "towers=5 cannot be shared out to 1 processes of 2 devices. Say"),
+    ({"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
+        "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'"),
+    ({"env": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}},
+        "SLURM_STEP_NUM_TASKS=2 .* but towerjax launch starts all processes of its"),
+])  # fmt: skip
 def test_arguments_that_cannot_be_are_refused(arguments, says):
     with pytest.raises(ValueError, match=says):
         launch(**{"command": ["true"], "processes": 1, **arguments})

@@ -344,39 +344,30 @@ ANYTHING = [None, "x", b"x", -1, 1.5, float("nan"), [], {}, [None], object(), {1
 ANYTHING += [np.ones((2, 2), np.float32), np.array(["a", "b"]), np.array([{}], object)]
 ONE = tj.TrainState.create(np.float32(1), optax.sgd(1.0))
 TEXTS = ["x", b"x", np.array(["a", "b"]), np.array([{}], object)]
+# fmt: off
 DOORS = {
     "target": (tj.Absent, without(dict(enumerate(ANYTHING)), 1)),
     "mode": (lambda x: tj.Best("loss", mode=x), dict(enumerate(ANYTHING))),
-    "axis": (
-        lambda x: tj.Weighted.mean(np.ones(2), axis=x),
-        without(dict(enumerate(ANYTHING)), 0),
-    ),
+    "axis": (lambda x: tj.Weighted.mean(np.ones(2), axis=x),
+        without(dict(enumerate(ANYTHING)), 0)),
     "loss_fn": (tj.value_and_grad, dict(enumerate(ANYTHING))),
     "optimizer": (lambda x: tj.TrainState.create(1.0, x), dict(enumerate(ANYTHING))),
-    "state": (
-        tj.check_mirrored,
-        dict(enumerate(x for x in ANYTHING if not isinstance(x, list | dict))),
-    ),
+    "state": (tj.check_mirrored,
+        dict(enumerate(x for x in ANYTHING if not isinstance(x, list | dict)))),
     "mean": (lambda x: tj.metrics.mean(x), dict(enumerate([*TEXTS, object(), {1}]))),
-    "weight": (
-        lambda x: tj.metrics.mean(np.ones(2), weight=x),
-        dict(enumerate([*TEXTS, object(), {1}])),
-    ),
-    "rng": (
-        lambda x: tj.TrainState.create(np.float32(1), optax.sgd(1.0), rng=x),
-        without(dict(enumerate(ANYTHING)), 0),
-    ),
+    "weight": (lambda x: tj.metrics.mean(np.ones(2), weight=x),
+        dict(enumerate([*TEXTS, object(), {1}]))),
+    "rng": (lambda x: tj.TrainState.create(np.float32(1), optax.sgd(1.0), rng=x),
+        without(dict(enumerate(ANYTHING)), 0)),
     "trainable": (
         lambda x: tj.apply_gradients(optax.sgd(1.0), ONE, ONE.params, trainable=x),
-        dict(enumerate(["x", -1, 1.5, ["x"], object(), {1}])),
-    ),
-    "thresholds": (
-        lambda x: tj.metrics.auc(np.ones(2), np.ones(2), thresholds=x),
-        dict(enumerate([*TEXTS, object(), {1}, {}])),
-    ),
+        dict(enumerate(["x", -1, 1.5, ["x"], object(), {1}]))),
+    "thresholds": (lambda x: tj.metrics.auc(np.ones(2), np.ones(2), thresholds=x),
+        dict(enumerate([*TEXTS, object(), {1}, {}]))),
     "Weighted.sum": (lambda x: tj.Weighted(x, 1.0), dict(enumerate(TEXTS))),
     "Weighted.weight": (lambda x: tj.Weighted(1.0, x), dict(enumerate(TEXTS))),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("argument", DOORS)

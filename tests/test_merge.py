@@ -117,17 +117,11 @@ def test_per_tower_results_are_handed_out_row_by_row():
     assert out["tree"]["all"].values.tolist() == np.outer(x, x).tolist()
 
 
-@pytest.mark.parametrize(
-    "rows, text",
-    [
-        (lambda x: jnp.stack([x, x]), r"merge_fn returned has shape \(2,\)"),
-        (lambda x: (x, x), r"has shape \(2,\), but dim 0 runs over the 3 towers"),
-        (
-            lambda x: (x, x[None], x),
-            r"values of shapes \(\), \(1,\), \(\), which cannot",
-        ),
-    ],
-)
+@pytest.mark.parametrize("rows, text", [
+    (lambda x: jnp.stack([x, x]), r"merge_fn returned has shape \(2,\)"),
+    (lambda x: (x, x), r"has shape \(2,\), but dim 0 runs over the 3 towers"),
+    (lambda x: (x, x[None], x), r"values of shapes \(\), \(1,\), \(\), which cannot"),
+])  # fmt: skip
 def test_a_wrong_number_of_rows_is_refused(rows, text):
     def tower_fn(tower):
         return tower.merge_call(

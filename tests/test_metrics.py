@@ -629,14 +629,13 @@ def test_a_state_that_does_not_read_the_weight_is_refused_by_name(kind, train):
 
 B, N = np.array([True, False]), np.array([0.25, 0.5], np.float32)
 I = np.array([0, 1])  # noqa: E741
+# fmt: off
 REFUSED = [
     (lambda: m.accuracy(I, np.zeros((2, 3), int)), r"\(2,\).*\(2, 3\).*argmax"),
     (lambda: m.accuracy(I, N), r"predictions of dtype float32.*probabilities > 0\.5"),
     (lambda: m.accuracy(N, I), r"labels of dtype float.*labels.astype\(jnp.int32\)"),
-    (
-        lambda: m.accuracy(np.array([2**32 + 1, 5]), jnp.array([1, 5])),
-        "accuracy got labels with the id 4294967297, which would wrap.*x64",
-    ),
+    (lambda: m.accuracy(np.array([2**32 + 1, 5]), jnp.array([1, 5])),
+        "accuracy got labels with the id 4294967297, which would wrap.*x64"),
     (lambda: m.accuracy(I, I, N - 1), "accuracy got a weight of -0.75"),
     (lambda: m.mean(N, np.ones(3)), r"mean got values of shape \(2,\).*\(3,\)"),
     (lambda: m.mean(N, np.ones(1)), r"mean got values of shape \(2,\).*\(1,\)"),
@@ -673,40 +672,27 @@ REFUSED = [
     (lambda: m.mean_per_class_accuracy(I, I, 2, absent=0), "absent=0.*left out.*zero"),
     (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Curves"),
     (lambda: m.merge(m.auc(B, N), m.auc(B, N, curve="PR")), "different options"),
-    (
-        lambda: m.merge(*(m.auc(B, N, thresholds=[x]) for x in (0.3, 0.5))),
-        "different options",
-    ),
-    (
-        lambda: m.merge(m.auc(B, N, thresholds=[0.3]), m.auc(B, N, num_thresholds=3)),
-        "different options",
-    ),
-    (
-        lambda: m.merge(*(m.auc(B, N, num_thresholds=n) for n in (3, 4))),
-        "different options",
-    ),
-    (
-        lambda: m.merge(*(m.precision_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
-        "different options",
-    ),
-    (
-        lambda: m.merge(*(m.recall_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
-        "different options",
-    ),
-    (
-        lambda: m.merge(m.mean_iou([0], [0], 1), m.mean_iou(I, I, 2)),
-        r"matrix=\(1, 1\).*matrix=\(2, 2\).*different options",
-    ),
+    (lambda: m.merge(*(m.auc(B, N, thresholds=[x]) for x in (0.3, 0.5))),
+        "different options"),
+    (lambda: m.merge(m.auc(B, N, thresholds=[0.3]), m.auc(B, N, num_thresholds=3)),
+        "different options"),
+    (lambda: m.merge(*(m.auc(B, N, num_thresholds=n) for n in (3, 4))),
+        "different options"),
+    (lambda: m.merge(*(m.precision_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
+        "different options"),
+    (lambda: m.merge(*(m.recall_at_thresholds(B, N, [x]) for x in (0.3, 0.5))),
+        "different options"),
+    (lambda: m.merge(m.mean_iou([0], [0], 1), m.mean_iou(I, I, 2)),
+        r"matrix=\(1, 1\).*matrix=\(2, 2\).*different options"),
     (lambda: m.recall_at_thresholds(B, N, [np.nan]), "thresholds=.*numbers that rise"),
     (lambda: m.merge(m.mean(N), N), "second a ndarray.*no metric state"),
     (lambda: m.compute({"a": m.mean(N)}), "got a dict.*no metric state"),
-    (
-        lambda: m.compute({"a": m.mean(N)}),
-        r"write jax\.tree\.map\(tj\.metrics\.compute, \.\.\., is_leaf=tj\.metrics\.i",
-    ),
+    (lambda: m.compute({"a": m.mean(N)}),
+        r"write jax\.tree\.map\(tj\.metrics\.compute, \.\.\., is_leaf=tj\.metrics\.i"),
     (lambda: m.merge({}, {}), r"jax\.tree\.map\(tj\.metrics\.merge, \.\.\., is_leaf="),
     (lambda: m.from_clu(N), "no pytree with merge and compute"),
 ]
+# fmt: on
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))

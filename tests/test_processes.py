@@ -91,33 +91,27 @@ def told(together):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scenario, text",
-    [
-        ("differing_batches", "global batch must be .* 1 and process 0 differ.*seed"),
-        ("differing_towers", "The strategy's towers must be .* {me}: Placement"),
-        (
-            "differing_params",
-            r"step.init was given .* {me}: .*params float32\[{more}\]",
-        ),
-        ("pmap", "executor='pmap' runs on the devices of one process, and"),
-        ("one_process_has_more_devices", r"\[0, 0, 1\]. In a job of 2 processes name"),
-        ("devices_out_of_order", r"\[1, 1, 0, 0\]. In a job of 2 processes name"),
-        ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
-        ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
-        ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
-        ("other_numbers_on_towers", r"A function on all .* {me}: .* np.float32\(x\)"),
-        ("other_steps_on_data", "A function on all towers must be .* closes over"),
-        ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
-        ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
-        ("checkpoints_of_one_process", "all processes of a job .* with safetensors"),
-        ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
-        ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
-        ("one_is_empty", r"The input of the processes \[0\] is empty. Give each"),
-        ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
-        ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
-    ],
-)
+@pytest.mark.parametrize("scenario, text", [
+    ("differing_batches", "global batch must be .* 1 and process 0 differ.*seed"),
+    ("differing_towers", "The strategy's towers must be .* {me}: Placement"),
+    ("differing_params", r"step.init was given .* {me}: .*params float32\[{more}\]"),
+    ("pmap", "executor='pmap' runs on the devices of one process, and"),
+    ("one_process_has_more_devices", r"\[0, 0, 1\]. In a job of 2 processes name"),
+    ("devices_out_of_order", r"\[1, 1, 0, 0\]. In a job of 2 processes name"),
+    ("towers_not_for_all", "towers=3 is not a multiple of the 2 .* Use towers=4."),
+    ("destination_of_one_process", r"cpu:0 belong to the processes \[0\] of 2"),
+    ("other_numbers_in_the_optimizer", "step's program must be .* Loss, optimizer"),
+    ("other_numbers_on_towers", r"A function on all .* {me}: .* np.float32\(x\)"),
+    ("other_steps_on_data", "A function on all towers must be .* closes over"),
+    ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
+    ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
+    ("checkpoints_of_one_process", "all processes of a job .* with safetensors"),
+    ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
+    ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
+    ("one_is_empty", r"The input of the processes \[0\] is empty. Give each"),
+    ("one_ends_early", r"input of the processes \[0\] ended before that of the"),
+    ("ends_error", r"processes gave \[2, 0\] rows .*, or remainder='pad'"),
+])  # fmt: skip
 def test_every_process_is_told_what_does_not_fit(told, scenario, text):
     for me, one in enumerate(told):
         assert re.search(text.format(me=me, more=2 + me, steps=3 - me), one[scenario])

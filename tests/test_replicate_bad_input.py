@@ -297,52 +297,38 @@ def of_loss(loss):
 
 
 TEXTS = np.array(["a", "b"])
+# fmt: off
 RETURNS = {
     "nothing": (lambda v, x: None, r"called in Mode\.TRAIN and returned a NoneType"),
     "a dict": (lambda v, x: [("loss", 1.0)], "returned a list"),
-    "another mode": (
-        lambda v, x: tj.estimator.ModelSpec(PREDICT, {"x": x}),
-        r"called in Mode\.TRAIN and returned a ModelSpec of Mode\.PREDICT",
-    ),
+    "another mode": (lambda v, x: tj.estimator.ModelSpec(PREDICT, {"x": x}),
+        r"called in Mode\.TRAIN and returned a ModelSpec of Mode\.PREDICT"),
     "no loss": (lambda v, x: {"loss": None}, r"of Mode\.\w+ needs loss;"),
-    "predictions an array": (
-        lambda v, x: {"predictions": x},
-        r"predictions is a .*, which has no names; return a dict",
-    ),
+    "predictions an array": (lambda v, x: {"predictions": x},
+        r"predictions is a .*, which has no names; return a dict"),
     "exports an output": (
         lambda v, x: {"export_outputs": tj.estimator.PredictOutput(x)},
-        r"export_outputs is a PredictOutput, which has no names",
-    ),
-    "export of another class": (
-        lambda v, x: {"export_outputs": {"a": x}},
-        r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput, Regres",
-    ),
-    "hooks a function": (
-        lambda v, x: {"hooks": print},
-        r"hooks=.* must be a list: write hooks=",
-    ),
-    "hooks no functions": (
-        lambda v, x: {"hooks": (1,)},
-        r"hooks\[0\]=1 is not a function",
-    ),
-    "a prediction of text": (
-        lambda v, x: {"predictions": {"p": "cat"}},
-        r"predictions\['p'\] is a str: ",
-    ),
+        r"export_outputs is a PredictOutput, which has no names"),
+    "export of another class": (lambda v, x: {"export_outputs": {"a": x}},
+        r"export_outputs\['a'\] is a .*; write tj\.estimator\.PredictOutput, Regres"),
+    "hooks a function": (lambda v, x: {"hooks": print},
+        r"hooks=.* must be a list: write hooks="),
+    "hooks no functions": (lambda v, x: {"hooks": (1,)},
+        r"hooks\[0\]=1 is not a function"),
+    "a prediction of text": (lambda v, x: {"predictions": {"p": "cat"}},
+        r"predictions\['p'\] is a str: "),
     "rows": (
         lambda v, x: {"predictions": {"ok": x, "bad": x[:1].sum(0), "sum": x.sum()}},
         r"each leaf has 2 rows \(or a multiple\), but predictions\['bad'\] has shape"
         r" \(3,\); predictions\['sum'\] has shape \(\)\..* jnp\.full\(tower\.rows, x\)",
     ),
-    "what minimize returns": (
-        lambda v, x: {"train_op": (x.sum(), v)},
-        r"a pair of a loss.* loss, train_op = optimizer\.minimize\(loss_fn, variables",
-    ),
+    "what minimize returns": (lambda v, x: {"train_op": (x.sum(), v)},
+        r"a pair of a loss.* loss, train_op = optimizer\.minimize\(loss_fn, variables"),
     "rows of exports": (
         lambda v, x: {"export_outputs": {"a": tj.estimator.RegressionOutput(x[0])}},
-        r"export_outputs\['a'\]\.value has shape \(3,\)",
-    ),
+        r"export_outputs\['a'\]\.value has shape \(3,\)"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", RETURNS)
@@ -369,6 +355,7 @@ def test_what_a_mode_needs_is_named(compiled):
         refused(compiled, text, replicated(fn), start(), X, None, mode)
 
 
+# fmt: off
 LOSSES = {
     "bare": (
         EXACT,
@@ -376,22 +363,14 @@ LOSSES = {
         r"returned a bare scalar.*loss_reduction=LossReduction\.SUM_BY_NONZERO_WEIGHTS"
         r" needs.*compute_weighted_loss.*compat='tf1'",
     ),
-    "bare, of the batch's size": (
-        tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE,
-        lambda x, t: x.sum(),
-        r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE needs",
-    ),
-    "weighted": (
-        SUM,
-        lambda x, t: tj.Weighted.mean(x, t.weight),
-        r"returned a tj\.Weighted, .*loss_reduction=LossReduction\.SUM is of scalar",
-    ),
-    "weighted mean": (
-        MEAN,
-        lambda x, t: tj.Weighted.mean(x, t.weight),
-        r"loss_reduction=LossReduction\.MEAN is of scalar losses",
-    ),
+    "bare, of the batch's size": (tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE,
+        lambda x, t: x.sum(), r"bare scalar.*LossReduction\.SUM_OVER_BATCH_SIZE needs"),
+    "weighted": (SUM, lambda x, t: tj.Weighted.mean(x, t.weight),
+        r"returned a tj\.Weighted, .*loss_reduction=LossReduction\.SUM is of scalar"),
+    "weighted mean": (MEAN, lambda x, t: tj.Weighted.mean(x, t.weight),
+        r"loss_reduction=LossReduction\.MEAN is of scalar losses"),
 }
+# fmt: on
 ANYWHERE = {
     "vector": (
         SUM,

@@ -290,26 +290,14 @@ def test_a_traced_index_that_names_no_row_spoils_all_of_the_result():
 # The constructor, and trees.
 
 
-@pytest.mark.parametrize(
-    "values, indices, shape, text",
-    [
-        (
-            np.ones((2, 2)),
-            np.zeros(2),
-            SHAPE,
-            "indices are float64; they say which row",
-        ),
-        (
-            np.ones((2, 3)),
-            np.zeros(2, int),
-            SHAPE,
-            "got values of shape (2, 3) and indices of shape (2,). Give values [r, 2]",
-        ),
-        (np.ones((3, 2)), np.zeros(2, int), SHAPE, "values of shape (3, 2)"),
-        (np.ones(2), np.int32(0), SHAPE, "indices of shape (). Give values [r, 2]"),
-        (1.0, 0, (), "IndexedRows.dense_shape is (); it is (N, ...)"),
-    ],
-)
+@pytest.mark.parametrize("values, indices, shape, text", [
+    (np.ones((2, 2)), np.zeros(2), SHAPE, "indices are float64; they say which row"),
+    (np.ones((2, 3)), np.zeros(2, int), SHAPE,
+        "got values of shape (2, 3) and indices of shape (2,). Give values [r, 2]"),
+    (np.ones((3, 2)), np.zeros(2, int), SHAPE, "values of shape (3, 2)"),
+    (np.ones(2), np.int32(0), SHAPE, "indices of shape (). Give values [r, 2]"),
+    (1.0, 0, (), "IndexedRows.dense_shape is (); it is (N, ...)"),
+])  # fmt: skip
 def test_rows_that_do_not_fit_are_refused(values, indices, shape, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.sparse.IndexedRows(values, indices, shape)

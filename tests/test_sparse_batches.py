@@ -245,24 +245,19 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
         )
 
 
+# fmt: off
 BAD = {
     "bcsr": (
         lambda: sparse.BCSR((np.ones(4), np.arange(4), np.arange(5)), shape=(4, 4)),
-        "batch['x'] is a BCSR, which does not",
-    ),
-    "scipy": (
-        lambda: scipy.sparse.csr_matrix(np.eye(4)),
-        "batch['x'] is a csr_matrix, which does not split over towers",
-    ),
-    "coo": (
-        lambda: sparse.COO((np.ones(4), np.arange(4), np.arange(4)), shape=(4, 4)),
-        "BCOO.fromdense(x.todense())",
-    ),
-    "negative": (
-        lambda: sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
-        "batch['x'] has the index -1, but entries are counted from 0",
-    ),
+        "batch['x'] is a BCSR, which does not"),
+    "scipy": (lambda: scipy.sparse.csr_matrix(np.eye(4)),
+        "batch['x'] is a csr_matrix, which does not split over towers"),
+    "coo": (lambda: sparse.COO((np.ones(4), np.arange(4), np.arange(4)), shape=(4, 4)),
+        "BCOO.fromdense(x.todense())"),
+    "negative": (lambda: sparse.BCOO((np.ones(1), np.array([[-1, 0]])), shape=(4, 2)),
+        "batch['x'] has the index -1, but entries are counted from 0"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", BAD)

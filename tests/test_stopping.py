@@ -345,28 +345,22 @@ def test_an_exception_keeps_the_best(steps):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    "make, text",
-    [
-        (lambda: tj.EarlyStopping("x", 0), "patience=0 must be a whole number >= 1"),
-        (lambda: tj.EarlyStopping("x", 2.0), "patience=2.0 must be a whole"),
-        (lambda: tj.EarlyStopping("x", 1, "least"), "mode='least' must be one"),
-        (lambda: tj.EarlyStopping("", 1), "metric='' must be the name of a metric"),
-        (lambda: tj.EarlyStopping("x"), "patience=None and goal=None would never stop"),
-        (lambda: tj.EarlyStopping("x", goal=INF), "goal=inf must be a finite number"),
-        (lambda: tj.EarlyStopping("x", goal=True), "goal=True must be a finite number"),
-        (
-            lambda: tj.EarlyStopping("x", 1, min_steps=-1),
-            "min_steps=-1 must be a whole",
-        ),
-        (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
-        (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),
-        (lambda: tj.Best("x", "maximum"), "Best.mode='maximum' must be one of 'min'"),
-        (lambda: tj.Best(3), "Best.metric=3 must be the name of a metric"),
-        (lambda: tj.Best("x", keep="disk"), "Best.keep='disk' must be one of"),
-        (lambda: tj.Best("x", restore=1), "Best.restore=1 must be True or False"),
-    ],
-)
+@pytest.mark.parametrize("make, text", [
+    (lambda: tj.EarlyStopping("x", 0), "patience=0 must be a whole number >= 1"),
+    (lambda: tj.EarlyStopping("x", 2.0), "patience=2.0 must be a whole"),
+    (lambda: tj.EarlyStopping("x", 1, "least"), "mode='least' must be one"),
+    (lambda: tj.EarlyStopping("", 1), "metric='' must be the name of a metric"),
+    (lambda: tj.EarlyStopping("x"), "patience=None and goal=None would never stop"),
+    (lambda: tj.EarlyStopping("x", goal=INF), "goal=inf must be a finite number"),
+    (lambda: tj.EarlyStopping("x", goal=True), "goal=True must be a finite number"),
+    (lambda: tj.EarlyStopping("x", 1, min_steps=-1), "min_steps=-1 must be a whole"),
+    (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
+    (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),
+    (lambda: tj.Best("x", "maximum"), "Best.mode='maximum' must be one of 'min'"),
+    (lambda: tj.Best(3), "Best.metric=3 must be the name of a metric"),
+    (lambda: tj.Best("x", keep="disk"), "Best.keep='disk' must be one of"),
+    (lambda: tj.Best("x", restore=1), "Best.restore=1 must be True or False"),
+])  # fmt: skip
 def test_bad_options_are_refused(make, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         make()

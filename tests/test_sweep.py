@@ -355,38 +355,26 @@ def refused_by_numpy(rate, seed):
     return small(rate, np.random.default_rng(seed))
 
 
-@pytest.mark.parametrize(
-    "build, grid, options, text",
-    [
-        (small, {}, {}, "grid must be"),
-        (small, {"rate": []}, {}, "grid must be .* it has 0"),
-        (small, [{"rate": 1.0}, {"seed": 1}], {}, "same.*names; it has 2, .*rate"),
-        (small, {"rate": 0.1}, {}, r"grid\['rate'\]=0.1 must be a list: write"),
-        (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
-        (small, {"seed": [2**31]}, {}, r"grid\['seed'\] is .* holds 2147483648 and"),
-        (small, {"rate": [0.1]}, {"static": ["widht"]}, "static='widht' must be"),
-        (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),
-        (small, {"rate": [0.1]}, {"order": "both"}, "order='both' must be one of"),
-        (small, {"rate": [0.1]}, {"batches": iter(FEW)}, "list_iterator, which can be"),
-        (refused_by_width, {"rate": [0.1], "width": [2]}, {}, r"static=\[...\] what"),
-        (
-            refused_by_control_flow,
-            {"rate": [0.1]},
-            {},
-            "traces rate: build gets arrays",
-        ),
-        (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
-        (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
-        (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
-        (small, {"rate": [0.1]}, {"evaluate": 7}, "evaluate=7 is not a function"),
-        (
-            small,
-            {"rate": [0.1]},
-            {"evaluate": lambda state: {}},
-            r"called as evaluate\(state, \*\*config\): .*'rate'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("build, grid, options, text", [
+    (small, {}, {}, "grid must be"),
+    (small, {"rate": []}, {}, "grid must be .* it has 0"),
+    (small, [{"rate": 1.0}, {"seed": 1}], {}, "same.*names; it has 2, .*rate"),
+    (small, {"rate": 0.1}, {}, r"grid\['rate'\]=0.1 must be a list: write"),
+    (small, {"rate": [optax.adam]}, {}, "rate=.* is a function.* write a text"),
+    (small, {"seed": [2**31]}, {}, r"grid\['seed'\] is .* holds 2147483648 and"),
+    (small, {"rate": [0.1]}, {"static": ["widht"]}, "static='widht' must be"),
+    (small, {"rate": [0.1]}, {"static": "rate"}, r"static=\['rate'\]"),
+    (small, {"rate": [0.1]}, {"order": "both"}, "order='both' must be one of"),
+    (small, {"rate": [0.1]}, {"batches": iter(FEW)}, "list_iterator, which can be"),
+    (refused_by_width, {"rate": [0.1], "width": [2]}, {}, r"static=\[...\] what"),
+    (refused_by_control_flow, {"rate": [0.1]}, {}, "traces rate: build gets arrays"),
+    (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
+    (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
+    (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
+    (small, {"rate": [0.1]}, {"evaluate": 7}, "evaluate=7 is not a function"),
+    (small, {"rate": [0.1]}, {"evaluate": lambda state: {}},
+        r"called as evaluate\(state, \*\*config\): .*'rate'"),
+])  # fmt: skip
 def test_what_cannot_be_swept_is_refused(build, grid, options, text):
     with pytest.raises(ValueError, match=text):
         quiet(build, grid, **options)

@@ -433,36 +433,24 @@ def always(data):
     return lambda: data
 
 
-@pytest.mark.parametrize(
-    "data, options, text",
-    [
-        (once(), {"epochs": 2}, f"train_data {ONCE}, but epochs=2 goes through it"),
-        (once(), {"epochs": 3, "steps": 4}, f"train_data {ONCE}, but epochs=3"),
-        (pairs(), {"eval_data": once()}, f"eval_data {ONCE}, but every evaluation"),
-        (pairs(), {"eval_every": 2}, "eval_every=2 without anything to evaluate"),
-        (pairs(), {"best": tj.Best("loss")}, "best=Best(metric='loss', mode='min'"),
-        (pairs()[0], {}, "train_data is one batch (a dict), but is to be"),
-        (arrays(8)[0], {}, "train_data is one batch (a dict), but is to be"),
-        (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch (a dict), but"),
-        (7, {}, "train_data is a int, but is to be an iterable of batches"),
-        (
-            pairs(),
-            {"variables": {"w": 1.0}},
-            "state is a dict, not a tj.TrainState. Make it",
-        ),
-        (
-            pairs(),
-            {"eval_data": pairs(), "eval_batches": pairs()},
-            "eval_batches= beside eval_data: pass only eval_data",
-        ),
-        (pairs(), {"hooks": print}, "hooks=<built-in function print> must be a list"),
-        (
-            pairs(),
-            {"eval_data": pairs(), "early_stopping": tj.EarlyStopping("loss", 1)},
-            "early_stopping without eval_every would never",
-        ),
-    ],
-)
+@pytest.mark.parametrize("data, options, text", [
+    (once(), {"epochs": 2}, f"train_data {ONCE}, but epochs=2 goes through it"),
+    (once(), {"epochs": 3, "steps": 4}, f"train_data {ONCE}, but epochs=3"),
+    (pairs(), {"eval_data": once()}, f"eval_data {ONCE}, but every evaluation"),
+    (pairs(), {"eval_every": 2}, "eval_every=2 without anything to evaluate"),
+    (pairs(), {"best": tj.Best("loss")}, "best=Best(metric='loss', mode='min'"),
+    (pairs()[0], {}, "train_data is one batch (a dict), but is to be"),
+    (arrays(8)[0], {}, "train_data is one batch (a dict), but is to be"),
+    (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch (a dict), but"),
+    (7, {}, "train_data is a int, but is to be an iterable of batches"),
+    (pairs(), {"variables": {"w": 1.0}},
+        "state is a dict, not a tj.TrainState. Make it"),
+    (pairs(), {"eval_data": pairs(), "eval_batches": pairs()},
+        "eval_batches= beside eval_data: pass only eval_data"),
+    (pairs(), {"hooks": print}, "hooks=<built-in function print> must be a list"),
+    (pairs(), {"eval_data": pairs(), "early_stopping": tj.EarlyStopping("loss", 1)},
+        "early_stopping without eval_every would never"),
+])  # fmt: skip
 def test_bad_arguments_are_refused_before_anything_is_done(model, data, options, text):
     variables = model.init()
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -470,30 +458,18 @@ def test_bad_arguments_are_refused_before_anything_is_done(model, data, options,
     assert int(variables.step) == 0 and model.seen == []
 
 
-@pytest.mark.parametrize(
-    "data, options, done, text",
-    [
-        (list, {}, 0, "batches is empty"),
-        (list, {"steps": 3}, 0, "batches is empty"),
-        (once(), {"steps": 4}, 3, "batches ended after 3"),
-        (lambda: 3, {}, 0, "train_data() is a int, but is to be an iterable"),
-        (
-            lambda: arrays(8)[0],
-            {},
-            0,
-            "train_data() is one batch (a dict), but is to be",
-        ),
-        (always(once()), {"epochs": 2}, 3, "gave no batches in epoch 2"),
-        (always(once()), {"steps": 9}, 3, "gave no batches in epoch 2"),
-        (lambda: [[1, 2]], {}, 0, "A batch is a list of two, features and"),
-        (
-            lambda: [{"features": np.zeros(8), "labels": np.zeros(8)}],
-            {},
-            0,
-            "A batch is a dict of two, features and",
-        ),
-    ],
-)
+@pytest.mark.parametrize("data, options, done, text", [
+    (list, {}, 0, "batches is empty"),
+    (list, {"steps": 3}, 0, "batches is empty"),
+    (once(), {"steps": 4}, 3, "batches ended after 3"),
+    (lambda: 3, {}, 0, "train_data() is a int, but is to be an iterable"),
+    (lambda: arrays(8)[0], {}, 0, "train_data() is one batch (a dict), but is to be"),
+    (always(once()), {"epochs": 2}, 3, "gave no batches in epoch 2"),
+    (always(once()), {"steps": 9}, 3, "gave no batches in epoch 2"),
+    (lambda: [[1, 2]], {}, 0, "A batch is a list of two, features and"),
+    (lambda: [{"features": np.zeros(8), "labels": np.zeros(8)}], {}, 0,
+        "A batch is a dict of two, features and"),
+])  # fmt: skip
 def test_bad_data_is_told_of_and_nothing_is_lost(model, data, options, done, text):
     with pytest.raises(ValueError, match=re.escape(text)) as caught:
         train(model, data, **options)

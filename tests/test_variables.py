@@ -171,15 +171,8 @@ def test_assigning_keeps_the_dtype():
     assert float(v.value) == 1.5 and n.value.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize(
-    "options, initial, value, text",
-    [
-        (
-            {},
-            1.0,
-            2.0,
-            r"variable 'v' has Reduction.NONE: .*Create it with reduction=tj",
-        ),
+@pytest.mark.parametrize("options, initial, value, text", [
+    ({}, 1.0, 2.0, r"variable 'v' has Reduction.NONE: .*Create it with reduction=tj"),
         (
             dict(reduction=R.SUM),
             1.0,
@@ -188,36 +181,17 @@ def test_assigning_keeps_the_dtype():
             " Reduction.SUM of variable 'v': it is the same on all 2 towers. Create the"
             " variable with MEAN or ONLY_FIRST_TOWER, and assign the value itself.",
         ),
-        (
-            dict(reduction=R.SUM),
-            np.ones(2),
-            np.ones(2),
-            r"constant value of shape \(2,",
-        ),
-        (
-            dict(reduction=R.MEAN),
-            1.0,
-            np.ones(2),
-            r"fit variable 'v': value has shape \(",
-        ),
-        (
-            dict(reduction=R.MEAN),
-            1.0,
-            {"a": 1.0},
-            "The value for variable 'v' is PyTreeD",
-        ),
-        (dict(reduction=R.ONLY_FIRST_TOWER), 1, 2.5, "float32, which int32 cannot"),
-        (dict(reduction=R.MEAN), 1, 2, "value is float32, which int32 cannot hold"),
-        (dict(reduction=R.SUM), jnp.int8(1), jnp.int8(0), "int32, which int8 cannot"),
-        (dict(tower_local=True), 1, 0.5, "tower-local variable 'v': value is float32"),
-        (
-            dict(reduction=R.ONLY_FIRST_TOWER),
-            {"a": 1.0, "b": [1, 2]},
-            {"a": np.ones(3), "b": [1, 2.5]},
-            r"\['a'\] has shape \(3,\), expected \(\); value\['b'\]\[1\] is float32",
-        ),
-    ],
-)
+    (dict(reduction=R.SUM), np.ones(2), np.ones(2), r"constant value of shape \(2,"),
+    (dict(reduction=R.MEAN), 1.0, np.ones(2), r"fit variable 'v': value has shape \(",),
+    (dict(reduction=R.MEAN), 1.0, {"a": 1.0}, "The value for variable 'v' is PyTreeD"),
+    (dict(reduction=R.ONLY_FIRST_TOWER), 1, 2.5, "float32, which int32 cannot"),
+    (dict(reduction=R.MEAN), 1, 2, "value is float32, which int32 cannot hold"),
+    (dict(reduction=R.SUM), jnp.int8(1), jnp.int8(0), "int32, which int8 cannot"),
+    (dict(tower_local=True), 1, 0.5, "tower-local variable 'v': value is float32"),
+    (dict(reduction=R.ONLY_FIRST_TOWER), {"a": 1.0, "b": [1, 2]},
+        {"a": np.ones(3), "b": [1, 2.5]},
+        r"\['a'\] has shape \(3,\), expected \(\); value\['b'\]\[1\] is float32"),
+])  # fmt: skip
 def test_a_tower_may_not_assign(options, initial, value, text):
     strategy = mirrored(2)
     v = strategy.create_var("v", initial, **options)
@@ -392,26 +366,13 @@ def test_adding_to_a_tower_local_variable_across_towers_is_refused():
     assert both.value.tolist() == [3, 3] and whole.value.tolist() == [2, 2]
 
 
-@pytest.mark.parametrize(
-    "initial, options, value, text",
-    [
-        (
-            1.0,
-            {},
-            tj.PerTower(np.ones(2)),
-            "strategy.assign of variable 'v': Expected v",
-        ),
-        (1.0, {}, [1.0], "The value for variable 'v' is PyTreeDef"),
-        ([1.0, 2.0], {}, np.ones(2), r"tree of its elements: np.array\(x\) makes one"),
-        (1.0, {}, "x", "value is a str: keep apart what is no array"),
-        (
-            np.ones(2),
-            dict(tower_local=True),
-            np.ones(3),
-            r"shape \(3,\), expected \(2,",
-        ),
-    ],
-)
+@pytest.mark.parametrize("initial, options, value, text", [
+    (1.0, {}, tj.PerTower(np.ones(2)), "strategy.assign of variable 'v': Expected v"),
+    (1.0, {}, [1.0], "The value for variable 'v' is PyTreeDef"),
+    ([1.0, 2.0], {}, np.ones(2), r"tree of its elements: np.array\(x\) makes one"),
+    (1.0, {}, "x", "value is a str: keep apart what is no array"),
+    (np.ones(2), dict(tower_local=True), np.ones(3), r"shape \(3,\), expected \(2,"),
+])  # fmt: skip
 def test_what_cannot_be_assigned_across_towers(initial, options, value, text):
     v = mirrored(2).create_var("v", initial, **options)
     with refuses(text):
@@ -592,19 +553,12 @@ def test_regroup_keeps_numbers_apart_that_only_seem_equal():
     assert isinstance(kinds, tuple) and kinds[1].dtype == np.int32
 
 
-@pytest.mark.parametrize(
-    "nests, text",
-    [
-        ([[0], []], r"nests holds PyTreeDef\(\[\*\]\) of tower 0 and .* of tower 1"),
-        ([{"k": (1,)}, {"k": [1]}], r"\{'k': \(\*,\)\}.* and .*\{'k': \[\*\]\}"),
-        ([1], "regroup: got a list of 1, expected a list of 2 trees"),
-        (
-            [
-                tj.towers.MirroredVar(1.0, name="foo"),
-                tj.towers.MirroredVar(1.0, name="bar"),
-            ],
-            "but towers have .*'foo'.*'bar'.* of several names",
-        ),
+@pytest.mark.parametrize("nests, text", [
+    ([[0], []], r"nests holds PyTreeDef\(\[\*\]\) of tower 0 and .* of tower 1"),
+    ([{"k": (1,)}, {"k": [1]}], r"\{'k': \(\*,\)\}.* and .*\{'k': \[\*\]\}"),
+    ([1], "regroup: got a list of 1, expected a list of 2 trees"),
+    ([tj.towers.MirroredVar(1.0, name="foo"), tj.towers.MirroredVar(1.0, name="bar")],
+        "but towers have .*'foo'.*'bar'.* of several names"),
         (
             [
                 {"v": tj.towers.MirroredVar(1.0, name="v")},
@@ -612,12 +566,9 @@ def test_regroup_keeps_numbers_apart_that_only_seem_equal():
             ],
             r"nests\['v'\]: a mirrored variable is one, but .*reductions or value",
         ),
-        (
-            [tj.TowerLocal(1.0, R.SUM), tj.TowerLocal(1.0, R.MEAN)],
-            "nests holds .*SUM.* of tower 0 and .*MEAN.* of tower 1",
-        ),
-    ],
-)
+    ([tj.TowerLocal(1.0, R.SUM), tj.TowerLocal(1.0, R.MEAN)],
+        "nests holds .*SUM.* of tower 0 and .*MEAN.* of tower 1"),
+])  # fmt: skip
 def test_regroup_refuses_different_structures(nests, text):
     with refuses(text):
         mirrored(2).regroup(nests)
@@ -763,23 +714,15 @@ def test_what_has_no_one_value_is_not_saved():
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        (dict(v={"u": 1}), r"saved\['v'\]: The value for variable 'v' is PyTreeDef"),
-        (
-            dict(plain=np.ones(3, np.float32), flags=np.int32(5)),
-            r"'flags'\]: .* gives a tower 2, which .*; saved\['plain'\]: .* \(3,\)",
-        ),
-        (dict(plain=np.ones(2, np.complex64)), "complex64, which float32 cannot hold"),
-        (dict(count=np.float32(1)), "'sum': value is float32, which int32 cannot"),
-        (
-            dict(mean=np.ones(2, np.float32)),
-            r"'mean': value has shape \(2,\), expected",
-        ),
-        (dict(key=np.uint32(1)), "is uint32, which key<fry> cannot hold"),
-    ],
-)
+@pytest.mark.parametrize("change, text", [
+    (dict(v={"u": 1}), r"saved\['v'\]: The value for variable 'v' is PyTreeDef"),
+    (dict(plain=np.ones(3, np.float32), flags=np.int32(5)),
+        r"'flags'\]: .* gives a tower 2, which .*; saved\['plain'\]: .* \(3,\)"),
+    (dict(plain=np.ones(2, np.complex64)), "complex64, which float32 cannot hold"),
+    (dict(count=np.float32(1)), "'sum': value is float32, which int32 cannot"),
+    (dict(mean=np.ones(2, np.float32)), r"'mean': value has shape \(2,\), expected"),
+    (dict(key=np.uint32(1)), "is uint32, which key<fry> cannot hold"),
+])  # fmt: skip
 def test_what_does_not_fit_is_not_restored(change, text):
     with refuses(text):
         tj.towers.restored_values(mirrored(T, D), variables(), {**saved(), **change})
