@@ -76,17 +76,14 @@ def test_absent_devices_are_plain_values():
     assert 1.4e11 < H200S.memory_bytes < 1.6e11 and H200S.kind == "NVIDIA H200"
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("h300", 8), "target='h300', .* is no device that is known here: 'a100'"),
-        (("h200",), "number=None must be a whole number >= 1"),
-        (("h200", 10**9), "number=1000000000 must be a whole number <= 1048576"),
-        (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
-        (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Say hosts="),
-        (("v5e:2x4", 8), "a TPU topology such as 'v5e:2x4' without a number"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (("h300", 8), "target='h300', .* is no device that is known here: 'a100'"),
+    (("h200",), "number=None must be a whole number >= 1"),
+    (("h200", 10**9), "number=1000000000 must be a whole number <= 1048576"),
+    (("h200", 8, 0), "hosts=0 must be a whole number >= 1"),
+    (("h200", 9), "2 hosts cannot share 9 GPUs evenly. Say hosts="),
+    (("v5e:2x4", 8), "a TPU topology such as 'v5e:2x4' without a number"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         tj.Absent(*arguments)

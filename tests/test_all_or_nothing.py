@@ -186,18 +186,15 @@ SOURCES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "steps_per_call", "prefetch"),
-    [
-        ("batches", 3, 2),
-        ("list", 1, 2),
-        ("generator", 3, 2),
-        ("generator", 1, 0),
-        ("grain", 1, 2),
-        ("distributed, cursor", 3, 2),
-        ("distributed", 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("name", "steps_per_call", "prefetch"), [
+    ("batches", 3, 2),
+    ("list", 1, 2),
+    ("generator", 3, 2),
+    ("generator", 1, 0),
+    ("grain", 1, 2),
+    ("distributed, cursor", 3, 2),
+    ("distributed", 1, 2),
+])  # fmt: skip
 def test_after_a_hook_that_raises_the_bits_are_those_of_an_undisturbed_run(
     step, undisturbed, name, steps_per_call, prefetch
 ):

@@ -57,21 +57,17 @@ def refused(step, state, batch, text, names, error=ValueError):
 
 BATCHES = {
     "indivisible": (good(5), r"batch\['x'\] has 5 examples, which 2 towers.*remainder"),
-    "different sizes": (
-        {"x": np.ones((4, 3), np.float32), "y": np.ones(2)},
-        r"batch\['x'\]: 4, batch\['y'\]: 2.* Of graphs stack a padded pack",
-    ),
+    "different sizes": ({"x": np.ones((4, 3), np.float32), "y": np.ones(2)},
+        r"batch\['x'\]: 4, batch\['y'\]: 2.* Of graphs stack a padded pack"),
     "scalar": ({"x": np.ones((4, 3)), "k": np.float32(1)}, r"batch\['k'\] is "),
     "numbers": ({"x": np.ones((4, 3)), "k": 3}, r"batch\['k'\] is 3 of type int"),
     "list": ({"x": [1.0, 2.0]}, r"batch\['x'\]\[0\] is 1.0 of type float.*np.asarray"),
-    "frame": (
-        {"x": SimpleNamespace(to_numpy=len)},
-        r"pass x\.to_numpy\(\), or a dict of",
-    ),
+    "frame": ({"x": SimpleNamespace(to_numpy=len)},
+        r"pass x\.to_numpy\(\), or a dict of"),
     "empty": ({"x": np.ones((0, 3))}, r"batch is empty: batch\['x'\] has shape"),
     "no leaves": ({}, "holds no arrays"),
     "no rows": (tj.Whole(np.ones(3)), "holds no arrays: .* draw .*np.arange"),
-}
+}  # fmt: skip
 
 
 def test_malformed_batches_are_refused(trains, compiled):
@@ -83,22 +79,16 @@ def test_malformed_batches_are_refused(trains, compiled):
 
 
 CHANGES = {
-    "new leaf": (
-        {**good(), "y": np.ones(4)},
-        r"batch\['y'\] was absent and is float32\[4\]",
-    ),
-    "other name": (
-        {"z": good()["x"]},
-        r"batch\['x'\] was .* is absent.*batch\['z'\] was absent",
-    ),
+    "new leaf": ({**good(), "y": np.ones(4)},
+        r"batch\['y'\] was absent and is float32\[4\]"),
+    "other name": ({"z": good()["x"]},
+        r"batch\['x'\] was .* is absent.*batch\['z'\] was absent"),
     "dtype": ({"x": np.ones((4, 3), np.int32)}, r"was float32\[4, 3\] and is int32"),
     "trailing shape": ({"x": np.ones((4, 5), np.float32)}, r"\[4, 3\].*\[4, 5\]"),
     "size": (good(6), r"was float32\[4, 3\] and is float32\[6, 3\].*"),
-    "container": (
-        [good()["x"]],
-        r"batch\['x'\] was .* is absent.*batch\[0\] was absent",
-    ),
-}
+    "container": ([good()["x"]],
+        r"batch\['x'\] was .* is absent.*batch\[0\] was absent"),
+}  # fmt: skip
 
 
 def test_a_batch_that_changes_is_refused_saying_what(trains, compiled):
@@ -1125,21 +1115,16 @@ def test_what_no_device_holds_is_refused_by_name(name, compiled):
     predict = tj.build_predict_step(lambda p, b, tower: b["x"], strategy)
     local = {"k": tj.TowerLocal(bad["k"], tj.Reduction.SUM)}
     calls = {
-        r"batch\['k'\] is .*": [
-            lambda: step(state, bad),
-            lambda: step.check(start(), bad),
-            lambda: predict(start(), bad),
+        r"batch\['k'\] is .*": [lambda: step(state, bad),
+            lambda: step.check(start(), bad), lambda: predict(start(), bad),
             lambda: tj.batches(bad, 2),
             lambda: list(strategy.distribute_dataset([bad, bad])),
-            lambda: list(strategy.distribute_dataset([bad, bad], split="elements")),
-        ],
-        r"params\['k'\] is .*": [
-            lambda: step.init(bad_params),
+            lambda: list(strategy.distribute_dataset([bad, bad], split="elements"))],
+        r"params\['k'\] is .*": [lambda: step.init(bad_params),
             lambda: step.check(bad_params, good()),
-            lambda: predict(bad_params, good()),
-        ],
+            lambda: predict(bad_params, good())],
         r"local\['k'\] is .*": [lambda: step.init(start(), local=local)],
-    }
+    }  # fmt: skip
     compiled.clear()
     for name, several in calls.items():
         for call in several:

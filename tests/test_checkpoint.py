@@ -901,21 +901,18 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
 # Options
 
 
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        ({"directory": ""}, "directory='' must be the path of a folder"),
-        ({"directory": "gs://bucket/run"}, "directory='gs://.* on this machine"),
-        ({"directory": pathlib.Path("s3://bucket")}, "must be .* on this machine"),
-        ({"directory": "a\0b"}, "must be the path of a folder on this machine"),
-        ({"every": 0}, "every=0"),
-        ({"keep": 0}, "keep=0"),
-        ({"best": 3}, "best=3 must be the name"),
-        ({"mode": "less"}, "mode='less' must be one of"),
-        ({"batches": "skip"}, "batches='skip' must be one of"),
-        ({"exit_code": 0}, "exit_code=0"),
-    ],
-)
+@pytest.mark.parametrize("change, text", [
+    ({"directory": ""}, "directory='' must be the path of a folder"),
+    ({"directory": "gs://bucket/run"}, "directory='gs://.* on this machine"),
+    ({"directory": pathlib.Path("s3://bucket")}, "must be .* on this machine"),
+    ({"directory": "a\0b"}, "must be the path of a folder on this machine"),
+    ({"every": 0}, "every=0"),
+    ({"keep": 0}, "keep=0"),
+    ({"best": 3}, "best=3 must be the name"),
+    ({"mode": "less"}, "mode='less' must be one of"),
+    ({"batches": "skip"}, "batches='skip' must be one of"),
+    ({"exit_code": 0}, "exit_code=0"),
+])  # fmt: skip
 def test_options_that_cannot_be(change, text):
     with pytest.raises(ValueError, match=text):
         tj.Checkpointer(**{"directory": "folder", **change})

@@ -26,18 +26,15 @@ from towerjax.mesh.cluster.started import (
 WORKERS = {"worker": ["a:1", "b:2"]}
 
 
-@pytest.mark.parametrize(
-    "jobs, task, expected",
-    [
-        (WORKERS, ("worker", 0), (0, 2, "a:1")),
-        (WORKERS, ("worker", 1), (1, 2, "a:1")),
-        ({**WORKERS, "chief": ["c:3"]}, ("chief", 0), (0, 3, "c:3")),
-        ({**WORKERS, "chief": ["c:3"]}, ("worker", 1), (2, 3, "c:3")),
-        ({**WORKERS, "chief": []}, ("worker", 0), (0, 2, "a:1")),
-        ({"worker": ("[::1]:2222",)}, ("worker", 0), (0, 1, "[::1]:2222")),
-        ({"chief": ["one:1"]}, ("chief", 0), (0, 1, "one:1")),
-    ],
-)
+@pytest.mark.parametrize("jobs, task, expected", [
+    (WORKERS, ("worker", 0), (0, 2, "a:1")),
+    (WORKERS, ("worker", 1), (1, 2, "a:1")),
+    ({**WORKERS, "chief": ["c:3"]}, ("chief", 0), (0, 3, "c:3")),
+    ({**WORKERS, "chief": ["c:3"]}, ("worker", 1), (2, 3, "c:3")),
+    ({**WORKERS, "chief": []}, ("worker", 0), (0, 2, "a:1")),
+    ({"worker": ("[::1]:2222",)}, ("worker", 0), (0, 1, "[::1]:2222")),
+    ({"chief": ["one:1"]}, ("chief", 0), (0, 1, "one:1")),
+])  # fmt: skip
 def test_the_chief_is_first_and_the_workers_follow(jobs, task, expected):
     found = parse_spec(jobs, *task)
     assert (found.process_id, found.num_processes, found.coordinator) == expected
@@ -94,19 +91,16 @@ def test_a_wrong_spec_says_why(spec, task, says):
         parse_spec(spec, *task)
 
 
-@pytest.mark.parametrize(
-    "environ, explicit, says",
-    [
-        ({"TF_CONFIG": "{"}, (), "TF_CONFIG: '{' is not JSON (Expecting property name"),
-        ({"TF_CONFIG": "[1]"}, (), "TF_CONFIG is [1], which names no list"),
-        ({"TF_CONFIG": "{}"}, (), "TF_CONFIG is {}, which names no list"),
-        ({}, ("a", 2, 0), "arguments: coordinator='a' is not an address."),
-        ({}, ("a:1", 0, 0), "num_processes=0 must be a whole number >= 1."),
-        ({}, ("a:1", 2, 2), "process_id=2 must be a whole number <= 1."),
-        ({}, ("a:1", 2, None), "Give process_id too, or none of them."),
-        ({}, (None, None, 0), "Give coordinator and num_processes too"),
-    ],
-)
+@pytest.mark.parametrize("environ, explicit, says", [
+    ({"TF_CONFIG": "{"}, (), "TF_CONFIG: '{' is not JSON (Expecting property name"),
+    ({"TF_CONFIG": "[1]"}, (), "TF_CONFIG is [1], which names no list"),
+    ({"TF_CONFIG": "{}"}, (), "TF_CONFIG is {}, which names no list"),
+    ({}, ("a", 2, 0), "arguments: coordinator='a' is not an address."),
+    ({}, ("a:1", 0, 0), "num_processes=0 must be a whole number >= 1."),
+    ({}, ("a:1", 2, 2), "process_id=2 must be a whole number <= 1."),
+    ({}, ("a:1", 2, None), "Give process_id too, or none of them."),
+    ({}, (None, None, 0), "Give coordinator and num_processes too"),
+])  # fmt: skip
 def test_wrong_arguments_say_why(environ, explicit, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         find_cluster(environ, *explicit)
@@ -127,16 +121,13 @@ TF_CONFIG = {
 }
 
 
-@pytest.mark.parametrize(
-    "environ, explicit, expected",
-    [
-        (LAUNCHED | TF_CONFIG, ("arg:1", 9, 8), (8, 9, "arg:1", "explicit arguments")),
-        (LAUNCHED | TF_CONFIG, (), (3, 4, "launched:1", "towerjax launch")),
-        (TF_CONFIG, (), (1, 2, "tf:1", "TF_CONFIG")),
-        ({"TF_CONFIG": "", "SLURM_JOB_ID": "1"}, (), None),
-        ({}, (), None),
-    ],
-)
+@pytest.mark.parametrize("environ, explicit, expected", [
+    (LAUNCHED | TF_CONFIG, ("arg:1", 9, 8), (8, 9, "arg:1", "explicit arguments")),
+    (LAUNCHED | TF_CONFIG, (), (3, 4, "launched:1", "towerjax launch")),
+    (TF_CONFIG, (), (1, 2, "tf:1", "TF_CONFIG")),
+    ({"TF_CONFIG": "", "SLURM_JOB_ID": "1"}, (), None),
+    ({}, (), None),
+])  # fmt: skip
 def test_the_first_source_counts(environ, explicit, expected):
     found = find_cluster(environ, *explicit)
     assert (found and dataclasses.astuple(found)) == expected
@@ -226,24 +217,21 @@ def test_what_a_launcher_says_is_a_cluster(environ, expected):
     assert (*place, devices) == expected
 
 
-@pytest.mark.parametrize(
-    "environ, says",
-    [
+@pytest.mark.parametrize("environ, says", [
         (
             started(OPEN_MPI, "1", "4", "1", "2"),
             "OMPI_COMM_WORLD_SIZE=4 is the number of processes in a job of several, but"
             " nobody came: each would be a job of its own, and write the same files."
             " Set MASTER_ADDR and MASTER_PORT",
         ),
-        (started(MPICH, "0", "4", "0", "2"), "set PMI_SIZE to nothing."),
-        (torchrun("0", "2", "0", "1", "", ""), "WORLD_SIZE=2 is the number of proc"),
-        # Several mpirun do not meet where Slurm's step does, which counts others.
-        (slurm("0", "2", "0", "2", **started(MPICH, "0", "4", "0", "2")), "PMI_SIZE=4"),
-        (slurm("0", "2", "0", "2", PMI_RANK="3", PMI_SIZE="4"), "PMI_SIZE=4"),
-        ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a job of"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "On Kubernetes install jax[k8s]."),
-    ],
-)
+    (started(MPICH, "0", "4", "0", "2"), "set PMI_SIZE to nothing."),
+    (torchrun("0", "2", "0", "1", "", ""), "WORLD_SIZE=2 is the number of proc"),
+    # Several mpirun do not meet where Slurm's step does, which counts others.
+    (slurm("0", "2", "0", "2", **started(MPICH, "0", "4", "0", "2")), "PMI_SIZE=4"),
+    (slurm("0", "2", "0", "2", PMI_RANK="3", PMI_SIZE="4"), "PMI_SIZE=4"),
+    ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a job of"),
+    ({"JOB_COMPLETION_INDEX": "3"}, "On Kubernetes install jax[k8s]."),
+])  # fmt: skip
 def test_several_that_do_not_meet_are_refused(environ, says):
     assert started_cluster(environ) is None
     assert says in str(refusal(environ, "nobody came"))

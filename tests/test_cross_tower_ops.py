@@ -276,9 +276,7 @@ def test_ops_are_values_with_a_short_text():
 # What devices they ask for.
 
 
-@pytest.mark.parametrize(
-    "ops, text",
-    [
+@pytest.mark.parametrize("ops, text", [
         (
             tj.collectives.ReduceToOneDevice("cpu:7"),
             "ReduceToOneDevice.device='cpu:7' is not one of the strategy's devices,"
@@ -289,9 +287,8 @@ def test_ops_are_values_with_a_short_text():
             "Hierarchical.group_size=3 does not divide the number of devices, 4, into"
             " equal groups. Use 1 or 2 or 4, or leave it out",
         ),
-        (tj.collectives.Hierarchical(8), "group_size=8 does not divide"),
-    ],
-)
+    (tj.collectives.Hierarchical(8), "group_size=8 does not divide"),
+])  # fmt: skip
 def test_devices_that_an_op_cannot_use_are_refused_at_once(ops, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         mirrored(8, 4, ops)
@@ -580,17 +577,14 @@ def test_destinations_are_where_a_value_lies():
         assert all(float(s.data) == 3 for s in out.addressable_shards)
 
 
-@pytest.mark.parametrize(
-    "destinations, text",
-    [
-        (3, "destinations=3 must be a device name"),
-        ({"cpu:0"}, "destinations={'cpu:0'} must be a device name"),
-        (("cpu:0", 1), "devices: 1 is not a device name"),
-        (tj.PerTower(np.ones(2)), "or a value that lies on devices. Leave it out"),
-        ("somewhere", "'somewhere' is not a device name"),
-        (tj.PerTower(()), "must be a device name, such as 'gpu:0', a jax.Device"),
-    ],
-)
+@pytest.mark.parametrize("destinations, text", [
+    (3, "destinations=3 must be a device name"),
+    ({"cpu:0"}, "destinations={'cpu:0'} must be a device name"),
+    (("cpu:0", 1), "devices: 1 is not a device name"),
+    (tj.PerTower(np.ones(2)), "or a value that lies on devices. Leave it out"),
+    ("somewhere", "'somewhere' is not a device name"),
+    (tj.PerTower(()), "must be a device name, such as 'gpu:0', a jax.Device"),
+])  # fmt: skip
 def test_what_names_no_devices_is_refused(destinations, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         mirrored(2, 1, tj.AllReduce()).broadcast(1.0, destinations)
@@ -666,17 +660,14 @@ def test_without_links_platform_and_processes_decide(monkeypatch):
     assert "one process, whose links are alike" in owners(0, 0).reason
 
 
-@pytest.mark.parametrize(
-    "devices, links, text",
-    [
-        ([], None, "must be a tuple of names"),
-        (["gpu:0", "cuda:0"], None, "names gpu:0 more than once"),
-        (["gpu:0", "cpu:0"], None, "of several platforms, cpu and gpu"),
-        (["gpu:0", "gpu:1"], [[1]], "links=[[1]] must have for each of the 2 devices"),
-        (["gpu:0", "gpu:1"], [[1], ["gpu:0"]], "a list of positions in devices, such"),
-        (["gpu:0", "gpu:1"], [[-1], []], "links=[[-1], []] must have for each of the"),
-    ],
-)
+@pytest.mark.parametrize("devices, links, text", [
+    ([], None, "must be a tuple of names"),
+    (["gpu:0", "cuda:0"], None, "names gpu:0 more than once"),
+    (["gpu:0", "cpu:0"], None, "of several platforms, cpu and gpu"),
+    (["gpu:0", "gpu:1"], [[1]], "links=[[1]] must have for each of the 2 devices"),
+    (["gpu:0", "gpu:1"], [[1], ["gpu:0"]], "a list of positions in devices, such"),
+    (["gpu:0", "gpu:1"], [[-1], []], "links=[[-1], []] must have for each of the"),
+])  # fmt: skip
 def test_what_cannot_be_chosen_for_is_refused(devices, links, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.collectives.choose_cross_tower_ops(devices, links)

@@ -412,11 +412,8 @@ WEIGHTS = np.array([1, 0, 2, 1, 0, 3, 1], np.float32)
 # Four towers have rows 0-1, 2-3, 4-5 and 6, and the last one fills up.
 WAYS = {
     "mean": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM_BY_NONZERO_WEIGHTS", 4.0),
-    "nonzero": (
-        lambda x, w: tj.estimator.compute_weighted_loss(*x, valid=w),
-        "SUM_BY_NONZERO_WEIGHTS",
-        36 / 5,
-    ),
+    "nonzero": (lambda x, w: tj.estimator.compute_weighted_loss(*x, valid=w),
+        "SUM_BY_NONZERO_WEIGHTS", 36 / 5),
     "size": (
         lambda x, w: tj.estimator.compute_weighted_loss(
             *x, valid=w, reduction=tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE
@@ -425,15 +422,12 @@ WAYS = {
         36 / 7,
     ),
     "sum": (lambda x, w: (x[0] * w).sum(), "SUM", 28.0),
-    "means": (
-        lambda x, w: tj.Weighted.mean(x[0], w).value,
-        "MEAN",
-        (1.5 + 3.5 + 5.5 + 7) / 4,
-    ),
+    "means": (lambda x, w: tj.Weighted.mean(x[0], w).value, "MEAN",
+        (1.5 + 3.5 + 5.5 + 7) / 4),
     "unread": (lambda x, w: x[0].mean(), "MEAN", "padding would count"),
     "bare": (lambda x, w: x[0].mean(), "SUM_BY_NONZERO_WEIGHTS", "a bare scalar"),
     "said": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM", "is of scalar losses"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.few_fast(1)

@@ -92,18 +92,15 @@ def test_epochs_none_never_ends():
     assert [len(b) for b in itertools.islice(endless, 1000)] == [2, 1] * 500
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"data": {"x": np.zeros(3), "y": np.zeros(4)}}, "same number .*tj.Whole"),
-        ({"data": {"x": 3.0}}, "is 3.0 of type float"),
-        ({"data": {}}, "holds no arrays"),
-        ({"data": np.zeros((0, 2))}, "empty"),
-        ({"batch_size": 0}, "batch_size=0 must be a whole number >= 1"),
-        ({"epochs": 0}, "epochs=0 must be a whole number >= 1"),
-        ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"data": {"x": np.zeros(3), "y": np.zeros(4)}}, "same number .*tj.Whole"),
+    ({"data": {"x": 3.0}}, "is 3.0 of type float"),
+    ({"data": {}}, "holds no arrays"),
+    ({"data": np.zeros((0, 2))}, "empty"),
+    ({"batch_size": 0}, "batch_size=0 must be a whole number >= 1"),
+    ({"epochs": 0}, "epochs=0 must be a whole number >= 1"),
+    ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+])  # fmt: skip
 def test_bad_arguments_are_refused_at_the_call(arguments, message):
     with pytest.raises(ValueError, match=message):
         batches(**{"data": np.zeros(4), "batch_size": 2, **arguments})

@@ -276,10 +276,8 @@ BUILDERS = {
         {"batch_size": NUMBERS, "epochs": some(NUMBERS), "drop_remainder": FLAGS}
         | {"seed": without(NUMBERS, "None", "huge")},
     ),
-    "distribute_dataset": (
-        distributed,
-        {"micro_batches": NUMBERS, "split": WORDS, "remainder": WORDS},
-    ),
+    "distribute_dataset": (distributed,
+        {"micro_batches": NUMBERS, "split": WORDS, "remainder": WORDS}),
     "replicate_model_fn": (
         model_of,
         {"max_programs": PROGRAMS, "donate": FLAGS, "remainder": WORDS, "compat": WORDS}
@@ -291,11 +289,9 @@ BUILDERS = {
         ),
         {"patience": NUMBERS, "mode": WORDS, "metric": without(FLAGS, "text")},
     ),
-    "Best": (
-        lambda **options: tj.Best("loss", **options),
-        {"mode": WORDS, "keep": WORDS, "restore": FLAGS},
-    ),
-}
+    "Best": (lambda **options: tj.Best("loss", **options),
+        {"mode": WORDS, "keep": WORDS, "restore": FLAGS}),
+}  # fmt: skip
 CHOICES = sorted(
     (builder, option, value)
     for builder, (_, options) in BUILDERS.items()

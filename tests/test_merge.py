@@ -753,35 +753,32 @@ def asks_what_a_copy_does_not_change(w, batch, tower):
     return batch @ first * w / largest * ok
 
 
-@pytest.mark.parametrize(
-    "losses, where",
-    [
-        (gathers_rows, "tower.all_gather"),
-        (gathers_their_weight_too, None),
-        (adds_rows, "tower.reduce"),
-        (adds_rows_in_a_loop, "tower.reduce"),
-        (merges_rows, "tower.merge_call"),
-        (adds_weighted_rows, None),
-        (normed_by_flax, "psum"),
-        (normed_by_flax_with_a_mask, None),
-        (normed_by_towerjax, None),
-        (gathers_by_name, "all_gather"),
-        (gathers_by_name_their_weight_too, None),
-        (gathers_by_name_and_counts, None),
-        (scatters_a_sum, "reduce_scatter"),
-        (passes_rows_on, "ppermute"),
-        (passes_rows_on_in_a_loop, "ppermute"),
-        (passes_rows_on_with_their_weight, None),
-        (passes_rows_on_whose_weights_are_known, None),
-        (passes_on_a_sum, None),
-        (passes_parameters_on, None),
-        (swaps_rows, "all_to_all"),
-        (swaps_rows_and_weights, None),
-        (sends_the_first_rows, "pbroadcast"),
-        (adds_rows_of_a_table, None),
-        (asks_what_a_copy_does_not_change, None),
-    ],
-)
+@pytest.mark.parametrize("losses, where", [
+    (gathers_rows, "tower.all_gather"),
+    (gathers_their_weight_too, None),
+    (adds_rows, "tower.reduce"),
+    (adds_rows_in_a_loop, "tower.reduce"),
+    (merges_rows, "tower.merge_call"),
+    (adds_weighted_rows, None),
+    (normed_by_flax, "psum"),
+    (normed_by_flax_with_a_mask, None),
+    (normed_by_towerjax, None),
+    (gathers_by_name, "all_gather"),
+    (gathers_by_name_their_weight_too, None),
+    (gathers_by_name_and_counts, None),
+    (scatters_a_sum, "reduce_scatter"),
+    (passes_rows_on, "ppermute"),
+    (passes_rows_on_in_a_loop, "ppermute"),
+    (passes_rows_on_with_their_weight, None),
+    (passes_rows_on_whose_weights_are_known, None),
+    (passes_on_a_sum, None),
+    (passes_parameters_on, None),
+    (swaps_rows, "all_to_all"),
+    (swaps_rows_and_weights, None),
+    (sends_the_first_rows, "pbroadcast"),
+    (adds_rows_of_a_table, None),
+    (asks_what_a_copy_does_not_change, None),
+])  # fmt: skip
 def test_padding_does_not_count_where_towers_meet(losses, where):
     def loss_fn(w, batch, tower):
         each = losses(w, batch["x"], tower)

@@ -870,16 +870,13 @@ for cls in (Growing, Untraced):
     )
 
 
-@pytest.mark.parametrize(
-    "metric, text",
-    [
-        (lambda: Unregistered(), r"metrics\['x'\] is a Unregistered .*no pytree"),
-        (lambda: Peak, r"metrics\['x'\] is the class Peak"),
-        (lambda: {"y": m.mean(N)}, r"metrics\['x'\] is a dict.*'group/part'"),
-        (lambda: Growing(jnp.float32(1), 2), r"metrics\['x'\]: .*Growing changes"),
-        (lambda: Untraced(jnp.float32(1), 2), "merge of a Untraced cannot be traced"),
-    ],
-)
+@pytest.mark.parametrize("metric, text", [
+    (lambda: Unregistered(), r"metrics\['x'\] is a Unregistered .*no pytree"),
+    (lambda: Peak, r"metrics\['x'\] is the class Peak"),
+    (lambda: {"y": m.mean(N)}, r"metrics\['x'\] is a dict.*'group/part'"),
+    (lambda: Growing(jnp.float32(1), 2), r"metrics\['x'\]: .*Growing changes"),
+    (lambda: Untraced(jnp.float32(1), 2), "merge of a Untraced cannot be traced"),
+])  # fmt: skip
 def test_what_is_no_metric_state_is_refused(metric, text):
     evaluate = tj.build_eval_step(lambda *_: {"x": metric()}, tj.Mirrored(towers=2))
     with pytest.raises(ValueError, match=text):

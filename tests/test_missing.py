@@ -81,10 +81,8 @@ class Model(nn.Module):
 
 
 WRITE = [
-    (
-        lambda: own(lambda s, m: s.params - 0.1 * m["grads"]),
-        "merge write .value, as in",
-    ),
+    (lambda: own(lambda s, m: s.params - 0.1 * m["grads"]),
+        "merge write .value, as in"),
     (lambda: own(lambda s, m: {"w": W} - m["grads"]), "merged['grads'].value"),
     (lambda: own(lambda s, m: s.extra["a"]), "step.init(params, extra=...)"),
     (lambda: call(of_extra), "step.init(params, extra=...)"),
@@ -101,11 +99,9 @@ WRITE = [
     (lambda: build().init(W).replace(params=W), "dataclasses.replace(state, params="),
     (lambda: build().init(W).apply_gradients(grads=W), "tj.apply_gradients(optimizer"),
     (lambda: build(Model()), "a module is no loss_fn: write a function that calls it"),
-    (
-        lambda: build().init(Model().init(jax.random.key(0), BATCH)),
-        "pass variables['params']",
-    ),
-]
+    (lambda: build().init(Model().init(jax.random.key(0), BATCH)),
+        "pass variables['params']"),
+]  # fmt: skip
 
 
 @pytest.mark.few_fast(9)

@@ -133,16 +133,12 @@ def _by_their_number(b, tower):
 OF_ROWS = {
     "first": (_first, lambda x: x - x.mean(0)),
     "by their number": (_by_their_number, lambda x: x - x.mean(0)),
-    "written out": (
-        lambda b, tower: b - lax.pmean(b.mean(0, keepdims=True), "batch"),
-        lambda x: x - x.mean(0),
-    ),
+    "written out": (lambda b, tower: b - lax.pmean(b.mean(0, keepdims=True), "batch"),
+        lambda x: x - x.mean(0)),
     "a rule that contradicts": (lambda b, tower: contradicted(b), lambda x: 2 * x),
-    "such a rule in a scan": (
-        lambda b, tower: lax.map(contradicted, b),
-        lambda x: 2 * x,
-    ),
-}
+    "such a rule in a scan": (lambda b, tower: lax.map(contradicted, b),
+        lambda x: 2 * x),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

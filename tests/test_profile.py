@@ -80,16 +80,13 @@ def test_a_trace_of_no_step_is_told(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize(
-    ("profile", "text"),
-    [
-        (5, "profile=5 must be None, (first, last) or"),
-        ((1,), "or (first, last, folder)"),
-        ((0, 1), "profile[0], the first step,=0 must be"),
-        ((2, 1), "profile[1], the last step,=1 must be"),
-        ((1, 2, ""), "profile[2]='' must be the path of a folder"),
-    ],
-)
+@pytest.mark.parametrize(("profile", "text"), [
+    (5, "profile=5 must be None, (first, last) or"),
+    ((1,), "or (first, last, folder)"),
+    ((0, 1), "profile[0], the first step,=0 must be"),
+    ((2, 1), "profile[1], the last step,=1 must be"),
+    ((1, 2, ""), "profile[2]='' must be the path of a folder"),
+])  # fmt: skip
 def test_a_wrong_profile_is_refused(profile, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         run(profile=profile)

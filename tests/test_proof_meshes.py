@@ -150,18 +150,15 @@ def by_pmap_of_one(g):
 
 
 @pytest.mark.few_fast(4)
-@pytest.mark.parametrize(
-    ("update", "text"),
-    [
-        (by_device, "drift apart: result 0, of axis_index at"),
-        (own_part_alone, "drift apart: result 0, of what in_specs split at"),
-        (added_up, "as many times too much as there are, at"),
-        (added_up_with_vma, "as many times too much as there are, at"),
-        (hanging, "would hang"),
-        (in_a_loop, "drift apart: result 0, of axis_index at"),
-        (by_pmap_of_one, "drift apart: result 0, of what in_specs split at"),
-    ],
-)
+@pytest.mark.parametrize(("update", "text"), [
+    (by_device, "drift apart: result 0, of axis_index at"),
+    (own_part_alone, "drift apart: result 0, of what in_specs split at"),
+    (added_up, "as many times too much as there are, at"),
+    (added_up_with_vma, "as many times too much as there are, at"),
+    (hanging, "would hang"),
+    (in_a_loop, "drift apart: result 0, of axis_index at"),
+    (by_pmap_of_one, "drift apart: result 0, of what in_specs split at"),
+])  # fmt: skip
 @pytest.mark.parametrize("run", [False, True])
 def test_an_update_whose_copies_would_differ_is_refused(update, text, run):
     step = build(update=update)
@@ -296,16 +293,13 @@ def test_what_towers_cannot_run_is_refused(name):
         step(step.init(PARAMS), BATCH)
 
 
-@pytest.mark.parametrize(
-    ("update", "strategy", "text"),
-    [
-        (lambda g: SUMMING.bind(g, code=print), {}, "update communicates: towerjax_te"),
-        (held, {}, "update communicates: axis_index at"),
-        (index_map, {}, "update communicates"),
-        (lambda g: g + ref()[...], {}, "update closes over a Ref"),
-        (by_specs, SHARED, "update runs on the devices of the step, 1, but"),
-    ],
-)
+@pytest.mark.parametrize(("update", "strategy", "text"), [
+    (lambda g: SUMMING.bind(g, code=print), {}, "update communicates: towerjax_te"),
+    (held, {}, "update communicates: axis_index at"),
+    (index_map, {}, "update communicates"),
+    (lambda g: g + ref()[...], {}, "update closes over a Ref"),
+    (by_specs, SHARED, "update runs on the devices of the step, 1, but"),
+])  # fmt: skip
 def test_what_an_update_cannot_run_is_refused_by_check(update, strategy, text):
     ref()  # made outside of the step
     with pytest.raises(ValueError, match=text):

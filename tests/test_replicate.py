@@ -20,17 +20,11 @@ EXECUTORS = {
 # Ours, and NumPy's; the rate is large, so that a wrong scale is seen.
 OPTIMIZERS = {
     "sgd": (optax.sgd(0.5), numpy_model.Sgd(0.5), None),
-    "momentum": (
-        optax.sgd(0.5, momentum=0.8),
-        numpy_model.Sgd(0.5, momentum=0.8),
-        None,
-    ),
-    "clip each tower": (
-        optax.sgd(0.5),
-        numpy_model.Sgd(0.5, clip_tower=0.4),
-        optax.clip_by_global_norm(0.4),
-    ),
-}
+    "momentum": (optax.sgd(0.5, momentum=0.8), numpy_model.Sgd(0.5, momentum=0.8),
+        None),
+    "clip each tower": (optax.sgd(0.5), numpy_model.Sgd(0.5, clip_tower=0.4),
+        optax.clip_by_global_norm(0.4)),
+}  # fmt: skip
 # Each kind of reduction, as it is and as the original has it; layouts, optimizers and
 # cross-tower ops take turns.
 CASES = [

@@ -96,15 +96,11 @@ OPTIONS = {
         r"(?s)Tower losses need to be reduced in some way, yet none reduction is"
         r" specified\. Write tj\.estimator\.LossReduction\.SUM_BY_NONZERO_WEIGHTS",
     ),
-    "text": (
-        dict(loss_reduction="sum"),
-        r"loss_reduction='sum' is not a tj\.estimator\.LossRed",
-    ),
-    "of towers": (
-        dict(loss_reduction=tj.Reduction.SUM),
-        r"loss_reduction=Reduction\.SUM is not a tj\.estimator\.LossReduction",
-    ),
-}
+    "text": (dict(loss_reduction="sum"),
+        r"loss_reduction='sum' is not a tj\.estimator\.LossRed"),
+    "of towers": (dict(loss_reduction=tj.Reduction.SUM),
+        r"loss_reduction=Reduction\.SUM is not a tj\.estimator\.LossReduction"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -124,20 +120,14 @@ def test_devices_that_are_absent_are_refused_when_variables_are_placed():
 SIGNATURES = {
     "no function": (3, r"model_fn=3 is not a function"),
     "a spec": (tj.estimator.ModelSpec(PREDICT, {"x": 1}), r"is not a function"),
-    "no labels": (
-        lambda variables, features, mode: None,
-        r"unexpected keyword argument 'labels'\. Write def model_fn\(variables",
-    ),
+    "no labels": (lambda variables, features, mode: None,
+        r"unexpected keyword argument 'labels'\. Write def model_fn\(variables"),
     "nothing": (lambda: None, r"too many positional arguments"),
-    "variables": (
-        lambda features, labels, mode, params: None,
-        r"multiple values for argument 'features'\. Write def model_fn\(variables",
-    ),
-    "unknown": (
-        lambda variables, features, labels, mode, rate: None,
-        r"model_fn\(variables, features, labels, mode, rate\): .* argument: 'rate'",
-    ),
-}
+    "variables": (lambda features, labels, mode, params: None,
+        r"multiple values for argument 'features'\. Write def model_fn\(variables"),
+    "unknown": (lambda variables, features, labels, mode, rate: None,
+        r"model_fn\(variables, features, labels, mode, rate\): .* argument: 'rate'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -178,15 +168,11 @@ CALLS = {
         r" model\(variables, features, labels, mode",
     ),
     "labels shorter": ((X, Y[:2], TRAIN), r"got (.*, )?batch\['labels'\]: 2"),
-    "params": (
-        (X, Y, TRAIN, {"rate": 1}),
-        r"params was given, but model_fn has no parameter 'params'.*leave params out",
-    ),
-    "config": (
-        (X, Y, TRAIN, None, 3),
-        r"config was given, but model_fn has no parameter 'config'",
-    ),
-}
+    "params": ((X, Y, TRAIN, {"rate": 1}),
+        r"params was given, but model_fn has no parameter 'params'.*leave params out"),
+    "config": ((X, Y, TRAIN, None, 3),
+        r"config was given, but model_fn has no parameter 'config'"),
+}  # fmt: skip
 
 
 @functools.cache
@@ -379,7 +365,7 @@ ANYWHERE = {
     ),
     "integer": (SUM, lambda x, t: jnp.int32(1), "dtype int32, which has no gradient"),
     "negative": (EXACT, lambda x, t: tj.Weighted(x.sum(), -1.0), "must be >= 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*LOSSES, *ANYWHERE])
@@ -411,15 +397,11 @@ TRAIN_OPS = {
         r"train_op\.params\['b'\] was float32\[\] and is bfloat16\[\]\. Look at"
         r" model_fn's train_op",
     ),
-    "missing leaf": (
-        lambda s: dataclasses.replace(s, params={"w": s.params["w"]}),
-        r"train_op\.params\['b'\] was float32\[\] and is absent",
-    ),
-    "params alone": (
-        lambda s: s.params,
-        r"train_op\['w'\] was absent and is float32\[3\]",
-    ),
-}
+    "missing leaf": (lambda s: dataclasses.replace(s, params={"w": s.params["w"]}),
+        r"train_op\.params\['b'\] was float32\[\] and is absent"),
+    "params alone": (lambda s: s.params,
+        r"train_op\['w'\] was absent and is float32\[3\]"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAIN_OPS)

@@ -388,10 +388,8 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"evaluate": eval_step}, "only evaluate was given"),
         ({"eval_batches": data}, "only eval_batches was given"),
         ({"eval_every": 2}, "without anything to evaluate"),
-        (
-            {"evaluate": eval_step, "eval_batches": one_shot},
-            "eval_batches is a list_iterator, which can be gone through only once",
-        ),
+        ({"evaluate": eval_step, "eval_batches": one_shot},
+            "eval_batches is a list_iterator, which can be gone through only once"),
         (
             {
                 "evaluate": eval_step,
@@ -403,22 +401,16 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ),
         ({"progress": "bar"}, "progress='bar' must be"),
         ({"eval_params": lambda s: s}, "without anything to evaluate"),
-        (
-            {"evaluate": eval_step, "eval_batches": make_data(8)},
-            "eval_batches is one batch (a dict), but is to be an iterable of batches",
-        ),
-        (
-            {"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},
-            "eval_params='ema' is not a function; write def eval_params(state)",
-        ),
+        ({"evaluate": eval_step, "eval_batches": make_data(8)},
+            "eval_batches is one batch (a dict), but is to be an iterable of batches"),
+        ({"evaluate": eval_step, "eval_batches": data, "eval_params": "ema"},
+            "eval_params='ema' is not a function; write def eval_params(state)"),
         ({"hooks": print}, "must be a list: write hooks=[<built-in function print>]."),
         ({"hooks": 3}, "hooks=3 must be a list: write hooks=[3]."),
         ({"hooks": ["print"]}, "hooks[0]='print' is not a function"),
-        (
-            {"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},
-            "WithState.every=3 must be a multiple of steps_per_call=2",
-        ),
-    ]
+        ({"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},
+            "WithState.every=3 must be a multiple of steps_per_call=2"),
+    ]  # fmt: skip
     for arguments, message in table:
         with pytest.raises(ValueError, match=re.escape(message)):
             run(train_step, state, [], **arguments)

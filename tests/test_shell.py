@@ -22,19 +22,16 @@ def interrupted():
 """
 
 
-@pytest.mark.parametrize(
-    ("said", "arguments"),
-    [
-        ("is no function: 3", ["of_user:value"]),
-        ("returns (step, state, batch)", ["of_user:make_value"]),
-        ("has no attribute 'nothing'", ["of_user:nothing"]),
-        ("is not of the form module:name", ["of_user.py:value"]),
-        ("is not of the form module:name", ["../src/of_user:value"]),
-        ("expected one argument", ["of_user:make_value", "--timed-calls"]),
-        ("invalid int value: 'x'", ["of_user:make_value", "--timed-calls", "x"]),
-        ("unrecognized arguments: --speed", ["of_user:make_value", "--speed", "9"]),
-    ],
-)
+@pytest.mark.parametrize(("said", "arguments"), [
+    ("is no function: 3", ["of_user:value"]),
+    ("returns (step, state, batch)", ["of_user:make_value"]),
+    ("has no attribute 'nothing'", ["of_user:nothing"]),
+    ("is not of the form module:name", ["of_user.py:value"]),
+    ("is not of the form module:name", ["../src/of_user:value"]),
+    ("expected one argument", ["of_user:make_value", "--timed-calls"]),
+    ("invalid int value: 'x'", ["of_user:make_value", "--timed-calls", "x"]),
+    ("unrecognized arguments: --speed", ["of_user:make_value", "--speed", "9"]),
+])  # fmt: skip
 def test_commands_refuse_in_one_line(shell, said, arguments):
     code, out, error = shell("report", *arguments)
     assert code == 2 and not out

@@ -149,22 +149,19 @@ def test_what_is_not_finite_is_a_string_that_float_reads(tmp_path):
     np.testing.assert_array_equal([*map(float, losses)], history.metrics["loss"])
 
 
-@pytest.mark.parametrize(
-    "value, written",
-    [
-        (np.float32(0.1), float(np.float32(0.1))),
-        (np.float64(0.1), 0.1),
-        (ml_dtypes.bfloat16(0.1), 0.10009765625),
-        (np.int32(-3), -3),
-        (np.uint64(2**64 - 1), 2**64 - 1),
-        (True, True),
-        (np.bool_(False), False),
-        (7.5, 7.5),
-        (np.array([[1, 2], [3, 4]], np.int8), [[1, 2], [3, 4]]),
-        (np.array([[0.5, -math.inf]], np.float16), [[0.5, "-Infinity"]]),
-        (np.zeros((0, 2)), []),
-    ],
-)
+@pytest.mark.parametrize("value, written", [
+    (np.float32(0.1), float(np.float32(0.1))),
+    (np.float64(0.1), 0.1),
+    (ml_dtypes.bfloat16(0.1), 0.10009765625),
+    (np.int32(-3), -3),
+    (np.uint64(2**64 - 1), 2**64 - 1),
+    (True, True),
+    (np.bool_(False), False),
+    (7.5, 7.5),
+    (np.array([[1, 2], [3, 4]], np.int8), [[1, 2], [3, 4]]),
+    (np.array([[0.5, -math.inf]], np.float16), [[0.5, "-Infinity"]]),
+    (np.zeros((0, 2)), []),
+])  # fmt: skip
 def test_numbers_are_written_exactly(value, written):
     assert json_value("x", value) == written
     assert type(json_value("x", value)) is type(written)
