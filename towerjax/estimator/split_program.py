@@ -154,7 +154,8 @@ class SplitProgram:
         walk = Interpreter(self._closed, inputs)
         for at, tree in enumerate(merged):
             meets = self._meets_of(at)
-            sums = (_all_of(meets, tree[name]) for name in _MEET_KEYS)
+            sums = [tree[name] for name in _MEET_KEYS]
+            sums = [[x] for x in sums] if len(meets) == 1 else sums
             for eqn, loss, grads in zip(meets, *sums, strict=True):
                 outcomes = jax.tree.leaves((loss, grads))
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
@@ -186,7 +187,3 @@ def _as_sums(grads: PyTree) -> PyTree:
 def _one_or_all(items: list[Any]) -> Any:
     """The one item without its list, so that error messages name leaves without [0]."""
     return items[0] if len(items) == 1 else items
-
-
-def _all_of(meets: list[Any], one_or_all: Any) -> list[Any]:
-    return [one_or_all] if len(meets) == 1 else one_or_all

@@ -168,16 +168,9 @@ class JsonLines:
         check_flag("JsonLines.replace", self.replace)
 
     def open(self, start: int) -> "OpenJsonLines":
-        """Open the file, after the lines of earlier steps.
+        """The file, open after the lines of the ``start`` steps done before.
 
-        Args:
-          start: Steps that the state had done before.
-
-        Returns:
-          The open file.
-
-        Raises:
-          ValueError: ``path`` holds something else or an earlier run.
+        A ``ValueError`` where ``path`` holds something else or an earlier run.
         """
         path = pathlib.Path(self.path)
         with opening("JsonLines.path", path):
@@ -304,16 +297,9 @@ class TensorBoard:
         check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> "OpenTensorBoard":
-        """A new event file.
+        """A new event file, of a state that had done ``start`` steps before.
 
-        Args:
-          start: Steps that the state had done before.
-
-        Returns:
-          The open file.
-
-        Raises:
-          ValueError: No ``tensorboardX``; ``logdir`` holds other runs.
+        A ``ValueError`` without ``tensorboardX``, or where ``logdir`` holds other runs.
         """
         logdir = pathlib.Path(self.logdir)
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"

@@ -118,18 +118,10 @@ def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
 
 
 def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
-    """The mirrored variable with a value added to it.
+    """The mirrored variable with a value, which all towers share, added to it.
 
-    Args:
-      variable: ``MirroredVar``.
-      value: One value, the same for all towers.
-
-    Returns:
-      The new variable.
-
-    Raises:
-      ValueError: As `assign`; the variable is tower-local, so that either its copies or
-        their sum could be meant.
+    Else as `assign`; a tower-local variable is refused, since either its copies or
+    their sum could be meant.
     """
     return _combine(self, variable, value, operator.add, "+")
 
