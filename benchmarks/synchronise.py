@@ -19,19 +19,20 @@ import jax
 import numpy as np
 import optax
 
-from towerjax import Mirrored, batches, build_eval_step, build_train_step, run, sync
+from towerjax import Mirrored, batches, build_eval_step, build_train_step, run
+from towerjax.contrib import DiLoCo, LocalSGD
 
 NOTEBOOK = pathlib.Path(__file__).parents[1] / "notebooks/05_language_model.ipynb"
 TOWERS, ROWS, STEPS, EVERY = 4, 32, 320, 16
 # A run of 20 rounds is short for the papers' momentum of 0.9.
 LESS = optax.sgd(0.7, momentum=0.6, nesterov=True)
-WAYS: dict[str, sync.Sync] = {
-    "every step": sync.EveryStep(),
-    "local SGD, every 4": sync.LocalSGD(4),
-    "local SGD, every 16": sync.LocalSGD(EVERY),
-    "DiLoCo, every 16": sync.DiLoCo(EVERY),
-    "DiLoCo, momentum 0.6": sync.DiLoCo(EVERY, LESS),
-    "the same in 4 fragments": sync.DiLoCo(EVERY, LESS, fragments=4),
+WAYS: dict[str, Any] = {
+    "every step": None,
+    "local SGD, every 4": LocalSGD(4),
+    "local SGD, every 16": LocalSGD(EVERY),
+    "DiLoCo, every 16": DiLoCo(EVERY),
+    "DiLoCo, momentum 0.6": DiLoCo(EVERY, LESS),
+    "the same in 4 fragments": DiLoCo(EVERY, LESS, fragments=4),
 }
 COLORS = ("#2f6db5", "#d0a04c", "#b5622f", "#8f8f8f", "#3d8a5f", "#8a4f9e")
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" role="img"
@@ -61,12 +62,12 @@ def model() -> dict[str, Any]:
     return found
 
 
-def trained(way: sync.Sync, given: dict[str, Any]) -> tuple[float, Any]:
+def trained(way: Any, given: dict[str, Any]) -> tuple[float, Any]:
     """What a tower sends in a step, on average; its run's history."""
     rates = optax.warmup_cosine_decay_schedule(0, 1e-2, 10, STEPS)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=TOWERS)
     step = build_train_step(
-        given["loss_fn"], optax.adamw(rates, b2=0.98), strategy, sync=way
+        given["loss_fn"], optax.adamw(rates, b2=0.98), strategy, extend=way
     )
     params = given["init_params"]()
     proof = step.check(params, np.zeros((ROWS, given["LENGTH"] + 1), np.int32))

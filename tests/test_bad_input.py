@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 
 import towerjax as tj
 from towerjax.loop.options import check_hooks
-from towerjax.step.checking import Checked, Verdicts
+from towerjax.step.checking import Verdicts
 
 TWO, SGD = ("cpu:0", "cpu:1"), optax.sgd(0.01)
 
@@ -858,7 +858,7 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
     verdicts = Verdicts(placement, refusals=True)
     losses = [Loss(1.0) for _ in range(15)]
     for i, loss in enumerate(losses):
-        verdicts.add(i, Checked(loss, None))
+        verdicts.add(i, loss)
         verdicts.check()
     assert not any(loss.waits for loss in losses)
     losses[0].has_arrived = losses[1].has_arrived = True
@@ -868,7 +868,7 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
             verdicts.check()
         return
     verdicts.check()  # the other process may not see it yet
-    verdicts.add(15, Checked(Loss(1.0), None))
+    verdicts.add(15, Loss(1.0))
     with pytest.raises(tj.NonFiniteError, match="of step 1 "):
         verdicts.check()
 

@@ -13,7 +13,7 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.checking import Checked, Verdicts, send_to_host
+from towerjax.step.checking import Verdicts, send_to_host
 from towerjax.types import Layout
 
 
@@ -250,7 +250,7 @@ def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(num_devi
     steps = [Verdict(1.0), Verdict(np.nan), Verdict(1.0), Verdict(1.0)]
     steps[-1].has_run = False
     for number, step in enumerate(steps, 1):
-        verdicts.add(number, Checked(step, None))
+        verdicts.add(number, step)
         verdicts.check()
     steps[-1].has_run = True
     with pytest.raises(tj.NonFiniteError, match="of step 2 "):

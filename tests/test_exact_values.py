@@ -9,6 +9,7 @@ from layouts import mirrored
 
 import towerjax as tj
 from towerjax.collectives.reduce import reduced_dtype
+from towerjax.contrib import LocalSGD
 
 R = tj.Reduction
 
@@ -136,8 +137,8 @@ def test_sums_of_a_step_are_of_their_dtype_on_all_layouts_in_x64():
             state = step.init(np.float32(0))
             found.append(jax.eval_shape(step.fn, state, batch)[1]["rows"].dtype)
         assert found == [jnp.int32] * 3
-        sync, args = tj.sync.LocalSGD(every=2), (optax.sgd(0.1), mirrored(4))
-        step = tj.build_train_step(lambda *a: loss_fn(*a).loss, *args, sync=sync)
+        args, way = (optax.sgd(0.1), mirrored(4)), LocalSGD(every=2)
+        step = tj.build_train_step(lambda *a: loss_fn(*a).loss, *args, extend=way)
         jax.eval_shape(step.fn, step.init(np.float32(0)), batch)
 
 

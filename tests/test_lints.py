@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 import towerjax as tj
+from towerjax.contrib import LocalSGD
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
 from towerjax.proof import lints
 
@@ -602,7 +603,7 @@ def test_evaluations_and_predictions_are_warned_of():
 
 @pytest.mark.parametrize(
     ("options", "local"),
-    [({"sync": tj.sync.LocalSGD(every=2)}, None), ({}, tj.TowerLocal(0.0, R.MEAN))],
+    [({"extend": LocalSGD(every=2)}, None), ({}, tj.TowerLocal(0.0, R.MEAN))],
 )
 def test_towers_that_have_rows_of_their_own_are_not(options, local):
     step = build(advantages, **options)

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import towerjax as tj
+from towerjax.contrib import LocalSGD
 
 R = tj.Reduction
 S = jax.ShapeDtypeStruct
@@ -352,7 +353,7 @@ def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     [
         (by_what_all_share, {}),
         (by_own_parameters, {}),
-        (by_own_parameters, {"sync": tj.sync.LocalSGD(every=2)}),  # each has its own
+        (by_own_parameters, {"extend": LocalSGD(every=2)}),  # each has its own
     ],
 )
 def test_a_factor_of_a_mean_that_all_towers_share_is_none(loss_fn, options):

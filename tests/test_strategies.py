@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.contrib import TowerStatistics
+from towerjax.contrib import DiLoCo, TowerStatistics
 
 CPUS = jax.devices("cpu")
 FOUR = tuple(f"cpu:{i}" for i in range(4))
@@ -337,6 +337,6 @@ def test_numbers_of_numpy_become_those_of_python():
         step.options,
         tj.Checkpointer("folder", every=n),
         tj.loop.WithState(print, every=n),
-        tj.sync.DiLoCo(every=n, overlap=np.int8(1)),
+        DiLoCo(every=n, overlap=np.int8(1)),
     ):
         assert not any(isinstance(x, np.integer) for x in vars(options).values())

@@ -17,7 +17,6 @@ from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
-from towerjax.step import sync
 from towerjax.step.faults import DesyncError, NonFiniteError, check_mirrored
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.inference import build_eval_step, build_predict_step
@@ -76,7 +75,6 @@ __all__ = [
     "run",
     "sparse",
     "sweep",
-    "sync",
     "testing",
     "tools",
     "towers",

@@ -929,27 +929,30 @@ BESIDES = (
        "::test_a_gradient_that_is_not_finite_is_guarded_where_the_loss_is"),
 )
 
-_ALONE = "test_sync.py::test_towers_train_alone_and_the_outer_update_is_made_of_them"
+_ALONE = "test_diloco.py::test_towers_train_alone_and_the_outer_update_is_made_of_them"
 _LOCAL_SGD = (
-    "test_sync.py"
+    "test_diloco.py"
     "::test_local_sgd_averages_what_is_trained_and_a_tower_skips_its_own_step"
 )
 _OF_OWN = "test_build_step.py::test_a_mean_of_a_towers_"
 ROUNDS = (
     _m("Y01", "towers that go alone count alike, whatever they have seen",
-       "step.rounds:Rounds._send", "weight = own.weight[p]",
-       "weight = jnp.sign(own.weight[p])", _LOCAL_SGD),
+       "contrib.diloco:Rounds._meet", "own.weight[:, p], own.loss",
+       "jnp.sign(own.weight[:, p]), own.loss", _LOCAL_SGD),
     _m("Y02", "what a tower has sent counts again in the next round",
-       "step.rounds:_reset_counters",
+       "contrib.diloco:_reset_counters",
        "own.weight.at[:, p].set(reset(own.weight[:, p]))", "own.weight", _LOCAL_SGD),
     _m("Y03", "towers do not go on alone while what they sent is under way",
-       "step.rounds:Rounds._adopt", "since - self.sync.overlap", "since", _ALONE),
-    _m("Y04", "towers that go alone may meet in their loss", "step.proving:_prove_pass",
-       "if one.alone is not None:", "if False:",
-       "test_sync.py::test_what_cannot_be_honoured_is_refused[meeting]"),
-    _m("Y05", "padding is looked for after a tower has made its step of its rows",
-       "step.one_pass:Pass.values_to_mask", "dataclasses.replace(axes, traced=None)",
-       "axes", "test_sync.py::test_padding_that_nothing_masks_is_refused"),
+       "contrib.diloco:Rounds._adopt", "since - self.sync.overlap", "since", _ALONE),
+    _m("Y04", "towers that go alone meet at every step",
+       "contrib.diloco:Rounds._meet", "lax.cond(is_due, meet, go_on)",
+       "jax.tree.map(lambda *x: jnp.where(is_due, *x), meet(), go_on())",
+       "test_diloco.py"
+       "::test_between_rounds_nothing_is_sent_and_then_what_the_formula_says"),
+    _m("Y05", "what a tower updates is copied at every step",
+       "contrib.diloco:Rounds._alone",
+       "_with_leading_dim(lambda given: keep(given)[0], given)", "keep(given)[0]",
+       "test_diloco.py::test_what_a_tower_updates_is_not_copied"),
     _m("Y06", "padding counts in a mean that is a tower's own",
        "step.one_pass:Pass.values_to_mask", "if isinstance(x, PerTower):", "if False:",
        f"{_OF_OWN}own_says_which_rows_are_padding"),
@@ -968,11 +971,11 @@ ROUNDS = (
        "test_cross_tower_ops.py"
        "::test_where_jax_traces_values_travel_by_the_op_but_in_a_merge"),
     _m("Y10", "a variable that no micro-batch changes counts as what each changes",
-       "step.one_pass:_scan_micro_batches", "None if old is new else", "None if 0 else",
+       "step.one_pass:_differences", "None if old is new else", "None if 0 else",
        "test_build_step.py"
        "::test_a_factor_may_be_a_variable_that_no_micro_batch_changes[False]"),
     _m("Y11", "micro-batches that swap variables leave each as it was",
-       "step.one_pass:_scan_micro_batches", "None if old is new else",
+       "step.one_pass:_differences", "None if old is new else",
        "None if old in after else", "test_build_step.py"
        "::test_a_factor_may_be_a_variable_that_no_micro_batch_changes[True]"),
 )

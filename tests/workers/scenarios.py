@@ -14,6 +14,7 @@ import optax
 import writes
 
 import towerjax as tj
+from towerjax.contrib import LocalSGD
 
 
 def loss_fn(params, batch, tower):
@@ -298,8 +299,8 @@ def restored_from_the_chief(me):
 
 def alone_between_meetings(me):
     """Towers train two steps alone, and then take their mean."""
-    strategy, sync = tj.Mirrored(towers=4), tj.sync.LocalSGD(every=2)
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, sync=sync)
+    strategy, extend = tj.Mirrored(towers=4), LocalSGD(every=2)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, extend=extend)
     state = step.init(np.float32(0))
     for _ in range(2):
         state, _ = step(state, rows(8))

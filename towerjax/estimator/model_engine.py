@@ -297,8 +297,8 @@ class ModelTrainStep(Step):
         if self._policy is VariablePlacement.MIRRORED:
             return super().dispatch(state, batch)
         state = spread(state, self.strategy, self._policy)
-        after, metrics, checked = super().dispatch(state, batch)
-        return store(after, self.strategy.placement, self._policy), metrics, checked
+        after, metrics, guarded = super().dispatch(state, batch)
+        return store(after, self.strategy.placement, self._policy), metrics, guarded
 
     def start(self, state: Any) -> TrainState:
         """As `Step.start`; variables that are kept elsewhere are copied first."""

@@ -28,7 +28,7 @@ from towerjax.loop.stopping import Watch, rules_of
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
-from towerjax.step.checking import Checked, error_of, is_refused, send_to_host
+from towerjax.step.checking import error_of, is_refused, send_to_host
 from towerjax.step.comparison import SplitError
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
@@ -42,7 +42,7 @@ class Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    checked: Checked
+    guarded: jax.Array  # as of `CompiledStep.dispatch`
     placed: PlacedBatch
     wait_s: float = 0.0
 
@@ -157,9 +157,9 @@ class Loop:
         if placed.signature not in self._compiled:
             self._compile(placed)
         with self._profiler.step(before, after), self.guard:
-            self.state, metrics, checked = self._step.dispatch(self.state, placed)
-            self._in_flight.append(Call(metrics, checked, placed, self._wait_s))
-            send_to_host((metrics, checked.guarded), placed.placement)
+            self.state, metrics, guarded = self._step.dispatch(self.state, placed)
+            self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
+            send_to_host((metrics, guarded), placed.placement)
             if reaches_multiple(self._options.eval_every, before, after):
                 self._is_evaluation_due = True
             if saving is not None and reaches_multiple(saving.every, before, after):
@@ -292,16 +292,16 @@ class Loop:
     def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
         call, first = self._in_flight[0], self._log.number + 1
         examples = call.placed.num_examples
-        metrics, guarded = jax.device_get((call.metrics, call.checked.guarded))
+        metrics, guarded = jax.device_get((call.metrics, call.guarded))
         # One step has scalars, several have a dim of steps, of which not all are used.
         indices: Any = range(len(examples)) if guarded.ndim else [()]
-        mode, placement = self._step.options.on_nonfinite, self._step.strategy.placement
+        mode = self._step.options.on_nonfinite
         rows, refused, faults = [], [], []
         for number, i in enumerate(indices, first - 1):
             rows.append({name: x[i] for name, x in metrics.items()})
             refused.append(mode != "ignore" and is_refused(guarded[i]))
-            raises = {"refusals": mode == "raise", "index": i}
-            faults.append(error_of(call.checked, number, placement, **raises))
+            raises = mode == "raise"
+            faults.append(error_of(guarded[i], number) if raises else None)
         time_s, waits_s = time.time(), [call.wait_s] + [0.0] * (len(rows) - 1)
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()

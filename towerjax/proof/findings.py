@@ -196,17 +196,6 @@ def refuse_unknown(weights: Sequence[Dependence | None]) -> None:
         )
 
 
-def refuse_collectives(analysis: Analysis) -> None:
-    """Raise where towers communicate that must not between synchronisations."""
-    lines = [f"{x.primitive} at {x.line}" for x in analysis.collectives]
-    if lines:
-        raise ReplicationError(
-            f"With sync= towers train alone, but they communicate in a step:"
-            f" {listed(dict.fromkeys(lines))}. Leave it out, or say"
-            " sync=tj.sync.EveryStep()."
-        )
-
-
 def refuse_varying(found: Analysis, names: Sequence[str]) -> None:
     """Raise where a bare value or a factor differs between a tower's micro-batches."""
     pairs = [*zip(names, found.outputs, strict=False)]

@@ -172,7 +172,7 @@ def of_towers(state: TrainState, number: int, key: jax.Array) -> TrainState:
         return dataclasses.replace(variable, value=one)
 
     local = map_parts(TowerLocal, of, state.local)
-    return dataclasses.replace(state, local=local, rng=key, own=None)
+    return dataclasses.replace(state, local=local, rng=key)
 
 
 def rounded(state: TrainState) -> TrainState:

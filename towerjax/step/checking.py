@@ -3,7 +3,7 @@
 import collections
 import math
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,13 +13,6 @@ from towerjax.step import faults
 from towerjax.types import PyTree
 
 
-class Checked(NamedTuple):
-    """The guarded value of a step, and what a meeting of its towers found."""
-
-    guarded: jax.Array  # the loss, or a bool
-    found: Any  # has ``any_fault`` and ``error(number)``; None where towers meet always
-
-
 def is_refused(guarded: Any) -> bool:
     """Whether a step was refused, by its guarded value: one element on the host."""
     # A Python number: this runs at every call, and NumPy takes ten times as long.
@@ -27,19 +20,11 @@ def is_refused(guarded: Any) -> bool:
     return found is False or not math.isfinite(found)
 
 
-def error_of(
-    step: Checked, number: Any, placement: Placement, *, refusals: bool, index: Any = ()
-) -> Exception | None:
-    """The error to raise about a step, or None; waits for the step."""
-    if step.found is not None and _fetch(step.found.any_fault, placement)[index]:
-        found = jax.tree.map(lambda x: x[index], jax.device_get(step.found))
-        return found.error(_as_count(number))
-    refused = refusals and is_refused(_fetch(step.guarded, placement)[index])
-    return faults.NonFiniteError(_as_count(number)) if refused else None
-
-
-def _as_count(number: Any) -> int:
-    return int(number) % 2**32  # as `step_number` counts
+def error_of(guarded: np.ndarray, number: Any) -> Exception | None:
+    """The error to raise about a step with this guarded value, or None."""
+    if is_refused(guarded):
+        return faults.NonFiniteError(int(number) % 2**32)  # as `step_number` counts
+    return None
 
 
 def send_to_host(tree: PyTree, placement: Placement) -> None:
@@ -74,14 +59,14 @@ class Verdicts:
         # A copy from a GPU ends some time after its step: 0.1 ms on an H100, for which
         # the next call would wait. Two steps later it is there.
         self._behind = 0 if placement.platform == "cpu" else 2
-        self._pending: collections.deque[tuple[Any, Checked]] = collections.deque()
+        self._pending: collections.deque[tuple[Any, jax.Array]] = collections.deque()
         self._reading = threading.RLock()  # threads may call one step
 
-    def add(self, number: jax.Array, step: Checked) -> None:
+    def add(self, number: jax.Array, guarded: jax.Array) -> None:
         """Note a step; of several processes any, since another may have died in it."""
-        if self._refusals or not self._is_alone or step.found is not None:
-            self._pending.append((number, step))
-            send_to_host(step.guarded, self._placement)
+        if self._refusals or not self._is_alone:
+            self._pending.append((number, guarded))
+            send_to_host(guarded, self._placement)
 
     def check(self) -> None:
         """Read the verdicts of steps that have run; wait for old ones if many pend.
@@ -91,11 +76,10 @@ class Verdicts:
         pending = self._pending
         with self._reading:
             while self._is_alone and len(pending) > self._behind:
-                last: Any = pending[self._behind][1].guarded  # the stub has no is_ready
+                last: Any = pending[self._behind][1]  # the stub has no is_ready
                 if not last.is_ready():
                     break
-                guarded, found = pending[0][1]
-                if found is not None or is_refused(_fetch(guarded, self._placement)):
+                if is_refused(_fetch(pending[0][1], self._placement)):
                     self._read_oldest()
                 else:
                     pending.popleft()
@@ -110,9 +94,10 @@ class Verdicts:
                 self._read_oldest()
 
     def _read_oldest(self) -> None:
-        number, step = self._pending.popleft()
-        jax.block_until_ready(step.guarded)  # raises if the devices failed
-        error = error_of(step, number, self._placement, refusals=self._refusals)
-        if error is not None:
+        number, guarded = self._pending.popleft()
+        jax.block_until_ready(guarded)  # raises if the devices failed
+        if not self._refusals:
+            return
+        if error := error_of(_fetch(guarded, self._placement), number):
             self._pending.clear()
             raise error

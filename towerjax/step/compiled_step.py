@@ -10,7 +10,7 @@ from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.mesh.placement import on_every_process, place
 from towerjax.step.caller import Caller
-from towerjax.step.checking import Checked, Verdicts
+from towerjax.step.checking import Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
 from towerjax.step.program import Runner
 from towerjax.step.proving import Recipe
@@ -65,7 +65,7 @@ class CompiledStep(Caller):
         one, own = Layout.MIRRORED, Layout.PER_TOWER
         donated, kept = split_state(layout or state_layout(strategy))
         ins = {"state": donated, "kept": kept, **BATCH_LAYOUT}
-        out = Outcome(donated, one, {"one": one, "own": own}, one, one)
+        out = Outcome(donated, one, {"one": one, "own": own}, one)
         placer = Placer(
             strategy.placement,
             remainder=options.remainder,
@@ -138,7 +138,7 @@ class CompiledStep(Caller):
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, jax.Array], Checked]:
+    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
         """The step, without looking at whether its loss was finite.
 
         Args:
@@ -146,10 +146,9 @@ class CompiledStep(Caller):
           batch: A placed batch, or several stacked.
 
         Returns:
-          ``(state, metrics, checked)``; ``checked.guarded`` is ``()``, the loss or a
-          bool, and NaN, infinite or False when the step was refused;
-          ``checked.found`` is None unless towers train alone. For stacked batches
-          metrics and what was checked are ``[K]``, of which the first so many count.
+          ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool, and
+          NaN, infinite or False when the step was refused. For stacked batches metrics
+          and what is guarded are ``[K]``, of which the first so many count.
         """
         several = self.strategy.placement.num_processes > 1
         if several:  # which might each give numbers of their own: take the first's
@@ -161,7 +160,7 @@ class CompiledStep(Caller):
         metrics = {**out.metrics["one"], **own}
         guarded = metrics["loss"] if out.finite is None else out.finite
         after = join_state(out.donated, {"rng": state.rng, **out.now})
-        return after, metrics, Checked(guarded, out.found)
+        return after, metrics, guarded
 
     def __call__(
         self, state: TrainState, batch: PyTree
@@ -189,8 +188,8 @@ class CompiledStep(Caller):
         self._verdicts.check()
         placed = self._placer.place(batch, by_call=True)
         placed.refuse_several()
-        after, metrics, checked = self.dispatch(state, placed)
-        self._verdicts.add(state.step, checked)
+        after, metrics, guarded = self.dispatch(state, placed)
+        self._verdicts.add(state.step, guarded)
         return after, metrics
 
     def settle(self) -> None:

@@ -38,7 +38,6 @@ class Outcome(NamedTuple):
     now: Any  # its other fields, those that changed
     metrics: Any  # {"one": values, "own": one value for each tower}
     finite: Any = None  # whether the guarded values were; None where the loss says so
-    found: Any = None  # what a meeting found of towers that train alone; else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +116,7 @@ class Engine:
     def find_flags(self, run: Run, donated: Any, kept: Any, *batch: Any) -> tuple[Any]:
         """Run the towers once more, without an update, to flag what is not finite."""
         state = TrainState(**donated, **kept)
-        changes: Any = {"flags": True, "guards_sums": False, "alone": None}
+        changes: Any = {"flags": True, "guards_sums": False}
         passes = tuple(dataclasses.replace(one, **changes) for one in self.passes)
         *_, outs = self.run_passes(run, passes, state, batch)
         return ([out.flags for out in outs],)
@@ -173,7 +172,7 @@ def _layouts(
         return jax.tree.map(of, merged, is_leaf=is_own)
 
     given, taken = layouts(own, one), layouts(one, Layout.SHARDED)
-    out = Outcome(donated, one, {"one": one, "own": own}, one, one)
+    out = Outcome(donated, one, {"one": one, "own": own}, one)
     return (donated, kept, given, one), (one, one, taken, one), out
 
 

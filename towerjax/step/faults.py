@@ -175,7 +175,7 @@ class Place:
     tower: int
     leaf: str  # "params/Dense_2/kernel"
     part: str  # "parameter" (before the step), "loss", "gradient", "metric", "value"
-    kind: str  # "NaN", "infinity", "NaN and infinity"; or "NaN or infinity"
+    kind: str  # "NaN", "infinity", "NaN and infinity"
 
 
 class NonFiniteError(Portable, FloatingPointError):
@@ -187,25 +187,18 @@ class NonFiniteError(Portable, FloatingPointError):
       step: Which step, counted from 0.
       places: A `Place` for each tower and leaf; empty where not known:
         ``step.locate(state, batch)`` finds it.
-      alone: Whether towers train alone and reported it at this step, a meeting.
     """
 
-    def __init__(
-        self, step: int, places: Sequence[Place] = (), *, alone: bool = False
-    ) -> None:
+    def __init__(self, step: int, places: Sequence[Place] = ()) -> None:
         what = f"The loss or a gradient of step {step} was not finite."
-        if alone:
-            when = f"Before towers met at step {step}, a tower's"
-            what = f"{when} own loss or gradient was not finite."
         advice = (
-            "That step changed nothing. Lower the learning rate, clip gradients, or"
+            "What was not finite changed nothing. Lower the learning rate, clip gradients, or"
             " look at the batch; on_nonfinite='skip' goes on without such batches,"
             " 'ignore' updates all the same."
         )
         where = f"Found: {places_text(places)}. " if places else ""
         super().__init__(f"{what} {where}{advice}")
         self.step, self.places = step, tuple(places)
-        self.alone = alone
 
 
 @jax.tree_util.register_dataclass

@@ -25,6 +25,7 @@ from towerjax.step.state_checks import check_not_donated, check_num_towers, plac
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles
 from towerjax.towers.tower import Tower
+from towerjax.towers.variables import is_never_read
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
 from towerjax.types.door import door
 from towerjax.types.leaves import refuse_traced, refuse_unheld
@@ -32,8 +33,11 @@ from towerjax.types.options import check_flag, check_whole
 
 
 def _model_part(state: TrainState) -> TrainState:
-    """The state without the fields that evaluation never reads."""
-    return join_state(vars(state), {"opt_state": (), "own": None})
+    """The state without what evaluation never reads."""
+    local = state.local
+    if local and type(local) is dict:
+        local = {k: x for k, x in local.items() if not is_never_read(x)}
+    return join_state(vars(state), {"opt_state": (), "local": local})
 
 
 class InferenceStep(Caller):

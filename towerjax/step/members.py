@@ -53,8 +53,8 @@ class MembersStep(CompiledStep):
         strategy, options = built[-1].strategy, built[-1].options
         self._layout = state_layout(strategy)
         if self._together:
-            own: Any = dict.fromkeys(("local", "own"), Layout.PER_TOWER_STEPS)
-            self._layout = dataclasses.replace(self._layout, **own)
+            own: Any = Layout.PER_TOWER_STEPS
+            self._layout = dataclasses.replace(self._layout, local=own)
         changes: Any = {"donate": True}
         if options.on_nonfinite == "raise":
             changes["on_nonfinite"] = "skip"

@@ -78,9 +78,6 @@ class Pass:
     # Whether Rows are used later, padding included: then one leaf must be a weight.
     rows_used_later: bool = False
     advice: str | None = None  # for the error about a bare value that differs
-    # (state, returned) -> tree, of one tower, between its micro-batches and the merge;
-    # it is proved that towers do not communicate until then.
-    alone: Callable[[TrainState, PyTree], PyTree] | None = None
 
     # Prefix trees of layouts.
     in_layouts: ClassVar[PassArgs] = PassArgs(
@@ -151,12 +148,9 @@ class Pass:
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
-        until_alone = dataclasses.replace(self, alone=None)
-        if self.alone is not None:  # ``axes.traced`` holds the program with ``alone``
-            axes = dataclasses.replace(axes, traced=None)
 
         def run(*args: PyTree) -> PyTree:
-            towers = until_alone._run_towers(axes, PassArgs(*args))
+            towers = self._run_towers(axes, PassArgs(*args))
             (added, shown), (tree, folded, joined, own, _) = towers
             pools = {"added": added, "shown": shown, "folded": folded}
             # A weight never decides which rows of a table are looked up.
@@ -197,10 +191,10 @@ class Pass:
 
         rows = split_rows(batch, axes.num_local)
         local = plain(state.local)
-        own = (rows, num_valid, local, state.own)
+        own = (rows, num_valid, local)
         # Shapes of common arguments may not depend on ``D``: local values are row 0's.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
-        state = dataclasses.replace(state, local=first, own=None)
+        state = dataclasses.replace(state, local=first)
         how: Any = {"stack_sums": ops.needs_every_tower, "number": state.step}
         return over_local_towers(
             tower_fn, axes, own, state, read, shared, merged, **how
@@ -210,9 +204,8 @@ class Pass:
         self, axes: TowerAxes, tower_id: jax.Array, own: PyTree, common: PyTree
     ) -> tuple[PyTree, dict[str, list[Any]]]:
         """What one tower returns, merged over micro-batches and split by leaf types."""
-        rows, num_valid, local, mine = own
+        rows, num_valid, local = own
         state, read, shared, merged = common
-        state = dataclasses.replace(state, own=mine)
         part, several = num_rows(rows) // self.micro_batches, self.micro_batches > 1
 
         def holding(values: PyTree) -> TrainState:
@@ -228,7 +221,7 @@ class Pass:
                 # The tower's program may depend on the number of devices.
                 where["of_rows"] = part * self.micro_batches
                 sums_travel = self.strategy.placement.num_devices > 1
-                where["loss_first"] = self.alone is not None or not sums_travel
+                where["loss_first"] = not sums_travel
             if several:
                 where |= {"first_row": index * part, "micro_batch": index}
             tower = tower_of(self.strategy, axes, tower_id, state, **where)
@@ -239,13 +232,8 @@ class Pass:
         if several:
             parts = split_micro_batches(rows, self.micro_batches)
             args = self.micro_batches, parts, holding(local).local
-            tree, pools = _scan_micro_batches(of_part, *args)
-        else:
-            tree, pools = of_part(0, rows, local)
-        if self.alone is None:
-            return tree, pools
-        out = self.alone(holding(local), returned.fill_holes(tree, **pools))
-        return returned.split(out, part)
+            return _scan_micro_batches(of_part, *args)
+        return of_part(0, rows, local)
 
     def _call_tower_fn(
         self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree
@@ -291,16 +279,7 @@ def _scan_micro_batches(
     locals_ = [x for x in own if isinstance(x, TowerLocal)]
     how = list(map(_how_parts_meet, own))
     returned.refuse_mixed_up(shapes[0], shapes[1], variables)
-    labels = ["its rows"] * len(jax.tree.leaves(args[:2]))
-    if locals_:  # what is returned as it came in is the same in each
-        pools = jax.tree.unflatten(treedef, closed.jaxpr.outvars)[1]
-        after = jax.tree.leaves(
-            [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
-        )
-        pairs = zip(closed.jaxpr.invars[len(labels) :], after, strict=False)
-        labels += [None if old is new else "its rows" for old, new in pairs]
-    others = [None] * (len(closed.jaxpr.invars) - len(labels))
-    found = depends(closed, [*labels, *others])
+    found = _differences(closed, treedef, len(jax.tree.leaves(args[:2])))
     _check_micro_batch(found, names_by_key(shapes[0]), count)
 
     def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
@@ -330,6 +309,17 @@ def _scan_micro_batches(
     pools["folded"] = [merge_stacked(x) for x in folded]
     pools["joined"] = [one_of(Reduction.SUM, x) for x in tables]
     return jax.tree.map(lambda x: x[-1], tree), pools
+
+
+def _differences(closed: Any, treedef: Any, number: int) -> Analysis:
+    """What differs between micro-batches, of which so many inputs are rows."""
+    given, labels = closed.jaxpr.invars, ["its rows"] * number
+    _, pools = jax.tree.unflatten(treedef, closed.jaxpr.outvars)
+    after = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
+    # A variable that is returned as it came in is the same in each.
+    pairs = zip(given[number:], jax.tree.leaves(after), strict=False)
+    labels += [None if old is new else "its rows" for old, new in pairs]
+    return depends(closed, [*labels, *[None] * (len(given) - len(labels))])
 
 
 def _check_micro_batch(found: Analysis, names: Sequence[str], count: int) -> None:

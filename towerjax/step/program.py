@@ -256,8 +256,7 @@ class Runner:
             raise
         except FoundNonFinite as error:
             raise FloatingPointError(
-                f"jax_debug_{error.ty}s found {error.ty} in what a step returned (with"
-                " sync= the loss is nan until towers first meet). With"
+                f"jax_debug_{error.ty}s found {error.ty} in what a step returned. With"
                 " one = tj.testing.one_tower(step) of a train step,"
                 " jax.jit(one.fn)(one.init(params), batch) names the operation. Without"
                 " it the step itself refuses a loss that is not finite, and"

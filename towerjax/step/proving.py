@@ -140,21 +140,18 @@ def _prove_pass(
     # The leaves of what towers return have names of their own.
     parts = ("", *PassResult._fields[1:])
     outputs = _names_where(parts, one.out_layouts, towers.out, mirrored=True)
-    if one.alone is None:
-        if jax.tree.leaves(towers.out.merged):  # else each tower has means of its own
-            findings.refuse_factors(found)
-        findings.refuse_changed(found)
+    if jax.tree.leaves(towers.out.merged):  # else each tower has means of its own
+        findings.refuse_factors(found)
+    findings.refuse_changed(found)
     findings.prove_mirrored(found, outputs, advice=one.advice)
     if one.weights == "summed":
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
         findings.refuse_unknown([x for x, name in pairs if name is not None])
-    if one.alone is not None:
-        findings.refuse_collectives(found)
     lints.refuse_squares(found.lints)
     # Tower-local variables are for what towers have of their own, such as statistics.
     is_cut = placement.num_towers * one.micro_batches > 1
-    if is_cut and one.alone is None and not jax.tree.leaves(args[0].local):
+    if is_cut and not jax.tree.leaves(args[0].local):
         lints.warn_of_own_rows(found.lints)
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):

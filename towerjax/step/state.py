@@ -39,9 +39,6 @@ class TrainState:
       rng: ``()`` typed key; each step and tower derives its own from it.
       extra: Mirrored values that do not train, one for all towers: statistics,
         codebooks, a target network; any pytree of arrays, or None.
-      own: Each tower's own parameters and optimizer state, leaves ``[T, ...]``, if
-        the step has a ``sync=`` by which towers train alone; ``params`` are then the
-        outer ones. Else None.
 
     Example:
       >>> import towerjax as tj
@@ -57,7 +54,6 @@ class TrainState:
     local: PyTree
     rng: jax.Array
     extra: PyTree = None
-    own: PyTree = None
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing()
@@ -70,7 +66,7 @@ class TrainState:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         leaves = [
-            (*leaf, "per tower" if field.name in ("local", "own") else None)
+            (*leaf, "per tower" if field.name == "local" else None)
             for field in fields_of(self)
             for leaf in named_leaves(field.name, getattr(self, field.name))
         ]
@@ -120,9 +116,7 @@ def _is_donated(x: Any) -> bool:
 
 
 _LAYOUTS: Any = dict.fromkeys((x.name for x in fields_of(TrainState)), Layout.MIRRORED)
-STATE_LAYOUT = TrainState(
-    **{**_LAYOUTS, "local": Layout.PER_TOWER, "own": Layout.PER_TOWER}
-)
+STATE_LAYOUT = TrainState(**{**_LAYOUTS, "local": Layout.PER_TOWER})
 """The layout of each part of a state, as a `TrainState`."""
 
 _SHARDED = {

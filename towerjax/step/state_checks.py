@@ -117,24 +117,24 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     wrong, found = {}, []
     for field, needed in made.items():
         given, again = getattr(state, field), f"fresh.{field}"
-        own = field in ("own", "local")  # `check_num_towers` looks at their first dim
-        if field == "local":  # of others' variables a step knows nothing
+        own = field == "local"  # `check_num_towers` looks at their first dim
+        if own:  # of others' variables a step knows nothing
             given = {k: x for k, x in given.items() if k in needed}
             again = "{**state.local, **fresh.local}"
         has, needs = (
-            [tree is None, *((n, np.shape(x)[own:]) for n, x in named_leaves("", tree))]
+            [(n, np.shape(x)[own:]) for n, x in named_leaves("", tree)]
             for tree in (given, needed)
         )
         if has != needs:
-            wrong[field] = None if needed is None else again
+            wrong[field] = again
             found += changes(f"state.{field}", given, needed)
     if wrong:
-        begin = "fresh = step.init(state.params); " if any(wrong.values()) else ""
         anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
-            "The state was made for another optimizer, other parameters, another sync="
-            f" or extend= than this step's: {listed(found)}. Begin these anew:"
-            f" {begin}state = dataclasses.replace(state, {anew})."
+            "The state was made for another optimizer, other parameters, another"
+            f" extend= than this step's: {listed(found)}. Begin these anew:"
+            " fresh = step.init(state.params); state = dataclasses.replace(state,"
+            f" {anew})."
         )
 
 
@@ -161,8 +161,7 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
     """Raise unless tower-local values have one row for each tower."""
     wrong_towers = [
         f"{name} has {np.shape(x)[:1]} copies"
-        for root in ("local", "own")
-        for name, x in named_leaves(f"state.{root}", getattr(state, root))
+        for name, x in named_leaves("state.local", state.local)
         if np.shape(x)[:1] != (num_towers,)
     ]
     if wrong_towers:

@@ -20,7 +20,6 @@ from towerjax.step.gradient import refusing_tangents
 from towerjax.step.one_pass import Pass
 from towerjax.step.program import Runner, send_shared
 from towerjax.step.proving import Proof, prove
-from towerjax.step.rounds import Rounds
 from towerjax.step.state import (
     TrainState,
     check_params,
@@ -54,14 +53,13 @@ class Step(CompiledStep):
 
     def __init__(
         self,
-        engine: Engine | Rounds,
+        engine: Engine,
         strategy: Strategy,
         options: StepOptions,
         **makes: Callable[[PyTree], PyTree],
     ) -> None:
         """``makes`` gives, by its name, a field of the first state from parameters."""
         super().__init__(engine.step, strategy, options, engine=engine)
-        makes.setdefault("own", lambda _: None)
         self._makes = makes
 
     @property
@@ -134,12 +132,7 @@ class Step(CompiledStep):
             local = join_local(local, more)
         parts = self.strategy, first, make(check_params(first)), local
         state = init_state(*parts, rng=rng, extra=extra)
-        state = dataclasses.replace(state, **made)
-        if self._made(state.params)["own"] is None:
-            return state
-        sharding = self.strategy.placement.sharding(Layout.PER_TOWER)
-        own = jax.jit(self._makes["own"], out_shardings=sharding)(state.params)
-        return dataclasses.replace(state, own=own)
+        return dataclasses.replace(state, **made)
 
     def _made(self, params: PyTree) -> dict[str, PyTree]:
         """The shapes of the fields of a state that the step makes, by their names."""

@@ -15,11 +15,9 @@ from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.engine import Guard, OnNonfinite, join_metrics
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.rounds import Rounds
 from towerjax.step.state import TrainState
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step, engine_of
-from towerjax.step.sync import EVERY_STEP, EveryStep, Sync, check_sync
 from towerjax.step.update import (
     Trainable,
     accept_or_keep,
@@ -228,32 +226,19 @@ class TrainStep(Step):
         training: Training,
         strategy: Strategy,
         options: StepOptions,
-        sync: Sync = EVERY_STEP,
     ) -> None:
         self.training = training
         self.optimizer = training.optimizer
-        self.sync = sync
         self.fns = fns = training.fns(strategy, options)
         uses_rows = training.update_extra is not None
         engine = engine_of(
             (fns.tower,), fns.update, strategy, options, rows_used_later=uses_rows
         )
 
-        makes: Any = {"opt_state": self._opt_state}
+        makes: Any = {"opt_state": lambda params: fns.init(params)["opt_state"]}
         if training.extend is not None:
             makes["local"] = lambda params: fns.init(params).get("local", {})
-        if not isinstance(sync, EveryStep):
-            _check_fits_sync(self.training, strategy, options)
-            trainable = training.trainable
-            engine = Rounds(engine, sync.rounds, self.optimizer, trainable)
-            makes["own"] = engine.own
         super().__init__(engine, strategy, options, **makes)
-
-    def _opt_state(self, params: PyTree) -> PyTree:
-        first = self.fns.init(params)["opt_state"]
-        if isinstance(self.engine, Rounds):
-            return self.engine.begin(trained_part(params, self.training.trainable))
-        return first
 
 
 def build_train_step(
@@ -272,7 +257,6 @@ def build_train_step(
     max_programs: int = 1,
     audit: bool = False,
     extend: Extend | None = None,
-    sync: Sync = EVERY_STEP,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -309,8 +293,6 @@ def build_train_step(
         towers and one of its rows, and raises where they differ.
       extend: ``fns -> fns``: makes others of the functions that the step is made of,
         its ``tower``, ``update`` and ``init``; such as those of `towerjax.contrib`.
-      sync: When towers synchronise, such as ``tj.sync.LocalSGD(every=8)``; see
-        <https://github.com/towerjax/towerjax/blob/main/docs/how_to/synchronise_less.md>.
 
     Returns:
       A `TrainStep`.
@@ -346,23 +328,4 @@ def build_train_step(
     training = Training(
         loss_fn, optimizer, loss_reduction, trainable, update_extra, extend
     )
-    check_sync(sync)
-    return TrainStep(training, strategy, options, sync)
-
-
-def _check_fits_sync(
-    training: Training, strategy: Strategy, options: StepOptions
-) -> None:
-    """Raise if an option needs all towers to meet at every step."""
-    uses = {
-        "update_extra=...": training.update_extra is not None,
-        "extend=...": training.extend is not None,
-        "loss_reduction=Reduction.SUM": training.loss_reduction is Reduction.SUM,
-        f"state={strategy.state!r}": strategy.state != "mirrored",
-    }
-    bad = [name for name, is_used in uses.items() if is_used]
-    if bad:
-        raise ValueError(
-            f"{', '.join(bad)} needs all towers at every step, and sync= lets them go"
-            " alone. Leave it out, or say sync=tj.sync.EveryStep()."
-        )
+    return TrainStep(training, strategy, options)

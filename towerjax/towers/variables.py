@@ -127,6 +127,11 @@ def is_local(x: Any) -> bool:
     return isinstance(x, TowerLocal)
 
 
+def is_never_read(x: Any) -> bool:
+    """Whether ``x`` is a tower-local variable that has no one value."""
+    return is_local(x) and x.reduction is Reduction.NONE
+
+
 def is_per_tower(x: Any) -> bool:
     """Whether ``x`` holds one value a tower."""
     return isinstance(x, PerTower | TowerLocal)

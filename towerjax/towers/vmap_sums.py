@@ -36,7 +36,6 @@ from towerjax.towers.additions import (
     is_zero,
     uses_in,
 )
-from towerjax.types import PyTree
 
 Operands = Sequence[jax.Array]
 Part = Callable[[Operands], jax.Array]
@@ -78,18 +77,6 @@ def vmap_and_sum(
     operands = out[len(kept) :]
     sums = [reduce(operator.add, [x(operands) for x in one]) for one in plan.sums]
     return [*sums, *out[: len(kept)]]
-
-
-def with_leading_dim(fn: Callable[[PyTree], PyTree], value: PyTree) -> PyTree:
-    """``fn(value)``, computed with a leading dim of size 1, as in a state's rows.
-
-    XLA:CPU copies a value, at every step, if its update has another shape than the
-    state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
-    """
-    axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
-    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
-    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
-    return jax.tree.map(lambda x: x[0], out)
 
 
 class SumPlan:

@@ -13,7 +13,6 @@ from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
 from towerjax.step.comparison import gaps
 from towerjax.step.step import Step, build_step
-from towerjax.step.sync import EveryStep
 from towerjax.step.train import TrainStep
 from towerjax.towers.strategies import OneDevice, Strategy
 from towerjax.towers.variables import read_local
@@ -137,7 +136,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     Raises:
       ValueError: ``step`` is none of these, such as a model's ``train_step()``; a model
         with ``remainder="drop"`` on several towers, whose number decides what is
-        dropped; or a step with ``sync=``.
+        dropped.
 
     Example:
       >>> import numpy as np, optax, towerjax as tj
@@ -175,14 +174,9 @@ def _on_one_tower(step: Any) -> Any:
     if not isinstance(step, TrainStep):
         fns = [one.tower_fn for one in step.engine.passes]
         found = build_step(fns, step.engine.update_fn, strategy, **vars(options))
-    elif isinstance(step.sync, EveryStep):
+    else:
         training = dataclasses.replace(step.training, extend=None)
         found = TrainStep(training, strategy, options)
-    else:
-        raise ValueError(
-            f"one_tower of a step with sync={step.sync!r}: towers that go alone are"
-            " not one tower. Compare a step with tj.sync.EveryStep()."
-        )
     shares = step.strategy.num_towers * step.options.micro_batches
     found._placer = Placer(
         strategy.placement, shares=shares, remainder=options.remainder

@@ -11,16 +11,16 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.contrib import Compressed
+from towerjax.contrib import Compressed, DiLoCo, LocalSGD
 
 T, STEPS, INNER, MOMENTUM = 4, 9, 0.1, 0.5
 OUTER, NESTEROV = 0.7, 0.9
 FRAGMENT = {"b": 1, "w": 0}  # the larger leaf first
 START = {"b": np.float32(0.25), "w": np.array([0.5, -1, 2], np.float32)}
 SYNCS = {
-    "local": tj.sync.LocalSGD(every=3),
-    "diloco": tj.sync.DiLoCo(every=2),
-    "streaming": tj.sync.DiLoCo(every=4, fragments=2, overlap=3, keep=0.5),
+    "local": LocalSGD(every=3),
+    "diloco": DiLoCo(every=2),
+    "streaming": DiLoCo(every=4, fragments=2, overlap=3, keep=0.5),
 }
 
 
@@ -53,7 +53,7 @@ def build(sync, devices=1, optimizer=WITH_MOMENTUM, loss_fn=loss_fn, **options):
     given = {k: options.pop(k) for k in OF_STRATEGY if k in options}
     strategy = tj.Mirrored(names, towers=T, **given)
     options = {"remainder": "pad", "micro_batches": 2, **options}
-    return tj.build_train_step(loss_fn, optimizer, strategy, sync=sync, **options)
+    return tj.build_train_step(loss_fn, optimizer, strategy, extend=sync, **options)
 
 
 def trained(step, given=None, state=None):
@@ -84,7 +84,9 @@ class Oracle:
             rows = slice(t * padded, (t + 1) * padded)
             self.alone(t, *(np.float64(batch[k][rows]) for k in ("x", "y", "weight")))
         self.done += 1
-        plan = self.sync.rounds
+        plan = self.sync
+        if isinstance(plan, LocalSGD):
+            plan = DiLoCo(plan.every)
         for name in self.outer:
             at = (FRAGMENT[name] + 1) * plan.every // plan.fragments
             at = plan.every if plan.fragments == 1 else at
@@ -113,7 +115,7 @@ class Oracle:
     def meet(self, name):
         moved = [self.outer[name] - tower[name] for tower in self.towers]
         move = np.average(moved, axis=0, weights=self.weight[name])
-        if isinstance(self.sync, tj.sync.LocalSGD):
+        if isinstance(self.sync, LocalSGD):
             self.outer[name] = self.outer[name] - move
         else:
             self.velocity[name] = move + NESTEROV * self.velocity[name]
@@ -133,7 +135,7 @@ def expected(sync, given=None):
 def assert_as_expected(state, losses, sync, given=None):
     oracle, told = expected(sync, given)
     np.testing.assert_allclose(losses, told, rtol=2e-5)
-    own = state.own.value.params
+    own = state.local["own"].value.params
     for name, outer in oracle.outer.items():
         np.testing.assert_allclose(state.params[name], outer, rtol=2e-5, atol=2e-6)
         towers = np.array([tower[name] for tower in oracle.towers])
@@ -176,7 +178,10 @@ def test_local_sgd_averages_what_is_trained_and_a_tower_skips_its_own_step(caref
     for given in (batches(), spoiled()):
         state, losses = trained(careful, given, begun(careful))
         assert_as_expected(state, losses, sync, given)
-        assert state.own.value.params["fixed"] is None and state.params["fixed"] == 7
+        assert (
+            state.local["own"].value.params["fixed"] is None
+            and state.params["fixed"] == 7
+        )
         # Of 14 rows the last of four towers has 2; a step that is skipped counts none.
         skipped = np.array([4, 0, 4, 0]) * (given[1]["x"][9, 0] != given[1]["x"][9, 0])
         rows = STEPS * np.array([4, 4, 4, 2]) - skipped
@@ -215,8 +220,8 @@ def test_between_rounds_nothing_is_sent_and_then_what_the_formula_says(streaming
     assert not re.search(others, text)
     names = [name for name, body in bodies.items() if " all-reduce(" in body]
     assert len(names) == 2 and chosen.issuperset(names)
-    # A fragment's numbers, 3 sums of weights and losses, and a number for each tower.
-    formula = sorted(4 * (n + 3 + T) for n in (3, 1))
+    # A fragment's numbers, 3 sums of weights and losses, and the number of faults.
+    formula = sorted(4 * (n + 4) for n in (3, 1))
     assert sorted(sent(bodies[name]) for name in names) == formula
 
 
@@ -248,12 +253,13 @@ def test_the_bits_do_not_depend_on_the_devices():
     pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree(), "micro_batches": 1}
     pinned |= {"optimizer": optax.adam(0.01), "loss_fn": recurrent}
     ends = []
-    for devices in (1, 2):
+    for devices in (1, 2, 4):
         step = build(SYNCS["diloco"], devices, **pinned)
         state, told = trained(step, batches()[:3], step.init(start))
-        ends.append(jax.tree.leaves((state.params, state.own, told)))
-    for one, other in zip(*ends, strict=True):
-        assert np.array_equal(one, other, equal_nan=True)
+        ends.append(jax.tree.leaves((state.params, state.local, told)))
+    for one, *others in zip(*ends, strict=True):
+        for other in others:
+            assert np.array_equal(one, other, equal_nan=True)
 
 
 @pytest.mark.slow
@@ -277,7 +283,7 @@ def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
     tj.run(streaming, streaming.init(START), batches()[:1], steps=1, **quiet)
     strategy, sync = tj.Mirrored(["cpu:0"], towers=2), SYNCS["streaming"]
     two = tj.build_train_step(
-        loss_fn, WITH_MOMENTUM, strategy, remainder="pad", sync=sync
+        loss_fn, WITH_MOMENTUM, strategy, remainder="pad", extend=sync
     )
     with pytest.raises(tj.CheckpointError, match="Use as many towers, on any devices"):
         tj.run(two, two.init(START), batches(), steps=2, **quiet)
@@ -308,6 +314,8 @@ def test_the_outer_parameters_are_evaluated(streaming):
         errors = x["x"] @ outer.outer["w"] + outer.outer["b"] - x["y"]
         total += [(x["weight"] * errors**2).sum(), x["weight"].sum()]
     np.testing.assert_allclose(found, total[0] / total[1], rtol=2e-5)
+    of_every_step = dataclasses.replace(state, local={})
+    assert tj.evaluate(measure, of_every_step, batches())["loss"] == found
 
 
 @pytest.mark.slow
@@ -322,7 +330,9 @@ def test_a_sweep_trains_towers_that_go_alone():
         {"rate": [0.05, INNER]},
         batches(),
         order="together",
-        evaluate=lambda state, rate: {"b": np.asarray(state.own.value.params["b"])[3]},
+        evaluate=lambda state, rate: {
+            "b": np.asarray(state.local["own"].value.params["b"])[3]
+        },
         progress=False,
     )
     oracle, _ = expected(SYNCS["local"])
@@ -346,11 +356,9 @@ def test_it_is_told_when_towers_meet(streaming):
     )
     for batch in given:
         state, _ = streaming(state, batch)
-    with pytest.raises(tj.NonFiniteError, match="Before towers met at step 3") as told:
+    with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as told:
         streaming.settle()
-    assert told.value.step == 3 and told.value.alone
-    (place,) = told.value.places
-    assert (place.step, place.tower, place.part) == (2, 2, "loss")
+    assert told.value.step == 3
     (here, *_) = streaming.locate(streaming.init(START), given[2])
     assert (here.tower, here.part, here.kind) == (2, "loss", "NaN")
     _, told = expected(SYNCS["streaming"], given)
@@ -359,6 +367,10 @@ def test_it_is_told_when_towers_meet(streaming):
 
 def two_means(params, batch, tower):
     return loss_fn(params, batch, tower) + loss_fn(params, batch, tower)
+
+
+def total(params, batch, tower):
+    return loss_fn(params, batch, tower).sum
 
 
 def with_metrics(params, batch, tower):
@@ -370,20 +382,18 @@ def with_extra(params, batch, tower):
     return tj.TowerOutput(loss_fn(params, batch, tower), extra=tower.extra)
 
 
-def meeting(params, batch, tower):
-    return loss_fn(params, batch, tower) * tower.reduce(tj.Reduction.MEAN, 1.0)
+def count(state, merged):
+    return state.extra + 1
 
 
 REFUSED = {
     "several means": (dict(loss_fn=two_means), "sum of several means"),
     "metrics": (dict(loss_fn=with_metrics), r"TowerOutput\(metrics=...\)"),
     "extra": (dict(loss_fn=with_extra), r"or extra=, but"),
-    "meeting": (dict(loss_fn=meeting), "communicate in a step: psum"),
     "sharded": (dict(state="sharded"), "state='sharded'"),
-    "extend": (dict(extend=lambda fns: fns), "extend=... needs all"),
-    "sum": (dict(loss_reduction=tj.Reduction.SUM), "Reduction.SUM needs all towers"),
-    "fragments": (dict(sync=tj.sync.DiLoCo(3, fragments=3)), "trained, 2. Use as many"),
-    "sync": (dict(sync="local"), "must be tj.sync.EveryStep()"),
+    "sum": (dict(loss_fn=total, loss_reduction=tj.Reduction.SUM), "or of loss_reduc"),
+    "update_extra": (dict(update_extra=count), "update_extra=... needs all"),
+    "fragments": (dict(sync=DiLoCo(3, fragments=3)), "trained, 2. Use as many"),
 }
 
 
@@ -391,20 +401,9 @@ REFUSED = {
 def test_what_cannot_be_honoured_is_refused(name):
     given, text = REFUSED[name]
     options = {"sync": SYNCS["local"], **given}
-    extra = {"extra": np.float32(1)} if name == "extra" else {}
+    extra = {"extra": np.float32(1)} if "extra" in name else {}
     with pytest.raises(ValueError, match=text):
         build(options.pop("sync"), **options).check(START, batches()[0], **extra)
-
-
-def test_one_tower_is_no_oracle_of_towers_that_go_alone(streaming):
-    with pytest.raises(ValueError, match="towers that go alone are not one tower"):
-        tj.testing.one_tower(streaming)
-
-
-def test_towers_that_go_alone_are_not_audited(streaming):
-    """`tj.run` says so without a warning; the tests with it would show one."""
-    with pytest.raises(ValueError, match="not one tower by design, so there is"):
-        streaming.audit(streaming.init(START), batches()[0])
 
 
 def test_padding_that_nothing_masks_is_refused():
@@ -434,28 +433,28 @@ def test_padding_that_nothing_masks_is_refused():
 )
 def test_rounds_say_what_they_must_be(options):
     with pytest.raises(ValueError, match=r"DiLoCo\.|fragments"):
-        tj.sync.DiLoCo(**options)
+        DiLoCo(**options)
     if options.keys() == {"every"}:
         with pytest.raises(ValueError, match=r"LocalSGD\.every"):
-            tj.sync.LocalSGD(**options)
+            LocalSGD(**options)
 
 
 def test_they_are_data():
-    assert tj.sync.LocalSGD(4) == tj.sync.LocalSGD(every=4) != tj.sync.LocalSGD(5)
-    text = "DiLoCo(every=4, fragments=2)"
-    assert repr(tj.sync.DiLoCo(4, fragments=2)) == text
-    assert hash(tj.sync.DiLoCo(4)) == hash(tj.sync.DiLoCo(4))
+    assert LocalSGD(4) == LocalSGD(every=4) != LocalSGD(5)
+    text = "DiLoCo(every=4, fragments=2, overlap=0, keep=0.0)"
+    assert repr(DiLoCo(4, fragments=2)) == text
+    assert hash(DiLoCo(4)) == hash(DiLoCo(4))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tj.sync.LocalSGD(4).every = 5
-    assert jnp.ndim(build(tj.sync.LocalSGD(4)).init(START).own.value.bad) == 1
+        LocalSGD(4).every = 5
+    assert build(LocalSGD(4)).init(START).local["own"].value.faults.shape == (T,)
 
 
-# Another sync= or cross-tower op in mid-training.
+# Another extend= in mid-training.
 
 
 def advised(step, state, call):
     """The state after what the error says to write, and what it says."""
-    with pytest.raises(ValueError, match=r"another sync=") as error:
+    with pytest.raises(ValueError, match=r"another extend=") as error:
         call(state)
     code = str(error.value).split("anew: ")[1].removesuffix(".")
     names = {"dataclasses": dataclasses, "step": step, "state": state}
@@ -463,26 +462,24 @@ def advised(step, state, call):
     return names["state"], code
 
 
-EVERY = tj.sync.EveryStep()
-FEW_BITS = Compressed(above_bytes=4)
-ALL = "opt_state=fresh.opt_state, own="
+LOCAL = "local={**state.local, **fresh.local})"
 SWITCHES = {
-    "every step to rounds": ((EVERY, None), (SYNCS["local"], None), ALL + "fresh.own)"),
-    "rounds to every step": ((SYNCS["local"], None), (EVERY, None), ALL + "None)"),
-    "few bits on": (
-        (EVERY, None),
-        (EVERY, FEW_BITS),
-        "replace(state, local={**state.local, **fresh.local})",
+    "every step to rounds": (
+        None,
+        SYNCS["local"],
+        f"opt_state=fresh.opt_state, {LOCAL}",
     ),
+    "rounds to every step": (SYNCS["local"], None, "opt_state=fresh.opt_state)"),
+    "few bits on": (None, Compressed(above_bytes=4), f"replace(state, {LOCAL}"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_step_says_how_the_state_of_another_sync_or_op_goes_on(name):
+def test_a_step_says_how_the_state_of_another_extend_goes_on(name):
     *made, text = SWITCHES[name]
     options = dict(optimizer=optax.adam(0.1), donate=False)
-    first, then = (build(sync, **options, extend=ops) for sync, ops in made)
+    first, then = (build(sync, **options) for sync in made)
     state, batch = first.init(START), batches()[0]
     for call in (
         lambda state: then.check(state, batch),
@@ -501,8 +498,8 @@ def test_a_step_says_how_the_state_of_another_sync_or_op_goes_on(name):
 @pytest.mark.parametrize("weight", [1.0, None])
 def test_rounds_of_one_step_are_the_synchronous_step(weight):
     given = [x | ({"weight": x["weight"] * 0 + 1} if weight else {}) for x in batches()]
-    every = build(tj.sync.EveryStep(), devices=4, optimizer=PLAIN)
-    alone = build(tj.sync.LocalSGD(every=1), devices=4, optimizer=PLAIN)
+    every = build(None, devices=4, optimizer=PLAIN)
+    alone = build(LocalSGD(every=1), devices=4, optimizer=PLAIN)
     (state, losses), (other, others) = trained(every, given), trained(alone, given)
     np.testing.assert_allclose(losses, others, rtol=2e-6)
     for a, b in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True):

@@ -1,0 +1,379 @@
+"""Local SGD and DiLoCo: towers train alone, and are merged after several steps."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import towerjax as tj
+
+_MINE = "own"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalSGD:
+    """Each tower trains ``every`` steps alone; then all take their mean.
+
+    Give it to ``build_train_step(..., extend=)``. It sends ``1 / every`` of the bytes,
+    and is `DiLoCo` with ``outer=optax.sgd(1.0)``.
+
+    Attributes:
+      every: ``H``: after this many steps the towers' parameters are averaged.
+
+    Raises:
+      ValueError: ``every`` is not a whole number >= 1.
+
+    Source:
+      Stich (2019), "Local SGD Converges Fast and Communicates Little",
+      https://arxiv.org/abs/1805.09767; Lin et al. (2020), "Don't Use Large
+      Mini-Batches, Use Local SGD", https://arxiv.org/abs/1808.07217. Means by weight:
+      McMahan et al. (2017), https://arxiv.org/abs/1602.05629.
+
+    Example:
+      >>> LocalSGD(every=8)
+      LocalSGD(every=8)
+    """
+
+    every: int
+
+    def __post_init__(self) -> None:
+        _take_whole(self, "every")
+
+    def __call__(self, fns: Any) -> Any:
+        """The functions of a train step whose towers train alone."""
+        return DiLoCo(self.every, optax.sgd(1.0))(fns)
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo:
+    """Each tower trains ``every`` steps alone; an outer optimizer applies their mean.
+
+    Give it to ``build_train_step(..., extend=)``. The outer gradient is ``sum_t w_t
+    (theta - theta_t) / sum_t w_t`` with the outer parameters ``theta``, a tower's own
+    ``theta_t`` and the weight ``w_t`` that its losses had since it was last sent. See
+    <https://github.com/towerjax/towerjax/blob/main/docs/how_to/synchronise_less.md>.
+
+    Attributes:
+      every: ``H``: after this many steps a parameter is sent again.
+      outer: Any optax transformation; its state is mirrored, one for each fragment.
+      fragments: ``P``: the leaves are split into so many parts alike in size, of which
+        one is sent every ``H / P`` steps, in turn.
+      overlap: ``tau``: a tower takes the result of the outer update so many steps after
+        it has sent, and trains alone in between.
+      keep: ``alpha``: what a tower keeps of its own when it takes the outer parameters,
+        ``alpha theta_t + (1 - alpha) theta``: the paper blends where steps overlap.
+
+    Raises:
+      ValueError: A number is out of its range, ``fragments`` does not divide ``every``,
+        or ``outer`` is no optax transformation.
+
+    Source:
+      Douillard et al. (2023), "DiLoCo: Distributed Low-Communication Training of
+      Language Models", https://arxiv.org/abs/2311.08105; fragments and overlap:
+      Douillard et al. (2025), "Streaming DiLoCo with Overlapping Communication",
+      https://arxiv.org/abs/2501.18512.
+
+    Example:
+      >>> DiLoCo(every=8, outer=optax.sgd(0.7), fragments=2).fragments
+      2
+    """
+
+    every: int
+    outer: optax.GradientTransformation = dataclasses.field(
+        default=optax.sgd(0.7, momentum=0.9, nesterov=True), repr=False
+    )
+    fragments: int = 1
+    overlap: int = 0
+    keep: float = 0.0
+
+    def __post_init__(self) -> None:
+        _take_whole(self, "every")
+        _take_whole(self, "fragments")
+        if self.every % self.fragments:
+            raise ValueError(
+                f"DiLoCo.fragments={self.fragments} parts are sent in turn, each every"
+                f" {self.every} steps, so fragments must divide every. Say"
+                f" every={self.fragments * -(-self.every // self.fragments)}."
+            )
+        _take_whole(self, "overlap", 0, self.every - 1)
+        is_number = isinstance(self.keep, int | float)
+        if not is_number or not 0 <= self.keep < 1:
+            raise ValueError(f"DiLoCo.keep={self.keep!r} must be a number in [0, 1).")
+        if not (hasattr(self.outer, "init") and hasattr(self.outer, "update")):
+            raise ValueError(
+                f"DiLoCo.outer={self.outer!r:.200} must be an optax transformation,"
+                " such as optax.sgd(0.7)."
+            )
+
+    def __call__(self, fns: Any) -> Any:
+        """The functions of a train step whose towers train alone."""
+        if (state := fns.strategy.state) != "mirrored":
+            raise ValueError(
+                f"state={state!r} needs all towers at every step, and {self!r} lets"
+                " them train alone. Say state='mirrored'."
+            )
+        rounds = Rounds(self, fns)
+        return fns._replace(tower=rounds.tower, update=rounds.update, init=rounds.init)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """What each tower has of its own; in ``state.local["own"].value``, ``[T, ...]``."""
+
+    params: Any  # those that are trained
+    opt_state: Any
+    weight: jax.Array  # [P], of its losses since each fragment was sent
+    loss: tj.Weighted  # the mean since towers were merged
+    faults: jax.Array  # how many steps since then were not finite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """``state.opt_state`` of a step whose towers train alone."""
+
+    fragments: tuple[Any, ...]  # the outer optimizer's states
+    loss: tj.Weighted  # of all towers in the last round; of weight 0 before it
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounds:
+    """The functions of a step whose towers train alone, made of a train step's."""
+
+    sync: DiLoCo
+    fns: Any  # of the train step
+
+    def init(self, params: Any) -> dict[str, Any]:
+        """The outer optimizer's state, and each tower's own, before the first step."""
+        first, part = self.fns.init(params), self.fns.trained(params)
+        part = jax.tree.map(jnp.asarray, part)
+        fragments = [_chosen(part, flags) for flags in self._fragments(part)]
+        zero = jnp.zeros(())
+        none, weight = tj.Weighted(zero, zero), jnp.zeros(len(fragments))
+        own = Own(part, first["opt_state"], weight, none, jnp.int32(0))
+        variable = tj.TowerLocal(own, tj.Reduction.NONE, name=_MINE)
+        outer = Outer(tuple(map(self.sync.outer.init, fragments)), none)
+        local = {**first.get("local", {}), _MINE: variable}
+        return {"opt_state": outer, "local": local}
+
+    def tower(self, state: Any, rows: Any, tower: Any) -> dict[str, Any]:
+        """What one tower returns, given its own parameters."""
+        own = state.local[_MINE]
+        if tower.local:
+            tower = dataclasses.replace(tower, local=_others(tower.local))
+        mine = own.value.params, own.value.opt_state, _others(state.local)
+        given = _of_one(state, *mine)
+        out = self.fns.tower(given, rows, tower)
+        loss, grads, local = out["loss"], out["grads"], out["local"]
+        if out["metrics"] or "extra" in out:
+            raise ValueError(
+                "The loss function returned TowerOutput(metrics=...) or extra=, but"
+                f" with {self.sync!r} towers train alone and merge no such value."
+                " Return the loss and local=, and measure the rest with tj.evaluate."
+            )
+        if not isinstance(grads, tj.Weighted):
+            raise ValueError(
+                f"{self.sync!r} got a gradient that has no one weight, of a sum of"
+                " several means or of loss_reduction=SUM, and towers train alone."
+                " Return one tj.Weighted, to which tj.penalty(...) may be added."
+            )
+        dense = jax.tree.map(_as_dense, grads.sum, is_leaf=_is_rows)
+        grads = tj.Weighted(dense, grads.weight)
+        # The next micro-batch gets all variables that this one returns.
+        local = local and {**local, _MINE: own}
+        return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
+
+    def update(self, state: Any, merged: dict[str, Any]) -> tuple[Any, ...]:
+        """The next state, the loss of the last round, and whether all was finite."""
+        common = dataclasses.replace(state, opt_state=(), local={})
+        returned = merged["loss"], merged["grads"], _others(merged["local"])
+        on_each = self.fns.strategy.call_for_each_tower
+        local = on_each(self._alone, state.local, *returned, common)
+        own, faults = local[_MINE].value, jnp.int32(0)
+        for p in range(self.sync.fragments):
+            state, own, found = self._meet(state, own, p)
+            faults += found
+        loss = state.opt_state.loss
+        # Before the first meeting there is no loss of all towers.
+        metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
+        local = {**local, _MINE: dataclasses.replace(local[_MINE], value=own)}
+        return dataclasses.replace(state, local=local), metrics, faults == 0
+
+    def _alone(
+        self, tower: Any, variables: Any, loss: Any, grads: Any, after: Any, common: Any
+    ) -> dict[str, tj.TowerLocal]:
+        """A tower's variables after its step from its own rows."""
+        own, options = variables[_MINE].value, self.fns.options
+        looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
+        fine = _are_finite(looked_at)
+        counts = fine | (options.on_nonfinite == "ignore")
+        accepts = counts & ((grads.weight != 0) | (options.on_nonfinite == "ignore"))
+        merged = {"loss": loss, "grads": grads, "metrics": {}, "local": after}
+
+        def attempt(given: Any) -> tuple[jax.Array, Any, None]:
+            before = _of_one(common, *given)
+            after, _ = self.fns.update(before, merged)
+            if after.extra is not before.extra:
+                raise ValueError(
+                    "update_extra=... needs all towers at every step, and"
+                    f" {self.sync!r} lets them train alone. Leave it out."
+                )
+            part = self.fns.trained(after.params)
+            return accepts, (part, after.opt_state, after.local), None
+
+        given = own.params, own.opt_state, _others(variables)
+        keep = functools.partial(self.fns.accept_or_keep, attempt)
+        part, opt_state, local = _with_leading_dim(lambda given: keep(given)[0], given)
+        weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
+        total = jnp.where(weight > 0, loss.value * weight, 0)
+        mean = own.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
+        own = Own(part, opt_state, own.weight + weight, mean, own.faults + ~fine)
+        return {**local, _MINE: dataclasses.replace(variables[_MINE], value=own)}
+
+    def _meet(self, state: Any, own: Own, p: int) -> tuple[Any, Own, jax.Array]:
+        """The state, the towers' own and their faults after a fragment's meeting."""
+        sync, outer, done = self.sync, state.opt_state, state.step + 1
+        part = self.fns.trained(state.params)
+        flags = self._fragments(part)[p]
+        mine, before = _chosen(part, flags), outer.fragments[p]
+        offset = (p + 1) * sync.every // sync.fragments
+        is_due = (done - offset) % sync.every == 0
+        # XLA copies the operands of a branch: they are no more than is needed.
+        rows = _chosen(own.params, flags), own.weight[:, p], own.loss, own.faults
+
+        def meet() -> tuple[Any, ...]:
+            sent = jax.vmap(_sent, in_axes=(0, None))(rows, mine)
+            sums = self.fns.strategy.reduce(tj.Reduction.SUM, tj.PerTower(sent))
+            move, loss, faults = sums["move"], sums["loss"], sums["faults"]
+            old = dataclasses.replace(state, params=mine, opt_state=before)
+            how: Any = {"loss": loss.value, "trainable": lambda *_: True}
+            new = tj.apply_gradients(sync.outer, old, move, **how)
+            pair = (new.params, new.opt_state), (mine, before)
+            new = jax.tree.map(lambda x, y: jnp.where(move.weight > 0, x, y), *pair)
+            return *new, loss, faults.astype(jnp.int32)
+
+        def go_on() -> tuple[Any, ...]:
+            return mine, before, outer.loss, jnp.int32(0)
+
+        mine, after, loss, faults = lax.cond(is_due, meet, go_on)
+        fragments = (*outer.fragments[:p], after, *outer.fragments[p + 1 :])
+        state = dataclasses.replace(
+            state,
+            params=_put_into(mine, state.params),
+            opt_state=Outer(fragments, loss),
+        )
+        own = _reset_counters(own, is_due, p)
+        return state, self._adopt(own, mine, flags, done - offset), faults
+
+    def _adopt(self, own: Own, mine: Any, flags: Any, since: jax.Array) -> Own:
+        """A tower's own after it takes the outer parameters, if that is due."""
+        since, keep = since - self.sync.overlap, self.sync.keep
+        is_due = (since >= 0) & (since % self.sync.every == 0)
+
+        def taken(x: jax.Array, outer: jax.Array) -> jax.Array:
+            new = keep * x + (1 - keep) * outer[None] if keep else outer[None]
+            return jnp.where(is_due, new.astype(x.dtype), x)
+
+        params = jax.tree.map(taken, _chosen(own.params, flags), mine)
+        return dataclasses.replace(own, params=_put_into(params, own.params))
+
+    def _fragments(self, part: Any) -> list[Any]:
+        """For each fragment the flags of its leaves; sizes are as equal as may be."""
+        leaves, treedef = jax.tree.flatten(part)
+        sizes, chosen = [0] * self.sync.fragments, [0] * len(leaves)
+        if len(leaves) < len(sizes):
+            raise ValueError(
+                f"DiLoCo.fragments={len(sizes)} is more than the parameters that are"
+                f" trained, {len(leaves)}. Use as many fragments, or fewer."
+            )
+        for i in sorted(range(len(leaves)), key=lambda i: -leaves[i].size):
+            chosen[i] = sizes.index(min(sizes))
+            sizes[chosen[i]] += max(leaves[i].size, 1)
+        return [treedef.unflatten([x == p for x in chosen]) for p in range(len(sizes))]
+
+
+def _sent(row: Any, outer: Any) -> dict[str, Any]:
+    """What one tower sends of a fragment: its weighted move since it was sent."""
+    params, weight, loss, faults = row
+
+    def moved(outer: jax.Array, x: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        move = jnp.where(weight > 0, outer.astype(dtype) - x.astype(dtype), 0)
+        return move * weight.astype(dtype)
+
+    move = tj.Weighted(jax.tree.map(moved, outer, params), weight)
+    return {"move": move, "loss": loss, "faults": faults}
+
+
+def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
+    """The towers' own with the counters of a fragment at 0, if it was sent."""
+    reset = lambda x: jnp.where(is_due, jnp.zeros_like(x), x)  # noqa: E731
+    weight = own.weight.at[:, p].set(reset(own.weight[:, p]))
+    loss, faults = jax.tree.map(reset, (own.loss, own.faults))
+    return dataclasses.replace(own, weight=weight, loss=loss, faults=faults)
+
+
+def _with_leading_dim(fn: Any, value: Any) -> Any:
+    """``fn(value)``, computed with a leading dim of size 1, as in a state's rows.
+
+    XLA:CPU copies a value, at every step, if its update has another shape than the
+    state's. Scalars stay ``()``: with a divisor ``[1]`` bits would depend on ``D``.
+    """
+    axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, value)
+    given = jax.tree.map(lambda x: x[None] if jnp.ndim(x) else x, value)
+    out = jax.vmap(fn, in_axes=(axes,), axis_size=1)(given)
+    return jax.tree.map(lambda x: x[0], out)
+
+
+def _of_one(state: Any, part: Any, opt_state: Any, local: Any) -> Any:
+    """The state of a tower as if it were the only one."""
+    how: Any = {"opt_state": opt_state, "local": local}
+    return dataclasses.replace(state, params=_put_into(part, state.params), **how)
+
+
+def _others(local: Any) -> dict[str, Any]:
+    """Tower-local variables but for those of `DiLoCo`."""
+    return {name: x for name, x in local.items() if name != _MINE}
+
+
+def _chosen(tree: Any, flags: Any) -> Any:
+    """The tree's leaves whose flag is set, None for the others."""
+    return jax.tree.map(lambda yes, x: x if yes else None, flags, tree)
+
+
+def _put_into(part: Any, tree: Any) -> Any:
+    """The tree, with the leaves that ``part`` has, which is None for the others."""
+    choose = lambda new, old: old if new is None else new  # noqa: E731
+    return jax.tree.map(choose, part, tree, is_leaf=lambda x: x is None)
+
+
+def _are_finite(tree: Any) -> jax.Array:
+    found = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    return functools.reduce(jnp.logical_and, found)
+
+
+def _is_rows(x: Any) -> bool:
+    return isinstance(x, tj.sparse.IndexedRows)
+
+
+def _as_dense(x: Any) -> Any:
+    return x.to_dense() if _is_rows(x) else x
+
+
+def _take_whole(sync: Any, name: str, lowest: int = 1, highest: float = np.inf) -> None:
+    """Make a field a Python integer; raise unless it is whole and in its limits."""
+    number = getattr(sync, name)
+    is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    if not is_whole or not lowest <= number <= highest:
+        limit = f">= {lowest}" if not is_whole or number < lowest else f"<= {highest}"
+        raise ValueError(
+            f"{type(sync).__name__}.{name}={number!r:.200} must be a whole number"
+            f" {limit}."
+        )
+    object.__setattr__(sync, name, int(number))
