@@ -1,5 +1,6 @@
 """Strategies: plain values that check themselves, print themselves and name devices."""
 
+import collections
 import copy
 import dataclasses
 import pickle
@@ -104,6 +105,14 @@ def test_device_objects_and_names_are_the_same():
     assert tj.OneDevice(CPUS[3]) == tj.OneDevice("/device:CPU:3")
     with pytest.raises(ValueError, match="devices names cpu:2 more than once"):
         tj.Mirrored(devices=(CPUS[2], "cpu:2"))
+
+
+def test_a_list_of_a_configuration_names_devices():
+    """As OmegaConf's ListConfig is one, which is neither a tuple nor a list."""
+    given = collections.UserList(["cpu:2", "cpu:1"])
+    assert tj.Mirrored(devices=given) == tj.Mirrored(devices=("cpu:2", "cpu:1"))
+    value = tj.Mirrored().broadcast(np.float32(1), collections.UserList(["cpu:2"]))
+    assert [device.id for device in value.devices()] == [2]
 
 
 # What was written, and what the error says.

@@ -1,6 +1,7 @@
 """Trace some steps of a run with JAX's profiler, and name every step in a trace."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ def check_profile(profile: Any) -> tuple[int, int, str] | None:
     """``(first, last, folder)``, or raise a ValueError."""
     if profile is None:
         return None
-    if not (isinstance(profile, (tuple, list)) and len(profile) in (2, 3)):
+    is_pair = isinstance(profile, Sequence) and not isinstance(profile, str)
+    if not (is_pair and len(profile) in (2, 3)):
         raise ValueError(
             f"profile={profile!r:.200} must be None, (first, last) or (first, last,"
             " folder): the numbers of the steps to trace, such as (10, 15)."

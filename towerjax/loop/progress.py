@@ -101,7 +101,7 @@ def in_notebook() -> bool:
 
 def check_progress(progress: Any) -> None:
     """Raise unless it is what ``progress`` of `run` may be."""
-    if not isinstance(progress, (list, tuple)):
+    if not isinstance(progress, Sequence) or isinstance(progress, str):
         check_choice("progress", progress, (None, True, False))
     elif not progress or not all(isinstance(name, str) for name in progress):
         raise ValueError(

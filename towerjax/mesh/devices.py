@@ -40,7 +40,7 @@ def canonical_device_name(device: Any) -> str:
 
 def canonical_device_names(devices: Any) -> tuple[str, ...]:
     """The canonical names of several devices of one platform, in their order."""
-    if not isinstance(devices, tuple | list) or not devices:
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise ValueError(
             f"devices={devices!r:.200} must be a tuple of names or of jax.Device"
             " objects, such as devices=('gpu:0',); leave it out to use all. A number of"

@@ -351,7 +351,7 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
         devices = sorted(found, key=lambda device: device.id)
     if isinstance(destinations, str | jax.Device):
         devices = [destinations]
-    if not isinstance(devices, tuple | list) or not devices:
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
         raise ValueError(
             f"destinations={destinations!r:.200} must be a device name, such as"
             " 'gpu:0', a jax.Device, a tuple of these, or a value that lies on devices."
