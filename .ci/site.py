@@ -21,7 +21,7 @@ def navigation(index: str) -> list[Any]:
 
 def for_the_site(text: str) -> str:
     """A page without what its programs are marked with, and with links that stay in."""
-    text = re.sub(r"^```python run( launch)?$", "```python", text, flags=re.MULTILINE)
+    text = re.sub(r"^```python run\b.*$", "```python", text, flags=re.MULTILINE)
     for target, page in OUTSIDE.items():
         text = text.replace(f"({target})", f"({page})")
     return text

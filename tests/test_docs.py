@@ -8,6 +8,8 @@ import json
 import pathlib
 import re
 import sys
+import time
+import warnings
 
 import forked
 import jax
@@ -28,7 +30,7 @@ TEXTS = {
 }
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(
-    r"^```python run( launch)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+    r"^```python run( launch| more| if \w+)?\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,
 )
 # Of each name of TensorFlow's on two pages, by section: the tests that show it.
@@ -37,10 +39,18 @@ TEST = re.compile(r"(tests/\w+\.py)(?:::(\w+)(?:\[(.*?)\])?)?")
 
 
 def programs():
-    """``(page, which of its programs, launched, text, output)``."""
+    """``(page, which of its programs, how to run it, text, output)``.
+
+    In two processes, too: "launch"; below the one before: "more"; where a package is
+    installed: "if torch".
+    """
     for page, text in TEXTS.items():
-        for number, (launched, program, output) in enumerate(PROGRAM.findall(text)):
-            yield page, number, bool(launched), program, output
+        before = "", ""
+        for number, (how, *found) in enumerate(PROGRAM.findall(text)):
+            if how == " more":
+                found = [a + b for a, b in zip(before, found, strict=True)]
+            before = found
+            yield page, number, how.strip(), *found
 
 
 def python(folder, program):
@@ -55,14 +65,16 @@ def python(folder, program):
 )
 def test_programs_run(page, number, tmp_path):
     """Each prints what its page shows."""
-    [(program, output)] = [p[3:] for p in programs() if p[:2] == (page, number)]
+    [(how, program, output)] = [p[2:] for p in programs() if p[:2] == (page, number)]
+    if how.startswith("if "):
+        pytest.importorskip(how.removeprefix("if "))
     assert output, "a program that runs shows what it prints, in a block of text"
     assert python(tmp_path, program) == output
 
 
 @pytest.mark.slow
 def test_a_program_prints_the_same_in_two_processes(tmp_path, capfd, monkeypatch):
-    [(program, output)] = [p[3:] for p in programs() if p[2]]
+    [(program, output)] = [p[3:] for p in programs() if p[2] == "launch"]
     (tmp_path / "train.py").write_text(program)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -460,3 +472,30 @@ def test_params_are_a_plain_tree_for_export():
     params, x = jax.device_get(state.params), np.ones((2, 3), np.float32)
     exported = jax.export.export(jax.jit(lambda params, x: x @ params["w"]))(params, x)
     assert np.asarray(exported.call(params, x)).tolist() == [3.0, 3.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["wandb", "mlflow"])
+def test_curves_reach_a_library_without_a_network(library, tmp_path, monkeypatch):
+    """The page's writer and the page's lines, where the library is installed."""
+    module = pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    blocks = [text for _, text in BLOCK.findall(TEXTS["how_to/wandb_and_mlflow.md"])]
+    [program] = [text for text in blocks if "class Curves" in text]
+    [lines] = [text for text in blocks if text.startswith(f"with {library}")]
+    names = {"__name__": "page", library: module}
+    exec(program, names)
+    names["state"], names["data"] = names["step"].init(np.ones(3)), names["data"].at(0)
+    with warnings.catch_warnings(action="ignore"):  # of the library
+        if library == "mlflow":
+            module.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+        exec(lines, names)
+        if library == "mlflow":
+            found = module.last_active_run().data.metrics
+            assert found["train/loss"] == pytest.approx(7.9524, rel=1e-4)
+        else:
+            [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+            end_s = time.monotonic() + 30  # a process of the library's own writes it
+            while b"train/loss" not in kept.read_bytes():
+                assert time.monotonic() < end_s
+                time.sleep(0.1)

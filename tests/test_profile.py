@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,12 @@ def run(data=6, **options):
 def traced(folder):
     """The numbers of the steps in the one trace of a folder."""
     [path] = pathlib.Path(folder).rglob("*.xplane.pb")
-    data = jax.profiler.ProfileData.from_file(str(path))
-    events = [e for plane in data.planes for line in plane.lines for e in line.events]
-    stats = [dict(event.stats) for event in events if event.name == "train"]
+    with warnings.catch_warnings(action="ignore"):  # its classes have no module
+        data = jax.profiler.ProfileData.from_file(str(path))
+        events = [
+            e for plane in data.planes for line in plane.lines for e in line.events
+        ]
+        stats = [dict(event.stats) for event in events if event.name == "train"]
     return sorted(int(each["step_num"]) for each in stats)
 
 
