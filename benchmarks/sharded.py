@@ -1,11 +1,12 @@
 """What a GPT needs on each of some absent GPUs, its state whole or in parts.
 
 A GPT of scanned, recomputed layers with clipped AdamW is compiled for devices that are
-not here, with each layout of its state, its loss the same. Nothing runs.
+not here, with each layout of its state, its loss the same. Nothing runs. With
+``--within 4`` a tower is of four devices, over which its matrices are split.
 
 Run: ``python -m benchmarks.sharded [--layers 32] [--width 4096] [--devices 8]
-[--states sharded mirrored] [--on h200]``, where ``pip install -e '.[gpu-compiler]'``
-was done.
+[--within 1] [--states sharded mirrored] [--on h200]``, where ``pip install -e
+'.[gpu-compiler]'`` was done.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from towerjax.towers.strategies import StateLayout
@@ -41,6 +43,17 @@ def shapes(layers: int, width: int) -> PyTree:
     }
     ends = {"embed": of(WORDS, width), "head": of(width, WORDS), "norm": of(width)}
     return {"layers": stacked, **ends}
+
+
+COLUMNS, LINES = P(None, None, "model"), P(None, "model")
+SPECS = {
+    "layers": {"norm1": P(), "norm2": P(), "qkv": COLUMNS, "out": LINES}
+    | {"up": COLUMNS, "down": LINES},
+    "embed": P("model"),
+    "head": P(None, "model"),
+    "norm": P(),
+}
+"""How matrices are split over the devices of a tower (Megatron-LM's way)."""
 
 
 def loss_fn(params: PyTree, tokens: jax.Array, tower: Any) -> tj.Weighted:
@@ -79,12 +92,14 @@ def loss_fn(params: PyTree, tokens: jax.Array, tower: Any) -> tj.Weighted:
     return tj.Weighted.mean(found, tower.weight)
 
 
-def report_of(params: PyTree, devices: Any, state: StateLayout) -> Any:
-    """What the compiler made of a step."""
-    strategy = tj.Mirrored(devices=devices, state=state)
+def report_of(params: PyTree, devices: Any, state: StateLayout, within: int = 1) -> Any:
+    """What the compiler made of a step, with towers of so many devices."""
+    how: Any = {"within": {"model": within}, "specs": SPECS} if within > 1 else {}
+    strategy = tj.Mirrored(devices=devices, state=state, **how)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
     step = tj.build_train_step(loss_fn, optimizer, strategy)
-    rows = jax.ShapeDtypeStruct((ROWS * len(devices), LENGTH), jnp.int32)
+    towers = len(devices) // within
+    rows = jax.ShapeDtypeStruct((ROWS * within * towers, LENGTH), jnp.int32)
     return step.report(params, rows)
 
 
@@ -93,9 +108,9 @@ def exposed(report: Any) -> int:
     return sum(x.trips for x in report.collectives if x.trips > 1 and not x.beside)
 
 
-def row(params: PyTree, devices: Any, state: StateLayout) -> str:
+def row(params: PyTree, devices: Any, state: StateLayout, within: int) -> str:
     """A line of the table."""
-    report = report_of(params, devices, state)
+    report = report_of(params, devices, state, within)
     count: Callable[[str], int] = lambda kind: sum(  # noqa: E731
         x.trips for x in report.collectives if x.opcode == kind
     )
@@ -119,6 +134,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--within", type=int, default=1)
     states = get_args(StateLayout)
     parser.add_argument("--states", nargs="+", default=["sharded"], choices=states)
     parser.add_argument("--on", default="h200")
@@ -130,7 +146,7 @@ def main() -> None:
     heads = "held | peak | sent | gathers | scatters | exposed | fits | compile"
     print(f"| state= | {heads} |\n{'|---' * 9}|")
     for state in options.states:
-        print(row(params, devices, state), flush=True)
+        print(row(params, devices, state, options.within), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from jax import lax
 from benchmarks.models import MODELS, Model
 from towerjax import collectives
 from towerjax.data.shard import split_rows
-from towerjax.mesh.placement import DEVICE_AXIS, Placement, place
+from towerjax.mesh.placement import DEVICE_AXIS, Placement
+from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.train import build_train_step
 from towerjax.towers.executors import over_devices, shapes_of

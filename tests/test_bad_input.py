@@ -854,7 +854,8 @@ class Loss:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(processes):
-    placement = SimpleNamespace(platform="cpu", num_processes=processes, num_devices=1)
+    on = {"devices": ("cpu:0",), "num_processes": processes}
+    placement = SimpleNamespace(platform="cpu", **on)
     verdicts = Verdicts(placement, refusals=True)
     losses = [Loss(1.0) for _ in range(15)]
     for i, loss in enumerate(losses):

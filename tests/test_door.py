@@ -106,7 +106,7 @@ def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkey
     step = known(1)
     state, _ = step(step.init(np.float32(3.0)), rows())
     w, batch = float(state.params), rows(seed=1)
-    monkeypatch.setattr("towerjax.mesh.placement.put", None)  # what places host rows
+    monkeypatch.setattr("towerjax.mesh.transfer.put", None)  # what places host rows
     _, metrics = step(state, batch)
     assert float(metrics["loss"]) == pytest.approx(np.mean((w - batch["x"]) ** 2))
     with pytest.raises(TypeError, match="NoneType"):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from towerjax.mesh.placement import _place_on_processes
+from towerjax.mesh.transfer import _place_on_processes
 from towerjax.towers.executors import fingerprint_of_program
 
 WORKER = pathlib.Path(__file__).parent / "workers" / "train.py"
@@ -146,6 +146,15 @@ EXPECTED = {
         192.94,
         [1, 2, 2],
         *[[-4.61, -3.61, -2.61, -1.61, -0.61, 0.39, 1.39, 2.39]] * 2,
+    ],
+    # By NumPy: 428.786, and w less 1.147 after two steps with momentum.
+    "wide": [
+        2,
+        428.786,
+        [1, 4, 4],
+        [-1.147, -0.147, 0.853, 1.853, 2.853, 3.853, 4.853, 5.853],
+        "A tower of 4 devices is of one process, and one here would be of the"
+        " processes [0, 1]",
     ],
     "shared_values_of_the_first": [-3.5 * (3 + 7 + 9 + 8)] * 2,
     "alone_between_meetings": 1.26,  # 3.5 (1 - 0.8^2)

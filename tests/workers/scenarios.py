@@ -409,6 +409,30 @@ def sharded(me):
     return [round(float(metrics["loss"]), 2), parts, *read]
 
 
+def wide(me):
+    """Each process has one tower of two devices, each with half of a matrix."""
+    specs = {"w": jax.sharding.PartitionSpec("model")}
+    strategy = tj.Mirrored(within={"model": 2}, specs=specs)
+
+    def loss_fn(params, batch, tower):
+        w = jax.lax.with_sharding_constraint(params["w"], specs["w"])
+        errors = w.sum() - batch["x"]
+        return tj.Weighted.mean(errors**2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.01, momentum=0.5), strategy)
+    state = step.init({"w": np.arange(8, dtype=np.float32)})
+    for _ in range(2):
+        state, metrics = step(state, rows(8))
+    parts = [x.addressable_shards[0].data.size for x in jax.tree.leaves(state)[:3]]
+    read = np.float64(strategy.fetch(state.params)["w"]).round(3).tolist()
+    torn = tj.Mirrored(within={"model": 4})
+    try:
+        tj.build_train_step(loss_fn, optax.sgd(0.1), torn).init({"w": np.zeros(8)})
+    except ValueError as error:
+        told = str(error).split(".")[0]
+    return [strategy.num_towers, round(float(metrics["loss"]), 3), parts, read, told]
+
+
 def shared_values_of_the_first(me):
     """All that is not the same on all processes, but for the first batch's."""
 
@@ -440,6 +464,7 @@ def shared_values_of_the_first(me):
 SCENARIOS = [
     shared_values_of_the_first,
     sharded,
+    wide,
     desynced,
     not_finite,
     other_numbers_in_the_optimizer,

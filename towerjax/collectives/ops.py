@@ -49,7 +49,9 @@ class AllReduce:
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
-        return sum_packed(tree, axes, _all_reduce, alone_above=self.pack_below_bytes)
+        # A buffer would gather leaves that are split over the devices of a tower.
+        below = 0 if axes.mesh.axis_names else self.pack_below_bytes
+        return sum_packed(tree, axes, _all_reduce, alone_above=below)
 
 
 def _all_reduce(buffers: list[Any]) -> list[Any]:

@@ -18,8 +18,9 @@ import numpy as np
 from towerjax.data import feed, shard, sources
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
-from towerjax.mesh.placement import Placement, place_own_rows, place_rows
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Exchange, call_on_first_process
+from towerjax.mesh.transfer import place_own_rows, place_rows
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import changes, listed
 from towerjax.types.options import cast_ints, check_choice, check_whole

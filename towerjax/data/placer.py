@@ -14,8 +14,8 @@ from jax import lax
 from towerjax.collectives.sparse_rows import is_sparse, num_rows, splits_entries
 from towerjax.data import shard
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
-from towerjax.mesh.placement import (
-    Placement,
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.transfer import (
     argument_converter,
     copy_to_host,
     has_sharding,

@@ -29,7 +29,8 @@ from towerjax.estimator.variables import (
     spread,
     store,
 )
-from towerjax.mesh.placement import TowerAxes, on_every_process
+from towerjax.mesh.placement import TowerAxes
+from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.caller import Caller

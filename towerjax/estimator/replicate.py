@@ -24,7 +24,7 @@ from towerjax.estimator.variables import (
     as_variables,
     store,
 )
-from towerjax.mesh.placement import place
+from towerjax.mesh.transfer import place
 from towerjax.step.compiled_step import StepOptions
 from towerjax.step.state import state_layout
 from towerjax.towers.strategies import Mirrored, Strategy
@@ -82,7 +82,8 @@ class ReplicatedModel:
         placement, state = self.strategy.placement, as_state(variables)
         local = stack_local(state.local, placement.num_towers)
         state = dataclasses.replace(state, local=local)
-        placed = as_variables(place(state, placement, state_layout(self.strategy)))
+        layouts = state_layout(self.strategy)
+        placed = as_variables(place(state, placement, layouts, state.params))
         return store(placed, placement, self.options.variable_placement)
 
     def __call__(

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from towerjax.mesh.devices import Device, host_device
-from towerjax.mesh.placement import Placement, has_sharding
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.transfer import has_sharding
 from towerjax.step.state import TrainState, state_layout
 from towerjax.step.state_checks import check_leaves, check_num_towers, place_others
 from towerjax.towers.strategies import Strategy
@@ -111,7 +112,8 @@ def spread(
     if policy is not VariablePlacement.MIRRORED:
         copy = functools.partial(_copy_stored, placement=placement, copies={})
         state = jax.tree.map(copy, state, jax.tree.broadcast(layout, state))
-    return place_others(state, placement, layout, "variables", own=True)
+    where = placement, layout, "variables", state.params
+    return place_others(state, *where, own=True)
 
 
 def _copy_stored(

@@ -237,7 +237,7 @@ class HistoryLog:
         rate, steps = self.steps_per_second, self.num_steps
         summary = RunSummary(
             towers=placement.num_towers,
-            devices=placement.num_devices,
+            devices=len(placement.devices),
             steps=steps,
             examples=self._examples,
             compile_seconds=self.compile_s,

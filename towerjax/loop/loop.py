@@ -342,7 +342,7 @@ class Loop:
         if isinstance(given, TrainState):
             return given
         placement, at = self._step.strategy.placement, state_layout(self._step.strategy)
-        params = place_others(given, placement, at.params, "params")
+        params = place_others(given, placement, at.params, "params", given)
         return dataclasses.replace(self.state, params=params)
 
     def _check_enough(self) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from towerjax.loop.progress import format_value
 from towerjax.loop.writers import as_json
-from towerjax.mesh.placement import copy_to_host
+from towerjax.mesh.transfer import copy_to_host
 from towerjax.step.state import TrainState
 from towerjax.types.options import (
     check_choice,

@@ -40,15 +40,20 @@ _WITHIN = (
 )
 
 
-def refuse_in_towers(found: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int) -> None:
-    """Raise where ``towers`` on so many devices use a mesh, or a Ref from outside."""
+def refuse_in_towers(
+    found: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int, axes: Sequence[str]
+) -> None:
+    """Raise where ``towers`` on so many devices use a mesh, or a Ref from outside.
+
+    ``axes`` are those of a tower's own mesh, which it may use.
+    """
     if towers > 1 and _closes_over_ref(jaxpr):
         raise ValueError(
             f"A tower function closes over a Ref, and {towers} towers would share it."
             f" {_KEEP}"
         )
     for x in found.meshes:
-        if on > 1 or x.size > 1:
+        if (on > 1 or x.size > 1) and x.axes != axes:
             raise ReplicationError(
                 f"A tower runs on one device, but {x.primitive} at"
                 f" {x.line or 'a line of a library'} lays its values over a mesh of"

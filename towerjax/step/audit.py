@@ -13,7 +13,7 @@ import numpy as np
 from towerjax.collectives.sparse_rows import is_rows, splits_entries
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.mesh.placement import copy_to_host, place
+from towerjax.mesh.transfer import copy_to_host, place
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means
 from towerjax.proof.equation import Site, open_jaxpr, sub_jaxprs, user_line
@@ -30,7 +30,7 @@ from towerjax.step.proving import Proving
 from towerjax.step.returned import is_typed, key_name, without_padding
 from towerjax.step.state import STATE_LAYOUT, TrainState, split_state
 from towerjax.towers.row_free_keys import row_free_key
-from towerjax.towers.strategies import Mirrored, Strategy
+from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local
 from towerjax.types import PerTower, PyTree, Reduction, Whole, named_leaves
 from towerjax.types.leaves import is_key, listed, map_parts
@@ -49,10 +49,7 @@ class Towers:
     def __init__(
         self, engine: Any, strategy: Strategy, towers: int, *, shares: int, rows: int
     ) -> None:
-        how: Any = {"axis_name": strategy.axis_name}
-        if isinstance(strategy, Mirrored):
-            how["local"] = strategy.local
-        alike = Mirrored(devices=(_own_device(strategy),), towers=towers, **how)
+        alike = on_one_group(strategy, towers)
         self.towers, self._placement = towers, alike.placement
         self._placer = Placer(self._placement, remainder="pad", shares=shares)
         self._placer.expect([rows])
@@ -82,13 +79,6 @@ class Towers:
         self.lints |= dict.fromkeys(str(warning.message) for warning in found)
         refuse_unread_weight(placed, self._proof)
         return _leaves_of(merged, placed)
-
-
-def _own_device(strategy: Strategy) -> str:
-    """The name of the first of the devices that belongs to this process."""
-    placement, here = strategy.placement, jax.process_index()
-    pairs = zip(placement.devices, placement.jax_devices, strict=True)
-    return next(name for name, device in pairs if device.process_index == here)
 
 
 def run_audit(

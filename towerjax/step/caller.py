@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.mesh.placement import place, readable
+from towerjax.mesh.transfer import place, readable
 from towerjax.step.audit import run_audit
 from towerjax.step.comparison import AuditReport
 from towerjax.step.program import Program, Runner, prepare

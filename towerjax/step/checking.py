@@ -40,7 +40,7 @@ def _fetch(x: jax.Array, placement: Placement) -> np.ndarray:
     if placement.platform != "cpu":
         with jax.transfer_guard_device_to_host("allow"):
             return np.asarray(x)
-    if placement.num_devices > 1:  # reading one copy takes half the time
+    if len(placement.devices) > 1:  # reading one copy takes half the time
         x = x.addressable_data(0)
     return np.asarray(x)  # device_get takes ten times as long
 

@@ -8,7 +8,7 @@ import jax
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.mesh.placement import on_every_process, place
+from towerjax.mesh.transfer import on_every_process, place
 from towerjax.step.caller import Caller
 from towerjax.step.checking import Verdicts
 from towerjax.step.engine import Guard, OnNonfinite, Outcome, repeated_recipe
@@ -104,7 +104,8 @@ class CompiledStep(Caller):
         """
         check_is_state(state)
         check_num_towers(state, self.strategy.placement.num_towers)
-        placed = place(state, self.strategy.placement, state_layout(self.strategy))
+        layouts = state_layout(self.strategy)
+        placed = place(state, self.strategy.placement, layouts, state.params)
         check_made_for(placed, self.strategy)
         return placed
 

@@ -68,7 +68,8 @@ class Engine:
         merged, finite, _ = self.run_passes(run, self.passes, state, batch)
         update, strategy = self.update, self.passes[0].strategy
         if strategy.state == "sharded" and strategy.cross_tower_ops.needs_every_tower:
-            update = run.in_parts(update, *_layouts(strategy, state.params, merged))
+            layouts = _layouts(strategy, state.params, merged)
+            update = run.in_parts(update, state.params, *layouts)
         out = update(donated, kept, merged, finite)
         return out._replace(now={**out.now, "step": kept["step"] + 1})
 

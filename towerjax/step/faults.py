@@ -12,7 +12,8 @@ from jax import lax
 
 from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
-from towerjax.mesh.placement import Placement, wait_on_cpus
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout, Portable, PyTree, readable_leaves
 from towerjax.types.leaves import key_data, listed, shown

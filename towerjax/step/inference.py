@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.mesh.placement import on_every_process
+from towerjax.mesh.transfer import on_every_process
 from towerjax.step.caller import Caller
 from towerjax.step.engine import Engine
 from towerjax.step.one_pass import Pass
@@ -23,7 +23,7 @@ from towerjax.step.state import (
 )
 from towerjax.step.state_checks import check_not_donated, check_num_towers, place_others
 from towerjax.towers.outputs import check_metrics, check_rows
-from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_never_read
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
@@ -80,7 +80,8 @@ class InferenceStep(Caller):
         model, strategy = _model_part(state), self.strategy
         check_not_donated(model)
         check_num_towers(model, strategy.num_towers)
-        return place_others(model, strategy.placement, state_layout(strategy), "state")
+        where = strategy.placement, state_layout(strategy)
+        return place_others(model, *where, "state", model.params)
 
     place = start
 
@@ -128,6 +129,7 @@ def build_eval_step(
     remainder: Remainder = "pad",
     max_programs: int | None = None,
     audit: bool = False,
+    specs: Any = None,
 ) -> InferenceStep:
     """A step that computes metrics over a global batch.
 
@@ -142,6 +144,7 @@ def build_eval_step(
       max_programs: How many kinds of batch may compile; None is 8, with a warning
         at the second.
       audit: As for `build_train_step`: the metrics are compared.
+      specs: As for `build_train_step`.
 
     Returns:
       ``evaluate(state, batch) -> {name: state}``.
@@ -164,6 +167,7 @@ def build_eval_step(
         metrics = metric_fn(state.params, batch, tower)
         return {"metrics": check_metrics(metrics, trains=False)}
 
+    strategy = with_specs(strategy, specs)
     return InferenceStep(tower_fn, strategy, remainder, max_programs, audit)
 
 
@@ -173,6 +177,7 @@ def build_predict_step(
     *,
     remainder: Remainder = "pad",
     max_programs: int | None = None,
+    specs: Any = None,
 ) -> InferenceStep:
     """A step that computes one output row for each example, in their order.
 
@@ -182,6 +187,7 @@ def build_predict_step(
       remainder: For a batch that ``T`` does not divide; padding is cut off again.
       max_programs: How many kinds of batch may compile; None is 8, with a warning
         at the second.
+      specs: As for `build_train_step`.
 
     Returns:
       ``predict(state, batch) -> outputs``, leaves ``[B, ...]``.
@@ -202,4 +208,5 @@ def build_predict_step(
         outputs = predict_fn(state.params, batch, tower)
         return {"predictions": Rows(check_rows(outputs, tower.rows))}
 
+    strategy = with_specs(strategy, specs)
     return InferenceStep(tower_fn, strategy, remainder, max_programs)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from towerjax.mesh.placement import place
+from towerjax.mesh.transfer import place
 from towerjax.step.comparison import AuditReport
 from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.engine import Outcome
@@ -51,6 +51,11 @@ class MembersStep(CompiledStep):
         self._begin = jax.jit(vmap_members(begin) if self._together else begin)
         jax.eval_shape(self._begin, numbers)
         strategy, options = built[-1].strategy, built[-1].options
+        if self._together and strategy.placement.specs is not None:
+            raise ValueError(
+                "Members that train together are stacked, and specs=... are of one."
+                " Train them one after another, together=False, or leave specs out."
+            )
         self._layout = state_layout(strategy)
         if self._together:
             own: Any = Layout.PER_TOWER_STEPS

@@ -144,7 +144,8 @@ class Pass:
             lambda x: split if x.shape in shapes else whole, out.merged
         )
         wanted = jax.tree.map(lambda x: whole, out)._replace(merged=merged)
-        return shards_of(place, (tuple(args), given), (out, wanted), exact=exact)
+        how: Any = {"params": args[0].params, "exact": exact}
+        return shards_of(place, (tuple(args), given), (out, wanted), **how)
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
@@ -225,6 +226,7 @@ class Pass:
             if several:
                 where |= {"first_row": index * part, "micro_batch": index}
             tower = tower_of(self.strategy, axes, tower_id, state, **where)
+            rows = self.strategy.placement.split_rows(rows)
             rows = with_shared(rows, shared) if shared else rows
             out = self._call_tower_fn(holding(seen), rows, tower, merged)
             return returned.split(out, part, merged)

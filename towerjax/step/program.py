@@ -18,15 +18,10 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature, batch_signature, explain_change
 from towerjax.mesh.devices import bound_in_flight
 from towerjax.mesh.interrupt import InterruptGuard
-from towerjax.mesh.placement import (
-    DEVICE_AXIS,
-    Placement,
-    has_sharding,
-    place_own,
-    wait_on_cpus,
-)
+from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
+from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
 from towerjax.step.proving import Proof, Proving, Recipe
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree, named_leaves
@@ -63,8 +58,9 @@ def prepare(
     start = time.perf_counter()
     proving = Proving(placement, on_devices=True)
     given = dict(zip(recipe.in_layouts, args, strict=True))
+    params = given["state"]["params"]
     ins = {
-        name: placement.shardings(layout, given[name])
+        name: placement.shardings(layout, given[name], params)
         for name, layout in recipe.in_layouts.items()
     }
     fn = functools.partial(recipe.fn, proving)
@@ -202,7 +198,7 @@ class Runner:
 
     @functools.cached_property
     def _on_cpus(self) -> bool:
-        return self.placement.platform == "cpu" and self.placement.num_devices > 1
+        return self.placement.platform == "cpu" and len(self.placement.devices) > 1
 
     def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
@@ -233,7 +229,7 @@ class Runner:
 
     def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results in a trace, as a part of another program."""
-        executors.refuse_devices_in_tower(self.placement)
+        _refuse_devices_in_tower(self.placement)
         run = Proving(self.placement, on_devices=True)
         args = (*first, *batch.args)
         out = self.recipe.fn(run, *args)
@@ -265,6 +261,17 @@ class Runner:
         if self._on_cpus:  # the next call may donate out[0]
             bound_in_flight(self.placement.devices, *out[1:], out[0])
         return out
+
+
+def _refuse_devices_in_tower(placement: Placement) -> None:
+    """Raise if a step of several devices is traced in a tower, which has one."""
+    if placement.num_devices > 1 and executors.is_inside_tower():
+        raise ValueError(
+            f"A step of {placement.num_devices} devices is called in a tower, which"
+            " runs on one device. Build the inner step for one,"
+            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
+            f"{placement.num_towers}); it is given the tower's own rows."
+        )
 
 
 def send_shared(batch: PlacedBatch) -> PlacedBatch:

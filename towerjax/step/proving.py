@@ -83,7 +83,12 @@ class Proving:
         return towers.run(one.out_layouts, args, shards=shards)
 
     def in_parts(
-        self, fn: Callable[..., PyTree], given: PyTree, taken: PyTree, wanted: PyTree
+        self,
+        fn: Callable[..., PyTree],
+        params: PyTree,
+        given: PyTree,
+        taken: PyTree,
+        wanted: PyTree,
     ) -> Callable[..., PyTree]:
         """A function of global values, run by each device on its parts of them.
 
@@ -100,7 +105,7 @@ class Proving:
             refuse_mapped(traced)
             if not self._on_devices:
                 return fn(*args)
-            how: Any = {"taken": taken, "exact": True}
+            how: Any = {"params": params, "taken": taken, "exact": True}
             shards = shards_of(place, (args, given), (out, wanted), **how)
             layouts = [Layout.MIRRORED] * len(args), Layout.MIRRORED
             return over_devices(fn, place, *layouts, shards=shards)(*args)
@@ -110,7 +115,7 @@ class Proving:
     def proof(self, step: Any) -> Proof:
         """The proof of all passes so far, and of the update in the ``step``'s jaxpr."""
         place = self._placement
-        prove_update(step, place.axis_name, place.num_towers, place.num_devices)
+        prove_update(step, place.axis_name, place.num_towers, len(place.devices))
         proofs = [proof for proof, _ in self._proved.values()]
         analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
         return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])

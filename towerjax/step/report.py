@@ -175,7 +175,7 @@ def _make_report(
     held["code"] = plan.generated_code_size_in_bytes
     return StepReport(
         towers=placement.num_towers,
-        devices=placement.num_devices,
+        devices=len(placement.devices),
         platform=absent.kind if absent else placement.platform,
         collectives=tuple(collectives_of(module)),
         flops=(compiled.cost_analysis() or {}).get("flops"),

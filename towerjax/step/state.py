@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
+from towerjax.mesh.transfer import place
 from towerjax.step.update import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import check_tower_local, stack_local
@@ -157,13 +158,19 @@ def join_state(donated: dict[str, Any], kept: dict[str, Any]) -> TrainState:
     return state
 
 
-def init_state(strategy: Strategy, *parts: PyTree, **others: Any) -> TrainState:
-    """The state of `make_state`, copied and placed on the strategy's devices."""
+def init_state(
+    strategy: Strategy, *parts: PyTree, like: PyTree = None, **others: Any
+) -> TrainState:
+    """The state of `make_state`, copied and placed on the strategy's devices.
+
+    ``like``: parameters, where they are placed apart.
+    """
     placement = strategy.placement
     state = make_state(placement.num_towers, *parts, **others)
     if placement.num_processes > 1:
         _require_same_on_processes(placement, state)
-    return place(state, placement, state_layout(strategy))
+    params = state.params if like is None else like
+    return place(state, placement, state_layout(strategy), params)
 
 
 def is_maker(params: Any) -> bool:
@@ -193,7 +200,7 @@ def make_on_devices(
     shapes = jax.eval_shape(both, key)
     check_params(shapes["params"], shapes=True)
     layouts = {"params": at.params, "opt_state": at.opt_state}
-    shardings = placement.shardings(layouts, shapes)
+    shardings = placement.shardings(layouts, shapes, shapes["params"])
     make = jax.jit(both, out_shardings=shardings)
     return make(place(key, placement, Layout.MIRRORED))
 

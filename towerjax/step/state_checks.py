@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.mesh.placement import Placement, has_sharding, place
+from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import DeviceArray
+from towerjax.mesh.transfer import has_sharding, place
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
@@ -16,22 +17,30 @@ from towerjax.types.tables import layout_of
 
 
 def place_others(
-    tree: PyTree, placement: Placement, layouts: PyTree, root: str, *, own: bool = False
+    tree: PyTree,
+    placement: Placement,
+    layouts: PyTree,
+    root: str,
+    params: PyTree = None,
+    *,
+    own: bool = False,
 ) -> PyTree:
     """The tree, with the leaves placed that lie elsewhere; itself if there are none.
 
-    With ``own`` a leaf that JAX has put there by default is copied, too.
+    With ``own`` a leaf that JAX has put there by default is copied, too. ``params``:
+    as for `Placement.shardings`.
     """
+    shardings = placement.shardings(layouts, tree, params)
 
     def if_elsewhere(x: Any, sharding: Any) -> Any:
         is_there = has_sharding(x, sharding) and (x.committed or not own)
         return None if is_there else x
 
-    others = jax.tree.map(if_elsewhere, tree, placement.shardings(layouts, tree))
+    others = jax.tree.map(if_elsewhere, tree, shardings)
     if not jax.tree.leaves(others):
         return tree
     refuse_unheld(root, others)
-    placed = place(others, placement, layouts)
+    placed = place(others, placement, layouts, params)
     return jax.tree.map(lambda x, new: x if new is None else new, tree, placed)
 
 
@@ -142,8 +151,8 @@ def check_made_for(state: TrainState, strategy: Strategy) -> None:
     """Raise unless all arrays but scalars were made for these towers and devices."""
     placement = strategy.placement
     check_num_towers(state, placement.num_towers)
-    shardings = jax.tree.leaves(placement.shardings(state_layout(strategy), state))
-    pairs = zip(named_leaves("state", state), shardings, strict=True)
+    shardings = placement.shardings(state_layout(strategy), state, state.params)
+    pairs = zip(named_leaves("state", state), jax.tree.leaves(shardings), strict=True)
     elsewhere = [
         f"{name} is {_describe_location(x)}"
         for (name, x), sharding in pairs

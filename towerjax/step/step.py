@@ -11,7 +11,7 @@ import numpy as np
 
 from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import Remainder, batch_signature
-from towerjax.mesh.placement import place
+from towerjax.mesh.transfer import place
 from towerjax.step.caller import state_taken_by
 from towerjax.step.compiled_step import CompiledStep, StepOptions
 from towerjax.step.engine import Engine, Guard, OnNonfinite
@@ -38,7 +38,7 @@ from towerjax.step.state_checks import (
     check_made_for,
     with_numbers_placed,
 )
-from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.variables import stack_local
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import door
@@ -131,7 +131,7 @@ class Step(CompiledStep):
         if more := self._makes.get("local", lambda _: {})(params):
             local = join_local(local, more)
         parts = self.strategy, first, make(check_params(first)), local
-        state = init_state(*parts, rng=rng, extra=extra)
+        state = init_state(*parts, like=made.get("params"), rng=rng, extra=extra)
         return dataclasses.replace(state, **made)
 
     def _made(self, params: PyTree) -> dict[str, PyTree]:
@@ -228,6 +228,7 @@ class Step(CompiledStep):
         """
         towers = self.strategy.num_towers
         state = make_state(towers, params, opt_state, local, extra=extra, shapes=True)
+        self.strategy.placement.specs_within((), state.params)
         made = self._made(state.params)
         if jax.tree.leaves(opt_state):
             made["opt_state"] = state.opt_state
@@ -258,9 +259,6 @@ class Step(CompiledStep):
 
         Returns:
           The places, pass after pass: after one, all towers may have what one had.
-
-        Raises:
-          ValueError: As a step's call.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -326,6 +324,7 @@ def build_step(
     donate: bool = True,
     max_programs: int = 1,
     audit: bool = False,
+    specs: Any = None,
 ) -> Step:
     """A step of your own: towers compute, what they return is merged, one update.
 
@@ -354,6 +353,7 @@ def build_step(
       donate: As for `build_train_step`.
       max_programs: As for `build_train_step`.
       audit: As for `build_train_step`; every leaf of what towers return is compared.
+      specs: As for `build_train_step`.
 
     Returns:
       A `Step`.
@@ -384,6 +384,7 @@ def build_step(
         form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
         check_function("tower_fn", one, form)
     check_function("update_fn", update_fn, "update_fn(state, merged)")
+    strategy = with_specs(strategy, specs)
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
     fns = tuple(map(refusing_tangents, tower_fns))

@@ -31,7 +31,7 @@ from towerjax.step.update import (
     with_trained,
 )
 from towerjax.towers.outputs import check_local, check_metrics
-from towerjax.towers.strategies import Strategy, check_roles
+from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
@@ -257,6 +257,7 @@ def build_train_step(
     max_programs: int = 1,
     audit: bool = False,
     extend: Extend | None = None,
+    specs: Any = None,
 ) -> TrainStep:
     """A step that trains one tower function on all towers.
 
@@ -293,6 +294,8 @@ def build_train_step(
         towers and one of its rows, and raises where they differ.
       extend: ``fns -> fns``: makes others of the functions that the step is made of,
         its ``tower``, ``update`` and ``init``; such as those of `towerjax.contrib`.
+      specs: How parameters are split within towers of several devices, as for
+        `Mirrored`; None: as its own ``specs`` say.
 
     Returns:
       A `TrainStep`.
@@ -328,4 +331,4 @@ def build_train_step(
     training = Training(
         loss_fn, optimizer, loss_reduction, trainable, update_extra, extend
     )
-    return TrainStep(training, strategy, options)
+    return TrainStep(training, with_specs(strategy, specs), options)

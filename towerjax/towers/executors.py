@@ -17,6 +17,7 @@ import jax
 import jax.core
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis, inline_and_merge
@@ -52,9 +53,11 @@ def over_devices(
     ``traced``: its jaxpr on one of several devices and the shapes of its results.
     ``shards``: which mirrored leaves devices take and return in parts.
     """
+    if placement.num_devices == 1 and not placement.within:
+        return device_fn
+    device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
     if placement.num_devices == 1:
         return device_fn
-    device_fn = _trace_without_mesh(device_fn, placement, traced, shards)
     if placement.executor == "pmap":
         return _over_devices_by_pmap(device_fn, placement, in_layouts, out_layouts)
     specs = jax.tree.map(SPECS.get, (tuple(in_layouts), out_layouts))
@@ -65,6 +68,7 @@ def over_devices(
         mesh=placement.mesh_in_trace,
         in_specs=specs[0],
         out_specs=specs[1],
+        axis_names={DEVICE_AXIS},
         # True would sum gradients over towers and refuse plain user code; what it
         # checks, towerjax.proof proves.
         check_vma=False,
@@ -76,7 +80,7 @@ def vmap_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return jax.vmap(fn)
 
 
-def _trace_without_mesh(
+def _trace_in_mesh(
     device_fn: Callable[..., PyTree],
     placement: Placement,
     traced: tuple[Any, PyTree] | None,
@@ -85,20 +89,22 @@ def _trace_without_mesh(
     """Trace ``device_fn``, unless it is, as on one device: with an axis and no mesh.
 
     In a mesh, values have other types than under ``jit``, and libraries that compare
-    types refuse them.
+    types refuse them. A tower of several devices sees the mesh of these alone.
     """
+    mesh = placement.tower_mesh
 
     def run(*args: PyTree) -> PyTree:
         shapes, size = shapes_of(args), placement.num_devices
         whole = shapes if shards is None else shards.whole(shapes, size)
-        jaxpr, out = traced or _trace_on_one(device_fn, size, whole)
+        jaxpr, out = traced or _trace_on_one(device_fn, size, whole, mesh)
         if shards is not None:
             of_parts = functools.partial(on_shards, jaxpr, shards)
-            jaxpr, _ = _trace_on_one(of_parts, size, jax.tree.leaves(shapes))
+            jaxpr, _ = _trace_on_one(of_parts, size, jax.tree.leaves(shapes), mesh)
+        leaves = jax.tree.leaves(args)
+        is_wide, here = bool(placement.within), contextlib.nullcontext()
         try:
-            values = jax.core.eval_jaxpr(
-                jaxpr.jaxpr, jaxpr.consts, *jax.tree.leaves(args)
-            )
+            with use_abstract_mesh(mesh) if is_wide else here:
+                values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
         except Exception as error:
             kinds = _kinds_in_mesh(arrays_in(jaxpr))
             if not kinds or "Mesh for all inputs" not in str(error):
@@ -242,32 +248,24 @@ def trace_one_tower(
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(shapes_of(args)))
-    return _trace_on_one(device_fn, axes.num_devices, shapes)
+    return _trace_on_one(device_fn, axes.num_devices, shapes, axes.mesh)
 
 
 def _trace_on_one(
-    device_fn: Callable[..., PyTree], num_devices: int, args: Sequence[PyTree]
+    device_fn: Callable[..., PyTree],
+    num_devices: int,
+    args: Sequence[PyTree],
+    mesh: AbstractMesh,
 ) -> tuple[Any, PyTree]:
-    """The jaxpr of ``device_fn`` on one of several devices, in no mesh."""
+    """The jaxpr of ``device_fn`` on one of several devices, in a tower's own mesh."""
     env = [(DEVICE_AXIS, num_devices)]
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with use_abstract_mesh(mesh):
         return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*args)
 
 
 def is_inside_tower() -> bool:
     """Whether a tower function or a merge function is being traced."""
     return any(map(_is_bound, (_IN_TOWER, DEVICE_AXIS, LOCAL_AXIS)))
-
-
-def refuse_devices_in_tower(placement: Placement) -> None:
-    """Raise if a step of several devices is traced in a tower, which has one."""
-    if placement.num_devices > 1 and is_inside_tower():
-        raise ValueError(
-            f"A step of {placement.num_devices} devices is called in a tower, which"
-            " runs on one device. Build the inner step for one,"
-            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
-            f"{placement.num_towers}); it is given the tower's own rows."
-        )
 
 
 def is_of_one_tower(value: PyTree) -> bool:
@@ -356,7 +354,7 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
                 " jax.debug.print and callbacks, or take one device."
             )
         raise
-    if placement.local == "scan" and placement.num_devices == 1:
+    if placement.local == "scan" and len(placement.devices) == 1:
         inline_and_merge(lowered)
     return lowered
 

@@ -63,7 +63,8 @@ class OnTowers:
         self.found = analyse(*given, of_more_towers=of_more_towers)
         refuse_draws(self.found, shared=placement.shares_devices)
         counts = axes.num_towers, placement.num_devices
-        refuse_in_towers(self.found, self.jaxpr, *counts)
+        own = placement.tower_mesh.axis_names
+        refuse_in_towers(self.found, self.jaxpr, *counts, own)
         shared = placement.shares_devices
         refuse_kept_axis(self.jaxpr, axes.tower_axis, shared=shared)
 

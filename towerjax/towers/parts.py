@@ -77,24 +77,26 @@ def shards_of(
     args: tuple[PyTree, PyTree],
     out: tuple[PyTree, PyTree],
     *,
+    params: PyTree,
     taken: PyTree = None,
     exact: bool,
 ) -> Shards:
     """The `Shards` of arguments and of results, each with a prefix tree of layouts.
 
     ``taken``, for values that are alike on all devices: prefix tree, SHARDED where of
-    whole arguments only parts are used.
+    whole arguments only parts are used. ``params``: as for `Placement.shardings`.
     """
 
-    def dim(layout: Where, x: Any) -> int | None:
+    def dim(layout: Where, x: Any, within: PartitionSpec) -> int | None:
         if layout is Where.SHARDED:
-            return placement.split_dim(x)
+            return placement.split_dim(x, within)
         return 0 if layout is Where.PER_TOWER else None
 
     def each(values: PyTree, layouts: PyTree) -> tuple[Any, list[int | None]]:
         leaves, treedef = jax.tree.flatten(values)
         found = jax.tree.leaves(jax.tree.broadcast(layouts, values))
-        return treedef, [dim(*pair) for pair in zip(found, leaves, strict=True)]
+        within = placement.specs_within(values, params)
+        return treedef, [dim(*x) for x in zip(found, leaves, within, strict=True)]
 
     treedef, given = each(*args)
     parts = [None] * len(given) if taken is None else each(args[0], taken)[1]

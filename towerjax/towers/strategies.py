@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import jax
@@ -16,6 +17,7 @@ from towerjax.mesh.devices import (
     first_of_each_process,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
+from towerjax.mesh.specs import Specs
 from towerjax.towers.cross_tower.methods import StrategyMethods
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
@@ -55,11 +57,22 @@ class Mirrored(StrategyMethods):
         state (ZeRO-1); ``"sharded"``: of parameters and gradients too, gathered where
         the loss uses them (FSDP); see
         <https://github.com/towerjax/towerjax/blob/main/docs/how_to/larger_than_a_device.md>.
+      within: The axes of a tower of several devices, with their sizes, such as
+        ``{"model": 2}``, kept as pairs. In a tower function
+        ``jax.lax.with_sharding_constraint``, Flax's partitioning and ``jax.shard_map``
+        know these axes; ``D`` then counts groups of so many devices, neighbours in
+        ``devices``.
+      rows: The axis of these along which the rows of a tower are split; None: each of
+        its devices has all of them.
+      specs: How parameters are split over these axes: a tree of
+        ``jax.sharding.PartitionSpec`` like them or its upper part, or a function
+        ``(name, leaf) -> PartitionSpec`` of names such as ``"dense/kernel"``. What is
+        kept of a parameter, such as its momentum, is split as it is. None: whole.
 
     Raises:
       ValueError: Options that exclude each other, no or duplicate devices, an invalid
         name, ``towers`` that the devices do not divide, ``cross_tower_ops`` that these
-        devices cannot honour.
+        devices cannot honour, axes that do not divide the devices.
 
     Example:
       >>> Mirrored(devices=("CPU:0",), towers=8, local="scan")
@@ -76,31 +89,46 @@ class Mirrored(StrategyMethods):
     prefetch_on_device: int = 2
     axis_name: str = TOWER_AXIS
     state: StateLayout = "mirrored"
+    within: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    rows: str | None = None
+    specs: Any = None
 
     def __post_init__(self) -> None:
         """Check everything that can be known without a device."""
+        object.__setattr__(self, "within", _checked_axes(self.within, self.axis_name))
+        object.__setattr__(self, "specs", Specs.of(self.specs))
         _check_choices(self)
         cast_ints(self)
         if not isinstance(self.devices, Absent | None):
             object.__setattr__(self, "devices", canonical_device_names(self.devices))
         devices = self._named_devices()
         if devices is not None:
-            _check_num_towers(self.towers, len(devices))
-            _check_ops(self.cross_tower_ops, devices)
+            groups = _count_groups(len(devices), self._each)
+            _check_num_towers(self.towers, groups, self._each)
+            _check_ops(self.cross_tower_ops, devices[:: self._each])
+
+    @property
+    def _each(self) -> int:
+        """How many devices a tower is of."""
+        return math.prod(dict(self.within).values())
 
     @functools.cached_property
     def placement(self) -> Placement:
         """Where the towers are, by name: the devices need not be on this machine."""
-        devices = self._devices()
-        _check_ops(self.cross_tower_ops, devices)
+        devices, each = self._devices(), self._each
+        groups = _count_groups(len(devices), each)
+        _check_ops(self.cross_tower_ops, devices[::each])
         return Placement(
             devices=devices,
-            num_towers=self.towers or len(devices),
+            num_towers=self.towers or groups,
             local=self.local,
             executor=self.executor,
             axis_name=self.axis_name,
             absent=self.devices if isinstance(self.devices, Absent) else None,
             part_run=_EXACT_RUN if self.cross_tower_ops.needs_every_tower else 1,
+            within=tuple(dict(self.within).items()),
+            rows=self.rows,
+            specs=self.specs,
         )
 
     def _named_devices(self) -> tuple[str, ...] | None:
@@ -124,14 +152,21 @@ class Mirrored(StrategyMethods):
         if named is not None:
             return named
         found = tuple(canonical_device_name(device) for device in jax.devices())
-        return found if self.towers is None else _pick_devices(found, self.towers)
+        if self.towers is None:
+            return found
+        return _pick_devices(found, self.towers, self._each)
 
 
-def _pick_devices(found: tuple[str, ...], towers: int) -> tuple[str, ...]:
-    """The most devices, as many of each process, that divide the towers."""
+def _pick_devices(found: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
+    """The most devices, as many of each process, that divide the towers.
+
+    Towers are of ``size`` devices.
+    """
     processes = jax.process_count()
     each = len(found) // processes
-    fitting = [n for n in range(1, each + 1) if towers % (n * processes) == 0]
+    _count_groups(each - each % size, size)
+    counts = range(1, each // size + 1)
+    fitting = [n * size for n in counts if towers % (n * processes) == 0]
     if not fitting:
         raise ValueError(
             f"towers={towers} is not a multiple of the {processes} processes, each of"
@@ -188,6 +223,34 @@ class OneDevice(StrategyMethods):
 
 
 Strategy = Mirrored | OneDevice
+
+
+def with_specs(strategy: Strategy, specs: Any) -> Strategy:
+    """The strategy with a builder's own specs; itself where there are none."""
+    if specs is None:
+        return strategy
+    if not isinstance(strategy, Mirrored):
+        raise ValueError(
+            "specs=... splits parameters within towers of several devices, and"
+            f" {strategy!r} has one. Say tj.Mirrored(towers=1, within={{'model': 2}})."
+        )
+    return dataclasses.replace(strategy, specs=specs)
+
+
+def on_one_group(strategy: Strategy, towers: int) -> Mirrored:
+    """So many towers on one device of this process, or on as many as a tower is of."""
+    placement, here = strategy.placement, jax.process_index()
+    pairs = zip(placement.devices, placement.jax_devices, strict=True)
+    own = [name for name, device in pairs if device.process_index == here]
+    return Mirrored(
+        devices=own[: placement.devices_each],
+        towers=towers,
+        local=placement.local,  # type: ignore[arg-type]
+        axis_name=strategy.axis_name,
+        within=placement.within,
+        rows=placement.rows,
+        specs=placement.specs,
+    )
 
 
 def check_roles(builder: str, **given: Any) -> None:
@@ -249,6 +312,19 @@ def _check_choices(strategy: Mirrored) -> None:
         )
     if strategy.state != "mirrored":
         _check_sharded(strategy)
+    axes = dict(strategy.within)
+    if strategy.executor == "pmap" and axes:
+        raise ValueError("within=... needs executor='shard_map'; pmap has one axis.")
+    if strategy.rows is not None and strategy.rows not in axes:
+        raise ValueError(
+            f"rows={strategy.rows!r} is no axis within a tower; these are"
+            f" {', '.join(map(repr, axes)) or 'none'}, of within=..."
+        )
+    if strategy.specs is not None and not axes:
+        raise ValueError(
+            "specs=... splits parameters over the axes within a tower, and there are"
+            " none. Say within={'model': 2}, or leave specs out."
+        )
 
 
 def _check_sharded(strategy: Mirrored) -> None:
@@ -273,12 +349,46 @@ def _check_axis_name(name: Any) -> None:
         raise ValueError(f"axis_name={name!r} must be a name of its own, as 'batch'.")
 
 
-def _check_num_towers(towers: int | None, num_devices: int) -> None:
+def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
+    """The axes within a tower as pairs; raise unless they are names and sizes."""
+    given: Any = list(within.items()) if isinstance(within, Mapping) else within
+    pairs: Any = given if isinstance(given, list | tuple) else [None]
+    if not all(isinstance(x, tuple) and len(x) == 2 for x in pairs):
+        raise ValueError(
+            f"within={within!r:.200} must be axes within a tower, with their sizes, as"
+            " {'model': 2}."
+        )
+    names: list[Any] = [name for name, _ in pairs]
+    reserved = ("", DEVICE_AXIS, LOCAL_AXIS, tower_axis)
+    for name, size in pairs:
+        if not isinstance(name, str) or name in reserved or names.count(name) > 1:
+            raise ValueError(
+                f"within={within!r:.200}: {name!r} must be a name of its own, as"
+                f" 'model', and not that of the towers' axis, {tower_axis!r}."
+            )
+        check_whole(f"within[{name!r}]", size)
+    return tuple((name, int(size)) for name, size in pairs)
+
+
+def _count_groups(devices: int, each: int) -> int:
+    """The number of groups of so many devices; raise where they make no such groups."""
+    if devices == 0 or devices % each:
+        fitting = [n for n in range(2, devices + 1) if devices % n == 0]
+        advice = f" Use axes of {' or '.join(map(str, fitting))}" if fitting else " Use"
+        raise ValueError(
+            f"within=... makes a tower of {each} devices, and the {devices} devices"
+            f" make no such groups.{advice}, or name a multiple of {each} devices."
+        )
+    return devices // each
+
+
+def _check_num_towers(towers: int | None, num_devices: int, each: int) -> None:
     if towers is not None and towers % num_devices:
         below = towers // num_devices * num_devices
         above = below + num_devices
+        are = "devices" if each == 1 else f"groups of {each} devices"
         raise ValueError(
-            f"towers={towers} is not a multiple of the {num_devices} devices, so they"
+            f"towers={towers} is not a multiple of the {num_devices} {are}, so they"
             " cannot share the towers evenly. Use towers="
             f"{f'{below} or {above}' if below else above}, or another number of"
             " devices."

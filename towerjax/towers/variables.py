@@ -19,8 +19,9 @@ from towerjax.collectives.reduce import (
     reduced_dtype,
     take_first,
 )
-from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes, wait_on_cpus
+from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.mesh.processes import says_if_alone
+from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.proof import tags
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device

@@ -14,7 +14,7 @@ from towerjax.loop.history import History
 from towerjax.step.comparison import gaps
 from towerjax.step.step import Step, build_step
 from towerjax.step.train import TrainStep
-from towerjax.towers.strategies import OneDevice, Strategy
+from towerjax.towers.strategies import OneDevice, Strategy, on_one_group
 from towerjax.towers.variables import read_local
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import few, key_data
@@ -158,7 +158,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
                 f" its {step.strategy.num_towers} towers. Build it with 'pad'."
             )
         options = dataclasses.replace(step.options, step=calls)
-        return ReplicatedModel(step.model_fn, _one_device(step.strategy), options)
+        return ReplicatedModel(step.model_fn, _one_tower(step.strategy), options)
     if not isinstance(step, Step) or isinstance(step, ModelTrainStep):
         raise ValueError(
             f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
@@ -169,7 +169,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
 
 def _on_one_tower(step: Any) -> Any:
     """A step on one tower that takes the batches of a step on several."""
-    strategy = _one_device(step.strategy)
+    strategy = _one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
     if not isinstance(step, TrainStep):
         fns = [one.tower_fn for one in step.engine.passes]
@@ -184,5 +184,8 @@ def _on_one_tower(step: Any) -> Any:
     return found
 
 
-def _one_device(strategy: Strategy) -> OneDevice:
+def _one_tower(strategy: Strategy) -> Strategy:
+    """One tower on the first device, or on the first group of devices."""
+    if strategy.placement.within:
+        return on_one_group(strategy, 1)
     return OneDevice(strategy.placement.devices[0])

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.collectives.reduce import reduced_dtype
-from towerjax.mesh.placement import Placement, place, readable
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.transfer import place, readable
 from towerjax.towers.cross_tower.values import as_native, of_first_process, unwrap
 from towerjax.towers.executors import is_in_tower_fn
 from towerjax.towers.fields import StrategyFields
@@ -44,9 +45,8 @@ def create_var(
     """A new variable on the strategy's devices.
 
     Args:
-      name: Its name in error messages.
-      initial: A pytree of arrays or numbers, or a function that makes one; called once,
-        so that random values are the same on all towers.
+      name: Its name in errors.
+      initial: A pytree of arrays or numbers, or a function that makes one, called once.
       reduction: How towers' values become one: for a mirrored variable those that they
         assign, for a tower-local one their copies when it is read.
       tower_local: Whether each tower has a copy, and not all one mirrored value.

@@ -10,13 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.mesh.placement import (
-    Placement,
-    TowerAxes,
-    place,
-    place_rows,
-    wait_on_cpus,
-)
+from towerjax.mesh.placement import Placement, TowerAxes
+from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
 from towerjax.towers.cross_tower.values import (
     as_native,

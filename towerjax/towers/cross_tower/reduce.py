@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from towerjax.collectives.reduce import check_reduction, one_of, reduce_rows
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
-from towerjax.mesh.placement import place_rows, wait_on_cpus
+from towerjax.mesh.transfer import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
 from towerjax.towers.cross_tower.values import (
     as_native,

@@ -12,7 +12,8 @@ from jax import lax
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import row_weights, split_rows, with_shared
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.transfer import place
 from towerjax.towers import executors
 from towerjax.towers.cross_tower.call import call_for_each_tower
 from towerjax.towers.cross_tower.reduce import reduce_values

@@ -15,7 +15,8 @@ from towerjax.mesh.devices import (
     find_device,
     host_device,
 )
-from towerjax.mesh.placement import Placement, place
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.transfer import place
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import (

@@ -1,0 +1,570 @@
+"""Towers of several devices: the numbers of one device, and a part on each."""
+
+import dataclasses
+import functools
+import hashlib
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import towerjax as tj
+from towerjax.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
+
+CPUS = [f"cpu:{i}" for i in range(8)]
+SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": None}
+CLIP, RATE = 0.3, 0.1
+ADAM = optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(RATE))
+constrain = jax.lax.with_sharding_constraint
+
+
+def start():
+    rng = np.random.default_rng(0)
+    sizes = {"w1": (8, 16), "w2": (16, 8), "b": (8,)}
+    return {name: rng.normal(size=size) for name, size in sizes.items()}
+
+
+def rows(size=16):
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(2, size, 8))
+    return {"x": x, "y": y, "w": rng.uniform(0.05, 1, size) * (rng.random(size) < 0.7)}
+
+
+def loss_fn(params, batch, tower):
+    hidden = constrain(jnp.tanh(batch["x"] @ params["w1"]), P(None, "model"))
+    out = batch["x"] + hidden @ params["w2"] + params["b"][None]
+    losses = ((out - batch["y"]) ** 2).sum(-1)
+    return tj.Weighted.mean(losses, batch["w"] * tower.weight)
+
+
+def plain_loss_fn(params, batch, tower):
+    out = (
+        batch["x"]
+        + jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"]
+        + params["b"][None]
+    )
+    losses = ((out - batch["y"]) ** 2).sum(-1)
+    return tj.Weighted.mean(losses, batch["w"] * tower.weight)
+
+
+def loss_and_gradient(params, batch):
+    """By hand, in NumPy."""
+    x, weight = batch["x"], batch["w"] / batch["w"].sum()
+    hidden = np.tanh(x @ params["w1"])
+    errors = x + hidden @ params["w2"] + params["b"] - batch["y"]
+    out = 2 * weight[:, None] * errors
+    inner = out @ params["w2"].T * (1 - hidden**2)
+    gradient = {"w1": x.T @ inner, "w2": hidden.T @ out, "b": out.sum(0)}
+    return (weight * (errors**2).sum(-1)).sum(), gradient
+
+
+@functools.cache
+def expected(steps=3, size=16):
+    """The loss before the last of so many steps of clipped Adam, and the parameters."""
+    params, batch, loss = start(), rows(size), None
+    mu = {name: 0.0 * x for name, x in params.items()}
+    nu = dict(mu)
+    for t in range(1, steps + 1):
+        loss, grads = loss_and_gradient(params, batch)
+        norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+        grads = {name: g * min(1, CLIP / norm) for name, g in grads.items()}
+        mu = {name: 0.9 * mu[name] + 0.1 * g for name, g in grads.items()}
+        nu = {name: 0.999 * nu[name] + 0.001 * g**2 for name, g in grads.items()}
+        for name in params:
+            root = np.sqrt(nu[name] / (1 - 0.999**t)) + 1e-8
+            move = mu[name] / (1 - 0.9**t) / root
+            params[name] = params[name] - RATE * move
+    return loss, params
+
+
+def wide(towers, devices=None, **options):
+    options = {"within": {"model": 2}, "specs": SPECS} | options
+    names = None if devices is None else CPUS[:devices]
+    return tj.Mirrored(names, towers=towers, **options)
+
+
+def trained(step, state=None, steps=3, size=16):
+    state = step.init(start()) if state is None else state
+    for _ in range(steps):
+        state, metrics = step(state, rows(size))
+    return state, metrics
+
+
+def assert_near(found, wanted, tolerance=1e-12):
+    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    for a, b in leaves:
+        np.testing.assert_allclose(np.asarray(a), b, rtol=tolerance, atol=tolerance)
+
+
+LAYOUTS = {
+    "one tower": (wide(1, 2), 1),
+    "two": (wide(2, 4), 1),
+    "four": (wide(4), 1),
+    "two on each pair": (wide(4, 4), 1),
+    "in turn": (wide(4, 4, local="scan"), 1),
+    "micro-batches": (wide(2, 4), 4),
+    "two in shards": (wide(2, 4, state="sharded"), 1),
+    "in shards, in micro-batches": (wide(4, 8, state="sharded"), 2),
+    "the optimizer in shards": (wide(4, state="sharded_optimizer"), 1),
+    "pinned": (wide(4, 4, local="scan", cross_tower_ops=tj.PinnedTree()), 1),
+    "rows split": (wide(2, within={"data": 2, "model": 2}, rows="data"), 1),
+}
+SLOW = {"two", "in turn", "the optimizer in shards", "micro-batches", "pinned"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in LAYOUTS],
+)
+def test_wide_towers_are_one_device(name):
+    strategy, micro_batches = LAYOUTS[name]
+    with jax.enable_x64(True):
+        options = {"micro_batches": micro_batches}
+        step = tj.build_train_step(loss_fn, ADAM, strategy, **options)
+        state, metrics = trained(step)
+        loss, params = expected()
+        assert_near(state.params, params)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("state", ["mirrored", "sharded"])
+def test_each_device_holds_its_part_of_a_leaf_and_of_its_momenta(state):
+    step = tj.build_train_step(loss_fn, ADAM, wide(4, state=state))
+    first = jax.tree.map(np.float32, start())
+    parts = 2 * (1 if state == "mirrored" else 4)
+    done, _ = step(step.init(first), jax.tree.map(np.float32, rows()))
+    for at in (step.init(first), done):
+        adam = at.opt_state[1][0]
+        for tree in (at.params, adam.mu, adam.nu):
+            sizes = {k: x.addressable_shards[0].data.size for k, x in tree.items()}
+            whole = 8 if state == "mirrored" else 2
+            assert sizes == {"w1": 128 // parts, "w2": 128 // parts, "b": whole}
+
+
+def test_towers_reduce_once_and_their_devices_among_themselves():
+    step = tj.build_train_step(loss_fn, ADAM, wide(4))
+    state, batch = step.init(jax.tree.map(np.float32, start())), rows()
+    found = step.report(state, jax.tree.map(np.float32, batch)).collectives
+    over_towers = [x for x in found if x.num_devices == 4]
+    assert [x.opcode for x in over_towers] == ["all-reduce"]
+    # Half of both matrices, the rest, and the loss with its weight.
+    assert over_towers[0].bytes == 4 * (128 + 8 + 2)
+    assert {x.opcode for x in found if x.num_devices == 2} == {"all-reduce"}
+
+
+def test_rows_split_within_a_tower_halve_its_arithmetic():
+    def flops(**options):
+        options = {"within": {"data": 2}, "specs": None} | options
+        step = tj.build_train_step(plain_loss_fn, ADAM, wide(2, 4, **options))
+        state, batch = step.init(jax.tree.map(np.float32, start())), rows(64)
+        program = step.program(state, jax.tree.map(np.float32, batch))
+        return program.call.cost_analysis()["flops"]
+
+    assert flops(rows="data") < 0.65 * flops()
+
+
+def test_parameters_and_rows_split_along_one_axis_are_fsdp_within_a_tower():
+    specs = {"w1": P(None, "data"), "w2": P("data"), "b": P()}
+    how = {"within": {"data": 2}, "rows": "data", "specs": specs}
+    with jax.enable_x64(True):
+        step = tj.build_train_step(plain_loss_fn, ADAM, wide(4, **how))
+        state, _ = trained(step)
+        assert_near(state.params, expected()[1])
+        assert state.params["w1"].addressable_shards[0].data.shape == (8, 8)
+        found = step.report(state, rows()).collectives
+        assert len([x for x in found if x.num_devices == 4]) == 1
+
+
+def nested_loss_fn(params, batch, tower):
+    @functools.partial(
+        jax.shard_map,
+        in_specs=(P(None, "model"), P("model"), P()),
+        out_specs=P(),
+        axis_names={"model"},
+        check_vma=False,
+    )
+    def layer(w1, w2, x):
+        return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "model")
+
+    out = batch["x"] + layer(params["w1"], params["w2"], batch["x"]) + params["b"][None]
+    losses = ((out - batch["y"]) ** 2).sum(-1)
+    return tj.Weighted.mean(losses, batch["w"] * tower.weight)
+
+
+@pytest.mark.parametrize("towers, devices", [(4, 8), (4, 4), (1, 2)])
+def test_a_shard_map_over_the_axes_within(towers, devices):
+    with jax.enable_x64(True):
+        step = tj.build_train_step(nested_loss_fn, ADAM, wide(towers, devices))
+        state, _ = trained(step)
+        assert_near(state.params, expected()[1])
+
+
+def test_the_audit_padding_evaluation_and_prediction_of_wide_towers():
+    with jax.enable_x64(True):
+        options = {"remainder": "pad", "audit": True}
+        step = tj.build_train_step(loss_fn, ADAM, wide(4), **options)
+        state, _ = trained(step, size=13)
+        assert step.is_audited
+        params = expected(3, 13)[1]
+        assert_near(state.params, params)
+        loss, _ = loss_and_gradient(params, rows(13))
+        measure = tj.build_eval_step(lambda *x: {"loss": loss_fn(*x)}, step.strategy)
+        for given in (state, state.params, params):
+            found = measure(given, rows(13))["loss"].value
+            assert float(found) == pytest.approx(loss, rel=1e-12)
+        predict = tj.build_predict_step(
+            lambda p, batch, tower: constrain(batch["x"] @ p["w1"], P(None, "model")),
+            wide(4, specs=None),
+            specs=SPECS,
+        )
+        out = predict(state, rows(13))
+        assert_near(out, rows(13)["x"] @ params["w1"])
+        one = tj.testing.one_tower(step)
+        assert_near(trained(one, size=13)[0].params, params)
+
+
+@pytest.mark.slow
+def test_wide_towers_have_one_hash_on_any_devices():
+    def hashed(devices, state):
+        options = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+        strategy = wide(4, devices, state=state, **options)
+        step = tj.build_train_step(loss_fn, ADAM, strategy)
+        done = step.init(jax.tree.map(np.float32, start()))
+        for _ in range(3):
+            done, _ = step(done, jax.tree.map(np.float32, rows()))
+        leaves = jax.tree.leaves((done.params, done.opt_state))
+        data = b"".join(np.asarray(x).tobytes() for x in leaves)
+        return hashlib.sha256(data).hexdigest()
+
+    layouts = [(n, state) for n in (2, 4, 8) for state in ("mirrored", "sharded")]
+    assert len({hashed(*layout) for layout in layouts}) == 1
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_other_towers(tmp_path):
+    layouts = [
+        wide(4),
+        tj.Mirrored(CPUS[:2], towers=4),
+        wide(2, 4, state="sharded"),
+        tj.Mirrored(CPUS[:4], state="sharded"),
+        wide(1, 2),
+    ]
+    with jax.enable_x64(True):
+        for done, strategy in enumerate(layouts, 1):
+            loss = loss_fn if strategy.within else plain_loss_fn
+            step = tj.build_train_step(loss, ADAM, strategy)
+            options = {"checkpointer": tj.Checkpointer(tmp_path), "progress": False}
+            batches = [rows()] * 5
+            state, _ = tj.run(step, step.init(start()), batches, steps=done, **options)
+            assert int(state.step) == done
+        assert_near(state.params, expected(5)[1])
+
+
+class Net(nn.Module):
+    annotated: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        def init(*names):
+            make = nn.initializers.lecun_normal()
+            return nn.with_logical_partitioning(make, names) if self.annotated else make
+
+        dense = functools.partial(nn.Dense, param_dtype=jnp.float64)
+        x = nn.relu(dense(16, kernel_init=init("embed", "mlp"))(x))
+        if self.annotated:
+            x = nn.with_logical_constraint(x, ("batch", "mlp"))
+        return dense(8, kernel_init=init("mlp", "embed"))(x)
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_the_logical_annotations_of_flax_as_they_are(boxed):
+    rules = [("mlp", "model"), ("embed", None), ("batch", None)]
+
+    def of(net):
+        def fn(params, batch, tower):
+            with nn.logical_axis_rules(rules):
+                out = net.apply({"params": params}, batch["x"])
+            return tj.Weighted.mean(((out - batch["y"]) ** 2).sum(-1), batch["w"])
+
+        return fn
+
+    with jax.enable_x64(True):
+        variables = Net().init(jax.random.key(0), rows()["x"])
+        specs = nn.logical_to_mesh(nn.get_partition_spec(variables), rules)["params"]
+        params = nn.unbox(variables["params"])
+        strategy = wide(4, specs=None)
+        step = tj.build_train_step(of(Net()), ADAM, strategy, specs=specs)
+        state = step.init(variables["params"] if boxed else params)
+        state, _ = trained(step, state)
+        plain = tj.build_train_step(of(Net(False)), ADAM, tj.OneDevice("cpu:0"))
+        wanted, _ = trained(plain, plain.init(params))
+        assert_near(nn.unbox(state.params), wanted.params)
+        kernel = nn.unbox(state.params)["Dense_0"]["kernel"]
+        assert kernel.addressable_shards[0].data.shape == (8, 8)
+
+
+@pytest.mark.slow
+def test_the_partition_specs_of_nnx():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            def init(*names):
+                make = nnx.initializers.lecun_normal()
+                return nnx.with_partitioning(make, names)
+
+            dense = functools.partial(nnx.Linear, rngs=rngs, param_dtype=jnp.float64)
+            self.a = dense(8, 16, kernel_init=init(None, "model"))
+            self.b = dense(16, 8, kernel_init=init("model", None))
+
+    def fn(params, batch, tower):
+        model = nnx.merge(graph, params)
+        out = model.b(nnx.relu(model.a(batch["x"])))
+        return tj.Weighted.mean(((out - batch["y"]) ** 2).sum(-1), batch["w"])
+
+    with jax.enable_x64(True), nnx.use_eager_sharding(False):
+        graph, params = nnx.split(Model(nnx.Rngs(0)))
+        states = []
+        for strategy in (
+            wide(4, specs=nnx.get_partition_spec(params)),
+            tj.Mirrored(CPUS[:2], towers=4),
+        ):
+            step = tj.build_train_step(fn, ADAM, strategy)
+            states.append(trained(step, step.init(params))[0])
+        assert_near(states[0].params, jax.tree.leaves(states[1].params))
+        kernel = states[0].params["a"]["kernel"][...]
+        assert kernel.addressable_shards[0].data.shape == (8, 8)
+
+
+def test_a_function_of_a_key_makes_the_parts():
+    def make(key):
+        return {n: jax.random.normal(key, np.shape(x)) for n, x in start().items()}
+
+    step = tj.build_train_step(loss_fn, ADAM, wide(4))
+    state = step.init(make, rng=jax.random.key(3), extra={"ema": start()})
+    assert_near(state.params, make(jax.random.key(3)), 1e-6)
+    kept = state.params, state.opt_state[1][0].mu, state.extra["ema"]
+    shapes = [x["w1"].addressable_shards[0].data.shape for x in kept]
+    assert shapes == [(8, 8)] * 3
+
+
+@pytest.mark.slow
+def test_several_passes_and_steps_in_one_program():
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    def second(state, batch, tower, merged):
+        return {**merged, "towers": tj.Sum(jnp.float64(1))}
+
+    def update_fn(state, merged):
+        grads, params = merged["grads"].value, state.params
+        updates, opt_state = ADAM.update(grads, state.opt_state, params)
+        new = {"params": optax.apply_updates(params, updates), "opt_state": opt_state}
+        metrics = {"loss": merged["loss"], "towers": merged["towers"]}
+        return dataclasses.replace(state, **new), metrics
+
+    with jax.enable_x64(True):
+        for state in ("mirrored", "sharded"):
+            strategy = wide(4, state=state)
+            step = tj.build_step([tower_fn, second], update_fn, strategy)
+            first = step.init(start(), opt_state=ADAM.init(start()))
+            done, metrics = trained(step, first)
+            assert_near(done.params, expected()[1])
+            assert float(metrics["towers"]) == 4
+        stacked = jax.tree.map(lambda x: np.stack([x] * 3), rows())
+        step = tj.build_train_step(loss_fn, ADAM, wide(4))
+        done, _ = jax.jit(lambda *x: jax.lax.scan(step.fn, *x))(
+            step.init(start()), stacked
+        )
+        assert_near(done.params, expected()[1])
+        placed = step.place_batches([rows()] * 3, 3)
+        done, *_ = step.dispatch(step.init(start()), placed)
+        assert_near(done.params, expected()[1])
+
+
+def test_a_wide_tower_has_the_keys_of_a_narrow_one():
+    def draws(params, batch, tower):
+        kept = jax.random.bernoulli(tower.rng, 0.5, batch["x"].shape)
+        losses = (jnp.where(kept, batch["x"], 0) @ params["w1"]).sum(-1)
+        return tj.Weighted.mean(losses, batch["w"] * tower.weight)
+
+    found = []
+    for strategy in (wide(4), tj.Mirrored(CPUS[:4]), tj.Mirrored(CPUS[:1], towers=4)):
+        step = tj.build_train_step(draws, optax.sgd(0.1), strategy)
+        first = step.init(jax.tree.map(np.float32, start()))
+        state, _ = step(first, jax.tree.map(np.float32, rows()))
+        found.append(state.params)
+    assert_near(found[0], found[1], 1e-6)
+    assert_near(found[0], found[2], 1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_function_of_wide_towers():
+    optimizer = TowerOptimizer(optax.sgd(0.1))
+
+    def model_fn(variables, features, labels, mode, tower):
+        def of_params(params):
+            return loss_fn(params, {**features, "y": labels}, tower)
+
+        if mode is Mode.EVAL:
+            loss = of_params(variables.params)
+            return ModelSpec(mode, loss=loss, eval_metrics={"again": loss})
+        loss, train_op = optimizer.minimize(of_params, variables)
+        return ModelSpec(mode, loss=loss, train_op=train_op)
+
+    with jax.enable_x64(True):
+        model = replicate_model_fn(model_fn, devices=wide(4))
+        variables = model.init(tj.TrainState.create(start(), optimizer))
+        batch = rows(13)
+        labels = batch.pop("y")
+        spec = model(variables, batch, labels, Mode.TRAIN)
+        loss, gradient = loss_and_gradient(start(), rows(13))
+        assert float(spec.loss.value) == pytest.approx(loss, rel=1e-12)
+        wanted = {n: x - 0.1 * gradient[n] for n, x in start().items()}
+        assert_near(spec.train_op.params, wanted)
+        kernel = spec.train_op.params["w1"]
+        assert kernel.addressable_shards[0].data.shape == (8, 8)
+        spec = model(spec.train_op, batch, labels, Mode.EVAL)
+        loss, _ = loss_and_gradient(wanted, rows(13))
+        assert float(spec.loss.value) == pytest.approx(loss, rel=1e-12)
+
+
+def test_the_verbs_of_towers_of_several_devices():
+    strategy = wide(4, specs=None)
+
+    def fn(tower, x):
+        return constrain(x * (tower.id + 1), P("model"))
+
+    out = strategy.call_for_each_tower(fn, np.arange(4.0))
+    assert [x.tolist() for x in strategy.unwrap(out)][3] == [0, 4, 8, 12]
+    total = strategy.reduce(tj.Reduction.SUM, out)
+    assert np.asarray(total).tolist() == [0, 10, 20, 30]
+
+
+def test_towers_of_devices_that_are_nowhere_are_proved():
+    devices = [f"gpu:{i}" for i in range(16)]
+    strategy = tj.Mirrored(devices, within={"model": 4}, specs=SPECS)
+    assert strategy.num_towers == 4
+    step = tj.build_train_step(loss_fn, ADAM, strategy)
+    assert len(step.check(start(), rows()).analysis.collectives) == 6
+
+    def own(params, batch, tower):
+        hidden = constrain(batch["x"] @ params["w1"], P(None, "model"))
+        return tj.TowerOutput(loss_fn(params, batch, tower), extra=hidden.sum())
+
+    step = tj.build_train_step(own, ADAM, strategy)
+    with pytest.raises(tj.ReplicationError, match="extra"):
+        step.check(start(), rows(), extra=np.float32(0))
+
+
+@pytest.mark.slow
+def test_wide_towers_of_absent_gpus_compile():
+    strategy = tj.Mirrored(tj.Absent("h200", 8), within={"model": 4}, specs=SPECS)
+    step = tj.build_train_step(loss_fn, ADAM, strategy)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), start())
+    report = step.report(shapes, jax.tree.map(np.float32, rows()))
+    assert (report.towers, report.devices) == (2, 8)
+    over_towers = [x for x in report.collectives if x.num_devices == 2]
+    assert [x.opcode for x in over_towers] == ["all-reduce"]
+    assert report.memory.by_kind["parameters"] == 4 * (2 * 128 // 4 + 8)
+
+
+def checked(**options):
+    return lambda: tj.build_train_step(
+        loss_fn, ADAM, tj.Mirrored(CPUS, **options)
+    ).check(start(), rows())
+
+
+REFUSED = {
+    "pmap": (
+        lambda: wide(4, executor="pmap"),
+        r"within=\.\.\. needs executor='shard_map'",
+    ),
+    "no such groups": (
+        lambda: tj.Mirrored(CPUS[:3], within={"model": 2}),
+        "the 3 devices make no such groups",
+    ),
+    "too large": (
+        lambda: tj.Mirrored(within={"model": 16}).placement,
+        "a tower of 16 devices, and the 8 devices .* axes of 2 or 4 or 8",
+    ),
+    "towers": (
+        lambda: wide(3, 8),
+        r"towers=3 is not a multiple of the 4 groups of 2 devices.*towers=4",
+    ),
+    "the towers' axis": (
+        lambda: tj.Mirrored(within={"batch": 2}, axis_name="batch"),
+        "'batch' must be a name of its own",
+    ),
+    "no axes": (lambda: tj.Mirrored(within="model"), "must be axes within a tower"),
+    "no size": (lambda: tj.Mirrored(within={"model": 0}), r"within\['model'\]=0"),
+    "rows": (lambda: wide(2, rows="data"), "rows='data' is no axis.*'model'"),
+    "specs alone": (lambda: tj.Mirrored(specs=P("x")), "there are none. Say within="),
+    "of one device": (
+        lambda: tj.build_train_step(loss_fn, ADAM, tj.OneDevice(), specs=SPECS),
+        r"Say tj\.Mirrored\(towers=1, within=",
+    ),
+    "no spec": (lambda: wide(2, specs={"w1": 3}), r"specs\['w1'\] is 3\."),
+    "over the towers": (
+        checked(within={"model": 2}, specs=P("towerjax_device")),
+        r"params\['b'\]\[8\], but 'towerjax_device' is no axis within.*'model'",
+    ),
+    "unknown leaf": (
+        checked(within={"model": 2}, specs={**SPECS, "w3": P()}),
+        "entries of no parameter: w3",
+    ),
+    "missing leaf": (
+        checked(within={"model": 2}, specs={"w1": P()}),
+        r"no entry of params\['b'\]",
+    ),
+    "too long": (
+        checked(within={"model": 2}, specs=lambda name, x: P(None, None)),
+        r"params\['b'\]\[8\], which has more entries",
+    ),
+    "indivisible": (
+        lambda: tj.build_train_step(
+            loss_fn, ADAM, tj.Mirrored(CPUS[:6], within={"model": 3}, specs=SPECS)
+        ).check(start(), rows()),
+        r"w1'\]\[8, 16\], but 16, the size of dim 1, is not a multiple of the 3 .* 18",
+    ),
+    "not a spec": (
+        checked(within={"model": 2}, specs=lambda name, x: "model"),
+        r"specs= gives 'model' for params\['b'\]",
+    ),
+    "odd rows": (
+        lambda: tj.build_train_step(
+            plain_loss_fn, ADAM, wide(4, within={"data": 2}, specs=None, rows="data")
+        ).check(start(), rows(12)),
+        "over 2 devices, and a tower function is called with 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_wide_towers_cannot_be_is_refused(name):
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=re.compile(text, re.S)):
+        call()
+
+
+def test_specs_by_a_function_of_the_name():
+    def specs(name, x):
+        return {"w1": P(None, "model"), "w2": P("model")}.get(name)
+
+    strategy = wide(4, specs=specs)
+    assert "specs=specs" in repr(strategy) and hash(strategy) == hash(
+        wide(4, specs=specs)
+    )
+    step = tj.build_train_step(loss_fn, ADAM, strategy)
+    state = step.init(start())
+    assert state.params["w2"].addressable_shards[0].data.shape == (8, 8)
+    with pytest.raises(ValueError, match=r"not placed as the strategy says.*params"):
+        step(
+            tj.build_train_step(loss_fn, ADAM, wide(4, specs=None)).init(start()),
+            rows(),
+        )

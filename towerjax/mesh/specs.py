@@ -1,0 +1,158 @@
+"""Where the leaves of a model are split over the devices of one tower."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from towerjax.types import PyTree, leaf_name, readable_leaves
+from towerjax.types.leaves import listed
+
+Keys: TypeAlias = tuple[str, ...]
+"""The way to a leaf, as text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Specs:
+    """`PartitionSpec`s of parameters, by the way to them or by a function.
+
+    Attributes:
+      by_keys: ``(keys, spec)`` of a leaf, or of all leaves below.
+      by_name: ``(name, leaf) -> PartitionSpec``; None where ``by_keys`` says it.
+    """
+
+    by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
+    by_name: Callable[[str, Any], PartitionSpec] | None = None
+
+    def __repr__(self) -> str:
+        """The specs by name, or the function."""
+        if self.by_name is not None:
+            return getattr(self.by_name, "__name__", repr(self.by_name))
+        named = [f"{'/'.join(keys)!r}: {spec}" for keys, spec in self.by_keys]
+        return f"{{{listed(named)}}}"
+
+    @classmethod
+    def of(cls, given: Any) -> "Specs | None":
+        """From a tree of specs, its upper part, or a function; None of None."""
+        if given is None or isinstance(given, Specs):
+            return given
+        if callable(given):
+            by_name: Any = given
+            return cls(by_name=by_name)
+        flat = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_spec)
+        pairs = []
+        for path, x in flat:
+            spec = getattr(x, "spec", x)  # of a NamedSharding
+            if not isinstance(spec, PartitionSpec | None):
+                raise ValueError(
+                    f"{leaf_name('specs', path)} is {x!r:.200}. specs= is a tree of"
+                    " jax.sharding.PartitionSpec like the parameters or its upper"
+                    " part, such as flax.linen.get_partition_spec gives, or a function"
+                    " (name, leaf) -> PartitionSpec."
+                )
+            pairs.append((_keys(path), PartitionSpec() if spec is None else spec))
+        return cls(tuple(pairs))
+
+    def table(
+        self, params: PyTree, sizes: Mapping[str, int]
+    ) -> dict[Keys, tuple[tuple[int, ...], PartitionSpec]]:
+        """The shape and the spec of each parameter; ``sizes`` are of a tower's axes."""
+        flat = jax.tree_util.tree_leaves_with_path(params)
+        names = [name for name, _ in readable_leaves("", params)]
+        table, used = {}, set[Keys]()
+        for (path, x), name in zip(flat, names, strict=True):
+            keys, shape = _keys(path), np.shape(x)
+            if self.by_name is not None:
+                spec = self.by_name(name, x)
+                spec = PartitionSpec() if spec is None else spec
+            else:
+                spec, found = self._spec_of(keys, leaf_name("params", path))
+                used.add(found)
+            check_split(leaf_name("params", path), shape, spec, sizes)
+            table[keys] = shape, spec
+        if self.by_name is None:
+            names = ["/".join(keys) for keys, _ in self.by_keys if keys not in used]
+            if names:
+                raise ValueError(
+                    f"specs= has entries of no parameter: {listed(names)}. Give a tree"
+                    " like params, such as flax.linen.get_partition_spec(variables)["
+                    "'params'], or its upper part."
+                )
+        return table
+
+    def _spec_of(self, keys: Keys, name: str) -> tuple[PartitionSpec, Keys]:
+        """The spec of the longest way that leads to a leaf, and this way."""
+        fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
+        if not fits:
+            raise ValueError(
+                f"specs= has no entry of {name}. Write jax.sharding.PartitionSpec()"
+                " for what each device of a tower holds whole."
+            )
+        found, spec = max(fits, key=lambda x: len(x[0]))
+        return spec, found
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec) or hasattr(x, "spec")
+
+
+def _keys(path: tuple[Any, ...]) -> Keys:
+    names = (jax.tree_util.keystr((x,), simple=True) for x in path)
+    return tuple(names)
+
+
+def specs_like(
+    values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
+) -> list[PartitionSpec]:
+    """For each leaf, in tree order, the spec of the parameter to which it belongs.
+
+    That is one of its shape whose way is the end of the leaf's own: so momenta, means
+    of weights and gradients follow their parameter. Others are whole.
+    """
+
+    def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+        keys, shape = _keys(path), np.shape(x)
+        ends = (table.get(keys[i:]) for i in range(len(keys) + 1))
+        fitting = (spec for end in ends if end for (s, spec) in [end] if s == shape)
+        return next(fitting, PartitionSpec())
+
+    flat = jax.tree_util.tree_leaves_with_path(values)
+    return [of(path, x) for path, x in flat]
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The axes that an entry of a spec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def check_split(
+    name: str, shape: tuple[int, ...], spec: Any, sizes: Mapping[str, int]
+) -> None:
+    """Raise unless an array of that shape can be split as a spec says."""
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"specs= gives {spec!r:.200} for {name}. Return a"
+            " jax.sharding.PartitionSpec, or None for what is whole."
+        )
+    told = f"specs= gives {spec} for {name}{list(shape)}"
+    named = [axis for entry in spec for axis in axes_of(entry)]
+    if unknown := [x for x in named if x not in sizes]:
+        raise ValueError(
+            f"{told}, but {', '.join(map(repr, unknown))} is no axis within a tower;"
+            f" these are {', '.join(map(repr, sizes)) or 'none'}, of tj.Mirrored("
+            "within=...). What is split over the towers is tj.Mirrored(state=...)."
+        )
+    if len(spec) > len(shape):
+        raise ValueError(f"{told}, which has more entries than the array has dims.")
+    for i, entry in enumerate(spec):
+        count = math.prod(sizes[axis] for axis in axes_of(entry))
+        if shape[i] % count:
+            raise ValueError(
+                f"{told}, but {shape[i]}, the size of dim {i}, is not a multiple of"
+                f" the {count} devices. Split another dim, or make it"
+                f" {-(-shape[i] // count) * count}."
+            )

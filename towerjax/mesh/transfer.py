@@ -1,0 +1,188 @@
+"""Put the leaves of pytrees where a placement says, and read them again."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from towerjax.mesh.placement import Placement, whole_on
+from towerjax.mesh.private_jax import put
+from towerjax.mesh.processes import from_first_process, require_same, says_if_alone
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import (
+    held_dtype,
+    is_key,
+    is_traced,
+    key_data,
+    like_key,
+    refuse_unheld,
+)
+
+# XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
+# Bytes below which a program's own copy of an argument takes the least time, and from
+# which NumPy's does, whose pages are large.
+_ALIGNED, _SMALL, _LARGE = 64, 2**17, 2**20
+
+
+def place(
+    tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
+) -> PyTree:
+    """A copy, which may be donated, on the placement's devices; of process 0's values.
+
+    All processes call this. In a trace nothing is placed. ``params``: as for
+    `Placement.shardings`.
+    """
+    refuse_unheld("value", tree)
+    if is_traced(tree):
+        return jax.tree.map(jnp.asarray, tree)
+    placement.require_present()
+    leaves, treedef = jax.tree.flatten(tree)
+    on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
+    if on_host and placement.num_processes > 1:
+        own = [copy_to_host(key_data(leaves[i])) for i in on_host]
+        kinds = ", ".join(f"{x.dtype}{list(x.shape)}" for x in own)
+        advice = "Run the same program on every process."
+        require_same("What is placed on all devices", f"{treedef}: {kinds}", advice)
+        for i, first in zip(on_host, from_first_process(own), strict=True):
+            leaves[i] = like_key(first, leaves[i])
+    return place_own(jax.tree.unflatten(treedef, leaves), placement, layouts, params)
+
+
+def place_own(
+    tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
+) -> PyTree:
+    """As `place`, but each process places its own values, and a thread may call it."""
+    placement.require_present()
+    shardings = placement.shardings(layouts, tree, params)
+    if placement.num_processes == 1:
+        return jax.device_put(jax.tree.map(copy_to_host, tree), shardings)
+    return jax.tree.map(_place_on_processes, tree, shardings)
+
+
+def copy_to_host(leaf: Any) -> Any:
+    """A NumPy array of its own, of a dtype that devices hold; a key stays a key."""
+    if is_key(leaf):  # a key's own copy() would compile a program
+        data = key_data(leaf)
+        return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
+    if isinstance(leaf, jax.Array):
+        return np.array(readable(leaf))
+    return np.array(leaf, dtype=held_dtype(np.asarray(leaf).dtype))
+
+
+def _is_global(leaf: Any) -> bool:
+    is_placed = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    return is_placed and not leaf.is_fully_addressable
+
+
+def is_split(leaf: Any) -> bool:
+    """Whether parts of an array lie on other processes, so that none can read it."""
+    return _is_global(leaf) and not leaf.is_fully_replicated
+
+
+def readable(leaf: Any) -> Any:
+    """The leaf, mirrored if it is split; every process calls this, and may read it."""
+    if not is_split(leaf):
+        return leaf
+    mirrored = whole_on(leaf.sharding.mesh)
+    with says_if_alone("a value of all towers is read"):
+        return wait_on_cpus(_reshard(leaf, sharding=mirrored))
+
+
+_wrap_key_data = jax.jit(jax.random.wrap_key_data, static_argnames="impl")
+
+
+def _place_on_processes(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """A global array, of which this process places the shards of its own devices."""
+    if is_key(leaf):
+        data = _place_on_processes(jax.random.key_data(leaf), sharding)
+        return _wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    if _is_global(leaf):
+        if leaf.sharding.device_set == sharding.device_set:
+            return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+    host = copy_to_host(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda at: host[at])
+
+
+def has_sharding(x: Any, sharding: NamedSharding) -> bool:
+    """Is ``x`` a JAX array of that sharding?"""
+    is_array = isinstance(x, jax.Array)
+    return is_array and x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
+    """Rows on the devices of their towers, copied: a loader may reuse its buffer."""
+    placement.require_present()
+    if placement.num_processes > 1:
+        return place_own(tree, placement, layout)
+    sharding = placement.sharding(layout)
+    return jax.tree.map(lambda x: _place_rows_of(x, sharding), tree)
+
+
+def _place_rows_of(x: Any, sharding: NamedSharding) -> jax.Array:
+    if isinstance(x, jax.Array):
+        return x if has_sharding(x, sharding) else jax.device_put(x, sharding)
+    x = np.asarray(x)
+    dtype = held_dtype(x.dtype)
+    # XLA fails to copy an array without elements, and one part to several devices.
+    has_copies = len(sharding.mesh.axis_names) > 1
+    if not 0 < x.nbytes < _LARGE or has_copies:
+        return put(_copy_aligned(x, dtype), sharding, shared=True)
+    # In C order: XLA cannot copy an array whose elements share memory (broadcast_to).
+    return put(x.astype(dtype, order="C", copy=False), sharding)
+
+
+def _copy_aligned(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    size = x.size * dtype.itemsize
+    room = np.empty(size + _ALIGNED, np.uint8)
+    start = -room.__array_interface__["data"][0] % _ALIGNED
+    copy = room[start : start + size].view(dtype).reshape(x.shape)
+    np.copyto(copy, x, casting="unsafe")
+    return copy
+
+
+def argument_converter(x: Any, sharding: NamedSharding) -> Callable[[Any], Any] | None:
+    """A function that makes arrays like ``x`` a program's arguments; None: they are."""
+    # A program of one device places a copy of few rows in less time than `put`.
+    if not isinstance(x, jax.Array) and sharding.num_devices == 1 and x.nbytes < _SMALL:
+        return functools.partial(np.array, dtype=held_dtype(x.dtype))
+    if has_sharding(x, sharding):
+        return None
+    return functools.partial(_place_rows_of, sharding=sharding)
+
+
+def place_own_rows(tree: PyTree, placement: Placement) -> PyTree:
+    """Global arrays of which this process's rows are the part of its own towers."""
+    placement.require_present()
+    sharding = placement.sharding(Layout.PER_TOWER)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, copy_to_host(x)),
+        tree,
+    )
+
+
+def wait_on_cpus(out: PyTree) -> PyTree:
+    """Return ``out``; wait for it first if it is on several CPUs: `bound_in_flight`."""
+    for x in jax.tree.leaves(out):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+            devices = x.sharding.device_set
+            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+                x.block_until_ready()
+    return out
+
+
+def on_every_process(tree: PyTree, placement: Placement) -> PyTree:
+    """The tree, mirrored, so that the host of each process can read it."""
+    if placement.num_processes == 1:
+        return tree
+    mirrored = placement.sharding(Layout.MIRRORED)
+    return wait_on_cpus(_reshard(tree, sharding=mirrored))
+
+
+@functools.partial(jax.jit, static_argnames="sharding")
+def _reshard(tree: PyTree, *, sharding: NamedSharding) -> PyTree:
+    return jax.lax.with_sharding_constraint(tree, sharding)
