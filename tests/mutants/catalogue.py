@@ -503,7 +503,7 @@ STATE = (
        "np.clip(left + 1, 0, rows)",
        "test_example_count.py::test_each_example_counts_once[4 towers on 2-summed]"),
     _m("S10", "init shares the caller's arrays, which donation deletes",
-       "mesh.placement:place_own",
+       "mesh.transfer:place_own",
        "jax.device_put(jax.tree.map(copy_to_host, tree), shardings)",
        "jax.device_put(tree, shardings)",
        "test_compiled.py::test_init_copies_so_donation_spares_the_callers_arrays"),
@@ -762,7 +762,7 @@ TESTING = (
     _m("T06", "assert_same does not see NaN", "step.comparison:gaps", "nan=np.inf",
        "nan=0.0", "test_testing.py::test_trees_that_are_not_alike_are_told"),
     _m("T07", "the oracle of one tower has all towers",
-       "tools.testing.compare:_one_device",
+       "tools.testing.compare:_one_tower",
        "return OneDevice(strategy.placement.devices[0])", "return strategy",
        "test_testing.py::test_the_oracle_shows_what_is_wrong"),
     _m("T09", "the command's exit status does not tell of a finding",
@@ -1149,7 +1149,35 @@ OUTSIDE = (
        "test_launch.py::test_a_killed_process_is_named"),
 )
 
+_WIDE = "test_within.py::test"
+_PARTS = f"{_WIDE}_each_device_holds_its_part_of_a_leaf_and_of_its_momenta"
+WITHIN = (
+    _m("L01", "momenta of split parameters are whole on each device",
+       "mesh.specs:specs_like", "for i in range(len(keys) + 1)", "for i in range(2)",
+       f"{_PARTS}[mirrored]"),
+    _m("L02", "small gradients are gathered within a tower to share a buffer",
+       "collectives.ops:AllReduce.sum_over_towers", "below = 0 if axes.mesh.axis_names",
+       "below = 0 if False",
+       f"{_WIDE}_towers_reduce_once_and_their_devices_among_themselves"),
+    _m("L03", "each device of a tower computes all of its rows",
+       "mesh.placement:Placement.split_rows", "return rows if size == 1 else",
+       "return rows if size else",
+       f"{_WIDE}_rows_split_within_a_tower_halve_its_arithmetic"),
+    _m("L04", "a leaf that is split within towers is whole over them",
+       "mesh.placement:Placement.shardings",
+       "split_spec(self.split_dim(x, spec), spec)", "spec", f"{_PARTS}[sharded]"),
+    _m("L05", "an audit has one device for a tower of several",
+       "towers.strategies:on_one_group", "within=placement.within", "within=()",
+       f"{_WIDE}_the_audit_padding_evaluation_and_prediction_of_wide_towers"),
+    _m("L06", "a spec of no parameter is overlooked", "mesh.specs:Specs.table",
+       "if keys not in used", "if False",
+       f"{_WIDE}_what_wide_towers_cannot_be_is_refused[unknown leaf]"),
+    _m("L07", "a state that is split otherwise is taken",
+       "step.state_checks:check_made_for", "(strategy), state, state.params",
+       "(strategy), state", f"{_WIDE}_specs_by_a_function_of_the_name"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
-MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE
+MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN

@@ -58,11 +58,8 @@ def prepare(
     start = time.perf_counter()
     proving = Proving(placement, on_devices=True)
     given = dict(zip(recipe.in_layouts, args, strict=True))
-    params = given["state"]["params"]
-    ins = {
-        name: placement.shardings(layout, given[name], params)
-        for name, layout in recipe.in_layouts.items()
-    }
+    pairs, params = recipe.in_layouts.items(), given["state"]["params"]
+    ins = {name: placement.shardings(x, given[name], params) for name, x in pairs}
     fn = functools.partial(recipe.fn, proving)
     jitted = jax.jit(
         fn if full_rows is None else _with_full_rows(fn, [*given], full_rows),
