@@ -11,6 +11,8 @@ import sys
 import jax
 import pytest
 
+from towerjax.mesh import placement
+
 # Before JAX looks for devices, as programs do.
 from towerjax.tools.cli import main
 
@@ -22,6 +24,8 @@ sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # tests may look at all frames
+# The models of tests are small, and are split all the same.
+LEAST_PART, placement.LEAST_PART = placement.LEAST_PART, 1
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import functools
 import math
 import re
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.mesh import placement
 
 SHARDED = ("sharded_optimizer", "sharded")
 EVEN = 6 * 16 + 16 + 16  # what four devices divide; 4 numbers are not even
@@ -188,3 +190,18 @@ def test_what_cannot_be_sharded_is_refused():
         mirrored("sharded", executor="pmap")
     with pytest.raises(ValueError, match="PinnedTree"):
         mirrored("sharded_optimizer", cross_tower_ops=tj.PinnedTree())
+
+
+def test_small_leaves_stay_whole(monkeypatch):
+    monkeypatch.setattr(placement, "LEAST_PART", conftest.LEAST_PART)
+    params = {str(n): np.zeros(n, np.float32) for n in (508, 512)}
+
+    def fn(params, batch, tower):
+        total = sum(x.sum() for x in params.values())
+        return tj.Weighted.mean((total - batch) ** 2, tower.weight)
+
+    step = tj.build_train_step(fn, optax.adam(0.1), mirrored("sharded"))
+    state, _ = step(step.init(params), np.arange(8, dtype=np.float32))
+    for tree in (state.params, state.opt_state[0].mu):
+        sizes = [x.addressable_shards[0].data.size for x in tree.values()]
+        assert sizes == [508, 128]

@@ -1152,6 +1152,9 @@ OUTSIDE = (
 _WIDE = "test_within.py::test"
 _PARTS = f"{_WIDE}_each_device_holds_its_part_of_a_leaf_and_of_its_momenta"
 WITHIN = (
+    _m("L08", "small leaves are gathered at each step",
+       "mesh.placement:Placement.split_dim", "math.prod(shape) < LEAST_PART * count",
+       "False", "test_sharded_state.py::test_small_leaves_stay_whole"),
     _m("L01", "momenta of split parameters are whole on each device",
        "mesh.specs:specs_like", "for i in range(len(keys) + 1)", "for i in range(2)",
        f"{_PARTS}[mirrored]"),

@@ -15,6 +15,9 @@ import writes
 
 import towerjax as tj
 from towerjax.contrib import LocalSGD
+from towerjax.mesh import placement
+
+placement.LEAST_PART = 1  # as in tests/conftest.py
 
 
 def loss_fn(params, batch, tower):
