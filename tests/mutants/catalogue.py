@@ -1152,6 +1152,10 @@ OUTSIDE = (
 _WIDE = "test_within.py::test"
 _PARTS = f"{_WIDE}_each_device_holds_its_part_of_a_leaf_and_of_its_momenta"
 WITHIN = (
+    _m("L09", "each device updates all matrices of a stack",
+       "contrib.by_owner:_dealt", "if is_one else PartitionSpec()",
+       "if False else PartitionSpec()",
+       "test_by_owner.py::test_each_device_computes_its_own_matrices"),
     _m("L08", "small leaves are gathered at each step",
        "mesh.placement:Placement.split_dim", "math.prod(shape) < LEAST_PART * count",
        "False", "test_sharded_state.py::test_small_leaves_stay_whole"),

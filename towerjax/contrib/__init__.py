@@ -1,5 +1,6 @@
-"""What is written on the public names alone: gradients in few bits, their noise."""
+"""What is written on the public names alone: rarer, smaller and shared-out work."""
 
+from towerjax.contrib.by_owner import by_owner as by_owner
 from towerjax.contrib.compressed import Compressed as Compressed
 from towerjax.contrib.diloco import DiLoCo as DiLoCo
 from towerjax.contrib.diloco import LocalSGD as LocalSGD

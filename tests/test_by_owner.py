@@ -1,0 +1,131 @@
+"""Matrices that an optimizer needs whole are updated by their owner."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+from towerjax.contrib import by_owner
+
+LAYERS, WIDTH = 8, 16
+
+
+def start():
+    rng = np.random.default_rng(0)
+    sizes = {"up": (LAYERS, WIDTH, 3 * WIDTH), "down": (LAYERS, 3 * WIDTH, WIDTH)}
+    draws = {n: np.float32(rng.normal(size=x) / 4) for n, x in sizes.items()}
+    scale = np.linspace(1, 2, WIDTH, dtype=np.float32)
+    return {"layers": draws, "scale": scale}
+
+
+def rows(seed=1):
+    return np.random.default_rng(seed).normal(size=(24, WIDTH)).astype(np.float32)
+
+
+def loss_fn(params, batch, tower):
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+    out, _ = jax.lax.scan(layer, batch * params["scale"][None], params["layers"])
+    return tj.Weighted.mean((out**2).mean(-1), batch[:, 0] ** 2 * tower.weight)
+
+
+def is_stack(name, x):
+    return name.startswith("layers/")
+
+
+def muon():
+    def dims(params):
+        numbers = optax.contrib.MuonDimensionNumbers
+        matrix = numbers(reduction_axis=1, output_axis=2)
+        return jax.tree.map(lambda x: matrix if x.ndim == 3 else None, params)
+
+    return optax.contrib.muon(0.02, muon_weight_dimension_numbers=dims)
+
+
+OPTIMIZERS = {
+    "muon": muon,
+    "adamw": lambda: optax.adamw(0.01),
+    "momentum": lambda: optax.sgd(optax.linear_schedule(0.1, 0, 9), momentum=0.9),
+}
+
+
+@functools.cache
+def trained(name, state, owned, devices=4):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=8, state=state)
+    optimizer = OPTIMIZERS[name]()
+    if owned:
+        optimizer = by_owner(optimizer, strategy, is_stack)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    step = tj.build_train_step(loss_fn, optimizer, strategy)
+    done = step.init(start())
+    for seed in range(3):
+        done, _ = step(done, rows(seed))
+    return step, done
+
+
+@pytest.mark.parametrize(
+    "name, state",
+    [
+        ("muon", "sharded"),
+        pytest.param("muon", "mirrored", marks=pytest.mark.slow),
+        pytest.param("adamw", "sharded_optimizer", marks=pytest.mark.slow),
+        pytest.param("momentum", "sharded", marks=pytest.mark.slow),
+    ],
+)
+def test_the_numbers_are_those_of_the_optimizer(name, state):
+    _, found = trained(name, state, True)
+    _, wanted = trained(name, "mirrored", False, 1)
+    pairs = [(found.params, wanted.params), (found.opt_state, wanted.opt_state)]
+    for a, b in pairs:
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_allclose(np.asarray(x), y, rtol=2e-4, atol=2e-5)
+
+
+def test_each_device_computes_its_own_matrices():
+    def figures(owned, devices=4):
+        step, state = trained("muon", "sharded", owned, devices)
+        call = step.program(state, rows()).call
+        found = step.report(state, rows()).collectives
+        count = sum(x.trips for x in found if x.opcode == "all-reduce")
+        return call.cost_analysis()["flops"], count
+
+    (flops, sums), (split, more) = figures(True), figures(False)
+    one, _ = figures(False, 1)
+    assert flops < 1.15 * one / 4 and split > 1.3 * one / 4
+    # The loss with its weight and the scale; the clipped norm.
+    assert sums <= 3 < more
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda s: by_owner(optax.sgd(0.1), is_stack, s), "Write by_owner"),
+        (
+            lambda s: by_owner(
+                optax.sgd(0.1), tj.Mirrored(within={"model": 2}), is_stack
+            ),
+            "within= splits them",
+        ),
+        (
+            lambda s: by_owner(optax.sgd(0.1), s, lambda name, x: True).update(
+                start(), optax.EmptyState(), start()
+            ),
+            r"scale of shape \[16\] is a stack",
+        ),
+        (
+            lambda s: by_owner(optax.sgd(0.1), s, is_stack).update(
+                {"layers": {"x": np.zeros((6, 2, 2))}}, optax.EmptyState()
+            ),
+            r"layers/x of shape \[6, 2, 2\] .* the 4 devices divide.*take 2 devices",
+        ),
+    ],
+)
+def test_what_cannot_be_dealt_out_is_refused(call, text):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)])
+    with pytest.raises(ValueError, match=text):
+        call(strategy)
