@@ -136,8 +136,8 @@ REGISTRY = (
        "jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)",
        "jax.random.fold_in(key, self.id)", _NOISE),
     _m("B21", "each device has other initial parameters", "step.state:init_state",
-       "return place(state, placement, state_layout(strategy))",
-       "state = place(state, placement, state_layout(strategy))\n"
+       "return place(state, placement, state_layout(strategy), params)",
+       "state = place(state, placement, state_layout(strategy), params)\n"
        "    make = jax.make_array_from_single_device_arrays\n"
        "    params = jax.tree.map(lambda x: make(\n"
        "        x.shape, x.sharding, [jax.device_put(np.asarray(x) + i, device)\n"

@@ -1,0 +1,170 @@
+"""Steps of parameters in parts against two that people write by hand.
+
+A network of scanned, recomputed layers with Adam on 8 CPU devices: `state="sharded"`;
+FSDP by hand, a `shard_map` that gathers each layer in the scan; and `jit` with a
+`NamedSharding` for each parameter, where the compiler decides what to send.
+
+Run: ``python -m benchmarks.sharded_speed [--width 256] [--layers 6] [--rows 8 512]
+[--rounds 9]``; rows are of a device.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import towerjax as tj
+from towerjax.tools.sweep.turns import in_turns, interval_of_median
+
+DEVICES, OPTIMIZER = 8, optax.adam(1e-3)
+SPECS = {"up": P(None, None, "d"), "down": P(None, "d")}
+
+
+def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+    """A residual layer of one hidden layer."""
+    return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+
+def losses(params: Any, x: jax.Array) -> jax.Array:
+    """The squared outputs of each row."""
+    return (lax.scan(jax.checkpoint(layer), x, params)[0] ** 2).mean(-1)
+
+
+class Stepping:
+    """A step with its state, called again and again."""
+
+    def __init__(self, call: Callable[..., Any], state: Any, batch: Any) -> None:
+        self.call, self.state, self.batch = call, state, batch
+        self.memory = 0
+
+    def run(self) -> Any:
+        """One step; the loss."""
+        self.state, loss = self.call(self.state, self.batch)
+        return loss
+
+
+def _peak(compiled: Any) -> int:
+    plan = compiled.memory_analysis()
+    return plan.argument_size_in_bytes + plan.temp_size_in_bytes
+
+
+def by_towerjax(params: Any, batch: Any) -> Stepping:
+    """Ours."""
+
+    def loss_fn(params: Any, x: jax.Array, tower: Any) -> tj.Weighted:
+        return tj.Weighted.mean(losses(params, x), tower.weight)
+
+    step = tj.build_train_step(loss_fn, OPTIMIZER, tj.Mirrored(state="sharded"))
+    state, placed = step.init(params), step.place_batch(batch)
+    made = Stepping(lambda s, b: step(s, b), state, placed)
+    made.memory = _peak(step.program(state, placed).call)
+    return made
+
+
+def _of(update: Callable[..., Any], params: Any, batch: Any, mesh: Any) -> Stepping:
+    """A jitted step of ``(params, opt_state)`` in parts."""
+    where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params = jax.device_put(params, where)
+    state = (params, jax.jit(OPTIMIZER.init)(params))
+    adam, *rest = state[1]
+    adam = adam._replace(mu=jax.device_put(adam.mu, where))
+    adam = adam._replace(nu=jax.device_put(adam.nu, where))
+    state = (params, (adam, *rest))
+    rows = jax.device_put(batch, NamedSharding(mesh, P("d")))
+    jitted = jax.jit(update, donate_argnums=0)
+    compiled = jitted.lower(state, rows).compile()
+    made = Stepping(compiled, state, rows)
+    made.memory = _peak(compiled)
+    return made
+
+
+def _apply(state: Any, grads: Any) -> Any:
+    updates, opt_state = OPTIMIZER.update(grads, state[1], state[0])
+    return optax.apply_updates(state[0], updates), opt_state
+
+
+def by_shard_map(params: Any, batch: Any, mesh: Any) -> Stepping:
+    """FSDP by hand."""
+
+    def device_fn(state: Any, x: jax.Array) -> Any:
+        def gathered(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            whole = {
+                "up": lax.all_gather(p["up"], "d", axis=1, tiled=True),
+                "down": lax.all_gather(p["down"], "d", axis=0, tiled=True),
+            }
+            return layer(x, whole)
+
+        def total(params: Any) -> jax.Array:
+            out = lax.scan(jax.checkpoint(gathered), x, params)[0]
+            return (out**2).mean(-1).sum()
+
+        loss, grads = jax.value_and_grad(total)(state[0])
+        count = DEVICES * len(x)
+        grads = jax.tree.map(lambda g: g / count, grads)
+        return _apply(state, grads), lax.psum(loss, "d") / count
+
+    adam = optax.ScaleByAdamState(P(), SPECS, SPECS)
+    of_state = (SPECS, (adam, optax.EmptyState()))
+    update = jax.shard_map(
+        device_fn,
+        mesh=mesh,
+        in_specs=(of_state, P("d")),
+        out_specs=(of_state, P()),
+        check_vma=False,
+    )
+    return _of(update, params, batch, mesh)
+
+
+def by_jit(params: Any, batch: Any, mesh: Any) -> Stepping:
+    """`jit` with shardings."""
+
+    def update(state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: losses(p, x).mean())(state[0])
+        return _apply(state, grads), loss
+
+    return _of(update, params, batch, mesh)
+
+
+def main() -> None:
+    """Print a line for each number of rows."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 512])
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    shape = options.layers, options.width, 4 * options.width
+    draw = functools.partial(rng.normal, scale=0.02)
+    params = {"up": draw(size=shape), "down": draw(size=(shape[0], *shape[:0:-1]))}
+    params = jax.tree.map(np.float32, params)
+    print(
+        "| rows a device | towerjax ms | shard_map by hand | jit | peak MB, in turn |"
+    )
+    print("|---|---|---|---|---|")
+    for rows in options.rows:
+        batch = np.float32(rng.normal(size=(rows * DEVICES, options.width)))
+        made = [by_towerjax(params, batch)]
+        made += [fn(params, batch, mesh) for fn in (by_shard_map, by_jit)]
+        found = in_turns(made, rounds=options.rounds, calls=3)[:, :, 0]
+        times = [interval_of_median(found[:, 0] / found[:, i]) for i in (1, 2)]
+        peaks = ", ".join(f"{x.memory / 1e6:.0f}" for x in made)
+        cells = f"{np.median(found[:, 0]) * 1e3:.1f}", *map(str, times), peaks
+        print(f"| {rows} | {' | '.join(cells)} |", flush=True)
+        values = [float(jnp.asarray(jax.tree.leaves(x.run())[0])) for x in made]
+        if not np.allclose(values, values[0], rtol=1e-4):
+            raise RuntimeError(f"The losses differ: {values}.")
+
+
+if __name__ == "__main__":
+    main()
