@@ -111,7 +111,8 @@ def by_shard_map(params: Any, batch: Any, mesh: Any) -> Stepping:
         grads = jax.tree.map(lambda g: g / count, grads)
         return _apply(state, grads), lax.psum(loss, "d") / count
 
-    adam = optax.ScaleByAdamState(P(), SPECS, SPECS)
+    made: Any = optax.ScaleByAdamState
+    adam = made(P(), SPECS, SPECS)
     of_state = (SPECS, (adam, optax.EmptyState()))
     update = jax.shard_map(
         device_fn,

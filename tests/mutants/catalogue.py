@@ -565,8 +565,8 @@ INPUT = (
        "test_an_update_whose_copies_would_differ_is_refused[False-own_part_alone-drift"
        " apart: result 0, of what in_specs split at]"),
     _m("M27", "a mesh of a tower's own is only known on a device that is another",
-       "proof.meshes:refuse_in_towers", "if on > 1 or x.size > 1",
-       "if on > 1 and x.size > 1", "test_proof_meshes.py::"
+       "proof.meshes:refuse_in_towers", "(on > 1 or x.size > 1)",
+       "(on > 1 and x.size > 1)", "test_proof_meshes.py::"
        "test_what_towers_cannot_run_is_refused[shard_map, one device]"),
     _m("M28", "a gradient that its backward has added up is added up again",
        "proof.marks:_reduce_mark", "is_in_backward(eqn)", "not is_in_backward(eqn)",
