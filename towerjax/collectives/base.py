@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from towerjax.collectives.packing import Sums
+from towerjax.collectives.reduce import add_rows
 from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import tags
 from towerjax.types import PyTree
@@ -51,5 +52,5 @@ def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
     """The sum over all towers of leaves ``[k, ...]``, one row a local tower."""
     if not ops.needs_every_tower:
-        rows = jax.tree.map(lambda x: x.sum(axis=0, dtype=x.dtype), rows)
+        rows = jax.tree.map(add_rows, rows)
     return sum_over_towers(ops, rows, axes).tree()

@@ -197,6 +197,15 @@ def add_pairwise(rows: jax.Array) -> jax.Array:
     return rows[0]
 
 
+def add_rows(x: jax.Array) -> jax.Array:
+    """The sum of the rows of a device's towers."""
+    # XLA:CPU fuses a sum with the product that it adds up, and then computes both
+    # element by element: 2 to 5 times slower than additions.
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return add_pairwise(x)
+    return x.sum(axis=0, dtype=x.dtype)
+
+
 def all_gather_rows(rows: PyTree, axes: TowerAxes) -> PyTree:
     """Gather each device's leaves ``[k, ...]`` to ``[D * k, ...]`` on all devices."""
     if not axes.device_axis:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from towerjax.collectives.reduce import add_pairwise, join_rows
+from towerjax.collectives.reduce import add_rows, join_rows
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import (
     all_eqns,
@@ -170,15 +170,7 @@ def _linear_part(eqn: JaxprEqn, part: Part, given: Operands) -> jax.Array:
 
 
 def _added_part(rows: Sequence[int], given: Operands) -> jax.Array:
-    return _add_rows(reduce(operator.add, [given[i] for i in rows]))
-
-
-def _add_rows(x: jax.Array) -> jax.Array:
-    # XLA:CPU fuses a sum with the product that it adds up, and then computes both
-    # element by element: 2 to 5 times slower than additions.
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return add_pairwise(x)
-    return x.sum(axis=0, dtype=x.dtype)
+    return add_rows(reduce(operator.add, [given[i] for i in rows]))
 
 
 def _fused_sum(
@@ -304,7 +296,7 @@ class _Opened:
             # A scan of a number starts from a literal, which has no shape.
             x, has_towers = jnp.asarray(given[first + i]), is_own[first + i]
             if i in sums:
-                return _add_rows(x) if has_towers else x * jnp.asarray(size, x.dtype)
+                return add_rows(x) if has_towers else x * jnp.asarray(size, x.dtype)
             if own_out[i] and not has_towers:
                 return jnp.broadcast_to(x, (size, *x.shape))
             return x
