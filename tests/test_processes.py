@@ -1,5 +1,6 @@
 """Several real processes train what one process trains, to the bit where promised."""
 
+import importlib
 import json
 import pathlib
 import re
@@ -168,6 +169,15 @@ EXPECTED = {
 @pytest.mark.parametrize("scenario", EXPECTED)
 def test_every_process_sees_the_same_values(told, scenario):
     assert [one[scenario] for one in told] == [EXPECTED[scenario]] * 2
+
+
+@pytest.mark.slow
+def test_parts_on_two_processes_end_on_the_bits_of_one_device(told, monkeypatch):
+    monkeypatch.syspath_prepend(WORKER.parent)
+    scenarios = importlib.import_module("scenarios")
+    bits, size = scenarios.pinned("mirrored", ["cpu:0"])
+    assert size == 512
+    assert [one["bits_of_parts"] for one in told] == [[bits, 128]] * 2
 
 
 @pytest.mark.slow

@@ -571,3 +571,53 @@ def test_no_large_gradient_is_gathered_for_what_packs_small_ones():
     text = step.program(step.init(params), rows).call.as_text()
     gathered = [shape for shape, _ in collectives(text, "all-gather")]
     assert gathered and not any("[8,256,256]" in x for x in gathered), gathered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+def test_members_of_a_vmap_have_the_numbers(local):
+    def members(state):
+        step = build(towers(8, 4, local, state=state))
+        first = step.init(start())
+
+        def run(scale):
+            params = jax.tree.map(lambda x: x * scale, first.params)
+            last = dataclasses.replace(first, params=params)
+            for seed in range(2):
+                last, metrics = step.fn(last, given[seed])
+            return last.params, metrics["loss"]
+
+        return jax.jit(jax.vmap(run))(jnp.array([1.0, 0.5, 2.0]))
+
+    def build(strategy):
+        return tj.build_train_step(
+            loss_by(recomputed), CLIPPED, strategy, remainder="pad"
+        )
+
+    with jax.enable_x64(True):
+        given = [batch(0), batch(1)]
+        pairs = zip(
+            *map(jax.tree.leaves, map(members, ("sharded", "mirrored"))), strict=True
+        )
+        for found, wanted in pairs:
+            np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["in_turn", "together"])
+def test_a_sweep_of_parts_has_the_numbers(order):
+    def swept(state):
+        def build(rate):
+            strategy = towers(4, 4, state=state)
+            step = tj.build_train_step(
+                loss_by(recomputed), optax.adam(rate), strategy, remainder="pad"
+            )
+            return step, step.init(start())
+
+        grid = {"rate": [0.1, 0.01]}
+        data = [batch(seed) for seed in range(3)]
+        found = tj.sweep(build, grid, data, order=order, progress=False)
+        return [row["loss"] for row in found.rows()]
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(swept("sharded"), swept("mirrored"), rtol=1e-9)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import pathlib
 import threading
 import time
@@ -412,6 +413,32 @@ def sharded(me):
     return [round(float(metrics["loss"]), 2), parts, *read]
 
 
+def bits_of_parts(me):
+    """The bits of a state in parts, two towers on each of four devices."""
+    return pinned("sharded")
+
+
+def pinned(state, devices=None):
+    """A hash of what eight towers end on, and how many elements a device holds."""
+
+    def loss_fn(params, batch, tower):
+        errors = batch["x"][:, None] * params["w"][None] - params["w"].sum()
+        return tj.Weighted.mean((errors**2).sum(-1), tower.weight)
+
+    options = {"local": "scan", "cross_tower_ops": tj.PinnedTree(), "towers": 8}
+    strategy = tj.Mirrored(devices, state=state, **options)
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
+    step = tj.build_train_step(loss_fn, clipped, strategy)
+    done = step.init({"w": np.linspace(-1, 1, 512, dtype=np.float32)})
+    for start in range(3):
+        done, _ = step(done, rows(24, start))
+    read = tj.towers.saved_values((done.params, done.opt_state))
+    digest = hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(read))
+    )
+    return digest.hexdigest(), done.params["w"].addressable_shards[0].data.size
+
+
 def wide(me):
     """Each process has one tower of two devices, each with half of a matrix."""
     specs = {"w": jax.sharding.PartitionSpec("model")}
@@ -467,6 +494,7 @@ def shared_values_of_the_first(me):
 SCENARIOS = [
     shared_values_of_the_first,
     sharded,
+    bits_of_parts,
     wide,
     desynced,
     not_finite,
