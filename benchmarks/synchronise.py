@@ -66,12 +66,15 @@ def trained(way: Any, given: dict[str, Any]) -> tuple[float, Any]:
     """What a tower sends in a step, on average; its run's history."""
     rates = optax.warmup_cosine_decay_schedule(0, 1e-2, 10, STEPS)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=TOWERS)
-    step = build_train_step(
-        given["loss_fn"], optax.adamw(rates, b2=0.98), strategy, extend=way
-    )
+    optimizer = optax.adamw(rates, b2=0.98)
+    step = build_train_step(given["loss_fn"], optimizer, strategy, extend=way)
     params = given["init_params"]()
-    proof = step.check(params, np.zeros((ROWS, given["LENGTH"] + 1), np.int32))
-    sent = sum(x.bytes for x in proof.analysis.collectives)
+    # What towers send, each on a device of its own.
+    apart = Mirrored([f"cpu:{i}" for i in range(TOWERS)])
+    sending = build_train_step(given["loss_fn"], optimizer, apart, extend=way)
+    rows = np.zeros((ROWS, given["LENGTH"] + 1), np.int32)
+    report = sending.report(sending.init(params), rows)
+    sent = sum(x.bytes * x.trips for x in report.collectives)
     _, history = run(
         step,
         step.init(params, rng=jax.random.key(1)),
@@ -90,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("svg", nargs="?")
     options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", TOWERS)
     given, curves = model(), []
     print(f"JAX {jax.__version__}, {STEPS} steps of {ROWS} rows on {TOWERS} towers")
     print(f"{'':23} {'kB a step':>9} {'MB in all':>9} {'bits per byte':>13}")
