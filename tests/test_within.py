@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import re
 
 import flax.linen as nn
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 from towerjax.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
 
+COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 CPUS = [f"cpu:{i}" for i in range(8)]
 SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": None}
 CLIP, RATE = 0.3, 0.1
@@ -463,6 +465,10 @@ def test_towers_of_devices_that_are_nowhere_are_proved():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not any(x.name.startswith("xla_cuda") for x in COMPILERS),
+    reason="towerjax[gpu-compiler] is not installed",
+)
 def test_wide_towers_of_absent_gpus_compile():
     strategy = tj.Mirrored(tj.Absent("h200", 8), within={"model": 4}, specs=SPECS)
     step = tj.build_train_step(loss_fn, ADAM, strategy)
