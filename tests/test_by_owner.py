@@ -102,6 +102,45 @@ def test_each_device_computes_its_own_matrices():
 
 
 @pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+        optax.lamb(0.1),
+        optax.adafactor(0.1, min_dim_size_to_factor=4),
+    ],
+    ids=["clipped", "lamb", "adafactor"],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_number_of_a_whole_stack_is_refused(optimizer, alone):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)])
+    step = tj.build_train_step(
+        loss_fn if not alone else lambda p, b, t: loss_fn({**p, "scale": b[0]}, b, t),
+        by_owner(optimizer, strategy, is_stack),
+        strategy,
+    )
+    params = {"layers": start()["layers"]} if alone else start()
+    with pytest.raises(ValueError, match=r"one number of all of \['layers'\]\['"):
+        step.check(params, rows())
+
+
+def test_what_an_optimizer_keeps_for_each_matrix_goes_with_it():
+    """Adafactor's means of rows and columns, without its mean of a whole leaf."""
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=8)
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], state="sharded")
+    found = []
+    for optimizer in (factored, by_owner(factored, strategy, is_stack)):
+        step = tj.build_train_step(
+            loss_fn, optax.chain(optimizer, optax.sgd(0.01)), strategy
+        )
+        state = step.init(start())
+        for seed in range(2):
+            state, _ = step(state, rows(seed))
+        found.append(jax.tree.leaves((state.params, state.opt_state)))
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
     "call, text",
     [
         (lambda s: by_owner(optax.sgd(0.1), is_stack, s), "Write by_owner"),

@@ -24,8 +24,8 @@ def by_owner(
     Muon, Shampoo and SOAP need a matrix whole. Of a stack ``[n, ...]``, such as the
     parameters of scanned layers, each device here updates ``n / D`` matrices, as their
     owner; everything else is updated on all. The results are those of ``optimizer``,
-    as long as that computes each leaf, and each matrix of a stack, by itself: chain
-    what looks at all, such as clipping by the global norm, before it.
+    which must compute each matrix of a stack by itself: what makes one number of all
+    of them, such as clipping by the global norm, is refused, and is chained before it.
 
     Args:
       optimizer: An optax transformation whose state holds arrays like the parameters.
@@ -37,8 +37,8 @@ def by_owner(
       The transformation, with the state of ``optimizer``.
 
     Raises:
-      ValueError: At the update, ``D`` does not divide a stack, or an argument is of
-        another type.
+      ValueError: At the update, ``D`` does not divide a stack, or one number is made
+        of a whole one; or an argument is of another type.
 
     Example:
       >>> import numpy as np, towerjax as tj
@@ -78,8 +78,10 @@ def by_owner(
         if devices == 1:
             return inner.update(updates, state, params, **extra)
         given = updates, state, params, extra
+        fn = lambda *args: inner.update(*args[:3], **args[3])  # noqa: E731
+        _refuse_mixed(fn, given, stacks)
         run = jax.shard_map(
-            lambda *args: inner.update(*args[:3], **args[3]),
+            fn,
             mesh=AbstractMesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,)),
             in_specs=_dealt(given, stacks),
             out_specs=_dealt((updates, state), stacks),
@@ -90,36 +92,69 @@ def by_owner(
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _way(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((x,), simple=True) for x in path)
-
-
 def _stacks(
     params: Any, stacked: Callable[[str, Any], bool], devices: int
-) -> dict[tuple[str, ...], tuple[int, ...]]:
-    """The shapes of the parameters that are stacks, by the way to them."""
+) -> dict[str, int]:
+    """How many matrices each parameter has that is a stack, by its name."""
     found = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        keys, shape = _way(path), jnp.shape(x)
-        if not stacked("/".join(keys), x):
+        name, shape = jax.tree_util.keystr(path), jnp.shape(x)
+        readable = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not stacked(readable, x):
             continue
         if len(shape) < 3 or shape[0] % devices:
             fitting = math.gcd(shape[0] if shape else 1, devices)
             raise ValueError(
-                f"stacked= says that {'/'.join(keys)} of shape {[*shape]} is a stack of"
+                f"stacked= says that {readable} of shape {[*shape]} is a stack of"
                 f" matrices, [n, ...] with an n that the {devices} devices divide."
                 f" Leave it out, or take {fitting} devices."
             )
-        found[keys] = shape
+        found[name] = shape[0]
     return found
 
 
-def _dealt(tree: Any, stacks: dict[tuple[str, ...], tuple[int, ...]]) -> Any:
-    """A spec for each leaf: what has the name and shape of a stack is dealt out."""
+def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
+    """For each leaf the stack to which it belongs, row by row; None for others."""
 
-    def of(path: Any, x: Any) -> PartitionSpec:
-        keys, shape = _way(path), jnp.shape(x)
-        is_one = any(stacks.get(keys[i:]) == shape for i in range(len(keys)))
-        return PartitionSpec(_AXIS) if is_one else PartitionSpec()
+    def of(path: Any, x: Any) -> str | None:
+        name, rows = jax.tree_util.keystr(path), jnp.shape(x)[:1]
+        fits = (k for k, n in stacks.items() if name.endswith(k) and rows == (n,))
+        return next(fits, None)
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return [of(*x) for x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
+    """A spec for each leaf: what belongs to a stack is dealt out."""
+    split, whole = PartitionSpec(_AXIS), PartitionSpec()
+    specs = [split if x else whole for x in _of_stacks(tree, stacks)]
+    return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+
+def _refuse_mixed(fn: Callable[..., Any], args: Any, stacks: dict[str, int]) -> None:
+    """Raise where an optimizer makes fewer numbers of a stack than it has matrices."""
+
+    def follow(jaxpr: Any, reads: list[str | None]) -> list[str | None]:
+        of = dict(zip(jaxpr.invars, reads, strict=True))
+        get = lambda x: None if hasattr(x, "val") else of.get(x)  # noqa: E731
+        for eqn in jaxpr.eqns:
+            given = [get(x) for x in eqn.invars]
+            out = [next(filter(None, given), None)] * len(eqn.outvars)
+            if eqn.primitive.name == "jit":
+                inner = eqn.params["jaxpr"]
+                out = follow(getattr(inner, "jaxpr", inner), given)
+            if eqn.primitive.name in ("scan", "while", "cond"):  # which count, too
+                kinds = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
+                out = [x if kind else None for x, kind in zip(out, kinds, strict=True)]
+            of.update(zip(eqn.outvars, out, strict=True))
+            for stack, x in zip(out, eqn.outvars, strict=True):
+                if stack is not None and x.aval.size < stacks[stack]:
+                    raise ValueError(
+                        f"The optimizer of by_owner makes one number of all of {stack},"
+                        " of which each device has its own matrices alone. Chain what"
+                        " looks at all before it: optax.chain("
+                        "optax.clip_by_global_norm(1.0), by_owner(...))."
+                    )
+        return [get(x) for x in jaxpr.outvars]
+
+    follow(jax.make_jaxpr(fn)(*args).jaxpr, _of_stacks(args, stacks))
