@@ -447,6 +447,13 @@ def test_the_verbs_of_towers_of_several_devices():
     total = strategy.reduce(tj.Reduction.SUM, out)
     assert np.asarray(total).tolist() == [0, 10, 20, 30]
 
+    def nested(tower, x):
+        inner = strategy.call_for_each_tower(lambda inner, x: x + inner.id, x)
+        return x + inner.values.sum()
+
+    out = strategy.call_for_each_tower(nested, np.float32(1))
+    assert np.asarray(out).tolist() == 11  # 1 and each of 1, 2, 3, 4
+
 
 def test_towers_of_devices_that_are_nowhere_are_proved():
     devices = [f"gpu:{i}" for i in range(16)]
@@ -493,11 +500,19 @@ REFUSED = {
     ),
     "no such groups": (
         lambda: tj.Mirrored(CPUS[:3], within={"model": 2}),
-        "the 3 devices make no such groups",
+        r"which 3 make no .* 3 devices, or name a multiple of 2; .*_devices', 4\)",
     ),
     "too large": (
         lambda: tj.Mirrored(within={"model": 16}).placement,
-        "a tower of 16 devices, and the 8 devices .* axes of 2 or 4 or 8",
+        "a tower of 16 devices, of which 8 make no .* Give towers 2 or 4 or 8 devices",
+    ),
+    "one device": (
+        lambda: tj.Mirrored(CPUS[:1], within={"model": 2}),
+        r"whole number\. Name a multiple of 2; on CPUs .*jax_num_cpu_devices', 2\)",
+    ),
+    "too large for all": (
+        lambda: wide(2, within={"model": 16}).placement,
+        "a tower of 16 devices, of which 8 make no",
     ),
     "towers": (
         lambda: wide(3, 8),
@@ -574,3 +589,24 @@ def test_specs_by_a_function_of_the_name():
             tj.build_train_step(loss_fn, ADAM, wide(4, specs=None)).init(start()),
             rows(),
         )
+
+
+@pytest.mark.parametrize("within", [{}, {"other": 2}])
+def test_an_axis_that_is_not_there_names_the_option(within):
+    strategy = tj.Mirrored(CPUS[:2], within=within)
+    step = tj.build_train_step(loss_fn, ADAM, strategy)
+    with pytest.raises((RuntimeError, ValueError), match="mesh") as told:
+        step.check(start(), rows())
+    assert "tj.Mirrored(within={'model': 2})" in "".join(told.value.__notes__)
+
+
+def test_members_that_train_together_have_no_specs():
+    def build(rate):
+        step = tj.build_train_step(loss_fn, optax.sgd(rate), wide(4))
+        return step, step.init(start())
+
+    grid = {"rate": [0.1, 0.2]}
+    with pytest.raises(ValueError, match=r"order='in_turn'\), or leave specs out"):
+        tj.sweep(build, grid, [rows()] * 2, order="together", progress=False)
+    found = tj.sweep(build, grid, [rows()] * 2, order="in_turn", progress=False)
+    assert len(found.rows()) == 2

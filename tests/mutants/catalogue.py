@@ -1152,9 +1152,11 @@ OUTSIDE = (
 _WIDE = "test_within.py::test"
 _PARTS = f"{_WIDE}_each_device_holds_its_part_of_a_leaf_and_of_its_momenta"
 WITHIN = (
+    _m("L10", "each device clips by the norm of its own matrices",
+       "contrib.by_owner:_refuse_mixed", "x.aval.size < stacks[stack]", "False",
+       "test_by_owner.py::test_one_number_of_a_whole_stack_is_refused[True-clipped]"),
     _m("L09", "each device updates all matrices of a stack",
-       "contrib.by_owner:_dealt", "if is_one else PartitionSpec()",
-       "if False else PartitionSpec()",
+       "contrib.by_owner:_dealt", "split if x else whole", "whole",
        "test_by_owner.py::test_each_device_computes_its_own_matrices"),
     _m("L08", "small leaves are gathered at each step",
        "mesh.placement:Placement.split_dim", "math.prod(shape) < LEAST_PART * count",

@@ -20,9 +20,7 @@ from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import Device, find_device, owners_of
 from towerjax.mesh.specs import Specs, specs_like
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import (
-    is_key,
-)
+from towerjax.types.leaves import is_key
 
 # Names that no user writes by chance: a psum over the device axis alone would leave out
 # the towers of the same device. Users have the tower axis, over all towers.
@@ -249,27 +247,20 @@ class Placement:
 
         With ``params``, leaves that belong to one are split within towers as it is.
         """
-        if self.specs is None or params is None:
-
-            def of(layout: Layout, part: PyTree) -> PyTree:
-                if layout is Layout.SHARDED:
-                    return jax.tree.map(self._split, part)
-                sharding = self.sharding(layout)
-                return jax.tree.map(lambda _: sharding, part)
-
-            return jax.tree.map(of, layouts, values)
         leaves, treedef = jax.tree.flatten(values)
         each = jax.tree.leaves(jax.tree.broadcast(layouts, values))
-        specs = self.specs_within(values, params)
-        made: dict[Any, NamedSharding] = {}
+        made: dict[PartitionSpec, NamedSharding] = {}
 
         def sharding(layout: Layout, x: Any, spec: PartitionSpec) -> NamedSharding:
-            if layout in (Layout.PER_TOWER, Layout.PER_TOWER_STEPS):
-                spec = SPECS[layout]
             if layout is Layout.SHARDED:
                 spec = split_spec(self.split_dim(x, spec), spec)
-            return made.setdefault(spec, NamedSharding(self.mesh, spec))
+            elif layout is not Layout.MIRRORED:
+                spec = SPECS[layout]
+            if spec not in made:
+                made[spec] = NamedSharding(self.mesh, spec)
+            return made[spec]
 
+        specs = self.specs_within(values, params)
         return treedef.unflatten(map(sharding, each, leaves, specs))
 
     def specs_within(self, values: PyTree, params: PyTree) -> Sequence[PartitionSpec]:
@@ -315,9 +306,6 @@ class Placement:
 
         dims = [i for i, n in enumerate(shape) if may_split(i, n)]
         return max(dims, key=lambda i: shape[i]) if dims else None
-
-    def _split(self, x: Any) -> NamedSharding:
-        return NamedSharding(self.mesh, split_spec(self.split_dim(x)))
 
 
 def _check_owners(devices: tuple[Device, ...], each: int) -> None:

@@ -65,7 +65,8 @@ class Towers:
 
     def __call__(self, state: TrainState, rows: PyTree) -> Leaves:
         """What is merged of these rows, by leaf."""
-        donated, kept = split_state(place(state, self._placement, STATE_LAYOUT))
+        state = place(state, self._placement, STATE_LAYOUT, state.params)
+        donated, kept = split_state(state)
         placed = self._placer.place(rows)
         args = (donated, kept, *placed.args)
         # What the proof warns of, it warns of in the step itself, too.

@@ -54,7 +54,7 @@ class MembersStep(CompiledStep):
         if self._together and strategy.placement.specs is not None:
             raise ValueError(
                 "Members that train together are stacked, and specs=... are of one."
-                " Train them one after another, together=False, or leave specs out."
+                " Say tj.sweep(..., order='in_turn'), or leave specs out."
             )
         self._layout = state_layout(strategy)
         if self._together:
@@ -70,7 +70,7 @@ class MembersStep(CompiledStep):
         """The state before the first step, for numbers of the same names and shapes."""
         state = self._begin(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
-        return place(state, self.strategy.placement, self._layout)
+        return place(state, self.strategy.placement, self._layout, state.params)
 
     def of_member(self, values: Any, index: int) -> Any:
         """One member's part of results that are stacked over steps, ``[n, ...]``."""

@@ -53,9 +53,8 @@ def over_devices(
     ``traced``: its jaxpr on one of several devices and the shapes of its results.
     ``shards``: which mirrored leaves devices take and return in parts.
     """
-    if placement.num_devices == 1 and not placement.within:
-        return device_fn
-    device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
+    if placement.num_devices > 1 or placement.within:
+        device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
     if placement.num_devices == 1:
         return device_fn
     if placement.executor == "pmap":
@@ -101,9 +100,9 @@ def _trace_in_mesh(
             of_parts = functools.partial(on_shards, jaxpr, shards)
             jaxpr, _ = _trace_on_one(of_parts, size, jax.tree.leaves(shapes), mesh)
         leaves = jax.tree.leaves(args)
-        is_wide, here = bool(placement.within), contextlib.nullcontext()
+        same = contextlib.nullcontext()
         try:
-            with use_abstract_mesh(mesh) if is_wide else here:
+            with use_abstract_mesh(mesh) if placement.within else same:
                 values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
         except Exception as error:
             kinds = _kinds_in_mesh(arrays_in(jaxpr))
@@ -317,6 +316,13 @@ def in_tower_fn() -> Iterator[None]:
                 " a later pass of tj.build_step."
             )
         raise
+    except (RuntimeError, ValueError) as error:
+        if re.search(r"requires a non-empty mesh|is not found in mesh", str(error)):
+            error.add_note(
+                "A tower function knows the axes of a tower of several devices:"
+                " tj.Mirrored(within={'model': 2})."
+            )
+        raise
     except NameError as error:
         if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
             error.add_note(
@@ -330,9 +336,8 @@ def in_tower_fn() -> Iterator[None]:
 
 def shapes_of(tree: PyTree) -> PyTree:
     """Replace each array by the shape and dtype that it has on a device."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), tree
-    )
+    of = lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype))  # noqa: E731
+    return jax.tree.map(of, tree)
 
 
 def lower_on_devices(traced: Any, placement: Placement) -> Any:

@@ -164,7 +164,8 @@ def _pick_devices(found: tuple[str, ...], towers: int, size: int) -> tuple[str, 
     """
     processes = jax.process_count()
     each = len(found) // processes
-    _count_groups(each - each % size, size)
+    if each < size:
+        _count_groups(each, size)
     counts = range(1, each // size + 1)
     fitting = [n * size for n in counts if towers % (n * processes) == 0]
     if not fitting:
@@ -372,12 +373,14 @@ def _checked_axes(within: Any, tower_axis: str) -> tuple[tuple[str, int], ...]:
 
 def _count_groups(devices: int, each: int) -> int:
     """The number of groups of so many devices; raise where they make no such groups."""
-    if devices == 0 or devices % each:
-        fitting = [n for n in range(2, devices + 1) if devices % n == 0]
-        advice = f" Use axes of {' or '.join(map(str, fitting))}" if fitting else " Use"
+    if devices % each:
+        fitting = [str(n) for n in range(2, devices + 1) if devices % n == 0]
+        axes = f"Give towers {' or '.join(fitting)} devices, or name" * bool(fitting)
         raise ValueError(
-            f"within=... makes a tower of {each} devices, and the {devices} devices"
-            f" make no such groups.{advice}, or name a multiple of {each} devices."
+            f"within=... makes a tower of {each} devices, of which {devices} make no"
+            f" whole number. {axes or 'Name'} a multiple of {each}; on CPUs say"
+            f" jax.config.update('jax_num_cpu_devices', {-(-devices // each) * each})"
+            " before JAX is used."
         )
     return devices // each
 

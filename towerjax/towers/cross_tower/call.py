@@ -175,7 +175,8 @@ def call_for_each_tower(
     hash(fn)  # raises here, and not deep inside of jit
     placement = self.placement
     if is_inside_tower():
-        placement = dataclasses.replace(placement, devices=placement.devices[:1])
+        one = {"devices": placement.devices[:1], "within": (), "rows": None}
+        placement = dataclasses.replace(placement, **one, specs=None)
     given = as_native("fn's arguments", unpad_batches((args, kwargs)))
     given = map_parts(TowerLocal, copies_by_leaf, given)
     leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))
