@@ -297,6 +297,7 @@ def train_step(loss_fn, **options):
 SPREAD = pytest.mark.few_fast(2)
 
 
+@pytest.mark.few_fast(1)
 @SPREAD
 @pytest.mark.filterwarnings("ignore:Rows of a tower")
 @pytest.mark.parametrize("name", WRONG)
@@ -313,6 +314,7 @@ def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     assert all(x in text for x in ("on 2 towers", "on one", "tj.Weighted.mean("))
 
 
+@pytest.mark.few_fast(1)
 @SPREAD
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_that_looks_like_a_wrong_one_passes(name):
@@ -370,6 +372,7 @@ def mean_of_means(params, batch, tower):
     return tj.Weighted(own.value, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Rows of a tower")
 def test_uneven_towers_are_compared_where_batches_are_padded():
     even = train_step(mean_of_means)
@@ -508,6 +511,7 @@ def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
     assert report.not_compared == ("local['own']",)
 
 
+@pytest.mark.slow
 def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
     step = train_step(audited_losses.noise, audit=False)
@@ -553,22 +557,24 @@ def test_a_run_says_where_it_cannot_audit(capsys):
 
 
 def test_keys_draw_the_same_for_all_rows_but_not_twice():
-    key = row_free_key(0x45A319E6)
-    first, second = jax.random.split(key)
-    drawn = jax.random.normal(key, (2, 3))
-    assert np.unique(drawn).size == 1
-    assert jax.random.uniform(first) == jax.random.uniform(second)
-    assert jax.random.uniform(first) != jax.random.uniform(key)
-    folded = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))
-    assert np.array_equal(folded(jnp.arange(3)), drawn.ravel()[:3])
-    for width in (jnp.uint8, jnp.uint16, jnp.uint32):
-        bits = jax.random.bits(key, (3,), width)
-        assert np.unique(bits).size == 1 and bits[0] >> 4 > 0
-    shared = jax.random.fold_in(jax.random.fold_in(key, 7), ALL_TOWERS)
-    assert np.unique(jax.random.normal(shared, (9,))).size == 9
-    assert np.unique(jax.random.normal(jax.random.split(shared)[1], (9,))).size == 9
-    alike = jax.random.fold_in(row_free_key(2, shared=False), ALL_TOWERS)
-    assert np.unique(jax.random.normal(alike, (9,))).size == 1
+    @jax.jit
+    def draw():
+        key = row_free_key(0x45A319E6)
+        first, second = jax.random.split(key)
+        folded = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))
+        shared = jax.random.fold_in(jax.random.fold_in(key, 7), ALL_TOWERS)
+        alike = jax.random.fold_in(row_free_key(2, shared=False), ALL_TOWERS)
+        normal = jax.random.normal
+        same = [normal(key, (2, 3)), normal(alike, (9,))]
+        apart = [normal(shared, (9,)), normal(jax.random.split(shared)[1], (9,))]
+        bits = [jax.random.bits(key, (3,), f"uint{n}") for n in (8, 16, 32)]
+        once = [jax.random.uniform(x) for x in (first, second, key)]
+        return same, apart, bits, once, folded(jnp.arange(3))
+
+    same, apart, bits, (first, second, whole), folded = jax.tree.map(np.asarray, draw())
+    assert [np.unique(x).size for x in [*same, *apart, *bits]] == [1, 1, 9, 9, 1, 1, 1]
+    assert first == second != whole and all(x[0] >> 4 > 0 for x in bits)
+    assert np.array_equal(folded, same[0].ravel()[:3])
 
 
 # The command.

@@ -222,6 +222,7 @@ def test_an_empty_tower_keeps_its_local_statistics():
     assert (np.asarray(state.local.value["mean"][:3]) != 0).all()
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", APPLY)
 def test_frozen_statistics_normalise_and_stay(kind):
     stats = {"mean": np.float32([1, 2, 3]), "var": np.float32([4, 1, 9])}
@@ -458,6 +459,7 @@ class WithDropout(nnx.Module):
         return self.norm(x) if hasattr(self, "norm") else x
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.filterwarnings("ignore:Rows of a tower are combined")
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])

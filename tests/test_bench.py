@@ -170,6 +170,7 @@ PROGRAMS = {  # what the last record says: the program of a worker
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("why", PROGRAMS)
 def test_a_worker_that_dies_or_hangs_is_a_failure(here, capfd, monkeypatch, why):
     program = f"import os, sys, time; {PROGRAMS[why]}"

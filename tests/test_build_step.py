@@ -275,6 +275,7 @@ def test_a_placed_batch_that_is_not_the_steps_is_refused_by_the_function():
             jax.eval_shape(step.fn, state, placed)
 
 
+@pytest.mark.slow
 def test_an_update_that_forgets_the_value_is_told_of_it():
     def tower_fn(state, batch, tower):
         return tj.value_and_grad(loss_fn)(state.params, batch, tower)
@@ -668,6 +669,7 @@ def test_a_value_that_a_tower_put_aside_is_refused():
     refused(tower_fn, text, update_fn=update_fn)
 
 
+@pytest.mark.slow
 def test_what_an_update_may_not_return_is_refused_by_name():
     tower_fn = lambda s, b, t: {"loss": loss_fn(s.params, b, t)}  # noqa: E731
     wrong = {

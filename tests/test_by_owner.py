@@ -68,6 +68,7 @@ def trained(name, state, owned, devices=4):
     return step, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, state",
     [
@@ -86,6 +87,7 @@ def test_the_numbers_are_those_of_the_optimizer(name, state):
             np.testing.assert_allclose(np.asarray(x), y, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_each_device_computes_its_own_matrices():
     def figures(owned, devices=4):
         step, state = trained("muon", "sharded", owned, devices)
@@ -101,6 +103,7 @@ def test_each_device_computes_its_own_matrices():
     assert sums <= 3 < more
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -123,6 +126,7 @@ def test_one_number_of_a_whole_stack_is_refused(optimizer, alone):
         step.check(params, rows())
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_keeps_for_each_matrix_goes_with_it():
     """Adafactor's means of rows and columns, without its mean of a whole leaf."""
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=8)

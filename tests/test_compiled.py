@@ -253,6 +253,7 @@ def reads_counts(program):
     return kinds.index(((2,), jnp.int32)) in read_arguments(program.call)
 
 
+@pytest.mark.slow
 def test_init_copies_so_donation_spares_the_callers_arrays():
     mine = jax.tree.map(jnp.asarray, params(1))
     kept = jax.tree.map(np.array, mine)

@@ -218,6 +218,7 @@ def test_one_device_loses_nothing_and_pays_what_others_lost():
         np.testing.assert_allclose(state.params[name], exact, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_in_one_buffer_keep_their_dtypes():
     def dtypes(fns):
         def update(state, merged):
@@ -290,6 +291,7 @@ def test_what_is_lost_is_in_checkpoints_and_goes_on_with_other_towers(tmp_path):
         np.testing.assert_allclose(y.sum(axis=0), x.sum(axis=0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_guarded_where_the_loss_is():
     def rooted(params, batch, tower):  # 0, with a slope of NaN
         return tj.Weighted(jnp.sqrt((params["v"] ** 2).sum()), weight_of(batch))

@@ -140,6 +140,7 @@ def test_unwrap_is_a_list_in_tower_order():
 # reduce
 
 
+@pytest.mark.slow
 def test_reduce_of_a_tree():
     rows = ROWS[:T].astype(np.float32)
     value = {"a": per_tower(T), "b": [tj.PerTower(np.outer(rows, [1, 4])), 0]}
@@ -294,6 +295,7 @@ def test_read_var_refuses_none():
     assert len(strategy.unwrap(variable)) == 3
 
 
+@pytest.mark.slow
 def test_a_weighted_mean_of_towers_of_equal_weight():
     strategy = mirrored(T, D)
     rows = np.arange(4.0 * T, dtype=np.float32).reshape(T, 4) ** 2

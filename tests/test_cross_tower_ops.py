@@ -189,6 +189,7 @@ def test_sums_are_proved_the_same_on_every_tower(ops):
 # Packs.
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "total, num_packs, sizes",
     [(10, 3, [3, 3, 4]), (3, 8, [0] * 7 + [3]), (0, 2, [0, 0]), (5, 1, [5])],

@@ -159,6 +159,7 @@ def test_order_is_kept(depth):
     assert list(prefetch(range(40), place, depth=depth)) == [i * i for i in range(40)]
 
 
+@pytest.mark.slow
 def test_loading_overlaps_with_the_consumer():
     def loader():
         for i in range(10):

@@ -160,6 +160,7 @@ def test_what_holds_sigterm_back_is_killed_after_the_grace(capfd):
     assert "still running: 0; ended with SIGKILL\n" in err
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_a_process_started_ends_with_it(code, capfd):
     began = time.monotonic()
@@ -235,6 +236,7 @@ while True: time.sleep(.05)
 """
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_are_passed_on(number, tmp_path, capfd):
     program = ASKED.format(folder=str(tmp_path), number=number.value)

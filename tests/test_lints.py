@@ -409,7 +409,7 @@ def check(step):
     step.check({"w": np.ones(F, np.float32)}, batch())
 
 
-@pytest.mark.few_fast(4)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("options", [{}, {"towers": 1, "micro_batches": 3}])
 @pytest.mark.parametrize("name", MEETINGS)
 def test_rows_that_meet_are_warned_of(name, options):
@@ -572,6 +572,7 @@ weights_divided_by_their_own_sum
 """.split()
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", [*audited_losses.WRONG, *audited_losses.RIGHT])
 def test_what_is_warned_of_among_the_losses_of_the_audit(name):
     loss_fn = (audited_losses.WRONG | audited_losses.RIGHT)[name]

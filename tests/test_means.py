@@ -366,6 +366,7 @@ def test_a_shared_term_is_the_same_on_all_towers_whatever_is_returned(T, terms):
         step.check(params(), data())
 
 
+@pytest.mark.slow
 def test_weights_are_not_those_of_a_gradient_that_is_not_yet_known():
     def loss(params, batch, tower):
         error = batch["x"] @ params["w"] - batch["y"]

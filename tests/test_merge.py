@@ -368,6 +368,7 @@ def reduced(T=3, D=3):
     return jax.device_get(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ROWS)
 def test_mean_and_first(dtype):
     T = 3
@@ -753,6 +754,7 @@ def asks_what_a_copy_does_not_change(w, batch, tower):
     return batch @ first * w / largest * ok
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("losses, where", [
     (gathers_rows, "tower.all_gather"),
     (gathers_their_weight_too, None),

@@ -297,6 +297,7 @@ def test_weights_of_64_bits_are_not_rounded():
     assert float(hits.weight) == 2**24 + 1
 
 
+@pytest.mark.slow
 def test_ids_and_labels_are_valid_as_numbers_and_not_as_bits():
     large, ids = np.array([2**32, 1]), np.array([0, 1])  # JAX would wrap it to 0
 
@@ -355,6 +356,7 @@ def test_integers_are_compared_with_a_threshold_exactly(values):
             np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mean_of_complex_values_has_a_real_weight():
     values, weight = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0.0, 1.5])
     for mean in (
@@ -702,6 +704,7 @@ def test_bad_input_is_refused(number):
         jax.make_jaxpr(build)()  # what is known is refused before anything runs
 
 
+@pytest.mark.slow
 def test_weights_in_a_column_count_rows():
     values, column = np.float32([[1, 2], [3, np.nan]]), np.float32([[3], [0]])
     loss = tj.estimator.compute_weighted_loss(values, column)
@@ -952,6 +955,7 @@ def test_sums_and_what_is_each_towers_own_are_metrics_of_training():
     np.testing.assert_allclose(metrics["own"], np.stack([own, own], 1), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_micro_batches_merge_each_towers_own_states():
     y = np.random.default_rng(0).permutation(13).astype(np.float32)
 

@@ -45,6 +45,7 @@ def traced(folder):
     return sorted(int(each["step_num"]) for each in stats)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("profile", "steps_per_call", "expected"),
     [
@@ -61,6 +62,7 @@ def test_a_trace_has_the_steps_that_are_asked_for(
     assert traced(folder) == expected
 
 
+@pytest.mark.slow
 def test_every_step_is_named_in_a_trace_of_ones_own(tmp_path, monkeypatch):
     with jax.profiler.trace(str(tmp_path)):
         run()

@@ -282,6 +282,7 @@ SAYS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", TOWERS)
 def test_what_towers_cannot_run_is_refused(name):
     ref()  # made outside of the step

@@ -25,6 +25,7 @@ def refuses(text):
     return pytest.raises(ValueError, match=text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
 def test_random_keys_do_not_add_up(reduction):
     keys = jax.random.split(jax.random.key(0), 4)

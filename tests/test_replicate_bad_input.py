@@ -182,6 +182,7 @@ def in_use():
     return model, model(model.init(start()), X, Y).train_op
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_malformed_calls_are_refused(name, compiled):
     call, text = CALLS[name]

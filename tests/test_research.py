@@ -50,6 +50,7 @@ def value_and_grad(w, batch):
     return weight @ losses / weight.sum(), weight @ grads / weight.sum()
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("rows", [24, 18])
 def test_tower_mean_is_that_of_all_rows(rows):
     batch = data(rows)

@@ -502,6 +502,7 @@ def test_an_error_after_the_last_step_says_so(steps, note):
     assert f"after step {note}" in caught.value.__notes__[-1]
 
 
+@pytest.mark.slow
 def test_hooks_are_called_in_order_for_every_step():
     cut, seen = list(batches(make_data(112), 16)), []
     _, history = train(
@@ -975,6 +976,7 @@ def test_ipython_is_not_imported(monkeypatch):
     assert shown.choose_display(None).seconds_between == 5
 
 
+@pytest.mark.slow
 def test_what_is_shown_is_thinned_out(monkeypatch):
     texts = []
     display = shown.Display(0.1, lambda done, total, text: texts.append(text))
@@ -1081,6 +1083,7 @@ def test_a_history_is_a_picture(eval_step):
     np.testing.assert_allclose(evaluated.get_ydata(), expected)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_the_wait_for_each_batch_is_in_the_history(steps_per_call):
     def slow_at_the_third():
@@ -1127,6 +1130,7 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
     np.testing.assert_allclose(results, [1 - 0.8**300] * 3, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_call_that_has_run_keeps_none_of_its_results():
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
     predict = tj.build_predict_step(lambda w, b, tower: b @ b @ (w * b), strategy)

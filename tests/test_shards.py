@@ -157,7 +157,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("hidden", "layout"),
     [("recomputed", layout) for layout in LAYOUTS]
@@ -203,7 +203,7 @@ def of_every_fifth_column(p, rows, tower):
     return rows["x"] @ p["in"] @ p["tied"][:, ::5] @ p["tied"][:5]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 @pytest.mark.parametrize(
     "hidden",

@@ -70,6 +70,7 @@ def test_towers_may_have_unequally_many_rows(T, D, reduction):
     assert_joined(out, towers, reduction)
 
 
+@pytest.mark.slow
 def test_a_dense_tower_among_sparse_ones_has_all_rows():
     array = np.arange(12, dtype=np.float32).reshape(SHAPE)
     towers = [of_tower(0), all_rows_of(array), of_tower(2, rows=1)]
@@ -381,6 +382,7 @@ def test_rows_go_where_they_are_sent():
     np.testing.assert_array_equal(first, moved)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("reduction, divisor", [(R.SUM, 1), (R.MEAN, 2)])
 def test_rows_of_several_numbers_that_were_regrouped_reduce(reduction, divisor):
     rows = [([[1, 2]], [1]), ([[3, 4], [5, 6]], [1, 3])]

@@ -95,7 +95,7 @@ def of_lookups():
     return jax.device_get(of_all({"t": table(), "s": np.float32(0.7)}))
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_each_lookup_has_the_dense_gradient(name, of_lookups):
     (value, grads), (expected_value, expected) = of_lookups[name]
@@ -146,6 +146,7 @@ def test_rows_of_a_bfloat16_table_add_up_in_float32():
     assert np.asarray(dense)[:, 0].tolist() == [0, 300, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_elsewhere_it_is_a_lookup_as_any_other():
     t = table()
     np.testing.assert_array_equal(tj.sparse.take(t, IDS), t[IDS])
@@ -191,6 +192,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("text", KINDS)
 def test_what_would_need_all_rows_is_refused(text):
     step = [tj.OneDevice(), tj.Mirrored(towers=2)]
@@ -300,6 +302,7 @@ def test_towers_train_a_table_as_one_does(T, D_, how, parts, lazy):
     assert moved.all() != lazy
 
 
+@pytest.mark.slow
 def test_a_sum_of_means_looks_up_rows_too():
     def of_two(p, batch, tower):
         weight = tower.weight * batch["m"]
@@ -313,6 +316,7 @@ def test_a_sum_of_means_looks_up_rows_too():
     np.testing.assert_allclose(*outs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_a_step_of_ones_own_the_merged_gradient_is_of_rows():
     def tower_fn(state, batch, tower):
         loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)

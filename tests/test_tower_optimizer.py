@@ -263,6 +263,7 @@ def test_parameters_may_be_variables_of_flax():
         np.testing.assert_allclose(found, params()[name] - 0.1 * grads[name], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_each_towers_own_around_it_is_refused():
     # Outside, each tower would keep a sum of its own.
     outside = optax.MultiSteps(

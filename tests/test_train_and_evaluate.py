@@ -148,7 +148,7 @@ FORMS += [(form, *HOW_LONG[i]) for form in ("function", "dataset") for i in (3, 
 FORMS += [("own dataset", *HOW_LONG[3])]
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("form, steps, epochs, expected", FORMS)
 def test_how_long(model, form, steps, epochs, expected):
     data = made = pairs()
@@ -239,6 +239,7 @@ def test_evaluations_are_those_of_numpy(model):
         np.testing.assert_allclose(values["loss"], expected, rtol=500 * EPS)
 
 
+@pytest.mark.slow
 def test_another_model_may_evaluate_on_other_towers(model):
     """As RunConfig(train_distribute=..., eval_distribute=...) of the original."""
 

@@ -713,7 +713,7 @@ def test_what_has_no_one_value_is_not_saved():
         tj.towers.saved_values(none)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change, text", [
     (dict(v={"u": 1}), r"saved\['v'\]: The value for variable 'v' is PyTreeDef"),
     (dict(plain=np.ones(3, np.float32), flags=np.int32(5)),

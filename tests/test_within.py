@@ -120,6 +120,7 @@ LAYOUTS = {
 SLOW = {"two", "in turn", "the optimizer in shards", "micro-batches", "pinned"}
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in LAYOUTS],
@@ -135,6 +136,7 @@ def test_wide_towers_are_one_device(name):
         assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_each_device_holds_its_part_of_a_leaf_and_of_its_momenta(state):
     step = tj.build_train_step(loss_fn, ADAM, wide(4, state=state))
@@ -149,6 +151,7 @@ def test_each_device_holds_its_part_of_a_leaf_and_of_its_momenta(state):
             assert sizes == {"w1": 128 // parts, "w2": 128 // parts, "b": whole}
 
 
+@pytest.mark.slow
 def test_towers_reduce_once_and_their_devices_among_themselves():
     step = tj.build_train_step(loss_fn, ADAM, wide(4))
     state, batch = step.init(jax.tree.map(np.float32, start())), rows()
@@ -160,6 +163,7 @@ def test_towers_reduce_once_and_their_devices_among_themselves():
     assert {x.opcode for x in found if x.num_devices == 2} == {"all-reduce"}
 
 
+@pytest.mark.slow
 def test_rows_split_within_a_tower_halve_its_arithmetic():
     def flops(**options):
         options = {"within": {"data": 2}, "specs": None} | options
@@ -171,6 +175,7 @@ def test_rows_split_within_a_tower_halve_its_arithmetic():
     assert flops(rows="data") < 0.65 * flops()
 
 
+@pytest.mark.slow
 def test_parameters_and_rows_split_along_one_axis_are_fsdp_within_a_tower():
     specs = {"w1": P(None, "data"), "w2": P("data"), "b": P()}
     how = {"within": {"data": 2}, "rows": "data", "specs": specs}
@@ -199,6 +204,7 @@ def nested_loss_fn(params, batch, tower):
     return tj.Weighted.mean(losses, batch["w"] * tower.weight)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("towers, devices", [(4, 8), (4, 4), (1, 2)])
 def test_a_shard_map_over_the_axes_within(towers, devices):
     with jax.enable_x64(True):
@@ -207,6 +213,7 @@ def test_a_shard_map_over_the_axes_within(towers, devices):
         assert_near(state.params, expected()[1])
 
 
+@pytest.mark.slow
 def test_the_audit_padding_evaluation_and_prediction_of_wide_towers():
     with jax.enable_x64(True):
         options = {"remainder": "pad", "audit": True}
@@ -284,6 +291,7 @@ class Net(nn.Module):
         return dense(8, kernel_init=init("mlp", "embed"))(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("boxed", [True, False])
 def test_the_logical_annotations_of_flax_as_they_are(boxed):
     rules = [("mlp", "model"), ("embed", None), ("batch", None)]
@@ -342,6 +350,7 @@ def test_the_partition_specs_of_nnx():
         assert kernel.addressable_shards[0].data.shape == (8, 8)
 
 
+@pytest.mark.slow
 def test_a_function_of_a_key_makes_the_parts():
     def make(key):
         return {n: jax.random.normal(key, np.shape(x)) for n, x in start().items()}
@@ -389,6 +398,7 @@ def test_several_passes_and_steps_in_one_program():
         assert_near(done.params, expected()[1])
 
 
+@pytest.mark.slow
 def test_a_wide_tower_has_the_keys_of_a_narrow_one():
     def draws(params, batch, tower):
         kept = jax.random.bernoulli(tower.rng, 0.5, batch["x"].shape)
@@ -436,6 +446,7 @@ def test_a_model_function_of_wide_towers():
         assert float(spec.loss.value) == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_verbs_of_towers_of_several_devices():
     strategy = wide(4, specs=None)
 
@@ -600,6 +611,7 @@ def test_an_axis_that_is_not_there_names_the_option(within):
     assert "tj.Mirrored(within={'model': 2})" in "".join(told.value.__notes__)
 
 
+@pytest.mark.slow
 def test_members_that_train_together_have_no_specs():
     def build(rate):
         step = tj.build_train_step(loss_fn, optax.sgd(rate), wide(4))
