@@ -5,6 +5,8 @@ import textwrap
 
 import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
+from mutants.covers import Covered
+from mutants.generated import all_mutants, changes_of, rounds_of, sample
 from mutants.mutant import Mutant, MutantError, apply
 from mutants.runner import ROOT, Job, jobs_of, run_all
 
@@ -158,3 +160,53 @@ def test_each_test_that_the_catalogue_names_is_there():
     for file, _, name in (test.partition("::") for test in tests):
         text = (ROOT / file).read_text()
         assert re.search(rf"^def {name}\(", text, re.MULTILINE), (file, name)
+
+
+FUNCTION = """
+def chosen(x, least=2, *, deep=False):
+    "Not a constant that is changed: 3."
+    if x < least and x is not None:
+        raise ValueError(f"{x} is below {least + 1}")
+    found.seen = True
+    found.add(sorted(x, key=len))
+    count: "2" = 1
+    count += 1
+    return count
+"""
+
+
+def test_what_is_generated_of_a_function():
+    found = {}
+    for kind, old, new in changes_of(FUNCTION):
+        found.setdefault(kind, []).append((old, new))
+    assert {kind: sorted(changes) for kind, changes in found.items()} == {
+        "constant": [("1", "2"), ("1", "2"), ("2", "3")]
+        + [("False", "True"), ("True", "False")],
+        "flipped": [
+            ("x < least", "x <= least"),
+            ("x < least and x is not None", "(x < least or x is not None)"),
+            ("x is not None", "x is None"),
+        ],
+        "deleted": [
+            ("count += 1", "pass"),
+            ("found.add(sorted(x, key=len))", "pass"),
+            ("found.seen = True", "pass"),
+            ('raise ValueError(f"{x} is below {least + 1}")', "pass"),
+        ],
+        "dropped": [("sorted(x, key=len)", "sorted(x)")],
+    }
+
+
+def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
+    mutants = all_mutants("towerjax/collectives")
+    assert sample(mutants, 5, 1) == sample(mutants, 5, 1) != sample(mutants, 5, 2)
+    for mutant in sample(mutants, 20, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            apply(mutant, patch, lambda: None)
+    file, line = mutant.killed_by
+    here, there = {(file, int(line))}, {(file, int(line) + 1)}
+    covers = {f"a.py::{i}": Covered(i, frozenset(here)) for i in range(9, -1, -1)}
+    covers["b.py::x"] = Covered(0, frozenset(there))
+    assert rounds_of(mutant, {"b.py::x": covers["b.py::x"]}) == []
+    [job] = rounds_of(mutant, covers)
+    assert job.tests == tuple(f"a.py::{i}" for i in range(10))

@@ -6,6 +6,8 @@ import sys
 import time
 
 from .catalogue import MUTANTS
+from .covers import kept
+from .generated import score
 from .runner import Job, Verdict, jobs_of, run_all
 
 
@@ -19,7 +21,15 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="ID", default=[])
     parser.add_argument("--list", action="store_true", help="run nothing")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--generated", type=int, metavar="N", help="draw N instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--under", default="towerjax", help="a folder or file")
+    parser.add_argument("--covers", help="a file: which lines each test runs")
     options = parser.parse_args()
+    if options.generated is not None:
+        drawn = options.generated, options.seed, options.under
+        covers = kept(options.covers, options.workers)
+        return score(*drawn, covers, options.workers)
     unknown = set(options.only) - {mutant.id for mutant in MUTANTS}
     if unknown:
         parser.error(f"there is no mutant {', '.join(sorted(unknown))}")

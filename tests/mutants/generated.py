@@ -1,0 +1,269 @@
+"""Mutants that a program writes: one compare, constant, statement or argument each."""
+
+import ast
+import copy
+import pathlib
+import random
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .covers import Covered
+from .equivalent import SAME
+from .mutant import Mutant
+from .runner import ROOT, Job, Verdict, run_all
+
+FLIPPED: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+# With any other, what the module does with the function afterwards would be lost.
+DECORATORS = ("property", "staticmethod", "classmethod", "functools.cache")
+DECORATORS += ("functools.cached_property", "contextlib.contextmanager")
+FIRST_ROUND, SECOND_ROUND = 10, 40
+MOST_SECONDS = 60.0
+
+
+def all_mutants(under: str = "towerjax") -> list[Mutant]:
+    """Every mutant of every function of the package.
+
+    Args:
+      under: The folder or file, below the root.
+
+    Returns:
+      The mutants, in the order of files and lines; `killed_by` is ``(file, line)``.
+    """
+    path = ROOT / under
+    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+    return [mutant for file in files for mutant in _of_file(file)]
+
+
+def _of_file(file: pathlib.Path) -> Iterator[Mutant]:
+    source = file.read_text()
+    module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    module = module.removesuffix(".__init__")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            yield from _of_function(file, source, f"{module}:{node.name}", node)
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    where = f"{module}:{node.name}.{inner.name}"
+                    yield from _of_function(file, source, where, inner)
+
+
+def _of_function(
+    file: pathlib.Path, source: str, where: str, node: ast.FunctionDef
+) -> Iterator[Mutant]:
+    if not all(ast.unparse(x).startswith(DECORATORS) for x in node.decorator_list):
+        return
+    first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
+    lines = source.splitlines(keepends=True)[first - 1 : node.end_lineno]
+    text = textwrap.dedent("".join(lines))
+    for kind, line, begin, end, new in _sites(text):
+        low, high = _grown(text, begin, end)
+        changed = text[low:begin] + new + text[end:high]
+        bug = f"{kind}: {' '.join(text[begin:end].split())} -> {new}"
+        at = str(file.relative_to(ROOT)), str(first + line - 1)
+        column = begin - text.rfind("\n", 0, begin)
+        id = f"{where} {at[1]}:{column} {kind}"
+        yield Mutant(id, bug, where, text[low:high], changed, at)
+
+
+def changes_of(text: str) -> list[tuple[str, str, str]]:
+    """What is changed of a function, in the order of a breadth-first walk.
+
+    Args:
+      text: The function's source.
+
+    Returns:
+      Of which kind each change is, the text that is replaced, and its replacement.
+    """
+    text = text.lstrip()
+    return [(kind, text[begin:end], new) for kind, _, begin, end, new in _sites(text)]
+
+
+def _sites(text: str) -> Iterator[tuple[str, int, int, int, str]]:
+    """Kind, line, where it begins and ends, and what stands there instead."""
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    [function] = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    for kind, site, new in _changes(function):
+        begin = starts[site.lineno - 1] + site.col_offset
+        end = starts[(site.end_lineno or 0) - 1] + (site.end_col_offset or 0)
+        yield kind, site.lineno, begin, end, new
+
+
+def _grown(text: str, begin: int, end: int) -> tuple[int, int]:
+    """The least text around a site that stands once in the function."""
+    while text.count(text[begin:end]) != 1:
+        begin, end = max(begin - 1, 0), min(end + 1, len(text))
+    return begin, end
+
+
+def _changes(function: ast.FunctionDef) -> Iterator[tuple[str, Any, str]]:
+    """What is changed of a function: of which kind, where, and to what."""
+    waiting: list[ast.AST] = [*function.body, function.args]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Raise):
+            yield "deleted", node, "pass"
+        elif isinstance(node, ast.AnnAssign):
+            waiting += [node.value] if node.value else []
+        elif isinstance(node, ast.arguments):
+            waiting += [*node.defaults, *(x for x in node.kw_defaults if x)]
+        elif not isinstance(node, ast.JoinedStr):
+            yield from _of_node(node)
+            waiting += ast.iter_child_nodes(node)
+
+
+def _of_node(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        other = copy.copy(node)
+        other.ops = [FLIPPED[type(node.ops[0])]()]
+        yield "flipped", node, ast.unparse(other)
+    elif isinstance(node, ast.BoolOp):
+        other = copy.copy(node)
+        other.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield "flipped", node, f"({ast.unparse(other)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "constant", node, str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield "constant", node, repr(node.value + 1)
+    elif isinstance(node, ast.AugAssign):
+        yield "deleted", node, "pass"
+    elif isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
+        if not isinstance(node.value, ast.Yield | ast.YieldFrom):
+            yield "deleted", node, "pass"
+    elif isinstance(node, ast.Assign):
+        if all(isinstance(x, ast.Attribute | ast.Subscript) for x in node.targets):
+            yield "deleted", node, "pass"
+    elif isinstance(node, ast.Call):
+        for number, keyword in enumerate(node.keywords):
+            if keyword.arg is not None:
+                other = copy.copy(node)
+                other.keywords = node.keywords[:number] + node.keywords[number + 1 :]
+                yield "dropped", node, ast.unparse(other)
+
+
+def sample(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
+    """As many of the mutants, drawn by a seed.
+
+    Args:
+      mutants: The mutants.
+      number: How many.
+      seed: Of the draw.
+
+    Returns:
+      The mutants, in their order.
+    """
+    rng = random.Random(seed)
+    chosen = set(rng.sample(range(len(mutants)), min(number, len(mutants))))
+    return [mutant for i, mutant in enumerate(mutants) if i in chosen]
+
+
+def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
+    """The jobs that try to kill a mutant: of the tests that run its line, some each.
+
+    The shortest ones come first, and of few files, since each is to be imported.
+
+    Args:
+      mutant: The mutant.
+      covers: What each test runs.
+
+    Returns:
+      At most three jobs; none if no test runs the line.
+    """
+    at = mutant.killed_by[0], int(mutant.killed_by[1])
+    found = [test for test, covered in covers.items() if at in covered.lines]
+    found.sort(key=lambda test: (covers[test].seconds, test))
+    files: dict[str, int] = {}
+    for test in found:
+        files[test.partition("::")[0]] = files.get(test.partition("::")[0], 0) + 1
+    own = sorted(files, key=lambda file: (-files[file], file))[:2]
+    first = [test for test in found if test.partition("::")[0] in own][:FIRST_ROUND]
+    rest = [test for test in found if test not in first]
+    rounds, spent = [first, rest[:SECOND_ROUND], []], 0.0
+    for test in rest[SECOND_ROUND:]:
+        spent += covers[test].seconds
+        if spent > MOST_SECONDS:
+            break
+        rounds[2].append(test)
+    return [Job(mutant.id, tuple(tests), mutant) for tests in rounds if tests]
+
+
+def run_rounds(
+    mutants: Sequence[Mutant],
+    covers: Mapping[str, Covered],
+    workers: int,
+    report: Callable[[Job, Verdict], None],
+) -> dict[str, list[Mutant]]:
+    """Run each mutant against the tests of its line, until one fails.
+
+    Args:
+      mutants: The mutants.
+      covers: What each test runs.
+      workers: How many at a time.
+      report: Is told each job and its verdict.
+
+    Returns:
+      The mutants by what became of them: ``"killed"`` also by a crash or by hanging,
+      ``"survived"``, ``"not run"`` by any test, or ``"not made"``.
+    """
+    found: dict[str, list[Mutant]] = {}
+    waiting = [(mutant, rounds_of(mutant, covers)) for mutant in mutants]
+    is_live: set[str] = set()
+    while waiting:
+        jobs = [jobs[0] for _, jobs in waiting if jobs]
+        verdicts = iter(run_all(jobs, workers, report))
+        left = []
+        for mutant, jobs in waiting:
+            became = "survived" if mutant.id in is_live else "not run"
+            if jobs:
+                verdict = next(verdicts)
+                if verdict.outcome == "survived":
+                    is_live.add(mutant.id)
+                if verdict.outcome in ("survived", "not live"):
+                    left.append((mutant, jobs[1:]))
+                    continue
+                is_made = verdict.detail[: len(mutant.id)] != mutant.id
+                became = "killed" if is_made else "not made"
+            found.setdefault(became, []).append(mutant)
+        waiting = left
+    return found
+
+
+def score(
+    number: int, seed: int, under: str, covers: Mapping[str, Covered], workers: int
+) -> int:
+    """Draw mutants, run them, and print which survive, and the score.
+
+    Args:
+      number: How many.
+      seed: Of the draw.
+      under: The folder or file whose functions are changed.
+      covers: What each test runs.
+      workers: How many at a time.
+
+    Returns:
+      0 if at least nine of ten that change anything are killed, else 1.
+    """
+    mutants = [x for x in all_mutants(under) if (x.where, x.bug) not in SAME]
+    drawn = sample(mutants, number, seed)
+
+    def report(job: Job, verdict: Verdict) -> None:
+        print(f"{verdict.cpu_seconds:5.1f} s  {verdict.outcome:8}  {job.name}")
+        print(f"{'':19} {verdict.detail[:200]}", flush=True)
+
+    found = run_rounds(drawn, covers, workers, report)
+    for became in ("not made", "not run", "survived"):
+        for mutant in found.get(became, ()):
+            print(f"{became}: {':'.join(mutant.killed_by)} {mutant.where}")
+            print(f"    {mutant.bug}")
+    killed, made = len(found.get("killed", ())), len(drawn)
+    made -= len(found.get("not made", ()))
+    print(f"killed {killed} of {made} generated, {killed / max(made, 1):.0%}")
+    return 0 if killed >= 0.9 * made else 1
