@@ -1,11 +1,28 @@
-"""What does mkdocs need that GitHub does not? Navigation, a page, fewer words."""
+"""What does mkdocs need that GitHub does not? Navigation, pages, fewer words."""
 
+import json
 import pathlib
 import re
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
-OUTSIDE = {"../CHANGELOG.md": "changelog.md"}  # from docs/, and as pages of the site
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# Of what lies outside of docs/: its place, and its page of the site.
+OUTSIDE = {"CHANGELOG.md": "changelog.md"} | {
+    f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS
+}
+TASKS = ("how_to/", "several_processes")  # what a search is for, most often
+_FILES = "https://github.com/towerjax/towerjax/blob/main/docs/"
+_PICTURES = "https://raw.githubusercontent.com/towerjax/towerjax/main/docs/"
+
+
+def inside(target: str) -> str:
+    """A link of a page of docs/, where it leads to on the site."""
+    for place, page in OUTSIDE.items():
+        found = re.fullmatch(rf"\.\./((?:\.\./)*){re.escape(place)}(#.*)?", target)
+        if found:
+            return found[1] + page + (found[2] or "")
+    return target
 
 
 def navigation(index: str) -> list[Any]:
@@ -14,17 +31,46 @@ def navigation(index: str) -> list[Any]:
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         title, _, text = section.partition("\n")
         links = re.findall(r"^\* \[(.*?)\]\((.*?)\)", text, re.MULTILINE)
-        pages = [{name: OUTSIDE.get(target, target)} for name, target in links]
-        nav.append({title.strip(): pages})
+        nav.append({title.strip(): [{name: inside(to)} for name, to in links]})
     return nav
+
+
+def home(readme: str) -> str:
+    """The first page: what README.md says before a checkout, with links of docs/."""
+    shown, _, rest = readme.partition("\nIn a checkout,")
+    targets = re.findall(r"^\[\w+\]: .*$", rest, re.MULTILINE)
+    used = [line for line in targets if line.split(":")[0] in shown]
+    text = "\n".join([shown, *used, ""])
+    return text.replace(_FILES, "").replace(_PICTURES, "")
 
 
 def for_the_site(text: str) -> str:
     """A page without what its programs are marked with, and with links that stay in."""
     text = re.sub(r"^```python run\b.*$", "```python", text, flags=re.MULTILINE)
-    for target, page in OUTSIDE.items():
-        text = text.replace(f"({target})", f"({page})")
-    return text
+    return re.sub(r"(?<=\]\()[^)\s]+(?=\))", lambda link: inside(link[0]), text)
+
+
+def of_notebook(text: str) -> str:
+    """A notebook as a page: its words, its code, and below it what it gave."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        is_code = cell["cell_type"] == "code"
+        parts.append(_block("python", source) if is_code else source)
+        parts += map(_given, cell.get("outputs", []))
+    return "\n\n".join(parts) + "\n"
+
+
+def _given(output: Any) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        picture = "".join(data["image/png"]).replace("\n", "")
+        return f'<img alt="The figure" src="data:image/png;base64,{picture}">'
+    return _block("text", "".join(output.get("text") or data["text/plain"]))
+
+
+def _block(language: str, text: str) -> str:
+    return f"````{language}\n{text.rstrip()}\n````"
 
 
 def on_config(config: Any) -> Any:
@@ -38,12 +84,18 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that lie outside of docs/."""
     from mkdocs.structure.files import File
 
-    for target, page in OUTSIDE.items():
-        source = ROOT / pathlib.Path(target).name
-        files.append(File.generated(config, page, abs_src_path=str(source)))
+    for place, page in OUTSIDE.items():
+        text = (ROOT / place).read_text()
+        text = of_notebook(text) if place.endswith("ipynb") else text
+        files.append(File.generated(config, page, content=text))
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change what GitHub and mkdocs read differently."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
+        return home((ROOT / "README.md").read_text())
+    if page.file.src_uri.startswith(TASKS):
+        page.meta["search"] = {"boost": 3}
     return for_the_site(markdown)

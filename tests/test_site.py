@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import operator
 import pathlib
 import re
@@ -53,7 +54,7 @@ def places(index):
 def test_every_page_has_one_place():
     index = (DOCS / "README.md").read_text()
     found = [page for _, _, page in places(index)]
-    assert sorted(found) == sorted({*PAGES, "changelog.md"} - {"README.md"})
+    assert sorted(found) == sorted({*PAGES, *site.OUTSIDE.values()} - {"README.md"})
 
 
 def test_sections_and_titles_differ_and_are_short():
@@ -80,12 +81,56 @@ Words with [a link](y.md).
 ## Two
 
 * [Changes](../CHANGELOG.md): all.
+* [N](../notebooks/03_same_bits.ipynb)
 """
     assert list(places(index)) == [
         ("One", "A", "a.md"),
         ("One", "B b", "b/c.md"),
         ("Two", "Changes", "changelog.md"),
+        ("Two", "N", "notebooks/03_same_bits.md"),
     ]
+
+
+def test_tabs_are_few_and_none_is_a_long_list():
+    sections = site.navigation((DOCS / "README.md").read_text())[1:]
+    assert len(sections) <= 10
+    assert all(len(pages) <= 20 for each in sections for pages in each.values())
+
+
+def test_home_is_the_program_a_picture_and_three_promises():
+    text = site.home((ROOT / "README.md").read_text())
+    [promises] = re.findall(r"(?:^\* \*\*.*\n(?:  .*\n)*)+", text, re.MULTILINE)
+    assert len(re.findall(r"^\* ", promises, re.MULTILINE)) == 3
+    assert len(re.findall(r"^```python$", text, re.MULTILINE)) == 1
+    assert "pip install towerjax" in text and "pytest" not in text
+    defined = dict(re.findall(r"^\[(\w+)\]: (.*)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(defined)
+    assert "data_flow.svg" in defined.values() and len(defined) <= 10
+    assert all((DOCS / to.partition("#")[0]).is_file() for to in defined.values())
+
+
+def test_a_link_out_of_docs_stays_on_the_site():
+    assert site.inside("../CHANGELOG.md#010") == "changelog.md#010"
+    nested = site.inside("../../notebooks/03_same_bits.ipynb")
+    assert nested == "../notebooks/03_same_bits.md"
+    assert site.inside("how_to/text.md") == "how_to/text.md"
+
+
+def test_a_notebook_is_a_page():
+    def cell(kind, text, *outputs):
+        return {"cell_type": kind, "source": [text], "outputs": list(outputs)}
+
+    png = {"image/png": "iVB\nORw\n", "text/plain": "<Figure>"}
+    bar = {"text/html": "<pre>", "text/plain": ["step ", "1/1\n"]}
+    cells = [
+        cell("markdown", "# Title\n\nWords."),
+        cell("code", "f()", {"text": ["1\n", "2\n"]}, {"data": png}, {"data": bar}),
+    ]
+    assert site.of_notebook(json.dumps({"cells": cells})) == (
+        "# Title\n\nWords.\n\n````python\nf()\n````\n\n````text\n1\n2\n````\n\n"
+        '<img alt="The figure" src="data:image/png;base64,iVBORw">\n\n'
+        "````text\nstep 1/1\n````\n"
+    )
 
 
 def slugs(path):
@@ -107,7 +152,7 @@ def test_links_lead_somewhere(path):
         assert to.is_file() and to.is_relative_to(ROOT), target
         assert not anchor or anchor in slugs(to), target
         if path.startswith("docs/") and not to.is_relative_to(DOCS):
-            outside = {(DOCS / known).resolve() for known in site.OUTSIDE}
+            outside = {ROOT / known for known in site.OUTSIDE}
             assert to in outside, f"{target} is no page of the site; name it as code"
 
 

@@ -29,9 +29,11 @@ class RunSummary:
       examples_per_second: Without the time of the audit, compilation and evaluation.
 
     Example:
-      >>> print(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5))
-      300 steps, 9,600 examples on 8 towers, 4 devices: 45.61 steps/s, 1,460 examples/s, 1.2 s of compiling
-    """  # noqa: E501
+      >>> for part in str(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5)).split(": "):
+      ...     print(part)
+      300 steps, 9,600 examples on 8 towers, 4 devices
+      45.61 steps/s, 1,460 examples/s, 1.2 s of compiling
+    """
 
     towers: int
     devices: int

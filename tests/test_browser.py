@@ -1,0 +1,149 @@
+"""The site in a browser: pages fit, links lead somewhere, search finds."""
+
+import functools
+import http.server
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+from test_site import ROOT
+
+pytestmark = pytest.mark.slow
+
+WIDTHS = (1280, 390)  # pixels, of a laptop and of a telephone
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+MEASURE = """async () => {
+  await new Promise(requestAnimationFrame);  // the menu moves aside
+  await Promise.all(document.getAnimations().map(x => x.finished));
+  const code = document.querySelectorAll("article .highlight:not(.language-text) code");
+  return {
+    over: document.documentElement.scrollWidth - window.innerWidth,
+    cut: [...code].filter(x => x.scrollWidth > x.clientWidth).map(x => x.innerText),
+  };
+}"""
+CONTENT = """() => ({
+  ids: [...document.querySelectorAll("[id]")].map(x => x.id),
+  links: [...document.querySelectorAll("a[href]")].map(x => x.href),
+  broken: [...document.images].filter(x => !x.naturalWidth).map(x => x.src),
+})"""
+# What a user types, and the page that is meant.
+SOUGHT = {
+    "FSDP": "how_to/larger_than_a_device/",
+    "ZeRO": "how_to/larger_than_a_device/",
+    "tensor parallel": "how_to/larger_than_a_device/",
+    "wandb": "how_to/wandb_and_mlflow/",
+    "MLflow": "how_to/wandb_and_mlflow/",
+    "profiler": "how_to/profiling/",
+    "gradient accumulation": "how_to/gradient_accumulation/",
+    "mixed precision": "how_to/mixed_precision/",
+    "Hydra": "how_to/hydra_and_configdict/",
+    "Slurm": "how_to/restarts/",
+}
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """Where the built site is served."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def page(address):
+    """A page of a browser, at the home of the site."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    if not BROWSER:
+        pytest.skip("no browser here: apt-get install chromium")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(
+            executable_path=BROWSER, args=["--no-sandbox"]
+        )
+        page = browser.new_page(viewport={"width": WIDTHS[0], "height": 800})
+        page.goto(address)
+        yield page
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def seen(page, address):
+    """Of each page that links lead to from the first: what was found on it."""
+    requested, found, todo = [], {}, [address]
+    page.on("request", lambda request: requested.append(request.url))
+    while todo:
+        url = todo.pop()
+        requested.clear()
+        response = page.goto(url)
+        each = found[url] = page.evaluate(CONTENT) | {"is_there": response.ok}
+        each["foreign"] = [x for x in requested if not is_of_site(x, address)]
+        for width in WIDTHS:
+            page.set_viewport_size({"width": width, "height": 800})
+            each[width] = page.evaluate(MEASURE)
+        here = {link.partition("#")[0] for link in each["links"]}
+        new = {x for x in here if x.startswith(address) and x.endswith("/")}
+        todo += sorted(new - {*found, *todo})
+    page.set_viewport_size({"width": WIDTHS[0], "height": 800})
+    return found
+
+
+def is_of_site(url, address):
+    return url.startswith((address, "data:", "blob:"))
+
+
+def test_no_page_is_wider_than_the_window(seen):
+    assert len(seen) > 70
+    wide = {
+        (url, width): each[width]["over"]
+        for url, each in seen.items()
+        for width in WIDTHS
+        if each[width]["over"] > 0
+    }
+    assert not wide
+
+
+def test_code_fits_beside_the_sidebars(seen):
+    cut = {url: each[1280]["cut"] for url, each in seen.items() if each[1280]["cut"]}
+    assert not cut
+
+
+def test_links_and_pictures_lead_somewhere(seen, address):
+    lost = {url: each["broken"] for url, each in seen.items() if each["broken"]}
+    for url, each in seen.items():
+        for link in each["links"]:
+            to, _, anchor = link.partition("#")
+            if link.startswith(address) and (
+                not seen.get(to, {}).get("is_there")
+                or (anchor and anchor not in seen[to]["ids"])
+            ):
+                lost.setdefault(url, []).append(link)
+    assert not lost
+
+
+def test_nothing_is_fetched_of_others(seen):
+    assert not {url: x["foreign"] for url, x in seen.items() if x["foreign"]}
+
+
+@pytest.mark.parametrize("words", SOUGHT)
+def test_search_finds(page, address, words):
+    """The page is among the first three."""
+    page.goto(address)
+    page.click(".md-search__input")
+    page.keyboard.type(words)
+    page.wait_for_selector(".md-search-result__item > a")
+    links = page.locator(".md-search-result__item > a").all()[:3]
+    found = [link.get_attribute("href").partition("?")[0] for link in links]
+    assert any(x.endswith("/" + SOUGHT[words]) for x in found), found
