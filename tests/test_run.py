@@ -1065,7 +1065,7 @@ def test_a_history_is_a_table(eval_step, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_history_is_a_picture(eval_step):
+def test_a_history_is_a_picture(eval_step, monkeypatch):
     _, history = train(
         batches(make_data(16), 16, epochs=6),
         evaluate=eval_step,

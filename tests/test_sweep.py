@@ -442,3 +442,49 @@ def test_curves_are_stacked_over_seeds(swept):
     assert len(found.curves(over=["rate", "seed"])) == 1
     with pytest.raises(ValueError, match="over='sed' must be one of 'rate', 'seed'"):
         found.curves(over="sed")
+
+
+def of_losses(configs, losses):
+    pairs = zip(configs, losses, strict=True)
+    return Sweep(tuple(Member(c, {"loss": x}, {}, "alone", 0.5) for c, x in pairs))
+
+
+def test_curves_are_a_picture_with_bands():
+    pytest.importorskip("matplotlib")
+    configs = configs_of({"rate": [1, 2], "seed": range(3)})
+    losses = np.random.default_rng(0).normal(size=(6, 5))
+    (panel,) = of_losses(configs, losses).plot().axes
+    labels = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert labels == ["rate=1, mean of 3", "rate=2, mean of 3"]
+    for line, band, rows in zip(
+        panel.lines, panel.collections, losses.reshape(2, 3, 5), strict=True
+    ):
+        assert line.get_xdata().tolist() == [1, 2, 3, 4, 5]
+        np.testing.assert_allclose(line.get_ydata(), rows.mean(0))
+        corners = band.get_paths()[0].vertices
+        for step in range(5):
+            found = corners[corners[:, 0] == step + 1, 1]
+            assert {found.min(), found.max()} == {
+                rows[:, step].min(),
+                rows[:, step].max(),
+            }
+    assert panel.get_ylabel() == "loss"
+
+
+def test_pictures_of_a_grid_without_seeds_and_of_arrays(monkeypatch):
+    pytest.importorskip("matplotlib")
+    configs = configs_of({"rate": [1, 2]})
+    (panel,) = of_losses(configs, np.ones((2, 5))).plot().axes
+    assert len(panel.lines) == 2
+    (panel,) = of_losses(configs, np.ones((2, 5))).plot(over="rate").axes
+    assert [line.get_label() for line in panel.lines] == ["loss, mean of 2"]
+    with pytest.raises(
+        ValueError, match=r"metric='loss' is an array \(3,\) in each st"
+    ):
+        of_losses(configs, np.ones((2, 5, 3))).plot()
+    with pytest.raises(ValueError, match="metric='acc' must be one of 'loss'"):
+        of_losses(configs, np.ones((2, 5))).plot("acc")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    missing = r"plot\(\) needs matplotlib, which is not installed .*'towerjax\[plot\]'"
+    with pytest.raises(ValueError, match=missing):
+        of_losses(configs, np.ones((2, 5))).plot()

@@ -22,7 +22,13 @@ from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import held_dtype, listed, refuse_unheld
-from towerjax.types.options import check_choice, check_function, check_list, check_takes
+from towerjax.types.options import (
+    check_choice,
+    check_function,
+    check_list,
+    check_takes,
+    require,
+)
 
 Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -113,6 +119,40 @@ class Sweep(RowTable):
                 label = ", ".join(f"{name}={member.config[name]}" for name in shown)
                 found.setdefault(label, []).append(member.metrics[metric])
         return {label: np.stack(rows) for label, rows in found.items()}
+
+    def plot(
+        self, metric: str = "loss", *, over: str | Sequence[str] | None = None
+    ) -> Any:
+        """A picture of the `curves`: each one's mean, in a band from lowest to highest.
+
+        Args:
+          metric: One with a number in each step.
+          over: As for `curves`; None is ``"seed"``, where the grid has it.
+
+        Returns:
+          A ``matplotlib.figure.Figure``, which a notebook shows.
+
+        Raises:
+          ValueError: Matplotlib is not installed, or the metric has arrays.
+        """
+        figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
+        if over is None:
+            over = [name for name in self.configs[0] if name == "seed"]
+        picture = figures.Figure((6.0, 3.4), layout="constrained", dpi=90)
+        panel = picture.subplots()
+        panel.set(xlabel="step", ylabel=metric)
+        for label, rows in self.curves(metric, over=over).items():
+            if rows.ndim != 2:
+                raise ValueError(
+                    f"metric={metric!r} is an array {rows.shape[2:]} in each step. Plot"
+                    " one with a number, or draw what curves() has."
+                )
+            steps = np.arange(1, rows.shape[1] + 1)
+            label = f"{label or metric}, mean of {len(rows)}"
+            panel.plot(steps, rows.mean(0), lw=1.5, label=label)
+            panel.fill_between(steps, rows.min(0), rows.max(0), alpha=0.25, lw=0)
+        panel.legend(fontsize=8)
+        return picture
 
 
 @door
