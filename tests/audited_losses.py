@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from layouts import cases
 
 import towerjax as tj
 
@@ -47,174 +48,118 @@ def mean(values, tower):
 
 # Each is (params, batch, tower) -> loss, by its name.
 
-WRONG = {}
-RIGHT = {}
 
+class Wrong:
+    def sum_with_weight_1(p, b, t):
+        return tj.Weighted((errors(p, b) * t.weight).sum(), 1.0)
 
-def wrong(fn):
-    WRONG[fn.__name__] = fn
-    return fn
+    def mean_of_masked_means(p, b, t):
+        m = b["mask"][:, 0] * t.weight
+        return tj.Weighted((errors(p, b) * m).sum() / m.sum(), 1.0)
 
+    def masked_mean_with_the_number_of_rows(p, b, t):
+        m = b["mask"][:, 0] * t.weight
+        return tj.Weighted(
+            (errors(p, b) * m).sum() / m.sum() * t.weight.sum(), t.weight.sum()
+        )
 
-def right(fn):
-    RIGHT[fn.__name__] = fn
-    return fn
+    def weights_divided_by_their_own_sum(p, b, t):
+        w = b["weight"] * t.weight
+        return tj.Weighted((errors(p, b) * w / w.sum()).sum(), 1.0)
 
+    def weights_divided_by_their_own_mean(p, b, t):
+        w = b["weight"] * t.weight
+        return mean(errors(p, b) * w / w.mean(), t)
 
-@wrong
-def sum_with_weight_1(p, b, t):
-    return tj.Weighted((errors(p, b) * t.weight).sum(), 1.0)
+    def cumsum_along_rows(p, b, t):
+        return mean(jnp.cumsum(scores(p, b) * t.weight) * b["y"], t)
 
+    def scan_along_rows(p, b, t):
+        def body(carry, x):
+            carry = 0.9 * carry + x
+            return carry, carry
 
-@wrong
-def mean_of_masked_means(p, b, t):
-    m = b["mask"][:, 0] * t.weight
-    return tj.Weighted((errors(p, b) * m).sum() / m.sum(), 1.0)
+        _, smooth = lax.scan(body, jnp.float32(0), scores(p, b) * t.weight)
+        return mean((smooth - b["y"]) ** 2, t)
 
+    def difference_to_the_row_before(p, b, t):
+        s = scores(p, b)
+        return mean((s - jnp.roll(s, 1) - b["y"]) ** 2, t)
 
-@wrong
-def masked_mean_with_the_number_of_rows(p, b, t):
-    m = b["mask"][:, 0] * t.weight
-    return tj.Weighted(
-        (errors(p, b) * m).sum() / m.sum() * t.weight.sum(), t.weight.sum()
-    )
+    def top_k_of_the_losses(p, b, t):
+        kept, _ = lax.top_k(errors(p, b) * t.weight, 3)
+        return tj.Weighted(kept.sum(), 3.0)
 
+    def hardest_half(p, b, t):
+        own = errors(p, b)
+        return mean(own * (own >= jnp.median(own)), t)
 
-@wrong
-def weights_divided_by_their_own_sum(p, b, t):
-    w = b["weight"] * t.weight
-    return tj.Weighted((errors(p, b) * w / w.sum()).sum(), 1.0)
+    def quantile_clipped(p, b, t):
+        own = errors(p, b)
+        return mean(jnp.minimum(own, jnp.quantile(lax.stop_gradient(own), 0.7)), t)
 
+    def largest_loss(p, b, t):
+        return tj.Weighted(
+            (errors(p, b) * t.weight).max() * t.weight.sum(), t.weight.sum()
+        )
 
-@wrong
-def weights_divided_by_their_own_mean(p, b, t):
-    w = b["weight"] * t.weight
-    return mean(errors(p, b) * w / w.mean(), t)
+    def ranked(p, b, t):
+        rank = jnp.argsort(jnp.argsort(lax.stop_gradient(scores(p, b))))
+        return mean(errors(p, b) * rank, t)
 
+    def class_balance_by_counts(p, b, t):
+        one_hot = jax.nn.one_hot(b["label"], 3) * t.weight[:, None]
+        weight = (1.0 / jnp.maximum(one_hot.sum(0), 1.0))[b["label"]]
+        return mean(cross_entropy(p, b) * weight, t)
 
-@wrong
-def cumsum_along_rows(p, b, t):
-    return mean(jnp.cumsum(scores(p, b) * t.weight) * b["y"], t)
+    def mixup_with_the_flipped_batch(p, b, t):
+        mixed = {**b, "x": 0.7 * b["x"] + 0.3 * b["x"][::-1]}
+        return mean(errors(p, mixed), t)
 
+    def noise_from_the_shared_key(p, b, t):
+        noise = jax.random.normal(t.shared_rng, b["y"].shape)
+        return mean((scores(p, b) + noise - b["y"]) ** 2, t)
 
-@wrong
-def scan_along_rows(p, b, t):
-    def body(carry, x):
-        carry = 0.9 * carry + x
-        return carry, carry
+    def dropout_from_the_shared_key(p, b, t):
+        keep = jax.random.bernoulli(t.shared_rng, 0.5, b["x"].shape)
+        return mean(errors(p, {**b, "x": b["x"] * keep}), t)
 
-    _, smooth = lax.scan(body, jnp.float32(0), scores(p, b) * t.weight)
-    return mean((smooth - b["y"]) ** 2, t)
+    def advantage_less_its_mean(p, b, t):
+        gain = lax.stop_gradient(errors(p, b))
+        return mean((gain - gain.mean()) * scores(p, b), t)
 
+    def normalised_by_the_rows(p, b, t):
+        own = {"axis": 0, "keepdims": True}
+        x = (b["x"] - b["x"].mean(**own)) / (b["x"].std(**own) + 1e-3)
+        return mean(errors(p, {**b, "x": x}), t)
 
-@wrong
-def difference_to_the_row_before(p, b, t):
-    s = scores(p, b)
-    return mean((s - jnp.roll(s, 1) - b["y"]) ** 2, t)
+    def contrast_with_own_rows(p, b, t):
+        z = b["x"] @ p["k"]
+        logits = z @ z.T
+        own = -jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
+        return mean(own, t)
 
+    def softmax_over_rows(p, b, t):
+        return mean(jax.nn.softmax(scores(p, b)) * b["y"], t)
 
-@wrong
-def top_k_of_the_losses(p, b, t):
-    kept, _ = lax.top_k(errors(p, b) * t.weight, 3)
-    return tj.Weighted(kept.sum(), 3.0)
+    def root_of_a_mean(p, b, t):
+        total, weight = (errors(p, b) * t.weight).sum(), t.weight.sum()
+        return tj.Weighted(jnp.sqrt(total / weight) * weight, weight)
 
+    def dice(p, b, t):
+        s, w = jax.nn.sigmoid(scores(p, b)), b["mask"][:, 0] * t.weight
+        n = w.sum()
+        value = 1 - 2 * (s * w).sum() / ((s * t.weight).sum() + n)
+        return tj.Weighted(value * n, n)
 
-@wrong
-def hardest_half(p, b, t):
-    own = errors(p, b)
-    return mean(own * (own >= jnp.median(own)), t)
+    def own_number_of_the_tower(p, b, t):
+        return mean(errors(p, b) * (1 + 0.1 * t.id), t)
 
+    def place_in_the_batch(p, b, t):
+        return mean(errors(p, b) * jnp.arange(1.0, len(b["y"]) + 1), t)
 
-@wrong
-def quantile_clipped(p, b, t):
-    own = errors(p, b)
-    return mean(jnp.minimum(own, jnp.quantile(lax.stop_gradient(own), 0.7)), t)
-
-
-@wrong
-def largest_loss(p, b, t):
-    return tj.Weighted((errors(p, b) * t.weight).max() * t.weight.sum(), t.weight.sum())
-
-
-@wrong
-def ranked(p, b, t):
-    rank = jnp.argsort(jnp.argsort(lax.stop_gradient(scores(p, b))))
-    return mean(errors(p, b) * rank, t)
-
-
-@wrong
-def class_balance_by_counts(p, b, t):
-    one_hot = jax.nn.one_hot(b["label"], 3) * t.weight[:, None]
-    weight = (1.0 / jnp.maximum(one_hot.sum(0), 1.0))[b["label"]]
-    return mean(cross_entropy(p, b) * weight, t)
-
-
-@wrong
-def mixup_with_the_flipped_batch(p, b, t):
-    mixed = {**b, "x": 0.7 * b["x"] + 0.3 * b["x"][::-1]}
-    return mean(errors(p, mixed), t)
-
-
-@wrong
-def noise_from_the_shared_key(p, b, t):
-    noise = jax.random.normal(t.shared_rng, b["y"].shape)
-    return mean((scores(p, b) + noise - b["y"]) ** 2, t)
-
-
-@wrong
-def dropout_from_the_shared_key(p, b, t):
-    keep = jax.random.bernoulli(t.shared_rng, 0.5, b["x"].shape)
-    return mean(errors(p, {**b, "x": b["x"] * keep}), t)
-
-
-@wrong
-def advantage_less_its_mean(p, b, t):
-    gain = lax.stop_gradient(errors(p, b))
-    return mean((gain - gain.mean()) * scores(p, b), t)
-
-
-@wrong
-def normalised_by_the_rows(p, b, t):
-    own = {"axis": 0, "keepdims": True}
-    x = (b["x"] - b["x"].mean(**own)) / (b["x"].std(**own) + 1e-3)
-    return mean(errors(p, {**b, "x": x}), t)
-
-
-@wrong
-def contrast_with_own_rows(p, b, t):
-    z = b["x"] @ p["k"]
-    logits = z @ z.T
-    own = -jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
-    return mean(own, t)
-
-
-@wrong
-def softmax_over_rows(p, b, t):
-    return mean(jax.nn.softmax(scores(p, b)) * b["y"], t)
-
-
-@wrong
-def root_of_a_mean(p, b, t):
-    total, weight = (errors(p, b) * t.weight).sum(), t.weight.sum()
-    return tj.Weighted(jnp.sqrt(total / weight) * weight, weight)
-
-
-@wrong
-def dice(p, b, t):
-    s, w = jax.nn.sigmoid(scores(p, b)), b["mask"][:, 0] * t.weight
-    n = w.sum()
-    value = 1 - 2 * (s * w).sum() / ((s * t.weight).sum() + n)
-    return tj.Weighted(value * n, n)
-
-
-@wrong
-def own_number_of_the_tower(p, b, t):
-    return mean(errors(p, b) * (1 + 0.1 * t.id), t)
-
-
-@wrong
-def place_in_the_batch(p, b, t):
-    return mean(errors(p, b) * jnp.arange(1.0, len(b["y"]) + 1), t)
+    def gradient_by_the_mean_of_rows(p, b, t):
+        return mean((_divided_by_the_norm_of_rows(scores(p, b)) - b["y"]) ** 2, t)
 
 
 @jax.custom_vjp
@@ -229,166 +174,118 @@ def _normalise(_, g):
 _divided_by_the_norm_of_rows.defvjp(lambda x: (x, None), _normalise)
 
 
-@wrong
-def gradient_by_the_mean_of_rows(p, b, t):
-    return mean((_divided_by_the_norm_of_rows(scores(p, b)) - b["y"]) ** 2, t)
+class Right:
+    def plain_mean(p, b, t):
+        return mean(errors(p, b), t)
+
+    def weighted_rows(p, b, t):
+        return tj.Weighted.mean(errors(p, b), b["weight"] * t.weight)
+
+    def masked_tokens(p, b, t):
+        own = jnp.tanh(b["tokens"] @ p["w"]) ** 2
+        return tj.Weighted.mean(own, b["mask"] * t.weight[:, None])
+
+    def flattened_tokens(p, b, t):
+        own = jnp.tanh(b["tokens"].reshape(-1, 4) @ p["w"]) ** 2
+        weight = (b["mask"] * t.weight[:, None]).reshape(-1)
+        return tj.Weighted.mean(own, weight)
+
+    def mean_of_each_rows_own_mean(p, b, t):
+        own = (b["tokens"] @ p["w"]) ** 2
+        rows = (own * b["mask"]).sum(1) / jnp.maximum(b["mask"].sum(1), 1)
+        return mean(rows, t)
+
+    def attention_within_a_row(p, b, t):
+        logits = jnp.einsum("bid,d,bjd->bij", b["tokens"], p["w"], b["tokens"])
+        mixed = jax.nn.softmax(logits, -1) @ b["tokens"]
+        return mean((mixed.sum((1, 2)) - b["y"]) ** 2, t)
+
+    def layer_norm(p, b, t):
+        x = b["x"] - b["x"].mean(1, keepdims=True)
+        x = x / jnp.sqrt((x**2).mean(1, keepdims=True) + 1e-5)
+        return mean(errors(p, {**b, "x": x}), t)
+
+    def two_views_joined(p, b, t):
+        both = jnp.concatenate([b["x"], -b["x"]]) @ p["k"]
+        one, two = jnp.split(both, 2)
+        return mean(((one - two) ** 2).sum(1), t)
+
+    def cumsum_within_a_row(p, b, t):
+        return mean((jnp.cumsum(b["tokens"], axis=1) @ p["w"]).sum(1) ** 2, t)
+
+    def scan_over_tokens(p, b, t):
+        def body(carry, x):
+            return jnp.tanh(carry + x @ p["w"]), None
+
+        last, _ = lax.scan(body, jnp.zeros(len(b["y"])), b["tokens"].swapaxes(0, 1))
+        return mean((last - b["y"]) ** 2, t)
+
+    def top_k_within_a_row(p, b, t):
+        kept, _ = lax.top_k(b["tokens"] @ p["w"], 2)
+        return mean(kept.sum(1) ** 2, t)
+
+    def flipped_within_a_row(p, b, t):
+        return mean((b["tokens"][:, ::-1, :] @ p["w"]).max(1) ** 2, t)
+
+    def softmax_over_classes(p, b, t):
+        return mean(cross_entropy(p, b), t)
+
+    def focal(p, b, t):
+        own = cross_entropy(p, b)
+        return mean((1 - jnp.exp(-own)) ** 2 * own, t)
+
+    def class_balance_over_all_towers(p, b, t):
+        one_hot = jax.nn.one_hot(b["label"], 3) * t.weight[:, None]
+        counts = t.reduce(tj.Reduction.SUM, one_hot.sum(0))
+        return mean(cross_entropy(p, b) / jnp.maximum(counts, 1.0)[b["label"]], t)
+
+    def advantage_less_the_mean_of_all(p, b, t):
+        gain = lax.stop_gradient(errors(p, b))
+        total = t.reduce(tj.Reduction.SUM, mean(gain, t)).value
+        return mean((gain - total) * scores(p, b), t)
+
+    def penalised(p, b, t):
+        return mean(errors(p, b), t) + 0.1 * tj.penalty((p["w"] ** 2).sum())
+
+    def two_means(p, b, t):
+        token = tj.Weighted.mean(
+            (b["tokens"] @ p["w"]) ** 2, b["mask"] * t.weight[:, None]
+        )
+        return mean(errors(p, b), t) + 0.3 * token
+
+    def dropout(p, b, t):
+        keep = jax.random.bernoulli(t.rng, 0.6, b["x"].shape)
+        return mean(errors(p, {**b, "x": b["x"] * keep / 0.6}), t)
+
+    def noise(p, b, t):
+        first, second = jax.random.split(t.rng)
+        x = b["x"] + 0.3 * jax.random.normal(first, b["x"].shape)
+        x = x * jax.random.uniform(second, (len(x), 1))
+        return mean(errors(p, {**b, "x": x}), t)
+
+    def one_number_for_all_from_the_shared_key(p, b, t):
+        return mean(errors(p, b) * jax.random.uniform(t.shared_rng), t)
+
+    def rejected_draws(p, b, t):
+        scale = jax.random.gamma(t.rng, 0.7, b["y"].shape)
+        return mean(errors(p, b) * scale, t)
+
+    def pairs_of_neighbours(p, b, t):
+        first, second = scores(p, b).reshape(-1, 2).T
+        weight = t.weight.reshape(-1, 2).min(1)
+        return tj.Weighted.mean(jax.nn.softplus(second - first), weight)
+
+    def metrics_beside_the_loss(p, b, t):
+        s = scores(p, b)
+        metrics = {
+            "hits": tj.metrics.accuracy(b["y"] > 0, s > 0, t.weight),
+            "norm": jnp.linalg.norm(p["w"]),
+            "step": t.step,
+        }
+        return tj.TowerOutput(mean(errors(p, b), t), metrics)
 
 
-@right
-def plain_mean(p, b, t):
-    return mean(errors(p, b), t)
-
-
-@right
-def weighted_rows(p, b, t):
-    return tj.Weighted.mean(errors(p, b), b["weight"] * t.weight)
-
-
-@right
-def masked_tokens(p, b, t):
-    own = jnp.tanh(b["tokens"] @ p["w"]) ** 2
-    return tj.Weighted.mean(own, b["mask"] * t.weight[:, None])
-
-
-@right
-def flattened_tokens(p, b, t):
-    own = jnp.tanh(b["tokens"].reshape(-1, 4) @ p["w"]) ** 2
-    weight = (b["mask"] * t.weight[:, None]).reshape(-1)
-    return tj.Weighted.mean(own, weight)
-
-
-@right
-def mean_of_each_rows_own_mean(p, b, t):
-    own = (b["tokens"] @ p["w"]) ** 2
-    rows = (own * b["mask"]).sum(1) / jnp.maximum(b["mask"].sum(1), 1)
-    return mean(rows, t)
-
-
-@right
-def attention_within_a_row(p, b, t):
-    logits = jnp.einsum("bid,d,bjd->bij", b["tokens"], p["w"], b["tokens"])
-    mixed = jax.nn.softmax(logits, -1) @ b["tokens"]
-    return mean((mixed.sum((1, 2)) - b["y"]) ** 2, t)
-
-
-@right
-def layer_norm(p, b, t):
-    x = b["x"] - b["x"].mean(1, keepdims=True)
-    x = x / jnp.sqrt((x**2).mean(1, keepdims=True) + 1e-5)
-    return mean(errors(p, {**b, "x": x}), t)
-
-
-@right
-def two_views_joined(p, b, t):
-    both = jnp.concatenate([b["x"], -b["x"]]) @ p["k"]
-    one, two = jnp.split(both, 2)
-    return mean(((one - two) ** 2).sum(1), t)
-
-
-@right
-def cumsum_within_a_row(p, b, t):
-    return mean((jnp.cumsum(b["tokens"], axis=1) @ p["w"]).sum(1) ** 2, t)
-
-
-@right
-def scan_over_tokens(p, b, t):
-    def body(carry, x):
-        return jnp.tanh(carry + x @ p["w"]), None
-
-    last, _ = lax.scan(body, jnp.zeros(len(b["y"])), b["tokens"].swapaxes(0, 1))
-    return mean((last - b["y"]) ** 2, t)
-
-
-@right
-def top_k_within_a_row(p, b, t):
-    kept, _ = lax.top_k(b["tokens"] @ p["w"], 2)
-    return mean(kept.sum(1) ** 2, t)
-
-
-@right
-def flipped_within_a_row(p, b, t):
-    return mean((b["tokens"][:, ::-1, :] @ p["w"]).max(1) ** 2, t)
-
-
-@right
-def softmax_over_classes(p, b, t):
-    return mean(cross_entropy(p, b), t)
-
-
-@right
-def focal(p, b, t):
-    own = cross_entropy(p, b)
-    return mean((1 - jnp.exp(-own)) ** 2 * own, t)
-
-
-@right
-def class_balance_over_all_towers(p, b, t):
-    one_hot = jax.nn.one_hot(b["label"], 3) * t.weight[:, None]
-    counts = t.reduce(tj.Reduction.SUM, one_hot.sum(0))
-    return mean(cross_entropy(p, b) / jnp.maximum(counts, 1.0)[b["label"]], t)
-
-
-@right
-def advantage_less_the_mean_of_all(p, b, t):
-    gain = lax.stop_gradient(errors(p, b))
-    total = t.reduce(tj.Reduction.SUM, mean(gain, t)).value
-    return mean((gain - total) * scores(p, b), t)
-
-
-@right
-def penalised(p, b, t):
-    return mean(errors(p, b), t) + 0.1 * tj.penalty((p["w"] ** 2).sum())
-
-
-@right
-def two_means(p, b, t):
-    token = tj.Weighted.mean((b["tokens"] @ p["w"]) ** 2, b["mask"] * t.weight[:, None])
-    return mean(errors(p, b), t) + 0.3 * token
-
-
-@right
-def dropout(p, b, t):
-    keep = jax.random.bernoulli(t.rng, 0.6, b["x"].shape)
-    return mean(errors(p, {**b, "x": b["x"] * keep / 0.6}), t)
-
-
-@right
-def noise(p, b, t):
-    first, second = jax.random.split(t.rng)
-    x = b["x"] + 0.3 * jax.random.normal(first, b["x"].shape)
-    x = x * jax.random.uniform(second, (len(x), 1))
-    return mean(errors(p, {**b, "x": x}), t)
-
-
-@right
-def one_number_for_all_from_the_shared_key(p, b, t):
-    return mean(errors(p, b) * jax.random.uniform(t.shared_rng), t)
-
-
-@right
-def rejected_draws(p, b, t):
-    scale = jax.random.gamma(t.rng, 0.7, b["y"].shape)
-    return mean(errors(p, b) * scale, t)
-
-
-@right
-def pairs_of_neighbours(p, b, t):
-    first, second = scores(p, b).reshape(-1, 2).T
-    weight = t.weight.reshape(-1, 2).min(1)
-    return tj.Weighted.mean(jax.nn.softplus(second - first), weight)
-
-
-@right
-def metrics_beside_the_loss(p, b, t):
-    s = scores(p, b)
-    metrics = {
-        "hits": tj.metrics.accuracy(b["y"] > 0, s > 0, t.weight),
-        "norm": jnp.linalg.norm(p["w"]),
-        "step": t.step,
-    }
-    return tj.TowerOutput(mean(errors(p, b), t), metrics)
-
-
+WRONG, RIGHT = cases(Wrong), cases(Right)
 # Own steps: what a tower returns, of its loss and gradients.
 
 WRONG_STEPS = {

@@ -15,3 +15,8 @@ def names(count):
 
 def mirrored(towers, devices=1, local="vmap", **options):
     return tj.Mirrored(names(devices), towers=towers, local=local, **options)
+
+
+def cases(cls):
+    """The functions that a class holds together, by name."""
+    return {name: fn for name, fn in vars(cls).items() if callable(fn)}

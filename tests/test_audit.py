@@ -331,7 +331,7 @@ def test_a_right_loss_that_looks_like_a_wrong_one_passes(name):
 @pytest.mark.parametrize("name", WRONG_STEPS)
 def test_what_a_tower_makes_of_its_own_gradient_is_refused(name):
     def tower_fn(state, batch, tower):
-        of_loss = tj.value_and_grad(audited_losses.plain_mean)
+        of_loss = tj.value_and_grad(audited_losses.Right.plain_mean)
         loss, grads = of_loss(state.params, batch, tower)
         return {"loss": loss, "grads": grads, **WRONG_STEPS[name](loss, grads)}
 
@@ -347,7 +347,7 @@ def test_what_a_tower_makes_of_its_own_gradient_is_refused(name):
 
 CAUSES = {
     "sum_with_weight_1": "half of it on two towers",
-    "mean_of_masked_means": "a function of sums.*:[0-9]+ .mean_of_masked_means.",
+    "mean_of_masked_means": "a function of sums.*:[0-9]+ .Wrong.mean_of_masked_means.",
     "cumsum_along_rows": "cumsum_along_rows. accumulates a tower's own rows",
     "scan_along_rows": "scan_along_rows. goes through a tower's own rows",
     "top_k_of_the_losses": "takes the largest of a tower's own rows",
@@ -391,7 +391,10 @@ def test_uneven_towers_are_compared_where_batches_are_padded():
 def test_micro_batches_are_audited_as_towers_are():
     strategy = tj.OneDevice()
     step = tj.build_train_step(
-        audited_losses.sum_with_weight_1, optax.sgd(0.1), strategy, micro_batches=3
+        audited_losses.Wrong.sum_with_weight_1,
+        optax.sgd(0.1),
+        strategy,
+        micro_batches=3,
     )
     with pytest.raises(SplitError, match="on 2 towers") as error:
         step.audit(step.init(MODEL), audited_losses.BATCH)
@@ -455,15 +458,15 @@ def test_a_model_function_is_audited():
     optimizer = tj.estimator.TowerOptimizer(optax.adam(0.1))
     features, mode = audited_losses.BATCH, tj.estimator.Mode.TRAIN
     state = tj.TrainState.create(MODEL, optimizer)
-    model = model_of(audited_losses.cumsum_along_rows, optimizer, audit=True)
+    model = model_of(audited_losses.Wrong.cumsum_along_rows, optimizer, audit=True)
     with pytest.raises(SplitError, match="gradient") as error:
         model(model.init(state), features, None, mode)
     assert {"loss"} <= {x.leaf for x in error.value.findings}
-    model = model_of(audited_losses.noise, optimizer)
+    model = model_of(audited_losses.Right.noise, optimizer)
     step = model.train_step(audit=True)
     state, _ = step(model.init(state), {"features": features})
     assert step.is_audited and int(state.step) == 1
-    model = model_of(audited_losses.noise, optimizer, audit=True, compat="tf1")
+    model = model_of(audited_losses.Right.noise, optimizer, audit=True, compat="tf1")
     with pytest.raises(ValueError, match="compat='tf1' divides by the number of"):
         model(state, features, None, mode)
 
@@ -495,7 +498,7 @@ def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
         local = {"count": count, "mean": 0.5 * (tower.local["mean"] + mean)}
         local["own"] = tower.local["own"] + 1
         extra = tj.Weighted.mean(batch["x"][:, 1] + tower.extra, tower.weight)
-        loss = audited_losses.plain_mean(params, batch, tower)
+        loss = audited_losses.Right.plain_mean(params, batch, tower)
         return tj.TowerOutput(loss, {}, local, extra)
 
     local = {
@@ -514,7 +517,7 @@ def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
 @pytest.mark.slow
 def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
-    step = train_step(audited_losses.noise, audit=False)
+    step = train_step(audited_losses.Right.noise, audit=False)
     state, _ = tj.run(step, step.init(MODEL), data)
     out = capsys.readouterr().err
     assert re.match("audited in .* s: 4 values are the same on 2 towers as on one", out)
@@ -523,14 +526,14 @@ def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
     tj.run(step, state, data)  # once is enough
     assert "audited" not in capsys.readouterr().err
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
-    wrong = train_step(audited_losses.cumsum_along_rows, audit=False)
+    wrong = train_step(audited_losses.Wrong.cumsum_along_rows, audit=False)
     state = wrong.init(MODEL)
     with pytest.raises(SplitError) as error:
         tj.run(wrong, state, data)
     state, history = tj.run(wrong, error.value.state, error.value.batches, audit=False)
     assert history.metrics["loss"].shape == (6,)
     monkeypatch.setattr("towerjax.loop.options._MOST_AUDITED", 16)  # it has 17
-    wrong = train_step(audited_losses.cumsum_along_rows, audit=False)
+    wrong = train_step(audited_losses.Wrong.cumsum_along_rows, audit=False)
     data = tj.batches(audited_losses.BATCH, 8, epochs=2)
     tj.run(wrong, wrong.init(MODEL), data, steps=3)
     with pytest.raises(SplitError):

@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax import lax
 from jax.extend.core import Literal
+from layouts import cases
 
 import towerjax as tj
 from towerjax.contrib import LocalSGD
@@ -21,81 +22,107 @@ from towerjax.proof import lints
 
 R = tj.Reduction
 B, T, F = 12, 3, 5  # rows, steps of time, features
-MEETINGS, APART = {}, {}
 
 
-def meets(fn):
-    MEETINGS[fn.__name__] = fn
-    return fn
+class Meets:
+    def advantages(x, y, w, tower):
+        return x[:, 0] @ w * ((y - y.mean()) / (y.std() + 1e-6))
 
+    def baseline(x, y, w, tower):
+        return (x[:, 0] @ w) * (y - lax.stop_gradient(y.sum() / len(y)))
 
-def apart(fn):
-    APART[fn.__name__] = fn
-    return fn
+    def deviations(x, y, w, tower):
+        flat = x.reshape(-1, F)
+        centred = flat - flat.mean(0)[None]
+        return (centred.reshape(-1, T, F) @ w).mean(1)
 
+    def batch_norm(x, y, w, tower):
+        norm = nn.BatchNorm(use_running_average=False)
+        return norm.init_with_output(jax.random.key(0), x[:, 0])[0] @ w
 
-@meets
-def advantages(x, y, w, tower):
-    return x[:, 0] @ w * ((y - y.mean()) / (y.std() + 1e-6))
+    def negatives(x, y, w, tower):
+        scores = jnp.einsum("if,jf->ij", x[:, 0] * w[None], x[:, 1])
+        return jax.nn.logsumexp(scores, axis=1) - jnp.diagonal(scores)
 
+    def ascent(x, y, w, tower):
+        up = jax.grad(lambda w: (x[:, 0] @ w).sum() ** 2)(w)
+        return x[:, 1] @ (w + 0.1 * up)
 
-@meets
-def baseline(x, y, w, tower):
-    return (x[:, 0] @ w) * (y - lax.stop_gradient(y.sum() / len(y)))
+    def whitened(x, y, w, tower):
+        x = x[:, 0]
+        return x @ jnp.linalg.inv(x.T @ x + jnp.eye(F)) @ w
 
+    def over_time(x, y, w, tower):
+        def over_time(hidden, x):
+            hidden = jnp.tanh(hidden + x @ w)
+            return hidden - hidden.mean(), hidden
 
-@meets
-def deviations(x, y, w, tower):
-    flat = x.reshape(-1, F)
-    centred = flat - flat.mean(0)[None]
-    return (centred.reshape(-1, T, F) @ w).mean(1)
+        return lax.scan(over_time, jnp.zeros_like(y), x.swapaxes(0, 1))[0]
 
+    def in_other_functions(x, y, w, tower):
+        @jax.checkpoint
+        def in_other_functions(x):
+            return x - jax.jit(jnp.mean)(x)
 
-@meets
-def batch_norm(x, y, w, tower):
-    norm = nn.BatchNorm(use_running_average=False)
-    return norm.init_with_output(jax.random.key(0), x[:, 0])[0] @ w
+        return lax.cond(w[0] > 5, jnp.zeros_like, in_other_functions, x[:, 0] @ w)
 
+    def weighed_by_a_softmax(x, y, w, tower):
+        return (x[:, 0] @ w) * lax.stop_gradient(jax.nn.softmax(y))
 
-@meets
-def negatives(x, y, w, tower):
-    scores = jnp.einsum("if,jf->ij", x[:, 0] * w[None], x[:, 1])
-    return jax.nn.logsumexp(scores, axis=1) - jnp.diagonal(scores)
+    def deviation_by_steps(x, y, w, tower):
+        def deviation_by_steps(x):
+            x = x - x.mean(0, keepdims=True)
+            return jnp.sqrt((x**2).mean(0) + 1e-8)
 
+        return deviation(x * w[None, None], deviation_by_steps)
 
-@meets
-def ascent(x, y, w, tower):
-    up = jax.grad(lambda w: (x[:, 0] @ w).sum() ** 2)(w)
-    return x[:, 1] @ (w + 0.1 * up)
+    def deviation_at_once(x, y, w, tower):
+        def deviation_at_once(x):
+            return x.std(0)
 
+        return deviation(x * w[None, None], deviation_at_once)
 
-@meets
-def whitened(x, y, w, tower):
-    x = x[:, 0]
-    return x @ jnp.linalg.inv(x.T @ x + jnp.eye(F)) @ w
+    def balanced_by_counts(x, y, w, tower):
+        label = jnp.clip(y.astype(int), 0, 2)
+        counts = jax.nn.one_hot(label, 3).sum(0)
+        return x[:, 0] @ w / jnp.maximum(counts, 1.0)[label]
 
+    def smoothed(x, y, w, tower):
+        def smoothed(carry, x):
+            carry = 0.9 * carry + x
+            return carry, carry
 
-@meets
-def over_time(x, y, w, tower):
-    def over_time(hidden, x):
-        hidden = jnp.tanh(hidden + x @ w)
-        return hidden - hidden.mean(), hidden
+        return lax.scan(smoothed, 0.0, x[:, 0] @ w)[1]
 
-    return lax.scan(over_time, jnp.zeros_like(y), x.swapaxes(0, 1))[0]
+    def less_the_row_before(x, y, w, tower):
+        def less_the_row_before(before, x):
+            return x, jnp.tanh(x * w).sum() - before.sum()
 
+        return lax.scan(less_the_row_before, jnp.zeros(F), x[:, 0])[1]
 
-@meets
-def in_other_functions(x, y, w, tower):
-    @jax.checkpoint
-    def in_other_functions(x):
-        return x - jax.jit(jnp.mean)(x)
+    def smoothed_by_index(x, y, w, tower):
+        def smoothed_by_index(i, carry):
+            last, every = carry
+            last = 0.9 * last + x[i, 0] @ w
+            return last, every.at[i].set(last)
 
-    return lax.cond(w[0] > 5, jnp.zeros_like, in_other_functions, x[:, 0] @ w)
+        return lax.fori_loop(0, len(y), smoothed_by_index, (0.0, jnp.zeros_like(y)))[1]
 
+    def smoothed_while(x, y, w, tower):
+        def smoothed_while(carry):
+            i, last, every = carry
+            last = 0.9 * last + y[i]
+            return i + 1, last, every.at[i].set(last)
 
-@meets
-def weighed_by_a_softmax(x, y, w, tower):
-    return (x[:, 0] @ w) * lax.stop_gradient(jax.nn.softmax(y))
+        start = 0, 0.0, jnp.zeros_like(y)
+        every = lax.while_loop(lambda carry: carry[0] < len(y), smoothed_while, start)[
+            2
+        ]
+        return every * (x[:, 0] @ w)
+
+    def stacked(x, y, w, tower):
+        both = jnp.stack([y, x[:, 0] @ w], axis=1)
+        return (both - both.mean(0)[None]).sum(1)
 
 
 def deviation(x, of):
@@ -104,290 +131,169 @@ def deviation(x, of):
     return x[:, 0].sum(1) + jnp.tile(of(groups).mean(1), 2)
 
 
-@meets
-def deviation_by_steps(x, y, w, tower):
-    def deviation_by_steps(x):
-        x = x - x.mean(0, keepdims=True)
-        return jnp.sqrt((x**2).mean(0) + 1e-8)
-
-    return deviation(x * w[None, None], deviation_by_steps)
-
-
-@meets
-def deviation_at_once(x, y, w, tower):
-    def deviation_at_once(x):
-        return x.std(0)
-
-    return deviation(x * w[None, None], deviation_at_once)
-
-
-@meets
-def balanced_by_counts(x, y, w, tower):
-    label = jnp.clip(y.astype(int), 0, 2)
-    counts = jax.nn.one_hot(label, 3).sum(0)
-    return x[:, 0] @ w / jnp.maximum(counts, 1.0)[label]
-
-
-@meets
-def smoothed(x, y, w, tower):
-    def smoothed(carry, x):
-        carry = 0.9 * carry + x
-        return carry, carry
-
-    return lax.scan(smoothed, 0.0, x[:, 0] @ w)[1]
-
-
-@meets
-def less_the_row_before(x, y, w, tower):
-    def less_the_row_before(before, x):
-        return x, jnp.tanh(x * w).sum() - before.sum()
-
-    return lax.scan(less_the_row_before, jnp.zeros(F), x[:, 0])[1]
-
-
-@meets
-def smoothed_by_index(x, y, w, tower):
-    def smoothed_by_index(i, carry):
-        last, every = carry
-        last = 0.9 * last + x[i, 0] @ w
-        return last, every.at[i].set(last)
-
-    return lax.fori_loop(0, len(y), smoothed_by_index, (0.0, jnp.zeros_like(y)))[1]
-
-
-@meets
-def smoothed_while(x, y, w, tower):
-    def smoothed_while(carry):
-        i, last, every = carry
-        last = 0.9 * last + y[i]
-        return i + 1, last, every.at[i].set(last)
-
-    start = 0, 0.0, jnp.zeros_like(y)
-    every = lax.while_loop(lambda carry: carry[0] < len(y), smoothed_while, start)[2]
-    return every * (x[:, 0] @ w)
-
-
-@apart
-def sums_and_each_row_in_a_loop(x, y, w, tower):
-    def body(carry, x):
-        loss = jnp.tanh(x @ w)
-        return carry + loss, loss
-
-    total, losses = lax.scan(body, 0.0, x[:, 0])
-    chunks, more = lax.scan(
-        lambda carry, x: (carry + (x @ w).sum(), x @ w), 0.0, x.reshape(3, -1, T, F)
-    )
-    return losses + more.reshape(-1, T).sum(1)
-
-
-@apart
-def each_row_by_index(x, y, w, tower):
-    def body(i, carry):
-        key, total, losses = carry
-        key, own = jax.random.split(key)
-        loss = jnp.tanh(x[i, 0] @ w) * jax.random.normal(own)
-        return key, total + loss, losses.at[i].set(loss)
-
-    return lax.fori_loop(0, len(y), body, (tower.rng, 0.0, jnp.zeros_like(y)))[2]
-
-
-@apart
-def over_time_by_index(x, y, w, tower):
-    def body(i, carry):
-        hidden, every = carry
-        hidden = jnp.tanh(hidden + x[:, i] @ w)
-        return hidden, every.at[:, i].set(hidden)
-
-    start = jnp.zeros_like(y), jnp.zeros((len(y), T))
-    return lax.fori_loop(0, T, body, start)[1].sum(1)
-
-
-@apart
-def over_time_of_each_row(x, y, w, tower):
-    def of_row(x):
-        def body(hidden, x):
-            hidden = jnp.tanh(hidden + x @ w)
-            return hidden, hidden
-
-        return lax.scan(body, 0.0, x)[1].sum()
-
-    return jax.vmap(of_row)(x) + lax.map(of_row, x)
-
-
-@apart
-def over_layers(x, y, w, tower):
-    def body(hidden, w):
-        hidden = jnp.tanh(hidden * w[None])
-        return hidden, hidden.mean(1)
-
-    hidden, each = lax.scan(body, x[:, 0], jnp.stack([w, w]))
-    return hidden.sum(1) + each.sum(0)
-
-
-@apart
-def of_neighbours(x, y, w, tower):
-    group = y.reshape(-1, 3)
-    other = group.T - group.T.mean(0, keepdims=True)
-    own = group - group.mean(1, keepdims=True)
-    return x[:, 0] @ w * (own + other.T).reshape(-1)
-
-
-@apart
-def views_of_a_row(x, y, w, tower):
-    views = jnp.concatenate([x[:, 0], x[:, 1]]).reshape(2, -1, F)
-    return ((views * w[None, None] - views.mean(0, keepdims=True)) ** 2).sum((0, 2))
-
-
-@apart
-def of_a_group(x, y, w, tower):
-    group = y.reshape(-1, len(y) // (1 + (len(y) > 5)))
-    return (x[:, 0] @ w) * (group - group.mean(1)[:, None]).ravel()
-
-
-@apart
-def printed(x, y, w, tower):
-    jax.debug.print("{}", y)
-    return x[:, 0] @ w
-
-
-@meets
-def stacked(x, y, w, tower):
-    both = jnp.stack([y, x[:, 0] @ w], axis=1)
-    return (both - both.mean(0)[None]).sum(1)
-
-
-@apart
-def stacked_rows(x, y, w, tower):
-    both = jnp.stack([x[:, 0], x[:, 1]], axis=2)
-    first, second = jnp.unstack(both - both.mean((1, 2), keepdims=True), axis=2)
-    return (first * second) @ w
-
-
-@apart
-def centred_and_printed(x, y, w, tower):
-    jax.debug.callback(lambda y: None, y - y.mean())
-    jax.debug.print("{}", lax.fori_loop(0, 2, lambda i, y: y - y.mean(), y))
-    return x[:, 0] @ w
-
-
-@apart
-def centred_in_vain(x, y, w, tower):
-    unused = jax.jit(lambda y: (y - y.mean(), y))(y)
-    return x[:, 0] @ w * unused[1]
-
-
-@apart
-def attention(x, y, w, tower):
-    scores = jax.nn.softmax(jnp.einsum("btf,bsf->bts", x * w[None, None], x))
-    return jnp.einsum("bts,bsf->btf", scores, x).mean((1, 2))
-
-
-@apart
-def layer_norm(x, y, w, tower):
-    x = (x - x.mean((1, 2), keepdims=True)) / (x.std((1, 2), keepdims=True) + 1e-6)
-    return (x @ w).mean(1)
-
-
-@apart
-def flat_and_back(x, y, w, tower):
-    flat = jax.nn.relu(x.reshape(-1, F) * w[None])
-    x = flat.reshape(-1, T, F)
-    return (x - x.mean(1)[:, None]).sum((1, 2))
-
-
-@apart
-def convolved(x, y, w, tower):
-    kernel = jnp.ones((2, F, F)) * w[None, None]
-    dims = ("NWC", "WIO", "NWC")
-    out = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims)
-    out = nn.avg_pool(out, (2,), padding="SAME")
-    return out.sum((1, 2)) - out.max((1, 2))
-
-
-@apart
-def each_rows_gradient(x, y, w, tower):
-    loss = lambda w, x, y: (jnp.tanh(x @ w).sum() - y) ** 2  # noqa: E731
-    grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(w, x, y)
-    norms = jnp.sqrt((grads**2).sum(1))
-    return (grads / (norms + 1)[:, None]) @ w
-
-
-@apart
-def embedded(x, y, w, tower):
-    ids = jnp.clip(x[..., 0].astype(jnp.int32), 0, F - 1)
-    table = w[:, None] * jnp.ones((F, F))
-    chosen = jnp.take_along_axis(x, ids[..., None], axis=2)[..., 0]
-    return (table[ids].sum(2) * chosen).mean(1)
-
-
-@apart
-def one_hot(x, y, w, tower):
-    label = jnp.clip(y.astype(jnp.int32), 0, F - 1)
-    losses = optax.softmax_cross_entropy_with_integer_labels(x[:, 0] * w[None], label)
-    return losses + (jax.nn.one_hot(label, F) * x[:, 1]).sum(1)
-
-
-@apart
-def along_features(x, y, w, tower):
-    x = jnp.sort(jnp.cumsum(x, 1), axis=2)[:, ::-1]
-    return lax.top_k(x * w[None, None], 2)[0].sum((1, 2)) + x.argmax(2).sum(1)
-
-
-@apart
-def recurrent(x, y, w, tower):
-    def cell(hidden, x):
-        hidden = jnp.tanh(hidden[:, None] * w[None] + x)
-        return hidden.mean(1), hidden
-
-    last, each = lax.scan(cell, jnp.zeros_like(y), x.swapaxes(0, 1))
-    return last + each.swapaxes(0, 1).mean((1, 2))
-
-
-@apart
-def row_by_row(x, y, w, tower):
-    return lax.map(lambda row: (row - row.mean()).sum(0) @ w, x)
-
-
-@apart
-def shifted_by_the_largest(x, y, w, tower):
-    losses = x[:, 0] @ w
-    return jnp.exp(losses - lax.stop_gradient(losses.max()))
-
-
-@apart
-def where_any(x, y, w, tower):
-    return jnp.where(jnp.isfinite(x).all() & (y > 0).any(), x[:, 0] @ w, 0.0)
-
-
-@apart
-def of_all_towers(x, y, w, tower):
-    mean = tower.mean(y, tower.weight)
-    others = tower.all_gather(x[:, 1], axis=0)
-    return (x[:, 0] * w[None] @ others.T).sum(1) * (y - mean)
-
-
-@apart
-def normed_over_towers(x, y, w, tower):
-    norm = TowerBatchNorm(use_running_average=False)
-    variables = {"params": {"scale": w, "bias": w}}
-    variables["batch_stats"] = {"mean": w * 0, "var": w * 0 + 1}
-    x, _ = norm.apply(variables, x[:, 0], tower, mutable=["batch_stats"])
-    return x.sum(1)
-
-
-@apart
-def solved(x, y, w, tower):
-    return jnp.linalg.solve(jnp.eye(F) + w[:, None] * w[None], x[:, 0].T).T.sum(1)
-
-
-@apart
-def dropped(x, y, w, tower):
-    return (
-        nn.Dropout(0.5, deterministic=False).apply(
-            {}, x[:, 0], rngs={"dropout": tower.rng}
+class Apart:
+    def sums_and_each_row_in_a_loop(x, y, w, tower):
+        def body(carry, x):
+            loss = jnp.tanh(x @ w)
+            return carry + loss, loss
+
+        total, losses = lax.scan(body, 0.0, x[:, 0])
+        chunks, more = lax.scan(
+            lambda carry, x: (carry + (x @ w).sum(), x @ w), 0.0, x.reshape(3, -1, T, F)
         )
-        @ w
-    )
+        return losses + more.reshape(-1, T).sum(1)
+
+    def each_row_by_index(x, y, w, tower):
+        def body(i, carry):
+            key, total, losses = carry
+            key, own = jax.random.split(key)
+            loss = jnp.tanh(x[i, 0] @ w) * jax.random.normal(own)
+            return key, total + loss, losses.at[i].set(loss)
+
+        return lax.fori_loop(0, len(y), body, (tower.rng, 0.0, jnp.zeros_like(y)))[2]
+
+    def over_time_by_index(x, y, w, tower):
+        def body(i, carry):
+            hidden, every = carry
+            hidden = jnp.tanh(hidden + x[:, i] @ w)
+            return hidden, every.at[:, i].set(hidden)
+
+        start = jnp.zeros_like(y), jnp.zeros((len(y), T))
+        return lax.fori_loop(0, T, body, start)[1].sum(1)
+
+    def over_time_of_each_row(x, y, w, tower):
+        def of_row(x):
+            def body(hidden, x):
+                hidden = jnp.tanh(hidden + x @ w)
+                return hidden, hidden
+
+            return lax.scan(body, 0.0, x)[1].sum()
+
+        return jax.vmap(of_row)(x) + lax.map(of_row, x)
+
+    def over_layers(x, y, w, tower):
+        def body(hidden, w):
+            hidden = jnp.tanh(hidden * w[None])
+            return hidden, hidden.mean(1)
+
+        hidden, each = lax.scan(body, x[:, 0], jnp.stack([w, w]))
+        return hidden.sum(1) + each.sum(0)
+
+    def of_neighbours(x, y, w, tower):
+        group = y.reshape(-1, 3)
+        other = group.T - group.T.mean(0, keepdims=True)
+        own = group - group.mean(1, keepdims=True)
+        return x[:, 0] @ w * (own + other.T).reshape(-1)
+
+    def views_of_a_row(x, y, w, tower):
+        views = jnp.concatenate([x[:, 0], x[:, 1]]).reshape(2, -1, F)
+        return ((views * w[None, None] - views.mean(0, keepdims=True)) ** 2).sum((0, 2))
+
+    def of_a_group(x, y, w, tower):
+        group = y.reshape(-1, len(y) // (1 + (len(y) > 5)))
+        return (x[:, 0] @ w) * (group - group.mean(1)[:, None]).ravel()
+
+    def printed(x, y, w, tower):
+        jax.debug.print("{}", y)
+        return x[:, 0] @ w
+
+    def stacked_rows(x, y, w, tower):
+        both = jnp.stack([x[:, 0], x[:, 1]], axis=2)
+        first, second = jnp.unstack(both - both.mean((1, 2), keepdims=True), axis=2)
+        return (first * second) @ w
+
+    def centred_and_printed(x, y, w, tower):
+        jax.debug.callback(lambda y: None, y - y.mean())
+        jax.debug.print("{}", lax.fori_loop(0, 2, lambda i, y: y - y.mean(), y))
+        return x[:, 0] @ w
+
+    def centred_in_vain(x, y, w, tower):
+        unused = jax.jit(lambda y: (y - y.mean(), y))(y)
+        return x[:, 0] @ w * unused[1]
+
+    def attention(x, y, w, tower):
+        scores = jax.nn.softmax(jnp.einsum("btf,bsf->bts", x * w[None, None], x))
+        return jnp.einsum("bts,bsf->btf", scores, x).mean((1, 2))
+
+    def layer_norm(x, y, w, tower):
+        x = (x - x.mean((1, 2), keepdims=True)) / (x.std((1, 2), keepdims=True) + 1e-6)
+        return (x @ w).mean(1)
+
+    def flat_and_back(x, y, w, tower):
+        flat = jax.nn.relu(x.reshape(-1, F) * w[None])
+        x = flat.reshape(-1, T, F)
+        return (x - x.mean(1)[:, None]).sum((1, 2))
+
+    def convolved(x, y, w, tower):
+        kernel = jnp.ones((2, F, F)) * w[None, None]
+        dims = ("NWC", "WIO", "NWC")
+        out = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims)
+        out = nn.avg_pool(out, (2,), padding="SAME")
+        return out.sum((1, 2)) - out.max((1, 2))
+
+    def each_rows_gradient(x, y, w, tower):
+        loss = lambda w, x, y: (jnp.tanh(x @ w).sum() - y) ** 2  # noqa: E731
+        grads = jax.vmap(jax.grad(loss), in_axes=(None, 0, 0))(w, x, y)
+        norms = jnp.sqrt((grads**2).sum(1))
+        return (grads / (norms + 1)[:, None]) @ w
+
+    def embedded(x, y, w, tower):
+        ids = jnp.clip(x[..., 0].astype(jnp.int32), 0, F - 1)
+        table = w[:, None] * jnp.ones((F, F))
+        chosen = jnp.take_along_axis(x, ids[..., None], axis=2)[..., 0]
+        return (table[ids].sum(2) * chosen).mean(1)
+
+    def one_hot(x, y, w, tower):
+        label = jnp.clip(y.astype(jnp.int32), 0, F - 1)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            x[:, 0] * w[None], label
+        )
+        return losses + (jax.nn.one_hot(label, F) * x[:, 1]).sum(1)
+
+    def along_features(x, y, w, tower):
+        x = jnp.sort(jnp.cumsum(x, 1), axis=2)[:, ::-1]
+        return lax.top_k(x * w[None, None], 2)[0].sum((1, 2)) + x.argmax(2).sum(1)
+
+    def recurrent(x, y, w, tower):
+        def cell(hidden, x):
+            hidden = jnp.tanh(hidden[:, None] * w[None] + x)
+            return hidden.mean(1), hidden
+
+        last, each = lax.scan(cell, jnp.zeros_like(y), x.swapaxes(0, 1))
+        return last + each.swapaxes(0, 1).mean((1, 2))
+
+    def row_by_row(x, y, w, tower):
+        return lax.map(lambda row: (row - row.mean()).sum(0) @ w, x)
+
+    def shifted_by_the_largest(x, y, w, tower):
+        losses = x[:, 0] @ w
+        return jnp.exp(losses - lax.stop_gradient(losses.max()))
+
+    def where_any(x, y, w, tower):
+        return jnp.where(jnp.isfinite(x).all() & (y > 0).any(), x[:, 0] @ w, 0.0)
+
+    def of_all_towers(x, y, w, tower):
+        mean = tower.mean(y, tower.weight)
+        others = tower.all_gather(x[:, 1], axis=0)
+        return (x[:, 0] * w[None] @ others.T).sum(1) * (y - mean)
+
+    def normed_over_towers(x, y, w, tower):
+        norm = TowerBatchNorm(use_running_average=False)
+        variables = {"params": {"scale": w, "bias": w}}
+        variables["batch_stats"] = {"mean": w * 0, "var": w * 0 + 1}
+        x, _ = norm.apply(variables, x[:, 0], tower, mutable=["batch_stats"])
+        return x.sum(1)
+
+    def solved(x, y, w, tower):
+        return jnp.linalg.solve(jnp.eye(F) + w[:, None] * w[None], x[:, 0].T).T.sum(1)
+
+    def dropped(x, y, w, tower):
+        return (
+            nn.Dropout(0.5, deterministic=False).apply(
+                {}, x[:, 0], rngs={"dropout": tower.rng}
+            )
+            @ w
+        )
 
 
 def build(fn, *, towers=2, **options):
@@ -411,146 +317,127 @@ def check(step):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("options", [{}, {"towers": 1, "micro_batches": 3}])
-@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("name", cases(Meets))
 def test_rows_that_meet_are_warned_of(name, options):
     with pytest.warns(UserWarning, match=rf"Rows of a tower .* at .*{name}"):
-        check(build(MEETINGS[name], **options))
-    check(build(MEETINGS[name], towers=1))  # one tower has all rows
+        check(build(cases(Meets)[name], **options))
+    check(build(cases(Meets)[name], towers=1))  # one tower has all rows
 
 
 @pytest.mark.few_fast(4)
 @pytest.mark.parametrize("options", [{}, {"micro_batches": 2}])
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", cases(Apart))
 def test_rows_that_stay_apart_are_not(name, options):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        check(build(APART[name], **options))
+        check(build(cases(Apart)[name], **options))
     told = [str(x.message) for x in told]
     # What is called in each micro-batch has a warning of its own.
     assert [x for x in told if not x.startswith("Each of 2 micro-batches calls")] == []
 
 
-def root_of_a_mean(losses, mask, tower):
-    return tj.Weighted(jnp.sqrt(losses.mean()) * len(mask), tower.weight.sum())
+class NoSum:
+    def root_of_a_mean(losses, mask, tower):
+        return tj.Weighted(jnp.sqrt(losses.mean()) * len(mask), tower.weight.sum())
+
+    def dice(losses, mask, tower):
+        share = jax.nn.sigmoid(losses)
+        return tj.Weighted(-(share * mask).sum() / (share.sum() + mask.sum()), 1)
+
+    def mean_of_means(losses, mask, tower):
+        return tj.Weighted((losses * mask).sum() / jnp.maximum(mask.sum(), 1), 1)
+
+    def product_of_means(losses, mask, tower):
+        return tj.Weighted(losses.mean() * mask.mean(), 1)
+
+    def at_most(losses, mask, tower):
+        return tj.Weighted(jnp.minimum(losses.sum(), 100.0), tower.weight.sum())
+
+    def in_a_sum_of_means(losses, mask, tower):
+        return tj.Weighted.mean(losses, tower.weight) + NoSum.root_of_a_mean(
+            losses, mask, tower
+        )
+
+    def dice_by_its_rows(losses, mask, tower):
+        return tj.Weighted(NoSum.dice(losses, mask, tower).sum * mask.sum(), mask.sum())
+
+    def root_by_its_rows(losses, mask, tower):
+        return tj.Weighted(jnp.sqrt(losses.sum()) * mask.sum(), mask.sum())
+
+    def of_positives(losses, mask, tower):
+        count = mask.sum()
+        each = jnp.where(mask > 0, (1 - jnp.exp(-losses)) ** 2 * losses, 0.0)
+        return tj.Weighted(each.sum() / jnp.maximum(count, 1), 1)
+
+    def by_boolean_weights(losses, mask, tower):
+        mean = jnp.average(losses**2, weights=(mask > 0).astype(np.float32))
+        return tj.Weighted(mean * tower.weight.sum(), tower.weight.sum())
+
+    def of_positives_if_any(losses, mask, tower):
+        count, total = mask.sum(), (losses * mask).sum()
+
+        def ratio():
+            return total / count
+
+        return tj.Weighted(lax.cond(count == 0, losses.sum, ratio), 1)
 
 
-def dice(losses, mask, tower):
-    share = jax.nn.sigmoid(losses)
-    return tj.Weighted(-(share * mask).sum() / (share.sum() + mask.sum()), 1)
+class ASum:
+    def times_its_weight(losses, mask, tower):
+        mean = (losses * mask).sum() / mask.sum()
+        return tj.Weighted(mean * mask.sum(), mask.sum())
 
+    def at_least_one(losses, mask, tower):
+        count = jnp.where(mask > 0, 1.0, 0.0).sum()
+        mean = jnp.where(count > 0, (losses * mask).sum() / jnp.maximum(count, 1), 0.0)
+        return tj.Weighted(mean * mask.sum(), mask.sum())
 
-def mean_of_means(losses, mask, tower):
-    return tj.Weighted((losses * mask).sum() / jnp.maximum(mask.sum(), 1), 1)
+    def masked(losses, mask, tower):
+        return tj.Weighted((losses * mask).sum(), mask.sum())
 
+    def mean_of_rows(losses, mask, tower):
+        mean = (losses * tower.weight).sum() / jnp.maximum(tower.weight.sum(), 1)
+        return tj.Weighted(jnp.nan_to_num(mean), 1)
 
-def product_of_means(losses, mask, tower):
-    return tj.Weighted(losses.mean() * mask.mean(), 1)
+    def surrogate(losses, mask, tower):
+        total = losses.sum()
+        return tj.Weighted(2 * total - lax.stop_gradient(total), tower.weight.sum())
 
+    def dual(losses, mask, tower):
+        total = lax.stop_gradient((losses * mask).sum())
+        return tj.Weighted(losses.sum() + 3.0 * total, tower.weight.sum())
 
-def at_most(losses, mask, tower):
-    return tj.Weighted(jnp.minimum(losses.sum(), 100.0), tower.weight.sum())
+    def stacked_totals(losses, mask, tower):
+        total = losses.sum()
+        first, second = jnp.unstack(jnp.stack([total, 2 * total]))
+        total = jnp.stack([first, second, total]).sum()
+        return tj.Weighted(total, tower.weight.sum())
 
+    def of_positives_of_each_row(losses, mask, tower):
+        each = (losses * mask)[:, None] / jnp.maximum(mask[:, None].sum(1), 1)[:, None]
+        return tj.Weighted.mean(each.sum(1), tower.weight)
 
-def in_a_sum_of_means(losses, mask, tower):
-    return tj.Weighted.mean(losses, tower.weight) + root_of_a_mean(losses, mask, tower)
+    def in_two_sums(losses, mask, tower):
+        return tj.Weighted(losses.reshape(2, -1).sum(0).sum(), tower.weight.sum())
 
-
-def times_its_weight(losses, mask, tower):
-    mean = (losses * mask).sum() / mask.sum()
-    return tj.Weighted(mean * mask.sum(), mask.sum())
-
-
-def dice_by_its_rows(losses, mask, tower):
-    return tj.Weighted(dice(losses, mask, tower).sum * mask.sum(), mask.sum())
-
-
-def root_by_its_rows(losses, mask, tower):
-    return tj.Weighted(jnp.sqrt(losses.sum()) * mask.sum(), mask.sum())
-
-
-def at_least_one(losses, mask, tower):
-    count = jnp.where(mask > 0, 1.0, 0.0).sum()
-    mean = jnp.where(count > 0, (losses * mask).sum() / jnp.maximum(count, 1), 0.0)
-    return tj.Weighted(mean * mask.sum(), mask.sum())
-
-
-def masked(losses, mask, tower):
-    return tj.Weighted((losses * mask).sum(), mask.sum())
-
-
-def mean_of_rows(losses, mask, tower):
-    mean = (losses * tower.weight).sum() / jnp.maximum(tower.weight.sum(), 1)
-    return tj.Weighted(jnp.nan_to_num(mean), 1)
-
-
-def surrogate(losses, mask, tower):
-    total = losses.sum()
-    return tj.Weighted(2 * total - lax.stop_gradient(total), tower.weight.sum())
-
-
-def dual(losses, mask, tower):
-    total = lax.stop_gradient((losses * mask).sum())
-    return tj.Weighted(losses.sum() + 3.0 * total, tower.weight.sum())
-
-
-def stacked_totals(losses, mask, tower):
-    total = losses.sum()
-    first, second = jnp.unstack(jnp.stack([total, 2 * total]))
-    total = jnp.stack([first, second, total]).sum()
-    return tj.Weighted(total, tower.weight.sum())
-
-
-def of_positives(losses, mask, tower):
-    count = mask.sum()
-    each = jnp.where(mask > 0, (1 - jnp.exp(-losses)) ** 2 * losses, 0.0)
-    return tj.Weighted(each.sum() / jnp.maximum(count, 1), 1)
-
-
-def by_boolean_weights(losses, mask, tower):
-    mean = jnp.average(losses**2, weights=(mask > 0).astype(np.float32))
-    return tj.Weighted(mean * tower.weight.sum(), tower.weight.sum())
-
-
-def of_positives_if_any(losses, mask, tower):
-    count, total = mask.sum(), (losses * mask).sum()
-
-    def ratio():
-        return total / count
-
-    return tj.Weighted(lax.cond(count == 0, losses.sum, ratio), 1)
-
-
-def of_positives_of_each_row(losses, mask, tower):
-    each = (losses * mask)[:, None] / jnp.maximum(mask[:, None].sum(1), 1)[:, None]
-    return tj.Weighted.mean(each.sum(1), tower.weight)
-
-
-def in_two_sums(losses, mask, tower):
-    return tj.Weighted(losses.reshape(2, -1).sum(0).sum(), tower.weight.sum())
-
-
-def two_means(losses, mask, tower):
-    first = 2 * tj.Weighted.mean(losses, tower.weight)
-    return first + 0.1 * tj.Weighted(losses.mean() * len(mask) / 2, len(mask))
+    def two_means(losses, mask, tower):
+        first = 2 * tj.Weighted.mean(losses, tower.weight)
+        return first + 0.1 * tj.Weighted(losses.mean() * len(mask) / 2, len(mask))
 
 
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
-    ("fn", "is_no_sum"),
-    [(fn, True) for fn in (root_of_a_mean, dice, mean_of_means, product_of_means)]
-    + [(fn, True) for fn in (of_positives, by_boolean_weights, of_positives_if_any)]
-    + [(of_positives_of_each_row, False)]
-    + [(fn, True) for fn in (at_most, in_a_sum_of_means)]
-    + [(fn, False) for fn in (times_its_weight, masked, mean_of_rows, two_means)]
-    + [(dice_by_its_rows, True), (root_by_its_rows, True), (at_least_one, False)]
-    + [(fn, False) for fn in (surrogate, dual, stacked_totals, in_two_sums)],
+    ("name", "is_no_sum"),
+    [(x, True) for x in cases(NoSum)] + [(x, False) for x in cases(ASum)],
 )
-def test_a_function_of_sums_is_no_sum(fn, is_no_sum):
+def test_a_function_of_sums_is_no_sum(name, is_no_sum):
+    fn = (cases(NoSum) | cases(ASum))[name]
+
     def loss_fn(params, batch, tower):
         losses = (batch["x"][:, 0] @ params["w"]) ** 2
         return fn(losses, (batch["y"] > 0).astype(np.float32), tower)
 
-    text = r"Rows of a tower make a loss .* at \S*test_lints.py:\d+ \(\w+\)\. Other"
+    text = r"Rows of a tower make a loss .* at \S*test_lints.py:\d+ \([\w.]+\)\. Other"
     for towers, parts in (2, 1), (1, 3), (1, 1):
         strategy = tj.Mirrored([f"cpu:{i}" for i in range(towers)])
         options = {"micro_batches": parts}
@@ -607,7 +494,7 @@ def test_evaluations_and_predictions_are_warned_of():
     [({"extend": LocalSGD(every=2)}, None), ({}, tj.TowerLocal(0.0, R.MEAN))],
 )
 def test_towers_that_have_rows_of_their_own_are_not(options, local):
-    step = build(advantages, **options)
+    step = build(Meets.advantages, **options)
     state = step.init({"w": np.ones(F, np.float32)}, local=local)
     step.check(state, batch())
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from layouts import cases
 
 import towerjax as tj
 from towerjax.contrib import LocalSGD
@@ -37,30 +38,39 @@ def norm(params):
 # A metric that differs from tower to tower, made at the line that is marked.
 
 
-def forgotten_mean(params, batch, tower):
-    return output(params, batch, tower, {"m": errors(params, batch).mean()})  # here
+class Differing:
+    def forgotten_mean(params, batch, tower):
+        return output(params, batch, tower, {"m": errors(params, batch).mean()})  # here
 
+    def reduced_before_it_differs(params, batch, tower):
+        mean = tower.reduce(R.MEAN, params["b"])
+        return output(params, batch, tower, {"m": mean * batch["y"][0]})  # here
 
-def reduced_before_it_differs(params, batch, tower):
-    mean = tower.reduce(R.MEAN, params["b"])
-    return output(params, batch, tower, {"m": mean * batch["y"][0]})  # here
+    def by_tower_id(params, batch, tower):
+        return output(params, batch, tower, {"m": params["b"] * tower.id})  # here
 
+    def by_tower_key(params, batch, tower):
+        noise = jax.random.normal(tower.rng)  # here
+        return output(params, batch, tower, {"m": noise})
 
-def by_tower_id(params, batch, tower):
-    return output(params, batch, tower, {"m": params["b"] * tower.id})  # here
+    def by_tower_weight(params, batch, tower):
+        return output(params, batch, tower, {"m": tower.weight.sum()})  # here
 
+    def by_local(params, batch, tower):
+        return output(params, batch, tower, {"m": tower.local["n"] + 1})  # here
 
-def by_tower_key(params, batch, tower):
-    noise = jax.random.normal(tower.rng)  # here
-    return output(params, batch, tower, {"m": noise})
+    def forward_that_differs(params, batch, tower):
+        tangent = jax.jvp(straight, (params["b"], batch["y"][0]), (1.0, 0.0))[1]
+        return output(params, batch, tower, {"m": tangent})
 
+    def foreign_call(params, batch, tower):
+        call = jax.ffi.ffi_call("towerjax_test", S((3,), jnp.float32))
+        w = lax.stop_gradient(params["w"])
+        return output(params, batch, tower, {"m": call(w).sum()})  # here
 
-def by_tower_weight(params, batch, tower):
-    return output(params, batch, tower, {"m": tower.weight.sum()})  # here
-
-
-def by_local(params, batch, tower):
-    return output(params, batch, tower, {"m": tower.local["n"] + 1})  # here
+    def own_row_of_a_merge(params, batch, tower):
+        m = tower.merge_call(lambda strategy, y: y, batch["y"].sum())  # here
+        return output(params, batch, tower, {"m": m})
 
 
 @jax.custom_jvp
@@ -71,82 +81,50 @@ def straight(b, y):
 straight.defjvp(lambda p, t: (p[0], t[0] * p[1]))  # here
 
 
-def forward_that_differs(params, batch, tower):
-    tangent = jax.jvp(straight, (params["b"], batch["y"][0]), (1.0, 0.0))[1]
-    return output(params, batch, tower, {"m": tangent})
-
-
-def foreign_call(params, batch, tower):
-    call = jax.ffi.ffi_call("towerjax_test", S((3,), jnp.float32))
-    w = lax.stop_gradient(params["w"])
-    return output(params, batch, tower, {"m": call(w).sum()})  # here
-
-
-def own_row_of_a_merge(params, batch, tower):
-    m = tower.merge_call(lambda strategy, y: y, batch["y"].sum())  # here
-    return output(params, batch, tower, {"m": m})
-
-
-DIFFERING = {
-    forgotten_mean: "batch",
-    reduced_before_it_differs: "batch['y']",
-    by_tower_id: "tower.id",
-    by_tower_key: "tower.id",
-    by_tower_weight: "tower.weight",
-    by_local: "state.local['n'].value",
-    forward_that_differs: "batch['y']",
-    foreign_call: "ffi_call",
-    own_row_of_a_merge: "tower.id",
-}
+DIFFERS = {"forgotten_mean": "batch", "by_tower_weight": "tower.weight"}
+DIFFERS |= {"by_local": "state.local['n'].value", "foreign_call": "ffi_call"}
+DIFFERS |= dict.fromkeys(["by_tower_id", "by_tower_key"], "tower.id")
+DIFFERS["own_row_of_a_merge"] = "tower.id"  # of the others: batch['y']
 
 # A sum over towers of what is the same on all: T times too much.
 
 
-def sum_of_norm(params, batch, tower):
-    m = tower.reduce(R.SUM, norm(params))  # here
-    return output(params, batch, tower, {"m": m})
+class Repeated:
+    def sum_of_norm(params, batch, tower):
+        m = tower.reduce(R.SUM, norm(params))  # here
+        return output(params, batch, tower, {"m": m})
+
+    def sum_of_a_variance(
+        params, batch, tower
+    ):  # divides by a constant that it computes
+        m = tower.reduce(R.SUM, jnp.var(params["w"]))  # here
+        return output(params, batch, tower, {"m": m})
+
+    def sum_of_a_mean(params, batch, tower):
+        loss = tower.reduce(R.MEAN, jnp.mean(errors(params, batch) ** 2))
+        return output(params, batch, tower, {"m": tower.reduce(R.SUM, loss)})  # here
+
+    def sum_returned(params, batch, tower):
+        m = 2.0 * norm(params)  # here
+        return output(params, batch, tower, {"m": tj.Sum(m)})
+
+    def sum_of_a_gathered(params, batch, tower):
+        rows = tower.all_gather(errors(params, batch).sum())
+        m = tower.reduce(R.SUM, rows.max())  # here
+        return output(params, batch, tower, {"m": m})
+
+    def sum_in_jit(params, batch, tower):
+        total = jax.jit(lambda b: lax.psum(b, tower.axis_names))  # here
+        return output(params, batch, tower, {"m": total(params["b"])})
+
+    def decay_counted_by_each(params, batch, tower):
+        decay = tower.reduce(R.SUM, 0.1 * norm(params))  # here
+        losses = errors(params, batch) ** 2 + decay
+        return tj.Weighted.mean(losses, tower.weight)
 
 
-def sum_of_a_variance(params, batch, tower):  # divides by a constant that it computes
-    m = tower.reduce(R.SUM, jnp.var(params["w"]))  # here
-    return output(params, batch, tower, {"m": m})
-
-
-def sum_of_a_mean(params, batch, tower):
-    loss = tower.reduce(R.MEAN, jnp.mean(errors(params, batch) ** 2))
-    return output(params, batch, tower, {"m": tower.reduce(R.SUM, loss)})  # here
-
-
-def sum_returned(params, batch, tower):
-    m = 2.0 * norm(params)  # here
-    return output(params, batch, tower, {"m": tj.Sum(m)})
-
-
-def sum_of_a_gathered(params, batch, tower):
-    rows = tower.all_gather(errors(params, batch).sum())
-    return output(params, batch, tower, {"m": tower.reduce(R.SUM, rows.max())})  # here
-
-
-def sum_in_jit(params, batch, tower):
-    total = jax.jit(lambda b: lax.psum(b, tower.axis_names))  # here
-    return output(params, batch, tower, {"m": total(params["b"])})
-
-
-def decay_counted_by_each(params, batch, tower):
-    decay = tower.reduce(R.SUM, 0.1 * norm(params))  # here
-    losses = errors(params, batch) ** 2 + decay
-    return tj.Weighted.mean(losses, tower.weight)
-
-
-REPEATED = {
-    sum_of_norm: "metrics['m']: the sum over towers",
-    sum_of_a_variance: "metrics['m']: the sum over towers",
-    sum_of_a_mean: "metrics['m']: the sum over towers",
-    sum_returned: "metrics['m'], a tj.Sum (at",
-    sum_of_a_gathered: "metrics['m']: the sum over towers",
-    sum_in_jit: "metrics['m']: the sum over towers",
-    decay_counted_by_each: "a value that differs from tower to tower, to which",
-}
+REPEATS = {"sum_returned": "metrics['m'], a tj.Sum (at"}
+REPEATS["decay_counted_by_each"] = "a value that differs from tower to tower, to which"
 
 # The backward of a custom_vjp adds up over towers, as the step does again.
 
@@ -164,22 +142,21 @@ def adding(tower, also=1.0, mean=False, forward=lambda x: x):
     return add
 
 
-def gradient_added_up_twice(params, batch, tower):
-    w = adding(tower)(params["w"])  # here
-    return output({**params, "w": w}, batch, tower)
+class Again:
+    def gradient_added_up_twice(params, batch, tower):
+        w = adding(tower)(params["w"])  # here
+        return output({**params, "w": w}, batch, tower)
 
+    def gradient_of_a_product_added_up_twice(params, batch, tower):
+        w = jax.jit(adding(tower, also=3.0))(2.0 * params["w"])  # here
+        return output({**params, "w": jnp.tanh(w)}, batch, tower)
 
-def gradient_of_a_product_added_up_twice(params, batch, tower):
-    w = jax.jit(adding(tower, also=3.0))(2.0 * params["w"])  # here
-    return output({**params, "w": jnp.tanh(w)}, batch, tower)
+    def gradient_in_a_scan_added_up_twice(params, batch, tower):
+        def body(w, _):
+            return adding(tower)(0.9 * w), None  # here
 
-
-def gradient_in_a_scan_added_up_twice(params, batch, tower):
-    def body(w, _):
-        return adding(tower)(0.9 * w), None  # here
-
-    w = lax.scan(body, params["w"], None, length=2)[0]
-    return output({**params, "w": w}, batch, tower)
+        w = lax.scan(body, params["w"], None, length=2)[0]
+        return output({**params, "w": w}, batch, tower)
 
 
 def gradient_of_a_mean(params, batch, tower):
@@ -194,18 +171,11 @@ def statistics_of_all(params, batch, tower):
     return tj.Weighted.mean(losses, tower.weight)
 
 
-AGAIN = [
-    gradient_added_up_twice,
-    gradient_of_a_product_added_up_twice,
-    gradient_in_a_scan_added_up_twice,
-]
-
-
 @pytest.mark.few_fast(2)
 @pytest.mark.parametrize(
     "options", [{}, {"micro_batches": 2}, {"ops": tj.PinnedTree()}]
 )
-@pytest.mark.parametrize("loss_fn", AGAIN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", cases(Again).values(), ids=cases(Again))
 def test_a_gradient_that_its_backward_adds_up_is_refused(loss_fn, options):
     text = refusal(loss_fn, **options)
     assert "a gradient, added up over towers in the backward of a jax.custom" in text
@@ -230,30 +200,26 @@ def test_what_a_backward_adds_up_by_right_trains_as_one_tower(loss_fn, ops):
 # A collective that not every tower reaches.
 
 
-def sum_where_it_is_needed(params, batch, tower):
-    def summed():
-        return tower.reduce(R.MEAN, batch["y"].sum())  # here
+class Hanging:
+    def sum_where_it_is_needed(params, batch, tower):
+        def summed():
+            return tower.reduce(R.MEAN, batch["y"].sum())  # here
 
-    m = lax.cond(batch["y"][0] > 0, summed, lambda: 0.0)
-    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
+        m = lax.cond(batch["y"][0] > 0, summed, lambda: 0.0)
+        return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
 
+    def switched_by_tower(params, batch, tower):
+        mean = lambda: lax.pmean(params["b"], tower.axis_names)  # here  # noqa: E731
+        m = lax.switch(tower.id % 2, [lambda: 0.0, mean])
+        return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
 
-def switched_by_tower(params, batch, tower):
-    branches = [lambda: 0.0, lambda: lax.pmean(params["b"], tower.axis_names)]  # here
-    m = lax.switch(tower.id % 2, branches)
-    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
+    def gather_under_a_branch_of_a_scan(params, batch, tower):
+        def body(carry, y):
+            gathered = lambda: tower.all_gather(y).sum()  # here  # noqa: E731
+            return carry + lax.cond(y > 0, gathered, lambda: y), None
 
-
-def gather_under_a_branch_of_a_scan(params, batch, tower):
-    def body(carry, y):
-        gathered = lax.cond(y > 0, lambda: tower.all_gather(y).sum(), lambda: y)  # here
-        return carry + gathered, None
-
-    m = lax.scan(body, 0.0, batch["y"])[0]
-    return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
-
-
-HANGING = [sum_where_it_is_needed, switched_by_tower, gather_under_a_branch_of_a_scan]
+        m = lax.scan(body, 0.0, batch["y"])[0]
+        return output(params, batch, tower, {"m": tower.reduce(R.MEAN, m)})
 
 
 def refusal(loss_fn, num_towers=8, optimizer=None, ops=None, **options):
@@ -279,43 +245,44 @@ def marked(function, text="# here"):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("loss_fn", DIFFERING, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", cases(Differing).values(), ids=cases(Differing))
 def test_what_differs_is_refused(loss_fn):
     text = refusal(loss_fn)
     assert text.startswith("These outputs must be the same on every tower, but are not")
     [line] = [line for line in text.splitlines() if line.startswith("  - ")]
-    assert f"  - metrics['m'] depends on {DIFFERING[loss_fn]}" in line
+    source = DIFFERS.get(loss_fn.__name__, "batch['y']")
+    assert f"  - metrics['m'] depends on {source}" in line
     assert marked(loss_fn) in line
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("loss_fn", REPEATED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", cases(Repeated).values(), ids=cases(Repeated))
 def test_a_sum_of_what_is_the_same_is_refused(loss_fn):
+    summed = "metrics['m']: the sum over towers"
     text = refusal(loss_fn)
     assert text.startswith("These are a SUM over towers of what is the same on all, T")
     [line] = [line for line in text.splitlines() if line.startswith("  - ")]
-    assert REPEATED[loss_fn] in line and marked(loss_fn) in line
+    assert REPEATS.get(loss_fn.__name__, summed) in line and marked(loss_fn) in line
     assert "value * tower.num_towers" in text
 
 
 # A mean times a number, which is to be the same on all towers.
 
 
-def by_a_number_of_rows(params, batch, tower):
-    scale = jnp.std(batch["y"])
-    return output(params, batch, tower).loss / scale  # here
+class Factors:
+    def by_a_number_of_rows(params, batch, tower):
+        scale = jnp.std(batch["y"])
+        return output(params, batch, tower).loss / scale  # here
 
+    def a_term_by_tower_id(params, batch, tower):
+        mean = output(params, batch, tower).loss
+        factor = 0.1 * tower.id  # here
+        return mean + factor * mean + tj.penalty(params["b"])
 
-def a_term_by_tower_id(params, batch, tower):
-    mean = output(params, batch, tower).loss
-    factor = 0.1 * tower.id  # here
-    return mean + factor * mean + tj.penalty(params["b"])
-
-
-def a_metric_by_tower_key(params, batch, tower):
-    scale = jax.random.uniform(tower.rng)  # here
-    mean = output(params, batch, tower).loss
-    return output(params, batch, tower, {"m": scale * mean})
+    def a_metric_by_tower_key(params, batch, tower):
+        scale = jax.random.uniform(tower.rng)  # here
+        mean = output(params, batch, tower).loss
+        return output(params, batch, tower, {"m": scale * mean})
 
 
 def by_what_all_share(params, batch, tower):
@@ -329,20 +296,15 @@ def by_own_parameters(params, batch, tower):
     return jnp.exp(params["b"]) * output(params, batch, tower).loss
 
 
-FACTORS = {
-    by_a_number_of_rows: "batch['y']",
-    a_term_by_tower_id: "tower.id",
-    a_metric_by_tower_key: "tower.id",
-}
-
-
-@pytest.mark.parametrize("loss_fn", FACTORS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", cases(Factors).values(), ids=cases(Factors))
 def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     first, told, *advice = refusal(loss_fn).splitlines()
+    of_rows = loss_fn is Factors.by_a_number_of_rows
+    source = "batch['y']" if of_rows else "tower.id"
     assert first == (
         "A mean's factor, or what tj.penalty is given, differs from tower to tower:"
     )
-    assert f"depends on {FACTORS[loss_fn]};" in told and marked(loss_fn) in told
+    assert f"depends on {source};" in told and marked(loss_fn) in told
     assert "tj.Weighted.mean(values * factor, weight)" in advice[0]
     mean = "tower.mean(values, tower.weight)"
     assert mean in (text := " ".join(advice)) and "drawn with tower.shared_rng" in text
@@ -362,7 +324,7 @@ def test_a_factor_of_a_mean_that_all_towers_share_is_none(loss_fn, options):
     step.check(PARAMS, BATCH)
 
 
-@pytest.mark.parametrize("loss_fn", HANGING, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss_fn", cases(Hanging).values(), ids=cases(Hanging))
 def test_what_would_hang_is_refused(loss_fn):
     text = refusal(loss_fn)
     assert text.startswith("Only some towers reach these collectives, so devices would")
