@@ -1,5 +1,6 @@
 """The examples and the notebooks run as a reader runs them, and print what is true."""
 
+import fnmatch
 import json
 import os
 import pathlib
@@ -289,13 +290,59 @@ def check_language_model(notebook):
     assert state.count("mirrored") > 20
 
 
+def check_first_evening(notebook):
+    """It goes on where it stopped; one device and all end on the same bits."""
+    check_outputs(notebook, [], figures=2)
+    text = text_of(notebook)
+    assert "\n8 devices, cpu\n" in text
+    rows = re.findall(r"^steps (\d+) to (\d+), accuracy (\S+)$", text, re.M)
+    assert [row[:2] for row in rows] == [("1", "60"), ("61", "150")]
+    assert float(rows[1][2]) > 0.95  # 0.9664 was measured
+    (one, *same), other = re.findall(r"^(\d) of 8 devices: (.*) (\w+)$", text, re.M)
+    assert one == "1" and other == ("8", *same)
+    losses = re.findall(r"^rate (\S+), seed \d: loss (\S+)$", text, re.M)
+    assert len(losses) == 6
+    assert all((float(loss) < 0.5) == (rate == "0.5") for rate, loss in losses)
+
+
 CHECKS = {
     "01_one_tower_many_devices": check_first,
     "02_merge_calls_and_tower_local_state": check_second,
     "03_same_bits": check_third,
     "04_benchmark_sweep": check_sweep,
     "05_language_model": check_language_model,
+    "06_first_evening": check_first_evening,
 }
+
+
+@pytest.mark.parametrize(
+    "jax_there, devices, wanted",
+    [
+        (None, ["nvidia-smi"], "towerjax[plot,gpu]"),
+        ("0.9.2", ["/dev/vfio/0"], "towerjax[plot,tpu-compiler]"),
+        ("0.10.1", ["nvidia-smi"], "towerjax[plot]"),  # it keeps what it has
+        (None, [], "towerjax[plot]"),
+    ],
+)
+def test_the_first_cell_installs_what_is_missing(
+    jax_there, devices, wanted, monkeypatch
+):
+    notebook = nbformat.read(ROOT / "notebooks/06_first_evening.ipynb", as_version=4)
+    cell = notebook.cells[1].source
+    line = "%pip install -q {wanted} scikit-learn"
+    assert cell.count(line) == 1
+    there = {"jax": jax_there}
+    monkeypatch.setattr("importlib.util.find_spec", there.get)
+    monkeypatch.setattr("importlib.metadata.version", there.get)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in devices else None)
+    monkeypatch.setattr("glob.glob", lambda form: fnmatch.filter(devices, form))
+    asked = []
+    code = cell.replace(line, "asked.append(wanted)")
+    exec(code, {"asked": asked})
+    assert asked == [wanted]
+    there["towerjax"] = "found"
+    exec(code, {"asked": asked})
+    assert asked == [wanted]
 
 
 def test_every_notebook_is_checked():
