@@ -1,8 +1,10 @@
 """What does mkdocs need that GitHub does not? Navigation, pages, fewer words."""
 
+import itertools
 import json
 import pathlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -57,16 +59,24 @@ def of_notebook(text: str) -> str:
         source = "".join(cell["source"])
         is_code = cell["cell_type"] == "code"
         parts.append(_block("python", source) if is_code else source)
-        parts += map(_given, cell.get("outputs", []))
+        parts += _given(cell.get("outputs", []))
     return "\n\n".join(parts) + "\n"
 
 
-def _given(output: Any) -> str:
-    data = output.get("data", {})
-    if "image/png" in data:
-        picture = "".join(data["image/png"]).replace("\n", "")
-        return f'<img alt="The figure" src="data:image/png;base64,{picture}">'
-    return _block("text", "".join(output.get("text") or data["text/plain"]))
+def _given(outputs: list[Any]) -> Iterator[str]:
+    """What a cell gave, texts that follow each other in one block."""
+    for is_picture, group in itertools.groupby(outputs, _has_picture):
+        if is_picture:
+            for output in group:
+                picture = "".join(output["data"]["image/png"]).replace("\n", "")
+                yield f'<img alt="The figure" src="data:image/png;base64,{picture}">'
+        else:
+            texts = [x.get("text") or x["data"]["text/plain"] for x in group]
+            yield _block("text", "\n".join("".join(x).rstrip("\n") for x in texts))
+
+
+def _has_picture(output: Any) -> bool:
+    return "image/png" in output.get("data", {})
 
 
 def _block(language: str, text: str) -> str:

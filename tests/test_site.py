@@ -124,12 +124,13 @@ def test_a_notebook_is_a_page():
     bar = {"text/html": "<pre>", "text/plain": ["step ", "1/1\n"]}
     cells = [
         cell("markdown", "# Title\n\nWords."),
-        cell("code", "f()", {"text": ["1\n", "2\n"]}, {"data": png}, {"data": bar}),
+        cell("code", "f()", {"text": ["1\n", "2\n"]}, {"text": "3"}, {"data": png}),
+        cell("code", "g()", {"data": bar}),
     ]
     assert site.of_notebook(json.dumps({"cells": cells})) == (
-        "# Title\n\nWords.\n\n````python\nf()\n````\n\n````text\n1\n2\n````\n\n"
+        "# Title\n\nWords.\n\n````python\nf()\n````\n\n````text\n1\n2\n3\n````\n\n"
         '<img alt="The figure" src="data:image/png;base64,iVBORw">\n\n'
-        "````text\nstep 1/1\n````\n"
+        "````python\ng()\n````\n\n````text\nstep 1/1\n````\n"
     )
 
 
