@@ -231,7 +231,7 @@ def test_a_static_field_that_merging_changes_is_refused():
         return {"mine": MeanOfParts((batch * tower.weight).sum(), 1)}
 
     evaluate = tj.build_eval_step(metric_fn, tj.Mirrored(("cpu:0", "cpu:1")))
-    with pytest.raises(ValueError, match=r"metrics\['mine'\].*only arrays travel over"):
+    with pytest.raises(ValueError, match=r"metrics\['mine'\].*Keep shapes and dtypes"):
         evaluate(np.float32(0), np.ones(4, np.float32))
 
 

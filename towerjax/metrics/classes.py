@@ -72,7 +72,8 @@ def true_positives(
         tracing, the metric is NaN.
 
     Example:
-      >>> float(true_positives([1, 0, 1, 1], [1, 1, 0, 1]).compute())
+      >>> scores = [1.0, 0.75, 0.5, 0.25]
+      >>> float(true_positives([1, 0, 1, 1], scores, threshold=0.4).compute())
       2.0
     """
     return Sum(_outcomes("true_positives", labels, predictions, weight, threshold)[0])
@@ -84,11 +85,6 @@ def false_positives(
     """How many negatives are predicted positive: ``tf.metrics.false_positives``.
 
     Arguments, result and errors are those of `true_positives`.
-
-    Example:
-      >>> scores = [1.0, 0.75, 0.5, 0.25]
-      >>> float(false_positives([1, 0, 0, 1], scores, threshold=0.5).compute())
-      1.0
     """
     return Sum(_outcomes("false_positives", labels, predictions, weight, threshold)[1])
 
@@ -99,10 +95,6 @@ def false_negatives(
     """How many positives are predicted negative: ``tf.metrics.false_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
-
-    Example:
-      >>> float(false_negatives([1, 0, 1, 1], [1, 1, 0, 1], [1, 1, 2, 1]).compute())
-      2.0
     """
     return Sum(_outcomes("false_negatives", labels, predictions, weight, threshold)[2])
 
@@ -113,10 +105,6 @@ def true_negatives(
     """How many negatives are predicted negative: ``tf.metrics.true_negatives``.
 
     Arguments, result and errors are those of `true_positives`.
-
-    Example:
-      >>> float(true_negatives([1, 0, 0, 1], [1, 1, 0, 1]).compute())
-      1.0
     """
     return Sum(_outcomes("true_negatives", labels, predictions, weight, threshold)[3])
 
@@ -128,10 +116,6 @@ def precision(
 
     A ``Weighted``: 0 where none is predicted so. Arguments and errors are those of
     `true_positives`.
-
-    Example:
-      >>> float(precision([1, 0, 1, 1], [1, 1, 0, 0]).compute())
-      0.5
     """
     found = _outcomes("precision", labels, predictions, weight, threshold)
     return Weighted(*share_of("precision", found))
@@ -144,10 +128,6 @@ def recall(
 
     A ``Weighted``: 0 where none is positive. Arguments and errors are those of
     `true_positives`.
-
-    Example:
-      >>> float(recall([1, 1, 1, 1], [0, 0, 1, 0]).compute())
-      0.25
     """
     found = _outcomes("recall", labels, predictions, weight, threshold)
     return Weighted(*share_of("sensitivity", found))

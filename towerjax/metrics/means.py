@@ -101,10 +101,6 @@ def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weig
     Both are class ids or booleans, not scores; an id that would wrap round on the
     devices is refused. Arguments, result and other errors are those of
     `mean_absolute_error`.
-
-    Example:
-      >>> float(accuracy([0, 1, 2, 2], [0, 1, 1, 2]).compute())
-      0.75
     """
     pairs = Pairs("accuracy", labels, predictions, weight)
     return _mean_of(pairs.are_equal(), pairs.weights)
@@ -116,10 +112,6 @@ def mean_squared_error(
     """The mean of ``(prediction - label)**2``: ``tf.metrics.mean_squared_error``.
 
     Arguments, result and errors are those of `mean_absolute_error`.
-
-    Example:
-      >>> float(mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
-      4.5
     """
     pairs = Pairs("mean_squared_error", labels, predictions, weight)
     return _mean_of(pairs.distances() ** 2, pairs.weights)
@@ -142,10 +134,6 @@ def root_mean_squared_error(
     """The root of `mean_squared_error`: ``tf.metrics.root_mean_squared_error``.
 
     A `RootMean`. Arguments and errors are those of `mean_absolute_error`.
-
-    Example:
-      >>> float(root_mean_squared_error([1.0, 2.0], [1.0, 5.0]).compute())
-      2.1213202...
     """
     pairs = Pairs("root_mean_squared_error", labels, predictions, weight)
     return RootMean(_mean_of(pairs.distances() ** 2, pairs.weights))

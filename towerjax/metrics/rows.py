@@ -142,11 +142,6 @@ def check_threshold(name: str, threshold: Any) -> None:
     refuse_no_numbers(f"{name}: threshold", threshold)
 
 
-def _are_whole(x: Any) -> bool:
-    """Whether whole numbers are given, which compare however few bits they have."""
-    return isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.integer)
-
-
 class Pairs:
     """The labels and predictions of one metric, of equal shapes, and their weights.
 
@@ -156,7 +151,9 @@ class Pairs:
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
         for what, x in (("labels", labels), ("predictions", predictions)):
-            if not _are_whole(x):
+            # Whole numbers compare however few bits they have.
+            is_array = isinstance(x, np.ndarray)
+            if not (is_array and jnp.issubdtype(x.dtype, jnp.integer)):
                 refuse_no_numbers(f"{name}: {what}", x)
         self.labels, self.predictions = as_array(labels), as_array(predictions)
         shapes = jnp.shape(self.labels), jnp.shape(self.predictions)

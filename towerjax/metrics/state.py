@@ -13,17 +13,20 @@ from towerjax.collectives.reduce import drop_weak_type
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.weighted import Additive, Means, Weighted, widen
 from towerjax.types import Sum
-from towerjax.types.leaves import changes, listed, promote_dtypes, widen_dtype
+from towerjax.types.leaves import (
+    changes,
+    listed,
+    parts_of,
+    promote_dtypes,
+    widen_dtype,
+)
 
 _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.metrics."
 
 
 def looks_like_state(x: Any) -> bool:
-    """Whether the class of ``x`` has ``merge`` and ``compute``.
-
-    The object is not asked: a ``flax.nnx`` variable forwards attributes to its value.
-    """
-    cls = type(x)
+    """Whether the class of ``x`` has ``merge`` and ``compute``."""
+    cls = type(x)  # not the object: a flax.nnx variable forwards to its value
     return all(callable(getattr(cls, name, None)) for name in ("merge", "compute"))
 
 
@@ -33,11 +36,8 @@ def is_collection(x: Any) -> bool:
 
 
 def merge_parts(first: Any, second: Any) -> Any:
-    """Merge the metrics of two parts of one batch.
-
-    ``clu.metrics`` merges parts of a batch in another way than batches: ``LastValue``
-    averages over parts and keeps the last batch. Others have ``merge`` for both.
-    """
+    """Merge the metrics of two parts of one batch."""
+    # clu's LastValue averages over parts, and of batches keeps the last.
     of_parts = getattr(first, "_reduce_merge", None)
     return first.merge(second) if of_parts is None else of_parts(second)
 
@@ -45,11 +45,7 @@ def merge_parts(first: Any, second: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A metric of another library, with its Python numbers kept static.
-
-    So a number that decides a shape, such as ``num_thresholds``, stays a number
-    when the arrays are traced. Made by `from_clu`.
-    """
+    """A metric of another library; numbers that decide shapes are kept static."""
 
     arrays: list[Any]  # the metric's leaves, in tree order; None for each number
     # Those that are numbers, in tree order; None for each array.
@@ -128,11 +124,7 @@ def from_clu(metric: Any) -> Any:
 
 
 def adapt(metric: Any) -> Adapted:
-    """Another library's state as an `Adapted`.
-
-    A Python number that the class's merge does not change stays a number; every other
-    leaf becomes an array.
-    """
+    """Another library's state, of which numbers that no merge changes stay numbers."""
     leaves = jax.tree.leaves(metric)
     numbers = [x if isinstance(x, bool | int | float | str) else None for x in leaves]
     merged: list[Any] = []
@@ -154,9 +146,8 @@ def check_merge(state: Any) -> None:
     name = type(getattr(state, "metric", state)).__name__
     if bad := changes("it", state, _trace_merge(name, merge_parts, state)):
         raise ValueError(
-            f"The merge of two {name} changes the state: {listed(bad)}. In a step only"
-            " arrays travel over towers, of fixed shapes and dtypes: make a count an"
-            " array, and concatenate on the host what a predict step returns."
+            f"The merge of two {name} changes the state: {listed(bad)}. Keep shapes and"
+            " dtypes: concatenate on the host what a predict step returns."
         )
 
 
@@ -200,10 +191,11 @@ def check_metric(name: str, x: Any) -> Any:
     if isinstance(x, Weighted):
         return _check_weighted(name, x)
     try:
-        if any(isinstance(y, bool | int | float | str) for y in jax.tree.leaves(x)):
-            x = x if _is_known_additive(x) else adapt(x)
+        if not (adds := _is_known_additive(x)):
+            numbers = bool | int | float | str
+            x = adapt(x) if parts_of(numbers, x) else x
         x = jax.tree.map(drop_weak_type, x)
-        if not _is_known_additive(x):
+        if not adds:
             check_merge(x)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
@@ -214,9 +206,8 @@ def _check_weighted(name: str, x: Weighted) -> Weighted:
     if not jax.tree_util.all_leaves([x.weight]):
         raise ValueError(
             f"{name}.weight is a {type(x.weight).__name__}, and a mean has one array as"
-            " its weight. Take derivatives of the sum alone, such as jax.jacfwd(lambda"
-            " params: tj.value_and_grad(loss_fn)(params, batch, tower)[1].sum), and"
-            " return tj.Weighted(derivative, loss.weight)."
+            " its weight. Take derivatives of the sum alone, and return"
+            " tj.Weighted(derivative, loss.weight)."
         )
     total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
     total = map_values(lambda s: s.astype(widen_dtype(s.dtype)), total)
@@ -251,7 +242,7 @@ def explain_misuse(x: Any) -> str:
 
 
 def _misused(function: str, role: str, x: Any) -> ValueError:
-    """The error of a function of ``tj.metrics`` that got no metric state."""
+    """The error of a function that got no metric state."""
     text = f"{function} got {role}{explain_misuse(x)}. {_STATES}"
     if isinstance(x, Mapping):
         call = f"tj.metrics.{function}, ..., is_leaf=tj.metrics.is_metric"
@@ -265,11 +256,7 @@ def _is_known_additive(x: Any) -> bool:
 
 
 def is_additive(state: Any, merge: Callable[[Any, Any], Any] = merge_parts) -> bool:
-    """Whether merging two parts of a batch adds every leaf, and does nothing else.
-
-    True of ``Weighted`` and `Additive`; for other classes the jaxpr of their merge
-    shows it. States that add join the step's one reduction.
-    """
+    """Whether a merge adds every leaf, and does nothing else; its jaxpr shows it."""
     if isinstance(state, Weighted) or _is_known_additive(state):
         return True
     leaves, treedef = jax.tree.flatten(state)

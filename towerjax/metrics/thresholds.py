@@ -40,6 +40,7 @@ def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
 
 
 def _rates(yes: Any, no: Any, rate: str) -> Any:
+    """A rate at each threshold, ``[n]``."""
     return ratio(*share_of(rate, _outcomes_at_thresholds(yes, no)))
 
 
@@ -220,11 +221,6 @@ def specificity_at_sensitivity(
       sensitivity: From 0 to 1.
       weight: As for `auc`.
       num_thresholds: As for `auc`.
-
-    Example:
-      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
-      >>> float(specificity_at_sensitivity(labels, scores, 0.9).compute())
-      0.5
     """
     pairs = Pairs("specificity_at_sensitivity", labels, predictions, weight)
     return _at_nearest(pairs, sensitivity, num_thresholds)
@@ -260,11 +256,6 @@ def recall_at_thresholds(
 
     0 where there are no positives. Arguments, result and errors are those of
     `precision_at_thresholds`.
-
-    Example:
-      >>> labels, scores = [0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8]
-      >>> recall_at_thresholds(labels, scores, [0.3, 0.5]).compute().tolist()
-      [1.0, 0.5]
     """
     pairs = Pairs("recall_at_thresholds", labels, predictions, weight)
     return _curves(pairs, _rising(pairs.name, thresholds), _rates, "sensitivity")

@@ -27,8 +27,8 @@ def _refuse_unclear(totals: list[Any], dims: tuple[int, ...]) -> None:
     if shapes and max(dims, default=1) > 1:
         raise ValueError(
             f"Weighted.weight has shape {dims} and a sum {shapes[0]}: of its first dims"
-            " or its last? For stacked values map lambda x: x.value by jax.vmap; else"
-            " give the weight as many dims as the sum, such as weight[None]."
+            " or its last? Give it as many dims, as weight[None]; of stacked values map"
+            " lambda x: x.value by jax.vmap."
         )
 
 
