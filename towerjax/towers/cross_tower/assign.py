@@ -42,21 +42,12 @@ def create_var(
     reduction: Reduction = Reduction.NONE,
     tower_local: bool = False,
 ) -> Any:
-    """A new variable on the strategy's devices.
+    """A new ``MirroredVar``, or ``TowerLocal`` ``[T, ...]``, on the strategy's devices.
 
-    Args:
-      name: Its name in errors.
-      initial: A pytree of arrays or numbers, or a function that makes one, called once.
-      reduction: How towers' values become one: for a mirrored variable those that they
-        assign, for a tower-local one their copies when it is read.
-      tower_local: Whether each tower has a copy, and not all one mirrored value.
-
-    Returns:
-      ``MirroredVar``, or ``TowerLocal`` with leaves ``[T, ...]``; in a tower function a
-      ``TowerLocal`` of the tower's own copy.
-
-    Raises:
-      ValueError: An option is of another type, or devices cannot hold ``initial``.
+    ``initial`` is a pytree of arrays or numbers, or a function that makes one.
+    ``reduction`` says how towers' values become one: for a mirrored variable those that
+    they assign, for a tower-local one their copies when it is read. In a tower function
+    a ``TowerLocal`` is the tower's own copy.
 
     Example:
       >>> import towerjax as tj
@@ -89,18 +80,10 @@ def create_var(
 
 
 def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
-    """The variable with a new value, assigned for all towers at once.
+    """The variable with a new value, one for all towers.
 
-    Args:
-      variable: Mirrored: takes the value. Tower-local: reads as the value afterwards;
-        of a SUM each tower gets a share, of integers a whole one.
-      value: One value, the same for all towers.
-
-    Returns:
-      The new variable.
-
-    Raises:
-      ValueError: The value differs from tower to tower, or does not fit.
+    A tower-local variable reads as the value afterwards: of a SUM each tower gets a
+    share, of integers a whole one.
 
     Example:
       >>> import towerjax as tj
@@ -118,16 +101,12 @@ def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
 
 
 def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
-    """The mirrored variable with a value, which all towers share, added to it.
-
-    Else as `assign`; a tower-local variable is refused, since either its copies or
-    their sum could be meant.
-    """
+    """The mirrored variable plus a value; a tower-local one is refused, as unclear."""
     return _combine(self, variable, value, operator.add, "+")
 
 
 def assign_sub(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
-    """As `assign_add`, but subtracts the value."""
+    """The mirrored variable minus a value, as `assign_add`."""
     return _combine(self, variable, value, operator.sub, "-")
 
 
@@ -165,20 +144,9 @@ def update_var(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> Any:
-    """The variable after ``fn(value, *args, **kwargs)`` of each of its copies.
+    """The variable after ``fn(value, *args, **kwargs)``, of each copy of a tower-local.
 
-    Args:
-      variable: Mirrored: ``fn`` is called once. Tower-local: with each tower's copy.
-      fn: Returns the new value, of the same structure and shapes.
-      *args: Values that all towers share; for a mirrored variable its value. Of several
-        processes the first one's are used.
-      **kwargs: As ``args``.
-
-    Returns:
-      The new variable.
-
-    Raises:
-      ValueError: No variable, arguments that differ by tower, or a result unlike it.
+    All towers share the arguments, of which a mirrored variable is its value.
 
     Example:
       >>> import towerjax as tj
@@ -203,19 +171,7 @@ def update_var(
 
 
 def read_var(self: StrategyFields, value: PyTree) -> PyTree:
-    """Replace each variable of a tree by its one value.
-
-    Args:
-      value: A pytree that may hold variables.
-
-    Returns:
-      The tree: a ``MirroredVar`` is its value, a ``TowerLocal`` is read by its own
-      reduction.
-
-    Raises:
-      ValueError: A tower-local variable's reduction is NONE, or it lacks a copy for a
-        tower.
-    """
+    """Replace each variable of a tree by its value, by its reduction if tower-local."""
     for x in parts_of(TowerLocal, value):
         check_towers(x, self.num_towers)
     return read_local(value)
@@ -295,14 +251,13 @@ def _replace_value(variable: Any, value: PyTree) -> Any:
 def saved_values(tree: PyTree) -> PyTree:
     """The tree as plain values that do not depend on the number of towers.
 
-    Of several processes every one calls it, and may then read all values.
-
     Args:
       tree: A pytree that may hold variables, such as a ``TrainState``.
 
     Returns:
       The tree: a mirrored variable is its value, a tower-local one its aggregate;
-      other leaves do not change. What is sharded over processes is mirrored.
+      other leaves do not change. What is sharded over processes, which all call this,
+      is mirrored.
 
     Raises:
       ValueError: Tower-local variables have no aggregate; names all of them.

@@ -134,32 +134,18 @@ def call_for_each_tower(
 ) -> PyTree:
     """What ``fn(tower, *args, **kwargs)`` returns on every tower.
 
+    Each tower gets its row of ``PerTower`` leaves and of an element of
+    `distribute_dataset`, its copy of a tower-local variable, and all of other values.
+    Leaves of the result are bare where they are the same on every tower, else
+    ``PerTower``; variables come back as such. Works inside ``jax.jit``, ``jax.grad``
+    and ``lax.scan``.
+
     Compiled once for each function and structure of arguments, and kept until
     ``jax.clear_caches()``: reuse the function, since a new lambda is compiled anew. As
     under ``jax.jit``, what it closes over is read once, in the first trace: pass
     variables as arguments. A Python number is a part of the program: pass one that
-    changes as ``np.float32(lr)``. Works inside ``jax.jit``, ``jax.grad`` and
-    ``lax.scan``. To see values, write ``jax.debug.print("{}", x)`` in ``fn``.
-
-    Args:
-      fn: The tower function; may use ``tower.merge_call`` and the like.
-      *args: Each tower gets its row of ``PerTower`` leaves and of an element of
-        `distribute_dataset`, its copy of a tower-local variable, and all of other
-        values.
-      run_concurrently: Not given to ``fn``. TensorFlow's eager towers ran one by one
-        where it is False; here, as in its graphs, it changes nothing.
-      **kwargs: As ``args``.
-
-    Returns:
-      ``fn``'s tree: bare where the same on every tower, else ``PerTower``; variables
-      as such.
-
-    Raises:
-      ValueError: A ``PerTower`` argument has not one row a tower, or a batch is
-        padded; ``fn`` has no hash, or is called again and closes over arrays that a
-        strategy has placed.
-      ReplicationError: Not every tower would reach a collective, or a mirrored
-        variable comes back that is not the same on every tower.
+    changes as ``np.float32(lr)``. ``run_concurrently`` changes nothing, as in
+    TensorFlow's graphs.
 
     Example:
       >>> import towerjax as tj

@@ -23,7 +23,14 @@ from towerjax.types.version import page
 
 @doors
 class StrategyMethods(StrategyFields):
-    """All methods of every strategy; all of them pure."""
+    """What strategies do with all towers' values outside of a step; all of it pure.
+
+    A value is a pytree, of which ``PerTower`` leaves and ``TowerLocal`` variables hold
+    one value a tower, and all else is one that all towers share. Refused, by a
+    ``ValueError``, are another number of towers than the strategy's, a value of each
+    tower where one is needed, what no device holds, and devices that are not there. Of
+    several processes the first one's shared values are used.
+    """
 
     call_for_each_tower = call.call_for_each_tower
     run_steps_on_dataset = steps.run_steps_on_dataset
@@ -89,23 +96,11 @@ class StrategyMethods(StrategyFields):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> Self:
-        """Join a job of several processes, and return this strategy for it.
+        """Join a job of several processes, and return this strategy for its devices.
 
-        As ``tj.cluster.initialize()``, before the strategy is used. Nothing else
-        changes: the strategy still has its cross-tower op.
-
-        Args:
-          cluster_spec: ``{"chief": [...], "worker": ["host:port", ...]}``; None reads
-            the environment.
-          task_type: ``"chief"`` or ``"worker"``: the list that names this process.
-          task_id: Its index there, from 0.
-
-        Returns:
-          An equal strategy, of all the processes' devices.
-
-        Raises:
-          ValueError: The cluster is wrong or incomplete.
-          RuntimeError: JAX was used before.
+        As ``tj.cluster.initialize()``, before JAX is used, of a cluster
+        ``{"chief": [...], "worker": ["host:port", ...]}`` and this process's task in
+        it, ``"worker"`` and its index; None reads the environment.
         """
         if cluster_spec is task_type is task_id is None:
             initialize()

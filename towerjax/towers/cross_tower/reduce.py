@@ -42,35 +42,27 @@ _VALUE = "The PerTower value"
 def reduce_values(
     self: StrategyFields, reduction: Reduction, value: PyTree, destinations: Any = None
 ) -> PyTree:
-    """One value of all towers' values.
+    """One value of all towers' values, for each leaf of a tree.
 
-    Args:
-      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
-      value: A pytree of ``PerTower`` and of values that all towers share.
-      destinations: The devices of the result: a device name, a ``jax.Device``, several
-        of these, or a value that lies on them; while JAX traces, only a traced value,
-        which lies on all.
-
-    Returns:
-      The tree with one value a leaf.
-
-    Raises:
-      ValueError: SUM of a value that all towers share, other towers than the
-        strategy's, or destinations that are no devices.
+    ``reduction`` is SUM, MEAN or ONLY_FIRST_TOWER; SUM of a value that all towers share
+    is refused. ``destinations`` are the devices of the result: a device name, a
+    ``jax.Device``, several of these, or a value that lies on them; while JAX traces,
+    only a traced value, which lies on all.
     """
     check_reduction(reduction)
     value = as_native("value", unpad_batches(value))
     value = _by_leaf(value, self.num_towers, Weighted | IndexedRows)
 
     def one(x: Any) -> Any:
-        if not _is_own(x):
+        if not isinstance(x, PerTower):
             return _reduce_mirrored(self, reduction, x)
         check_reduction(reduction, x)
         if parts_of(IndexedRows, x):
             return _reduce_sparse(self, reduction, x.values)
         return PerTower(stack_towers(x, self.num_towers, _VALUE))
 
-    out = jax.tree.map(one, value, is_leaf=_is_leaf)
+    is_leaf = lambda x: isinstance(x, PerTower | IndexedRows)  # noqa: E731
+    out = jax.tree.map(one, value, is_leaf=is_leaf)
     stacked = [x.values for x in parts_of(PerTower, out)]
     out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))
     return copy_to(out, destinations)
@@ -79,18 +71,7 @@ def reduce_values(
 def batch_reduce(
     self: StrategyFields, reduction: Reduction, pairs: Sequence[tuple[PyTree, Any]]
 ) -> list[PyTree]:
-    """Reduce the towers' values of each pair; all sums are computed together.
-
-    Args:
-      reduction: SUM, MEAN or ONLY_FIRST_TOWER.
-      pairs: ``(value, destinations)`` each, as in ``reduce``.
-
-    Returns:
-      As many values, in the order of the pairs.
-
-    Raises:
-      ValueError: As of ``reduce``, or what should be a pair is none.
-    """
+    """`reduce` of each ``(value, destinations)``; all sums are computed together."""
     pairs = check_list("pairs", pairs, "[(value, None), ...]")
     for i, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -105,14 +86,9 @@ def batch_reduce(
 def _reduce_on_devices(
     strategy: StrategyFields, reduction: Reduction, stacked: PyTree
 ) -> PyTree:
-    """Reduce leaves ``[T, ...]`` to one value.
-
-    SUM and MEAN are computed together, by the strategy's cross-tower ops, outside of a
-    trace in one compiled program. Inside a ``merge_call``, and for ONLY_FIRST_TOWER,
-    there is no communication.
-    """
+    """Reduce leaves ``[T, ...]`` to one value, by the strategy's cross-tower ops."""
     no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
-    if no_sums or is_inside_tower():
+    if no_sums or is_inside_tower():  # nothing travels
         return one_of(reduction, stacked)
     if is_traced(stacked):
         return _reduce_global(strategy, reduction, stacked)
@@ -143,52 +119,28 @@ def _reduce_global(
     return over_devices(device_fn, placement, per_tower, mirrored)(rows)
 
 
-def _is_own(x: Any) -> bool:
-    return isinstance(x, PerTower)
-
-
 def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
-    """The tree with a ``PerTower`` of one leaf wherever towers have their own values.
-
-    A part of class ``kind`` with a ``PerTower`` field becomes one ``PerTower`` first:
-    so both fields of a ``Weighted`` are reduced alike, even if towers share the weight.
-    """
-
-    def stack_field(x: Any) -> Any:
-        if _is_own(x):
-            return stack_towers(x, num_towers, "A field")
-        return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
+    """The tree with a ``PerTower`` of one leaf wherever towers have own values."""
 
     def grouped(part: Any) -> Any:
-        own = parts_of(PerTower, part)
-        if not own:
-            return part
-        if any(is_tuple(x.values) for x in own):  # whose shapes may differ
-            return PerTower(tuple(values_of_towers(part, num_towers)))
-        return PerTower(jax.tree.map(stack_field, part, is_leaf=_is_own))
+        # So both fields of a mean are reduced alike, even if towers share the weight.
+        own = bool(parts_of(PerTower, part))
+        return PerTower(tuple(values_of_towers(part, num_towers))) if own else part
 
     def one(x: PerTower) -> PyTree:
         rows = x.values
         if not is_tuple(rows):
             return jax.tree.map(PerTower, rows, is_leaf=is_rows)
-        _check_number(rows, num_towers)
+        if len(rows) != num_towers:
+            raise ValueError(
+                f"{_VALUE} holds {len(rows)} towers' values, but the strategy has"
+                f" {num_towers} towers. Give one value for each tower."
+            )
         check_structures(rows, _VALUE, is_leaf=is_rows)
         return jax.tree.map(lambda *xs: PerTower(xs), *rows, is_leaf=is_rows)
 
     value = map_parts(TowerLocal, lambda x: copies_by_leaf(x).value, value)
     return map_parts(PerTower, one, map_parts(kind, grouped, value))
-
-
-def _is_leaf(x: Any) -> bool:
-    return _is_own(x) or is_rows(x)
-
-
-def _check_number(rows: Sequence[Any], num_towers: int) -> None:
-    if len(rows) != num_towers:
-        raise ValueError(
-            f"{_VALUE} holds {len(rows)} towers' values, but the strategy has"
-            f" {num_towers} towers. Give one value for each tower."
-        )
 
 
 def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) -> PyTree:
@@ -227,24 +179,16 @@ def map_elements(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PerTower:
-    """``fn(element, *args)`` of each element; tower ``j mod T`` gets result ``j``.
+    """Stacked ``fn(element, *args)`` as ``PerTower``: tower ``j mod T`` has result ``j``.
 
-    Args:
-      fn: A function of one element.
-      elements: The elements, of one shape.
-      *args: The same for all elements.
-      **kwargs: As ``args``.
-
-    Returns:
-      ``PerTower`` of a tuple: each tower's results, stacked.
+    Elements are of one shape.
     """
     check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
     refuse_per_tower((elements, args, kwargs), "map")
     elements = check_list("elements", elements)
     if not elements:
         raise ValueError("map: there are no elements.")
-    given = of_first_process((elements, args, kwargs), self.placement)
-    elements, args, kwargs = given
+    elements, args, kwargs = of_first_process((elements, args, kwargs), self.placement)
     results = [fn(x, *args, **kwargs) for x in elements]
     if parts_of(IndexedRows, results):
         raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")

@@ -80,16 +80,9 @@ class MultiStepContext:
     ) -> None:
         """Output a value of the last step; setting it again overwrites it.
 
-        Args:
-          name: Its name in ``last_step_outputs``.
-          output: In a step, a ``PerTower`` or a value that all towers share; in a
-            tower function under ``call_for_each_tower``, the tower's own value.
-          reduction: How the towers' values become one; NONE keeps them apart, which a
-            tower function cannot.
-
-        Raises:
-          ValueError: NONE in a tower function; the strategy, and not this context,
-            called the tower function; the output is no array.
+        In a step it is a ``PerTower`` or a value that all towers share; in a tower
+        function under ``call_for_each_tower`` the tower's own value, which needs a
+        ``reduction``, as NONE keeps the towers' values apart.
         """
         if self._of_towers is not None:
             if reduction is Reduction.NONE:
@@ -117,13 +110,7 @@ class MultiStepContext:
     def set_non_tensor_output(self, name: str, output: Any) -> None:
         """Output something that is no array; recorded while the steps are traced.
 
-        Args:
-          name: Its name in ``non_tensor_outputs``.
-          output: Anything. From a tower function it arrives as a list with one
-            entry, since all towers are one trace.
-
-        Raises:
-          ValueError: An array that the steps compute, which has no value yet.
+        From a tower function it arrives as a list with one entry: all are one trace.
         """
         if has_tracers(output):
             raise ValueError(
@@ -187,10 +174,11 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
 
 
 def _layouts_of(carry: PyTree) -> PyTree:
-    def one(x: Any) -> Layout:
-        return Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED
-
-    return jax.tree.map(one, carry, is_leaf=is_per_tower)
+    return jax.tree.map(
+        lambda x: Layout.PER_TOWER if is_per_tower(x) else Layout.MIRRORED,
+        carry,
+        is_leaf=is_per_tower,
+    )
 
 
 def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
@@ -209,19 +197,11 @@ def run_steps_on_dataset(
     iterations: int = 1,
     initial: PyTree = None,
 ) -> MultiStepContext:
-    """Run several steps of a function in one program.
+    """Run several steps of a function in one program; return their `MultiStepContext`.
 
-    Args:
-      fn: ``(ctx, carry, *inputs) -> carry``, in cross-tower view.
-      iterator: ``iter(strategy.distribute_dataset(...))``.
-      iterations: ``K``, the number of batches to take.
-      initial: The carry of the first step, or None.
-
-    Returns:
-      A `MultiStepContext`.
-
-    Raises:
-      ValueError: No iterator of placed batches, or ``fn`` changes the carry's type.
+    ``fn(ctx, carry, *inputs) -> carry`` sees all towers' rows; ``iterator`` is
+    ``iter(strategy.distribute_dataset(...))``, of which ``iterations`` batches are
+    taken; ``initial`` is the carry of the first step.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, towerjax as tj

@@ -22,7 +22,6 @@ from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,
-    is_per_tower,
     is_variable,
     read_local,
     refuse_own_copy,
@@ -63,7 +62,7 @@ def unpad_batches(tree: PyTree) -> PyTree:
 def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
     """Stack the towers' values to leaves ``[T, ...]``; raise unless there are ``T``."""
 
-    def stack(leaves: Sequence[Any]) -> jax.Array:
+    def stack(*leaves: Any) -> jax.Array:
         shapes = [np.shape(leaf) for leaf in leaves]
         if len(set(shapes)) > 1:
             raise ValueError(
@@ -77,8 +76,7 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
     if is_tuple(rows):
         refuse_unheld(name, rows)
         check_structures(rows, name)
-        rows = jax.tree.map(lambda *leaves: stack(leaves), *rows or [()])
-        rows = rows if value.values else np.zeros(0)
+        rows = jax.tree.map(stack, *rows) if rows else np.zeros(0)
     for x in jax.tree.leaves(rows):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
@@ -135,30 +133,15 @@ def _of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
-    """The towers' values as a list; ``[value]`` when it is one value.
-
-    Args:
-      value: ``PerTower``, ``TowerLocal``, a tree of such, or anything else.
-
-    Returns:
-      ``T`` values, or trees, in tower order, or one.
-    """
+    """The ``T`` towers' values, or trees, as a list; ``[value]`` of a shared one."""
     return values_of_towers(unpad_batches(value), self.num_towers)
 
 
 def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
-    """Tower ``t``'s own tree of a tree that holds all towers' values.
+    """Tower ``t``'s own tree of a tree with ``PerTower`` leaves and variables.
 
-    Args:
-      value: A pytree with ``PerTower`` leaves and variables.
-      tower: ``t``, from 0 to ``T - 1``; or the one tower's device, a ``jax.Device`` or
-        a name such as ``"gpu:2"``.
-
-    Returns:
-      The tree with the tower's own values; the inverse of `regroup`.
-
-    Raises:
-      ValueError: There is no such tower, or the device has several.
+    The inverse of `regroup`. ``tower`` is ``t``, from 0, or the device of one tower, a
+    ``jax.Device`` or a name such as ``"gpu:2"``.
 
     Example:
       >>> import towerjax as tj
@@ -170,14 +153,16 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
         tower = self.placement.tower_on(canonical_device_name(tower))
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
-    def is_whole(x: Any) -> bool:
-        return is_per_tower(x) or is_variable(x)
-
     def one(x: Any) -> Any:
-        if not is_whole(x):
+        if isinstance(x, PerTower | TowerLocal):
+            x = copies_by_leaf(x) if isinstance(x, TowerLocal) else x
+            return _of_tower(x, tower, self.num_towers)
+        if not is_variable(x):
             refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
-        x = copies_by_leaf(x) if isinstance(x, TowerLocal) else x
-        return _of_tower(x, tower, self.num_towers) if is_per_tower(x) else x
+        return x
+
+    def is_whole(x: Any) -> bool:
+        return isinstance(x, PerTower) or is_variable(x)
 
     return jax.tree.map(one, unpad_batches(value), is_leaf=is_whole)
 
@@ -193,17 +178,10 @@ def refuse_in_tower(what: str, value: Any, instead: str) -> None:
 
 
 def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
-    """One tree of ``T`` towers' trees.
+    """One tree of the ``T`` towers' trees, of one structure, in tower order.
 
-    Args:
-      nests: Tower ``t``'s tree at index ``t``, all of one structure.
-
-    Returns:
-      The tree: one leaf where all towers have the same object or equal constants, else
-      ``PerTower``; the inverse of `select_tower`.
-
-    Raises:
-      ValueError: Another number of trees than towers; structures differ.
+    It has one leaf where all towers have the same object or equal constants, else a
+    ``PerTower``; the inverse of `select_tower`.
 
     Example:
       >>> import towerjax as tj
@@ -224,7 +202,13 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
     def one(path: tuple[Any, ...], *leaves: Any) -> Any:
         where = leaf_name("nests", path)
         if any(isinstance(x, MirroredVar) for x in leaves):
-            return _check_one_variable(leaves, where)
+            first = leaves[0]
+            if all(x is first or _bits(x) == _bits(first) for x in leaves):
+                return first
+            raise ValueError(
+                f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
+                " of several names, reductions or values."
+            )
         if any(map(is_whole, leaves)):
             check_structures(leaves, where)
             return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
@@ -242,19 +226,10 @@ def _is_same(leaves: Sequence[Any]) -> bool:
     return all(x is first for x in leaves)
 
 
-def _check_one_variable(leaves: Sequence[Any], where: str) -> MirroredVar:
-    def bits(x: Any) -> tuple[Any, list[bytes]]:
-        leaves, treedef = jax.tree.flatten(x)  # which has the name and reduction
-        return treedef, [np.asarray(key_data(leaf)).tobytes() for leaf in leaves]
-
-    first = leaves[0]
-    for x in leaves:
-        if x is not first and bits(x) != bits(first):
-            raise ValueError(
-                f"{where}: a mirrored variable is one, but towers have {leaves!r:.400},"
-                " of several names, reductions or values."
-            )
-    return first
+def _bits(x: Any) -> tuple[Any, ...]:
+    """The structure, with a variable's name and reduction, and the bytes of leaves."""
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef, *(np.asarray(key_data(leaf)).tobytes() for leaf in leaves)
 
 
 def fetch(
@@ -263,19 +238,11 @@ def fetch(
     destination: Any = None,
     fn: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """The value, or ``fn`` of it, on one device.
+    """A value that all towers share, or ``fn`` of it, on one device.
 
-    Args:
-      value: A value that all towers share; variables are read.
-      destination: A device or its name; None is this process's first CPU, or no
-        transfer while JAX traces.
-      fn: Applied where the value lies, so that only its result is sent.
-
-    Returns:
-      A tree of arrays.
-
-    Raises:
-      ValueError: The value differs from tower to tower; there is no such device.
+    ``destination`` is a device or its name; None is this process's first CPU, or no
+    transfer while JAX traces. ``fn`` is applied where the value lies, so that only its
+    result is sent.
 
     Example:
       >>> import towerjax as tj
@@ -296,18 +263,7 @@ def fetch(
 
 
 def broadcast(self: StrategyFields, value: PyTree, destinations: Any = None) -> PyTree:
-    """A copy of one value on each of several devices.
-
-    Args:
-      value: A pytree of arrays or numbers.
-      destinations: The devices, as of ``reduce``; None is all worker devices.
-
-    Returns:
-      The tree of mirrored arrays.
-
-    Raises:
-      ValueError: The value differs from tower to tower; there is no such device.
-    """
+    """A copy of one value on each of several devices; None is all worker devices."""
     refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(
         "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"
