@@ -203,8 +203,8 @@ REGISTRY = (
        "summed.at[slots].set(", "test_sparse_update.py::test_rows_by_index"),
     _m("B35", "the optimizer's state is one step old", "step.train:apply_gradients",
        "opt_state=opt_state)", "opt_state=state.opt_state)", _ONE_GRADIENT),
-    _m("B36", "prefetch repeats a batch", "data.feed:_fill", "feed.add(place(element))",
-       "feed.add(place(element))\n                feed.add(place(element))",
+    _m("B36", "prefetch repeats a batch", "data.feed:_fill", "feed.add(*found)",
+       "feed.add(*found)\n                feed.add(*found)",
        "test_feed.py::test_order_is_kept[1]"),
     _m("B37", "a state that goes on has another key",
        "towers.cross_tower.assign:restore_on",
@@ -820,8 +820,8 @@ CHECKPOINTS = (
        "types.leaves:differing_texts", "if old != new", 'if old == "absent"',
        "test_checkpoint.py::test_another_model_is_refused_before_training"),
     _m("C11", "a distributed data set goes on with smaller batches",
-       "data.sources:ResumableDataPass.set_state", 'self._begin(state["rows"])',
-       "self._begin(0)", "test_distribute.py::"
+       "data.distribute:DistributedDataset._begin", 'at["rows"]', "0",
+       "test_distribute.py::"
        "test_a_pass_says_where_it_is_and_goes_on_there[Loader-batch]"),
 )
 

@@ -50,7 +50,8 @@ def input_of(strategy):
 
     def own_part(context):
         # Process p's rows of each global batch, of which the last is ragged.
-        towers, here = context.num_towers, context.towers_here
+        towers = context.num_towers
+        here = towers // context.num_processes
         first = context.process_index * here
         for batch in tj.batches(data(), BATCH, epochs=EPOCHS):
             each = -(-BATCH // (towers * PARTS)) * PARTS

@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -190,26 +190,24 @@ class DistributedDataset:
         if self._asks_peers:  # the name of what the processes tell each other
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
-    def __iter__(self) -> sources.DataPass:
+    def __iter__(self) -> feed.Stream[PlacedBatch]:
         """A pass, with a cursor where all processes read one source that has one."""
         self._passes += 1
         elements = sources.open_source(self._source, *self._open_with)
-        begin = functools.partial(self._stream, self._passes, elements)
-        if self._asks_peers or not feed.has_cursor(elements):
-            return sources.DataPass(begin, elements)
-        start = {"elements": elements.get_state(), "rows": 0}
-        return sources.ResumableDataPass(begin, elements, start)
+        begin, start = functools.partial(self._begin, self._passes, elements), None
+        if not self._asks_peers and feed.has_cursor(elements):
+            start = {"elements": elements.get_state(), "rows": 0}
+        return feed.Stream(begin, self._options.prefetch, start)
 
-    def _stream(self, number: int, elements: Any, rows: int) -> Any:
-        stopped = threading.Event()
+    def _begin(
+        self, number: int, elements: Any, at: Any, stopped: threading.Event
+    ) -> Generator[tuple[PlacedBatch, Any]]:
+        if at is not None:
+            elements.set_state(at["elements"])
+        rows = 0 if at is None else at["rows"]
         if isinstance(self._source, feed.Batches):  # it may be at a smaller last one
             rows = max(rows, self._rounds.rows([self._source.most_rows]))
-        return feed.prefetch(
-            self._placed_rounds(number, stopped, elements, rows),
-            lambda placed: placed,
-            depth=self._options.prefetch,
-            on_stop=stopped.set,  # ends the thread's wait for a peer
-        )
+        return self._placed_rounds(number, stopped, elements, rows)
 
     def per_tower(self) -> Iterator[PyTree]:
         """Each round as ``PerTower`` leaves, for ``strategy.call_for_each_tower``.
@@ -226,7 +224,7 @@ class DistributedDataset:
 
     def _placed_rounds(
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
-    ) -> Iterator[tuple[PlacedBatch, dict[str, Any]]]:
+    ) -> Generator[tuple[PlacedBatch, Any]]:
         """Each round's batch, and the cursor after it."""
         elements = (jax.tree.map(sources.from_tensor, x) for x in source)
         peers: Exchange | None = None
@@ -243,9 +241,10 @@ class DistributedDataset:
                 continue
             most_rows = max(rows, most_rows)
             counts = [self._rounds.counts(sizes or [0], rows) for sizes in sizes_of_all]
-            cursor = getattr(source, "get_state", lambda: None)()
-            placed = self._place(taken, rows, np.concatenate(counts))
-            yield placed, {"elements": cursor, "rows": most_rows}
+            after = None
+            if peers is None and feed.has_cursor(source):
+                after = {"elements": source.get_state(), "rows": most_rows}
+            yield self._place(taken, rows, np.concatenate(counts)), after
 
     def _place(self, taken: _Pulled, rows: int, counts: np.ndarray) -> PlacedBatch:
         tree, bare = self._rounds.build(taken, rows), rows == 1 and taken.bare

@@ -113,7 +113,6 @@ class Batches(Iterator[PyTree]):
         self.position = self.at(state["position"]).position
 
 
-Pulled = TypeVar("Pulled")
 Placed = TypeVar("Placed")
 
 _END: Any = object()
@@ -204,6 +203,8 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
 
 def has_cursor(iterator: Any) -> bool:
     """Whether an iterator tells its position, and can be set to one."""
+    if isinstance(iterator, Stream):
+        return iterator.get_state() is not None
     return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
 
 
@@ -214,55 +215,80 @@ def close(iterator: Any) -> None:
 
 
 def prefetch(
-    iterable: Iterable[Pulled],
-    place: Callable[[Pulled], Placed],
-    *,
-    depth: int,
-    on_stop: Callable[[], None] = lambda: None,
-) -> "Generator[Placed, None, None] | Prefetched[Placed]":
-    """The elements of an iterable, placed in order by a thread while devices work.
-
-    Its exception is raised after all earlier elements are yielded.
-    """
-    if depth == 0:
-        return (place(element) for element in iterable)
-    return Prefetched(iterable, place, _Feed(depth, on_stop))
+    iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
+) -> "Stream[Placed]":
+    """The elements of an iterable, placed in order by a thread while devices work."""
+    return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
 
 
 class _Feed:
-    """What a thread and the iterator over its elements share."""
+    """What a thread and the stream of its elements share."""
 
-    def __init__(self, depth: int, on_stop: Callable[[], None]) -> None:
-        self.on_stop = on_stop
-        self.ready: collections.deque[Any] = collections.deque()  # (placed, failure)
+    def __init__(self, depth: int) -> None:
+        # (element, position after it, failure)
+        self.ready: collections.deque[tuple[Any, Any, Any]] = collections.deque()
         self.added, self.stopped = threading.Event(), threading.Event()
         # Counts the elements that may still be pulled, so that depth bounds the memory.
         self.room = threading.Semaphore(depth)
 
-    def add(self, placed: Any, failure: BaseException | None = None) -> None:
-        self.ready.append((placed, failure))
+    def add(self, element: Any, after: Any = None, failure: Any = None) -> None:
+        self.ready.append((element, after, failure))
         self.added.set()
 
 
-class Prefetched(Iterator[Placed]):
-    """An iterator over what a thread placed, which Ctrl-C in ``next`` does not end."""
+class Stream(Iterator[Placed]):
+    """Elements that a thread makes in advance, with a position; Ctrl-C loses none.
+
+    ``begin(position, stopped)`` gives ``(element, position after it)``, from a position
+    that was set, or from the start; ``stopped`` is an event to heed in long waits. With
+    ``depth`` 0 there is no thread. An exception comes after all earlier elements.
+    """
 
     def __init__(
-        self, iterable: Iterable[Any], place: Callable[[Any], Placed], feed: _Feed
+        self,
+        begin: Callable[[Any, threading.Event], Generator[tuple[Placed, Any]]],
+        depth: int,
+        start: dict[str, Any] | None = None,
     ) -> None:
-        self._feed = feed
-        x64 = jax.config.read("jax_enable_x64")
-        named = {"name": "towerjax-prefetch", "daemon": True}
-        args = iterable, place, feed, x64
-        self._thread = threading.Thread(target=_fill, args=args, **named)
-        # Called once: by hand, by the garbage collector, for which the thread must not
-        # refer to this iterator, or at Python's exit, which a thread could abort.
-        self.close = weakref.finalize(self, _stop, self._thread, feed)
+        self._begin, self._depth, self._after = begin, depth, start
+        self._open(None)
+
+    def _open(self, position: dict[str, Any] | None) -> None:
+        self._failure: str | None = None
+        self._feed = feed = _Feed(self._depth)
+        self._made = made = self._begin(position, feed.stopped)
+        self.close: Callable[[], Any] = made.close
+        if self._depth:
+            args = made, feed, jax.config.read("jax_enable_x64")
+            named = {"name": "towerjax-prefetch", "daemon": True}
+            self._thread = threading.Thread(target=_fill, args=args, **named)
+            # Called once: by hand, by the garbage collector, for which the thread must
+            # not refer to this, or at Python's exit, which a thread could abort.
+            self.close = weakref.finalize(self, _stop, self._thread, feed)
 
     def __next__(self) -> Placed:
         """The next element, which is not kept: it would stay on the devices."""
+        if self._failure is not None:
+            raise ValueError(
+                f"This pass through the data ended with {self._failure}, and cannot"
+                " continue. Begin another, iter(dataset)."
+            )
+        try:
+            if self._depth:
+                return self._next_of_thread()
+            # Without a call of next(), after which Ctrl-C would lose the element.
+            for element, after in self._made:
+                self._after = after
+                return element
+        except Exception as failure:
+            if not isinstance(failure, StopIteration):
+                self._failure = repr(failure)
+            raise
+        raise StopIteration
+
+    def _next_of_thread(self) -> Placed:
         feed = self._feed
-        if self._thread.ident is None and self.close.alive:
+        if self._thread.ident is None and not feed.stopped.is_set():
             try:
                 self._thread.start()
             except BaseException:
@@ -272,44 +298,55 @@ class Prefetched(Iterator[Placed]):
             feed.added.wait()
             feed.added.clear()
         feed.room.release()
-        placed, failure = feed.ready[0]
-        if placed is _END:
+        element, after, failure = feed.ready[0]
+        if element is _END:
             self.close()
             raise failure or StopIteration
         # No call up to the return: after one, Ctrl-C would lose the element.
+        self._after = after
         del feed.ready[0]
-        return placed
+        return element
+
+    def get_state(self) -> dict[str, Any] | None:
+        """The position after the last element; None where there is none."""
+        return self._after
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue after the element that `get_state` was called after."""
+        if set(state) != set(self._after or ()):
+            raise ValueError(
+                f"A place in a distributed data set has 'elements' and 'rows', but got"
+                f" {sorted(state)}. Pass the batches that it was taken from."
+            )
+        self.close()
+        self._open(state)
+        self._after = state
 
 
-def _fill(
-    iterable: Iterable[Any], place: Callable[[Any], Any], feed: _Feed, x64: bool
-) -> None:
+def _fill(made: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
     try:
         # A `with jax.enable_x64(...)` around the run does not reach its threads.
         with jax.enable_x64(x64):
-            iterator = iter(iterable)
+            iterator = iter(made)
             while True:
                 feed.room.acquire()
                 if feed.stopped.is_set():
                     return
-                element = next(iterator, _END)
-                if element is _END:
+                found = next(iterator, None)
+                if found is None:
                     feed.add(_END)
                     return
-                feed.add(place(element))
+                feed.add(*found)
     except BaseException as failure:
-        feed.add(_END, failure)
+        feed.add(_END, failure=failure)
 
 
 def _stop(thread: threading.Thread, feed: _Feed) -> None:
     """End the thread; warn where a loader hangs, which cannot be interrupted."""
-    try:
-        feed.on_stop()
-    finally:  # also after Ctrl-C above
-        feed.stopped.set()
-        feed.room.release()
-        feed.ready.clear()
-        feed.add(_END)
+    feed.stopped.set()
+    feed.room.release()
+    feed.ready.clear()
+    feed.add(_END)
     if thread.ident in (None, threading.get_ident()):
         return  # never started; or the garbage collector called this in the thread
     thread.join(_STOP_PATIENCE_S)

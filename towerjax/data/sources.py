@@ -1,8 +1,8 @@
-"""The sources that a data set may be made of, and the passes through them."""
+"""The sources that a data set may be made of."""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -30,11 +30,6 @@ class InputContext:
     process_index: int
     num_processes: int
     num_towers: int
-
-    @property
-    def towers_here(self) -> int:
-        """``T / P``: the number of towers that this process feeds."""
-        return self.num_towers // self.num_processes
 
     def part_of(self, batch_size: int) -> int:
         """This process's share of a global batch.
@@ -110,55 +105,3 @@ def from_tensor(leaf: Any) -> Any:
     if hasattr(leaf, "__array__"):
         return np.asarray(leaf)
     return leaf
-
-
-class DataPass(Iterator[PlacedBatch]):
-    """One iteration over a data set, whose thread places batches in advance."""
-
-    def __init__(
-        self, begin: Callable[[int], Any], elements: Any, after: Any = None
-    ) -> None:
-        self._begin, self._elements, self._stream = begin, elements, begin(0)
-        self._after = after  # the position after the newest batch
-        self._failure: str | None = None  # the exception that ended the stream
-
-    def __next__(self) -> PlacedBatch:
-        """The next batch, on its devices."""
-        if self._failure is not None:
-            raise ValueError(
-                f"This pass through the data ended with {self._failure}, and cannot"
-                " continue. Begin another, iter(dataset)."
-            )
-        try:
-            # Without a call of next(), after which Ctrl-C would lose the batch.
-            for placed, after in self._stream:
-                self._after = after
-                return placed
-        except Exception as failure:
-            self._failure = repr(failure)
-            raise
-        raise StopIteration
-
-    def close(self) -> None:
-        """End the thread."""
-        self._stream.close()
-
-
-class ResumableDataPass(DataPass):
-    """A pass with a cursor, over a source that has one."""
-
-    def get_state(self) -> dict[str, Any]:
-        """The source's cursor after the last batch, and the rows of each tower."""
-        return self._after
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Continue after the batch that `get_state` was called after."""
-        if set(state) != {"elements", "rows"}:
-            raise ValueError(
-                f"A place in a distributed data set has 'elements' and 'rows', but got"
-                f" {sorted(state)}. Pass the batches that it was taken from."
-            )
-        self._stream.close()
-        self._elements.set_state(state["elements"])
-        self._after, self._stream = state, self._begin(state["rows"])
-        self._failure = None

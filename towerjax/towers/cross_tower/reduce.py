@@ -179,9 +179,9 @@ def map_elements(
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PerTower:
-    """Stacked ``fn(element, *args)`` as ``PerTower``: tower ``j mod T`` has result ``j``.
+    """``fn(element, *args)`` as ``PerTower``: tower ``j mod T`` has result ``j``.
 
-    Elements are of one shape.
+    Results are stacked; elements are of one shape.
     """
     check_callable("map: fn", fn, "fn(element); map(fn, elements) is the order")
     refuse_per_tower((elements, args, kwargs), "map")
