@@ -59,11 +59,18 @@ def choose_cross_tower_ops(
     names = canonical_device_names(check_list("devices", devices, "jax.devices()"))
     if links is not None:
         _check_links(links, len(names))
+    platform, numbers = names[0].split(":")[0], [int(x.split(":")[1]) for x in names]
+    present = platform_devices(platform)
+    absent = [x for x, i in zip(names, numbers, strict=True) if i >= len(present)]
+    what = f"{len(names)} {platform.upper()} devices"
     if len(names) == 1:
         return OpsChoice(AllReduce(), "One device: nothing travels.")
-    ops, reason = _by_processes(names) if links is None else _by_links(links)
-    num_present = len(platform_devices(names[0].split(":")[0]))
-    absent = [name for name in names if int(name.split(":")[1]) >= num_present]
+    if links is not None:
+        ops, reason = _by_links(links)
+    elif absent:
+        ops, reason = AllReduce(), f"Nothing is known of the links of {what}."
+    else:
+        ops, reason = _by_processes([present[i].process_index for i in numbers], what)
     note = f" (Not on this machine: {', '.join(absent)}.)" if absent else ""
     return OpsChoice(ops, reason + note)
 
@@ -79,41 +86,30 @@ def _by_links(links: Sequence[Sequence[int]]) -> tuple[CrossTowerOps, str]:
             for j in range(start, i)
         )
 
-    sizes = [n for n in range(2, count) if count % n == 0 and is_linked(n)]
-    if is_linked(count):
+    size = max(n for n in range(1, count + 1) if count % n == 0 and is_linked(n))
+    if size == count:
         return AllReduce(), f"All {count} devices are directly linked to each other."
-    if not sizes:
-        return (
-            AllReduce(),
-            f"Links of the {count} devices make no groups of equal size.",
-        )
-    return Hierarchical(group_size=sizes[-1]), (
+    if size == 1:
+        why = f"Links of the {count} devices make no groups of equal size."
+        return AllReduce(), why
+    return Hierarchical(group_size=size), (
         f"The {count} devices are directly linked to each other inside groups of"
-        f" {sizes[-1]} but not across, so only 1/{sizes[-1]} of the sums goes across."
+        f" {size} but not across, so only 1/{size} of the sums goes across."
     )
 
 
-def _by_processes(names: tuple[str, ...]) -> tuple[CrossTowerOps, str]:
-    platform, numbers = names[0].split(":")[0], [int(n.split(":")[1]) for n in names]
-    present = platform_devices(platform)
-    what = f"{len(names)} {platform.upper()} devices"
-    if max(numbers) >= len(present):
-        return AllReduce(), f"Nothing is known of the links of {what}."
-    owners = [present[number].process_index for number in numbers]
+def _by_processes(owners: list[int], what: str) -> tuple[CrossTowerOps, str]:
     count = len(set(owners))
+    size = len(owners) // count
     if count == 1:
         return AllReduce(), f"{what} of one process, whose links are alike."
-    size = len(names) // count
-    groups = [set(owners[i : i + size]) for i in range(0, len(names), size)]
+    groups = [set(owners[i : i + size]) for i in range(0, len(owners), size)]
     if size > 1 and len(groups) == count and all(len(group) == 1 for group in groups):
         return Hierarchical(), (
-            f"{count} processes have {size} {platform.upper()} devices each, next to"
-            f" each other, so only 1/{size} of the sums goes between processes."
+            f"{count} processes have {what.replace(str(len(owners)), str(size), 1)}"
+            f" each, so only 1/{size} of the sums goes between processes."
         )
-    return AllReduce(), (
-        f"The {what} of {count} processes make no groups, which are neighbours and"
-        " equally many in each process."
-    )
+    return AllReduce(), f"The {what} of {count} processes make no groups of neighbours."
 
 
 def _check_links(links: Any, count: int) -> None:

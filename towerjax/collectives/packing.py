@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,29 +57,23 @@ class Packing:
     ) -> "Packing":
         """Pack leaves of a dtype within ``reach`` bytes; large ones stay alone."""
         latest: dict[np.dtype, int] = {}  # the buffer that takes further leaves
-        passed: dict[np.dtype, int] = {}  # bytes of leaves since that buffer began
-        filled: list[int] = []  # the elements of each buffer
-        members: list[int] = []  # the leaves of each buffer
+        passed = Counter[np.dtype]()  # bytes of leaves since that buffer began
+        filled: list[list[int]] = []  # the sizes of the leaves of each buffer
         slots = []
         for leaf in leaves:
-            dtype, shape = leaf.dtype, leaf.shape[lead:]
-            size = math.prod(shape)
-            num_bytes = size * dtype.itemsize
-            passed[dtype] = passed.get(dtype, 0) + num_bytes
-            buffer = latest.get(leaf.dtype)
-            is_large = num_bytes > alone_above
-            is_full = (
-                buffer is None or members[buffer] >= max_leaves or passed[dtype] > reach
-            )
-            if buffer is None or is_large or is_full:
-                buffer = len(filled)
-                filled.append(0)
-                members.append(0)
+            dtype, slot = leaf.dtype, Slot(len(filled), 0, leaf.shape[lead:])
+            num_bytes = slot.size * dtype.itemsize
+            passed[dtype] += num_bytes
+            buffer, is_large = latest.get(leaf.dtype), num_bytes > alone_above
+            is_full = buffer is None or len(filled[buffer]) >= max_leaves
+            if buffer is None or is_large or is_full or passed[dtype] > reach:
+                filled.append([])
                 if not is_large:
-                    latest[dtype], passed[dtype] = buffer, num_bytes
-            slots.append(Slot(buffer, filled[buffer], shape))
-            filled[buffer] += size
-            members[buffer] += 1
+                    latest[dtype], passed[dtype] = slot.buffer, num_bytes
+            else:
+                slot = Slot(buffer, sum(filled[buffer]), slot.shape)
+            filled[slot.buffer].append(slot.size)
+            slots.append(slot)
         return cls(tuple(slots), len(filled))
 
     def pack(self, leaves: list[jax.Array], lead: int) -> list[jax.Array]:
@@ -133,13 +128,10 @@ def _slice_leaf(buffer: jax.Array, slot: Slot, start: jax.Array | int) -> jax.Ar
 def _hide_from_folding(
     starts: Sequence[int], witness: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The same numbers, hidden from XLA's constant folding.
-
-    XLA compiles equal kernels once. With constant offsets the updates of equal
-    layers are different kernels: 25 layers then take 0.8 s to compile instead of
-    0.3 s (CPU, JAX 0.10.2 and 0.12). Both branches are the same, so the predicate
-    does not matter. Not used on GPUs, where a branch costs a round trip.
-    """
+    """The same numbers, hidden from XLA's constant folding."""
+    # XLA compiles equal kernels once, and constant offsets make kernels differ: 25
+    # layers then take 0.8 s to compile, not 0.3 s (CPU). Both branches are the same. On
+    # GPUs a branch costs a round trip.
     values = [np.int32(start) for start in starts]
 
     def same() -> tuple[jax.Array, ...]:

@@ -67,17 +67,8 @@ def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
 
 
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
-    """As `one_of`, for ``IndexedRows`` of unequally many rows, one of each tower."""
+    """As `one_of`, for ``IndexedRows`` of unequally many rows; arrays are all rows."""
     check_reduction(reduction)
-    rows = _as_indexed_rows(towers, 0)
-    if reduction is Reduction.ONLY_FIRST_TOWER:
-        rows = rows[:1]
-    joined = end_to_end(rows, rows[0].dense_shape)
-    return share_of_rows(reduction, joined, len(rows))
-
-
-def _as_indexed_rows(towers: list[Any], first_dim: int) -> list[IndexedRows]:
-    """Each tower's ``IndexedRows``; an array becomes all its rows."""
     for tower, x in enumerate(towers):
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
         if not (is_rows(x) or is_array):
@@ -87,13 +78,15 @@ def _as_indexed_rows(towers: list[Any], first_dim: int) -> list[IndexedRows]:
             )
     rows = [x if is_rows(x) else all_rows_of(x) for x in towers]
     for tower, x in enumerate(rows):
-        if x.dense_shape[first_dim:] != rows[0].dense_shape[first_dim:]:
+        if x.dense_shape != rows[0].dense_shape:
             raise ValueError(
                 f"Tower {tower} has rows of an array of shape {x.dense_shape} and tower"
-                f" 0 of {rows[0].dense_shape}; they must be the same from dim"
-                f" {first_dim} on."
+                f" 0 of {rows[0].dense_shape}; give all of one shape."
             )
-    return rows
+    if reduction is Reduction.ONLY_FIRST_TOWER:
+        rows = rows[:1]
+    joined = end_to_end(rows, rows[0].dense_shape)
+    return share_of_rows(reduction, joined, len(rows))
 
 
 def reduce_over_towers(

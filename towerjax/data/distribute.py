@@ -110,9 +110,8 @@ class _Rounds:
                 return None  # at the end of the data
             raise ValueError(
                 f"{self.towers} towers take an element each, but got {len(taken)} of"
-                f" sizes {sizes}. Give elements of one size, or use remainder='pad'"
-                " (rows of weight 0; use tower.weight in the loss), or 'drop' for the"
-                " end."
+                f" sizes {sizes}. Give elements of one size, or say remainder='pad', or"
+                " 'drop' for the end."
             )
         taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
         return _Pulled(taken, sizes, all(bare))
@@ -299,7 +298,7 @@ class DistributedDataset:
             return max(*needed, most_rows)
         if self._options.remainder == "error" and len(set(needed)) > 1:
             raise ValueError(
-                f"The processes gave {needed} rows for each of their towers; one step"
-                " takes as many of each. Use equal batches, or remainder='pad'."
+                f"The processes gave {needed} rows for each of their towers. Use equal"
+                " batches, or remainder='pad'."
             )
         return min(needed)

@@ -24,8 +24,6 @@ from towerjax.types.warning import warn
 class Batches(Iterator[PyTree]):
     """An iterator over the batches of a data set, with a position; `batches` makes it.
 
-    The order of an epoch depends on nothing but the seed and the epoch's number.
-
     Attributes:
       position: The number of batches before the next one, from the first epoch on.
     """

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -94,12 +94,11 @@ class PlacedBatch:
             raise ValueError(
                 f"The placed batch gives each tower {self.rows} rows, which"
                 f" {micro_batches} micro-batches cannot share. Say"
-                f" micro_batches={micro_batches} where it is placed, or use other batch"
-                " sizes."
+                f" micro_batches={micro_batches} where it is placed."
             )
         if self.micro_batches != micro_batches and splits_entries(self.arrays):
             raise ValueError(
-                "The placed batch has sparse leaves, whose entries were split for"
+                "The placed batch has sparse leaves, split for"
                 f" micro_batches={self.micro_batches}. Say"
                 f" micro_batches={micro_batches} where it is placed."
             )
@@ -126,8 +125,7 @@ class PlacedBatch:
         if self.padded:
             raise ValueError(
                 f"per_tower: towers have {self.counts.tolist()} examples in {self.rows}"
-                " rows, and what is handed on does not say which rows are padding. Use"
-                " remainder='drop' or 'error', or go through the data set itself and"
+                " rows, and nothing would mark the padding. Use remainder='drop', or"
                 " hand on both, placed.per_tower() and tj.PerTower(placed.counts)."
             )
         return self.per_tower()
@@ -147,15 +145,6 @@ def _unflatten(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
 
 # A pytree, so that it may be an argument of ``jax.jit(step.fn)``.
 jax.tree_util.register_pytree_node(PlacedBatch, _flatten, _unflatten)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What `Placer.place` reuses for batches of the same key of `flatten_with_key`."""
-
-    batch: PlacedBatch  # without arrays, which would stay alive
-    may_wrap: bool
-    converts: list[Callable[[Any], Any] | None]  # each makes a leaf an argument
 
 
 class Placer:
@@ -179,7 +168,9 @@ class Placer:
         self._capacities: list[Capacity] = []
         self._counts: dict[tuple[Layout, bytes], jax.Array] = {}
         self._signatures: dict[shard.Signature, shard.Signature] = {}
-        self._plans: dict[Any, _Plan] = {}
+        # Of a key of `flatten_with_key`: a batch without arrays, which would stay
+        # alive, whether it may wrap, and what makes each leaf an argument.
+        self._plans: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of so many examples had been placed before."""
@@ -187,29 +178,25 @@ class Placer:
         self.full_sizes |= {n + -n % self.shares: n for n in new}
 
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
-        """One batch for one step.
-
-        Under ``remainder="pad"`` a batch is padded to the smallest earlier size that
-        holds it, so that it needs no program of its own. With ``by_call`` its leaves
-        may stay on the host: the compiled call places them.
-        """
+        """One batch for one step; with ``by_call`` its leaves may stay on the host."""
         if isinstance(batch, PlacedBatch):
             batch.check(self.placement, self._micro_batches)
             return batch
         leaves, treedef, key = shard.flatten_with_key(batch)
         if (known := self._plans.get(key)) is not None:
-            if known.may_wrap:
+            template, may_wrap, converts = known
+            if may_wrap:
                 shard.refuse_wrapping(batch)
             if by_call and self.placement.num_processes == 1:
                 self.placement.require_present()
                 arrays = batch
-                if any(known.converts):
-                    pairs = zip(known.converts, leaves, strict=True)
+                if any(converts):
+                    pairs = zip(converts, leaves, strict=True)
                     leaves = [convert(x) if convert else x for convert, x in pairs]
                     arrays = treedef.unflatten(leaves)
             else:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
-            return known.batch.with_arrays(arrays)
+            return template.with_arrays(arrays)
         refuse_traced(batch)
         [(rows, counts, shared)] = self._fit([batch])
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
@@ -220,7 +207,7 @@ class Placer:
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
             template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)
-            self._plans[key] = _Plan(template, shard.may_wrap(batch), converts)
+            self._plans[key] = template, shard.may_wrap(batch), converts
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
@@ -349,11 +336,7 @@ class Placer:
         ]
 
     def place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
-        """The values of `Whole` leaves, on all devices; copies only where needed.
-
-        Of several processes each has its own, which a step's call places: the first
-        one's are sent to all, and this may be a thread, which must not send.
-        """
+        """The values of `Whole` leaves, on all devices; copies only where needed."""
         refuse_unheld(
             "batch", shard.with_shared(jax.tree.map(lambda _: None, rows), held)
         )
@@ -361,7 +344,9 @@ class Placer:
         def one(x: Any) -> Any:
             if has_sharding(x, self.placement.sharding(Layout.MIRRORED)):
                 return x
-            if self.placement.num_processes > 1:
+            if (
+                self.placement.num_processes > 1
+            ):  # a thread must not send: the call does
                 return copy_to_host(x)
             return place_own(x, self.placement, Layout.MIRRORED)
 

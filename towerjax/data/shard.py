@@ -111,9 +111,8 @@ def count_examples(batch: PyTree) -> int:
         sizes = few(f"{name}: {size}" for size, name in reversed(first.items()))
         raise ValueError(
             "All leaves of a batch have the same number of examples in dim 0, but got"
-            f" {', '.join(sizes)}. Pad them alike, with a weight of 0; what every"
-            " tower needs whole is tj.Whole(...). Of graphs stack a padded pack for"
-            " each tower, as in "
+            f" {', '.join(sizes)}. What every tower needs whole is tj.Whole(...); pad"
+            " others, as in "
             + page("how_to/uneven_data", "Graphs and other ragged examples")
         )
     (size,) = first
@@ -133,9 +132,8 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
     for is_other, rule in (
         (
             is_shared,
-            "which has no rows to split or join here, as the batches of a step, an"
-            " evaluation, a prediction and a model may have. Leave it out, and pass its"
-            " value on its own, as an argument.",
+            "which has no rows to split or join here. Pass its value on its own, as an"
+            " argument.",
         ),
         (
             is_sparse,
@@ -208,7 +206,7 @@ def _fitted_rows(batch: PyTree, shares: int, remainder: str) -> tuple[int, int]:
         raise ValueError(
             f"{name} has {size} examples, which {shares} towers (times micro-batches)"
             f" cannot share evenly. Use a multiple of {shares}, or say remainder='pad'"
-            " (rows of weight 0; use tower.weight in the loss) or remainder='drop'."
+            " (rows of weight 0) or remainder='drop'."
         )
     if size < shares:
         raise ValueError(
