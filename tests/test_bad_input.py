@@ -75,7 +75,7 @@ def in_place(state):
 BATCHES = {
     "indivisible": (good(5), r"batch\['x'\] has 5 examples, which 2 towers.*remainder"),
     "different sizes": ({"x": np.ones((4, 3), np.float32), "y": np.ones(2)},
-        r"batch\['x'\]: 4, batch\['y'\]: 2.* how_to/uneven_data.md#graphs"),
+        r"batch\['x'\]: 4, batch\['y'\]: 2.*how_to/uneven_data.md#graphs"),
     "scalar": ({"x": np.ones((4, 3)), "k": np.float32(1)}, r"batch\['k'\] is "),
     "numbers": ({"x": np.ones((4, 3)), "k": 3}, r"batch\['k'\] is 3 of type int"),
     "list": ({"x": [1.0, 2.0]}, r"batch\['x'\]\[0\] is 1.0 of type float.*np.asarray"),

@@ -652,8 +652,7 @@ INPUT = (
        "data.ledger:Ledger._own", "jax.tree.map(own_copy, batch)", "dict(batch)",
        "test_feed.py::test_groups_own_their_rows_when_the_loader_reuses_its_buffer"),
     _m("I09", "what a masked array leaves out counts", "types.leaves:problem_of",
-       "elif isinstance(leaf, np.ma.MaskedArray)",
-       "elif isinstance(leaf, np.ma.core.MaskedConstant)",
+       "in _OF_LEAF if", "in _OF_LEAF[:2] if",
        "test_bad_input.py::test_what_no_device_holds_is_refused_by_name[masked]"),
 )
 

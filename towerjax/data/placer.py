@@ -344,9 +344,7 @@ class Placer:
         def one(x: Any) -> Any:
             if has_sharding(x, self.placement.sharding(Layout.MIRRORED)):
                 return x
-            if (
-                self.placement.num_processes > 1
-            ):  # a thread must not send: the call does
+            if self.placement.num_processes > 1:  # a thread must not send
                 return copy_to_host(x)
             return place_own(x, self.placement, Layout.MIRRORED)
 

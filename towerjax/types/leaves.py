@@ -11,30 +11,55 @@ from jax.core import Tracer
 
 from towerjax.types import PyTree, named_leaves
 
-_REMEDY_OF_KIND = {
-    "m": "divide by a unit, x / np.timedelta64(1, 's')",
-    "M": "count from a first date, (x - x.min()) / np.timedelta64(1, 's')",
-    "U": "give each text a number",
-    "S": "give each text a number",
-    "O": "make one array of numbers, np.asarray(x, np.float32) or np.stack(x)",
-    "V": "view it as numbers, x.view(np.uint8)",
-    "f": "write x.astype(np.float32)",
-    "c": "write x.astype(np.complex64)",
-}
-
 _NO_ARRAY = (
     "keep apart what is no array, and put it back in the function (of Equinox: params,"
     " static = eqx.partition(model, eqx.is_inexact_array), and eqx.combine; of Flax:"
     " model.init(key, x)['params'], or nnx.split(model))"
 )
 _TOO_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
-_IS_DELETED = (
-    "a deleted array, whose buffer was donated: pass what took its place, or a copy"
-    " made before, jnp.copy(x)"
-)
-_IS_REF = "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])"
-_PAD = "make them as long as the longest, and give what is added the weight 0"
-_IS_SHAPE = "a shape alone: pass an array (step.check takes shapes)"
+_VIEW = "view it as numbers, x.view(np.uint8)"
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+
+
+def _is_deleted(x: Any) -> bool:
+    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    return is_array and x.is_deleted()
+
+
+def _is_narrow(kind: Any) -> Callable[[Any], bool]:
+    """Whether elements have less than a byte, which programs and arrays pack apart."""
+    info = jnp.finfo if kind is jnp.inexact else jnp.iinfo
+    return lambda dtype: jnp.issubdtype(dtype, kind) and info(dtype).bits < 8
+
+
+# Which leaves no device holds: what they are, and what to write instead.
+_OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
+    (_is_deleted, "a deleted array, which was donated: pass what took its place"),
+    (
+        lambda x: isinstance(x, jax.Ref) and not isinstance(x, jax.Array),
+        "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])",
+    ),
+    (
+        lambda x: isinstance(x, np.ma.MaskedArray),
+        "a masked array: pass x.filled(0), and the mask as weights",
+    ),
+    (lambda x: isinstance(x, type | memoryview), "no array: write np.asarray(x)"),
+]
+# Which dtypes none holds, and what to write instead.
+_OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
+    (lambda d: d.kind == "m", "divide by a unit, x / np.timedelta64(1, 's')"),
+    (lambda d: d.kind == "M", "count, (x - x.min()) / np.timedelta64(1, 's')"),
+    (lambda d: d.kind == "O", "make one array of numbers, np.stack(x)"),
+    (lambda d: d.kind == "f" and d.itemsize > 8, "write x.astype(np.float32)"),
+    (lambda d: d.kind == "c" and d.itemsize > 16, "write x.astype(np.complex64)"),
+    # What ml_dtypes adds to NumPy is of kind V, too.
+    (lambda d: d.kind == "V" and not jnp.issubdtype(d, jnp.number), _VIEW),
+    (lambda d: d.kind not in "biufcV", "give each text a number"),
+    (_is_narrow(jnp.inexact), "cast it, x.astype(jnp.bfloat16)"),
+    (_is_narrow(jnp.unsignedinteger), "cast it, x.astype(np.uint8)"),
+    (_is_narrow(jnp.signedinteger), "cast it, x.astype(np.int8)"),
+]
 
 
 def held_dtype(dtype: Any) -> Any:
@@ -66,48 +91,24 @@ def own_array(leaf: Any) -> jax.Array:
 def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
     """Why no device can hold a leaf, and what to write instead."""
     if isinstance(leaf, jax.ShapeDtypeStruct) and not shapes:
-        return _IS_SHAPE
-    if isinstance(leaf, jax.Array):
-        if not isinstance(leaf, Tracer) and leaf.is_deleted():
-            return _IS_DELETED
-    elif isinstance(leaf, jax.Ref):
-        return _IS_REF
-    elif isinstance(leaf, np.ma.MaskedArray):
-        return "a masked array: pass x.filled(0), and the mask as weights"
-    if isinstance(leaf, type | memoryview):
-        return f"{leaf!r}: make it an array, np.asarray(x)"
-    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    is_array = isinstance(leaf, arrays)
+        return "a shape alone: pass an array (step.check takes shapes)"
+    if problem := next((text for is_so, text in _OF_LEAF if is_so(leaf)), None):
+        return problem
+    kind, is_array = type(leaf).__name__, isinstance(leaf, _ARRAYS)
     try:
         dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     except ValueError:
-        return f"a {type(leaf).__name__} of rows of several lengths: {_PAD}"
+        return (
+            f"a {kind} of rows of several lengths: make them as long as the longest,"
+            " and give what is added the weight 0"
+        )
     if not is_array and dtype.kind not in "biufc":
         is_wide = isinstance(leaf, int)  # of more than 64 bits
-        return f"a {type(leaf).__name__}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
-    advice = _remedy(dtype)
+        return f"a {kind}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    advice = next((text for is_so, text in _OF_DTYPE if is_so(dtype)), None)
     return advice and f"an array of dtype {dtype}: {advice}"
-
-
-def _remedy(dtype: Any) -> str | None:
-    if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == np.bool_:
-        return None
-    if dtype.kind == "V":  # also what ml_dtypes adds to NumPy
-        if dtype.names:
-            return "take it apart, {name: x[name] for name in x.dtype.names}"
-        is_number = jnp.issubdtype(dtype, jnp.number)
-    else:
-        is_number = dtype.kind in "iufc"
-        is_number &= dtype.itemsize <= (16 if dtype.kind == "c" else 8)
-    if not is_number:
-        return _REMEDY_OF_KIND.get(dtype.kind, "give each a number")
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    # Programs and arrays may pack elements of less than a byte differently.
-    if (jnp.finfo if inexact else jnp.iinfo)(dtype).bits >= 8:
-        return None
-    unsigned = jnp.issubdtype(dtype, jnp.unsignedinteger)
-    wide = "jnp.bfloat16" if inexact else "np.uint8" if unsigned else "np.int8"
-    return f"cast it, x.astype({wide})"
 
 
 def overflow_of(leaf: Any) -> Any:
