@@ -154,8 +154,7 @@ EXPECTED = {
         428.786,
         [1, 4, 4],
         [-1.147, -0.147, 0.853, 1.853, 2.853, 3.853, 4.853, 5.853],
-        "A tower of 4 devices is of one process, and one here would be of the"
-        " processes [0, 1]",
+        "A tower of 4 devices would be of the processes [0, 1]",
     ],
     "shared_values_of_the_first": [-3.5 * (3 + 7 + 9 + 8)] * 2,
     "alone_between_meetings": 1.26,  # 3.5 (1 - 0.8^2)

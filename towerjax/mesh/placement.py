@@ -199,41 +199,35 @@ class Placement:
     @functools.cached_property
     def mesh(self) -> Mesh:
         """A mesh of Auto axes over the devices: of ``D``, and of those in a tower."""
-        names, sizes, kinds = self._mesh_axes
+        sizes, names, kinds = self._mesh_axes
         return Mesh(np.array(self.jax_devices).reshape(sizes), names, axis_types=kinds)
 
     @property
     def mesh_in_trace(self) -> Mesh | AbstractMesh:
         """The mesh; its shape alone where a device is missing, to prove a step."""
         if self.absent is None and not owners_of(self.devices):
-            names, sizes, kinds = self._mesh_axes
-            return AbstractMesh(sizes, names, axis_types=kinds)
+            return AbstractMesh(*self._mesh_axes)
         return self.mesh
 
     @property
     def _mesh_axes(self) -> tuple[Any, Any, Any]:
-        axes = (
-            (DEVICE_AXIS, self.num_devices, AxisType.Auto),
-            *((name, size, AxisType.Auto) for name, size in self.within),
-        )
-        names, sizes, kinds = zip(*axes, strict=True)
-        return names, sizes, kinds
+        """The sizes, the names and the types of the mesh's axes."""
+        axes = {DEVICE_AXIS: self.num_devices, **dict(self.within)}
+        return (*axes.values(),), (*axes,), (AxisType.Auto,) * len(axes)
 
     def require_present(self) -> None:
         """Raise where nothing can be placed: devices are absent, or a mesh is set."""
         if self.absent is not None:
             raise ValueError(
                 f"{self.absent!r} is not here, so that nothing can be placed or run on"
-                " it. Give step.check and step.report the parameters, or"
-                " step.shapes(params), in place of step.init(params), or name devices"
-                " that this machine has."
+                " it. Give step.check and step.report step.shapes(params), or name"
+                " devices that this machine has."
             )
         names = jax.sharding.get_abstract_mesh().axis_names
         if names and DEVICE_AXIS not in names:
             raise ValueError(
-                f"jax.set_mesh has set a mesh of axes {names}, and a strategy makes the"
-                " mesh of its towers itself. Set yours around your own programs alone:"
-                " with jax.set_mesh(mesh): ..."
+                f"jax.set_mesh has set a mesh of axes {names}, and a strategy makes its"
+                " own. Set yours around your own programs: with jax.set_mesh(mesh): ..."
             )
 
     def sharding(self, layout: Layout) -> NamedSharding:
@@ -279,20 +273,17 @@ class Placement:
             if len(x) % size:
                 raise ValueError(
                     f"rows={self.rows!r} splits the rows of a tower over {size}"
-                    f" devices, and a tower function is called with {len(x)}. Make the"
-                    f" batch's rows a multiple of {size} for each call, as with a"
-                    " larger batch or fewer micro_batches."
+                    f" devices, and a tower function is called with {len(x)}. Give each"
+                    f" call a multiple of {size}: a larger batch, fewer micro_batches."
                 )
             return jax.lax.with_sharding_constraint(x, PartitionSpec(self.rows))
 
         return rows if size == 1 else jax.tree.map(split, rows)
 
     def split_dim(self, x: Any, within: PartitionSpec = WHOLE) -> int | None:
-        """The longest dim whose size is a multiple of ``D``; None where none is.
+        """The longest dim, whole ``within`` towers, of a multiple of ``D``; or None.
 
-        None too where a part would be of less than `LEAST_PART` elements.
-        With ``part_run`` a part's elements lie together in so many, or in a multiple.
-        Not one that is split ``within`` towers.
+        A part has at least `LEAST_PART` elements, and runs of ``part_run``.
         """
         shape, count = np.shape(x), self.num_devices
         if math.prod(shape) < LEAST_PART * count:
@@ -317,16 +308,14 @@ def _check_owners(devices: tuple[Device, ...], each: int) -> None:
     groups = [owners[i : i + each] for i in range(0, len(owners), each)]
     if torn := [group for group in groups if len({*group}) > 1]:
         raise ValueError(
-            f"A tower of {each} devices is of one process, and one here would be of"
-            f" the processes {sorted({*torn[0]})}. Name as many devices of each"
-            f" process, a multiple of {each}."
+            f"A tower of {each} devices would be of the processes"
+            f" {sorted({*torn[0]})}. Name a multiple of {each} devices of each process."
         )
     if set(owners) == {jax.process_index()}:
         return
     counts = {owners.count(process) for process in range(jax.process_count())}
     if owners != sorted(owners) or len(counts) > 1:
         raise ValueError(
-            f"The devices belong to the processes {owners}. In a job of"
-            f" {jax.process_count()} processes name as many devices of each, process"
-            " after process, or leave devices out to use all."
+            f"The devices belong to the processes {owners} of {jax.process_count()}."
+            " Name as many of each, process after process, or leave devices out."
         )

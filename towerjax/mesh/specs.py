@@ -51,8 +51,7 @@ class Specs:
                 raise ValueError(
                     f"{leaf_name('specs', path)} is {x!r:.200}. specs= is a tree of"
                     " jax.sharding.PartitionSpec like the parameters or its upper"
-                    " part, such as flax.linen.get_partition_spec gives, or a function"
-                    " (name, leaf) -> PartitionSpec."
+                    " part, or a function (name, leaf) -> PartitionSpec."
                 )
             pairs.append((_keys(path), PartitionSpec() if spec is None else spec))
         return cls(tuple(pairs))
@@ -79,8 +78,7 @@ class Specs:
             if names:
                 raise ValueError(
                     f"specs= has entries of no parameter: {listed(names)}. Give a tree"
-                    " like params, such as flax.linen.get_partition_spec(variables)["
-                    "'params'], or its upper part."
+                    " like params, or its upper part."
                 )
         return table
 
@@ -101,18 +99,13 @@ def _is_spec(x: Any) -> bool:
 
 
 def _keys(path: tuple[Any, ...]) -> Keys:
-    names = (jax.tree_util.keystr((x,), simple=True) for x in path)
-    return tuple(names)
+    return tuple(jax.tree_util.keystr((x,), simple=True) for x in path)
 
 
 def specs_like(
     values: PyTree, table: Mapping[Keys, tuple[tuple[int, ...], PartitionSpec]]
 ) -> list[PartitionSpec]:
-    """For each leaf, in tree order, the spec of the parameter to which it belongs.
-
-    That is one of its shape whose way is the end of the leaf's own: so momenta, means
-    of weights and gradients follow their parameter. Others are whole.
-    """
+    """For each leaf the spec of a parameter of its shape whose way ends its own."""
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
         keys, shape = _keys(path), np.shape(x)
@@ -120,8 +113,7 @@ def specs_like(
         fitting = (spec for end in ends if end for (s, spec) in [end] if s == shape)
         return next(fitting, PartitionSpec())
 
-    flat = jax.tree_util.tree_leaves_with_path(values)
-    return [of(path, x) for path, x in flat]
+    return [of(*pair) for pair in jax.tree_util.tree_leaves_with_path(values)]
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -143,8 +135,8 @@ def check_split(
     if unknown := [x for x in named if x not in sizes]:
         raise ValueError(
             f"{told}, but {', '.join(map(repr, unknown))} is no axis within a tower;"
-            f" these are {', '.join(map(repr, sizes)) or 'none'}, of tj.Mirrored("
-            "within=...). What is split over the towers is tj.Mirrored(state=...)."
+            f" these are {', '.join(map(repr, sizes)) or 'none'}, of within=... Over the"
+            " towers a state is split by tj.Mirrored(state=...)."
         )
     if len(spec) > len(shape):
         raise ValueError(f"{told}, which has more entries than the array has dims.")

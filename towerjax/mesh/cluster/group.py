@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from towerjax.mesh.cluster import heartbeat
@@ -26,30 +26,19 @@ os.write(1, b"!")
 sys.stdin.buffer.read()
 os.killpg(0, signal.SIGKILL)
 """
-# Gloo, JAX's transport on CPUs, prints these for each connection to stdout. Several
-# threads may print on one line, and the rest of a text may stand on the next line.
+# What Gloo, JAX's transport on CPUs, prints of each connection; its threads tear lines.
 _TRANSPORT = re.compile(
     rb"(\s|\[Gloo\]|Rank|\d|is connected to|peer ranks\.|"
     rb"Expected number of connected peer ranks is :)*"
 )
 
 
-def _without_transport(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines without the transport's, "[Gloo] Rank 0 is connected ..."."""
-    rests = 0  # of the transport's texts that began on one line
-    for line in lines:
-        may_be = rests or b"[Gloo]" in line or b"peer ranks" in line
-        if may_be and _TRANSPORT.fullmatch(line):
-            rests = max(0, rests + line.count(b"[Gloo]") - 1)
-        else:
-            yield line
-
-
 def _forward(source: IO[bytes], target: Any, prefix: str) -> None:
     """Write each line that a process prints, until it ends or nobody reads them."""
     with source, contextlib.suppress(BrokenPipeError):
-        for line in _without_transport(source):
-            write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
+        for line in source:
+            if b"[Gloo]" not in line or not _TRANSPORT.fullmatch(line):
+                write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
 
 
 def write(target: Any, text: bytes) -> None:
