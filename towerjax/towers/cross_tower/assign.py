@@ -182,46 +182,35 @@ def replicate(value: PyTree, num_towers: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_towers, *x.shape)), value)
 
 
-def split_sum(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
-    """The towers' copies ``[T, ...]`` that reduce to the value."""
-    if variable.reduction is not Reduction.SUM:
-        return replicate(value, num_towers)
-
-    def one(x: jax.Array) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            return replicate(x / num_towers, num_towers)
-        # A small integer may not hold the number of towers.
-        x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
-        towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
-        whole, rest = x // num_towers, x % num_towers
-        return whole[None] + (towers < rest[None]).astype(x.dtype)
-
-    return jax.tree.map(one, value)
+def _shares(x: jax.Array, num_towers: int) -> jax.Array:
+    """The towers' shares ``[T, ...]`` of a sum, of integers whole ones."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return replicate(x / num_towers, num_towers)
+    # A small integer may not hold the number of towers.
+    x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
+    towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
+    whole, rest = x // num_towers, x % num_towers
+    return whole[None] + (towers < rest[None]).astype(x.dtype)
 
 
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     """The towers' copies of which a tower-local variable reads as the value."""
     refuse_own_copy(variable)
-    value = fit(variable, value, reads=True)
+    split = _shares if variable.reduction is Reduction.SUM else replicate
 
-    def cast(rows: jax.Array, old: Any) -> jax.Array:
-        dtype = jnp.result_type(old)
-        if rows.dtype == dtype:
-            return rows
+    def copies(x: jax.Array, old: Any) -> jax.Array:
+        rows, dtype = split(x, num_towers), jnp.result_type(old)
         cast = rows.astype(dtype)
-        if not is_traced((rows, cast)):
-            parts = np.asarray(rows)
-            lost = parts[np.asarray(cast) != parts]
-            if lost.size:
-                raise ValueError(
-                    f"The value does not fit {label(variable)}: it gives a tower"
-                    f" {lost[0]}, which {dtype} cannot hold. Create the variable with a"
-                    " larger dtype, or pass a value that fits."
-                )
+        if rows.dtype == dtype or is_traced((rows, cast)):
+            return cast
+        if (lost := np.asarray(rows)[np.asarray(cast != rows)]).size:
+            raise ValueError(
+                f"The value does not fit {label(variable)}: it gives a tower {lost[0]},"
+                f" which {dtype} cannot hold. Create the variable with a larger dtype."
+            )
         return cast
 
-    rows = split_sum(variable, value, num_towers)
-    return jax.tree.map(cast, rows, variable.value)
+    return jax.tree.map(copies, fit(variable, value, reads=True), variable.value)
 
 
 def check_towers(variable: Variable, num_towers: int) -> None:
