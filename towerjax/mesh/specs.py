@@ -135,8 +135,8 @@ def check_split(
     if unknown := [x for x in named if x not in sizes]:
         raise ValueError(
             f"{told}, but {', '.join(map(repr, unknown))} is no axis within a tower;"
-            f" these are {', '.join(map(repr, sizes)) or 'none'}, of within=... Over the"
-            " towers a state is split by tj.Mirrored(state=...)."
+            f" these are {', '.join(map(repr, sizes)) or 'none'}, of within=... What is"
+            " split over the towers is tj.Mirrored(state=...)."
         )
     if len(spec) > len(shape):
         raise ValueError(f"{told}, which has more entries than the array has dims.")

@@ -203,7 +203,7 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
         cast = rows.astype(dtype)
         if rows.dtype == dtype or is_traced((rows, cast)):
             return cast
-        if (lost := np.asarray(rows)[np.asarray(cast != rows)]).size:
+        if (lost := (parts := np.asarray(rows))[np.asarray(cast) != parts]).size:
             raise ValueError(
                 f"The value does not fit {label(variable)}: it gives a tower {lost[0]},"
                 f" which {dtype} cannot hold. Create the variable with a larger dtype."

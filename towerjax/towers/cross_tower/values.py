@@ -153,12 +153,17 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
     if isinstance(tower, str | jax.Device):
         tower = self.placement.tower_on(canonical_device_name(tower))
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
-    value = unpad_batches(value)
-    shared = map_parts(PerTower | Variable, lambda _: None, value)
-    refuse_in_tower("select_tower", shared, "tower.all_gather(x)[1]")
-    return _of_tower(
-        map_parts(TowerLocal, copies_by_leaf, value), tower, self.num_towers
-    )
+
+    def one(x: Any) -> Any:
+        if isinstance(x, PerTower | TowerLocal):
+            x = copies_by_leaf(x) if isinstance(x, TowerLocal) else x
+            return _of_tower(x, tower, self.num_towers)
+        if not is_variable(x):
+            refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
+        return x
+
+    is_whole = lambda x: isinstance(x, PerTower | Variable)  # noqa: E731
+    return jax.tree.map(one, unpad_batches(value), is_leaf=is_whole)
 
 
 def refuse_in_tower(what: str, value: Any, instead: str) -> None:
