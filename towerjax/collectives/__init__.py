@@ -1,10 +1,4 @@
-"""Cross-tower ops: ways to compute a sum over towers on several devices.
-
-A cross-tower op is a frozen dataclass with ``needs_every_tower`` (whether it takes
-each local tower's values separately, ``[k, ...]``, instead of their sum) and
-``sum_over_towers(tree, axes) -> Sums``; ``check_devices(devices)`` if its options do
-not fit every set of devices.
-"""
+"""Cross-tower ops: ways to compute a sum over towers on several devices."""
 
 from towerjax.collectives.base import CrossTowerOps as CrossTowerOps
 from towerjax.collectives.choose import OpsChoice as OpsChoice

@@ -129,18 +129,12 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         return isinstance(x, Whole) and x.value is not None
 
     leaves = named_leaves(root, rows, lambda x: is_sparse(x) or is_shared(x))
-    for is_other, rule in (
-        (
-            is_shared,
-            "which has no rows to split or join here. Pass its value on its own, as an"
-            " argument.",
-        ),
-        (
-            is_sparse,
-            "whose entries would be taken for examples here, not in a call of a step."
-            " Make it dense: x.todense(), or x.to_dense() of IndexedRows.",
-        ),
-    ):
+    whole = "has no rows to split or join here. Pass its value as an argument."
+    sparse = (
+        "whose entries would be taken for examples here, not in a call of a step. Make"
+        " it dense: x.todense(), or x.to_dense() of IndexedRows."
+    )
+    for is_other, rule in ((is_shared, f"which {whole}"), (is_sparse, sparse)):
         found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_other(x)]
         if found:
             raise ValueError(f"{listed(found)}, {rule}")

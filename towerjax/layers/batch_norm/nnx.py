@@ -63,23 +63,9 @@ class TowerBatchNorm(nnx.BatchNorm):
         *,
         mask: jax.typing.ArrayLike | None = None,
     ) -> jax.Array:
-        """The normalised input; updates the running statistics.
+        """The normalised input, as by the layer of ``linen``; updates the statistics.
 
-        Args:
-          x: ``[b, ...]``, this tower's rows.
-          tower: The ``Tower``; None where there is one tower, whose rows all count.
-            Required, because without it each tower would normalise its own rows.
-          use_running_average: Overrides that of the layer.
-          mask: Booleans or weights >= 0: ``[b]``, other leading dims of ``x``, or as
-            many dims as ``x``; multiplied by ``tower.weight``.
-
-        Returns:
-          Like ``x``.
-
-        Raises:
-          ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis,
-            or another number of features, or of rows than the tower; the mask does not
-            fit; or ``use_running_average`` is None in both places.
+        ``use_running_average`` overrides that of the layer; one of them must be given.
         """
         x, axes = check_call(self, x, tower)
         if [x.shape[i] for i in axes] != [self.num_features]:
