@@ -18,7 +18,7 @@ _NO_ARRAY = (
 )
 _TOO_WIDE = "make it smaller, or say jax.config.update('jax_enable_x64', True)"
 _VIEW = "view it as numbers, x.view(np.uint8)"
-_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+_WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
 def _is_deleted(x: Any) -> bool:
@@ -94,7 +94,7 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
         return "a shape alone: pass an array (step.check takes shapes)"
     if problem := next((text for is_so, text in _OF_LEAF if is_so(leaf)), None):
         return problem
-    kind, is_array = type(leaf).__name__, isinstance(leaf, _ARRAYS)
+    kind, is_array = type(leaf).__name__, isinstance(leaf, _WITH_DTYPE)
     try:
         dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     except ValueError:
