@@ -21,16 +21,7 @@ class CrossTowerOps(Protocol):
         ...
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """The sum over all towers, inside a device function.
-
-        Args:
-          tree: The sum of the values of this device's towers; with
-            ``needs_every_tower`` their values, a row for each.
-          axes: The axes of the towers.
-
-        Returns:
-          The sums, the same on each device.
-        """
+        """The sum over all towers of the sum, or the rows, of this device's towers."""
         ...
 
 

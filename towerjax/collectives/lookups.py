@@ -68,10 +68,7 @@ def take(table: Any, ids: Any) -> jax.Array:
 def vjp(
     fn: Callable[[PyTree], tuple[jax.Array, Any]], params: PyTree
 ) -> tuple[jax.Array, Callable[[jax.Array], PyTree], Any]:
-    """As ``jax.vjp(fn, params, has_aux=True)``, with ``IndexedRows`` for `take`.
-
-    The function that is returned gives the one gradient, not a tuple of it.
-    """
+    """As ``jax.vjp`` with ``has_aux``, of one gradient, with rows for `take`."""
     leaves, treedef = jax.tree.flatten(params)
     found = _Lookups([name for name, _ in named_leaves("params", params)])
 
@@ -95,11 +92,7 @@ def vjp(
 
 
 class _Lookups:
-    """The lookups of one differentiation, whose rules leave their cotangents here.
-
-    JAX calls them while `vjp` pulls back, in the trace of its caller: so the cotangents
-    are values of that trace.
-    """
+    """The lookups of one differentiation, whose rules leave their cotangents here."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names

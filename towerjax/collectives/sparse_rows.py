@@ -46,10 +46,8 @@ def sum_duplicates(
 
 
 def set_rows(array: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
-    """Replace some rows of the array; in place, where it is donated.
-
-    Before JAX 0.12, XLA:CPU makes a float32 copy of arrays of 16-bit floats for this.
-    """
+    """Replace some rows of the array; in place, where it is donated."""
+    # Before JAX 0.12, XLA:CPU makes a float32 copy of arrays of 16-bit floats for this.
     return array.at[indices].set(
         rows.astype(array.dtype),
         mode="drop",
@@ -141,30 +139,14 @@ class IndexedRows:
             _check_rows(self)
 
     def to_dense(self) -> jax.Array:
-        """The array of shape ``dense_shape`` with these rows, and 0 elsewhere.
-
-        Returns:
-          An array of the dtype of the values.
-
-        Raises:
-          ValueError: An index names no row.
-        """
+        """The array of shape ``dense_shape`` with these rows, and 0 elsewhere."""
         dtype = jnp.asarray(self.values).dtype
         return self.add_to(jnp.zeros(self.dense_shape, dtype))
 
     def add_to(self, array: jax.Array) -> jax.Array:
-        """``array`` with these rows added; rows of the same index all count.
+        """``array``, of shape ``dense_shape``, with these rows added, in its dtype.
 
-        Args:
-          array: Shape ``dense_shape``.
-
-        Returns:
-          An array of the same shape and dtype; 16-bit floats are added in float32
-          and rounded once.
-
-        Raises:
-          ValueError: ``array`` is of another shape, or of a dtype that cannot hold
-            the values; an index names no row.
+        16-bit floats are added in float32 and rounded once.
         """
         refuse_no_numbers("IndexedRows.add_to: array", array)
         array, values = jnp.asarray(array), jnp.asarray(self.values)
@@ -179,14 +161,7 @@ class IndexedRows:
         return jnp.where(exist, added, poison_value(array.dtype))
 
     def check_range(self, name: str = "IndexedRows") -> None:
-        """Raise unless each index names a row, where indices are known.
-
-        Args:
-          name: What errors call these rows.
-
-        Raises:
-          ValueError: One does not; traced indices are not checked.
-        """
+        """Raise unless each index names a row, where indices are known."""
         if isinstance(self.indices, Tracer):
             return
         indices, num_rows = np.asarray(self.indices), self.dense_shape[0]

@@ -209,15 +209,7 @@ class DistributedDataset:
         return self._placed_rounds(number, stopped, elements, rows)
 
     def per_tower(self) -> Iterator[PyTree]:
-        """Each round as ``PerTower`` leaves, for ``strategy.call_for_each_tower``.
-
-        Yields:
-          Leaves ``[T, b, ...]``; ``[T, ...]`` where elements have no dim over
-          examples.
-
-        Raises:
-          ValueError: There is padding, which the leaves could not mark.
-        """
+        """Each round as ``PerTower`` ``[T, b, ...]``, for `call_for_each_tower`."""
         for placed in self:
             yield placed.unpadded()
 

@@ -36,14 +36,8 @@ class Unused(Iterator[PyTree]):
 class Ledger(Iterator[PyTree]):
     """An iterator over a source that remembers each batch until a step has used it.
 
-    A source with ``get_state`` and ``set_state``, such as `Batches` or a Grain
-    iterator, is set back to the last used batch; for others the batches are kept.
-
-    Attributes:
-      used: How many batches steps have used, earlier runs included.
-      cursor: The source's cursor after them, if it has one.
-      is_reproducible: Whether a restarted job is known to get the same batches.
-      prefetches: Whether the source has its own thread that places batches in advance.
+    A source with a cursor is set back to the last used batch; of others batches are
+    kept.
     """
 
     def __init__(self, source: Iterable[PyTree], *, copies: bool) -> None:
@@ -53,9 +47,11 @@ class Ledger(Iterator[PyTree]):
         # Of each batch not used yet the cursor after it, or else [the batch].
         self._taken: collections.deque[Any] = collections.deque()
         self._newest: list[PyTree] | None = None
+        # After how many used batches, earlier runs included.
         self.cursor = self._iterator.get_state() if self.has_cursor else None
         self.used: int = getattr(source, "used_before", 0)
         self.prefetches = bool(getattr(source, "prefetches", False))
+        # Whether a restarted job is known to get the same batches.
         known = isinstance(source, Sequence)
         self.is_reproducible = known or bool(getattr(source, "is_reproducible", False))
 

@@ -306,10 +306,7 @@ class Placer:
         return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
 
     def _fit(self, batches: Sequence[PyTree]) -> list[tuple[PyTree, np.ndarray, Any]]:
-        """The ``(rows, counts, shared)`` of each batch of a call, padded alike.
-
-        All are padded to the smallest earlier size that holds the largest.
-        """
+        """The ``(rows, counts, shared)`` of each batch, of the least earlier size."""
         apart = [shard.without_shared(batch) for batch in batches]
         shared = [self.place_shared(held, rows) for rows, held in apart]
         aside = [SparseRows.put_aside(rows) for rows, _ in apart]

@@ -67,10 +67,7 @@ class Entries:
         return int(np.bincount(self.indices[:, 0] // size).max(initial=1))
 
     def split(self, size: int, parts: int, capacity: int, rows: int) -> Any:
-        """The leaf in ``parts`` of ``size`` rows, each padded to ``capacity`` entries.
-
-        ``rows``, the rows of its shape, are those of one tower, as the tower sees it.
-        """
+        """The leaf in ``parts`` of ``size`` rows, of ``capacity`` entries each."""
         order, starts = self.by_row
         bounds = starts[np.minimum(np.arange(parts + 1) * size, self.shape[0])]
         values = np.zeros((parts, capacity, *self.values.shape[1:]), self.values.dtype)

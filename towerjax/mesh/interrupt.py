@@ -14,10 +14,7 @@ class Terminated(SystemExit):
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back, however often it comes, for a moment of cleaning up.
-
-    A handler that is put back within the block is given it.
-    """
+    """Hold Ctrl-C back while cleaning up; a handler put back within is given it."""
     held: list[Any] = []
     previous = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -114,10 +111,7 @@ class InterruptGuard:
             raise Terminated(self._exit_code)
 
     def check(self) -> None:
-        """Raise a signal again that Python dropped: in a destructor, in a collection.
-
-        Ctrl-C that the user's code caught is not raised again; SIGTERM is.
-        """
+        """Raise a signal again that Python dropped, and SIGTERM that was caught."""
         if self._raised:
             raise Terminated(self._exit_code)
         if self._dropped:

@@ -44,10 +44,7 @@ WHOLE = PartitionSpec()
 
 
 def split_spec(dim: int | None, within: PartitionSpec = WHOLE) -> PartitionSpec:
-    """The spec of an array that is split along ``dim`` over ``D``; None: mirrored.
-
-    ``within`` is its spec over the devices of a tower, in which ``dim`` is whole.
-    """
+    """The spec of an array split ``within`` a tower, and along ``dim`` over ``D``."""
     if dim is None:
         return within
     entries = [*within, *[None] * (dim + 1 - len(within))]
@@ -237,10 +234,7 @@ class Placement:
     def shardings(
         self, layouts: PyTree, values: PyTree, params: PyTree = None
     ) -> PyTree:
-        """A sharding for each leaf of ``values``; ``layouts`` is a prefix tree.
-
-        With ``params``, leaves that belong to one are split within towers as it is.
-        """
+        """A sharding for each leaf, by a prefix tree of layouts and its parameter's."""
         leaves, treedef = jax.tree.flatten(values)
         each = jax.tree.leaves(jax.tree.broadcast(layouts, values))
         made: dict[PartitionSpec, NamedSharding] = {}
@@ -300,10 +294,7 @@ class Placement:
 
 
 def _check_owners(devices: tuple[Device, ...], each: int) -> None:
-    """Raise unless this process owns all devices, or all own as many, in order.
-
-    A tower of several devices has them all in one process.
-    """
+    """Raise unless this process owns all devices, or all own as many, in order."""
     owners = [device.process_index for device in devices]
     groups = [owners[i : i + each] for i in range(0, len(owners), each)]
     if torn := [group for group in groups if len({*group}) > 1]:

@@ -105,10 +105,7 @@ class Stopped(Exception):
 
 
 class Exchange:
-    """An all-gather of small values, from any thread, which waits for no running step.
-
-    They go through the coordinator's key-value store and not through the devices.
-    """
+    """An all-gather of small values by the coordinator, which waits for no step."""
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
         self._name, self._what, self._stopped = name, what, stopped

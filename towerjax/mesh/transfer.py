@@ -32,11 +32,7 @@ _ALIGNED, _SMALL, _LARGE = 64, 2**17, 2**20
 def place(
     tree: PyTree, placement: Placement, layouts: PyTree, params: PyTree = None
 ) -> PyTree:
-    """A copy, which may be donated, on the placement's devices; of process 0's values.
-
-    All processes call this. In a trace nothing is placed. ``params``: as for
-    `Placement.shardings`.
-    """
+    """A copy, which may be donated, of process 0's values, which all call."""
     refuse_unheld("value", tree)
     if is_traced(tree):
         return jax.tree.map(jnp.asarray, tree)

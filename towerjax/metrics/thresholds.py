@@ -60,12 +60,8 @@ def _area_under_roc(yes: Any, no: Any) -> Any:
 
 
 def _area_under_pr(yes: Any, no: Any) -> Any:
-    """The area, where counts, not precision, are linear between two thresholds.
-
-    With ``a`` scores above the higher threshold and ``b`` above the lower one, of which
-    ``t_a`` and ``t_b`` are positives', the area between them is the integral of
-    ``t / above`` over ``t``, along the line from ``(a, t_a)`` to ``(b, t_b)``.
-    """
+    """The area, where counts, not precision, are linear between two thresholds."""
+    # The integral of true / above over true, along the line between two thresholds.
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
     # Not as differences of the sums, which rounding could make negative.

@@ -192,10 +192,7 @@ PredictFn: TypeAlias = Callable[[PyTree, PyTree, Any], PyTree]
 
 
 class Portable(Exception):
-    """An error that is copied and pickled by its text, attributes and notes.
-
-    Python itself would call the constructor with the text.
-    """
+    """An error that is copied and pickled by its text, attributes and notes."""
 
     def __reduce__(self) -> Any:
         """The text and the attributes; the constructor is not called again."""

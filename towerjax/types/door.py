@@ -18,10 +18,7 @@ _OURS = (*(f"{path.parent}/" for path in _PACKAGES), contextlib.__file__)
 
 
 def door(fn: _F) -> _F:
-    """The function; its errors leave out the frames of towerjax and JAX.
-
-    ``jax_traceback_filtering="off"`` keeps all, as it does JAX's own.
-    """
+    """The function; its errors leave out frames by ``jax_traceback_filtering``."""
     explain, tidy = missing.explain, _tidy
 
     def enter(*args: Any, **kwargs: Any) -> Any:

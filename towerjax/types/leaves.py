@@ -34,7 +34,10 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
 
 # Which leaves no device holds: what they are, and what to write instead.
 _OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
-    (_is_deleted, "a deleted array, which was donated: pass what took its place"),
+    (
+        _is_deleted,
+        "a deleted array, donated: pass its successor, or jnp.copy(x) before",
+    ),
     (
         lambda x: isinstance(x, jax.Ref) and not isinstance(x, jax.Array),
         "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])",
@@ -49,7 +52,7 @@ _OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
 _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (lambda d: d.names, "take it apart, {name: x[name] for name in x.dtype.names}"),
     (lambda d: d.kind == "m", "divide by a unit, x / np.timedelta64(1, 's')"),
-    (lambda d: d.kind == "M", "count, (x - x.min()) / np.timedelta64(1, 's')"),
+    (lambda d: d.kind == "M", "count from a first date, (x - x.min()) / unit"),
     (lambda d: d.kind == "O", "make one array of numbers, np.stack(x)"),
     (lambda d: d.kind == "f" and d.itemsize > 8, "write x.astype(np.float32)"),
     (lambda d: d.kind == "c" and d.itemsize > 16, "write x.astype(np.complex64)"),

@@ -87,10 +87,7 @@ def explain_missing(note: str | None = None) -> Callable[[Any, str], Any]:
 
 
 def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: imports a name from its place, ``module:name``.
-
-    For a name of another library it says what to write.
-    """
+    """A module's ``__getattr__``: imports a name from its place, ``module:name``."""
 
     def get(name: str) -> Any:
         if name in places:

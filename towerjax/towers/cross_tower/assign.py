@@ -56,6 +56,10 @@ def create_var(
       ...     tower_local=True)
       >>> count.value.tolist(), int(strategy.read_var(count))
       ([3, 3], 6)
+      >>> strategy.assign(count, 7).value.tolist()
+      [4, 3]
+      >>> strategy.update(count, lambda x: x + 1).value.tolist()
+      [4, 4]
     """
     if not isinstance(tower_local, bool):
         raise ValueError(
@@ -84,14 +88,6 @@ def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
 
     A tower-local variable reads as the value afterwards: of a SUM each tower gets a
     share, of integers a whole one.
-
-    Example:
-      >>> import towerjax as tj
-      >>> strategy = tj.Mirrored(towers=2)
-      >>> count = strategy.create_var("count", 0, reduction=tj.Reduction.SUM,
-      ...     tower_local=True)
-      >>> strategy.assign(count, 7).value.tolist()
-      [4, 3]
     """
     value = _given(self, variable, value, "assign")
     if isinstance(variable, MirroredVar):
@@ -147,14 +143,6 @@ def update_var(
     """The variable after ``fn(value, *args, **kwargs)``, of each copy of a tower-local.
 
     All towers share the arguments, of which a mirrored variable is its value.
-
-    Example:
-      >>> import towerjax as tj
-      >>> strategy = tj.Mirrored(towers=2)
-      >>> count = strategy.create_var("count", 1.0, reduction=tj.Reduction.SUM,
-      ...     tower_local=True)
-      >>> float(strategy.read_var(strategy.update(count, lambda x, y: y, 5.0)))
-      10.0
     """
     check_callable("fn", fn, "fn(value, *args)")
     args, kwargs = _given(self, variable, (args, kwargs), "update")
@@ -200,8 +188,10 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
 
     def copies(x: jax.Array, old: Any) -> jax.Array:
         rows, dtype = split(x, num_towers), jnp.result_type(old)
+        if rows.dtype == dtype:
+            return rows
         cast = rows.astype(dtype)
-        if rows.dtype == dtype or is_traced((rows, cast)):
+        if is_traced((rows, cast)):
             return cast
         if (lost := (parts := np.asarray(rows))[np.asarray(cast) != parts]).size:
             raise ValueError(

@@ -221,16 +221,13 @@ def _place_arg(x: Any, placement: Placement, layout: Layout, traced: bool) -> An
 
 
 class Constant:
-    """An argument that is no array, as a part of the jit cache's key.
-
-    A value that `key_of` refuses equals no other, so that each call is traced.
-    """
+    """An argument that is no array, as a part of the jit cache's key."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
         try:
             self._key: Any = key_of("", value)
-        except (TypeError, RecursionError):
+        except (TypeError, RecursionError):  # equal to no other: each call is traced
             self._key = object()
 
     def __hash__(self) -> int:
@@ -241,11 +238,7 @@ class Constant:
 
 
 def key_of(name: str, value: Any) -> tuple[Any, ...]:
-    """A key of what a value holds now: equal keys make the same program.
-
-    The keys of 1, 1.0 and True differ. Raises TypeError where nothing identifies the
-    value.
-    """
+    """A key of what a value holds now; a TypeError where nothing identifies it."""
     kind = type(value)
     if isinstance(value, jax.Array | np.ndarray | Iterator):
         what = "iterator" if isinstance(value, Iterator) else "array"

@@ -147,7 +147,8 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
     Example:
       >>> import towerjax as tj
       >>> strategy = tj.Mirrored(towers=2)
-      >>> strategy.select_tower({"own": tj.PerTower(("a", "b")), "n": 3}, 1)
+      >>> value = strategy.regroup([{"own": "a", "n": 3}, {"own": "b", "n": 3}])
+      >>> strategy.select_tower(value, 1)
       {'n': 3, 'own': 'b'}
     """
     if isinstance(tower, str | jax.Device):
@@ -181,12 +182,6 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
 
     It has one leaf where all towers have the same object or equal constants, else a
     ``PerTower``; the inverse of `select_tower`.
-
-    Example:
-      >>> import towerjax as tj
-      >>> strategy = tj.Mirrored(towers=2)
-      >>> strategy.regroup([{"a": "x", "n": 3}, {"a": "y", "n": 3}])
-      {'a': PerTower(values=('x', 'y')), 'n': 3}
     """
     if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
         size = len(nests) if isinstance(nests, Sized) else "no length"
