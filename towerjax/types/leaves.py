@@ -36,7 +36,7 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
 _OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
     (
         _is_deleted,
-        "a deleted array, donated: pass its successor, or jnp.copy(x) before",
+        "a deleted array, donated: pass its successor, or a jnp.copy(x)",
     ),
     (
         lambda x: isinstance(x, jax.Ref) and not isinstance(x, jax.Array),
