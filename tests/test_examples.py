@@ -169,6 +169,39 @@ def test_regression_prints_the_least_squares_weights(tmp_path):
     assert 0 < np.abs(weights["fitted"] - weights["true"]).max() < 0.3
 
 
+# What pages show a part of, and what the whole prints.
+PRINTED = {
+    "actor_critic": "reward 0.4, after 300 steps 1.0\n",
+    "curvature": "-0.8783, of all rows -0.8783\n",
+    "dice": 2 * "0.56629 -0.1728 -0.0115 -0.0488\n",
+    "gradcache": "8 towers: loss 4.4637, gradients equal [True, True, True]\n"
+    "one batch: loss 4.4637\n",
+    "lbfgs": "loss 0.3598, the gradient is 0: True\n",
+    "lora": "loss 0.002, numbers sent: 51\noptimizer state: 97\nint8 True\n",
+    "mean_teacher": "of 100 labels: accuracy 0.92\n",
+    "noise_scale": "noise scale 18.2\n",
+    "private": 2 * "loss 0.0558, w 2.56 -5.38 7.75\n",
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_an_example_prints(name, tmp_path):
+    assert run_example(f"{name}.py", folder=tmp_path) == PRINTED[name]
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_page_shows_functions_of_its_example(name):
+    """At least half of the lines; the others are shortened for the page."""
+    pages = [p.read_text() for p in sorted((ROOT / "docs").rglob("*.md"))]
+    [page] = [text for text in pages if f"examples/{name}.py" in text]
+    before = page.partition(f"`examples/{name}.py`")[0]
+    shown = re.findall(r"```python\n(.*?)```", before, re.DOTALL)[-1]
+    lines = {line.strip() for line in shown.splitlines() if len(line) > 24}
+    code = (ROOT / "examples" / f"{name}.py").read_text()
+    here = [line for line in lines if line in code]
+    assert len(here) >= 0.5 * len(lines), sorted(lines - set(here))
+
+
 def printed(cell):
     return "".join(o.text for o in cell.outputs if o.output_type == "stream")
 

@@ -1,0 +1,54 @@
+"""A Dice loss, which is a function of sums over the whole batch, in micro-batches.
+
+python examples/dice.py
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+import towerjax as tj
+
+jax.config.update("jax_num_cpu_devices", 4)  # a laptop as 4 devices
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(50, 3)).astype(np.float32)
+batch = {"x": x, "y": np.float32(x[:, 0] > 0.5)}
+params = np.array([0.5, 1, -1], np.float32)
+
+
+def sums_of(params, batch, weight):
+    said = weight * jax.nn.sigmoid(batch["x"] @ params)
+    both = {"said": said.sum(), "true": weight @ batch["y"]}
+    return {"hits": said @ batch["y"], **both}
+
+
+def dice(sums):
+    return 1 - 2 * sums["hits"] / (sums["said"] + sums["true"])
+
+
+def add_up(state, batch, tower):
+    return tj.Sum(sums_of(state.params, batch, tower.weight))
+
+
+def pull_back(state, batch, tower, merged):
+    loss, slopes = jax.value_and_grad(dice)(merged.value)
+    _, pull = jax.vjp(lambda p: sums_of(p, batch, tower.weight), state.params)
+    return {"loss": loss, "grads": tj.Sum(pull(slopes)[0])}
+
+
+def update_fn(state, merged):
+    params = state.params - merged["grads"].value
+    return dataclasses.replace(state, params=params), {"loss": merged["loss"]}
+
+
+strategy = tj.Mirrored(towers=4, local="scan")
+step = tj.build_step(
+    (add_up, pull_back), update_fn, strategy, micro_batches=2, remainder="pad"
+)
+state, metrics = step(step.init(params), batch)
+ones = np.ones(50, np.float32)
+loss, grads = jax.value_and_grad(lambda p: dice(sums_of(p, batch, ones)))(params)
+print(f"{metrics['loss']:.5f}", *[f"{x:.4f}" for x in params - state.params])
+print(f"{loss:.5f}", *[f"{x:.4f}" for x in grads])
