@@ -46,7 +46,6 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
 
 def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
     """One value of leaves ``[T, ...]``, added in pairs; of stacked rows, all."""
-    check_reduction(reduction)
 
     def one(x: Any) -> Any:
         if is_rows(x):
@@ -68,7 +67,6 @@ def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
 
 def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
     """As `one_of`, for ``IndexedRows`` of unequally many rows; arrays are all rows."""
-    check_reduction(reduction)
     for tower, x in enumerate(towers):
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
         if not (is_rows(x) or is_array):

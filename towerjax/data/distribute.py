@@ -224,10 +224,10 @@ class DistributedDataset:
             peers = Exchange(f"{self._name}/{number}", "the input", stopped)
         while True:
             pulled, sizes_of_all = self._pull(elements, peers)
-            if self._is_end(sizes_of_all, is_first=taken is None):
+            rows = self._rows(sizes_of_all, most_rows, is_first=taken is None)
+            if rows is None:
                 return
             taken = taken if pulled is None else pulled
-            rows = self._rows(sizes_of_all, most_rows)
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
@@ -269,26 +269,24 @@ class DistributedDataset:
                 )
         return pulled, [part["sizes"] for part in answers]
 
-    def _is_end(self, sizes_of_all: list[Any], *, is_first: bool) -> bool:
+    def _rows(
+        self, sizes_of_all: list[Any], most_rows: int, *, is_first: bool
+    ) -> int | None:
+        """How many rows each tower gets in a round; None at the end of the data."""
         ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
-        if len(ended) == len(sizes_of_all):
-            return True
-        if ended and self._options.remainder == "error":
+        needed = [self._rounds.rows(sizes) for sizes in sizes_of_all if sizes]
+        remainder = self._options.remainder
+        if len(ended) == len(sizes_of_all) or (ended and remainder == "drop"):
+            return None
+        if ended and (is_first or remainder == "error"):
             raise ValueError(
                 f"The input of the processes {ended} ended before that of the others."
-                " Give all as many batches, or say remainder='pad' or 'drop'."
+                " Give each a part, and all as many batches, or say remainder='pad' or"
+                " 'drop'."
             )
-        if ended and is_first and self._options.remainder == "pad":
-            raise ValueError(
-                f"The input of the processes {ended} is empty. Give each a part."
-            )
-        return bool(ended) and self._options.remainder == "drop"
-
-    def _rows(self, sizes_of_all: list[Any], most_rows: int) -> int:
-        needed = [self._rounds.rows(sizes) for sizes in sizes_of_all if sizes]
-        if self._options.remainder == "pad":
+        if remainder == "pad":
             return max(*needed, most_rows)
-        if self._options.remainder == "error" and len(set(needed)) > 1:
+        if remainder == "error" and len(set(needed)) > 1:
             raise ValueError(
                 f"The processes gave {needed} rows for each of their towers. Use equal"
                 " batches, or remainder='pad'."

@@ -48,12 +48,7 @@ _ROWS, _FREE = "rows", "free"
 _LASTING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
 _LASTING += (np.ufunc, jax.Device, type(jax.jit(len)), type(None), type(...))
 _SCALARS = (bool, int, float, complex, str, bytes, np.number)
-_PARTS = {
-    functools.partial: ("func", "args", "keywords"),
-    types.MethodType: ("__func__", "__self__"),
-    slice: ("start", "stop", "step"),
-}
-_OPEN = (object, types.SimpleNamespace)  # all that an instance holds is in vars
+_TOLD = (functools.partial, types.MethodType, slice, types.SimpleNamespace)
 _HOLDERS = (Mapping, list, tuple, set, frozenset)
 
 
@@ -246,33 +241,21 @@ def key_of(name: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, (*_SCALARS, *_HOLDERS)):
         more = getattr(value, "__dict__", None)  # attributes of a subclass
         return kind, _item_keys(name, value), key_of(name, more) if more else None
-    if isinstance(value, _LASTING) or not _may_change(value):
+    # Whose equality says nothing of what they hold.
+    changes = kind.__hash__ in (None, object.__hash__) or dataclasses.is_dataclass(kind)
+    if isinstance(value, _LASTING) or not (changes or isinstance(value, _TOLD)):
         return kind, value
-    if kind in _PARTS:
-        return kind, key_of(name, [getattr(value, part) for part in _PARTS[kind]])
-    makers = [vars(k).get("__new__") for k in kind.__mro__ if k not in _OPEN]
-    held, is_of_c = _attributes(value), types.BuiltinFunctionType
+    if isinstance(value, _TOLD):
+        return kind, key_of(name, value.__reduce__())
+    makers = [vars(k).get("__new__") for k in kind.__mro__[:-1]]
+    held, is_of_c = object.__getstate__(value), types.BuiltinFunctionType
     is_hidden = held is None and kind.__hash__ is None  # as of a dict's keys
     if is_hidden or any(isinstance(make, is_of_c) for make in makers):
         raise TypeError(f"{name} is a {kind.__name__}, whose state cannot be read")
+    if isinstance(held, dict):  # but for caches
+        cached, of_kind = functools.cached_property, functools.partial(getattr, kind)
+        held = {n: x for n, x in held.items() if not isinstance(of_kind(n, 0), cached)}
     return kind, value if held is None else key_of(name, held)
-
-
-def _attributes(value: Any) -> Any:
-    """The attributes of an object, but for caches."""
-    held: Any = object.__getstate__(value)
-    if not isinstance(held, dict):
-        return held
-    kinds = {name: getattr(type(value), name, None) for name in held}
-    cached = functools.cached_property
-    return {n: x for n, x in held.items() if not isinstance(kinds[n], cached)}
-
-
-def _may_change(value: Any) -> bool:
-    """Whether a value may change and still be equal to what it was."""
-    kind: Any = type(value)
-    by_itself = dataclasses.is_dataclass(kind) or isinstance(value, types.MethodType)
-    return by_itself or kind.__hash__ in (None, object.__hash__)
 
 
 def _item_keys(name: str, value: Any) -> Any:
