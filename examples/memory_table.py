@@ -1,0 +1,29 @@
+"""What a device holds and sends, over numbers of devices.
+
+python examples/memory_table.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import towerjax as tj
+
+jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
+
+
+def loss_fn(params, batch, tower):
+    return tj.Weighted.mean((jnp.tanh(batch @ params) ** 2).sum(-1), tower.weight)
+
+
+print("devices  state                  held    sent")
+for number in (1, 2, 4, 8):
+    for state in ("mirrored", "sharded_optimizer"):
+        devices = [f"cpu:{i}" for i in range(number)]  # or tj.Absent("h200", number)
+        strategy = tj.Mirrored(devices, state=state)
+        step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy)
+        params, batch = np.ones((256, 256), np.float32), np.ones((64 * number, 256))
+        found = step.report(step.init(params), batch.astype(np.float32))
+        held = found.memory.arguments - found.memory.by_kind["batch"]
+        print(f"{number:7}  {state:17} {held:9,} {found.bytes_sent:7,}")
