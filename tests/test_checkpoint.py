@@ -12,12 +12,14 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import types
 
 import checkpoint_model as model
+import chex
 import forked
 import grain
 import jax
@@ -25,6 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from orbax.checkpoint import CheckpointManager
+from orbax.checkpoint.args import PyTreeRestore
+from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
 import towerjax as tj
 from towerjax.data.ledger import Ledger
@@ -255,7 +260,7 @@ def test_another_model_is_refused_before_training(three, monkeypatch):
     with pytest.raises(tj.CheckpointError) as error:
         train(step, tj.Checkpointer(three), state=state)
     text = str(error.value)
-    assert "step-4' is one of another model" in text
+    assert "/4' is one of another model" in text
     assert "state.opt_state[0].trace['new'] is absent there and float32[1]" in text
     assert "tower-local ONLY_FIRST_TOWER there and absent here" in text
     state = model.init(step)
@@ -329,11 +334,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
     light, tmp_path, monkeypatch
 ):
     def refuse(directory, number):
-        raise OSError(39, "Directory not empty", f"step-{number}.partial")
+        raise OSError(39, "Directory not empty", f"{number}.partial")
 
     monkeypatch.setattr(folder, "remove", refuse)
     saving = tj.Checkpointer(tmp_path, every=1, keep=1)
-    with pytest.raises(OSError, match=r"^\[Errno 39\].*step-1\.partial"):
+    with pytest.raises(OSError, match=r"^\[Errno 39\].*/?1\.partial"):
         train(light, saving)
     assert saving.steps[:2] == (1, 2)
 
@@ -423,7 +428,7 @@ def files_of(path):
 @pytest.mark.slow
 def test_every_file_that_is_damaged_is_named(step, copied):
     saving, like = tj.Checkpointer(copied), model.init(step)
-    newest = copied / "step-4"
+    newest = copied / "4"
     assert len(files_of(newest)) > 8
     for path in files_of(newest):
         content, name = path.read_bytes(), path.relative_to(newest).as_posix()
@@ -431,7 +436,7 @@ def test_every_file_that_is_damaged_is_named(step, copied):
         flipped[len(flipped) // 2] ^= 1
         for bad in (content[:-1], bytes(flipped), None):
             path.unlink() if bad is None else path.write_bytes(bad)
-            with pytest.raises(tj.CheckpointError, match="step-4") as error:
+            with pytest.raises(tj.CheckpointError, match="/4'") as error:
                 saving.restore(step, like)
             assert name in str(error.value)
             path.write_bytes(content)
@@ -443,10 +448,10 @@ def test_every_file_that_is_damaged_is_named(step, copied):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["manifest.json", "arrays/_METADATA"])
+@pytest.mark.parametrize("path", ["manifest.json", "default/_METADATA"])
 @pytest.mark.parametrize("kind", ["pipe", "dangling link", "folder"])
 def test_what_is_no_file_is_named_and_not_waited_for(step, copied, path, kind):
-    place = copied / "step-4" / path
+    place = copied / "4" / path
     place.unlink()
     if kind == "pipe":
         os.mkfifo(place)
@@ -454,15 +459,15 @@ def test_what_is_no_file_is_named_and_not_waited_for(step, copied, path, kind):
         place.mkdir()
     else:
         place.symlink_to(copied / "nowhere")
-    with pytest.raises(tj.CheckpointError, match=f"step-4' is not .*{place.name}"):
+    with pytest.raises(tj.CheckpointError, match=f"/4' is not .*{place.name}"):
         tj.Checkpointer(copied).restore(step, model.init(step))
 
 
 @pytest.mark.slow
 def test_a_copy_under_another_steps_name_is_refused(step, copied):
-    (copied / "step-4").rename(copied / "step-9")
+    (copied / "4").rename(copied / "9")
     saving = tj.Checkpointer(copied)
-    text = "step-9' is by its record of step 4.* Name it 'step-4' or"
+    text = "/9' is by its record of step 4.* Name it '4' or"
     for call in (
         lambda: saving.record(9),
         lambda: saving.restore(step, model.init(step)),
@@ -470,7 +475,7 @@ def test_a_copy_under_another_steps_name_is_refused(step, copied):
     ):
         with pytest.raises(tj.CheckpointError, match=text):
             call()
-    (copied / "step-04").mkdir()  # not a name that is given
+    (copied / "04").mkdir()  # not a name that is given
     assert saving.steps == (2, 3, 9)
 
 
@@ -490,7 +495,7 @@ WRONG = (None, "x", -1, 0.5, True, [], {}, [[]], {"a": 1}, [{"a": 1}])
 
 @pytest.mark.slow
 def test_forged_manifests_are_refused_in_one_sentence(step, copied):
-    newest, like = copied / "step-4", model.init(step)
+    newest, like = copied / "4", model.init(step)
     manifest = (newest / "manifest.json").read_text()
     record = json.loads(manifest)["record"]
     changes = {f"all {x!r}": lambda table, x=x: x for x in WRONG}
@@ -512,7 +517,7 @@ def test_forged_manifests_are_refused_in_one_sentence(step, copied):
             tj.Checkpointer(copied).restore(step, like)
             taken.add(name)
         except tj.CheckpointError as error:
-            assert "step-4" in str(error)
+            assert "/4'" in str(error)
         (newest / "manifest.json").write_text(manifest)
     assert taken == {  # these describe it
         *("strategy 'x'", "towers -1"),
@@ -530,9 +535,9 @@ def test_forged_manifests_are_refused_in_one_sentence(step, copied):
 
 @pytest.mark.slow
 def test_what_a_killed_process_left_does_not_count(step, copied):
-    for name in ("step-9.partial", "step-1.partial"):
+    for name in ("9.partial", "1.partial"):
         (copied / name).mkdir()
-    (copied / "step-9.partial" / "manifest.json").write_text("{")
+    (copied / "9.partial" / "manifest.json").write_text("{")
     saving = tj.Checkpointer(copied)
     assert saving.steps == (2, 3, 4)
     train(step, saving, 5)
@@ -548,6 +553,72 @@ def test_nothing_is_pickled(light, tmp_path, monkeypatch):
     saving.restore(light, model.init(light))
     for path in files_of(tmp_path):
         assert not path.read_bytes().startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04"))
+
+
+# Without this library
+
+
+def test_a_plain_manager_lists_and_restores_every_step(step, three):
+    saving = tj.Checkpointer(three)
+    with CheckpointManager(three) as manager:
+        assert manager.all_steps() == [2, 3, 4] == list(saving.steps)
+        restored = [manager.restore(number) for number in saving.steps]
+    with CheckpointManager(three) as manager:
+        like = {"params": restored[-1]["params"]}
+        own = construct_restore_args(like)
+        some = PyTreeRestore(like, restore_args=own, partial_restore=True)
+        part = manager.restore(4, args=some)
+    for number, found in zip(saving.steps, restored, strict=True):
+        state = model.bits(saving.restore(step, model.init(step), number=number))
+        assert found["params"].pop("none") is None  # Orbax has no arrays of size 0
+        params = {name: x for name, x in state.params.items() if x.size}
+        chex.assert_trees_all_equal(found["params"], params, strict=True)
+        assert found["step"] == number and found["rng"].tolist() == state.rng.tolist()
+        assert (
+            found["opt_state"][0]["trace"]["w"] == state.opt_state[0].trace["w"]
+        ).all()
+        local = {name: x.value for name, x in state.local.items()}
+        found = {name: x["value"] for name, x in found["local"].items()}
+        chex.assert_trees_all_equal(found, local, strict=True)
+    assert part["params"].pop("none") is None
+    chex.assert_trees_all_equal(part["params"], params, strict=True)
+    assert saving.record(4).step == 4  # the manager has changed nothing
+    saving.restore(step, model.init(step))
+
+
+PLAIN = """
+import sys, numpy as np, orbax.checkpoint as ocp
+manager = ocp.CheckpointManager(sys.argv[1])
+found = [manager.restore(number) for number in manager.all_steps()]
+print([float(np.sum(x["local"]["rows"]["value"])) for x in found], len(sys.modules))
+assert not any(name.startswith("towerjax") for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_with_one_device_and_orbax_alone_restores_every_step(three):
+    words = [sys.executable, "-c", PLAIN, str(three)]
+    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("[32.0, 40.0, 56.0]"), done.stderr
+
+
+def test_leaves_that_orbax_takes_for_one_are_refused(light, tmp_path):
+    params = {"a.b": np.float32(1), "a": {"b": np.float32(2)}}
+    step = tj.build_train_step(
+        lambda params, batch, tower: tj.Weighted.mean(batch["y"], tower.weight),
+        optax.sgd(0.1),
+        tj.OneDevice(),
+    )
+    text = r"params\['a'\]\['b'\] and .*params\['a.b'\] would be one array"
+    with pytest.raises(tj.CheckpointError, match=text):
+        train(step, tj.Checkpointer(tmp_path), state=step.init(params))
+
+
+def test_checkpoints_of_an_earlier_layout_are_refused(light, tmp_path):
+    (tmp_path / "step-12").mkdir()
+    with pytest.raises(tj.CheckpointError, match="has step-12, of a towerjax before"):
+        train(light, tj.Checkpointer(tmp_path))
 
 
 # The record
@@ -611,7 +682,7 @@ def test_every_dtype_comes_back_with_its_bits(tmp_path, layout):
 
 @pytest.mark.slow
 def test_a_later_format_is_refused(step, copied):
-    path = copied / "step-4" / "manifest.json"
+    path = copied / "4" / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
     with pytest.raises(tj.CheckpointError, match="has format 2, .* reads format 1"):
         train(step, tj.Checkpointer(copied))
@@ -903,9 +974,9 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
 
 @pytest.mark.parametrize("change, text", [
     ({"directory": ""}, "directory='' must be the path of a folder"),
-    ({"directory": "gs://bucket/run"}, "directory='gs://.* on this machine"),
-    ({"directory": pathlib.Path("s3://bucket")}, "must be .* on this machine"),
-    ({"directory": "a\0b"}, "must be the path of a folder on this machine"),
+    ({"directory": "ftp://bucket/run"}, "directory='ftp://.* address that etils.epath"),
+    ({"directory": pathlib.Path("s3://bucket")}, "as text: pathlib.Path makes one"),
+    ({"directory": "a\0b"}, "must be the path of a folder: on this machine"),
     ({"every": 0}, "every=0"),
     ({"keep": 0}, "keep=0"),
     ({"best": 3}, "best=3 must be the name"),
@@ -923,7 +994,7 @@ def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
     state, saving = model.init(step), tj.Checkpointer(tmp_path)
     host = jax.tree.map(np.asarray, state.params)
     host = dataclasses.replace(state, params=host)
-    (tmp_path / "step-12").mkdir()
+    (tmp_path / "12").mkdir()
     for into, given, number, text in (
         (step, None, 12, "The state is a NoneType"),
         (step, host, 12, r"params\['w'\] is on the host.*Move it with step.place"),

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from towerjax.types.options import check_path, check_whole
+from towerjax.loop.files import checked_path
+from towerjax.types.options import check_whole
 from towerjax.types.warning import warn
 
 
@@ -23,7 +24,7 @@ def check_profile(profile: Any) -> tuple[int, int, str] | None:
     first, last, folder = (*profile, "profile")[:3]
     check_whole("profile[0], the first step,", first)
     check_whole("profile[1], the last step,", last, int(first))
-    check_path("profile[2]", folder, "a folder")
+    checked_path("profile[2]", folder, "a folder", is_local_only=True)
     return int(first), int(last), os.fspath(folder)
 
 

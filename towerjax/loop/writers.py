@@ -1,17 +1,25 @@
 """Write the metrics of a run while it is under way: `JsonLines` and `TensorBoard`."""
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
+from towerjax.loop.files import (
+    StoredFile,
+    append_line,
+    checked_path,
+    is_on_disk,
+    opened_after,
+    read_lines,
+)
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.types.options import (
@@ -19,11 +27,12 @@ from towerjax.types.options import (
     check_list,
     check_methods,
     check_number,
-    check_path,
     check_whole,
     opening,
     require,
 )
+
+_STORED_EVERY_S = 10.0  # lines of steps, where a file is replaced as a whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,13 +148,15 @@ class JsonLines:
     ``{"kind": "train", "step": 3, "time_s": 1.7e9, "metrics": {"loss": 0.25}}``;
     ``kind`` is ``"train"`` or ``"eval"``. Numbers are exact; those that are not finite
     are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
-    reads. A process killed at any time leaves whole lines.
+    reads. A process killed at any time leaves whole lines. An object store cannot
+    append: there the file is stored anew every 10 s, with each evaluation and at the
+    end.
 
     A run that starts at step ``n`` cuts off later lines, so that no step has two lines.
     A run that starts at step 0 refuses a file that has lines.
 
     Attributes:
-      path: The file; its folder is made.
+      path: The file, local or such as ``"gs://bucket/run.jsonl"``; its folder is made.
       replace: Whether a run that starts at step 0 may cut off the lines of another.
 
     Example:
@@ -164,7 +175,7 @@ class JsonLines:
     replace: bool = False
 
     def __post_init__(self) -> None:
-        check_path("JsonLines.path", self.path, "a file")
+        checked_path("JsonLines.path", self.path, "a file")
         check_flag("JsonLines.replace", self.replace)
 
     def open(self, start: int) -> "OpenJsonLines":
@@ -172,15 +183,15 @@ class JsonLines:
 
         A ``ValueError`` where ``path`` holds something else or an earlier run.
         """
-        path = pathlib.Path(self.path)
+        path = checked_path("JsonLines.path", self.path, "a file")
         with opening("JsonLines.path", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A pipe or a device has no earlier lines.
-            repeated = self._cut(path, start) if path.is_file() else None
-            return OpenJsonLines(path, repeated)
+            return OpenJsonLines(path, *self._kept(path, start))
 
-    def _cut(self, path: pathlib.Path, start: int) -> int | None:
-        """Cut off later lines; the offset of a last line that evaluates ``start``."""
+    def _kept(self, path: epath.Path, start: int) -> tuple[int | None, int | None]:
+        """How many bytes to keep; where a last line of them evaluates ``start``."""
+        if not path.exists() or is_on_disk(path) and not pathlib.Path(path).is_file():
+            return None, None  # a pipe or a device has no earlier lines
         kept = last = 0
         repeated = None
         for found, length in read_lines(path, "kind", "a run"):
@@ -195,41 +206,17 @@ class JsonLines:
                 " this one starts at step 0. Use another path, go on with that run's"
                 " state, or say JsonLines(path, replace=True)."
             )
-        if kept < path.stat().st_size:
-            os.truncate(path, kept)
-        return repeated
-
-
-def read_lines(
-    path: pathlib.Path, first: str, owner: str
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each whole line's object, whose first field is ``first``, and its size."""
-    head = f'{{"{first}": '.encode()
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            is_ours = line.startswith(head[: len(line)])
-            if is_ours and not line.endswith(b"\n"):
-                return  # torn by a kill or a full disk
-            if not is_ours:
-                raise ValueError(
-                    f"Line {number} of {str(path)!r} is no line of {owner}:"
-                    f" {line[:60]!r}. Nothing was changed; use another path."
-                )
-            yield json.loads(line), len(line)
-
-
-def append_line(file: IO[bytes], fields: Mapping[str, Any]) -> None:
-    """Write an object to an unbuffered file by one call, which no kill can tear."""
-    rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
-    while rest:
-        rest = rest[file.write(rest) :]
+        return kept, repeated
 
 
 class OpenJsonLines:
     """A `JsonLines` file that is being written."""
 
-    def __init__(self, path: pathlib.Path, repeated: int | None) -> None:
-        self._file, self._repeated = path.open("ab", buffering=0), repeated
+    def __init__(
+        self, path: epath.Path, kept: int | None, repeated: int | None
+    ) -> None:
+        self._file = opened_after(path, kept, _STORED_EVERY_S)
+        self._repeated = repeated
 
     def write(self, record: Record) -> None:
         """Append a line; the same evaluation done again replaces the last line."""
@@ -239,6 +226,8 @@ class OpenJsonLines:
         self._repeated = None
         metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
         append_line(self._file, {**vars(record), "metrics": metrics})
+        if record.kind == "eval":
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
@@ -275,7 +264,7 @@ class TensorBoard:
     that starts at step 0 refuses a folder that has event files.
 
     Attributes:
-      logdir: The folder; it is made.
+      logdir: The folder, local or such as ``"gs://bucket/logs"``; it is made.
       max_elements: The most curves of one metric.
       flush_s: How many seconds of curves a killed process may lose.
       replace: Whether a run that starts at step 0 may hide earlier runs.
@@ -291,7 +280,7 @@ class TensorBoard:
     replace: bool = False
 
     def __post_init__(self) -> None:
-        check_path("TensorBoard.logdir", self.logdir, "a folder")
+        checked_path("TensorBoard.logdir", self.logdir, "a folder")
         check_whole("max_elements", self.max_elements, 1)
         check_number("flush_s", self.flush_s, "seconds >= 0")
         check_flag("TensorBoard.replace", self.replace)
@@ -301,13 +290,15 @@ class TensorBoard:
 
         A ``ValueError`` without ``tensorboardX``, or where ``logdir`` holds other runs.
         """
-        logdir = pathlib.Path(self.logdir)
+        logdir = checked_path("TensorBoard.logdir", self.logdir, "a folder")
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
         writer = require("tensorboardX.event_file_writer", *needs)
         proto = require("tensorboardX.proto.event_pb2", *needs)
         with opening("TensorBoard.logdir", logdir):
             logdir.mkdir(parents=True, exist_ok=True)
-        if start == 0 and not self.replace and any(logdir.glob("*tfevents*")):
+        there = logdir.iterdir() if logdir.exists() else ()
+        has_events = any("tfevents" in path.name for path in there)
+        if start == 0 and not self.replace and has_events:
             raise ValueError(
                 f"TensorBoard: {str(logdir)!r} holds event files of an earlier run, but"
                 " this one starts at step 0. Use another folder, go on with that run's"
@@ -315,8 +306,23 @@ class TensorBoard:
             )
         # tensorboardX puts the second into the name, which two runs may share.
         suffix = f".{os.getpid()}.{time.time_ns()}"
-        events = writer.EventsWriter(str(logdir / "events"), suffix)
+        path = os.fspath(logdir / "events")
+        if not is_on_disk(logdir):
+            # By this name tensorboardX opens a file; its own take other packages.
+            files = require("tensorboardX.record_writer", *needs)
+            files.register_writer_factory("towerjax", _Stored)
+            path = "towerjax:" + path
+        events = writer.EventsWriter(path, suffix)
         return OpenTensorBoard(self, events, proto, start)
+
+
+class _Stored:
+    """How tensorboardX opens a file that is not of this machine."""
+
+    @staticmethod
+    def open(path: str) -> StoredFile:
+        """The file of a path, which is stored when it is flushed."""
+        return StoredFile(epath.Path(path.partition(":")[2]))
 
 
 class OpenTensorBoard:

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import inspect
 import numbers
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,21 +87,6 @@ def check_text(name: str, value: Any, what: str) -> None:
         raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
-# An address, of which pathlib makes one slash. A drive has one letter.
-_REMOTE = re.compile(r"[A-Za-z][\w+.-]+:/")
-
-
-def check_path(name: str, value: Any, what: str) -> None:
-    """Raise unless a value can be the path of a local file or folder."""
-    path = os.fspath(value) if isinstance(value, os.PathLike) else value
-    check_text(name, path, f"the path of {what}")
-    if _REMOTE.match(path) or "\0" in path:
-        raise ValueError(
-            f"{name}={value!r:.200} must be the path of {what} on this machine: storage"
-            " elsewhere can be mounted, or copied to afterwards."
-        )
-
-
 def check_number(
     name: str, value: Any, what: str, highest: float = sys.float_info.max
 ) -> None:
@@ -125,10 +109,11 @@ def opening(name: str, path: Any) -> Iterator[None]:
     """Say which option's file or folder cannot be opened or made, and why."""
     try:
         yield
-    except OSError as error:
+    except (OSError, ImportError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{name}={str(path)!r} cannot be written to: {error.strerror}. Name a file"
-            " or folder that this process may write to."
+            f"{name}={str(path)!r} cannot be written to: {why}. Name a file or folder"
+            " that this process may write to."
         ) from error
 
 

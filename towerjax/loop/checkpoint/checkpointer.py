@@ -5,17 +5,17 @@ import contextlib
 import dataclasses
 import math
 import os
-import pathlib
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+from etils import epath
 
 from towerjax.data.ledger import Ledger
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
+from towerjax.loop.files import checked_path
 from towerjax.loop.stopping import Direction, cost_of, sign_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
@@ -28,14 +28,12 @@ from towerjax.types.options import (
     cast_ints,
     check_choice,
     check_methods,
-    check_path,
     check_text,
     check_whole,
     is_whole,
 )
 
 Resume = Literal["cursor", "count", "anew"]
-_ARRAYS = "arrays"
 # Orbax counts the saves of a process, and takes two at once for one.
 _ONE_AT_ONCE = threading.Lock()
 
@@ -51,8 +49,8 @@ class Checkpointer:
     <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
 
     Attributes:
-      directory: A folder for this training alone; made. All of several processes must
-        see the same folder.
+      directory: A folder for this training alone, local or such as
+        ``"gs://bucket/run"``; made. All of several processes must see the same folder.
       every: Save after each step whose number is a multiple; None saves at the end and
         when the run is stopped.
       keep: How many of the newest checkpoints are kept.
@@ -91,7 +89,7 @@ class Checkpointer:
     exit_code: int = 75
 
     def __post_init__(self) -> None:
-        check_path("Checkpointer.directory", self.directory, "a folder")
+        checked_path("Checkpointer.directory", self.directory, "a folder")
         check_whole("every", self.every, or_none=True)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
@@ -102,9 +100,9 @@ class Checkpointer:
         check_choice("batches", self.batches, get_args(Resume))
 
     @property
-    def path(self) -> pathlib.Path:
+    def path(self) -> epath.Path:
         """The absolute path of ``directory``."""
-        return pathlib.Path(self.directory).absolute()
+        return checked_path("Checkpointer.directory", self.directory, "a folder")
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -165,11 +163,12 @@ class Checkpointer:
             return chosen
 
         chosen = call_on_first_process(choose)
-        arrays = folder.path_of(self.path, chosen) / _ARRAYS
         leaves, placement = self.record(chosen).leaves, step.strategy.placement
-        return record.restore_leaves(arrays, leaves, state, placement)
+        with folder.local_copy(folder.path_of(self.path, chosen)) as here:
+            arrays = here / folder.ARRAYS
+            return record.restore_leaves(arrays, leaves, state, placement)
 
-    def _folder(self, number: Any) -> pathlib.Path:
+    def _folder(self, number: Any) -> epath.Path:
         if not is_whole(number) or number not in self.steps:
             raise CheckpointError(
                 f"There is no checkpoint of step {number} in {str(self.path)!r}, but of"
@@ -205,7 +204,8 @@ class Saving:
         # With which SIGTERM ends a lone process; several end at the same step.
         self.exit_code = None if self._several else options.exit_code
         self._refuse_what_cannot_be_saved()
-        needed = sum(x.nbytes for x in record.arrays_by_name(state).values())
+        record.check_names(state)
+        needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
         call_on_first_process(
             lambda: stack.enter_context(folder.lock(options.path, needed))
         )
@@ -214,6 +214,7 @@ class Saving:
             folder.owner(options.path),
             f"Here it is in {self.directory!r}. Name one that all processes see.",
         )
+        self._written_to = folder.written_to(options.path, self._several, stack)
         self._files = stack.enter_context(record.array_checkpointer())
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"
@@ -332,11 +333,10 @@ class Saving:
         with contextlib.ExitStack() as held, self._explaining(number):
             if number != newest:  # else only the record changes
                 held.enter_context(_ONE_AT_ONCE)
-                path = folder.partial_path_of(self.options.path, number)
+                path = folder.partial_path_of(self._written_to, number)
                 if self._is_first:
-                    shutil.rmtree(path, ignore_errors=True)
-                    path.mkdir()
-                self._files.save(path / _ARRAYS, record.arrays_by_name(state))
+                    folder.discard(self._written_to, number)
+                self._files.save(path / folder.ARRAYS, record.arrays_of(state))
             finish = self._finish, new, number != newest, held.pop_all()
             self._writing = self._thread.submit(*finish)
         self._saved = number, evaluation
@@ -354,7 +354,9 @@ class Saving:
             fields = as_json(dataclasses.asdict(new))
             target = folder.path_of(directory, number)
             if is_new:
-                folder.commit(folder.partial_path_of(directory, number), target, fields)
+                partial = folder.partial_path_of(self._written_to, number)
+                record.describe_to_orbax(partial, self._files)
+                folder.commit(partial, target, fields)
             else:
                 folder.replace_record(target, fields)
         steps, best = self.options.steps, self.options.best_step
@@ -369,8 +371,8 @@ class Saving:
         except Exception as error:
             self._saved = -1, {}
             if self._is_first:
-                path = folder.partial_path_of(self.options.path, number)
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(Exception):  # the cause is raised
+                    folder.discard(self._written_to, number)
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
                 f" {self.directory!r}; those before it are whole."

@@ -6,14 +6,15 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 
 from towerjax.loop.checkpoint.folder import (
+    ARRAYS,
     MANIFEST,
     CheckpointError,
     fits,
@@ -70,18 +71,32 @@ def leaves_of(state: PyTree) -> list[Leaf]:
 _AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
 
 
-def arrays_by_name(state: PyTree) -> dict[str, jax.Array]:
-    """The leaves by name, PRNG keys as their data; leaves of size 0 are left out."""
+def arrays_of(state: PyTree) -> PyTree:
+    """The state as Orbax saves it: keys as their data, None for leaves of size 0."""
 
-    def numbers(x: jax.Array) -> jax.Array:
+    def numbers(x: jax.Array) -> Any:
+        if not x.size:
+            return None
         x = key_data(x)
         # Of several copies Orbax would compile and save slices.
         has_copies = x.is_fully_replicated and x.is_fully_addressable
         x = x.addressable_data(0) if has_copies else x
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
 
-    leaves = zip(leaves_of(state), jax.tree.leaves(state), strict=True)
-    return {leaf.name: numbers(x) for leaf, x in leaves if x.size}
+    return jax.tree.map(numbers, state)
+
+
+def check_names(state: PyTree) -> None:
+    """Raise where Orbax, which joins the keys of a leaf, would take two as one."""
+    known: dict[str, str] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(state):
+        own = leaf_name("state", path)
+        joined = jax.tree_util.keystr(path, simple=True, separator=".")
+        if (other := known.setdefault(joined, own)) != own:
+            raise CheckpointError(
+                f"{other} and {own} would be one array of a checkpoint, {joined!r}:"
+                " Orbax joins keys by dots. Give one of them a key without a dot."
+            )
 
 
 def array_checkpointer() -> Any:
@@ -91,9 +106,15 @@ def array_checkpointer() -> Any:
     return orbax.checkpoint.StandardCheckpointer()
 
 
-def check_same_model(
-    saved: Sequence[Leaf], state: PyTree, folder: pathlib.Path
-) -> None:
+def describe_to_orbax(folder: epath.Path, files: Any) -> None:
+    """Write what a ``CheckpointManager`` needs to restore a step without arguments."""
+    kind = {"item_handlers": {ARRAYS: files.handler.typestr()}}
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(kind))
+    # With it a manager refuses to restore on any but the same devices.
+    (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
+
+
+def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -> None:
     """Raise unless the saved leaves are those of the state, for any towers."""
     old, new = (
         {leaf.name: leaf.description for leaf in x} for x in (saved, leaves_of(state))
@@ -107,7 +128,7 @@ def check_same_model(
 
 
 def restore_leaves(
-    arrays: pathlib.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
+    arrays: epath.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
 ) -> PyTree:
     """The state with saved values, in the shardings of ``state``.
 
@@ -127,31 +148,30 @@ def restore_leaves(
             " over another number of towers. Use as many towers, on any devices; a"
             " variable of your own may have SUM, MEAN or ONLY_FIRST_TOWER."
         )
-    shapes = {}
+    shapes = []
     for leaf, x in pairs:
         numbers = key_data(x)
         shape, sharding = numbers.shape, numbers.sharding
         if leaf.shape != x.shape:
             shape = (leaf.shape[0], *shape[1:])
             sharding = placement.sharding(Layout.MIRRORED)
-        if x.size:
-            dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
-            shapes[leaf.name] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
+        like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        shapes.append(like if x.size else None)
     try:
         with array_checkpointer() as files:
-            found = files.restore(arrays, shapes)
+            found = files.restore(arrays, treedef.unflatten(shapes))
     except Exception as error:  # of many kinds; also of too little memory
         raise CheckpointError(
             f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
         ) from error
 
-    def restored(leaf: Leaf, like: jax.Array) -> jax.Array:
-        if leaf.name not in found:
+    def restored(like: jax.Array, x: jax.Array | None) -> jax.Array:
+        if x is None:
             return like
-        x = found[leaf.name]
         return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
 
-    new = treedef.unflatten(restored(leaf, x) for leaf, x in pairs)
+    new = jax.tree.map(restored, state, found, is_leaf=lambda x: x is None)
     return _redistribute(new, state, placement) if resized else new
 
 
@@ -219,7 +239,7 @@ class CheckpointRecord:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: pathlib.Path) -> "CheckpointRecord":
+    def read(cls, folder: epath.Path) -> "CheckpointRecord":
         """The record of a checkpoint; raise `CheckpointError` if it was changed."""
         fields = read_manifest(folder)["record"]
         try:

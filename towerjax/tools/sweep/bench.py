@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from towerjax.loop.checkpoint.record import library_versions
-from towerjax.loop.writers import read_lines
+from towerjax.loop.files import checked_path, read_lines
 from towerjax.tools.shell import resolve
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
@@ -276,7 +276,8 @@ class Timings(RowTable):
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "Timings":
         """The times in a file of `bench`, of each configuration the last."""
-        lines = read_lines(pathlib.Path(path), "config", "a sweep")
+        file = checked_path("path", path, "a file")
+        lines = read_lines(file, "config", "a sweep")
         found = {of_grid.key_text(record["config"]): record for record, _ in lines}
         return cls(tuple(found.values()))
 

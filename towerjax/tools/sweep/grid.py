@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -12,10 +11,11 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from towerjax.loop.files import append_line, checked_path, opened_after, read_lines
 from towerjax.loop.progress import choose_display, format_seconds
-from towerjax.loop.writers import append_line, as_json, read_lines
+from towerjax.loop.writers import as_json
 from towerjax.tools.sweep.turns import Interval
-from towerjax.types.options import check_list, check_methods, check_path, require
+from towerjax.types.options import check_list, check_methods, require
 from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]
@@ -70,20 +70,18 @@ class RecordFile:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
-        if path is not None:
-            check_path("results", path, "a file")
-        self.path = None if path is None else pathlib.Path(path)
+        self.path: Any = None
         self.about, self._records, size = about, {}, 0
-        if self.path is None:
+        if path is None:
             return
+        self.path = checked_path("results", path, "a file")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        for record, length in read_lines(self.path, "config", "a sweep"):
-            self._check_same(record)
-            self._records[key_text(record["config"])] = record
-            size += length
-        if size < self.path.stat().st_size:
-            os.truncate(self.path, size)
+        if self.path.exists():
+            for record, length in read_lines(self.path, "config", "a sweep"):
+                self._check_same(record)
+                self._records[key_text(record["config"])] = record
+                size += length
+        opened_after(self.path, size).close()
 
     def _check_same(self, record: Line) -> None:
         for name, value in self.about.items():
@@ -100,7 +98,7 @@ class RecordFile:
         record = as_json({**record, **self.about})
         self._records[key_text(record["config"])] = record
         if self.path is not None:
-            with self.path.open("ab", buffering=0) as file:
+            with contextlib.closing(opened_after(self.path)) as file:
                 append_line(file, record)
         return record
 

@@ -1,0 +1,120 @@
+"""Files and folders of a run, on this machine or on any path that `epath` knows."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+from etils import epath
+
+from towerjax.types.options import check_text
+
+# An address, of which pathlib makes one slash. A drive has one letter.
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
+
+
+def checked_path(
+    name: str, value: Any, what: str, *, is_local_only: bool = False
+) -> epath.Path:
+    """The absolute path of a file or folder; raise unless it can be one."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    check_text(name, text, f"the path of {what}")
+    has_scheme, path = _SCHEME.match(text), None
+    with contextlib.suppress(KeyError):  # epath does not know the scheme
+        path = epath.Path(value)
+    is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
+    if path is None or "\0" in text or has_scheme and is_plain:
+        raise ValueError(
+            f"{name}={value!r:.200} must be the path of {what}: on this machine, or an"
+            " address that etils.epath knows, such as 'gs://bucket/run', as text:"
+            " pathlib.Path makes one slash of two."
+        )
+    if is_local_only and has_scheme:
+        raise ValueError(
+            f"{name}={value!r:.200} must be the path of {what} on this machine: storage"
+            " elsewhere can be mounted, or copied to afterwards."
+        )
+    return epath.Path(os.path.abspath(text)) if is_plain else path
+
+
+def is_on_disk(path: epath.Path) -> bool:
+    """Whether an absolute path is one of this machine's file system."""
+    return os.fspath(path).startswith("/")
+
+
+class StoredFile:
+    """A file where files are replaced as wholes, as object stores do: none can grow.
+
+    What is written is kept in memory, and stored every so many seconds, or more rarely
+    where storing takes long; `flush` and `close` store all.
+    """
+
+    def __init__(
+        self, path: epath.Path, kept: bytes = b"", flush_s: float = math.inf
+    ) -> None:
+        self._path, self._bytes, self._flush_s = path, bytearray(kept), flush_s
+        self._next_s = time.monotonic() + flush_s
+
+    def write(self, data: Any) -> int:
+        """Add bytes."""
+        self._bytes += data
+        if time.monotonic() >= self._next_s:
+            self.flush()
+        return len(data)
+
+    def truncate(self, size: int) -> None:
+        """Cut off the end."""
+        del self._bytes[size:]
+
+    def flush(self) -> None:
+        """Store what was written."""
+        start_s = time.monotonic()
+        self._path.write_bytes(bytes(self._bytes))
+        end_s = time.monotonic()
+        self._next_s = end_s + max(self._flush_s, 10 * (end_s - start_s))
+
+    def close(self) -> None:
+        """Store what was written."""
+        self.flush()
+
+
+def opened_after(
+    path: epath.Path, size: int | None = None, flush_s: float = math.inf
+) -> Any:
+    """A file, open to be written after its first bytes; None keeps all of it."""
+    if not is_on_disk(path):
+        kept = path.read_bytes() if path.exists() else b""
+        return StoredFile(path, kept[:size], flush_s)
+    file = open(path, "ab", buffering=0)
+    if size is not None and size < os.fstat(file.fileno()).st_size:
+        file.truncate(size)
+    return file
+
+
+def read_lines(
+    path: epath.Path, first: str, owner: str
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each whole line's object, whose first field is ``first``, and its size."""
+    head = f'{{"{first}": '.encode()
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            is_ours = line.startswith(head[: len(line)])
+            if is_ours and not line.endswith(b"\n"):
+                return  # torn by a kill or a full disk
+            if not is_ours:
+                raise ValueError(
+                    f"Line {number} of {str(path)!r} is no line of {owner}:"
+                    f" {line[:60]!r}. Nothing was changed; use another path."
+                )
+            yield json.loads(line), len(line)
+
+
+def append_line(file: IO[bytes] | StoredFile, fields: Mapping[str, Any]) -> None:
+    """Write an object to an unbuffered file by one call, which no kill can tear."""
+    rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
+    while rest:
+        rest = rest[file.write(rest) :]
