@@ -5,13 +5,7 @@ from typing import Any
 import jax
 from flax import linen
 
-from towerjax.layers.batch_norm.moments import (
-    MOMENTS,
-    Statistics,
-    check_call,
-    check_options,
-    moments_of,
-)
+from towerjax.layers.batch_norm import moments
 from towerjax.towers.tower import Tower
 
 
@@ -43,10 +37,10 @@ class TowerBatchNorm(linen.BatchNorm):
       [-1.0, 1.0]
     """
 
-    statistics: Statistics = "synchronised"
+    statistics: moments.Statistics = "synchronised"
 
     def __post_init__(self) -> None:
-        check_options(self)
+        moments.check_options(self)
         super().__post_init__()
 
     def __call__(  # type: ignore[override]
@@ -74,15 +68,17 @@ class TowerBatchNorm(linen.BatchNorm):
           ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis or
             another number of rows than the tower; the mask does not fit.
         """
-        x, _ = check_call(self, x, tower)
+        x, _ = moments.check_call(self, x, tower)
         if self.statistics == "frozen" and self.use_running_average is None:
             use_running_average = True
         given = self.use_running_average, use_running_average
         if linen.merge_param("use_running_average", *given) or self.is_initializing():
             return super().__call__(x, use_running_average)
-        used = {name: self.get_variable("batch_stats", name) for name in MOMENTS}
+        used = {
+            name: self.get_variable("batch_stats", name) for name in moments.MOMENTS
+        }
         if self.statistics != "frozen":
-            used, kept = moments_of(self, x, tower, mask, used)
+            used, kept = moments.moments_of(self, x, tower, mask, used)
             for name, value in kept.items():
                 self.put_variable("batch_stats", name, value)
         whole = self.clone(parent=None, use_running_average=True)

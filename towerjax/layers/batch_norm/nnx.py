@@ -6,13 +6,7 @@ import jax
 from flax import nnx
 from flax.nnx.module import first_from
 
-from towerjax.layers.batch_norm.moments import (
-    MOMENTS,
-    Statistics,
-    check_call,
-    check_options,
-    moments_of,
-)
+from towerjax.layers.batch_norm import moments
 from towerjax.towers.tower import Tower
 
 
@@ -48,12 +42,12 @@ class TowerBatchNorm(nnx.BatchNorm):
         num_features: int,
         *,
         rngs: nnx.Rngs,
-        statistics: Statistics = "synchronised",
+        statistics: moments.Statistics = "synchronised",
         **options: Any,
     ) -> None:
         super().__init__(num_features, rngs=rngs, **options)
-        self.statistics: Statistics = statistics
-        check_options(self)
+        self.statistics: moments.Statistics = statistics
+        moments.check_options(self)
 
     def __call__(  # type: ignore[override]
         self,
@@ -67,7 +61,7 @@ class TowerBatchNorm(nnx.BatchNorm):
 
         ``use_running_average`` overrides that of the layer; one of them must be given.
         """
-        x, axes = check_call(self, x, tower)
+        x, axes = moments.check_call(self, x, tower)
         if [x.shape[i] for i in axes] != [self.num_features]:
             raise ValueError(
                 f"TowerBatchNorm got x of shape {x.shape}, whose features along"
@@ -81,9 +75,9 @@ class TowerBatchNorm(nnx.BatchNorm):
         )
         if frozen:
             return super().__call__(x, True)
-        variables = {name: getattr(self, name) for name in MOMENTS}
+        variables = {name: getattr(self, name) for name in moments.MOMENTS}
         running = {name: variable[...] for name, variable in variables.items()}
-        used, kept = moments_of(self, x, tower, mask, running)
+        used, kept = moments.moments_of(self, x, tower, mask, running)
         for name, variable in variables.items():
             variable.set_value(used[name])
         y = super().__call__(x, True)

@@ -13,21 +13,8 @@ import numpy as np
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
-from towerjax.towers.cross_tower.values import (
-    as_native,
-    copies_by_leaf,
-    is_mergeable,
-    stack_towers,
-    unpad_batches,
-)
-from towerjax.towers.executors import (
-    Static,
-    TracedCall,
-    closed_over_kinds,
-    in_tower_fn,
-    is_inside_tower,
-    run_traced,
-)
+from towerjax.towers import executors
+from towerjax.towers.cross_tower import values
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.tower import tower_of
@@ -62,7 +49,9 @@ class _Call:
     treedef: Any
     leaves: tuple[Any, ...]  # the kind of an array, or a constant
 
-    def on_device(self, axes: TowerAxes) -> Callable[..., tuple[list[Any], Static]]:
+    def on_device(
+        self, axes: TowerAxes
+    ) -> Callable[..., tuple[list[Any], executors.Static]]:
         """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
 
         def tower_fn(
@@ -73,15 +62,17 @@ class _Call:
             given = [next(pools[x]) if x in pools else x.value for x in self.leaves]
             args, kwargs = jax.tree.unflatten(self.treedef, given)
             check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
-            with in_tower_fn():
+            with executors.in_tower_fn():
                 out = self.fn(tower, *args, **kwargs)
             leaves, treedef = jax.tree.flatten(out)
             kinds = tuple(_kinds_of(out))
             pairs = zip(leaves, kinds, strict=True)
             arrays_out = [jnp.asarray(x) for x, kind in pairs if isinstance(kind, str)]
-            return (), (arrays_out, Static((treedef, kinds)))
+            return (), (arrays_out, executors.Static((treedef, kinds)))
 
-        def run(rows: list[Any], arrays: list[Any]) -> tuple[list[Any], Static]:
+        def run(
+            rows: list[Any], arrays: list[Any]
+        ) -> tuple[list[Any], executors.Static]:
             return over_local_towers(tower_fn, axes, rows, arrays, stack_sums=False)[1]
 
         return run
@@ -91,7 +82,7 @@ class _Call:
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(
     call: _Call, rows: list[Any], arrays: list[Any]
-) -> tuple[list[Any], TracedCall]:
+) -> tuple[list[Any], executors.TracedCall]:
     """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
     placement, args = call.placement, (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -110,12 +101,12 @@ def _run(
     pairs = zip(towers.found.outputs, kinds, strict=True)
     mirrored = [x is None and kind != _ROWS for x, kind in pairs]
 
-    def finish(out: tuple[list[Any], Static]) -> list[Any]:
+    def finish(out: tuple[list[Any], executors.Static]) -> list[Any]:
         return [x[0] if m else x for x, m in zip(out[0], mirrored, strict=True)]
 
     layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
-    closes_over = closed_over_kinds(towers.jaxpr)
-    outputs = TracedCall((treedef, leaves, mirrored), call, closes_over)
+    closes_over = executors.closed_over_kinds(towers.jaxpr)
+    outputs = executors.TracedCall((treedef, leaves, mirrored), call, closes_over)
     return towers.run(layouts, args, finish), outputs
 
 
@@ -155,20 +146,22 @@ def call_for_each_tower(
     check_callable("fn", fn, "fn(tower, *args)")
     hash(fn)  # raises here, and not deep inside of jit
     placement = self.placement
-    if is_inside_tower():
+    if executors.is_inside_tower():
         one = {"devices": placement.devices[:1], "within": (), "rows": None}
         placement = dataclasses.replace(placement, **one, specs=None)
-    given = as_native("fn's arguments", unpad_batches((args, kwargs)))
-    given = map_parts(TowerLocal, copies_by_leaf, given)
+    given = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
+    given = map_parts(TowerLocal, values.copies_by_leaf, given)
     leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))
     # pmap needs at least one argument with a row a tower, and jit one on the strategy's
     # device: the first, unused.
     rows, arrays, kinds = [np.arange(placement.num_towers, dtype=np.int32)], [], []
     for x in leaves:
         if isinstance(x, PerTower):
-            rows.append(stack_towers(x, placement.num_towers, "A PerTower argument"))
+            rows.append(
+                values.stack_towers(x, placement.num_towers, "A PerTower argument")
+            )
             kinds.append(_ROWS)
-        elif is_mergeable(x):
+        elif values.is_mergeable(x):
             arrays.append(x)
             kinds.append(_FREE)
         else:
@@ -176,7 +169,7 @@ def call_for_each_tower(
     call, traced = _Call(self, placement, fn, treedef, tuple(kinds)), is_traced(())
     rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
-    out, outputs = run_traced(_run, placement, call, rows, arrays)
+    out, outputs = executors.run_traced(_run, placement, call, rows, arrays)
     return _results(outputs, wait_on_cpus(out))
 
 
@@ -203,7 +196,7 @@ def _kinds_of(out: PyTree) -> Iterator[Any]:
             root = f"{label(node)}, the result{jax.tree_util.keystr(path)},"
             yield from (name for name, _ in named_leaves(root, node.value))
         else:
-            yield _FREE if is_mergeable(node) else Constant(node)
+            yield _FREE if values.is_mergeable(node) else Constant(node)
 
 
 def _place_arg(x: Any, placement: Placement, layout: Layout, traced: bool) -> Any:

@@ -13,18 +13,7 @@ from towerjax.collectives.reduce import check_reduction, one_of, reduce_rows
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.transfer import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
-from towerjax.towers.cross_tower.values import (
-    as_native,
-    check_structures,
-    copies_by_leaf,
-    copy_to,
-    is_tuple,
-    of_first_process,
-    refuse_in_tower,
-    stack_towers,
-    unpad_batches,
-    values_of_towers,
-)
+from towerjax.towers.cross_tower import values
 from towerjax.towers.executors import is_inside_tower, over_devices
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.variables import (
@@ -50,7 +39,7 @@ def reduce_values(
     only a traced value, which lies on all.
     """
     check_reduction(reduction)
-    value = as_native("value", unpad_batches(value))
+    value = values.as_native("value", values.unpad_batches(value))
     value = _by_leaf(value, self.num_towers, Weighted | IndexedRows)
 
     def one(x: Any) -> Any:
@@ -59,13 +48,13 @@ def reduce_values(
         check_reduction(reduction, x)
         if parts_of(IndexedRows, x):
             return _reduce_sparse(self, reduction, x.values)
-        return PerTower(stack_towers(x, self.num_towers, _VALUE))
+        return PerTower(values.stack_towers(x, self.num_towers, _VALUE))
 
     is_leaf = lambda x: isinstance(x, PerTower | IndexedRows)  # noqa: E731
     out = jax.tree.map(one, value, is_leaf=is_leaf)
     stacked = [x.values for x in parts_of(PerTower, out)]
     out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))
-    return copy_to(out, destinations)
+    return values.copy_to(out, destinations)
 
 
 def batch_reduce(
@@ -80,7 +69,7 @@ def batch_reduce(
                 " destinations) for each; None is all devices of the strategy."
             )
     reduced = reduce_values(self, reduction, [value for value, _ in pairs])
-    return [copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
+    return [values.copy_to(x, to) for x, (_, to) in zip(reduced, pairs, strict=True)]
 
 
 def _reduce_on_devices(
@@ -125,38 +114,40 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
     def grouped(part: Any) -> Any:
         # So both fields of a mean are reduced alike, even if towers share the weight.
         own = bool(parts_of(PerTower, part))
-        return PerTower(tuple(values_of_towers(part, num_towers))) if own else part
+        return (
+            PerTower(tuple(values.values_of_towers(part, num_towers))) if own else part
+        )
 
     def one(x: PerTower) -> PyTree:
         rows = x.values
-        if not is_tuple(rows):
+        if not values.is_tuple(rows):
             return jax.tree.map(PerTower, rows, is_leaf=is_rows)
         if len(rows) != num_towers:
             raise ValueError(
                 f"{_VALUE} holds {len(rows)} towers' values, but the strategy has"
                 f" {num_towers} towers. Give one value for each tower."
             )
-        check_structures(rows, _VALUE, is_leaf=is_rows)
+        values.check_structures(rows, _VALUE, is_leaf=is_rows)
         return jax.tree.map(lambda *xs: PerTower(xs), *rows, is_leaf=is_rows)
 
-    value = map_parts(TowerLocal, lambda x: copies_by_leaf(x).value, value)
+    value = map_parts(TowerLocal, lambda x: values.copies_by_leaf(x).value, value)
     return map_parts(PerTower, one, map_parts(kind, grouped, value))
 
 
 def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) -> PyTree:
     """Reduce the towers' IndexedRows to one, which lies where reduced arrays do."""
-    if is_tuple(rows):
+    if values.is_tuple(rows):
         out = reduce_rows(reduction, list(rows))
     else:
-        rows = stack_towers(PerTower(rows), strategy.num_towers, _VALUE)
+        rows = values.stack_towers(PerTower(rows), strategy.num_towers, _VALUE)
         out = one_of(reduction, rows)
-    return out if is_traced(out) else copy_to(out, strategy.placement.devices)
+    return out if is_traced(out) else values.copy_to(out, strategy.placement.devices)
 
 
 def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:
-    refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
+    values.refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
     if reduction is not Reduction.SUM or strategy.num_towers == 1:
-        value = of_first_process(value, strategy.placement)
+        value = values.of_first_process(value, strategy.placement)
         # A copy, since the caller may write into a NumPy array later.
         return map_parts(np.ndarray | np.generic, jnp.array, value)
     # Such as the gradient of an unused parameter. Compared in NumPy, since JAX's
@@ -188,7 +179,9 @@ def map_elements(
     elements = check_list("elements", elements)
     if not elements:
         raise ValueError("map: there are no elements.")
-    elements, args, kwargs = of_first_process((elements, args, kwargs), self.placement)
+    elements, args, kwargs = values.of_first_process(
+        (elements, args, kwargs), self.placement
+    )
     results = [fn(x, *args, **kwargs) for x in elements]
     if parts_of(IndexedRows, results):
         raise ValueError("map: fn returns IndexedRows; return rows.to_dense().")

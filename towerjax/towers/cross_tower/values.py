@@ -17,17 +17,9 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
+from towerjax.towers import variables
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.variables import (
-    MirroredVar,
-    TowerLocal,
-    Variable,
-    is_variable,
-    read_local,
-    refuse_own_copy,
-    refuse_per_tower,
-)
 from towerjax.types import Layout, PerTower, PyTree, leaf_name
 from towerjax.types.leaves import (
     has_tracers,
@@ -104,17 +96,17 @@ def check_structures(rows: Sequence[PyTree], name: str, is_leaf: Any = None) -> 
             )
 
 
-def copies_by_leaf(variable: TowerLocal) -> TowerLocal:
+def copies_by_leaf(variable: variables.TowerLocal) -> variables.TowerLocal:
     """The variable, each leaf ``[T, ...]`` of its value as a ``PerTower``."""
-    refuse_own_copy(variable)
+    variables.refuse_own_copy(variable)
     return jax.tree.map(PerTower, variable, is_leaf=is_rows)
 
 
 def values_of_towers(value: Any, num_towers: int) -> list[Any]:
     """Each tower's tree, as many as the shortest tuple of a ``map`` has; or the one."""
-    if not parts_of(PerTower | TowerLocal, value):
+    if not parts_of(PerTower | variables.TowerLocal, value):
         return [value]
-    value = map_parts(TowerLocal, lambda x: copies_by_leaf(x).value, value)
+    value = map_parts(variables.TowerLocal, lambda x: copies_by_leaf(x).value, value)
     parts = [x.values for x in parts_of(PerTower, value)]
     counts = [len(x) if is_tuple(x) else num_towers for x in parts]
     towers = range(min(counts, default=num_towers))
@@ -156,14 +148,14 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
     def one(x: Any) -> Any:
-        if isinstance(x, PerTower | TowerLocal):
-            x = copies_by_leaf(x) if isinstance(x, TowerLocal) else x
+        if isinstance(x, PerTower | variables.TowerLocal):
+            x = copies_by_leaf(x) if isinstance(x, variables.TowerLocal) else x
             return _of_tower(x, tower, self.num_towers)
-        if not is_variable(x):
+        if not variables.is_variable(x):
             refuse_in_tower("select_tower", x, "tower.all_gather(x)[1]")
         return x
 
-    is_whole = lambda x: isinstance(x, PerTower | Variable)  # noqa: E731
+    is_whole = lambda x: isinstance(x, PerTower | variables.Variable)  # noqa: E731
     return jax.tree.map(one, unpad_batches(value), is_leaf=is_whole)
 
 
@@ -191,11 +183,11 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
         )
 
     def is_whole(x: Any) -> bool:
-        return x is None or is_variable(x)
+        return x is None or variables.is_variable(x)
 
     def one(path: tuple[Any, ...], *leaves: Any) -> Any:
         where = leaf_name("nests", path)
-        if any(isinstance(x, MirroredVar) for x in leaves):
+        if any(isinstance(x, variables.MirroredVar) for x in leaves):
             first = leaves[0]
             if all(x is first or _bits(x) == _bits(first) for x in leaves):
                 return first
@@ -245,8 +237,8 @@ def fetch(
       >>> float(strategy.fetch(v, fn=lambda x: x[0] + x[1]))
       3.0
     """
-    value = read_local(value)
-    refuse_per_tower(value, "strategy.fetch")
+    value = variables.read_local(value)
+    variables.refuse_per_tower(value, "strategy.fetch")
     refuse_in_tower("fetch", value, "x itself, which a tower reads as it is")
     if fn is not None:
         check_callable("fn", fn, "fn(value)")
@@ -258,7 +250,7 @@ def fetch(
 
 def broadcast(self: StrategyFields, value: PyTree, destinations: Any = None) -> PyTree:
     """A copy of one value on each of several devices; None is all worker devices."""
-    refuse_per_tower(value, "strategy.broadcast")
+    variables.refuse_per_tower(value, "strategy.broadcast")
     refuse_in_tower(
         "broadcast", value, "tower.reduce(tj.Reduction.ONLY_FIRST_TOWER, x)"
     )
