@@ -111,11 +111,19 @@ def _reduce_global(
 def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
     """The tree with a ``PerTower`` of one leaf wherever towers have own values."""
 
+    def stack_field(x: Any) -> Any:
+        if isinstance(x, PerTower):
+            return values.stack_towers(x, num_towers, "A field")
+        return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
+
     def grouped(part: Any) -> Any:
         # So both fields of a mean are reduced alike, even if towers share the weight.
-        own = bool(parts_of(PerTower, part))
+        own = parts_of(PerTower, part)
+        if any(values.is_tuple(x.values) for x in own):  # whose shapes may differ
+            return PerTower(tuple(values.values_of_towers(part, num_towers)))
+        is_own = lambda x: isinstance(x, PerTower)  # noqa: E731
         return (
-            PerTower(tuple(values.values_of_towers(part, num_towers))) if own else part
+            PerTower(jax.tree.map(stack_field, part, is_leaf=is_own)) if own else part
         )
 
     def one(x: PerTower) -> PyTree:
