@@ -121,10 +121,10 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         own = parts_of(PerTower, part)
         if any(values.is_tuple(x.values) for x in own):  # whose shapes may differ
             return PerTower(tuple(values.values_of_towers(part, num_towers)))
-        is_own = lambda x: isinstance(x, PerTower)  # noqa: E731
-        return (
-            PerTower(jax.tree.map(stack_field, part, is_leaf=is_own)) if own else part
+        rows = jax.tree.map(
+            stack_field, part, is_leaf=lambda x: isinstance(x, PerTower)
         )
+        return PerTower(rows) if own else part
 
     def one(x: PerTower) -> PyTree:
         rows = x.values
