@@ -24,8 +24,23 @@ sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # tests may look at all frames
+# LLVM's optimizations take longer than most programs of tests run.
+jax.config.update("jax_disable_most_optimizations", True)
 # The models of tests are small, and are split all the same.
 LEAST_PART, placement.LEAST_PART = placement.LEAST_PART, 1
+
+
+# Files that compare bits throughout, with other processes too, or look at programs.
+OPTIMIZED = "absent all_or_nothing bench checkpoint compiled going_on processes report"
+OPTIMIZED = {f"test_{name}" for name in f"{OPTIMIZED} profile same_bits".split()}
+
+
+@pytest.fixture(autouse=True)
+def optimized(request):
+    """Programs are compiled as a user's are where bits are told."""
+    is_optimized = re.search("bits|hash", request.function.__name__) is not None
+    is_optimized |= request.module.__name__ in OPTIMIZED
+    jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
 @pytest.fixture

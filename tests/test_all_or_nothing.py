@@ -449,34 +449,3 @@ def test_devices_that_fail_in_a_donated_step_say_why(step, monkeypatch):
 
 
 # A NaN on one tower
-
-
-def on_each_device(tree):
-    leaves = jax.tree.leaves(tree)
-    return [[shard.data for shard in x.addressable_shards] for x in leaves]
-
-
-@pytest.mark.slow
-def test_a_nan_on_one_tower_is_one_verdict_for_all():
-    step = build(guard="gradients")
-    cut = all_batches()[:3]
-    bad = {**cut[1], "y": cut[1]["y"].copy()}
-    bad["y"][2 * 5 + 1] = np.nan  # the second row of tower 5
-    state, _ = step(init(step), cut[0])
-    before = bits(state)
-    state, metrics = step(state, bad)
-    assert np.isnan(metrics["loss"])
-    # Nothing has changed but the number of the step.
-    assert_same_bits(state, dataclasses.replace(before, step=np.int32(2)))
-    for shards in on_each_device((state.params, state.opt_state)):
-        assert len(shards) == 8
-        assert all((np.asarray(x) == np.asarray(shards[0])).all() for x in shards)
-    with pytest.raises(tj.NonFiniteError, match="of step 1 was"):
-        step.settle()
-    # Going on is to the bit what it is without the refused step.
-    other = step.place(dataclasses.replace(before, step=np.int32(2), rng=state.rng))
-    state, _ = step(state, cut[2])
-    other, _ = step(other, cut[2])
-    assert_same_bits(state, bits(other))
-    assert (bits(state).params["w"] != before.params["w"]).all()
-    assert_seen(state, [cut[0], cut[2]])

@@ -513,13 +513,6 @@ def test_error_text_lists_outputs_and_hangs():
     )
 
 
-def test_line_names_the_inner_function_and_its_file():
-    [dependence] = study(Refused.forgotten_reduction).outputs
-    assert dependence.line.endswith("forgotten_reduction)")
-    [dependence] = study(Refused.custom_vjp_value).outputs
-    assert dependence.line.endswith("(loss_of)")
-
-
 def test_line_of_cached_library_code_is_that_of_this_call():
     def first(w, x):
         return jnp.argsort(x[0])
@@ -869,11 +862,3 @@ def test_collectives_of_every_branch_are_recorded():
 
 
 # The small functions, and wrong arguments.
-
-
-def test_arguments_that_do_not_fit_the_jaxpr():
-    body = trace(Legal.reduced_gradient)
-    with pytest.raises(ValueError, match="shorter"):
-        analyse(body, ["x"], AXIS, 2)
-    with pytest.raises(ValueError, match="longer"):
-        prove_mirrored(analyse(body, [None, "x"], AXIS, 2), [])

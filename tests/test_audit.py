@@ -39,11 +39,6 @@ def losses(params, batch):
 # What is wrong: a loss function, the cause, what is found, options.
 
 
-def mean_as_one(params, batch, tower):
-    loss = tj.Weighted.mean(losses(params, batch), tower.weight)
-    return tj.Weighted(loss.value, 1.0)
-
-
 def mean_of_scalars(params, batch, tower):
     return tj.Weighted.mean(losses(params, batch), tower.weight).value
 

@@ -134,21 +134,6 @@ def test_training_is_that_of_the_whole_batch(T, D, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [5, 2, 1])  # 8 towers' rows, one program
-def test_towers_without_examples_change_nothing(rows):
-    batches = [batch(rows, seed) for seed in range(2)]
-    losses, state = trained(towers(4, 2), batches)
-    expected, params, (mean, _) = oracle.train(start(), batches, RATE)
-    np.testing.assert_allclose(losses, expected, **CLOSE)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
-        dict(state.params),
-        params,
-    )
-    np.testing.assert_allclose(state.local.value["mean"][3], mean, **CLOSE)
-
-
-@pytest.mark.slow
 def test_micro_batches_are_normalised_each_over_all_towers():
     rows = batch(16)
     _, state = trained(towers(2, 2), [rows], micro_batches=2)

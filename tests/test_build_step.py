@@ -373,24 +373,6 @@ def test_a_step_in_a_tower_is_of_one_device_and_of_the_towers_rows(build, near):
         train(mirrored(2, 2))
 
 
-def test_integers_that_would_wrap_are_refused_by_the_function_too():
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1))
-    batch = {**data(4), "id": np.full(4, 2**31)}
-    with pytest.raises(ValueError, match=r"batch\['id'\] .* holds 2147483648 .* wrap"):
-        step.fn(step.init(params()), batch)
-
-
-def test_padding_that_would_count_is_refused_under_jit_too():
-    def forgetful(params, batch, tower):
-        return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2)
-
-    step = tj.build_train_step(
-        forgetful, optax.sgd(0.1), mirrored(2, 1), remainder="pad"
-    )
-    with pytest.raises(ValueError, match="A batch of 7 .* padded, but loss.* tower.we"):
-        jax.eval_shape(step.fn, step.init(params()), data(7))
-
-
 def test_rows_that_go_on_say_which_of_them_are_padding():
     """A threshold of all losses would count those of padded rows."""
 
@@ -580,7 +562,7 @@ def test_a_derivative_of_a_mean_is_taken_of_its_sum():
         return {"loss": loss, "hessian": tj.Weighted(hessian, loss.weight)}
 
     whole = True
-    refused(tower_fn, r"hessian\.weight is a dict.*\[1\]\.sum\), and return tj\.W")
+    refused(tower_fn, r"hessian\.weight is a dict.*the sum alone, and return tj\.W")
     whole = False
     metrics = lambda state, m: (state, {"h": m["hessian"].value["b"]["b"]})  # noqa: E731
     step = tj.build_step(tower_fn, metrics, mirrored(2, 2))
@@ -633,18 +615,6 @@ def test_a_function_mapped_over_a_gradient_and_its_weight_is_refused(name, weigh
             step.check(params(), data(8))
 
 
-def test_the_mean_of_a_gradient_may_weigh_another_mean():
-    def tower_fn(state, batch, tower):
-        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-        size = jnp.abs(grads.sum["w"]).sum() / jnp.maximum(grads.weight, 1)
-        second = tj.Weighted.mean(batch["y"] ** 2, size * tower.weight)
-        return {"loss": loss, "second": second, "grads": grads}
-
-    step = tj.build_step(tower_fn, sgd(0.1), mirrored(2, 2), micro_batches=2)
-    with pytest.warns(UserWarning, match="Rows of a tower are combined"):
-        step.check(params(), data(8))
-
-
 def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
     def tower_fn(state, batch, tower):
         return {"new": {"x": state.local["b"], "y": state.local["a"]}}
@@ -695,25 +665,6 @@ def test_what_an_update_may_not_return_is_refused_by_name():
         refused(tower_fn, text, update_fn=update_fn)
     with pytest.raises(ValueError, match="update_fn"):
         tj.build_step(tower_fn, None, mirrored(2, 2))
-
-
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_changes_nothing():
-    def tower_fn(state, batch, tower):
-        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-        return {"loss": loss, "grads": grads, "other": tj.Sum(batch["y"].sum())}
-
-    def update_fn(state, merged):
-        after, metrics = sgd(0.5)(state, merged)
-        return dataclasses.replace(after, rng=jax.random.key(1)), metrics
-
-    options = {"guard": "gradients", "on_nonfinite": "skip"}
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), **options)
-    batch = data(8)
-    batch["y"][5], batch["weight"][5] = np.inf, 0.0  # the loss leaves it out
-    state, _ = step(step.init(params()), batch)
-    np.testing.assert_array_equal(state.params["w"], params()["w"])
-    assert state.rng != jax.random.key(1) and int(state.step) == 1
 
 
 @pytest.mark.slow
@@ -772,24 +723,3 @@ def test_a_guard_of_gradients_looks_at_rows_of_tables():
     batch["y"][5] = np.inf
     state, _ = step(state, batch)
     np.testing.assert_array_equal(state.params[:8], once)
-
-
-@pytest.mark.slow
-def test_a_loss_of_several_numbers_is_guarded_where_nothing_is_added():
-    def tower_fn(state, batch, tower):
-        return tj.PerTower(batch["y"].sum())
-
-    def update_fn(state, merged):
-        after = jax.tree.map(jnp.zeros_like, state.params)
-        return dataclasses.replace(state, params=after), {"loss": merged.values}
-
-    step = tj.build_step(tower_fn, update_fn, mirrored(4, 2))
-    batch = data(8)
-    state, metrics = step(step.init(params()), batch)
-    close(metrics["loss"], batch["y"].astype(float).reshape(4, 2).sum(1))
-    assert not np.asarray(state.params["w"]).any()
-    batch["y"][5] = np.inf
-    state, _ = step(step.init(params()), batch)
-    with pytest.raises(tj.NonFiniteError, match="step 0 was not finite"):
-        step.settle()
-    np.testing.assert_array_equal(state.params["w"], params()["w"])

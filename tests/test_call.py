@@ -181,21 +181,6 @@ def test_called_again_it_is_not_traced_again(T, D, executor):
     assert traces[-1] == "b"
 
 
-class Unhashable:
-    __hash__ = None
-
-    def __call__(self, tower):
-        return tower.id
-
-
-def test_a_function_without_hash_is_refused():
-    strategy, fn = mirrored(2), Unhashable()
-    with pytest.raises(TypeError, match="unhashable type: 'Unhashable'"):
-        strategy.call_for_each_tower(fn)
-    out = strategy.call_for_each_tower(lambda tower: fn(tower))
-    assert out.values.tolist() == [0, 1]
-
-
 def test_unhashable_results_that_are_no_arrays_come_back():
     value = {1, 2}
     for _ in range(2):

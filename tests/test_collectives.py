@@ -103,10 +103,3 @@ def test_a_buffer_may_hold_more_numbers_than_int32_counts(ops):
 
     traced, _ = trace_one_tower(fn, axes, (Layout.PER_TOWER,), (leaves,))
     assert [x.size for x in traced.out_avals] == [3 << 30, 2]
-
-
-def test_a_negative_threshold_is_refused():
-    with pytest.raises(
-        ValueError, match="pack_below_bytes=-1 must be a whole number >= 0"
-    ):
-        tj.AllReduce(pack_below_bytes=-1)

@@ -123,15 +123,6 @@ def test_pinned_tree_moves_its_parts_once():
     assert len(lines_with(text, *COLLECTIVES)) == 2
 
 
-@pytest.mark.slow
-def test_the_proof_lists_the_one_reduction():
-    step = tj.build_train_step(loss_fn, optax.adam(1e-3), tj.Mirrored(towers=4096))
-    shapes = {"x": jax.ShapeDtypeStruct((8192, WIDTH), jnp.float32)}
-    (collective,) = step.check(params(LAYERS), shapes).analysis.collectives
-    assert collective.primitive == "psum" and collective.trips == 1
-    assert collective.bytes == 4 * (LAYERS * (WIDTH * WIDTH + WIDTH) + 5)
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("count", "executor", "local", "towers", "ops"),

@@ -250,21 +250,6 @@ def test_a_metric_does_not_have_the_name_of_the_rounding_error():
 
 
 @pytest.mark.slow
-def test_a_step_that_is_refused_loses_nothing():
-    step = step_of(2, 2)
-    state, _ = step(step.init(W), data(4))
-    before = jax.device_get(state)
-    batch = data(4)
-    batch["w"][1, 0, 0] = np.nan
-    state, _ = step(state, batch)
-    after = jax.device_get(state)
-    for name in ("params", "local"):
-        pair = (jax.tree.leaves(getattr(x, name)) for x in (before, after))
-        for x, y in zip(*pair, strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.slow
 def test_what_is_lost_is_in_checkpoints_and_goes_on_with_other_towers(tmp_path):
     batches = [data(8, seed) for seed in range(3)]
     checkpointer, step = tj.Checkpointer(tmp_path), step_of(4, 4, ops=compressed(4))
@@ -324,18 +309,6 @@ def test_a_mean_without_weight_keeps_what_was_lost_before():
 def test_what_cannot_be_compressed_is_refused_by_name(call, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         call()
-
-
-def test_evaluations_are_exact():
-    strategy = mirrored(4, 4)
-    step = tj.build_eval_step(
-        lambda params, batch, tower: {"x": tj.Weighted(batch["w"].sum(0), 1.0)},
-        strategy,
-    )
-    batch, train = data(4), step_of(4, 4)
-    metrics = tj.evaluate(step, train.init(W), [batch])
-    np.testing.assert_allclose(metrics["x"], batch["w"].sum(0) / 4, rtol=1e-5)
-    assert jnp.shape(metrics["x"]) == (5, 13)
 
 
 def test_shares_of_more_numbers_than_int32_counts_are_found_by_their_row():

@@ -281,13 +281,6 @@ def test_map_refuses_what_differs_from_tower_to_tower():
 # read_var
 
 
-def test_read_var_reads_each_variable_by_its_own_reduction():
-    rows = np.float32([4, -2, 1])
-    tree = {r.name: tj.TowerLocal(rows, r) for r in R if r is not R.NONE}
-    out = mirrored(3).read_var({**tree, "plain": 5, "word": "w"})
-    assert out == {"SUM": 3, "MEAN": 1, "ONLY_FIRST_TOWER": 4, "plain": 5, "word": "w"}
-
-
 def test_read_var_refuses_none():
     strategy, variable = mirrored(3), tj.TowerLocal(np.ones(3), R.NONE)
     with pytest.raises(ValueError, match="no one value: .*Give them SUM.*unwrap"):

@@ -219,29 +219,6 @@ def test_runs_are_filled_in_order(sizes, max_bytes, max_leaves, buffers):
     assert [slot.buffer for slot in packing.slots] == buffers
 
 
-@pytest.mark.parametrize(
-    "sizes, alone_above, reach, buffers",
-    [
-        ([1, 50, 1, 1], 12, 1000, [0, 1, 0, 0]),  # small ones on both sides of a large
-        ([1, 50, 1, 50, 1], 12, 220, [0, 1, 0, 2, 3]),  # until the first is too far
-        ([2, 2, 2, 2], 12, 16, [0, 0, 1, 1]),
-        ([50, 1, 50, 1], 200, 1e9, [0, 0, 0, 0]),
-    ],
-)
-def test_small_leaves_share_a_buffer_with_those_in_reach(
-    sizes, alone_above, reach, buffers
-):
-    leaves = [jnp.zeros(n) for n in sizes]
-    packing = Packing.plan(leaves, alone_above=alone_above, reach=reach)
-    assert [slot.buffer for slot in packing.slots] == buffers
-
-
-def test_runs_are_of_one_dtype():
-    leaves = [jnp.zeros(2, d) for d in ("int32", "float32", "int32", "float32")]
-    packing = Packing.plan(leaves, alone_above=100, reach=100, max_leaves=100)
-    assert [slot.buffer for slot in packing.slots] == [0, 1, 0, 1]
-
-
 @pytest.mark.parametrize("options, text", [
     (dict(num_packs=0), "num_packs must be greater than zero, got 0"),
     (dict(num_packs=True), "num_packs=True must be a whole number >= 1"),
@@ -302,12 +279,6 @@ def test_devices_that_an_op_cannot_use_are_refused_at_once(ops, text):
     axes = Placement(names(4), 8, local="vmap", executor="shard_map").axes
     with pytest.raises(ValueError, match=re.escape(text[:30])):
         ops.sum_over_towers([jnp.ones(3)], axes)
-
-
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, "4"])
-def test_a_group_has_a_positive_number_of_devices(size):
-    with pytest.raises(ValueError, match="must be a whole number >= 1"):
-        tj.collectives.Hierarchical(size)
 
 
 def test_groups_are_processes_unless_said_otherwise():
@@ -387,14 +358,6 @@ ROWS = [np.ones((8, 50), np.float32), np.ones((8, 53), np.float32)]
 ], ids=repr)  # fmt: skip
 def test_what_an_op_sends(ops, expected):
     assert sent(ops, ROWS) == expected
-
-
-@pytest.mark.slow
-def test_one_device_sends_nothing():
-    rows = [np.ones((4, 5), np.float32), np.ones((4, 0), np.float32)]
-    for ops in ops_for(1):
-        lowered = _reduce_all.lower(rows, strategy=mirrored(4, 1, ops), reduction=R.SUM)
-        assert not re.search(COLLECTIVES, lowered.as_text().replace("_", "-"))
 
 
 # Whole steps.
@@ -495,17 +458,6 @@ def test_where_jax_traces_values_travel_by_the_op_but_in_a_merge():
     )
     assert int(out) == 6
     assert len(ops.asked) == 4
-
-
-@pytest.mark.slow
-def test_many_reductions_in_a_row_do_not_hang():
-    strategy = mirrored(8, 8, tj.AllReduce())
-    split = strategy.placement.sharding(Layout.PER_TOWER)
-    value = tj.PerTower(jax.device_put(np.ones((8, 100_000), np.float32), split))
-    results = [strategy.reduce(R.SUM, value) for _ in range(50)]
-    # More than 32 under way deadlock before JAX 0.12: none is when reduce returns.
-    assert strategy.reduce(R.MEAN, value).is_ready()
-    assert {float(np.asarray(x)[-1]) for x in results} == {8}
 
 
 @pytest.mark.slow

@@ -188,16 +188,6 @@ def test_local_sgd_averages_what_is_trained_and_a_tower_skips_its_own_step(caref
         assert state.local["rows"].value.tolist() == rows.tolist()
 
 
-@pytest.mark.slow
-def test_a_round_that_nobody_learned_in_changes_nothing(careful):
-    empty = [x | {"weight": x["weight"] * 0} for x in batches()[:3]]
-    state, losses = trained(careful, empty, begun(careful))
-    assert np.isnan(losses).all()
-    state, losses = trained(careful, state=state)
-    assert np.isfinite(losses[2:]).all()
-    assert_as_expected(state, losses, SYNCS["local"])
-
-
 def branches(text):
     """The computations of an HLO text, and those that a conditional may leave out."""
     parts = re.findall(r"^(?:ENTRY )?(%[\w.]+) \(.*?\{\n(.*?)^\}", text, re.M | re.S)

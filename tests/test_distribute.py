@@ -116,22 +116,6 @@ def test_each_tower_takes_an_element(T, D):
     assert i == 1
 
 
-@pytest.mark.slow
-def test_elements_of_unequal_size_train_as_one_batch_of_them_all():
-    strategy = mirrored(3, 3)
-    whole = data(12)
-    parts = [
-        jax.tree.map(lambda x, s=s: x[s], whole) for s in np.split(range(12), [5, 6])
-    ]
-    step = tj.build_train_step(loss_fn, optax.sgd(1e-4), strategy)
-    (placed,) = strategy.distribute_dataset(parts, split="elements")
-    state, metrics = step(step.init(jnp.zeros(2)), placed)
-    x, y = (whole[name].astype(np.float64) for name in "xy")
-    expected = 1e-4 * 2 * (y[:, None] * x).mean(0)
-    np.testing.assert_allclose(state.params, expected, rtol=24 * 2**-23)
-    np.testing.assert_allclose(metrics["loss"], (y**2).mean(), rtol=24 * 2**-23)
-
-
 @pytest.mark.parametrize(
     "towers, sizes, options, expected",
     [

@@ -80,13 +80,6 @@ def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
         assert (np.asarray(one.arrays["x"]) == number).all()
 
 
-def test_elements_may_share_memory():
-    """Those of np.broadcast_to, such as a weight that all rows have."""
-    x = np.broadcast_to(np.float32([[3.0, 4.0]]), (8, 2))
-    placed = build(2).place_batch({"x": x}).arrays["x"]
-    np.testing.assert_array_equal(placed, x)
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "devices, dtype", [(1, np.float32), (2, np.float32), (1, np.int64), (2, bool)]
@@ -137,24 +130,6 @@ def test_values_are_looked_at_each_time():
     gone["x"].delete()
     with pytest.raises(ValueError, match=r"batch\['x'\] is a deleted array"):
         step.place_batch(gone)
-
-
-def test_a_state_that_would_wrap_round_is_refused_by_name():
-    wide = np.array([3, 2**40])
-    with pytest.raises(ValueError, match=r"extra\['key'\] is .* 1099511627776.* wrap"):
-        build().init(np.float32(3.0), extra={"key": wide})
-    for initial in (wide, 2**40):
-        with pytest.raises(ValueError, match="'v' is .* would wrap"):
-            tj.OneDevice().create_var("v", initial)
-
-
-def test_what_is_padded_is_padded_each_time():
-    step = build(remainder="pad")
-    for size in (8, 7, 5, 8, 7):
-        batch = rows(size, seed=size)
-        found, _, examples = as_placed(step.place_batch(batch))
-        np.testing.assert_array_equal(found[:size], batch["x"])
-        assert examples == (size,) and len(found) == 8
 
 
 def test_the_first_batch_of_a_kind_is_not_kept_alive():

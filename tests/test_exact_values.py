@@ -227,16 +227,3 @@ def test_what_has_no_difference_says_so():
     own = strategy.create_var("own", np.bool_(1), tower_local=True)
     with pytest.raises(TypeError, match="sub does not accept dtype bool"):
         strategy.call_for_each_tower(lambda tower, v: tower.assign_sub(v, True), own)
-
-
-@pytest.mark.parametrize("tower_local", [False, True])
-def test_a_variable_starts_with_one_value(tower_local):
-    strategy = mirrored(2)
-    own = strategy.create_var("own", 1.0, tower_local=True)
-    for initial in (tj.PerTower(np.ones(2)), {"a": own}, lambda: own):
-        with pytest.raises(ValueError, match="create_var of 'v': Expected value to be"):
-            strategy.create_var("v", initial, tower_local=tower_local)
-    first = strategy.create_var("first", 2.0)
-    v = strategy.create_var("v", [first, 3.0], tower_local=tower_local)
-    copies = [[2.0] * 2, [3.0] * 2] if tower_local else [2.0, 3.0]
-    assert [x.tolist() for x in v.value] == copies

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,6 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.data import shard
 
 N = 37
 
@@ -101,57 +99,3 @@ def test_each_example_counts_once(name, way):
     state, _ = tj.run(step, state, cut, steps_per_call=per_call, progress=False)
     np.testing.assert_array_equal(seen_by(state), 2)
     assert (np.asarray(state.params["w"]) != before).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_refused_step_has_not_seen_its_examples(way):
-    step, state = build(way, on_nonfinite="skip")
-    data = make_data()
-    data["y"][18] = np.nan
-    cut = list(tj.batches(data, 8))
-    cut += [cut[0], cut[0]]
-    state, history = tj.run(step, state, cut, progress=False)
-    assert history.skipped == (3,)
-    expected = np.ones(N)
-    expected[16:24], expected[:8] = 0, 3
-    np.testing.assert_array_equal(seen_by(state), expected)
-
-
-@pytest.mark.slow
-def test_rows_over_are_not_seen():
-    step, state = build(strategy=devices(1, 4), remainder="drop")
-    data = {name: x[:30] for name, x in make_data().items()}
-    state, _ = tj.run(step, state, tj.batches(data, 15), progress=False)
-    lost = [*range(12, 15), *range(27, 30)]
-    assert np.flatnonzero(seen_by(state)[:30] == 0).tolist() == lost
-    assert seen_by(state).max() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_row_lost_on_its_way_is_named(monkeypatch, way):
-    count = shard.counts_of_towers
-
-    def lossy(num_valid, rows, num_towers):
-        counts = count(num_valid, rows, num_towers)
-        counts[5] -= 1  # the last row of tower 5 becomes padding
-        return counts
-
-    monkeypatch.setattr(shard, "counts_of_towers", lossy)
-    step, state = build(way)
-    cut = [next(tj.batches(make_data(), 16))]
-    state, _ = tj.run(step, state, cut, audit=False, progress=False)
-    assert np.flatnonzero(seen_by(state)[:16] != 1).tolist() == [11]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_count_needs_no_collective_of_its_own(ops, way):
-    step, state = build(way, devices(2, 2, cross_tower_ops=ops))
-    batch = next(tj.batches(make_data(), 16))
-    text = step.program(state, batch).call.as_text()
-    found = re.findall(r" (?:all-[a-z-]+|reduce-scatter)\(", text)
-    # As many as without a count.
-    assert len(found) == (1 if ops == tj.AllReduce() else 2)

@@ -155,38 +155,6 @@ def test_a_metric_may_be_a_sum_of_means():
 
 
 @pytest.mark.slow
-def test_a_step_of_ones_own_takes_several_sums():
-    """Two gradients of sums of means in one tower function, one after another."""
-
-    def tower_fn(state, batch, tower):
-        of_loss = tj.value_and_grad(loss_fn)
-        loss, first = of_loss(state.params, batch, tower)
-        swapped = {**batch, "labelled": batch["weight"], "weight": batch["labelled"]}
-        _, second = of_loss(state.params, swapped, tower)
-        return {"loss": loss, "first": first, "second": second}
-
-    def update_fn(state, merged):
-        grads = jax.tree.map(
-            lambda g, h: 2 * g - h, merged["first"].value, merged["second"].value
-        )
-        after = jax.tree.map(lambda p, g: p - RATE * g, state.params, grads)
-        return dataclasses.replace(state, params=after), {"loss": merged["loss"]}
-
-    strategy = mirrored(4, 2, "scan")
-    step = tj.build_step(
-        tower_fn, update_fn, strategy, micro_batches=2, remainder="pad"
-    )
-    state, metrics = step(step.init(params()), data())
-    w, swapped = params()["w"].astype(float), data()
-    swapped["labelled"], swapped["weight"] = swapped["weight"], swapped["labelled"]
-    terms, first = oracle(w, data())
-    _, second = oracle(w, swapped)
-    np.testing.assert_allclose(metrics["loss"], sum(terms), rtol=200 * EPS)
-    expected = w - RATE * (2 * first - second)
-    np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)
-
-
-@pytest.mark.slow
 def test_weights_may_be_of_local_variables_and_of_another_loss():
     """Of all micro-batches, each of which goes on from the one before."""
 
@@ -402,25 +370,6 @@ def test_weights_are_not_those_of_a_gradient_that_is_not_yet_known():
     tj.build_step((first, second), update_fn, tj.OneDevice()).check(params(), data())
 
 
-@pytest.mark.slow
-def test_several_means_beside_several_local_variables(A=2):
-    def loss(w, batch, tower):
-        error = w - batch["x"]
-        first = tj.Weighted.mean(error**2, tower.weight)
-        local = {"n": tower.local["n"] + 1, "x": tower.local["x"] + batch["x"].sum()}
-        return tj.TowerOutput(first + tj.Weighted(error.sum(), 4.0), local=local)
-
-    local = {name: tj.TowerLocal(np.float32(0), tj.Reduction.SUM) for name in "nx"}
-    step = tj.build_train_step(loss, optax.sgd(0.5), mirrored(2, 1), micro_batches=A)
-    state, _ = step(
-        step.init(np.float32(1), local=local), {"x": np.arange(8, dtype=np.float32)}
-    )
-    # 1 - 0.5 * (2 * (1 - 3.5) + 8 / (4 * 2 * A))
-    assert float(state.params) == 1 - 0.5 * (-5 + 1 / A)
-    assert state.local["n"].value.tolist() == [A, A]
-    assert state.local["x"].value.tolist() == [6, 22]
-
-
 def test_padding_that_one_term_does_not_mask_is_refused():
     def loss(params, batch, tower):
         first, second = losses(params, batch)
@@ -452,41 +401,3 @@ def test_where_weights_cannot_be_known_it_is_said():
     mean = tj.Weighted.mean(np.ones(3, np.float32))
     with pytest.raises(ValueError, match="several denominators"):
         optimizer.compute_gradients(lambda w: w * mean + mean, np.float32(1))
-
-
-@pytest.mark.slow
-def test_weights_learn_in_a_second_pass():
-    def first(state, batch, tower):
-        return moving(state.params, batch, tower)
-
-    def second(state, batch, tower, mean):
-        def loss_fn(params, batch, tower):
-            loss = held(params, batch, tower)
-            weight = moving(params, batch, tower).weight
-            return tj.Weighted(loss.sum - mean.value * weight, loss.weight)
-
-        of_loss = tj.value_and_grad(loss_fn)
-        _, grads = of_loss(state.params, tower=tower, batch=batch)
-        return {"loss": mean.value, "grads": grads}
-
-    def update_fn(state, merged):
-        w = state.params["w"] - RATE * merged["grads"].value["w"]
-        return dataclasses.replace(state, params={"w": w}), {"loss": merged["loss"]}
-
-    step = tj.build_step(
-        (first, second),
-        update_fn,
-        mirrored(4, 2, "scan"),
-        micro_batches=2,
-        remainder="pad",
-    )
-    state, metrics = step(step.init(params()), data())
-    x, w = data()["x"].astype(float), params()["w"].astype(float)
-    hidden, weight = np.tanh(x @ w), 1 / (1 + np.exp(-x @ w))
-    error = hidden - data()["y"]
-    mean = weight @ error**2 / weight.sum()
-    slope = weight * 2 * error * (1 - hidden**2)
-    slope += weight * (1 - weight) * (error**2 - mean)
-    np.testing.assert_allclose(metrics["loss"], mean, rtol=200 * EPS)
-    expected = w - RATE * slope @ x / weight.sum()
-    np.testing.assert_allclose(state.params["w"], expected, atol=400 * EPS)

@@ -428,19 +428,6 @@ def test_other_towers_nan_does_not_leak_into_the_first():
     assert all_towers(gradient, T).tolist() == [T] + [0] * (T - 1)
 
 
-def test_constants_and_trees_reduce():
-    def tower_fn(tower):
-        tree = {"a": 2.0, "b": (tower.id, None)}
-        return {r.name: tower.reduce(r, tree) for r in (R.SUM, R.MEAN)}
-
-    out = mirrored(T, D).call_for_each_tower(tower_fn)
-    ids = np.arange(T)
-    assert float(out["SUM"]["a"]) == 2 * T and float(out["MEAN"]["a"]) == 2
-    assert not out["MEAN"]["a"].weak_type  # else a lone tower would promote otherwise
-    assert int(out["SUM"]["b"][0]) == ids.sum() and out["SUM"]["b"][1] is None
-    np.testing.assert_allclose(out["MEAN"]["b"][0], ids.mean(), rtol=4 * EPS)
-
-
 @pytest.mark.parametrize("reduction", [R.NONE, "sum", None])
 def test_no_reduction_is_refused(reduction):
     with pytest.raises(ValueError, match="SUM, MEAN or ONLY_FIRST_TOWER"):
@@ -492,17 +479,6 @@ def test_keys_do_not_add_up(reduction, T):
 
 
 # tower.axis_names
-
-
-def test_any_of_the_axis_names_is_all_towers():
-    rows = tj.PerTower(np.arange(4.0, dtype=np.float32))
-
-    def sums(tower, x):
-        return lax.psum(x, tower.axis_names), lax.psum(x, tower.axis_names[0])
-
-    for D in (2, 4):
-        found = mirrored(4, D).call_for_each_tower(sums, rows)
-        assert [*map(float, found)] == [6, 6]
 
 
 @pytest.mark.slow

@@ -215,27 +215,6 @@ def test_of_equally_near_rates_the_best_is_taken_in_any_precision():
 
 
 @pytest.mark.slow
-def test_values_before_they_are_summed_may_have_more_dims():
-    values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    ids = values.astype(np.int32) % 4
-    w = np.float32([1, 0, 2])
-    each = np.repeat(w, 4)
-
-    @jax.jit
-    def found():
-        return (
-            m.mean(values, w).compute(),
-            m.mean_iou(ids, ids[::-1], 4, w).compute(),
-            m.true_positives(values > 3, values > 5, w).compute(),
-        )
-
-    mean, iou, count = map(float, found())
-    assert mean == (values.ravel() * each).sum() / 12
-    assert iou == 1.0
-    assert count == (each * (values.ravel() > 5)).sum()
-
-
-@pytest.mark.slow
 def test_sixteen_bits_are_widened():
     scores = np.array([0.1, 0.4, 0.35, 0.8], jnp.bfloat16)
     labels = np.array([False, False, True, True])
@@ -384,16 +363,6 @@ def test_a_mean_made_of_arrays_in_another_byte_order_has_a_value(of_tree):
     rows, weight = np.array([2, 6], ">f4"), np.array(4, ">f4")
     value = tj.Weighted({"a": rows} if of_tree else rows, weight).value
     assert np.asarray(value["a"] if of_tree else value).tolist() == [0.5, 1.5]
-
-
-def test_a_tree_of_sums_is_divided_in_float64():
-    state = tj.Weighted({"a": np.float64(2**25 + 1)}, np.float64(2))
-    assert value_on_host(state) == {"a": 2**24 + 0.5}
-
-
-def test_floats_of_eight_bits_are_widened():
-    values = jnp.array([1, 2, 4], jnp.float8_e4m3fn)
-    assert float(m.mean(values).value) == np.float32(7 / 3)
 
 
 def test_the_mean_of_rows_is_a_tree_and_leaves_out_what_has_no_weight():

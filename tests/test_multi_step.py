@@ -226,19 +226,6 @@ def test_iterations_are_a_number(iterations):
         strategy.run_steps_on_dataset(descend, feed(strategy, 1), iterations, 0.0)
 
 
-@pytest.mark.slow
-def test_many_calls_that_nobody_waits_for():
-    strategy, w = mirrored(2, 2), jnp.float32(0)
-    data = iter(strategy.distribute_dataset([X[:2]] * 40))
-
-    def step(ctx, w, x):
-        return w + ctx.strategy.reduce(R.SUM, x).sum()
-
-    for _ in range(40):
-        w = strategy.run_steps_on_dataset(step, data, 1, w).final
-    assert float(w) == 40 * 3
-
-
 def test_outputs_of_towers_want_the_contexts_own_call():
     strategy = mirrored(2)
 

@@ -168,7 +168,7 @@ def chosen(x, least=2, *, deep=False):
     if x < least and x is not None:
         raise ValueError(f"{x} is below {least + 1}")
     found.seen = True
-    found.add(sorted(x, key=len))
+    found.add(sorted(x, key=len), strict=True)
     count: "2" = 1
     count += 1
     return count
@@ -189,7 +189,7 @@ def test_what_is_generated_of_a_function():
         ],
         "deleted": [
             ("count += 1", "pass"),
-            ("found.add(sorted(x, key=len))", "pass"),
+            ("found.add(sorted(x, key=len), strict=True)", "pass"),
             ("found.seen = True", "pass"),
             ('raise ValueError(f"{x} is below {least + 1}")', "pass"),
         ],
@@ -205,7 +205,11 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
             apply(mutant, patch, lambda: None)
     file, line = mutant.killed_by
     here, there = {(file, int(line))}, {(file, int(line) + 1)}
-    covers = {f"a.py::{i}": Covered(i, frozenset(here)) for i in range(9, -1, -1)}
+
+    def lines(number):
+        return frozenset(here | {(file, -i) for i in range(number)})
+
+    covers = {f"a.py::{i}": Covered(1, lines(i)) for i in range(9, -1, -1)}
     covers["b.py::x"] = Covered(0, frozenset(there))
     assert rounds_of(mutant, {"b.py::x": covers["b.py::x"]}) == []
     [job] = rounds_of(mutant, covers)

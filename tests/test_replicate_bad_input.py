@@ -256,7 +256,6 @@ def of_loss(loss):
     return fn
 
 
-TEXTS = np.array(["a", "b"])
 # fmt: off
 RETURNS = {
     "nothing": (lambda v, x: None, r"called in Mode\.TRAIN and returned a NoneType"),

@@ -177,20 +177,6 @@ def test_local_variables_are_read_in_one_pass_of_micro_batches(micro_batches):
         step.check(model.init(state), {"features": rows(8)})
 
 
-def test_a_sum_of_losses_is_one_of_all_micro_batches():
-    def fn(variables, features, labels, mode, tower):
-        loss, after = SGD.minimize(lambda p: (p["w"].sum() * features).sum(), variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
-
-    reduction, strategy = tj.estimator.LossReduction.SUM, towers(1, 1, "scan")
-    model = tj.estimator.replicate_model_fn(fn, reduction, strategy)
-    step, x = model.train_step(micro_batches=2), rows(8)
-    after, metrics = step(model.init(start()), {"features": x})
-    w, total = rows(8, seed=3).astype(float), x.astype(float).sum()
-    np.testing.assert_allclose(metrics["loss"], w.sum() * total, rtol=1e-5)
-    np.testing.assert_allclose(after.params["w"], w - RATE * total, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_rows_of_a_table_meet_of_all_micro_batches():
     sgd = tj.estimator.TowerOptimizer(optax.sgd(RATE))
@@ -263,24 +249,6 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named():
     assert found == (3, "params/w", "gradient")
 
 
-@pytest.mark.slow
-def test_a_sharded_state_has_the_numbers_of_a_mirrored_one():
-    model, batches = replicated(4, 2, state="sharded"), [batch(16), batch(13, 1)]
-    step, found = model.train_step(), model.init(start())
-    for one in batches:
-        found, _ = step(found, one)
-    w, _ = by_numpy(batches)
-    np.testing.assert_allclose(found.params["w"], w, rtol=1e-5, atol=1e-6)
-    parts = [
-        x.data.shape for x in jax.tree.leaves(found.opt_state)[0].addressable_shards
-    ]
-    assert parts == [(4,)] * 2
-    held = [x.data.shape for x in found.params["w"].addressable_shards]
-    assert held == [(4,)] * 2
-    after = model(found, batches[0]["features"], batches[0]["labels"]).train_op
-    assert after.params["w"].sharding == found.params["w"].sharding
-
-
 def test_what_a_sharded_state_cannot_be_is_refused():
     strategy = tj.Mirrored(towers=4, state="sharded")
     with pytest.raises(ValueError, match="both say where variables wait"):
@@ -292,16 +260,6 @@ def test_what_a_sharded_state_cannot_be_is_refused():
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
     with pytest.raises(ValueError, match="the variables are none. Write tj.TrainState"):
         model({"w": np.ones(8, np.float32)}, **batch(8))
-
-
-def test_a_models_step_is_a_function():
-    model, stacked = replicated(4, 1), jax.tree.map(lambda x: x[None], batch(16))
-    step, state = model.train_step(), model.init(start())
-    after, metrics = jax.eval_shape(
-        lambda *args: jax.lax.scan(step.fn, *args), state, stacked
-    )
-    assert jax.tree.structure(after) == jax.tree.structure(state)
-    assert metrics["loss"].shape == metrics["mean"].shape == (1,)
 
 
 def test_a_models_step_is_proved_for_towers_that_are_not_here():

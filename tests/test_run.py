@@ -8,11 +8,9 @@ import gc
 import io
 import itertools
 import linecache
-import os
 import re
 import signal
 import sys
-import threading
 import time
 import types
 import weakref
@@ -192,14 +190,6 @@ def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):
 
 
 @pytest.mark.slow
-def test_steps_never_waited_for_finish_on_8_devices():
-    data = batches(make_data(16), 16, epochs=None)
-    state, history = train(data, steps=100, in_flight=64)
-    assert int(state.step) == 100
-    assert np.isfinite(history.metrics["loss"]).all()
-
-
-@pytest.mark.slow
 def test_steps_of_an_own_loop_finish_on_8_devices():
     # Looking at verdicts waits now and then; "ignore" never looks.
     train_step = step_with(on_nonfinite="ignore")
@@ -254,17 +244,6 @@ def test_evaluation_of_several_sizes_compiles_each_and_warns_once():
     mse, column = exact_metrics(data, w)
     np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
     np.testing.assert_allclose(values["column"], column, atol=70 * EPS)
-
-
-def test_what_is_no_evaluation_is_refused_before_the_first_step(train_step):
-    state, data = init(train_step), list(batches(eval_data(16), 16))
-    for given in (lambda state, batch: {"loss": 0.0}, metric_fn, train_step.strategy):
-        text = r"evaluate=.* has no place_batch.*tj.build_eval_step\(metric_fn"
-        with pytest.raises(ValueError, match=text):
-            run(train_step, state, data, evaluate=given, eval_batches=data)
-        with pytest.raises(ValueError, match=text):
-            evaluate(given, state, data)
-    assert int(state.step) == 0
 
 
 def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
@@ -332,22 +311,6 @@ def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train
     moved = tj.towers.restored_values(evaluate.strategy, state, saved)
     again = build(evaluate.strategy)(moved, data)
     np.testing.assert_array_equal(again["mse"].value, values["mse"].value)
-
-
-@pytest.mark.slow
-def test_evaluations_of_a_resumed_run_come_at_the_same_numbers(eval_step):
-    # From step 3 with calls of 2: the first does one step.
-    cut = list(batches(make_data(144), 16))
-    state, _ = train(cut[:3])
-    _, history = train(
-        cut[3:],
-        state=state,
-        evaluate=eval_step,
-        eval_batches=list(batches(eval_data(16), 16)),
-        eval_every=4,
-        steps_per_call=2,
-    )
-    assert [number for number, _ in history.evaluations] == [4, 8, 9]
 
 
 @pytest.mark.slow
@@ -464,30 +427,6 @@ class LoaderError(Exception):
 def loader_that_fails(cut, error):
     yield from cut
     raise error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "prefetch, steps_per_call, error",
-    [(0, 2, LoaderError("gone")), (2, 1, KeyboardInterrupt())],
-)
-def test_after_a_loader_error_the_run_can_go_on(prefetch, steps_per_call, error):
-    cut, seen = list(batches(make_data(112), 16)), []
-    options = {"steps_per_call": steps_per_call, "prefetch": prefetch, "in_flight": 8}
-    with pytest.raises(type(error)) as caught:
-        hooks = [lambda number, metrics: seen.append(number)]
-        train(loader_that_fails(cut[:5], error), hooks=hooks, **options)
-    assert caught.value is error
-    if isinstance(error, LoaderError):  # hooks see the steps before it
-        assert seen == [1, 2, 3, 4, 5]
-    losses, w = oracle(cut)
-    assert int(error.state.step) == 5
-    assert "error.state is the state after step 5" in error.__notes__[-1]
-    found = error.history.metrics["loss"]
-    np.testing.assert_allclose(found, losses[:5], rtol=5 * 16 * EPS)
-    state, history = train(cut[5:], state=error.state, **options)
-    assert history.steps.tolist() == [6, 7]
-    np.testing.assert_allclose(state.params["w"], w, rtol=7 * 16 * EPS)
 
 
 @pytest.mark.parametrize("steps, note", [(2, "2, the last. e"), (3, "2; go on from")])
@@ -736,13 +675,6 @@ def test_no_data_at_all_is_told_of(steps):
     assert int(caught.value.state.step) == 0
 
 
-def test_a_malformed_batch_leaves_the_state_usable():
-    cut = [*batches(make_data(32), 16), {"x": np.zeros((16, 3)), "y": 3.0}]
-    with pytest.raises(ValueError, match="batch\\['y'\\] is 3.0") as caught:
-        train(cut)
-    assert int(caught.value.state.step) == 2
-
-
 @pytest.mark.slow
 def test_a_batch_of_another_kind_leaves_the_state_usable():
     step = build_step(remainder="error")
@@ -765,25 +697,6 @@ def test_a_state_lost_on_the_devices_is_not_handed_over(train_step):
         train(batches(make_data(16), 16), state=init(train_step), step=Failing())
     assert caught.value.state is None
     assert "The state is lost" in "".join(caught.value.__notes__)
-
-
-def test_ctrl_c_during_a_call_loses_nothing(train_step):
-    class Interrupted:
-        def __getattr__(self, name):
-            return getattr(train_step, name)
-
-        def dispatch(self, state, batch):
-            results = train_step.dispatch(state, batch)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.01)  # Python handles the signal here, if anywhere.
-            return results
-
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        train(batches(make_data(32), 16), state=init(train_step), step=Interrupted())
-    assert int(caught.value.state.step) == 1
-    assert caught.value.history.steps.tolist() == [1]
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
@@ -867,16 +780,6 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
     ) == as_before
     assert "\x1b[?25l" not in screen.getvalue()  # the cursor is never hidden
     run(train_step, init(train_step), batches(make_data(64), 16), progress=True)
-
-
-def test_a_run_that_stops_leaves_no_thread():
-    with pytest.raises(ZeroDivisionError):
-        train(
-            batches(make_data(32), 16, epochs=None),
-            hooks=[lambda number, metrics: 1 // (3 - number)],
-        )
-    names = [thread.name for thread in threading.enumerate()]
-    assert "towerjax-prefetch" not in names
 
 
 @pytest.mark.parametrize("seen", [(), (8, 16)])

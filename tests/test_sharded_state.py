@@ -1,8 +1,6 @@
 """The state in parts: the same numbers, less on each device."""
 
 import functools
-import math
-import re
 
 import conftest
 import jax
@@ -84,21 +82,6 @@ def bytes_a_device(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("state", "optimizer"),
-    [("sharded", "momentum"), ("sharded_optimizer", "each its own")],
-)
-def test_sharded_states_have_the_numbers_of_mirrored_ones(state, optimizer):
-    sharded, whole = build(state, optimizer), build("mirrored", optimizer)
-    a, b = sharded.init(start()), whole.init(start())
-    for seed in range(3):
-        a, found = sharded(a, rows(seed=seed))
-        b, expected = whole(b, rows(seed=seed))
-        np.testing.assert_allclose(found["loss"], expected["loss"], rtol=1e-5)
-    assert_same(a, b)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("state", SHARDED)
 def test_a_device_holds_its_part_alone(state):
     step = build(state)
@@ -113,33 +96,6 @@ def test_a_device_holds_its_part_alone(state):
     saved = (EVEN - EVEN // 4) * 4 * (1 + SHARDED.index(state))
     assert memory.argument_size_in_bytes <= whole - saved + 64  # with the step
     assert memory.alias_size_in_bytes >= moments + parts * 4 - 16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state", SHARDED)
-def test_the_optimizers_state_is_not_gathered(state):
-    step = build(state)
-    text = step.program(step.init(start()), rows()).call.as_text()
-    shapes = re.findall(r"f32\[([\d,]*)\]\S* all-gather(?:-start)?\(", text)
-    sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]
-    # Parameters once, before the towers or after the update; those that are split.
-    assert sum(sizes) == EVEN
-    assert text.count(" all-reduce(") == 1
-
-
-@pytest.mark.slow
-def test_evaluation_and_the_function_take_sharded_states():
-    step, batch = build("sharded"), rows(10)
-    sharded = step.init(start())
-
-    def metric_fn(params, batch, tower):
-        return {"loss": loss_fn(params, batch, tower)}
-
-    losses = losses_of(np, *jax.tree.map(np.float64, (start(), batch)))
-    expected = np.average(losses, weights=batch["weight"])
-    found = tj.build_eval_step(metric_fn, step.strategy)(sharded, batch)["loss"].value
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    jax.eval_shape(step.fn, sharded, rows())
 
 
 @pytest.mark.slow
@@ -170,17 +126,6 @@ def test_a_state_of_another_layout_is_refused_and_placed():
     step(step.place(state), mirrored_step.place_batch(rows()))
     with pytest.raises(ValueError, match=r"params\['b1'\] is sharded.*step.place"):
         mirrored_step(step.init(start()), rows())
-
-
-@pytest.mark.slow
-def test_nan_is_refused_and_changes_nothing():
-    step = build("sharded")
-    state, bad = step.init(start()), rows()
-    bad["y"][5, 0] = np.inf
-    state, _ = step(state, bad)
-    with pytest.raises(tj.NonFiniteError, match="step 0"):
-        step.settle()
-    assert_same(state.params, start())
 
 
 def test_what_cannot_be_sharded_is_refused():

@@ -161,29 +161,6 @@ def test_lazy_adam_by_hand():
     np.testing.assert_allclose(params["b"], expected["b"], rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_rows_that_only_fill_up_change_nothing():
-    """Of zeros this optimizer makes NaN; a row named twice leaves one such row."""
-    optimizer = optax.chain(optax.scale_by_adam(eps=0.0), optax.scale(-0.1))
-    params = {"t": arrays(0)["a"]}
-    rows = tj.sparse.IndexedRows(
-        np.ones((3, D), np.float32), np.array([2, 4, 2]), (N, D)
-    )
-
-    @jax.jit
-    def step():
-        updates, state = tj.sparse.update_with_rows(
-            optimizer, {"t": rows}, optimizer.init(params), params, lazy=True
-        )
-        return optax.apply_updates(params, updates), state
-
-    after, state = step()
-    moved = np.zeros((N, D))
-    moved[[2, 4]] = -0.1  # Adam's first step is of size 1
-    np.testing.assert_allclose(after["t"], params["t"] + moved, rtol=1e-5)
-    assert np.isfinite(state[0].mu["t"]).all()
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "optimizer, leaf",
@@ -275,21 +252,6 @@ def test_rows_by_index():
 
 
 # array + rows
-
-
-@pytest.mark.slow
-def test_an_array_plus_rows_is_an_array():
-    rows = gradients(0)["a"]
-    expected = np.float64(arrays(0)["a"])
-    np.add.at(expected, np.asarray(rows.indices), np.float64(rows.values))
-
-    @jax.jit
-    def added(array):
-        return array + rows, optax.apply_updates({"a": array}, {"a": rows})["a"]
-
-    for out in (arrays(0)["a"] + rows, *added(arrays(0)["a"])):
-        assert isinstance(out, jax.Array)
-        np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 @pytest.mark.slow

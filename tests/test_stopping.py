@@ -314,13 +314,6 @@ def test_a_restored_state_shares_no_memory_with_what_is_kept():
     assert restored["w"].devices() == {jax.devices()[1]}
 
 
-def test_a_copy_is_compiled_once(steps, compiled):
-    train(steps, [1, 0], 2, best=tj.Best("told"))
-    compiled.clear()
-    train(steps, [9, 8, 7, 6], 4, best=tj.Best("told"))
-    assert compiled == []
-
-
 def test_variables_on_different_devices_are_copied_each_in_its_place():
     there = [jax.device_put(np.float32(i), jax.devices()[i % 2]) for i in range(4)]
     copies = copy_state(there, "devices")

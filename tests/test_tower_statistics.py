@@ -13,7 +13,6 @@ from oracle import data
 
 import towerjax as tj
 from towerjax.contrib import TowerStatistics
-from towerjax.contrib.tower_statistics import _tree_dot
 
 W = {"w": np.float32([0.5, -1.0, 2.0, 0.25, -0.75]), "b": np.float32(0.3)}
 NAMES = "all-reduce all-gather all-to-all reduce-scatter collective-permute".split()
@@ -98,14 +97,6 @@ def test_statistics_are_those_of_numpy(T, D, local, A, size):
     step, batch = step_of(T, D, local, A), data(size)
     _, metrics = step(step.init(W), batch)
     close(metrics, expected(batch, T, A))
-
-
-def test_those_of_complex_parameters_are_those_of_both_parts():
-    a, b = np.complex64([[1 + 2j, 3j], [2 - 1j, 1]]), np.complex64([[1j, 2], [1, 1j]])
-    found = jax.jit(lambda a, b: [_tree_dot([a], [b]), _tree_dot([a], [b], lead=1)])
-    rows = (a.real * b.real + a.imag * b.imag).sum(axis=1)
-    total, each = found(a, b)
-    assert total == rows.sum() and each.tolist() == rows.tolist()
 
 
 def test_the_noise_is_that_of_two_batch_sizes():

@@ -599,17 +599,6 @@ def test_bad_predictions_are_refused_at_once(model, data, options, text):
         tj.estimator.predict(model, model.init(), data, **options)
 
 
-def test_what_is_no_model_is_refused(model):
-    def model_fn(variables, features, labels, mode):
-        raise AssertionError
-
-    text = "cannot be used here: it has no {}. Pass tj.estimator.replicate_model_fn"
-    with pytest.raises(ValueError, match=re.escape(text.format("train_step"))):
-        tj.estimator.train_and_evaluate(model_fn, pairs(), variables=model.init())
-    with pytest.raises(ValueError, match=re.escape(text.format("predict_step"))):
-        tj.estimator.predict(model_fn, model.init(), pairs())
-
-
 def lines_model(**options):
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
