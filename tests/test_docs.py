@@ -7,6 +7,7 @@ import inspect
 import json
 import pathlib
 import re
+import runpy
 import sys
 import time
 import warnings
@@ -348,8 +349,8 @@ def as_tensorflow_1(name, lr, w, slots, g, step):
 @pytest.mark.parametrize("name", "Momentum Adagrad Adadelta RMSProp Adam Ftrl".split())
 def test_optimizers_of_tensorflow_1(name):
     page, lr = (DOCS / "from_tensorflow1.md").read_text(), 0.3
-    names = {"optax": optax, "jax": jax, "jnp": jnp, "lr": lr, "m": 0.9}
-    exec(re.search(r"^def ftrl.*?(?=^```)", page, re.DOTALL | re.MULTILINE)[0], names)
+    names = {"optax": optax, "lr": lr, "m": 0.9}
+    names["ftrl"] = runpy.run_path(str(ROOT / "examples" / "ftrl.py"))["ftrl"]
     row = re.search(rf"^\| `{name}Optimizer\(.*?\| `(optax.*?)`", page, re.MULTILINE)
     written = row[1] if name != "Ftrl" else "ftrl(lr, l1=0.1, l2=0.2)"
     optimizer = eval(written, names)

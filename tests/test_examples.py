@@ -172,12 +172,14 @@ def test_regression_prints_the_least_squares_weights(tmp_path):
 # What pages show a part of, and what the whole prints.
 PRINTED = {
     "actor_critic": "reward 0.4, after 300 steps 1.0\n",
+    "besides_rows": 2 * "[1.6915249 1.6719761 1.5431206] " + "10.0\n",
     "compressed": "3090 bytes, loss 0.000, exact\n 834 bytes, loss 0.000, 4 bits\n"
     " 834 bytes, loss 0.249, no feedback\nerror at most 1.00 in the first step\n",
     "curvature": "-0.8783, of all rows -0.8783\n",
     "desync": "cpu:5, params/Dense_2/kernel\ntower 5, loss/sum, step 0: loss\n"
     "tower 5, params/Dense_2/kernel, step 0: gradient\n",
     "dice": 2 * "0.56629 -0.1728 -0.0115 -0.0488\n",
+    "ftrl": "weights [2. 1. 0. 0. 0. 0. 0. 0.]\n",
     "gradcache": "8 towers: loss 4.4637, gradients equal [True, True, True]\n"
     "one batch: loss 4.4637\n",
     "lbfgs": "loss 0.3598, the gradient is 0: True\n",
@@ -198,7 +200,12 @@ devices  state                  held    sent
     "private": 2 * "loss 0.0558, w 2.56 -5.38 7.75\n",
     "synchronise_less": "NoneType   1.016\nLocalSGD   1.018\nDiLoCo     1.026\n",
 }
-TOLD = "compressed", "memory_table", "synchronise_less"  # the page has the results
+TOLD = (
+    "compressed",
+    "ftrl",
+    "memory_table",
+    "synchronise_less",
+)  # shown as results
 
 
 @pytest.mark.parametrize("name", PRINTED)
