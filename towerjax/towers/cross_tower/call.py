@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,43 +39,34 @@ _TOLD = (functools.partial, types.MethodType, slice, types.SimpleNamespace)
 _HOLDERS = (Mapping, list, tuple, set, frozenset)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The key of the jit cache: a function, its placement, its arguments' structure."""
+_Call: TypeAlias = tuple[
+    StrategyFields, Placement, Callable[..., PyTree], Any, tuple[Any, ...]
+]
+"""The jit cache's key: a function on towers, the structure of its arguments, and of
+each the kind of an array, or a constant."""
 
-    strategy: StrategyFields
-    placement: Placement
-    fn: Callable[..., PyTree]
-    treedef: Any
-    leaves: tuple[Any, ...]  # the kind of an array, or a constant
 
-    def on_device(
-        self, axes: TowerAxes
-    ) -> Callable[..., tuple[list[Any], executors.Static]]:
-        """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
+def _on_device(call: _Call, axes: TowerAxes) -> Callable[..., Any]:
+    """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
+    strategy, _, fn, treedef, kinds = call
 
-        def tower_fn(
-            tower_id: jax.Array, rows: list[Any], arrays: list[Any]
-        ) -> tuple[PyTree, PyTree]:
-            tower = tower_of(self.strategy, axes, tower_id)
-            pools = {_ROWS: iter(rows[1:]), _FREE: iter(arrays)}
-            given = [next(pools[x]) if x in pools else x.value for x in self.leaves]
-            args, kwargs = jax.tree.unflatten(self.treedef, given)
-            check_takes("fn(tower, *args)", self.fn, tower, *args, **kwargs)
-            with executors.in_tower_fn():
-                out = self.fn(tower, *args, **kwargs)
-            leaves, treedef = jax.tree.flatten(out)
-            kinds = tuple(_kinds_of(out))
-            pairs = zip(leaves, kinds, strict=True)
-            arrays_out = [jnp.asarray(x) for x, kind in pairs if isinstance(kind, str)]
-            return (), (arrays_out, executors.Static((treedef, kinds)))
+    def tower_fn(
+        tower_id: jax.Array, rows: list[Any], arrays: list[Any]
+    ) -> tuple[PyTree, PyTree]:
+        tower = tower_of(strategy, axes, tower_id)
+        pools = {_ROWS: iter(rows[1:]), _FREE: iter(arrays)}
+        given = [next(pools[x]) if x in pools else x.value for x in kinds]
+        args, kwargs = jax.tree.unflatten(treedef, given)
+        check_takes("fn(tower, *args)", fn, tower, *args, **kwargs)
+        with executors.in_tower_fn():
+            out = fn(tower, *args, **kwargs)
+        pairs = [*zip(jax.tree.leaves(out), _kinds_of(out), strict=True)]
+        made = [jnp.asarray(x) for x, kind in pairs if isinstance(kind, str)]
+        known = jax.tree.structure(out), tuple(kind for _, kind in pairs)
+        return (), (made, executors.Static(known))
 
-        def run(
-            rows: list[Any], arrays: list[Any]
-        ) -> tuple[list[Any], executors.Static]:
-            return over_local_towers(tower_fn, axes, rows, arrays, stack_sums=False)[1]
-
-        return run
+    each = functools.partial(over_local_towers, tower_fn, axes, stack_sums=False)
+    return lambda rows, arrays: each(rows, arrays)[1]
 
 
 # Kept, since the unused first argument sets the device of a call without others.
@@ -84,9 +75,10 @@ def _run(
     call: _Call, rows: list[Any], arrays: list[Any]
 ) -> tuple[list[Any], executors.TracedCall]:
     """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
-    placement, args = call.placement, (rows, arrays)
+    placement, args = call[1], (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
-    towers = OnTowers(call.on_device, placement, _IN_LAYOUTS, args, names)
+    on_device = functools.partial(_on_device, call)
+    towers = OnTowers(on_device, placement, _IN_LAYOUTS, args, names)
     by_pmap = placement.executor == "pmap" and placement.num_devices > 1
     if by_pmap and has_tracers(towers.jaxpr.consts):
         # JAX would silently give each device a part of such a value.
@@ -157,16 +149,15 @@ def call_for_each_tower(
     rows, arrays, kinds = [np.arange(placement.num_towers, dtype=np.int32)], [], []
     for x in leaves:
         if isinstance(x, PerTower):
-            rows.append(
-                values.stack_towers(x, placement.num_towers, "A PerTower argument")
-            )
+            stacked = values.stack_towers(x, self.num_towers, "A PerTower argument")
+            rows.append(stacked)
             kinds.append(_ROWS)
         elif values.is_mergeable(x):
             arrays.append(x)
             kinds.append(_FREE)
         else:
             kinds.append(Constant(x))
-    call, traced = _Call(self, placement, fn, treedef, tuple(kinds)), is_traced(())
+    call, traced = (self, placement, fn, treedef, tuple(kinds)), is_traced(())
     rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
     out, outputs = executors.run_traced(_run, placement, call, rows, arrays)
