@@ -124,7 +124,7 @@ VALUES = {
     "auc": auc_roc,
     "auc_pr": auc_pr,
     "auc_few": lambda r, w: auc_roc(r, w, 5),
-    "auc_of": lambda r, w: auc_roc(r, w, [0.1, 0.45, 0.9]),
+    "auc_of": lambda r, w: auc_roc(r, w, [0.0, 0.45, 1.0]),
     "auc_pr_few": lambda r, w: auc_pr(r, w, 5),
     "sensitivity": lambda r, w: at_nearest(r, w, 0.8, "specificity"),
     "specificity": lambda r, w: at_nearest(r, w, 0.4, "sensitivity"),

@@ -99,3 +99,18 @@ def test_each_example_counts_once(name, way):
     state, _ = tj.run(step, state, cut, steps_per_call=per_call, progress=False)
     np.testing.assert_array_equal(seen_by(state), 2)
     assert (np.asarray(state.params["w"]) != before).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refused_step_has_not_seen_its_examples(way):
+    step, state = build(way, on_nonfinite="skip")
+    data = make_data()
+    data["y"][18] = np.nan
+    cut = list(tj.batches(data, 8))
+    cut += [cut[0], cut[0]]
+    state, history = tj.run(step, state, cut, progress=False)
+    assert history.skipped == (3,)
+    expected = np.ones(N)
+    expected[16:24], expected[:8] = 0, 3
+    np.testing.assert_array_equal(seen_by(state), expected)

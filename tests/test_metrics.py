@@ -39,7 +39,7 @@ def states(rows, w, names=tuple(oracle.VALUES)):
         "auc": lambda: m.auc(yes, score, w),
         "auc_pr": lambda: m.auc(yes, score, w, curve="PR"),
         "auc_few": lambda: m.auc(yes, score, w, num_thresholds=5),
-        "auc_of": lambda: m.auc(yes, score, w, thresholds=[0.1, 0.45, 0.9]),
+        "auc_of": lambda: m.auc(yes, score, w, thresholds=[0.0, 0.45, 1.0]),
         "auc_pr_few": lambda: m.auc(yes, score, w, curve="PR", num_thresholds=5),
         "sensitivity": lambda: m.sensitivity_at_specificity(yes, score, 0.8, w),
         "specificity": lambda: m.specificity_at_sensitivity(yes, score, 0.4, w),

@@ -6,6 +6,7 @@ import textwrap
 import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.covers import Covered
+from mutants.equivalent import SAME
 from mutants.generated import all_mutants, changes_of, rounds_of, sample
 from mutants.mutant import Mutant, MutantError, apply
 from mutants.runner import ROOT, Job, jobs_of, run_all
@@ -214,3 +215,8 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     assert rounds_of(mutant, {"b.py::x": covers["b.py::x"]}) == []
     [job] = rounds_of(mutant, covers)
     assert job.tests == tuple(f"a.py::{i}" for i in range(10))
+
+
+def test_what_is_called_equivalent_is_generated_once():
+    found = [(mutant.where, mutant.bug) for mutant in all_mutants()]
+    assert {same: found.count(same) for same in SAME} == dict.fromkeys(SAME, 1)

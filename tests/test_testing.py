@@ -156,6 +156,7 @@ def test_differences_are_told_leaf_by_leaf():
         "b": np.array([[3.0, 4.0]], np.float64),
         "n": np.array([1, 2]),
         "h": jnp.array([1.0, 2.0], jnp.bfloat16),
+        "z": np.array([1 + 2j]),
         "key": jax.random.key(3),
     }
     assert_same(right, dict(right), bits=True)
@@ -164,14 +165,16 @@ def test_differences_are_told_leaf_by_leaf():
         "b": np.array([[3.0, 5.0]]),
         "n": np.array([1, 3]),
         "h": jnp.array([1.0, 2.015625], jnp.bfloat16),
+        "z": np.array([1 + 3j]),
         "key": jax.random.key(4),
     }
     with pytest.raises(AssertionError) as error:
         assert_same(wrong, right)
     text = str(error.value)
-    assert text.startswith("4 of 5 leaves differ (rtol=1e-05)")
+    assert text.startswith("5 of 6 leaves differ (rtol=1e-05)")
     assert "a['b'] is 5.0 and should be 4.0 at (0, 1): they differ by 1" in text
     assert "a['h']" in text and "= 1 ulps" in text and "a['n']" in text
+    assert "a['z'] is (1+3j) and should be (1+2j)" in text
     assert "a['key']" in text and "a['a']" not in text
     assert_same({"a": wrong["a"]}, {"a": right["a"]})
     with pytest.raises(AssertionError, match="1 ulps, and 1 of 3 elements"):

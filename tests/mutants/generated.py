@@ -63,13 +63,12 @@ def _of_function(
     first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
     lines = source.splitlines(keepends=True)[first - 1 : node.end_lineno]
     text = textwrap.dedent("".join(lines))
-    for kind, line, begin, end, new in _sites(text):
+    for number, (kind, line, begin, end, new) in enumerate(_sites(text)):
         low, high = _grown(text, begin, end)
         changed = text[low:begin] + new + text[end:high]
         bug = f"{kind}: {' '.join(text[begin:end].split())} -> {new}"
         at = str(file.relative_to(ROOT)), str(first + line - 1)
-        column = begin - text.rfind("\n", 0, begin)
-        id = f"{where} {at[1]}:{column} {kind}"
+        id = f"{where} {at[1]} {kind} {number}"
         yield Mutant(id, bug, where, text[low:high], changed, at)
 
 
@@ -216,8 +215,8 @@ def run_rounds(
       report: Is told each job and its verdict.
 
     Returns:
-      The mutants by what became of them: ``"killed"`` also by a crash or by hanging,
-      ``"survived"``, ``"not run"`` by any test, or ``"not made"``.
+      The mutants by what became of them: ``"killed"``, also by a crash,
+      ``"survived"``, ``"not run"`` by any test, ``"no answer"``, or ``"not made"``.
     """
     found: dict[str, list[Mutant]] = {}
     waiting = [(mutant, rounds_of(mutant, covers)) for mutant in mutants]
@@ -235,8 +234,11 @@ def run_rounds(
                 if verdict.outcome in ("survived", "not live"):
                     left.append((mutant, jobs[1:]))
                     continue
-                is_made = verdict.detail[: len(mutant.id)] != mutant.id
-                became = "killed" if is_made else "not made"
+                became = "killed"
+                if verdict.detail.startswith(mutant.id):
+                    became = "not made"
+                elif verdict.detail.startswith("no answer"):
+                    became = "no answer"
             found.setdefault(became, []).append(mutant)
         waiting = left
     return found
@@ -265,7 +267,7 @@ def score(
         print(f"{'':19} {verdict.detail[:200]}", flush=True)
 
     found = run_rounds(drawn, covers, workers, report)
-    for became in ("not made", "not run", "survived"):
+    for became in ("not made", "not run", "no answer", "survived"):
         for mutant in found.get(became, ()):
             print(f"{became}: {':'.join(mutant.killed_by)} {mutant.where}")
             print(f"    {mutant.bug}")
