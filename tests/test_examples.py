@@ -172,6 +172,15 @@ def test_regression_prints_the_least_squares_weights(tmp_path):
 # What pages show a part of, and what the whole prints.
 PRINTED = {
     "actor_critic": "reward 0.4, after 300 steps 1.0\n",
+    "batch_norm": "".join(f"{t} 222.2 [1.081 1.065 1.032]\n" for t in (1, 3, 8)),
+    "batch_size": """\
+step   1:     41 rows
+step  32:     41 rows
+step  64:     96 rows
+step 128:    407 rows
+step 256:    585 rows
+[0.68 0.43 0.59 0.3  0.76 0.41 0.33 0.54]
+""",
     "besides_rows": 2 * "[1.6915249 1.6719761 1.5431206] " + "10.0\n",
     "compressed": "3090 bytes, loss 0.000, exact\n 834 bytes, loss 0.000, 4 bits\n"
     " 834 bytes, loss 0.249, no feedback\nerror at most 1.00 in the first step\n",
@@ -179,6 +188,8 @@ PRINTED = {
     "desync": "cpu:5, params/Dense_2/kernel\ntower 5, loss/sum, step 0: loss\n"
     "tower 5, params/Dense_2/kernel, step 0: gradient\n",
     "dice": 2 * "0.56629 -0.1728 -0.0115 -0.0488\n",
+    "each_example_once": "True\nexample 4 was seen 6 times, not 3\n"
+    "example 49 was seen 0 times, not 3\n",
     "ftrl": "weights [2. 1. 0. 0. 0. 0. 0. 0.]\n",
     "gradcache": "8 towers: loss 4.4637, gradients equal [True, True, True]\n"
     "one batch: loss 4.4637\n",
