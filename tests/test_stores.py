@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import tempfile
 
 import checkpoint_model as model
 import jax
@@ -19,6 +20,7 @@ from test_checkpoint import metrics_of, saved_at_once, train
 from test_writers import events_of
 
 import towerjax as tj
+from towerjax.loop.checkpoint import folder
 from towerjax.loop.files import StoredFile, checked_path
 from towerjax.loop.writers import Record
 from towerjax.tools.sweep.grid import RecordFile
@@ -146,8 +148,10 @@ def test_orbax_writes_to_gs_by_itself(light, light_bits, tmp_path, monkeypatch):
         return {"driver": "file", "path": path}
 
     monkeypatch.setattr(gcs_utils, "get_kvstore_for_gcs", in_folder)
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", None)  # nothing is copied
     saving = tj.Checkpointer("gs://bucket/run", every=2, keep=2)
     train(light, saving, 3)
+    folder.discard(saving.path, 3)  # of which nothing is left to be finished
     assert saving.steps == (2, 3)
     state, _ = train(light, saving)
     model.assert_same_bits(state, light_bits)

@@ -66,7 +66,6 @@ def commit(folder: epath.Path, target: epath.Path, record: Any) -> None:
         _sync_folder(target.parent)
         return
     if folder != target:
-        target.rmtree(missing_ok=True)
         _copy_files(folder, target, (*files, MANIFEST))
         folder.rmtree()
     (target / _COMMITTED).write_text("")
