@@ -17,6 +17,7 @@ from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import (
+    Clock,
     RunOptions,
     WithState,
     is_to_be_audited,
@@ -66,17 +67,14 @@ class Loop:
         self._progress, self._ledger, self._saving = progress, ledger, saving
         self._writers, self._log = Writers(), HistoryLog(step_number(state))
         self._watch = Watch(rules_of(options.early_stopping), options.best)
-        self._dispatched = self._hooked = self._log.number
+        self._clock, self._hooked = Clock(self._log.number), self._log.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
-        self._audits = is_to_be_audited(step, state, options.audit)
         self._profiler = Profiler(options.profile)
-        self._wait_s = 0.0
         self._fault: Exception | None = None
-        self._is_evaluation_due = self._is_saving_due = False
         if saving is not None and saving.resumed is not None:
             self._watch.restore_counts(saving.resumed.stopping)
-            self._is_evaluation_due = saving.resumed.evaluation_due
+            self._clock.is_evaluation_due = saving.resumed.evaluation_due
             number = saving.resumed.step
             progress.note(f"goes on after step {number}, from its checkpoint")
 
@@ -97,18 +95,19 @@ class Loop:
         with contextlib.closing(placed_batches), contextlib.closing(self._profiler):
             while True:
                 # Before the first step: the resumed run may have ended here.
-                if self._is_evaluation_due:
+                if self._clock.is_evaluation_due:
                     self._evaluate()
-                if self._is_saving_due:
+                if self._clock.is_saving_due:
                     self._save()
                 if self._watch.stopped is not None:
                     break
-                if (placed := self._next(placed_batches)) is None:
+                placed, wait_s = self._next(placed_batches)
+                if placed is None:
                     break
-                self._dispatch(placed)
+                self._dispatch(placed, wait_s)
                 self.guard.check()
                 if self._saving is not None:
-                    self._saving.check_preempted(self._dispatched)
+                    self._saving.check_preempted(self._clock.number)
         self._fetch(0)
         self.guard.check()
         self._check_enough()
@@ -130,41 +129,35 @@ class Loop:
             place = ledger.placing(self._step.place_batch)
             return feed.prefetch(batches, place, depth=depth)
         return feed.prefetch(
-            feed.in_groups(batches, size, before=self._dispatched),
+            feed.in_groups(batches, size, before=self._clock.number),
             lambda group: self._step.place_batches(group, size),
             depth=depth,
         )
 
-    def _next(self, placed_batches: Iterator[PlacedBatch]) -> PlacedBatch | None:
+    def _next(self, batches: Iterator[PlacedBatch]) -> tuple[PlacedBatch | None, float]:
+        """The next batch, if there is one, and how many seconds it took."""
         start_s = time.perf_counter()
         try:
-            return next(placed_batches, None)
+            return next(batches, None), time.perf_counter() - start_s
         except Exception:
             # The steps before the broken batch are done: call their hooks first.
             self._fetch(0)
             raise
-        finally:
-            self._wait_s = time.perf_counter() - start_s
 
-    def _dispatch(self, placed: PlacedBatch) -> None:
-        number, before = len(placed.num_examples), self._dispatched
-        after, saving = before + number, self._options.checkpointer
+    def _dispatch(self, placed: PlacedBatch, wait_s: float) -> None:
+        number, before = len(placed.num_examples), self._clock.number
+        after = before + number
         is_first = self._profiler.begins(before, after)
         self._fetch(0 if is_first else self._options.in_flight - 1)
-        if self._audits:
-            self._audits = False
-            self._audit(placed)
         if placed.signature not in self._compiled:
+            if not self._compiled:
+                self._audit(placed)
             self._compile(placed)
         with self._profiler.step(before, after), self.guard:
             self.state, metrics, guarded = self._step.dispatch(self.state, placed)
-            self._in_flight.append(Call(metrics, guarded, placed, self._wait_s))
+            self._in_flight.append(Call(metrics, guarded, placed, wait_s))
             send_to_host((metrics, guarded), placed.placement)
-            if reaches_multiple(self._options.eval_every, before, after):
-                self._is_evaluation_due = True
-            if saving is not None and reaches_multiple(saving.every, before, after):
-                self._is_saving_due = True
-            self._dispatched = after
+            self._clock.advance(number, self._options)
             self._ledger.use(number if self._options.steps_per_call > 1 else 1)
         is_traced = self._profiler.ends(after)
         hooks = self._options.with_state
@@ -175,14 +168,16 @@ class Loop:
 
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
-        self._progress.phase(self._dispatched + 1, "compiling")
+        self._progress.phase(self._clock.number + 1, "compiling")
         self._step.program(self.state, placed)
         self._log.compile_s += time.perf_counter() - start_s
         self._progress.compiled(time.perf_counter() - start_s)
         self._compiled.add(placed.signature)
 
     def _audit(self, placed: PlacedBatch) -> None:
-        """Audit the step before it changes anything; say so in the run's output."""
+        """Audit the step, if asked to, before it changes anything, and say so."""
+        if not is_to_be_audited(self._step, self.state, self._options.audit):
+            return
         start_s = time.perf_counter()
         try:
             with jax.transfer_guard("allow"):  # of what only the audit makes
@@ -208,13 +203,13 @@ class Loop:
         self._fetch(0)  # first check the steps so far, and write their records
         self._saving.wait()
         with self.guard:
-            self._is_saving_due = False
+            self._clock.is_saving_due = False
             self._saving.save(
                 self.state,
-                self._dispatched,
+                self._clock.number,
                 self._watch.counts,
                 evaluation=self._log.evaluated or {},
-                evaluation_due=self._is_evaluation_due,
+                evaluation_due=self._clock.is_evaluation_due,
             )
         if last:
             self._saving.wait()
@@ -232,7 +227,7 @@ class Loop:
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
             return failure
-        where = f"step {self._dispatched} in {self._saving.directory!r}"
+        where = f"step {self._clock.number} in {self._saving.directory!r}"
         error.add_note(f"It is saved: {where}. The same run again goes on from there.")
         return None
 
@@ -326,9 +321,9 @@ class Loop:
             self._log.evaluations.append((number, values))
             self._writers.write([Record("eval", number, time.time(), values)])
             self._watch.add(number, values, self.state)
-            self._is_evaluation_due = False
+            self._clock.is_evaluation_due = False
             if self._saving is not None and self._saving.is_best(values):
-                self._is_saving_due = True
+                self._clock.is_saving_due = True
         self._writers.check()
         self._log.evaluate_s += time.perf_counter() - start_s
         in_short = self._watch.describe(number, values)
@@ -382,7 +377,7 @@ class Loop:
         error.batches = self._ledger.rest() if error.state else self._ledger.settle()
         is_last = self._log.num_steps == self._steps
         rest = ", the last" if is_last else "; go on from it, with error.batches"
-        note = f"error.state is the state after step {self._dispatched}{rest}"
+        note = f"error.state is the state after step {self._clock.number}{rest}"
         if error.state is None:
             note = (
                 "The state is lost: the devices failed in a step that had taken it over"
@@ -391,6 +386,6 @@ class Loop:
         if self._step.strategy.placement.num_processes > 1:
             note += ". Processes may have stopped after different steps"
         for hook in self._options.with_state:
-            if reaches_multiple(hook.every, self._hooked, self._dispatched):
+            if reaches_multiple(hook.every, self._hooked, self._clock.number):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")
