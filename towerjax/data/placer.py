@@ -251,18 +251,17 @@ class Placer:
                 f"batches must be a list of 1 to {steps} batches (steps={steps}), but"
                 f" is {batches!r}."
             )
-        if any(isinstance(batch, PlacedBatch) for batch in batches):
+        if on_devices := any(isinstance(batch, PlacedBatch) for batch in batches):
             placed = [self.place(batch) for batch in batches]
             for batch in placed:
                 batch.refuse_several()
-            shard.refuse_unlike([batch.signature for batch in placed])
+            signatures = [batch.signature for batch in placed]
             parts = [(x.arrays, x.counts, x.args[2]) for x in placed]
-            return self._stack(parts, steps, on_devices=True)
-        parts = self._fit(batches)
-        shard.refuse_unlike(
-            [shard.batch_signature(rows, shared) for rows, _, shared in parts]
-        )
-        return self._stack(parts, steps, on_devices=False)
+        else:
+            parts = self._fit(batches)
+            signatures = [shard.batch_signature(x, held) for x, _, held in parts]
+        shard.refuse_unlike(signatures)
+        return self._stack(parts, steps, on_devices=on_devices)
 
     def _stack(
         self, parts: list[tuple[Any, ...]], steps: int, *, on_devices: bool

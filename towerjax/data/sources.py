@@ -32,17 +32,7 @@ class InputContext:
     num_towers: int
 
     def part_of(self, batch_size: int) -> int:
-        """This process's share of a global batch.
-
-        Args:
-          batch_size: ``B``, examples of a batch over all towers.
-
-        Returns:
-          ``B / P``.
-
-        Raises:
-          ValueError: The processes do not divide it.
-        """
+        """``B / P``, this process's even share of a global batch."""
         if batch_size % self.num_processes:
             raise ValueError(
                 f"A global batch of {batch_size} examples cannot be shared evenly by"
@@ -101,7 +91,5 @@ def from_tensor(leaf: Any) -> Any:
         if "bfloat16" in str(leaf.dtype):  # NumPy does not know it
             return jnp.from_dlpack(leaf)
     if hasattr(leaf, "numpy"):
-        return np.asarray(leaf.numpy())
-    if hasattr(leaf, "__array__"):
-        return np.asarray(leaf)
-    return leaf
+        leaf = leaf.numpy()
+    return np.asarray(leaf) if hasattr(leaf, "__array__") else leaf

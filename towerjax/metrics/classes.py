@@ -58,9 +58,7 @@ def true_positives(
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
       predictions: The same shape: booleans, integers 0 and 1, or scores where there
         is a threshold.
-      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
-        example, >= 0; None counts each once. An element of weight 0 is left out
-        whatever its value.
+      weight: As for `mean`. An element of weight 0 is left out whatever its value.
       threshold: A score above it is positive; one equal to it is not.
 
     Returns:
@@ -191,8 +189,7 @@ def mean_iou(
       labels: ``[b, ...]`` class ids from 0 to ``num_classes - 1``.
       predictions: The same shape.
       num_classes: ``C``.
-      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
-        example, >= 0; None counts each once.
+      weight: As for `mean`.
 
     Returns:
       A `Confusion`, float32 or wider: exact up to ``2**24`` a batch.

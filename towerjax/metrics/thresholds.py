@@ -128,8 +128,7 @@ def auc(
     Args:
       labels: ``[b, ...]``: booleans, or numbers 0 and 1.
       predictions: The same shape, scores between 0 and 1. 16 bits are widened.
-      weight: Of the leading dims of ``labels``, ``[b]`` or ``[b, 1]`` for one per
-        example, >= 0; None counts each once, 0 leaves out whatever the value is.
+      weight: As for `mean`; 0 leaves out whatever the value is.
       curve: ``"ROC"`` or ``"PR"``.
       num_thresholds: ``n``, at least 2. A state holds ``2 (n + 1)`` numbers.
       thresholds: Ascending numbers from 0 to 1 in place of even ones; one below all
