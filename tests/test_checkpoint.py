@@ -538,11 +538,12 @@ def test_what_a_killed_process_left_does_not_count(step, copied):
     for name in ("9.partial", "1.partial"):
         (copied / name).mkdir()
     (copied / "9.partial" / "manifest.json").write_text("{")
+    (copied / "notes.partial").write_text("mine")
     saving = tj.Checkpointer(copied)
     assert saving.steps == (2, 3, 4)
     train(step, saving, 5)
     assert saving.steps == (3, 4, 5)
-    assert not list(copied.glob("*.partial"))
+    assert list(copied.glob("*.partial")) == [copied / "notes.partial"]
 
 
 def test_nothing_is_pickled(light, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import time
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -310,19 +311,16 @@ class TensorBoard:
         if not is_on_disk(logdir):
             # By this name tensorboardX opens a file; its own take other packages.
             files = require("tensorboardX.record_writer", *needs)
-            files.register_writer_factory("towerjax", _Stored)
+            stored = types.SimpleNamespace(open=_stored)
+            files.register_writer_factory("towerjax", stored)
             path = "towerjax:" + path
         events = writer.EventsWriter(path, suffix)
         return OpenTensorBoard(self, events, proto, start)
 
 
-class _Stored:
+def _stored(path: str) -> StoredFile:
     """How tensorboardX opens a file that is not of this machine."""
-
-    @staticmethod
-    def open(path: str) -> StoredFile:
-        """The file of a path, which is stored when it is flushed."""
-        return StoredFile(epath.Path(path.partition(":")[2]))
+    return StoredFile(epath.Path(path.partition(":")[2]))
 
 
 class OpenTensorBoard:

@@ -41,6 +41,7 @@ _UNREADABLE = (
     RecursionError,
 )
 _WHOLE = re.compile(r"0|[1-9][0-9]*")
+_PARTIAL = re.compile(r"[0-9]+\.partial")
 
 
 class CheckpointError(ValueError):
@@ -247,7 +248,7 @@ def partial_path_of(directory: epath.Path, number: int) -> epath.Path:
 
 def _is_partial(path: epath.Path) -> bool:
     if is_on_disk(path):
-        return path.name.endswith(".partial")
+        return bool(_PARTIAL.fullmatch(path.name))
     return bool(_WHOLE.fullmatch(path.name)) and not _is_committed(path)
 
 
