@@ -20,14 +20,15 @@ import optax
 from benchmarks.absent import ResNet50
 from benchmarks.overhead import MODELS
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.train import TrainStep, build_train_step
+from towerjax.step.step import Step
+from towerjax.step.train import build_train_step
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower import Tower
 
 TOWERS = 4
 
 
-def perceptron(model: Any) -> tuple[TrainStep, Any, Any]:
+def perceptron(model: Any) -> tuple[Step, Any, Any]:
     """The step, its parameters and a batch of a model of `benchmarks.overhead`."""
     work = model.work()
 
@@ -39,7 +40,7 @@ def perceptron(model: Any) -> tuple[TrainStep, Any, Any]:
     return step, work.params, work.batch
 
 
-def resnet50(pixels: int) -> tuple[TrainStep, Any, Any]:
+def resnet50(pixels: int) -> tuple[Step, Any, Any]:
     """ResNet-50 with batch norm over all towers, of four images a tower."""
     strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
     rng = np.random.default_rng(0)

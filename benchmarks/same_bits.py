@@ -29,7 +29,8 @@ from towerjax.estimator.train import train_and_evaluate
 from towerjax.loop.run import run
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.state import TrainState
-from towerjax.step.train import TrainStep, build_train_step
+from towerjax.step.step import Step
+from towerjax.step.train import build_train_step
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, TowerOutput
@@ -99,7 +100,7 @@ def cases() -> dict[str, Case]:
 LOCAL = {"seen": TowerLocal(np.float32(0), Reduction.SUM)}
 
 
-def train_step(case: Case, strategy: Mirrored) -> TrainStep:
+def train_step(case: Case, strategy: Mirrored) -> Step:
     """A case's step, of tower-local variables as in `LOCAL`."""
     model = MODELS[case.model]
 

@@ -26,9 +26,8 @@ from benchmarks.absent import GPT, PROGRAMS, TITLES, by_hand, by_towerjax
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
-from towerjax.step.engine import repeated_recipe
+from towerjax.step.compile import compile_step
 from towerjax.step.hlo import collectives_of, parse
-from towerjax.step.program import prepare
 from towerjax.step.state import split_state
 from towerjax.towers.executors import compile_on_devices
 from towerjax.towers.strategies import StateLayout
@@ -281,8 +280,7 @@ def test_several_steps_are_one_loop_with_one_reduction_in_it():
     x = shapes(5, *batch["x"].shape)
     args = (donated, kept, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
     args = (*args, shapes(dtype=jnp.int32))
-    recipe = repeated_recipe(step._runner.recipe)
-    program = prepare(recipe, step.strategy.placement, args)[1]()
+    program = compile_step(step.engine, step.strategy.placement, args)
     module = parse(program.call.as_text())
     (found,) = collectives_of(module)
     assert found.opcode == "all-reduce" and not found.trips_known  # in the loop

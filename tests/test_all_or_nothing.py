@@ -441,7 +441,7 @@ def test_devices_that_fail_in_a_donated_step_say_why(step, monkeypatch):
     program = step.program(state, batch)
     fails.args_info = program.call.args_info
     broken = dataclasses.replace(program, call=fails)
-    monkeypatch.setitem(step._runner.programs, batch.signature, broken)
+    monkeypatch.setitem(step.programs.made, (batch.signature, 3, None), broken)
     with pytest.raises(ValueError, match="^Connection closed by peer") as caught:
         tj.run(step, state, [batch], progress=False)
     assert caught.value.state is None

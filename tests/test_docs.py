@@ -21,7 +21,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.mesh.cluster.spec import free_port
-from towerjax.step.train import TrainStep
+from towerjax.step.step import Step
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -189,7 +189,7 @@ OBJECTS = {
     "optimizer": attributes(tj.estimator.TowerOptimizer),
     "spec": attributes(tj.estimator.ModelSpec),
     "state": attributes(tj.TrainState),
-    "step": attributes(TrainStep),
+    "step": attributes(Step),
     "strategy": attributes(tj.Mirrored),
     "tower": attributes(tj.Tower),
     "variables": attributes(tj.TrainState),

@@ -13,7 +13,7 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.checking import Verdicts, send_to_host
+from towerjax.step.verdicts import Verdicts, send_to_host
 from towerjax.types import Layout
 
 

@@ -54,7 +54,7 @@ def test_a_shared_leaf_reaches_every_tower_whole_and_compiles_once(T, D, local, 
         state, _ = step(state, {**batch, "scale": tj.Whole({"by": scale})})
         w = moved(w, batch, float(scale))
         np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
-    assert len(step._runner.programs) == 1
+    assert len(step.programs.made) == 1
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def refused(names, text, model, variables, *call, error=ValueError):
 def test_what_is_compiled_is_seen(compiled):
     model = replicated()
     model(start(), rows(4, 3), rows(4))
-    assert any("(run)" in name for name in compiled)
+    assert any("(step)" in name for name in compiled)
 
 
 X, Y = rows(4, 3), rows(4)

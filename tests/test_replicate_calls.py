@@ -366,7 +366,7 @@ def test_params_that_change_after_a_call_change_later_calls_only(which, compiled
         compiled.clear()
         spec = model(np.float32(1), np.ones(size, np.float32), None,
                      tj.estimator.Mode.PREDICT, **{which: params})  # fmt: skip
-        assert compiled.count("jit(run)") == programs
+        assert compiled.count("jit(step)") == programs
         return float(spec.predictions["x"][0])
 
     params = {"factor": 2.0}

@@ -129,7 +129,7 @@ def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
             assert float(state.params["w"]) == w
             kept = state.opt_state.hyperparams["learning_rate"]
             assert kept.dtype == np.float32 and float(kept) == now
-    assert len(step._runner.programs) == 1
+    assert len(step.programs.made) == 1
 
 
 def test_a_number_that_a_state_cannot_hold_is_refused():
@@ -159,7 +159,7 @@ def test_steps_and_a_donated_state_say_what_they_are():
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2), remainder="pad"
     )
-    assert repr(step) == "TrainStep(Mirrored(towers=2), StepOptions(remainder='pad'))"
+    assert repr(step) == "Step(Mirrored(towers=2), StepOptions(remainder='pad'))"
     state = step.init({"w": np.ones((2, 3), np.float32)[0, 0]})
     assert "Shaped" not in repr(state) and "w': Array(1., dtype=float32" in repr(state)
     step(state, {"x": np.ones(4, np.float32)})

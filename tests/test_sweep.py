@@ -71,7 +71,7 @@ class Compiled:
 
     def steps(self):
         found, self.names = self.names, []
-        return sum(name in ("jit(_fn)", "jit(steps)") for name in found)
+        return sum(name in ("jit(step)", "jit(steps)") for name in found)
 
 
 @pytest.fixture(scope="module")

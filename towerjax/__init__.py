@@ -17,11 +17,11 @@ from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
+from towerjax.step.build import build_step
 from towerjax.step.faults import DesyncError, NonFiniteError, check_mirrored
 from towerjax.step.gradient import value_and_grad
 from towerjax.step.inference import build_eval_step, build_predict_step
 from towerjax.step.state import TrainState
-from towerjax.step.step import build_step
 from towerjax.step.train import apply_gradients, build_train_step
 from towerjax.towers.strategies import Mirrored, OneDevice
 from towerjax.towers.tower import Tower

@@ -7,7 +7,7 @@ SAME: dict[tuple[str, str], str] = {
         "constant: 1 -> 2",
     ): "what several processes do places the same arrays on one",
     (
-        "towerjax.step.members:MembersStep.begin",
+        "towerjax.step.members:Members.begin",
         "constant: 0 -> 1",
     ): "all members begin at one number",
     (
@@ -23,7 +23,7 @@ SAME: dict[tuple[str, str], str] = {
         "constant: 3.2 -> 7.4",
     ): "inches of a picture",
     (
-        "towerjax.step.program:_with_full_rows",
-        "deleted: run.__wrapped__ = fn -> pass",
+        "towerjax.step.compile:_named",
+        "deleted: run.__signature__ = inspect.Signature(parameters) -> pass",
     ): "names of a program's parameters, for who reads its text",
 }

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
-from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
+from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import batch_signature
 from towerjax.estimator.losses import TowersOfStep, has_denominator, one_loss
 from towerjax.estimator.model_fn import (
@@ -33,15 +33,15 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.caller import Caller
-from towerjax.step.compiled_step import StepOptions
-from towerjax.step.engine import Engine, Outcome, join_metrics
+from towerjax.step.engine import Engine, state_ins, training_engine
+from towerjax.step.next_state import join_metrics
 from towerjax.step.one_pass import Pass
-from towerjax.step.program import Runner
-from towerjax.step.proving import Recipe, Run
-from towerjax.step.state import TrainState, split_state, state_layout
+from towerjax.step.options import StepOptions
+from towerjax.step.policies import Read, Trained
+from towerjax.step.returned import trees_of
+from towerjax.step.state import TrainState, split_state
 from towerjax.step.state_checks import check_is_state
-from towerjax.step.step import Step, engine_of
+from towerjax.step.step import Step
 from towerjax.step.train import next_extra
 from towerjax.step.update import check_types
 from towerjax.towers.executors import shapes_of, trace_one_tower
@@ -76,19 +76,14 @@ class ModelEngine:
     wanted: tuple[str, ...]  # the parts of the spec to compute
     given: Mapping[str, Any]  # params and config
     options: StepOptions
+    gives_spec: bool = False  # the spec's parts, and not a state and metrics
     hooks: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
     _cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def step(self, run: Run, donated: Any, kept: Any, *batch: PyTree) -> Outcome:
-        """The whole step, of global values."""
-        return self._engine(donated, kept, batch)[0].step(run, donated, kept, *batch)
-
-    def find_flags(
-        self, run: Run, donated: Any, kept: Any, *batch: PyTree
-    ) -> tuple[Any]:
-        """The passes without the update, to find the leaves that are not finite."""
-        engine, _ = self._engine(donated, kept, batch)
-        return engine.find_flags(run, donated, kept, *batch)
+    @property
+    def trains(self) -> bool:
+        """Whether it returns a next state."""
+        return "train_op" in self.wanted
 
     def on(self, strategy: Strategy) -> "ModelEngine":
         """The model on other towers, without checks and without micro-batches."""
@@ -103,40 +98,20 @@ class ModelEngine:
         of_other: Any = {"strategy": strategy, "hooks": [], "_cache": {}}
         return dataclasses.replace(self, options=options, **of_other)
 
-    def merge_all(
-        self, run: Run, donated: Any, kept: Any, *batch: PyTree
-    ) -> list[PyTree]:
-        """What the towers of each pass return, merged; gradients as means."""
-        engine, _ = self._engine(donated, kept, batch)
-        trees = engine.merge_all(run, donated, kept, *batch)
-        return list(map(_with_means, trees))
-
-    def run(
-        self, on_devices: Run, donated: Any, kept: Any, *batch: PyTree
-    ) -> tuple[Any, ...]:
-        """The merged spec's parts, after the next state if wanted; no NaN guard."""
-        engine, split = self._engine(donated, kept, batch)
-        state = TrainState(**donated, **kept)
-        merged, *_ = engine.run_passes(on_devices, engine.passes, state, batch)
-        after, parts = self._update(split, state, merged)
-        out = {name: parts.get(name) for name in _SPEC_LAYOUT}
-        return (*split_state(after), out) if self.mode is Mode.TRAIN else (out,)
-
-    def _engine(
-        self, donated: Any, kept: Any, batch: tuple[PyTree, ...]
-    ) -> tuple[Engine, SplitProgram]:
-        """The engine for a batch of these shapes; tracing a tower tells its passes."""
-        args = shapes_of((TrainState(**donated, **kept), *batch, ()))
+    def at(self, args: Sequence[PyTree]) -> Engine:
+        """The engine for arguments of these shapes; a trace tells its passes."""
+        donated, kept, *batch = shapes_of(tuple(args))
+        args = TrainState(**donated, **kept), *batch, ()
         key = batch_signature(args)
         if key not in self._cache:
-            parts, reads_local = self.options.micro_batches, self.mode is not Mode.TRAIN
-            how: Any = {"micro_batches": parts, "reads_local": reads_local}
+            reads_local = self.mode is not Mode.TRAIN
+            how: Any = {"reads_local": reads_local}
+            how["micro_batches"] = self.options.micro_batches
             first = Pass(lambda *args: self._split(*args)[0], self.strategy, **how)
             axes = self.strategy.placement.abstract_axes
             layouts = first.in_layouts
             _, out = trace_one_tower(first.on_device(axes), axes, layouts, args)
-            split: SplitProgram = out.merged
-            self._cache[key] = self._build_engine(split, reads_local), split
+            self._cache[key] = self._build_engine(out.merged, reads_local)
         return self._cache[key]
 
     def _build_engine(self, split: SplitProgram, reads_local: bool) -> Engine:
@@ -148,16 +123,31 @@ class ModelEngine:
             losses = parts_of(Weighted, [x["minimized"] for x in merged])
             return losses if len(losses) > 1 else []
 
-        engine = engine_of(
+        def finish(donated: Any, kept: Any, results: Any) -> tuple[Any, ...]:
+            state, trees = TrainState(**donated, **kept), trees_of(results)
+            after, parts = self._update(split, state, trees)
+            out = {name: parts.get(name) for name in _SPEC_LAYOUT}
+            return (*split_state(after), out) if self.trains else (out,)
+
+        engine = training_engine(
             (self._tower,) * split.num_passes,
             update,
             self.strategy,
             self.options,
+            keeps_all=True,
+            other_losses=minimized,
             reads_local=reads_local,
             of_state=True,
             advice=WRAP,
         )
-        return dataclasses.replace(engine, keeps_all=True, other_losses=minimized)
+        engine = dataclasses.replace(engine, compared=_with_means)
+        if not self.gives_spec:
+            return engine
+        ins = state_ins(self.strategy, ("state", "kept" if self.trains else "counters"))
+        outs = (ins["state"], ins["kept"]) if self.trains else ()
+        how: Any = {"donate": engine.donate and self.trains, "accepts": False}
+        parts = {"finish": finish, "ins": ins, "outs": (*outs, _SPEC_LAYOUT)}
+        return dataclasses.replace(engine, **parts, **how)
 
     def _tower(
         self, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
@@ -277,83 +267,103 @@ def _with_loss(loss: Any, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
     return join_metrics({"loss": loss, **terms}, dict(metrics or {}))
 
 
-class ModelTrainStep(Step):
-    """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
+@dataclasses.dataclass(frozen=True)
+class _TrainedModel(Trained):
+    """A `TrainState` that is kept where the model's ``variable_placement`` says."""
 
-    Made by the model's ``train_step``. The state is a ``TrainState``, kept where the
-    model's ``variable_placement`` says; a batch is ``{"features": ..., "labels":
-    ...}``.
-    """
+    kept_at: VariablePlacement = VariablePlacement.MIRRORED
 
-    def __init__(self, engine: ModelEngine) -> None:
-        step: Any = engine  # makes an Engine for each batch signature
-        super().__init__(step, engine.strategy, engine.options)
-        self.hooks = engine.hooks  # of the model function, once a step is traced
-        self._policy = engine.model_options.variable_placement
-
-    def dispatch(
-        self, state: TrainState, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, jax.Array], Any]:
-        """Dispatch the step, without checking whether its loss was finite."""
-        if self._policy is VariablePlacement.MIRRORED:
-            return super().dispatch(state, batch)
-        state = spread(state, self.strategy, self._policy)
-        after, metrics, guarded = super().dispatch(state, batch)
-        return store(after, self.strategy.placement, self._policy), metrics, guarded
-
-    def start(self, state: Any) -> TrainState:
-        """As `Step.start`; variables that are kept elsewhere are copied first."""
+    def start(self, step: Step, state: Any) -> TrainState:
+        """As of any training; variables that are kept elsewhere are copied first."""
         check_is_state(state, MAKE_STATE)
-        return super().start(spread(state, self.strategy, self._policy))
+        return super().start(step, spread(state, step.strategy, self.kept_at))
+
+    def take(self, step: Step, state: Any) -> Any:
+        """The state on all devices."""
+        if self.kept_at is not VariablePlacement.MIRRORED:
+            state = spread(state, step.strategy, self.kept_at)
+        return super().take(step, state)
+
+    def result(
+        self, step: Step, state: TrainState, out: Any, batch: PlacedBatch
+    ) -> tuple[Any, Any]:
+        """``((state, metrics), guarded)``."""
+        (after, metrics), guarded = super().result(step, state, out, batch)
+        after = store(after, step.strategy.placement, self.kept_at)
+        return (after, metrics), guarded
 
 
-class ModelStep(Caller):
-    """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
+@dataclasses.dataclass(frozen=True)
+class _Variables(Read):
+    """A model's variables, any tree, for a call in one mode."""
 
-    def __init__(self, engine: ModelEngine, placer: Placer) -> None:
-        strategy, options = engine.strategy, engine.options
-        self._policy = engine.model_options.variable_placement
-        first, trains = split_state(state_layout(strategy)), engine.mode is Mode.TRAIN
-        names = "state", "kept" if trains else "counters"
-        ins = dict(zip(names, first, strict=True)) | BATCH_LAYOUT
-        out = (*first, _SPEC_LAYOUT) if trains else (_SPEC_LAYOUT,)
-        recipe = Recipe(engine.run, ins, out, donate=options.donate and trains)
-        how = {"engine": engine, "audits": options.audit}
-        super().__init__(recipe, strategy, placer, options.max_programs, **how)
+    kept_at: VariablePlacement
 
-    def start(self, state: PyTree) -> TrainState:
+    def start(self, step: Step, state: Any) -> TrainState:
         """The variables as a state, on all devices."""
-        variables = as_state(state, *self._counters)
-        return spread(variables, self.strategy, self._policy)
+        return spread(as_state(state, *step.counters), step.strategy, self.kept_at)
 
-    place = start
+    def take(self, step: Step, state: Any) -> Any:
+        """The same."""
+        return self.start(step, state)
 
-    def _runner_for(self, state: TrainState, batch: PlacedBatch) -> Runner:
-        batch.refuse_several()
-        key = batch_signature(state)  # a runner for each type of the variables
-        if key not in self._runners:
-            self._runners[key] = dataclasses.replace(self._runner)
-        return self._runners[key]
+    def kind(self, state: Any) -> Any:
+        """The types of the variables."""
+        return batch_signature(state)
 
-    def spec(self, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
+    def in_trace(self, step: Step, state: Any) -> TrainState:
+        """The variables as a state."""
+        return as_state(state, jnp.int32(0), jax.random.key(0))
+
+    def shapes(self, step: Step, state: Any) -> TrainState:
+        """The shapes of a state."""
+        return state
+
+    def result(
+        self, step: Step, state: TrainState, out: Any, batch: PlacedBatch
+    ) -> tuple[Any, None]:
+        """The loss and the metrics, as states to merge; in PREDICT the predictions."""
+        spec = self.spec(step, out, batch)
+        if spec.mode is Mode.PREDICT:
+            return dict(spec.predictions or {}), None
+        loss = spec.loss
+        if not has_denominator(loss):  # averaged over batches, as TensorFlow did
+            loss = Weighted(loss, jnp.float32(1))
+        return _with_loss(loss, spec.eval_metrics), None
+
+    def spec(self, step: Step, out: Any, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
-        self._audit_first(variables, batch)
-        state, placement = self.start(variables), self.strategy.placement
-        *after, parts = self._runner_for(state, batch)(split_state(state), batch)
+        (*after, parts), placement = out, step.strategy.placement
+        engine: Any = step.engine
         names = "predictions", "export_outputs"
         outputs = on_every_process([parts[name] for name in names], placement)
         parts |= zip(names, concat_outputs(outputs, batch), strict=True)
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
-            parts["train_op"] = store(after, placement, self._policy)
-        return ModelSpec(self.engine.mode, hooks=tuple(self.engine.hooks), **parts)
+            parts["train_op"] = store(after, placement, self.kept_at)
+        return ModelSpec(engine.mode, hooks=tuple(engine.hooks), **parts)
 
-    def __call__(self, variables: PyTree, batch: PyTree) -> dict[str, Any]:
-        """The loss and the metrics, as states to merge; in PREDICT the predictions."""
-        spec = self.spec(variables, self.place_batch(batch))
-        if spec.mode is Mode.PREDICT:
-            return dict(spec.predictions or {})
-        loss = spec.loss
-        if not has_denominator(loss):  # averaged over batches, as TensorFlow did
-            loss = Weighted(loss, jnp.float32(1))
-        return _with_loss(loss, spec.eval_metrics)
+
+def model_train_step(engine: ModelEngine) -> Step:
+    """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
+
+    The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
+    """
+    policy = _TrainedModel(kept_at=engine.model_options.variable_placement)
+    return Step(engine, engine.strategy, engine.options, policy)
+
+
+def model_step(engine: ModelEngine, placer: Placer) -> Step:
+    """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
+    engine = dataclasses.replace(engine, gives_spec=True)
+    policy = _Variables(engine.model_options.variable_placement)
+    how: Any = {"placer": placer}
+    return Step(engine, engine.strategy, engine.options, policy, **how)
+
+
+def model_spec(step: Step, variables: PyTree, batch: PyTree) -> ModelSpec:
+    """The parts of the spec that a `model_step` wants, of all towers."""
+    placed = step.place_batch(batch)
+    _, out = step.outputs(variables, placed)
+    policy: Any = step.policy
+    return policy.spec(step, out, placed)

@@ -8,7 +8,12 @@ from typing import Any
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.model_engine import ModelEngine, ModelStep, ModelTrainStep
+from towerjax.estimator.model_engine import (
+    ModelEngine,
+    model_spec,
+    model_step,
+    model_train_step,
+)
 from towerjax.estimator.model_fn import (
     Compat,
     Mode,
@@ -25,8 +30,9 @@ from towerjax.estimator.variables import (
     store,
 )
 from towerjax.mesh.transfer import place
-from towerjax.step.compiled_step import StepOptions
+from towerjax.step.options import StepOptions
 from towerjax.step.state import state_layout
+from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.towers.variables import stack_local
 from towerjax.types import PyTree
@@ -124,11 +130,11 @@ class ReplicatedModel:
             )
         step = self._step(mode, _SPEC_PARTS[mode], params=params, config=config)
         batch = {"features": features, **not_none(labels=labels)}
-        return step.spec(variables, step.place_batch(batch))
+        return model_spec(step, variables, batch)
 
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any
-    ) -> ModelTrainStep:
+    ) -> Step:
         """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
 
         Args:
@@ -138,7 +144,7 @@ class ReplicatedModel:
             ``audit``, as for ``tj.build_train_step``; gradients are reduced once.
 
         Returns:
-          A `ModelTrainStep` for ``{"features": ..., "labels": ...}``; cached.
+          A `tj.step` for ``{"features": ..., "labels": ...}``; cached.
 
         Raises:
           ValueError: An option is wrong, or the model function does not take it.
@@ -151,7 +157,7 @@ class ReplicatedModel:
         wanted = "loss", "train_op", "eval_metrics"
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
-    def eval_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
+    def eval_step(self, *, params: Any = None, config: Any = None) -> Step:
         """The evaluation step, for ``tj.evaluate``; arguments are as for a call.
 
         Returns:
@@ -161,7 +167,7 @@ class ReplicatedModel:
         wanted = "loss", "eval_metrics"
         return self._step(Mode.EVAL, wanted, params=params, config=config)
 
-    def predict_step(self, *, params: Any = None, config: Any = None) -> ModelStep:
+    def predict_step(self, *, params: Any = None, config: Any = None) -> Step:
         """The prediction step; arguments are as for a call.
 
         Returns:
@@ -173,7 +179,7 @@ class ReplicatedModel:
     def _step(
         self, mode: Mode, wanted: tuple[str, ...], of_step: Any = None, **given: Any
     ) -> Any:
-        """A `ModelStep`, or with options of a step a `ModelTrainStep`; cached."""
+        """The step of a mode, or with options of a step the train step; cached."""
         key = mode, wanted, of_step, static_keys(given)
         if key not in self._steps:
             self.model_fn.refuse_unaccepted(given)
@@ -181,7 +187,7 @@ class ReplicatedModel:
             how = (self.model_fn, self.strategy, self.options, mode, wanted, given)
             engine = ModelEngine(*how, of_step or self.options.step)
             placer = self._placers[mode]
-            step = ModelTrainStep(engine) if of_step else ModelStep(engine, placer)
+            step = model_train_step(engine) if of_step else model_step(engine, placer)
             self._steps[key] = step
         return self._steps[key]
 

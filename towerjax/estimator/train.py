@@ -253,7 +253,7 @@ def train_and_evaluate(
     step = model.train_step(**given, **of_step)
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
-        for hook in step.hooks:
+        for hook in step.engine.hooks:
             hook(number, metrics)
 
     return run(

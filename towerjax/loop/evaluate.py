@@ -13,7 +13,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.data.sources import check_batches
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, value_on_host
-from towerjax.step.caller import Caller
+from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.options import check_methods, check_whole
@@ -117,7 +117,7 @@ def outputs_on_host(
             "Give every process all batches, or each a part of its own with"
             " strategy.distribute_dataset(lambda context: ...).",
         )
-    if isinstance(step, Caller):
+    if isinstance(step, Step):
         state = step.start(state)  # once, not for each batch
     running: collections.deque[Any] = collections.deque()
     failure: Exception | None = None

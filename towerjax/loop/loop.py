@@ -29,12 +29,12 @@ from towerjax.loop.stopping import Watch, rules_of
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
-from towerjax.step.checking import error_of, is_refused, send_to_host
 from towerjax.step.comparison import SplitError
-from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import NonFiniteError
 from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import is_computed, place_others
+from towerjax.step.step import Step
+from towerjax.step.verdicts import error_of, is_refused, send_to_host
 from towerjax.types.warning import warn
 
 
@@ -43,7 +43,7 @@ class Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    guarded: jax.Array  # as of `CompiledStep.dispatch`
+    guarded: jax.Array  # as of `Step.dispatch`
     placed: PlacedBatch
     wait_s: float = 0.0
 
@@ -53,7 +53,7 @@ class Loop:
 
     def __init__(
         self,
-        step: CompiledStep,
+        step: Step,
         state: TrainState,
         options: RunOptions,
         steps: int | None,

@@ -18,8 +18,8 @@ from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
-from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.state import TrainState, step_number
+from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.options import check_methods
@@ -27,7 +27,7 @@ from towerjax.types.options import check_methods
 
 @door
 def run(
-    step: CompiledStep,
+    step: Step,
     state: TrainState,
     batches: Iterable[PyTree],
     *,
@@ -141,7 +141,7 @@ def run(
 
 
 def _run_loop(
-    step: CompiledStep, state: TrainState, ledger: Ledger, options: RunOptions
+    step: Step, state: TrainState, ledger: Ledger, options: RunOptions
 ) -> tuple[TrainState, History]:
     loop, saving, shown, steps = None, None, None, options.steps
     try:

@@ -26,15 +26,20 @@ _LEAF_TYPES += (np.generic, np.ndarray, np.dtype, jax.Array)
 _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Sharding)
 
 
-def param_leaves(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def param_leaves(value: Any) -> list[Any]:
     """The jaxprs, plain values and functions inside the objects of params."""
-    seen = set() if seen is None else seen
-    if _is_leaf_type(type(value)) or is_code(value):
-        yield value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        for part in _parts(value):
-            yield from param_leaves(part, seen)
+    # One loop: it runs several times for each equation of a program.
+    found, todo, seen = [], [value], set()
+    while todo:
+        x = todo.pop()
+        kind = type(x)
+        if _is_leaf_type(kind) or callable(x) or hasattr(x, "call_wrapped"):
+            found.append(x)
+        elif id(x) not in seen:
+            seen.add(id(x))
+            parts = x if kind in (tuple, list) else _parts(x)
+            todo += parts[::-1]
+    return found
 
 
 def is_code(value: Any) -> bool:
@@ -49,8 +54,8 @@ def _is_leaf_type(kind: type) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
+    if isinstance(value, dict | Mapping):
+        return [*value, *value.values()]
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
     if isinstance(value, jax.tree_util.PyTreeDef):
@@ -66,7 +71,8 @@ def is_hidden(eqn: JaxprEqn) -> bool:
     """Whether a function in its params says what it does, even beside jaxprs."""
     if eqn.primitive.name in _TRUSTED:
         return False
-    return _is_high(eqn) or any(map(is_code, param_leaves(eqn.params)))
+    kinds = map(type, param_leaves(eqn.params))
+    return _is_high(eqn) or not all(map(_is_leaf_type, kinds))
 
 
 def _is_high(eqn: JaxprEqn) -> bool:
@@ -151,7 +157,7 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     """The mesh axes that a collective names."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
-    return tuple(axis for axis in axes if isinstance(axis, str))
+    return tuple([axis for axis in axes if isinstance(axis, str)])
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
@@ -168,10 +174,14 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
     towers' axis among its params.
     """
     name = eqn.primitive.name
-    effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
-    if effects or name in _FOREIGN or name.startswith(_FOREIGN_PREFIXES):
+    effects = {type(effect).__name__ for effect in eqn.effects}
+    if (
+        effects - _HARMLESS_EFFECTS
+        or name in _FOREIGN
+        or name.startswith(_FOREIGN_PREFIXES)
+    ):
         return True
-    return any(isinstance(x, str) and x == axis for x in param_leaves(eqn.params))
+    return axis in [x for x in param_leaves(eqn.params) if isinstance(x, str)]
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
@@ -272,12 +282,16 @@ def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
 
 def refs(eqn: JaxprEqn) -> list[Any]:
     """The operands that are Refs, which the equation may write."""
-    return list(filter(is_ref, eqn.invars))
+    kinds = [type(var.aval).__name__ for var in eqn.invars]
+    return list(filter(is_ref, eqn.invars)) if _REF in kinds else []
 
 
 def is_ref(var: Any) -> bool:
     """Whether a variable is a Ref, which a program may write."""
-    return type(var.aval).__name__ == "AbstractRef"
+    return type(var.aval).__name__ == _REF
+
+
+_REF = "AbstractRef"
 
 
 Site: TypeAlias = tuple[JaxprEqn, Any]

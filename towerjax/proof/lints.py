@@ -57,6 +57,9 @@ class Lint(NamedTuple):
     loops: frozenset[tuple[str, int]] = frozenset()
 
 
+_NOTHING = Lint()
+
+
 def of_batch(name: str, shape: tuple[int, ...]) -> Lint:
     """The rows of an array of a batch."""
     dims = (RowDim(0, shape[0]),) if shape else NO_ROWS
@@ -65,6 +68,8 @@ def of_batch(name: str, shape: tuple[int, ...]) -> Lint:
 
 def either(first: Lint, second: Lint) -> Lint:
     """The rows of a value that is one or the other of two, or of both."""
+    if _NOTHING in (first, second):
+        return second if first == _NOTHING else first
     a, b = first.dims, second.dims
     dims = None if None in (a, b) or (a and b and a != b) else a or b
     dims = FUNCTION if {a, b} == {TOTAL, FUNCTION} else dims
@@ -112,7 +117,7 @@ def of_equation(
     """The rows of each result of an equation that holds no jaxpr."""
     given, name, met = [x.dims for x in ins], eqn.primitive.name, ""
     dims = dims_of_equation(eqn, given)
-    rows = functools.reduce(either, ins, Lint())._replace(dims=dims)
+    rows = functools.reduce(either, ins, _NOTHING)._replace(dims=dims)
     if not any(x == MIXED or are_pairs(x) for x in given):
         met = "pairs" if are_pairs(dims) else "total" if dims == MIXED else ""
     turns = {at for x in ins[1:] for what, at in x.loops if what == "turn"}
@@ -197,7 +202,7 @@ def refuse_squares(found: Sequence[OwnRows]) -> None:
 
 def are_pairs(dims: Dims) -> bool:
     """Whether the value has an element for each row and each other row."""
-    return any(x.is_other for x in dims or ())
+    return bool(dims) and any(x.is_other for x in dims)
 
 
 def dims_of_equation(eqn: JaxprEqn, ins: Sequence[Dims]) -> Dims:

@@ -1,7 +1,6 @@
 """The audit: run the towers of a step as two and as one, and compare what is merged."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,10 +24,11 @@ from towerjax.step.comparison import (
     SplitError,
     judge,
 )
-from towerjax.step.program import refuse_unread_weight
-from towerjax.step.proving import Proving
+from towerjax.step.programs import refuse_unread_weight
+from towerjax.step.prove import prove
 from towerjax.step.returned import is_typed, key_name, without_padding
 from towerjax.step.state import STATE_LAYOUT, TrainState, split_state
+from towerjax.step.trace import trace
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local
@@ -53,12 +53,12 @@ class Towers:
         self.towers, self._placement = towers, alike.placement
         self._placer = Placer(self._placement, remainder="pad", shares=shares)
         self._placer.expect([rows])
-        self._run = Proving(self._placement, on_devices=True)
-        merge_all = functools.partial(engine.on(alike).merge_all, self._run)
+        self._engine = engine.on(alike)
         # A few runs of few rows: what XLA would gain by optimising, it takes to do so.
         options: Any = {"xla_backend_optimization_level": 0}
         on_cpus = self._placement.platform == "cpu"
-        self._fn = jax.jit(merge_all, compiler_options=options if on_cpus else None)
+        how: Any = {"compiler_options": options if on_cpus else None}
+        self._fn = jax.jit(self._merge_all, **how)
         self.lints: dict[str, None] = {}
         self.jaxpr: Any = None
         self._proof: Any = None
@@ -74,12 +74,17 @@ class Towers:
             warnings.simplefilter("always")
             with jax.default_matmul_precision("highest"):
                 if self.jaxpr is None:
-                    closed = self._fn.trace(*args).jaxpr
-                    self.jaxpr, self._proof = closed.jaxpr, self._run.proof(closed)
+                    self.jaxpr = self._fn.trace(*args).jaxpr.jaxpr
                 merged = self._fn(*args)
         self.lints |= dict.fromkeys(str(warning.message) for warning in found)
         refuse_unread_weight(placed, self._proof)
         return _leaves_of(merged, placed)
+
+    def _merge_all(self, *args: PyTree) -> list[PyTree]:
+        """What is merged by each pass, in a trace, which proves it."""
+        traced = trace(self._engine.at(args).merging(), args)
+        self._proof = prove(traced)
+        return traced(*args)
 
 
 def run_audit(

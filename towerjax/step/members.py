@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.mesh.transfer import place
-from towerjax.step.comparison import AuditReport
-from towerjax.step.compiled_step import CompiledStep
-from towerjax.step.engine import Outcome
+from towerjax.step.compile import inline
+from towerjax.step.engine import Engine, outcome_layout, state_ins
+from towerjax.step.next_state import Outcome
+from towerjax.step.policies import Trained
 from towerjax.step.state import TrainState, state_layout
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step
@@ -22,7 +23,7 @@ BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]
 """``numbers -> (step, state)``, traced: the numbers are arrays ``()``."""
 
 
-class MembersStep(CompiledStep):
+class Members:
     """A step that is built inside its own program, from numbers that its state holds.
 
     One program serves all members that differ in these numbers alone. Either it trains
@@ -31,6 +32,9 @@ class MembersStep(CompiledStep):
     over members. ``state.extra`` is ``(numbers, the member's own extra)``.
 
     A refused step leaves its member unchanged, trains the others, and does not raise.
+
+    Attributes:
+      step: The step, of `begin`'s states.
     """
 
     def __init__(self, build: BuildMember, numbers: Numbers) -> None:
@@ -64,13 +68,21 @@ class MembersStep(CompiledStep):
         if options.on_nonfinite == "raise":
             changes["on_nonfinite"] = "skip"
         options = dataclasses.replace(options, **changes)
-        super().__init__(self._fn, strategy, options, layout=self._layout)
+        ins = state_ins(strategy, ("state", "kept"), self._layout)
+        proofs: list[Any] = []
+
+        def finish(donated: Any, kept: Any, batch: tuple[PyTree, ...]) -> Outcome:
+            return self._train(strategy, proofs, donated, kept, batch)
+
+        outs = outcome_layout(ins["state"])
+        engine = Engine((), finish, ins, outs, donate=True, proofs=proofs)
+        self.step = Step(engine, strategy, options, _OfMembers(members=self))
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""
         state = self._begin(numbers)
         state = dataclasses.replace(state, step=state.step.ravel()[0])
-        return place(state, self.strategy.placement, self._layout, state.params)
+        return place(state, self.step.strategy.placement, self._layout, state.params)
 
     def of_member(self, values: Any, index: int) -> Any:
         """One member's part of results that are stacked over steps, ``[n, ...]``."""
@@ -82,34 +94,55 @@ class MembersStep(CompiledStep):
             parts = dataclasses.replace(state, step=None)  # the same for all members
             parts = jax.tree.map(lambda x: x[index], parts)
             state = dataclasses.replace(parts, step=state.step)
-        return self.place(dataclasses.replace(state, extra=state.extra[1]))
+        return self.step.place(dataclasses.replace(state, extra=state.extra[1]))
 
-    def _fn(self, run: Any, donated: Any, kept: Any, *batch: PyTree) -> Outcome:
+    def first_engine(self, numbers: Numbers) -> Any:
+        """The engine of the first member."""
+        if self._together:
+            numbers = jax.tree.map(lambda x: x[0], numbers)
+        return self._build(numbers)[0].engine
+
+    def _train(
+        self,
+        strategy: Any,
+        proofs: list[Any],
+        donated: Any,
+        kept: Any,
+        batch: tuple[PyTree, ...],
+    ) -> Outcome:
+        """One step of all members."""
+        placement = strategy.placement
+
         def one(donated: Any, rng: Any) -> tuple[Any, ...]:
             numbers, extra = donated["extra"]
             engine = self._build(numbers)[0].engine
-            now = {**kept, "rng": rng}
-            out = engine.step(run, {**donated, "extra": extra}, now, *batch)
+            given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
+            out, proof = inline(engine, placement, given)
+            proofs.append(proof)
             now = {name: x for name, x in out.now.items() if name != "step"}
             metrics, finite = {**out.metrics["one"], **out.metrics["own"]}, out.finite
             finite = jnp.isfinite(metrics["loss"]) if finite is None else finite
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
             return donated, now, metrics, finite
 
+        proofs.clear()
         one = vmap_members(one) if self._together else one
         donated, now, metrics, finite = one(donated, kept["rng"])
         now["step"] = kept["step"] + 1
         return Outcome(donated, now, {"one": metrics, "own": {}}, finite.all())
 
-    def audit(self, state: Any, batch: PyTree) -> AuditReport:
-        """As `Step.audit`, of the first member."""
-        numbers, _ = state.extra
-        if self._together:
-            numbers = jax.tree.map(lambda x: x[0], numbers)
-        report = self._build(numbers)[0].audit(self.member(state, 0), batch)
-        self._audits, self.is_audited = False, True
-        return report
 
-    def start(self, state: Any) -> TrainState:
-        """The state itself: `begin` or a step made it, so nothing needs checking."""
+@dataclasses.dataclass(frozen=True)
+class _OfMembers(Trained):
+    """The state of several trainings; `Members.begin` or a step made it."""
+
+    members: Any = None
+
+    def start(self, step: Step, state: Any) -> TrainState:
+        """The state itself: nothing needs checking."""
         return state
+
+    def audited(self, step: Step, state: TrainState) -> tuple[Any, TrainState]:
+        """The first member's engine and state."""
+        engine = self.members.first_engine(state.extra[0])
+        return engine, self.members.member(state, 0)

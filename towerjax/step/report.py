@@ -14,7 +14,7 @@ import jax
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.hlo import CompiledCollective, collectives_of, parse
-from towerjax.step.program import send_shared
+from towerjax.step.programs import send_shared
 from towerjax.step.state import split_state
 from towerjax.towers.executors import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
@@ -149,7 +149,7 @@ def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> Step
     if timed_calls:
         batch = send_shared(step.place_batch(batch))
     program, placement = step.program(state, batch), step.strategy.placement
-    names = [*program.recipe.in_layouts]
+    names = [*program.engine.ins]
     report = _make_report(program.call, names, placement, program.seconds)
     if not timed_calls:
         return report
@@ -157,7 +157,7 @@ def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> Step
 
     def call(first: Any) -> Any:
         out = program.call(first, kept, *batch.args)
-        return (out[0] if program.recipe.donate else first), out
+        return (out[0] if program.engine.donate else first), out
 
     return dataclasses.replace(report, timing=time_calls(call, first, timed_calls))
 

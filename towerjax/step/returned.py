@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,11 @@ def _filled(tree: PyTree, left: dict[str, Iterator[Any]]) -> PyTree:
         return x
 
     return jax.tree.map(one, tree, is_leaf=is_hole)
+
+
+def trees_of(results: Sequence[Any]) -> list[PyTree]:
+    """What each pass has merged, of the results of passes, in the towers' trees."""
+    return [fill_holes(x.merged, own=x.own) for x in results]
 
 
 def refuse_mixed_up(tree: PyTree, pools: dict[str, list[Any]], local: PyTree) -> None:

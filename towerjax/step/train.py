@@ -12,12 +12,14 @@ import optax
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.compiled_step import StepOptions
-from towerjax.step.engine import Guard, OnNonfinite, join_metrics
+from towerjax.step.engine import training_engine
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
+from towerjax.step.next_state import Guard, OnNonfinite, join_metrics
+from towerjax.step.options import StepOptions
+from towerjax.step.policies import Trained
 from towerjax.step.state import TrainState
 from towerjax.step.state_checks import check_is_state
-from towerjax.step.step import Step, engine_of
+from towerjax.step.step import Step
 from towerjax.step.update import (
     Trainable,
     accept_or_keep,
@@ -215,30 +217,20 @@ def _mean_gradient(grads: Weighted | Sum) -> PyTree:
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
 
 
-class TrainStep(Step):
-    """A pure training step: ``(state, batch) -> (state, metrics)``.
-
-    Made by `build_train_step`. Compiled at its first call, once.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        strategy: Strategy,
-        options: StepOptions,
-    ) -> None:
-        self.training = training
-        self.optimizer = training.optimizer
-        self.fns = fns = training.fns(strategy, options)
-        uses_rows = training.update_extra is not None
-        engine = engine_of(
-            (fns.tower,), fns.update, strategy, options, rows_used_later=uses_rows
-        )
-
-        makes: Any = {"opt_state": lambda params: fns.init(params)["opt_state"]}
-        if training.extend is not None:
-            makes["local"] = lambda params: fns.init(params).get("local", {})
-        super().__init__(engine, strategy, options, **makes)
+def _train_step(
+    training: Training, strategy: Strategy, options: StepOptions, **how: Any
+) -> Step:
+    """The step of a training on these towers."""
+    fns = training.fns(strategy, options)
+    uses_rows = training.update_extra is not None
+    of_passes: Any = {"rows_used_later": uses_rows}
+    engine = training_engine((fns.tower,), fns.update, strategy, options, **of_passes)
+    makes: Any = {"opt_state": lambda params: fns.init(params)["opt_state"]}
+    if training.extend is not None:
+        makes["local"] = lambda params: fns.init(params).get("local", {})
+    alike = dataclasses.replace(training, extend=None)
+    remake = functools.partial(_train_step, alike)
+    return Step(engine, strategy, options, Trained(makes), remake=remake, **how)
 
 
 def build_train_step(
@@ -258,7 +250,7 @@ def build_train_step(
     audit: bool = False,
     extend: Extend | None = None,
     specs: Any = None,
-) -> TrainStep:
+) -> Step:
     """A step that trains one tower function on all towers.
 
     With the towers' losses ``s_t / w_t`` the global loss is ``sum_t s_t / sum_t
@@ -298,7 +290,7 @@ def build_train_step(
         `Mirrored`; None: as its own ``specs`` say.
 
     Returns:
-      A `TrainStep`.
+      A `Step`.
 
     Raises:
       ValueError: An option has no such value, or arguments are swapped.
@@ -331,4 +323,4 @@ def build_train_step(
     training = Training(
         loss_fn, optimizer, loss_reduction, trainable, update_extra, extend
     )
-    return TrainStep(training, with_specs(strategy, specs), options)
+    return _train_step(training, with_specs(strategy, specs), options)

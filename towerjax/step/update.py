@@ -292,31 +292,39 @@ def _drops(eqn: Any) -> bool:
 def accept_or_keep(
     step: Callable[[PyTree], tuple[jax.Array, PyTree, PyTree]], carry: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """``(carry, rest)`` of ``step(carry)``; the old carry if the step is refused.
+    """``(carry, rest)`` of ``step(carry)``; the old carry if the step is refused."""
+    return accept(*jax.make_jaxpr(step, return_shape=True)(carry), carry)
 
-    The equations that the verdict needs run first. Each new leaf of the carry is
-    selected right where it is made, and later equations use the selected value: the
-    same one if the step is accepted, and unused if not. Selecting at the end would keep
-    old and new leaves alive at once, a copy of the whole state at every step, and a
-    ``cond`` would make the update wait for the last gradient.
+
+def accept(
+    closed: Any, out: tuple[Any, PyTree, PyTree], carry: PyTree, *others: PyTree
+) -> tuple[PyTree, PyTree]:
+    """``(carry, rest)``: what a traced step returns of ``(carry, *others)``.
+
+    It returns ``(accepted, carry, rest)``, of the shapes ``out``. If it is refused, the
+    carry is the old one. The equations that the verdict needs run first. Each new leaf
+    of the carry is selected right where it is made, and later equations use the
+    selected value: the same one if the step is accepted, and unused if not. Selecting
+    at the end would keep old and new leaves alive at once, a copy of the whole state at
+    every step, and a ``cond`` would make the update wait for the last gradient.
     """
-    closed, shapes = jax.make_jaxpr(step, return_shape=True)(carry)
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    walk = Interpreter(closed, before)
+    walk = Interpreter(closed, [*before, *jax.tree.leaves(others)])
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
+    is_known = isinstance(verdict, Literal) and bool(verdict.val)
     first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
-    for eqn in first:
+    for eqn in jaxpr.eqns if is_known else first:
         walk.evaluate(eqn)
     accepted, is_first = walk.read(verdict), {id(eqn) for eqn in first}
-    others = [eqn for eqn in jaxpr.eqns if id(eqn) not in is_first]
-    made = {var for eqn in others for var in eqn.outvars}
+    later = [] if is_known else [x for x in jaxpr.eqns if id(x) not in is_first]
+    made = {var for eqn in later for var in eqn.outvars}
     olds: dict[Any, Any] = {}
     for var, old in zip(after, before, strict=True):
         # A scalar costs no copy, and later equations may divide by the new one.
         if not isinstance(var, Literal) and var in made and jnp.ndim(old):
             olds.setdefault(var, old)
-    left = dict(zip(jaxpr.invars, before, strict=True))
-    for eqn in others:
+    left = dict(zip(jaxpr.invars, before, strict=False))
+    for eqn in later:
         operands = [walk.read(x) for x in eqn.invars]
         walk.evaluate(eqn, guard_rows(eqn, operands, left, accepted))
         for var in eqn.outvars:
@@ -325,8 +333,8 @@ def accept_or_keep(
                 left[var] = olds[var]
 
     def kept(var: Any, old: Any) -> Any:
-        if not isinstance(var, Literal) and olds.get(var) is old:
-            return walk.values[var]
+        if is_known or not isinstance(var, Literal) and olds.get(var) is old:
+            return walk.read(var)
         # A constant, an unchanged input, a value that the verdict needs, or one that
         # is two leaves.
         return lax.select(accepted, jnp.asarray(walk.read(var), old.dtype), old)
@@ -335,7 +343,7 @@ def accept_or_keep(
     rest = [walk.read(var) for var in jaxpr.outvars[1 + len(before) :]]
     return (
         jax.tree.unflatten(jax.tree.structure(carry), leaves),
-        jax.tree.unflatten(jax.tree.structure(shapes[2]), rest),
+        jax.tree.unflatten(jax.tree.structure(out[2]), rest),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
-from towerjax.proof.findings import refuse_draws
+from towerjax.proof.findings import Analysis, refuse_draws
 from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.towers.parts import Shards
@@ -19,16 +19,14 @@ _IN_TURN = (
 
 
 class OnTowers:
-    """A function on all towers: traced and analysed once, and then run on devices.
+    """A function on all towers: traced once, proved, and then run on devices.
 
-    ``on_device(axes)`` is what a device runs. Of the leaves of ``args`` ``names`` names
-    those that towers have of their own. With ``is_free`` nothing is to be the same.
+    ``on_device(axes)`` is what a device runs.
 
     Attributes:
       axes: Those of the same towers, each alone on a device, for another trace.
       jaxpr: The program of one of these devices.
       out: The shapes of its results.
-      found: What the analysis found.
     """
 
     def __init__(
@@ -37,45 +35,54 @@ class OnTowers:
         placement: Placement,
         in_layouts: Sequence[PyTree],
         args: Sequence[PyTree],
-        names: Sequence[str | None],
-        *,
-        is_free: bool = False,
     ) -> None:
-        def trace(axes: TowerAxes, **options: int) -> tuple[Any, PyTree]:
-            try:
-                run = on_device(axes)
-                return trace_one_tower(run, axes, in_layouts, args, **options)
-            except NameError as error:
-                if not axes.in_turn or axes.tower_axis not in str(error):
-                    raise
-                raise ValueError(_IN_TURN) from error
-
-        def of_more_towers() -> Any:
-            more = dataclasses.replace(self.axes, num_devices=2 * axes.num_towers)
-            return trace(more, args_of=axes.num_towers)[0]
-
         axes = dataclasses.replace(placement.abstract_axes, traced={})
         self._on_device, self._placement = on_device, placement
-        self._in_layouts, self.axes = in_layouts, axes
-        self.jaxpr, self.out = trace(axes)
+        self._in_layouts, self._args, self.axes = in_layouts, args, axes
+        self.jaxpr, self.out = self._trace(axes)
+
+    def _trace(self, axes: TowerAxes, **options: int) -> tuple[Any, PyTree]:
+        try:
+            run = self._on_device(axes)
+            return trace_one_tower(run, axes, self._in_layouts, self._args, **options)
+        except NameError as error:
+            if not axes.in_turn or axes.tower_axis not in str(error):
+                raise
+            raise ValueError(_IN_TURN) from error
+
+    def analyse(
+        self, names: Sequence[str | None], *, is_free: bool = False
+    ) -> Analysis:
+        """What depends on the tower; refuses what towers cannot run.
+
+        ``names`` names those leaves of the arguments that towers have of their own.
+        With ``is_free`` nothing is to be the same.
+        """
+
+        def of_more_towers() -> Any:
+            more = dataclasses.replace(self.axes, num_devices=2 * self.axes.num_towers)
+            return self._trace(more, args_of=self.axes.num_towers)[0]
+
+        axes, placement = self.axes, self._placement
         axis = None if is_free else DEVICE_AXIS
         given = self.jaxpr, names, axis, axes.num_towers
-        self.found = analyse(*given, of_more_towers=of_more_towers)
-        refuse_draws(self.found, shared=placement.shares_devices)
+        found = analyse(*given, of_more_towers=of_more_towers)
+        refuse_draws(found, shared=placement.shares_devices)
         counts = axes.num_towers, placement.num_devices
         own = placement.tower_mesh.axis_names
-        refuse_in_towers(self.found, self.jaxpr, *counts, own)
+        refuse_in_towers(found, self.jaxpr, *counts, own)
         shared = placement.shares_devices
         refuse_kept_axis(self.jaxpr, axes.tower_axis, shared=shared)
+        return found
 
-    def rehearse(self, args: Sequence[PyTree]) -> None:
+    def rehearse(self) -> None:
         """Lower the towers to their devices, without these, and raise where that fails.
 
         Towers that share a device run under `jax.vmap`, which not all of JAX has.
         """
         axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
         if axes != self.axes:
-            trace_one_tower(self._on_device(axes), axes, self._in_layouts, args)
+            self._trace(axes)
 
     def run(
         self,

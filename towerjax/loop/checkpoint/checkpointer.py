@@ -21,9 +21,9 @@ from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
-from towerjax.step.compiled_step import CompiledStep
 from towerjax.step.faults import check_mirrored
 from towerjax.step.state import TrainState, step_number
+from towerjax.step.step import Step
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -130,7 +130,7 @@ class Checkpointer:
         return record.CheckpointRecord.read(self._folder(number))
 
     def restore(
-        self, step: CompiledStep, state: TrainState, *, number: int | None = None
+        self, step: Step, state: TrainState, *, number: int | None = None
     ) -> TrainState:
         """The state of a checkpoint, on this step's towers and devices.
 
@@ -192,7 +192,7 @@ class Saving:
     def __init__(
         self,
         options: Checkpointer,
-        step: CompiledStep,
+        step: Step,
         state: TrainState,
         ledger: Ledger,
         stack: contextlib.ExitStack,

@@ -14,7 +14,7 @@ import numpy as np
 from towerjax.data.feed import as_reusable
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
-from towerjax.step.members import MembersStep
+from towerjax.step.members import Members
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.tools.sweep import grid as of_grid
@@ -335,11 +335,11 @@ class _Program:
         groups = [(numbers, members)] if order == "together" else each
         build = functools.partial(self.build, **self.fixed)
         with _explain_tracing(self.traced):
-            step = MembersStep(lambda traced: build(**traced), groups[0][0])
+            trained = Members(lambda traced: build(**traced), groups[0][0])
         for values, configs in groups:
-            yield from self._train_and_record(step, values, configs, order)
+            yield from self._train_and_record(trained, values, configs, order)
 
-    def _run(self, step: MembersStep, state: Any) -> Any:
+    def _run(self, step: Any, state: Any) -> Any:
         """Run all steps; return ``(state, history)``."""
         source = self.source
         batches: Any = as_reusable("batches", source, "every training needs all of it")
@@ -350,11 +350,11 @@ class _Program:
             return run(step, state, batches, **options, progress=False)
 
     def _train_and_record(
-        self, step: MembersStep, numbers: Any, configs: Sequence[Config], order: str
+        self, members: Members, numbers: Any, configs: Sequence[Config], order: str
     ) -> Iterator[Line]:
         start_s = time.perf_counter()
         try:
-            state, history = self._run(step, step.begin(numbers))
+            state, history = self._run(members.step, members.begin(numbers))
         except BaseException as error:
             error.add_note(f"This is the training of {listed(map(str, configs))}.")
             raise
@@ -362,8 +362,8 @@ class _Program:
         failed: BaseException | None = None
         left: list[tuple[Config, TrainState]] = []
         for i, config in enumerate(configs):
-            own = {k: step.of_member(x, i) for k, x in history.metrics.items()}
-            member, evaluation = step.member(state, i), None
+            own = {k: members.of_member(x, i) for k, x in history.metrics.items()}
+            member, evaluation = members.member(state, i), None
             try:
                 if failed is None or isinstance(failed, Exception):
                     evaluation = self._evaluate(member, config)

@@ -12,7 +12,8 @@ import optax
 from towerjax.data import feed
 from towerjax.step.audit import DRAWS, Towers, rounded
 from towerjax.step.comparison import AuditReport, Compared, Leaves, judge
-from towerjax.step.train import TrainStep, build_train_step
+from towerjax.step.step import Step
+from towerjax.step.train import build_train_step
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import LossFn, PyTree, Reduction
@@ -95,7 +96,7 @@ def assert_replicates(
     if permuted:
         orders["permuted"] = next(feed.batches(batch, examples, seed=0))
 
-    def step_of(towers: int) -> TrainStep:
+    def step_of(towers: int) -> Step:
         strategy = Mirrored(devices=(jax.local_devices()[0],), towers=towers)
         how: Any = {"loss_reduction": loss_reduction, "donate": False}
         how["remainder"] = "pad" if padding else "error"

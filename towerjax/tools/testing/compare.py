@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import Placer
-from towerjax.estimator.model_engine import ModelTrainStep
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
 from towerjax.step.comparison import gaps
-from towerjax.step.step import Step, build_step
-from towerjax.step.train import TrainStep
+from towerjax.step.step import Step
 from towerjax.towers.strategies import OneDevice, Strategy, on_one_group
 from towerjax.towers.variables import read_local
 from towerjax.types import PyTree, named_leaves
@@ -116,7 +114,7 @@ def _ulps(a: Any, b: Any, gap: float) -> str:
     return f" = {gap / spacing:.2g} ulps"
 
 
-StepOrModel = TypeVar("StepOrModel", TrainStep, Step, ReplicatedModel)
+StepOrModel = TypeVar("StepOrModel", Step, ReplicatedModel)
 
 
 def one_tower(step: StepOrModel) -> StepOrModel:
@@ -159,29 +157,16 @@ def one_tower(step: StepOrModel) -> StepOrModel:
             )
         options = dataclasses.replace(step.options, step=calls)
         return ReplicatedModel(step.model_fn, _one_tower(step.strategy), options)
-    if not isinstance(step, Step) or isinstance(step, ModelTrainStep):
+    if not isinstance(step, Step) or step.remake is None:
         raise ValueError(
-            f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
+            f"one_tower got {step!r:.200}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
         )
-    return _on_one_tower(step)
-
-
-def _on_one_tower(step: Any) -> Any:
-    """A step on one tower that takes the batches of a step on several."""
     strategy = _one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
-    if not isinstance(step, TrainStep):
-        fns = [one.tower_fn for one in step.engine.passes]
-        found = build_step(fns, step.engine.update_fn, strategy, **vars(options))
-    else:
-        training = dataclasses.replace(step.training, extend=None)
-        found = TrainStep(training, strategy, options)
-    shares = step.strategy.num_towers * step.options.micro_batches
-    found._placer = Placer(
-        strategy.placement, shares=shares, remainder=options.remainder
-    )
-    return found
+    # It takes the batches of a step of several towers.
+    how: Any = {"shares": step.num_parts, "remainder": options.remainder}
+    return step.remake(strategy, options, placer=Placer(strategy.placement, **how))
 
 
 def _one_tower(strategy: Strategy) -> Strategy:

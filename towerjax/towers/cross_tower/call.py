@@ -78,7 +78,8 @@ def _run(
     placement, args = call[1], (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
     on_device = functools.partial(_on_device, call)
-    towers = OnTowers(on_device, placement, _IN_LAYOUTS, args, names)
+    towers = OnTowers(on_device, placement, _IN_LAYOUTS, args)
+    found = towers.analyse(names)
     by_pmap = placement.executor == "pmap" and placement.num_devices > 1
     if by_pmap and has_tracers(towers.jaxpr.consts):
         # JAX would silently give each device a part of such a value.
@@ -89,8 +90,8 @@ def _run(
     treedef, leaves = towers.out[1].value
     kinds = [x for x in leaves if isinstance(x, str)]
     variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
-    prove_mirrored(towers.found, variables, advice=_ASSIGN)
-    pairs = zip(towers.found.outputs, kinds, strict=True)
+    prove_mirrored(found, variables, advice=_ASSIGN)
+    pairs = zip(found.outputs, kinds, strict=True)
     mirrored = [x is None and kind != _ROWS for x, kind in pairs]
 
     def finish(out: tuple[list[Any], executors.Static]) -> list[Any]:

@@ -1,42 +1,27 @@
-"""Prove a step: trace each of its passes and analyse the jaxpr."""
+"""Prove a traced step: what it declares the same on every tower is the same."""
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from towerjax.data.shard import batch_signature
-from towerjax.mesh.placement import Placement, TowerAxes
+from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import findings, lints, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update, refuse_mapped
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
-from towerjax.towers.executors import over_devices, shapes_of, trace_one_tower
+from towerjax.step.trace import Traced
+from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.on_towers import OnTowers
-from towerjax.towers.parts import shards_of
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key
 from towerjax.types.leaves import has_tracers
-
-Run: TypeAlias = Callable[..., PyTree]
-"""``(pass, *args) -> results``: runs a pass on all devices, on global values."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A step before it is compiled, with the layouts of what it takes and returns."""
-
-    fn: Callable[..., PyTree]  # (run, *args) -> results; runs its passes by ``run``
-    in_layouts: dict[str, PyTree]  # a prefix tree for each argument
-    out_layouts: PyTree  # a prefix tree
-    donate: bool  # whether results may take over the first argument's buffers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,99 +34,29 @@ class Proof:
     unmasked: Callable[[], list[str]]
 
 
-def prove(recipe: Recipe, placement: Placement, args: tuple[PyTree, ...]) -> Proof:
+def prove(traced: Traced) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
-    return Proving(placement, on_devices=False).prove(recipe, args)
+    passes = [x for one in traced.passes for x in (one.weights, one) if x is not None]
+    proofs = [
+        _prove_pass(x.one, x.args, x.towers) for x in passes
+    ] + traced.engine.proofs
+    if traced.engine.passes:
+        place = traced.engine.strategy.placement
+        counts = place.num_towers, len(place.devices)
+        prove_update(traced.finish, place.axis_name, *counts)
+    if traced.update_in_parts:
+        refuse_mapped(traced.finish)
+    analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
+    return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
 
 
-class Proving:
-    """Runs the passes of a step; proves each the first time that it runs."""
-
-    def __init__(self, placement: Placement, *, on_devices: bool) -> None:
-        self._placement, self._on_devices = placement, on_devices
-        self._proved: dict[Any, tuple[Proof, OnTowers]] = {}
-
-    def prove(self, recipe: Recipe, args: tuple[PyTree, ...]) -> Proof:
-        """The proof of a step without its devices; passes are proved once."""
-        absent = Proving(self._placement, on_devices=False)
-        absent._proved = self._proved
-        step = functools.partial(recipe.fn, absent)
-        return self.proof(jax.make_jaxpr(step)(*shapes_of(args)))
-
-    def __call__(self, one: Pass, *args: PyTree) -> PyTree:
-        """The pass's results, as global values."""
-        shapes = shapes_of(args)
-        key = one, batch_signature(shapes)
-        if key not in self._proved:
-            self._proved[key] = _prove_pass(one, shapes, self._placement)
-            if not self._on_devices:
-                self._proved[key][1].rehearse(shapes)
-        _, towers = self._proved[key]
-        if not self._on_devices:
-            return _zeros(towers.out, one.out_layouts, self._placement.num_towers)
-        shards = one.shards(args, towers.out)
-        return towers.run(one.out_layouts, args, shards=shards)
-
-    def in_parts(
-        self,
-        fn: Callable[..., PyTree],
-        params: PyTree,
-        given: PyTree,
-        taken: PyTree,
-        wanted: PyTree,
-    ) -> Callable[..., PyTree]:
-        """A function of global values, run by each device on its parts of them.
-
-        ``given`` and ``wanted`` are prefix trees of the layouts of its arguments and
-        results, ``taken`` of whole arguments of which it uses parts. Elements are
-        computed of parts, everything else of whole values, in the order of one device.
-        """
-        place = self._placement
-        if place.num_devices == 1:
-            return fn
-
-        def run(*args: PyTree) -> PyTree:
-            traced, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-            refuse_mapped(traced)
-            if not self._on_devices:
-                return fn(*args)
-            how: Any = {"params": params, "taken": taken, "exact": True}
-            shards = shards_of(place, (args, given), (out, wanted), **how)
-            layouts = [Layout.MIRRORED] * len(args), Layout.MIRRORED
-            return over_devices(fn, place, *layouts, shards=shards)(*args)
-
-        return run
-
-    def proof(self, step: Any) -> Proof:
-        """The proof of all passes so far, and of the update in the ``step``'s jaxpr."""
-        place = self._placement
-        prove_update(step, place.axis_name, place.num_towers, len(place.devices))
-        proofs = [proof for proof, _ in self._proved.values()]
-        analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
-        return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
-
-
-def _zeros(out: PyTree, layouts: PyTree, num_towers: int) -> PyTree:
-    """Values of the shapes that a pass's results have in the global view."""
-
-    def zeros(layout: Layout, x: Any) -> jax.Array:
-        if layout is Layout.MIRRORED:
-            return jnp.zeros_like(x)
-        return jnp.zeros((x.shape[0] * num_towers, *x.shape[1:]), x.dtype)
-
-    return jax.tree.map(zeros, jax.tree.broadcast(layouts, out), out)
-
-
-def _prove_pass(
-    one: Pass, args: PyTree, placement: Placement
-) -> tuple[Proof, OnTowers]:
-    """Trace a pass on all towers, and prove what it declares mirrored."""
+def _prove_pass(one: Pass, args: PyTree, towers: OnTowers) -> Proof:
+    """Prove what a pass declares mirrored."""
+    placement = one.strategy.placement
     inputs = _names_where(PassArgs._fields, one.in_layouts, args, mirrored=False)
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
     is_free = placement.num_towers == 1 and one.of_state
-    given = one.on_device, placement, one.in_layouts, args, inputs
-    towers = OnTowers(*given, is_free=is_free)
-    found, body = towers.found, towers.jaxpr
+    found, body = towers.analyse(inputs, is_free=is_free), towers.jaxpr
     # The leaves of what towers return have names of their own.
     parts = ("", *PassResult._fields[1:])
     outputs = _names_where(parts, one.out_layouts, towers.out, mirrored=True)
@@ -161,7 +76,7 @@ def _prove_pass(
     proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
-    return proof, towers
+    return proof
 
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:

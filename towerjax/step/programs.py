@@ -1,148 +1,30 @@
-"""Prove and compile a step once for each kind of batch, and call its program."""
+"""The programs of a step: made once for each kind of batch, and called."""
 
-import contextlib
 import dataclasses
 import functools
-import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 
 from towerjax.collectives.reduce import take_first
 from towerjax.collectives.sparse_rows import dense_shape, is_sparse
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature, batch_signature, explain_change
 from towerjax.mesh.devices import bound_in_flight
-from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
-from towerjax.step.proving import Proof, Proving, Recipe
+from towerjax.step.compile import Program, compile_step, inline
+from towerjax.step.engine import Engine
+from towerjax.step.prove import Proof
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import key_data, like_key, listed
+from towerjax.types.leaves import key_data, like_key
 from towerjax.types.warning import warn
 
 _MOST_PROGRAMS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled step: the executable, proof, recipe, trace, and how long it took."""
-
-    call: Any
-    proof: Proof
-    recipe: Recipe
-    jaxpr: Jaxpr
-    seconds: float
-    is_full: bool  # whether it takes all rows for examples
-
-
-def prepare(
-    recipe: Recipe,
-    placement: Placement,
-    args: tuple[PyTree, ...],
-    *,
-    full_rows: int | None = None,
-) -> tuple[Proof, Callable[[], Program]]:
-    """The proof of the step, and a function that compiles it.
-
-    With ``full_rows`` it is for so many rows of each tower, all of them examples.
-    """
-    _require_jit()
-    start = time.perf_counter()
-    proving = Proving(placement, on_devices=True)
-    given = dict(zip(recipe.in_layouts, args, strict=True))
-    pairs, params = recipe.in_layouts.items(), given["state"]["params"]
-    ins = {name: placement.shardings(x, given[name], params) for name, x in pairs}
-    fn = functools.partial(recipe.fn, proving)
-    jitted = jax.jit(
-        fn if full_rows is None else _with_full_rows(fn, [*given], full_rows),
-        in_shardings=tuple(ins.values()),
-        out_shardings=_out_shardings(recipe, placement, ins["state"]),
-        donate_argnums=(0,) if recipe.donate else (),
-    )
-    with _collector_paused():
-        traced = jitted.trace(*executors.shapes_of(args))
-    _refuse_stored_tracers(traced)
-    proof = proving.proof(traced.jaxpr)
-
-    def compile_it() -> Program:
-        with _collector_paused():
-            lowered = executors.lower_on_devices(traced, placement)
-        if placement.num_processes > 1:
-            require_same(
-                "The step's program",
-                executors.fingerprint_of_program(traced, lowered),
-                "Loss, optimizer with its numbers, options and what functions close"
-                " over must be the same on all.",
-            )
-        # An interrupt inside the compiler can kill the process (JAX 0.10).
-        guard = InterruptGuard()
-        with guard.installed(), guard:
-            compiled = executors.compile_on_devices(lowered, placement)
-        seconds = time.perf_counter() - start
-        jaxpr = traced.jaxpr.jaxpr
-        is_full = full_rows is not None
-        return Program(compiled, proof, recipe, jaxpr, seconds, is_full)
-
-    return proof, compile_it
-
-
-@contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pause Python's collector of cycles: a trace makes many objects, which all stay.
-
-    It would look through all modules' objects for their sake, a tenth of a first call.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _with_full_rows(
-    fn: functools.partial[PyTree], names: list[str], full_rows: int
-) -> Callable[..., PyTree]:
-    """The function with constant counts, from which XLA sees that all weights are 1."""
-    at = names.index("num_valid")
-
-    @functools.wraps(fn.func)
-    def run(*args: PyTree) -> PyTree:
-        counts = jnp.full_like(args[at], full_rows)
-        return fn(*args[:at], counts, *args[at + 1 :])
-
-    run.__wrapped__ = fn  # whose parameters name the program's
-    return run
-
-
-def _out_shardings(recipe: Recipe, placement: Placement, of_state: PyTree) -> PyTree:
-    """The shardings of the results; the next state has those of the state."""
-    state = recipe.in_layouts["state"]
-    return jax.tree.map(
-        lambda x: of_state if x is state else placement.sharding(x),
-        recipe.out_layouts,
-        is_leaf=lambda x: x is state,
-    )
-
-
-def _require_jit() -> None:
-    """Raise under ``jax.disable_jit``, in which nothing can be compiled."""
-    config: Any = jax.config  # whose options are not in the stub
-    if config.jax_disable_jit:
-        raise ValueError(
-            "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
-            " see values write jax.debug.print('{}', x) in a tower function, and to"
-            " stop there in a debugger jax.debug.breakpoint()."
-        )
 
 
 def admit(
@@ -182,28 +64,46 @@ def _shape_over_towers(x: Any, towers: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Runner:
-    """The programs of a step: compiles one for each kind of batch, and calls it."""
+class Programs:
+    """The programs of an engine: makes one for each kind of batch, and calls it."""
 
-    recipe: Recipe
+    engine: Any  # an `Engine`, or what makes one for arguments of given shapes
     placement: Placement
     max_programs: int | None
     leaves_out_weights: bool  # where nothing is padded
-    # A copy that ``dataclasses.replace`` makes has none yet; `admit` reads ``_seen``.
-    programs: dict[Any, Program] = dataclasses.field(default_factory=dict, init=False)
-    _seen: list[Signature] = dataclasses.field(default_factory=list, init=False)
+    # What of the engine is run: all, or by `Engine.flagging` the towers alone.
+    change: Callable[[Engine], Engine] | None = None
+    # A copy that ``dataclasses.replace`` makes has none yet.
+    made: dict[Any, Program] = dataclasses.field(default_factory=dict, init=False)
+    # By what else than the batch tells programs apart: the batches so far.
+    _seen: dict[Any, list[Signature]] = dataclasses.field(
+        default_factory=dict, init=False
+    )
 
     @functools.cached_property
     def _on_cpus(self) -> bool:
         return self.placement.platform == "cpu" and len(self.placement.devices) > 1
 
-    def program(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Program:
+    @property
+    def last(self) -> Program | None:
+        """The program that was made last; None before any."""
+        return next(reversed(self.made.values()), None)
+
+    def known(self, batch: PlacedBatch, kind: Any) -> Program | None:
+        """The program for such a batch, if it is made."""
+        return self.made.get((batch.signature, len(batch.args), kind))
+
+    def program(
+        self, first: tuple[PyTree, ...], batch: PlacedBatch, kind: Any = None
+    ) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
-        program = self.programs.get(batch.signature)
+        key = batch.signature, len(batch.args), kind
+        program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
             refuse_unread_weight(batch, program.proof)
             return program
-        signature = admit(batch, self._seen, self.max_programs)
+        seen = self._seen.setdefault((batch.num_steps, kind), [])
+        signature = admit(batch, seen, self.max_programs)
         if self.placement.num_processes > 1:
             require_same(
                 "The global batch",
@@ -212,36 +112,33 @@ class Runner:
                 " towers' part. Give the input one seed, or feed each process a part of"
                 " its own with strategy.distribute_dataset(lambda context: ...).",
             )
-        args = (*first, *batch.args)
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
-        full_rows = batch.rows if is_full else None
-        proof, compile_it = prepare(
-            self.recipe, self.placement, args, full_rows=full_rows
-        )
-        refuse_unread_weight(batch, proof)
-        if signature not in self._seen:
-            self._seen.append(signature)
-        self.programs[batch.signature] = program = compile_it()
-        return program
+        how: Any = {"full_rows": batch.rows if is_full else None}
+        how["change"] = self.change
+        how["check"] = functools.partial(refuse_unread_weight, batch)
+        args = (*first, *batch.args)
+        self.made[key] = compile_step(self.engine, self.placement, args, **how)
+        if signature not in seen:
+            seen.append(signature)
+        return self.made[key]
 
     def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results in a trace, as a part of another program."""
-        _refuse_devices_in_tower(self.placement)
-        run = Proving(self.placement, on_devices=True)
-        args = (*first, *batch.args)
-        out = self.recipe.fn(run, *args)
-        refuse_unread_weight(batch, run.prove(self.recipe, args))
+        out, proof = inline(self.engine, self.placement, (*first, *batch.args))
+        refuse_unread_weight(batch, proof)
         return out
 
-    def __call__(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
-        """The results of the program for this batch."""
-        program, batch = self.program(first, batch), send_shared(batch)
-        if self.recipe.donate and self._on_cpus:
+    def __call__(
+        self, program: Program, first: tuple[PyTree, ...], batch: PlacedBatch
+    ) -> Any:
+        """The results of one of the programs for this batch."""
+        batch, donates = send_shared(batch), program.engine.donate
+        if donates and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
             out = program.call(*first, *batch.args)
         except (RuntimeError, ValueError):
-            known = self._on_cpus or not self.recipe.donate
+            known = self._on_cpus or not donates
             donated = () if known else jax.tree.leaves(first[0])
             # If all are deleted, the devices failed after they had taken the state.
             if not all(x.is_deleted() for x in donated):
@@ -258,17 +155,6 @@ class Runner:
         if self._on_cpus:  # the next call may donate out[0]
             bound_in_flight(self.placement.devices, *out[1:], out[0])
         return out
-
-
-def _refuse_devices_in_tower(placement: Placement) -> None:
-    """Raise if a step of several devices is traced in a tower, which has one."""
-    if placement.num_devices > 1 and executors.is_inside_tower():
-        raise ValueError(
-            f"A step of {placement.num_devices} devices is called in a tower, which"
-            " runs on one device. Build the inner step for one,"
-            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
-            f"{placement.num_towers}); it is given the tower's own rows."
-        )
 
 
 def send_shared(batch: PlacedBatch) -> PlacedBatch:
@@ -301,19 +187,6 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
     layout = Layout.MIRRORED
     first = executors.over_devices(of_device, placement, (layout,), layout)
     return jax.tree.map(like_key, first(jax.tree.map(key_data, values)), values)
-
-
-def _refuse_stored_tracers(traced: Any) -> None:
-    """Raise if a function of the step reads a tracer that another one has stored."""
-    found = traced.jaxpr.in_avals  # stored tracers come first, as further inputs
-    if kept := found[: len(found) - len(jax.tree.leaves(traced.in_avals))]:
-        raise ValueError(
-            "A value that one function of the step has computed,"
-            f" {listed(map(str, kept))}, is read by another from where it was put"
-            " aside, such as a global or an attribute. Return it from the tower, as"
-            " tj.Weighted, tj.Sum, tj.Rows or tj.PerTower: the next pass and update_fn"
-            " are given what was merged."
-        )
 
 
 def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:

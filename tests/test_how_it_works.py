@@ -1,0 +1,94 @@
+"""The page that follows a batch: a call goes by its stations, in its order."""
+
+import pathlib
+import re
+import sys
+
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+ROOT = pathlib.Path(tj.__file__).parent
+PAGE = ROOT.parent / "docs" / "how_it_works.md"
+FIRST_CALL_ALONE = "trace prove lower compile_on_devices".split()
+
+
+def stations():
+    """``[(name, file)]`` of the page's table."""
+    rows = re.findall(r"^\| \d+ \| `(.+?)` \| `(.+?)` \|", PAGE.read_text(), re.M)
+    assert len(rows) == 10
+    return rows
+
+
+def calls_of(fn):
+    """``(file, name)`` of each call in towerjax, in order."""
+    calls = []
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{ROOT}/"):
+            file = code.co_filename.removeprefix(f"{ROOT}/")
+            calls.append((file, code.co_qualname))
+
+    sys.setprofile(profile)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def calls():
+    def loss_fn(params, batch, tower):
+        errors = batch["x"] @ params["w"] - batch["y"]
+        return tj.Weighted.mean(errors**2, tower.weight)
+
+    strategy = tj.Mirrored(("cpu:0",), towers=2)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    states = [step.init({"w": np.zeros(3, np.float32)})]
+    batch = {"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}
+
+    def call():
+        states.append(step(states[-1], batch)[0])
+
+    first = calls_of(call)
+    call()
+    return first, calls_of(call)
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_call_goes_by_the_stations_in_their_order(calls, which):
+    found = calls[which == "second"]
+    wanted = [(file, name) for name, file in stations()]
+    if which == "second":
+        wanted = [x for x in wanted if x[1] not in FIRST_CALL_ALONE]
+    assert [x for x in dict.fromkeys(found) if x in wanted] == wanted
+
+
+def test_no_station_of_a_first_call_calls_another():
+    text = {}
+    for name in FIRST_CALL_ALONE[:3]:
+        [file] = [file for found, file in stations() if found == name]
+        body = (ROOT / file).read_text().partition(f"\ndef {name}(")[2]
+        text[name] = body.partition("\ndef ")[0]
+    for name, body in text.items():
+        others = [x for x in FIRST_CALL_ALONE if x != name]
+        assert not re.search(rf"(?<![.\w])({'|'.join(others)})\(", body), name
+
+
+def test_files_that_the_page_names_are_there():
+    files = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", PAGE.read_text())
+    assert len({*files}) >= 15
+    for file in files:
+        assert (ROOT / file).exists(), file
+
+
+def test_how_many_calls_a_step_takes(calls):
+    """Of Python, in towerjax; lines of comprehensions count too before 3.12."""
+    first, second = calls
+    assert len(second) <= 30, second
+    assert len(first) <= 10_500
+    assert len({file for file, _ in first}) <= 53

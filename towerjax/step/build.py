@@ -1,0 +1,101 @@
+"""`build_step`: a step of tower functions and of an update function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from towerjax.data.shard import Remainder
+from towerjax.step.engine import training_engine
+from towerjax.step.gradient import refusing_tangents
+from towerjax.step.next_state import Guard, OnNonfinite
+from towerjax.step.options import StepOptions
+from towerjax.step.policies import Trained
+from towerjax.step.state import TrainState
+from towerjax.step.step import Step
+from towerjax.towers.strategies import Strategy, check_roles, with_specs
+from towerjax.types import PyTree
+from towerjax.types.options import check_function
+
+
+def build_step(
+    tower_fn: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
+    update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    strategy: Strategy,
+    *,
+    micro_batches: int = 1,
+    remainder: Remainder = "error",
+    on_nonfinite: OnNonfinite = "raise",
+    guard: Guard = "loss",
+    donate: bool = True,
+    max_programs: int = 1,
+    audit: bool = False,
+    specs: Any = None,
+) -> Step:
+    """A step of your own: towers compute, what they return is merged, one update.
+
+    A leaf's type says how it is merged: ``Weighted`` and other metric states over
+    micro-batches and towers, divided once; ``Sum`` is added; ``Rows`` become the rows
+    of the global batch; ``PerTower`` and ``TowerLocal`` stay each tower's own, ``[T,
+    ...]``, and ``PerTower(Weighted(...))`` is merged over the tower's micro-batches; a
+    bare array is proved to be the same on every tower, or refused. Each pass is given
+    the merged result of the one before, rows included.
+
+    Args:
+      tower_fn: ``(state, batch, tower) -> tree`` of one tower and its own rows; or
+        several, ``(state, batch, tower, merged) -> tree`` from the second on.
+      update_fn: ``(state, merged) -> (state, metrics)``, once, of global values.
+        ``merged`` holds the types that towers returned: ``merged["grads"].value``;
+        ``metrics`` are a mapping of names to arrays or metric states. The step itself
+        adds 1 to ``state.step``. Of ``(state, metrics, fine)`` the state is taken as it
+        is, and where ``fine``, a bool, is False, ``on_nonfinite="raise"`` raises.
+      strategy: Which towers, where, and how they reduce.
+      micro_batches: As for `build_train_step`.
+      remainder: As for `build_train_step`.
+      on_nonfinite: As for `build_train_step`.
+      guard: What must be finite: ``"loss"`` is ``metrics["loss"]``, or all metrics
+        where none has that name; ``"gradients"`` is also every sum over towers, except
+        those under ``"metrics"``.
+      donate: As for `build_train_step`.
+      max_programs: As for `build_train_step`.
+      audit: As for `build_train_step`; every leaf of what towers return is compared.
+      specs: As for `build_train_step`.
+
+    Returns:
+      A `Step`.
+
+    Raises:
+      ValueError: An option has no such value, or a function takes other arguments.
+
+    Example:
+      >>> import dataclasses, numpy as np, towerjax as tj
+      >>> def loss_fn(w, batch, tower):
+      ...     return tj.Weighted.mean((w - batch) ** 2, tower.weight)
+      >>> def tower_fn(state, batch, tower):
+      ...     loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+      ...     return {"loss": loss, "grads": grads, "square": tj.Sum(grads.sum**2)}
+      >>> def update_fn(state, merged):
+      ...     params = state.params - 0.5 * merged["grads"].value
+      ...     metrics = {"loss": merged["loss"], "square": merged["square"]}
+      ...     return dataclasses.replace(state, params=params), metrics
+      >>> step = build_step(tower_fn, update_fn, tj.Mirrored(towers=2))
+      >>> state, metrics = step(step.init(0.0), np.array([1, 5], np.float32))
+      >>> float(state.params), float(metrics["loss"]), float(metrics["square"])
+      (3.0, 13.0, 104.0)
+    """
+    tower_fns = tuple(tower_fn) if isinstance(tower_fn, Sequence) else (tower_fn,)
+    first = next(iter(tower_fns), None)
+    check_roles("build_step", tower_fn=first, update_fn=update_fn, strategy=strategy)
+    for i, one in enumerate(tower_fns):
+        form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
+        check_function("tower_fn", one, form)
+    check_function("update_fn", update_fn, "update_fn(state, merged)")
+    fns = tuple(map(refusing_tangents, tower_fns))
+
+    def make(strategy: Strategy, options: StepOptions, **how: Any) -> Step:
+        # A step without examples is accepted: what it does, update_fn says.
+        of_passes: Any = {"rows_used_later": True, "needs_examples": False}
+        engine = training_engine(fns, update_fn, strategy, options, **of_passes)
+        return Step(engine, strategy, options, Trained(), remake=make, **how)
+
+    of_batch = micro_batches, remainder, on_nonfinite, guard
+    options = StepOptions(*of_batch, donate, max_programs, audit)
+    return make(with_specs(strategy, specs), options)

@@ -1,0 +1,244 @@
+"""From an engine to a program: trace, prove, lower, compile."""
+
+import contextlib
+import dataclasses
+import gc
+import inspect
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from towerjax.data.placer import BATCH_LAYOUT
+from towerjax.mesh.interrupt import InterruptGuard
+from towerjax.mesh.placement import Placement
+from towerjax.mesh.processes import require_same
+from towerjax.step.engine import Engine
+from towerjax.step.next_state import Outcome
+from towerjax.step.prove import Proof, prove
+from towerjax.step.trace import Traced, trace
+from towerjax.towers import executors
+from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step: the executable, proof, engine, and how long it took to make."""
+
+    call: Any
+    proof: Proof
+    engine: Engine
+    seconds: float
+    is_full: bool  # whether it takes all rows for examples
+
+
+def lower(
+    traced: Traced,
+    placement: Placement,
+    args: tuple[PyTree, ...],
+    *,
+    full_rows: int | None = None,
+) -> Any:
+    """The step lowered to its devices, for arguments of these shapes.
+
+    With ``full_rows`` it is for so many rows of each tower, all of them examples. A
+    fourth argument of a batch says how many of several stacked batches there are.
+    """
+    engine, several = traced.engine, len(args) > len(traced.engine.ins)
+    ins, outs = (_in_steps if several else _in_one_step)(engine)
+    given = dict(zip(ins, args, strict=True))
+    params = given["state"]["params"]
+    shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
+    run = _steps(traced) if several else traced
+    if full_rows is not None:
+        run = _with_full_rows(run, [*ins].index("num_valid"), full_rows)
+    state = ins["state"]
+    jitted = jax.jit(
+        _named("step", [*ins], run),
+        in_shardings=tuple(shardings.values()),
+        # The next state lies as the state does.
+        out_shardings=jax.tree.map(
+            lambda x: shardings["state"] if x is state else placement.sharding(x),
+            outs,
+            is_leaf=lambda x: x is state,
+        ),
+        donate_argnums=(0,) if engine.donate else (),
+    )
+    in_trace = jitted.trace(*args)
+    lowered = executors.lower_on_devices(in_trace, placement)
+    if placement.num_processes > 1:
+        require_same(
+            "The step's program",
+            executors.fingerprint_of_program(in_trace, lowered),
+            "Loss, optimizer with its numbers, options and what functions close"
+            " over must be the same on all.",
+        )
+    return lowered
+
+
+def compile_step(
+    engine: Engine,
+    placement: Placement,
+    args: tuple[PyTree, ...],
+    *,
+    full_rows: int | None = None,
+    change: Callable[[Engine], Engine] | None = None,
+    check: Callable[[Proof], None] | None = None,
+) -> Program:
+    """Trace, prove, lower and compile the step; ``check`` may refuse its proof."""
+    _require_jit()
+    start, args = time.perf_counter(), executors.shapes_of(args)
+    one_step = _of_one_step(args)
+    with _collector_paused():
+        engine = engine.at(one_step)
+        traced = trace(engine if change is None else change(engine), one_step)
+        _refuse_stored_tracers(traced)
+        proof = prove(traced)
+    if check is not None:
+        check(proof)
+    with _collector_paused():
+        lowered = lower(traced, placement, args, full_rows=full_rows)
+    # An interrupt inside the compiler can kill the process (JAX 0.10).
+    guard = InterruptGuard()
+    with guard.installed(), guard:
+        compiled = executors.compile_on_devices(lowered, placement)
+    seconds = time.perf_counter() - start
+    return Program(compiled, proof, traced.engine, seconds, full_rows is not None)
+
+
+def inline(
+    engine: Engine, placement: Placement, args: tuple[PyTree, ...]
+) -> tuple[Any, Proof]:
+    """The results in a trace, as a part of another program; and their proof."""
+    _refuse_devices_in_tower(placement)
+    traced = trace(engine, args)
+    proof = prove(traced)
+    return traced(*args), proof
+
+
+def _named(
+    name: str, names: Sequence[str], fn: Callable[..., PyTree]
+) -> Callable[..., PyTree]:
+    """The function, with a name and those of its arguments for the program's text."""
+
+    def run(*args: PyTree) -> PyTree:
+        return fn(*args)
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind) for name in names]
+    run.__name__ = name
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pause Python's collector of cycles: a trace makes many objects, which all stay.
+
+    It would look through all modules' objects for their sake, a tenth of a first call.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _with_full_rows(
+    fn: Callable[..., PyTree], at: int, full_rows: int
+) -> Callable[..., PyTree]:
+    """The function with constant counts, from which XLA sees that all weights are 1."""
+
+    def run(*args: PyTree) -> PyTree:
+        counts = jnp.full_like(args[at], full_rows)
+        return fn(*args[:at], counts, *args[at + 1 :])
+
+    return run
+
+
+def _of_one_step(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+    """The arguments of one step, of those of one or of several."""
+    donated, kept, *batch = args
+    if len(batch) == len(BATCH_LAYOUT):
+        return args
+    first = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
+    return donated, kept, *jax.tree.map(first, batch[:-1])
+
+
+def _in_one_step(engine: Engine) -> tuple[dict[str, PyTree], PyTree]:
+    return engine.ins, engine.outs
+
+
+def _in_steps(engine: Engine) -> tuple[dict[str, PyTree], PyTree]:
+    """The layouts of a program of several steps."""
+    stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
+    ins = {**engine.ins, **stacked, "count": Layout.MIRRORED}
+    metrics = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER_STEPS}
+    return ins, engine.outs._replace(metrics=metrics)
+
+
+def _steps(traced: Traced) -> Callable[..., Outcome]:
+    """Up to ``K`` steps, of stacked batches, in one program."""
+
+    def run(donated: Any, kept: Any, *args: PyTree) -> Outcome:
+        *batches, count = args
+        size, (_, now, *shapes) = batches[1].shape[0], traced.out
+        now = {name: kept[name] for name in now}
+        rows = jax.tree.map(lambda s: jnp.zeros((size, *s.shape), s.dtype), shapes)
+
+        def body(i: jax.Array, done: Any) -> Any:
+            donated, now, rows = done
+            batch = jax.tree.map(lambda x: x[i], batches)
+            donated, now, *results = traced(donated, {**kept, **now}, *batch)
+            rows = jax.tree.map(
+                lambda all_rows, x: all_rows.at[i].set(x), rows, results
+            )
+            return donated, now, rows
+
+        # The count is a value and not a shape, so a shorter last call compiles nothing.
+        donated, now, rows = lax.fori_loop(0, count, body, (donated, now, rows))
+        return Outcome(donated, now, *rows)
+
+    return run
+
+
+def _require_jit() -> None:
+    """Raise under ``jax.disable_jit``, in which nothing can be compiled."""
+    config: Any = jax.config  # whose options are not in the stub
+    if config.jax_disable_jit:
+        raise ValueError(
+            "A step is one compiled program, and jax_disable_jit is set. Unset it; to"
+            " see values write jax.debug.print('{}', x) in a tower function, and to"
+            " stop there in a debugger jax.debug.breakpoint()."
+        )
+
+
+def _refuse_stored_tracers(traced: Traced) -> None:
+    """Raise if a function of the step reads a tracer that another one has stored."""
+    consts = [one.towers.jaxpr.consts for one in traced.passes], traced.finish.consts
+    if kept := [x for x in jax.tree.leaves(consts) if isinstance(x, Tracer)]:
+        raise ValueError(
+            "A value that one function of the step has computed,"
+            f" {listed([str(x.aval) for x in kept])}, is read by another from where it"
+            " was put aside, such as a global or an attribute. Return it from the"
+            " tower, as tj.Weighted, tj.Sum, tj.Rows or tj.PerTower: the next pass and"
+            " update_fn are given what was merged."
+        )
+
+
+def _refuse_devices_in_tower(placement: Placement) -> None:
+    """Raise if a step of several devices is traced in a tower, which has one."""
+    if placement.num_devices > 1 and executors.is_inside_tower():
+        raise ValueError(
+            f"A step of {placement.num_devices} devices is called in a tower, which"
+            " runs on one device. Build the inner step for one,"
+            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
+            f"{placement.num_towers}); it is given the tower's own rows."
+        )

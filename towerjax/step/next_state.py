@@ -1,0 +1,186 @@
+"""From what passes merged: the next state, its metrics, and whether it is accepted."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from towerjax.collectives.packing import all_finite
+from towerjax.metrics.state import compute, has_value
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.proof.findings import ReplicationError
+from towerjax.step.one_pass import PassResult
+from towerjax.step.returned import trees_of
+from towerjax.step.state import TrainState, split_state
+from towerjax.step.update import check_types
+from towerjax.towers.executors import vmap_members
+from towerjax.types import PerTower
+from towerjax.types.leaves import is_key
+
+OnNonfinite = Literal["raise", "skip", "ignore"]
+Guard = Literal["loss", "gradients"]
+
+
+class Outcome(NamedTuple):
+    """What a training step returns; or the layouts of this."""
+
+    donated: Any  # the donated fields of the next state
+    now: Any  # its other fields, those that changed
+    metrics: Any  # {"one": values, "own": one value for each tower}
+    finite: Any = None  # whether the guarded values were; None where the loss says so
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NextState:
+    """What a training step does once its towers have run: one update, and its guard."""
+
+    # (state, merged) -> (state, metrics), of global values; an update that guards
+    # itself also returns whether all was finite. ``merged`` is of the last pass.
+    update_fn: Callable[[TrainState, Any], tuple[Any, ...]]
+    on_nonfinite: OnNonfinite
+    # Whether ``merged`` is a list, of all passes.
+    keeps_all: bool = False
+    # Whether a step with a loss of weight 0 is refused.
+    needs_examples: bool = True
+    # merged -> means that guard the step besides the loss.
+    other_losses: Callable[[Any], Sequence[Weighted]] | None = None
+
+    def __call__(
+        self,
+        donated: dict[str, Any],
+        kept: dict[str, Any],
+        results: Sequence[PassResult],
+    ) -> tuple[Any, Any, Any]:
+        """``(accepted, donated, rest)``, of which an `Outcome` is made."""
+        trees = trees_of(results)
+        merged = trees if self.keeps_all else trees[-1]
+        before = TrainState(**donated, **kept)
+        with _explain_errors(before):
+            updated = self.update_fn(before, merged)
+        after, metrics, *told = _check_update(before, updated)
+        others = self.other_losses(merged) if self.other_losses else ()
+        values, has_examples, is_fine = _evaluate_metrics(metrics, others)
+        finite = [x.finite for x in results if x.finite is not None]
+        is_fine = functools.reduce(jnp.logical_and, finite, is_fine)
+        accepted = is_fine & (has_examples | (not self.needs_examples))
+        by_loss = "loss" in values and not (values["loss"].ndim or finite or others)
+        if told:
+            [is_fine], by_loss = told, False
+        if told or self.on_nonfinite == "ignore":
+            accepted = True
+        donated, now = split_state(after)
+        now = {
+            name: jnp.where(accepted, x, kept[name])
+            for name, x in now.items()
+            if x is not kept[name]
+        }
+        now["step"] = kept["step"] + 1
+        apart: dict[str, dict[str, Any]] = {"one": {}, "own": {}}
+        for name, x in values.items():
+            is_own = isinstance(metrics[name], PerTower)
+            apart["own" if is_own else "one"][name] = x
+        return accepted, donated, (now, apart, None if by_loss else is_fine)
+
+
+_UPDATE = (
+    "update_fn, and give step.init(params, opt_state=..., extra=...) what it keeps"
+    " there; a gradient is at least float32, of narrower parameters take"
+    " optax.tree.cast_like(grads, state.params)"
+)
+
+
+def _check_update(before: TrainState, updated: Any) -> tuple[Any, ...]:
+    """The next state, the metrics and more that ``update_fn`` returned, checked."""
+    given: Any = updated if isinstance(updated, tuple) else (updated,)
+    kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
+    fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))
+    if not fits or any(x.shape or x.dtype != bool for x in given[2:]):
+        raise ValueError(
+            f"update_fn returned {', '.join(type(x).__name__ for x in given)}, but it"
+            " returns (state, metrics), such as (dataclasses.replace(state,"
+            " params=...), {'loss': merged['loss']}); an update that refuses by itself"
+            " what is not finite also returns whether all was, a bool ()."
+        )
+    after, metrics, *told = given
+    for field in dataclasses.fields(TrainState):
+        was, now = getattr(before, field.name), getattr(after, field.name)
+        if now is not was:
+            now = check_types(was, now, f"state.{field.name}", _UPDATE)
+            after = dataclasses.replace(after, **{field.name: now})
+    return after, dict(metrics), *told
+
+
+def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """The user's metrics, joined with those that the step adds."""
+    if both := sorted(metrics.keys() & more.keys()):
+        raise ValueError(
+            f"metrics[{both[0]!r}] is a name of a term of the loss; give yours another."
+        )
+    return metrics | more
+
+
+def _evaluate_metrics(
+    metrics: dict[str, Any], others: Sequence[Weighted]
+) -> tuple[dict[str, Any], Any, jax.Array]:
+    """Values, whether there are examples, and whether what is guarded is finite."""
+    values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
+    loss = metrics.get("loss")
+    has_examples = jnp.bool_(True)
+    terms = loss.terms if isinstance(loss, Means) else (loss,)
+    terms = [term for term in terms if isinstance(term, Weighted)]
+    for term in terms:
+        # Weight 0 gives the value 0: a sum that is not finite must still show.
+        values["loss"] = jnp.where(jnp.isfinite(term.sum), values["loss"], term.sum)
+    if terms:
+        guarded = [*terms, *others]
+        has_examples = sum(jnp.sum(term.weight) for term in guarded) != 0
+    looked_at = values["loss"] if "loss" in values else values
+    return values, has_examples, all_finite((looked_at, [x.sum for x in others]))
+
+
+def _value_of_metric(name: str, x: Any) -> Any:
+    value = compute(x) if has_value(x) else x
+    if isinstance(x, PerTower):
+        value = vmap_members(compute)(x.values) if has_value(x.values) else x.values
+    if is_key(value) or not (hasattr(value, "dtype") or isinstance(value, int | float)):
+        kind = "random key" if is_key(value) else type(value).__name__
+        raise ValueError(
+            f"metrics[{name!r}] is a {kind}. A metric of a step is one array of numbers"
+            " or one state of one array, tj.Sum or tj.PerTower: make one of each part;"
+            " of tj.Rows pass the .value, [B, ...], padded rows included."
+        )
+    return jnp.asarray(value)
+
+
+@contextlib.contextmanager
+def _explain_errors(before: TrainState) -> Iterator[None]:
+    """Explain errors of ``update_fn``: a collective, a merged value, no `opt_state`."""
+    try:
+        yield
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ReplicationError(
+            f"The update communicates: {error}. It runs once, of what the towers add up"
+            " to: leave the collective out."
+        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        if re.search(r"\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
+            error.add_note(
+                "merged holds the types that towers returned; their numbers are"
+                " merged[...].value, such as merged['grads'].value."
+            )
+        at = traceback.extract_tb(error.__traceback__)[-1].filename
+        is_empty = isinstance(before.opt_state, tuple) and not before.opt_state
+        if is_empty and "optax" in at:
+            error.add_note(
+                "state.opt_state is empty: begin with step.init(params,"
+                " opt_state=optimizer.init(params))."
+            )
+        raise

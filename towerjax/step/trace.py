@@ -1,0 +1,177 @@
+"""Trace a step: the passes of its towers and then its update, each once."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax import lax
+
+from towerjax.metrics.weighted import UnknownWeights
+from towerjax.step.engine import Engine
+from towerjax.step.next_state import Outcome
+from towerjax.step.one_pass import Pass, PassResult
+from towerjax.step.state import split_state, state_layout
+from towerjax.step.update import accept
+from towerjax.towers.executors import over_devices, shapes_of
+from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.parts import shards_of
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PerTower, PyTree, Rows
+from towerjax.types.leaves import map_parts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedPass:
+    """A pass: one tower's program, which is what all towers run."""
+
+    one: Pass
+    args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
+    towers: OnTowers
+    weights: "TracedPass | None" = None  # of a loss of several means, run before it
+
+    @property
+    def out(self) -> PassResult:
+        """The shapes of its results, as global values."""
+        count = self.one.strategy.num_towers
+
+        def of(layout: Layout, x: Any) -> Any:
+            if layout is Layout.MIRRORED:
+                return x
+            return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
+
+        found = self.towers.out
+        return jax.tree.map(of, jax.tree.broadcast(self.one.out_layouts, found), found)
+
+    def run(self, args: tuple[PyTree, ...]) -> PassResult:
+        """The results, of and as global values."""
+        if self.weights is not None:
+            args = _with_weights(args, self.weights.run(args))
+        shards = self.one.shards(args, self.towers.out)
+        return self.towers.run(self.one.out_layouts, args, shards=shards)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced step; called, it is a JAX function of global values."""
+
+    engine: Engine
+    passes: tuple[TracedPass, ...]
+    finish: Any  # the jaxpr of the engine's ``finish``
+    shapes: PyTree  # those of its results
+
+    @property
+    def out(self) -> PyTree:
+        """The shapes of the step's results."""
+        return _outcome(*self.shapes[1:]) if self.engine.accepts else self.shapes
+
+    @property
+    def update_in_parts(self) -> bool:
+        """Whether each device updates its parts, in the order of one device."""
+        if not self.engine.accepts:
+            return False
+        how = self.engine.strategy
+        is_exact = how.state == "sharded" and how.cross_tower_ops.needs_every_tower
+        return is_exact and how.placement.num_devices > 1
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """The results for ``(donated, kept, *batch)``, global values."""
+        engine, passes = self.engine, iter(self.passes)
+
+        def call(one: Pass, given: tuple[PyTree, ...]) -> PassResult:
+            out = next(passes).run(given)
+            return _pinned(one, out) if engine.goes_on else out
+
+        given = *args[:2], engine.run(call, args) if engine.passes else args[2:]
+        if not engine.accepts:
+            leaves = jax.tree.leaves(given)
+            out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
+            return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
+        if not self.update_in_parts:
+            return self._update(*given)
+        params = args[0]["params"]
+        layouts = _layouts(engine, params, given[2])
+        place = engine.strategy.placement
+        how: Any = {"params": params, "taken": layouts[1], "exact": True}
+        parts = (given, layouts[0]), (self.out, layouts[2])
+        shards = shards_of(place, *parts, **how)
+        whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
+        return over_devices(self._update, place, *whole, shards=shards)(*given)
+
+    def _update(self, *given: PyTree) -> Outcome:
+        return _outcome(*accept(self.finish, self.shapes, *given))
+
+
+def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
+    """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
+    engine, args = engine.at(args), shapes_of(tuple(args))
+    passes: list[TracedPass] = []
+
+    def call(one: Pass, given: tuple[PyTree, ...]) -> PassResult:
+        passes.append(_trace_pass(one, given))
+        return passes[-1].out
+
+    given = *args[:2], engine.run(call, args) if engine.passes else args[2:]
+    closed, shapes = jax.make_jaxpr(engine.finish, return_shape=True)(*given)
+    return Traced(engine, tuple(passes), closed, shapes)
+
+
+def _trace_pass(one: Pass, args: tuple[PyTree, ...]) -> TracedPass:
+    """Trace a pass; for a loss of several means first a pass for its weights alone."""
+    try:
+        placement = one.strategy.placement
+        towers = OnTowers(one.on_device, placement, one.in_layouts, args)
+        return TracedPass(one, args, towers)
+    except UnknownWeights:
+        weights = _trace_pass(one.for_weights, args)
+        found = _trace_pass(one.with_weights, _with_weights(args, weights.out))
+        return dataclasses.replace(found, weights=weights)
+
+
+def _with_weights(args: tuple[PyTree, ...], out: PassResult) -> tuple[PyTree, ...]:
+    """A pass's arguments, with what the pass for its weights has merged."""
+    *others, merged = args
+    return (*others, (*merged, out.merged[0]))
+
+
+def _outcome(donated: PyTree, rest: tuple[Any, Any, Any]) -> Outcome:
+    return Outcome(donated, *rest)
+
+
+def _pinned(one: Pass, out: PassResult) -> PassResult:
+    """Constrain the results of a pass, so that with `PinnedTree` bits are the same.
+
+    XLA would add up rows that are split over devices in an order that depends on their
+    number, so rows are gathered first. The barrier keeps XLA from fusing what follows
+    with what came before, which differs with the number of devices.
+    """
+    placement = one.strategy.placement
+    if not (placement.axes.in_turn and one.strategy.cross_tower_ops.needs_every_tower):
+        return out
+    mirrored = placement.sharding(Layout.MIRRORED)
+    on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
+    parts = lax.optimization_barrier((out.merged, map_parts(Rows, on_all, out.own)))
+    return out._replace(merged=parts[0], own=parts[1])
+
+
+def _layouts(
+    engine: Engine, params: PyTree, results: PyTree
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Those of an update: what it is given, takes parts of, and returns."""
+    donated, kept = split_state(state_layout(engine.strategy))
+    one, own = Layout.MIRRORED, Layout.PER_TOWER
+    shapes = {x.shape for x in jax.tree.leaves(params)}
+
+    def layouts(own: Layout, split: Layout) -> PyTree:
+        def of(x: Any) -> Layout:
+            if isinstance(x, PerTower | TowerLocal):
+                return own
+            return split if x.shape in shapes else one
+
+        is_own = lambda x: isinstance(x, PerTower | TowerLocal)  # noqa: E731
+        return jax.tree.map(of, results, is_leaf=is_own)
+
+    given, taken = layouts(own, one), layouts(one, Layout.SHARDED)
+    return (donated, kept, given), (one, one, taken), engine.outs
