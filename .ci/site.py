@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,23 @@ def home(readme: str) -> str:
 def for_the_site(text: str) -> str:
     """A page without what its programs are marked with, and with links that stay in."""
     text = re.sub(r"^```python run\b.*$", "```python", text, flags=re.MULTILINE)
+    text = with_examples(text)
     return re.sub(r"(?<=\]\()[^)\s]+(?=\))", lambda link: inside(link[0]), text)
+
+
+def with_examples(text: str) -> str:
+    """A page with the examples that it names, each folded below its paragraph."""
+    parts, shown, is_code = [], set(), False
+    for part in text.split("\n\n"):
+        parts.append(part)
+        is_code ^= part.count("```") % 2 == 1
+        is_prose = not is_code and "```" not in part and not part.startswith("|")
+        found = re.findall(r"`(examples/\w+\.py)`", part) if is_prose else []
+        for name in [x for x in dict.fromkeys(found) if x not in shown]:
+            block = _block("python", (ROOT / name).read_text())
+            parts += [f'??? example "{name}"', textwrap.indent(block, "    ")]
+            shown.add(name)
+    return "\n\n".join(parts)
 
 
 def of_notebook(text: str) -> str:

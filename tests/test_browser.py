@@ -17,6 +17,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 MEASURE = """async () => {
   await new Promise(requestAnimationFrame);  // the menu moves aside
   await Promise.all(document.getAnimations().map(x => x.finished));
+  document.querySelectorAll("details").forEach(x => { x.open = true; });
   const code = document.querySelectorAll("article .highlight:not(.language-text) code");
   return {
     over: document.documentElement.scrollWidth - window.innerWidth,

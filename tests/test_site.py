@@ -116,6 +116,21 @@ def test_a_link_out_of_docs_stays_on_the_site():
     assert site.inside("how_to/text.md") == "how_to/text.md"
 
 
+def test_an_example_is_folded_below_what_names_it():
+    text = "One.\n\nSee `examples/ftrl.py`,\nand it again.\n\n`examples/ftrl.py`: x."
+    code = (ROOT / "examples" / "ftrl.py").read_text()
+    one, see, head, rest = site.with_examples(text).split("\n\n", 3)
+    assert (one, see) == ("One.", "See `examples/ftrl.py`,\nand it again.")
+    assert head == '??? example "examples/ftrl.py"'
+    block, _, last = rest.rpartition("\n\n")
+    assert last == "`examples/ftrl.py`: x."
+    fence, *lines, end = [line.removeprefix("    ") for line in block.splitlines()]
+    assert (fence, end) == ("````python", "````")
+    assert "\n".join(lines) + "\n" == code
+    for kept in ("```sh\nx\n\nf `examples/ftrl.py`\n```", "| `examples/ftrl.py` |\n"):
+        assert site.with_examples(kept) == kept
+
+
 def test_a_notebook_is_a_page():
     def cell(kind, text, *outputs):
         return {"cell_type": kind, "source": [text], "outputs": list(outputs)}
