@@ -190,6 +190,7 @@ def test_a_score_at_a_threshold_is_not_above_it():
     recalls, wrong = found(yes, score)
     assert recalls.tolist() == [0.5, 0.5, 0]
     assert float(wrong) == 0
+    m.auc(yes, score, thresholds=[0.0, 1.0])  # the ends are thresholds too
     with jax.enable_x64(True):  # in float64 the float32 next to 0.1 is above it
         tenth = np.full(3, 0.1, np.float32)
         wrong = m.false_positives(yes, tenth, threshold=np.float64(0.1)).compute()
