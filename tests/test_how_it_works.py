@@ -1,5 +1,7 @@
 """The page that follows a batch: a call goes by its stations, in its order."""
 
+import ast
+import collections
 import pathlib
 import re
 import sys
@@ -77,6 +79,26 @@ def test_no_station_of_a_first_call_calls_another():
     for name, body in text.items():
         others = [x for x in FIRST_CALL_ALONE if x != name]
         assert not re.search(rf"(?<![.\w])({'|'.join(others)})\(", body), name
+
+
+CONCEPTS = PAGE.parent / "concepts.md"
+
+
+# Classes that there were beside the twelve, and what they do now is one of them.
+GONE = """Caller CompiledStep Findings InferenceStep MembersStep ModelStep
+    ModelTrainStep Proving Recipe Run Runner TrainStep""".split()
+
+
+def test_each_noun_of_the_source_is_one_class_in_its_file():
+    rows = re.findall(r"^\| `(\w+)` \| `(.+?\.py)` \|", CONCEPTS.read_text(), re.M)
+    assert len(rows) == 12
+    owners = collections.defaultdict(list)
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                owners[node.name.strip("_")].append(path.relative_to(ROOT).as_posix())
+    assert {name: owners[name] for name, _ in rows} == {x: [y] for x, y in rows}
+    assert not owners.keys() & {*GONE}
 
 
 def test_files_that_the_page_names_are_there():

@@ -250,7 +250,7 @@ def sweep(
                 todo = [config for config in members if not is_done(config)]
                 about = build, fixed, traced, batches, steps, steps_per_call, evaluate
                 show(done, of_grid.describe(fixed))
-                for record in _Program(*about).train_members(todo, order):
+                for record in _Trainings(*about).train_members(todo, order):
                     file.add(record)
                     done += 1
     except BaseException as error:
@@ -313,7 +313,7 @@ def _with_states(error: Any, left: list[tuple[Config, TrainState]]) -> BaseExcep
 
 
 @dataclasses.dataclass(frozen=True)
-class _Program:
+class _Trainings:
     """The program of all members that differ in traced numbers alone."""
 
     build: Build
