@@ -376,7 +376,7 @@ def test_shared_leaves_of_a_distributed_data_set():
 def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
     strategy = mirrored(2, 2)
     batch = {**rows(), "scale": tj.Whole({"by": np.float32(1)})}
-    text = r"batch\['scale'\] is a Whole, .* pass its value on its own"
+    text = r"batch\['scale'\] is a Whole, .* Pass its value as an argument"
     with pytest.raises(ValueError, match=text):
         next(iter(strategy.distribute_dataset([batch], split="elements")))
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
