@@ -207,8 +207,17 @@ devices  state                  held    sent
       8  mirrored            786,440 458,773
       8  sharded_optimizer   327,688 688,149
 """,
+    "nnx_split": "error below 0.1: True\n",
     "noise_scale": "noise scale 18.2\n",
     "private": 2 * "loss 0.0558, w 2.56 -5.38 7.75\n",
+    "report": "all-reduce of 24,588 bytes, 1 time,\n"
+    "    on 8 devices, each of which sends 43,029\n"
+    "results in arguments' buffers: 73,732 bytes\ntimes: calls dispatch_s step_s\n",
+    "rows_of_rows": "1 -36.75 []\n4 -1.75 ['Rows of a tower are combined']\n",
+    "weights": "".join(
+        f"{towers} tower(s): loss 9.2857, m 1.5429\n" for towers in (1, 2, 3, 8)
+    )
+    + "NumPy:      loss 9.2857\n",
     "synchronise_less": "NoneType   1.016\nLocalSGD   1.018\nDiLoCo     1.026\n",
 }
 TOLD = (

@@ -1,0 +1,30 @@
+"""A loss that subtracts the mean of a tower's rows: a step of several towers warns.
+
+python examples/rows_of_rows.py
+"""
+
+import warnings
+
+import jax
+import numpy as np
+import optax
+
+import towerjax as tj
+
+jax.config.update("jax_num_cpu_devices", 4)  # a laptop as 4 devices
+
+
+def policy_loss(params, batch, tower):
+    mean = batch["advantage"].mean()  # of the tower's rows
+    gain = batch["x"] @ params["w"] * (batch["advantage"] - mean)
+    return tj.Weighted.mean(-gain, tower.weight)
+
+
+x = np.arange(8, dtype=np.float32)
+batch = {"x": x[:, None], "advantage": x**2}
+for towers in (1, 4):
+    step = tj.build_train_step(policy_loss, optax.sgd(0.1), tj.Mirrored(towers=towers))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, metrics = step(step.init({"w": np.ones(1, np.float32)}), batch)
+    print(towers, metrics["loss"], [str(x.message)[:28] for x in told])
