@@ -172,6 +172,10 @@ def test_regression_prints_the_least_squares_weights(tmp_path):
 # What pages show a part of, and what the whole prints.
 PRINTED = {
     "actor_critic": "reward 0.4, after 300 steps 1.0\n",
+    "all_or_nothing": "error.state is the state after step 6; go on from it, with"
+    " error.batches\nTrue\n",
+    "audited": "(\"gradient['w']\", 'loss') 4\ngradient['w'] 2 permuted\n"
+    "loss 8 in order\n",
     "batch_norm": "".join(f"{t} 222.2 [1.081 1.065 1.032]\n" for t in (1, 3, 8)),
     "batch_size": """\
 step   1:     41 rows
