@@ -113,4 +113,4 @@ def test_how_many_calls_a_step_takes(calls):
     first, second = calls
     assert len(second) <= 30, second
     assert len(first) <= 10_500
-    assert len({file for file, _ in first}) <= 53
+    assert len({file for file, _ in first}) <= 55
