@@ -225,6 +225,7 @@ devices  state                  held    sent
     "synchronise_less": "NoneType   1.016\nLocalSGD   1.018\nDiLoCo     1.026\n",
 }
 TOLD = (
+    "all_or_nothing",
     "compressed",
     "ftrl",
     "memory_table",
