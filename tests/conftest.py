@@ -35,11 +35,14 @@ OPTIMIZED = "absent all_or_nothing bench checkpoint compiled going_on processes 
 OPTIMIZED = {f"test_{name}" for name in f"{OPTIMIZED} profile same_bits".split()}
 
 
-@pytest.fixture(autouse=True)
-def optimized(request):
-    """Programs are compiled as a user's are where bits are told."""
-    is_optimized = re.search("bits|hash", request.function.__name__) is not None
-    is_optimized |= request.module.__name__ in OPTIMIZED
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Programs are compiled as a user's are where bits are told.
+
+    Before the test's fixtures, of which those of a module come first.
+    """
+    is_optimized = re.search("bits|hash", item.name) is not None
+    is_optimized |= item.module.__name__.rpartition(".")[2] in OPTIMIZED
     jax.config.update("jax_disable_most_optimizations", not is_optimized)
 
 
