@@ -1,19 +1,15 @@
 """The docs' recipes for Slurm, run by one of two nodes on this machine."""
 
 import os
-import pathlib
 import re
 import shlex
 import signal
-import sys
 
-import forked
+import programs
 import pytest
 import slurm
+from programs import STEPS, TRAIN, page
 
-ROOT = pathlib.Path(__file__).parents[2]
-TRAIN = str(pathlib.Path(__file__).parent / "train.py")
-STEPS = 12
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -22,28 +18,16 @@ pytestmark = [
 ]
 
 
-def page(name):
-    return (ROOT / "docs" / name).read_text()
-
-
 def command():
     """The line of the page that starts one process on each of two machines."""
     (line,) = re.findall(r"^srun .*train\.py$", page("several_processes.md"), re.M)
     return shlex.split(line)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def daemons(tmp_path_factory):
     with slurm.started(tmp_path_factory.mktemp("slurm")) as found:
-        for name, module in (("python", ""), ("towerjax", "-m towerjax ")):
-            path = found.folder / "bin" / name
-            path.write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
-            path.chmod(0o755)
-        found.environ |= {
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "2",
-        }
+        found.environ |= programs.of_two_devices(found.folder / "bin", slurm.PATH)
         yield found
 
 
@@ -51,17 +35,6 @@ def daemons(tmp_path_factory):
 def cluster(daemons):
     yield daemons
     daemons.end_all()
-
-
-@pytest.fixture(scope="session")
-def bits(tmp_path_factory):
-    """Those of a run by one process that nothing disturbs."""
-    folder = str(tmp_path_factory.mktemp("alone"))
-    return bits_of(forked.printed(TRAIN, folder, str(STEPS)))
-
-
-def bits_of(text):
-    return re.findall(r" bits (\w+)$", text, re.M)[-1]
 
 
 def test_two_tasks_find_each_other_and_print_what_the_page_shows(cluster, tmp_path):

@@ -1,0 +1,26 @@
+"""What schedulers are to run, as the pages say it, and in which environment."""
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parents[2]
+TRAIN = str(pathlib.Path(__file__).parent / "train.py")
+STEPS = 12
+
+
+def page(name):
+    return (ROOT / "docs" / name).read_text()
+
+
+def of_two_devices(folder, path=os.environ["PATH"]):
+    """Variables by which `python` and `towerjax`, put there, are ours."""
+    for name, module in (("python", ""), ("towerjax", "-m towerjax ")):
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {module}"$@"\n')
+        (folder / name).chmod(0o755)
+    return {
+        "PATH": f"{folder}:{path}",
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+    }
