@@ -55,8 +55,11 @@ def started(launcher, tmp_path):
     yield start
     for each in processes:
         if each.poll() is None:
-            os.killpg(each.pid, signal.SIGKILL)
-            each.wait(10)
+            os.killpg(each.pid, signal.SIGTERM)  # the launcher kills what it started
+            try:
+                each.wait(10)
+            finally:
+                each.kill()
 
 
 def command(launcher, tmp_path):
