@@ -146,7 +146,7 @@ def test_a_replicated_model_has_an_oracle():
         one_tower(dropping)
     with pytest.raises(ValueError, match="got a function"):
         one_tower(model_fn)
-    with pytest.raises(ValueError, match="got Step"):
+    with pytest.raises(ValueError, match="got a Step"):
         one_tower(model.train_step())
 
 

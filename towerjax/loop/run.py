@@ -127,6 +127,7 @@ def run(
     given = dict(locals())
     methods = "strategy start place_batch dispatch" + " audit" * (audit is True)
     check_methods("step", step, methods, "tj.build_train_step(...)")
+    step = step.trained if isinstance(step, Step) else step
     why = "every evaluation needs all of it"
     given["eval_batches"] = as_reusable("eval_batches", eval_batches, why)
     given["hooks"], given["writers"] = check_hooks(hooks), check_writers(writers)

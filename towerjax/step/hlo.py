@@ -21,7 +21,7 @@ _CALLED = re.compile(
 _COLLECTIVES = "all-reduce all-gather all-to-all reduce-scatter collective-permute"
 _COLLECTIVES = f"{_COLLECTIVES} collective-broadcast ragged-all-to-all".split()
 _NO_WORK = "parameter constant tuple get-tuple-element bitcast after-all".split()
-_WHERE_STEPS_ARE_MADE = str(Path(__file__).parent / "program.py")
+_WHERE_STEPS_ARE_MADE = str(Path(__file__).parent / "compile.py")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,7 +145,8 @@ class Step(Examined):
             trained has no gradient; ``local`` says no reduction; or a device is not on
             this machine.
         """
-        makes = self._trained.makes
+        policy: Any = self.trained.policy
+        makes = policy.makes
         make = makes.get("opt_state", lambda _: ())
         make = (lambda _: opt_state) if opt_state is not None else make
         made, first = {}, params
@@ -159,14 +160,15 @@ class Step(Examined):
         return dataclasses.replace(state, **made)
 
     @property
-    def _trained(self) -> Trained:
-        """The policy of a step that trains; raises for one that reads."""
+    def trained(self) -> "Step":
+        """The step, if it trains; raises for one that reads."""
         if not isinstance(self.policy, Trained):
             raise ValueError(
-                "The step evaluates or predicts, and has no state of its own. Give it"
-                " that of a train step, or parameters."
+                "step= is one that evaluates or predicts: it has no state of its own,"
+                " and does not train. Give it the state of a train step, or parameters,"
+                " and to tj.run what tj.build_train_step returned, with evaluate=."
             )
-        return self.policy
+        return self
 
     def start(self, state: TrainState) -> TrainState:
         """The state to start a loop from: the same, its numbers on the devices.
@@ -287,7 +289,7 @@ class Step(Examined):
           NaN, infinite or False when the step was refused. For stacked batches metrics
           and what is guarded are ``[K]``, of which the first so many count.
         """
-        before, out = self.outputs(state, batch)
+        before, out = self.trained.outputs(state, batch)
         (after, metrics), guarded = self.policy.result(self, before, out, batch)
         return after, metrics, guarded
 

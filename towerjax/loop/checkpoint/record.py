@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,7 +83,36 @@ def arrays_of(state: PyTree) -> PyTree:
         x = x.addressable_data(0) if has_copies else x
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
 
-    return jax.tree.map(numbers, state)
+    return _plain(jax.tree.map(numbers, state))
+
+
+def _plain(tree: PyTree) -> PyTree:
+    """The tree with a dict for each node of a class, of which Orbax makes others."""
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_plain, tree))
+    children = _children(tree)
+    return tree if children is None else {k: _plain(x) for k, x in children.items()}
+
+
+def _children(node: PyTree) -> dict[Any, PyTree] | None:
+    """What a node holds, by key; None for a leaf, and for None."""
+    flat = jax.tree_util.tree_leaves_with_path(node, lambda x: x is not node)
+    if node is None or (flat and not flat[0][0]):
+        return None
+    keys = [path[0] for path, _ in flat]
+    is_dict, simple = type(node) is dict, jax.tree_util.keystr
+    names = [x.key if is_dict else simple((x,), simple=True) for x in keys]
+    return dict(zip(names, (x for _, x in flat), strict=True))
+
+
+def _in_order(like: PyTree, found: PyTree) -> Iterator[Any]:
+    """The leaves of a `_plain` tree, in the order of the tree that it was made of."""
+    children = _children(like)
+    if children is None:
+        yield from () if like is None else (found,)
+    for key, child in (children or {}).items():
+        is_list = type(like) in (list, tuple)
+        yield from _in_order(child, found[int(key) if is_list else key])
 
 
 def check_names(state: PyTree) -> None:
@@ -160,7 +189,7 @@ def restore_leaves(
         shapes.append(like if x.size else None)
     try:
         with array_checkpointer() as files:
-            found = files.restore(arrays, treedef.unflatten(shapes))
+            found = files.restore(arrays, _plain(treedef.unflatten(shapes)))
     except Exception as error:  # of many kinds; also of too little memory
         raise CheckpointError(
             f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
@@ -171,7 +200,8 @@ def restore_leaves(
             return like
         return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
 
-    new = jax.tree.map(restored, state, found, is_leaf=lambda x: x is None)
+    pairs = zip(leaves, _in_order(state, found), strict=True)
+    new = treedef.unflatten([restored(*pair) for pair in pairs])
     return _redistribute(new, state, placement) if resized else new
 
 

@@ -159,7 +159,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
         return ReplicatedModel(step.model_fn, _one_tower(step.strategy), options)
     if not isinstance(step, Step) or step.remake is None:
         raise ValueError(
-            f"one_tower got {step!r:.200}. Pass what tj.build_train_step,"
+            f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
         )
     strategy = _one_tower(step.strategy)
