@@ -2,11 +2,26 @@
 
 import os
 import pathlib
+import re
 import sys
+
+import forked
+import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = str(pathlib.Path(__file__).parent / "train.py")
 STEPS = 12
+ASKED = pytest.mark.skipif(
+    "TOWERJAX_SCHEDULERS" not in os.environ,
+    reason="schedulers are started where TOWERJAX_SCHEDULERS=1 asks for it",
+)
+
+
+@pytest.fixture(scope="session")
+def bits(tmp_path_factory):
+    """Those of a run by one process that nothing disturbs."""
+    told = forked.printed(TRAIN, str(tmp_path_factory.mktemp("alone")), f"{STEPS}")
+    return re.findall(r" bits (\w+)$", told, re.M)[0]
 
 
 def page(name):

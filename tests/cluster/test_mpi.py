@@ -8,10 +8,10 @@ import subprocess
 
 import programs
 import pytest
-from programs import STEPS, TRAIN, page
+from programs import ASKED, STEPS, TRAIN, bits, page
 from slurm import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, ASKED]
 # By root, and on fewer cores than processes.
 OPTIONS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

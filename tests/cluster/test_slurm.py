@@ -8,10 +8,11 @@ import signal
 import programs
 import pytest
 import slurm
-from programs import STEPS, TRAIN, page
+from programs import ASKED, STEPS, TRAIN, bits, page
 
 pytestmark = [
     pytest.mark.slow,
+    ASKED,
     pytest.mark.skipif(
         bool(slurm.MISSING), reason=f"no Slurm is here: {', '.join(slurm.MISSING)}"
     ),
