@@ -10,10 +10,14 @@ import threading
 import pytest
 from test_site import ROOT
 
-pytestmark = pytest.mark.slow
-
 WIDTHS = (1280, 390)  # pixels, of a laptop and of a telephone
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        BROWSER is None, reason="no browser on this machine: apt-get install chromium"
+    ),
+]
 MEASURE = """async () => {
   await new Promise(requestAnimationFrame);  // the menu moves aside
   await Promise.all(document.getAnimations().map(x => x.finished));
@@ -68,8 +72,6 @@ def address(tmp_path_factory):
 def page(address):
     """A page of a browser, at the home of the site."""
     playwright = pytest.importorskip("playwright.sync_api")
-    if not BROWSER:
-        pytest.skip("no browser here: apt-get install chromium")
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(
             executable_path=BROWSER, args=["--no-sandbox"]

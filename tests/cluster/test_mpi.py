@@ -20,11 +20,16 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=["mpirun.openmpi", "mpiexec.mpich"])
+def installed(name):
+    """A launcher, whose tests are skipped where it is not installed."""
+    is_absent, why = shutil.which(name) is None, f"no {name} on this machine"
+    return pytest.param(name, marks=pytest.mark.skipif(is_absent, reason=why))
+
+
+@pytest.fixture(params=map(installed, ["mpirun.openmpi", "mpiexec.mpich"]))
 def launcher(request, tmp_path):
     """Debian's name of the launcher, and the environment where the page's is it."""
-    if not (path := shutil.which(request.param)):
-        pytest.skip(f"no {request.param} is here")
+    path = shutil.which(request.param)
     folder = tmp_path / "bin"
     folder.mkdir()
     shim = folder / request.param.split(".")[0]  # MPICH looks beside itself for more
