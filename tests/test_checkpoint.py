@@ -117,6 +117,22 @@ def copied(three, tmp_path):
 # The bits
 
 
+def test_a_state_holds_values_whose_class_checks_them(tmp_path):
+    """Orbax maps names into a tree, which a mean of names would refuse."""
+
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean((w - batch) ** 2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
+    mean = tj.Weighted(np.float32(3), np.float32(2))
+    extra = {"mean": mean, "b": (np.arange(3.0), None), "a": [np.int32(1)]}
+    state = step.init(np.float32(0), extra=extra)
+    saving, batches = tj.Checkpointer(tmp_path), [np.ones(2, np.float32)]
+    state, _ = tj.run(step, state, batches, checkpointer=saving, progress=False)
+    back = saving.restore(step, step.init(np.float32(5), extra=extra))
+    chex.assert_trees_all_equal((back.params, back.extra), (state.params, state.extra))
+
+
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_bit_on_other_devices(
     step, other, undisturbed, tmp_path

@@ -8,6 +8,7 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.next_state import NextState, Outcome
 from towerjax.step.one_pass import Pass, PassResult
+from towerjax.step.options import StepOptions
 from towerjax.step.returned import trees_of
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
@@ -118,7 +119,7 @@ def training_engine(
     tower_fns: Sequence[Callable[..., PyTree]],
     update_fn: Callable[..., Any],
     strategy: Strategy,
-    options: Any,
+    options: StepOptions,
     *,
     needs_examples: bool = True,
     keeps_all: bool = False,

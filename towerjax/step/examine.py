@@ -15,7 +15,7 @@ from towerjax.step.comparison import AuditReport
 from towerjax.step.compile import Program, compile_step
 from towerjax.step.engine import Engine
 from towerjax.step.faults import Place
-from towerjax.step.policies import StatePolicy, Trained
+from towerjax.step.policies import StatePolicy
 from towerjax.step.programs import Programs, send_shared
 from towerjax.step.prove import Proof, prove
 from towerjax.step.report import StepReport, report_on
@@ -84,10 +84,8 @@ class Examined:
         state = params
         if not isinstance(state, TrainState):
             state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
-        if isinstance(self.policy, Trained):
-            check_made(state, self.policy.made(self, state.params))
-        else:
-            state = self.policy.shapes(self, state)
+        check_made(state, self.policy.made(self, state.params))
+        state = self.policy.shapes(self, state)
         traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
         for one in traced.passes:
             one.towers.rehearse()

@@ -56,6 +56,10 @@ class StatePolicy:
         """The shapes of a state, or of one with these parameters."""
         raise NotImplementedError
 
+    def made(self, step: Any, params: PyTree) -> dict[str, PyTree]:
+        """The shapes of the fields of a state that the step makes, by their names."""
+        return {}
+
     def audited(self, step: Any, state: TrainState) -> tuple[Any, TrainState]:
         """The engine that is audited, and its state."""
         return step.engine, state

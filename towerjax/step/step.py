@@ -224,9 +224,7 @@ class Step(Examined):
         towers = self.strategy.num_towers
         state = make_state(towers, params, opt_state, local, extra=extra, shapes=True)
         self.strategy.placement.specs_within((), state.params)
-        made = {}
-        if isinstance(self.policy, Trained):
-            made = self.policy.made(self, state.params)
+        made = self.policy.made(self, state.params)
         if jax.tree.leaves(opt_state):
             made["opt_state"] = state.opt_state
         if "local" in made:
