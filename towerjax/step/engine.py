@@ -75,12 +75,15 @@ class Engine:
         self,
         call: Callable[[Pass, tuple[PyTree, ...]], PassResult],
         args: Sequence[PyTree],
-    ) -> list[PassResult]:
+    ) -> list[Any]:
         """The passes' results, each of ``call(pass, its arguments)``: values or shapes.
 
-        ``args`` are ``(donated, kept, *batch)``.
+        ``args`` are ``(donated, kept, *batch)``. Without passes it is the batch, with
+        which ``finish`` traces a step of its own.
         """
         donated, kept, *batch = args
+        if not self.passes:
+            return batch
         state, merged = TrainState(**donated, **kept), ()
         results: list[PassResult] = []
         trees: list[PyTree] = []

@@ -84,7 +84,7 @@ class Traced:
             out = next(passes).run(given)
             return _pinned(one, out) if engine.goes_on else out
 
-        given = *args[:2], engine.run(call, args) if engine.passes else args[2:]
+        given = *args[:2], engine.run(call, args)
         if not engine.accepts:
             leaves = jax.tree.leaves(given)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
@@ -113,7 +113,7 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
         passes.append(_trace_pass(one, given))
         return passes[-1].out
 
-    given = *args[:2], engine.run(call, args) if engine.passes else args[2:]
+    given = *args[:2], engine.run(call, args)
     closed, shapes = jax.make_jaxpr(engine.finish, return_shape=True)(*given)
     return Traced(engine, tuple(passes), closed, shapes)
 
