@@ -34,7 +34,7 @@ import towerjax as tj
 STEPS, EVERY, HANG_S = 60, 5, 30.0
 FAULTS = ("kill", "stop", "launcher")
 _LAUNCH = (
-    "-m towerjax launch --processes 2 --devices-per-process 2"
+    "-m towerjax launch --processes 2 --devices-per-process 2 --towers 4 --restarts 5"
     f" --hang-timeout {HANG_S} --grace-seconds 0.5"
 ).split()
 
@@ -108,12 +108,10 @@ def train(
     job: str,
     devices: Sequence[str] | None = None,
     steps: int = STEPS,
-    towers: int = 4,
-    audit: bool | None = None,
 ) -> None:
     """The program: an ordinary one, which saves itself."""
     strategy = tj.Mirrored(
-        devices, towers=towers, local="scan", cross_tower_ops=tj.PinnedTree()
+        devices, towers=4, local="scan", cross_tower_ops=tj.PinnedTree()
     )
     step = tj.build_train_step(_loss_fn, optax.adam(0.01), strategy, remainder="pad")
     x = np.random.default_rng(0).normal(size=(61, 8)).astype(np.float32)
@@ -129,10 +127,9 @@ def train(
     state, _ = tj.run(
         step,
         step.init(params),
-        tj.batches({"x": x, "y": np.sin(x.sum(1))}, 4 * towers, epochs=None, seed=0),
+        tj.batches({"x": x, "y": np.sin(x.sum(1))}, 16, epochs=None, seed=0),
         steps=steps,
         checkpointer=tj.Checkpointer(folder / "saved", every=EVERY),
-        audit=audit,
         hooks=[note],
         progress=False,
     )
@@ -142,25 +139,14 @@ def train(
         (folder / "digest").write_text(digest.hexdigest())
 
 
-class Launched:
+class _Launched:
     """The launcher as a process of its own, and when it said what."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        steps: int,
-        regrow_s: float,
-        *,
-        towers: int = 4,
-        restarts: int = 5,
-        module: str = "benchmarks.faults",
-        options: Sequence[str] = (),
-    ) -> None:
-        launch = [*_LAUNCH, "--towers", str(towers), "--restarts", str(restarts)]
-        launch += ["--regrow-seconds", str(regrow_s), "--"]
-        program = [sys.executable, "-m", module, "--train", str(folder)]
+    def __init__(self, folder: pathlib.Path, steps: int, regrow_s: float) -> None:
+        launch = [*_LAUNCH, "--regrow-seconds", str(regrow_s), "--"]
+        program = [sys.executable, "-m", "benchmarks.faults", "--train", str(folder)]
         self.popen = subprocess.Popen(
-            [sys.executable, *launch, *program, "--steps", str(steps), *options],
+            [sys.executable, *launch, *program, "--steps", str(steps)],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -174,7 +160,6 @@ class Launched:
             self.said.extend((time.time(), line) for line in lines)
 
     def wait(self) -> int:
-        """Wait for its end, and return its exit code."""
         self.popen.wait()
         self._reader.join()
         return self.popen.returncode
@@ -198,11 +183,10 @@ class Launched:
         return next(at for at, line in self.said if any(x in line for x in words))
 
 
-def until(is_so: Callable[[], Any], timeout_s: float) -> Any:
-    """Wait for a value that is true, and return it."""
-    end = time.monotonic() + timeout_s
+def _until(is_so: Callable[[], Any], timeout_s: float) -> Any:
+    until = time.monotonic() + timeout_s
     while not (value := is_so()):
-        if time.monotonic() > end:
+        if time.monotonic() > until:
             raise TimeoutError(f"nothing came of it in {timeout_s} s")
         time.sleep(0.02)
     return value
@@ -215,7 +199,7 @@ def _is_alive(pid: int) -> bool:
     return False
 
 
-class DoneStep(NamedTuple):
+class _Step(NamedTuple):
     """A step that was done, as the first process wrote it down."""
 
     number: int
@@ -224,18 +208,17 @@ class DoneStep(NamedTuple):
     job: str
 
 
-def steps_of(folder: pathlib.Path) -> list[DoneStep]:
-    """The steps so far, those that were run again included."""
+def _steps(folder: pathlib.Path) -> list[_Step]:
     path = folder / "steps"
     lines = path.read_text().splitlines() if path.exists() else []
     words = (line.split() for line in lines)
-    return [DoneStep(int(a), int(b), float(c), d) for a, b, c, d in words]
+    return [_Step(int(a), int(b), float(c), d) for a, b, c, d in words]
 
 
 def undisturbed() -> str:
     """What the job ends with."""
     with tempfile.TemporaryDirectory() as path:
-        code = Launched(pathlib.Path(path), STEPS, 2).wait()
+        code = _Launched(pathlib.Path(path), STEPS, 2).wait()
         if code:
             raise RuntimeError(f"The undisturbed job ended with code {code}.")
         return (pathlib.Path(path) / "digest").read_text()
@@ -247,28 +230,28 @@ def disturbed(
     """What a fault does to a job that ends so if nothing happens."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
-        job = Launched(folder, steps, regrow_s)
-        workers = until(lambda: len(x := job.workers()) == 2 and x, 60)
-        until(lambda: len(steps_of(folder)) >= fault.after, 300)
+        job = _Launched(folder, steps, regrow_s)
+        workers = _until(lambda: len(x := job.workers()) == 2 and x, 60)
+        _until(lambda: len(_steps(folder)) >= fault.after, 300)
         time.sleep(fault.late_s)
-        before = len(steps_of(folder))
+        before = len(_steps(folder))
         saved = max(tj.Checkpointer(folder / "saved").steps, default=0)
         began = time.time()
         if fault.kind == "launcher":
             job.popen.kill()
             job.wait()
-            until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
+            _until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
             named = time.time()
-            job = Launched(folder, steps, regrow_s)
+            job = _Launched(folder, steps, regrow_s)
             code = job.wait()
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             os.kill(workers[fault.victim][0], number)
             code = job.wait()
             named = job.named(fault.victim)
-        done = steps_of(folder)
+        done = _steps(folder)
         same = code == 0 and (folder / "digest").read_text() == digest
-    last = DoneStep(steps + 1, 0, time.time(), "")  # where nothing was left to do
+    last = _Step(steps + 1, 0, time.time(), "")  # where nothing was left to do
     new = next((x for x in done[before:] if x.job != workers[0][1]), last)
     devices = tuple(k for k, _ in itertools.groupby(x.devices for x in done))
     times = named - began, new.ended - began

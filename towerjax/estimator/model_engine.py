@@ -33,12 +33,12 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.accumulators import owned
 from towerjax.step.engine import Engine, state_ins, training_engine
 from towerjax.step.next_state import join_metrics
 from towerjax.step.one_pass import Pass
 from towerjax.step.options import StepOptions
 from towerjax.step.policies import Read, Trained
-from towerjax.step.returned import trees_of
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step
@@ -124,7 +124,8 @@ class ModelEngine:
             return losses if len(losses) > 1 else []
 
         def finish(donated: Any, kept: Any, results: Any) -> tuple[Any, ...]:
-            state, trees = TrainState(**donated, **kept), trees_of(results)
+            state = TrainState(**donated, **kept)
+            trees = [owned(x.merged) for x in results]
             after, parts = self._update(split, state, trees)
             out = {name: parts.get(name) for name in _SPEC_LAYOUT}
             return (*split_state(after), out) if self.trains else (out,)

@@ -17,7 +17,7 @@ from towerjax.collectives.sparse_rows import is_rows
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.equation import named_axes
 from towerjax.proof.interpreter import Interpreter
-from towerjax.step.returned import Hole, is_hole, is_typed
+from towerjax.step.accumulators import is_typed
 from towerjax.step.state import TrainState
 from towerjax.step.update import needed_eqns
 from towerjax.towers.variables import TowerLocal
@@ -47,6 +47,12 @@ def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]
     copies = tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
     outcomes = _meet.bind(*map(jnp.asarray, leaves), treedef=treedef, copies=copies)
     return jax.tree.unflatten(treedef, outcomes)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Later:
+    """Stands, without leaves, for what another pass or the update returns."""
 
 
 @jax.tree_util.register_static
@@ -98,7 +104,7 @@ class SplitProgram:
             for eqn in self._meets_of(number)
         ]
         results = [
-            jax.tree.map(walk.read, x) if at == number else Hole("later")
+            jax.tree.map(walk.read, x) if at == number else _Later()
             for x, at in self._results
         ]
         return {
@@ -115,7 +121,7 @@ class SplitProgram:
         pools = [
             jax.tree.leaves(
                 {key: x[key] for key in x if key not in _MEET_KEYS},
-                is_leaf=lambda x: is_typed(x) or is_hole(x),
+                is_leaf=lambda x: is_typed(x) or isinstance(x, _Later),
             )
             for x in merged
         ]

@@ -196,11 +196,11 @@ def refuse_unknown(weights: Sequence[Dependence | None]) -> None:
         )
 
 
-def refuse_varying(found: Analysis, names: Sequence[str]) -> None:
-    """Raise where a bare value or a factor differs between a tower's micro-batches."""
-    pairs = [*zip(names, found.outputs, strict=False)]
+def refuse_varying(found: Analysis, names: Sequence[str | None]) -> None:
+    """Raise where what has a name, or a factor, differs between micro-batches."""
+    pairs = [*zip(names, found.outputs, strict=True)]
     pairs += [("a mean's factor or tj.penalty", x) for x in found.factors]
-    bare = [f"{name}, made at {x.line}" for name, x in pairs if x is not None]
+    bare = [f"{name}, made at {x.line}" for name, x in pairs if name and x is not None]
     if bare:
         raise ReplicationError(
             "Micro-batches are worked off one after another, and a bare value is the"

@@ -17,6 +17,7 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
+from towerjax.step.accumulators import layouts_of
 from towerjax.step.engine import Engine
 from towerjax.step.next_state import Outcome
 from towerjax.step.prove import Proof, prove
@@ -50,7 +51,7 @@ def lower(
     fourth argument of a batch says how many of several stacked batches there are.
     """
     engine, several = traced.engine, len(args) > len(traced.engine.ins)
-    ins, outs = (_in_steps if several else _in_one_step)(engine)
+    ins, outs = (_in_steps if several else _in_one_step)(traced)
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
@@ -172,16 +173,16 @@ def _of_one_step(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
     return donated, kept, *jax.tree.map(first, batch[:-1])
 
 
-def _in_one_step(engine: Engine) -> tuple[dict[str, PyTree], PyTree]:
-    return engine.ins, engine.outs
+def _in_one_step(traced: Traced) -> tuple[dict[str, PyTree], PyTree]:
+    return traced.engine.ins, traced.outs
 
 
-def _in_steps(engine: Engine) -> tuple[dict[str, PyTree], PyTree]:
+def _in_steps(traced: Traced) -> tuple[dict[str, PyTree], PyTree]:
     """The layouts of a program of several steps."""
     stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
-    ins = {**engine.ins, **stacked, "count": Layout.MIRRORED}
-    metrics = {"one": Layout.MIRRORED, "own": Layout.PER_TOWER_STEPS}
-    return ins, engine.outs._replace(metrics=metrics)
+    ins = {**traced.engine.ins, **stacked, "count": Layout.MIRRORED}
+    metrics = layouts_of(traced.out.metrics, own=Layout.PER_TOWER_STEPS)
+    return ins, traced.engine.outs._replace(metrics=metrics)
 
 
 def _steps(traced: Traced) -> Callable[..., Outcome]:

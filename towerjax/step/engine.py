@@ -6,10 +6,10 @@ from typing import Any
 
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.metrics.weighted import Weighted
+from towerjax.step.accumulators import owned
 from towerjax.step.next_state import NextState, Outcome
 from towerjax.step.one_pass import Pass, PassResult
 from towerjax.step.options import StepOptions
-from towerjax.step.returned import trees_of
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
@@ -24,7 +24,7 @@ class Engine:
     # state are dicts of its fields.
     finish: Callable[[dict[str, Any], dict[str, Any], Any], Any]
     ins: dict[str, PyTree]  # by its name, a prefix tree of layouts for each argument
-    outs: PyTree  # such a tree for the results
+    outs: PyTree  # such a tree for the results, for those that are not `TowersOwn`
     donate: bool = False  # whether results may take over the first argument's buffers
     # Whether ``finish`` returns ``(accepted, donated, rest)``, for an `Outcome` that
     # keeps what is donated unless it is accepted.
@@ -66,7 +66,7 @@ class Engine:
         """What the towers of each pass return, merged, without an update."""
 
         def finish(_: Any, __: Any, results: Sequence[PassResult]) -> list[PyTree]:
-            trees = trees_of(results)
+            trees = [owned(x.merged) for x in results]
             return trees if self.compared is None else [*map(self.compared, trees)]
 
         return self._returning(finish, Layout.MIRRORED, self.passes)
@@ -90,7 +90,7 @@ class Engine:
         for one in self.passes:
             out = call(one, (state, *batch, merged))
             results.append(out)
-            trees += trees_of([out])
+            trees.append(owned(out.merged))
             merged = ([*trees] if self.keeps_all else trees[-1],)
         return results
 
@@ -115,7 +115,7 @@ def state_ins(
 def outcome_layout(donated: PyTree) -> Outcome:
     """The layouts of an `Outcome`, whose state lies as ``donated`` says."""
     one = Layout.MIRRORED
-    return Outcome(donated, one, {"one": one, "own": Layout.PER_TOWER}, one)
+    return Outcome(donated, one, one, one)
 
 
 def training_engine(

@@ -13,7 +13,7 @@ from towerjax.step.step import Step
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
-from towerjax.types import MetricFn, PredictFn, PyTree, Rows
+from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
 
 
 def _reading_step(
@@ -21,13 +21,12 @@ def _reading_step(
 ) -> Step:
     """A step of one pass that reads a state, and returns what is merged."""
 
-    def finish(_: Any, __: Any, results: Sequence[PassResult]) -> tuple[PyTree, PyTree]:
-        return results[0].merged, results[0].own
+    def finish(_: Any, __: Any, results: Sequence[PassResult]) -> tuple[PyTree]:
+        return (results[0].merged,)
 
-    one = Pass(tower_fn, strategy, reads_local=True)
-    ins, outs = state_ins(strategy, ("state", "counters")), one.out_layouts
-    how: Any = {"goes_on": False}
-    engine = Engine((one,), finish, ins, (outs.merged, outs.own), **how)
+    passes = (Pass(tower_fn, strategy, reads_local=True),)
+    ins = state_ins(strategy, ("state", "counters"))
+    engine = Engine(passes, finish, ins, (Layout.MIRRORED,), goes_on=False)
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
     return Step(engine, strategy, of_step, Read())
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.mesh.transfer import place
+from towerjax.step.accumulators import owned
 from towerjax.step.compile import inline
 from towerjax.step.engine import Engine, outcome_layout, state_ins
 from towerjax.step.next_state import Outcome
@@ -120,7 +121,7 @@ class Members:
             out, proof = inline(engine, placement, given)
             proofs.append(proof)
             now = {name: x for name, x in out.now.items() if name != "step"}
-            metrics, finite = {**out.metrics["one"], **out.metrics["own"]}, out.finite
+            metrics, finite = owned(out.metrics), out.finite
             finite = jnp.isfinite(metrics["loss"]) if finite is None else finite
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
             return donated, now, metrics, finite
@@ -129,7 +130,7 @@ class Members:
         one = vmap_members(one) if self._together else one
         donated, now, metrics, finite = one(donated, kept["rng"])
         now["step"] = kept["step"] + 1
-        return Outcome(donated, now, {"one": metrics, "own": {}}, finite.all())
+        return Outcome(donated, now, metrics, finite.all())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from towerjax.collectives.packing import all_finite
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
+from towerjax.step.accumulators import TowersOwn, owned
 from towerjax.step.one_pass import PassResult
-from towerjax.step.returned import trees_of
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.update import check_types
 from towerjax.towers.executors import vmap_members
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
 
     donated: Any  # the donated fields of the next state
     now: Any  # its other fields, those that changed
-    metrics: Any  # {"one": values, "own": one value for each tower}
+    metrics: Any  # name -> its value, or the towers' values as `TowersOwn`
     finite: Any = None  # whether the guarded values were; None where the loss says so
 
 
@@ -58,7 +58,7 @@ class NextState:
         results: Sequence[PassResult],
     ) -> tuple[Any, Any, Any]:
         """``(accepted, donated, rest)``, of which an `Outcome` is made."""
-        trees = trees_of(results)
+        trees = [owned(x.merged) for x in results]
         merged = trees if self.keeps_all else trees[-1]
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
@@ -81,11 +81,10 @@ class NextState:
             if x is not kept[name]
         }
         now["step"] = kept["step"] + 1
-        apart: dict[str, dict[str, Any]] = {"one": {}, "own": {}}
-        for name, x in values.items():
-            is_own = isinstance(metrics[name], PerTower)
-            apart["own" if is_own else "one"][name] = x
-        return accepted, donated, (now, apart, None if by_loss else is_fine)
+        for name, x in metrics.items():
+            if isinstance(x, PerTower):
+                values[name] = TowersOwn(values[name])
+        return accepted, donated, (now, values, None if by_loss else is_fine)
 
 
 _UPDATE = (

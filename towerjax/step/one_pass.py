@@ -10,16 +10,28 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.base import sum_over_towers
-from towerjax.collectives.reduce import all_gather_rows, one_of
-from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
+from towerjax.collectives.reduce import all_gather_rows
+from towerjax.collectives.sparse_rows import is_rows, num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT
-from towerjax.data.shard import concat_rows, split_rows, with_shared
+from towerjax.data.shard import split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.state import is_additive, is_metric, merge_stacked
 from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
 from towerjax.step import returned
+from towerjax.step.accumulators import (
+    CARRIED,
+    JOINED,
+    OWN,
+    ROWS,
+    SAME,
+    Returned,
+    is_own,
+    is_typed,
+    put_sums,
+    take_sums,
+    values_of,
+)
 from towerjax.step.faults import flag_leaves, join_flags
 from towerjax.step.state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
@@ -33,8 +45,8 @@ from towerjax.towers.variables import (
     read_local_over_towers,
     with_local_values,
 )
-from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, names_by_key
-from towerjax.types.leaves import key_data, listed
+from towerjax.types import Layout, PerTower, PyTree, Sum, names_by_key
+from towerjax.types.leaves import key_data, listed, map_parts, parts_of, put_parts
 from towerjax.types.version import page
 from towerjax.types.warning import warn
 
@@ -52,8 +64,7 @@ class PassArgs(NamedTuple):
 class PassResult(NamedTuple):
     """What a pass returns, as global values; or the layouts of these."""
 
-    merged: PyTree  # what a tower returns, merged; with holes for its own leaves
-    own: PyTree  # each tower's own leaves, in the order of the holes
+    merged: PyTree  # what a tower returns, merged; what is each tower's as `TowersOwn`
     finite: Any  # whether all sums but metrics are; None without ``guards_sums``
     flags: Any  # `Flags` of what is not finite on each tower, or None
 
@@ -83,12 +94,6 @@ class Pass:
     in_layouts: ClassVar[PassArgs] = PassArgs(
         STATE_LAYOUT, *BATCH_LAYOUT.values(), merged=Layout.MIRRORED
     )
-    out_layouts: ClassVar[PassResult] = PassResult(
-        merged=Layout.MIRRORED,
-        own=Layout.PER_TOWER,
-        finite=Layout.MIRRORED,
-        flags=Layout.MIRRORED,
-    )
 
     @functools.cached_property
     def for_weights(self) -> "Pass":
@@ -106,25 +111,22 @@ class Pass:
 
         def run(*args: PyTree) -> PassResult:
             given = PassArgs(*args)
-            towers = self._run_towers(axes, given)
-            sums, (tree, folded, joined, own, flagged) = towers
-            sums = sum_over_towers(self.strategy.cross_tower_ops, sums, axes)
+            own, (tree, flagged) = self._run_towers(axes, given)
+            sums = sum_over_towers(self.strategy.cross_tower_ops, own, axes)
             added, shown = sums.tree()
-            folded = [merge_stacked(all_gather_rows(x, axes)) for x in folded]
-            joined = [_join_table_rows(x, axes) for x in joined]
-            tree = jax.tree.map(lambda x: x[0], tree)  # bare values: proved mirrored
-            pools = {"added": added, "shown": shown, "folded": folded}
-            tree = returned.fill_holes(tree, **pools, joined=joined)
+            tree = put_sums(tree, (added, shown))
             finite, flags = None, None
-            if self.guards_sums:
-                finite = sums.are_finite(len(jax.tree.leaves(added)))
-                for x in joined:
-                    finite &= jnp.isfinite(x.values).all()
             if self.flags:
                 common = flag_leaves([("parameter", "params", given.state.params)])
                 flags = all_gather_rows(join_flags(common, flagged), axes)
-            own = [concat_rows(x) if isinstance(x, Rows) else x for x in own]
-            return PassResult(tree, own, finite, flags)
+            parts = parts_of(Returned, tree)
+            merged = [x.how.merge(x.value, axes) for x in parts]
+            if self.guards_sums:
+                finite = sums.are_finite(len(jax.tree.leaves(added)))
+                for x, rows in zip(parts, merged, strict=True):
+                    if x.how is JOINED:
+                        finite &= jnp.isfinite(rows.values).all()
+            return PassResult(put_parts(Returned, tree, merged), finite, flags)
 
         return run
 
@@ -140,9 +142,11 @@ class Pass:
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
         if exact := self.strategy.cross_tower_ops.needs_every_tower:
             shapes = set()  # their sums are whole
-        merged = jax.tree.map(
-            lambda x: split if x.shape in shapes else whole, out.merged
-        )
+
+        def of_result(x: Any) -> Layout:
+            return whole if is_own(x) or x.shape not in shapes else split
+
+        merged = jax.tree.map(of_result, out.merged, is_leaf=is_own)
         wanted = jax.tree.map(lambda x: whole, out)._replace(merged=merged)
         how: Any = {"params": args[0].params, "exact": exact}
         return shards_of(place, (tuple(args), given), (out, wanted), **how)
@@ -151,24 +155,25 @@ class Pass:
         """A function that returns the values in which padding must not count."""
 
         def run(*args: PyTree) -> PyTree:
-            towers = self._run_towers(axes, PassArgs(*args))
-            (added, shown), (tree, folded, joined, own, _) = towers
-            pools = {"added": added, "shown": shown, "folded": folded}
-            # A weight never decides which rows of a table are looked up.
-            pools["joined"] = [x.values for x in joined]
-            tree = tree if self.of_state else jax.tree.map(lambda x: None, tree)
-            rows = [x for x in own if isinstance(x, Rows)]
+            sums, (tree, _) = self._run_towers(axes, PassArgs(*args))
+            tree = put_sums(tree, sums)
+            rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
             # One leaf of Rows that is a weight masks all others.
             weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
 
-            def kept(x: Any) -> Any:
-                if isinstance(x, Rows):
+            def kept(x: Returned) -> Any:
+                if x.how is ROWS:
                     return weighs if self.rows_used_later else None
-                if isinstance(x, PerTower):
-                    return returned.states_of(x)
-                return x if isinstance(x, TowerLocal) and self.of_state else None
+                if x.how in (SAME, CARRIED):
+                    return x.value if self.of_state else None
+                if x.how is OWN:
+                    return None
+                # A weight never decides which rows of a table are looked up.
+                return x.value.values if is_rows(x.value) else x.value
 
-            return returned.fill_holes(tree, **pools, own=[kept(x) for x in own])
+            return map_parts(
+                PerTower, lambda x: x.values, map_parts(Returned, kept, tree)
+            )
 
         return run
 
@@ -182,13 +187,11 @@ class Pass:
         def tower_fn(
             tower_id: jax.Array, own: PyTree, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
-            tree, pools = self._run_tower(axes, tower_id, own, common)
-            flagged = None
+            tree, flagged = self._run_tower(axes, tower_id, own, common), None
             if self.flags:
-                flagged = flag_leaves(returned.parts_of_tower(tree, pools))
-            sums = (pools["added"], pools["shown"])
-            kept = (pools["folded"], pools["joined"], pools["own"])
-            return sums, (tree, *kept, flagged)
+                flagged = flag_leaves(returned.parts_of_tower(values_of(tree)))
+            sums, rest = take_sums(tree)
+            return sums, (rest, flagged)
 
         rows = split_rows(batch, axes.num_local)
         local = plain(state.local)
@@ -203,8 +206,8 @@ class Pass:
 
     def _run_tower(
         self, axes: TowerAxes, tower_id: jax.Array, own: PyTree, common: PyTree
-    ) -> tuple[PyTree, dict[str, list[Any]]]:
-        """What one tower returns, merged over micro-batches and split by leaf types."""
+    ) -> PyTree:
+        """What one tower returns, merged over micro-batches, as `Returned`."""
         rows, num_valid, local = own
         state, read, shared, merged = common
         part, several = num_rows(rows) // self.micro_batches, self.micro_batches > 1
@@ -213,9 +216,7 @@ class Pass:
             local = with_local_values(state.local, values)
             return dataclasses.replace(state, local=local)
 
-        def of_part(
-            index: Any, rows: PyTree, local: PyTree
-        ) -> tuple[PyTree, dict[str, list[Any]]]:
+        def of_part(index: Any, rows: PyTree, local: PyTree) -> PyTree:
             seen = local if read is None else read
             where: Any = {"rows": part, "num_valid": num_valid, "local": seen}
             if not self.strategy.cross_tower_ops.needs_every_tower:
@@ -266,65 +267,63 @@ class Pass:
             return out
         # The next micro-batch starts from these, and its weights may depend on them.
         kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
-        return noted, jax.tree.map(kept, out, is_leaf=returned.is_typed)
+        return noted, jax.tree.map(kept, out, is_leaf=is_typed)
 
 
 def _scan_micro_batches(
     of_part: Callable[..., Any], count: int, parts: PyTree, variables: PyTree
-) -> tuple[PyTree, dict[str, list[Any]]]:
+) -> PyTree:
     """The merged results of a tower's micro-batches, traced once, run by ``scan``."""
     first, local = jax.tree.map(lambda x: x[0], parts), plain(variables)
     args = (jnp.int32(0), first, local)
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
-    own = shapes[1]["own"]
-    locals_ = [x for x in own if isinstance(x, TowerLocal)]
-    how = list(map(_how_parts_meet, own))
-    returned.refuse_mixed_up(shapes[0], shapes[1], variables)
-    found = _differences(closed, treedef, len(jax.tree.leaves(args[:2])))
-    _check_micro_batch(found, names_by_key(shapes[0]), count)
+    each = parts_of(Returned, shapes)
+    returned.refuse_mixed_up(shapes, variables)
+    found, names = _differences(closed, treedef, len(jax.tree.leaves(args[:2])))
+    _check_micro_batch(found, names, count)
+    carried = [x.value for x in each if x.how is CARRIED]
+    held = jax.tree.structure(carried), jax.tree.structure(local)
+    before = iter(held[0].unflatten(jax.tree.leaves(local)) if carried else [])
+    starts = [x.how.start(next(before) if x.how is CARRIED else x.value) for x in each]
 
-    def body(carry: PyTree, numbered: PyTree) -> tuple[PyTree, PyTree]:
-        total, local = carry
-        out = run(*jax.tree.leaves((numbered[0], numbered[1], local)))
-        tree, pools = jax.tree.unflatten(treedef, out)
-        rows = pools["joined"], _of_kind("kept", pools["own"])
-        if locals_:
-            carried = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
-            leaves = jax.tree.leaves(carried)
-            local = jax.tree.unflatten(jax.tree.structure(local), leaves)
-        total = jax.tree.map(jnp.add, total, _addends(pools))
-        return (total, local), (tree, pools["folded"], rows)
+    def body(so_far: list[Any], numbered: PyTree) -> tuple[list[Any], list[Any]]:
+        variables = [c for c, x in zip(so_far, each, strict=True) if x.how is CARRIED]
+        now = held[1].unflatten(jax.tree.leaves(variables)) if carried else local
+        out = run(*jax.tree.leaves((*numbered, now)))
+        new = parts_of(Returned, jax.tree.unflatten(treedef, out))
+        pairs = [x.how.add(c, x.value) for c, x in zip(so_far, new, strict=True)]
+        return [c for c, _ in pairs], [kept for _, kept in pairs]
 
-    zeros = jax.tree.map(jnp.zeros_like, _addends(shapes[1]))
     numbered = (jnp.arange(count, dtype=jnp.int32), parts)
-    (added, local), ys = scan_in_turn(body, (zeros, local), numbered)
-    tree, folded, (tables, rows) = ys
-    carried = jax.tree.leaves(local) if locals_ else []
-    of_kind = {
-        "kept": iter(map(_join_parts, rows)),
-        "added": iter(added[2]),
-        "carried": iter(jax.tree.unflatten(jax.tree.structure(locals_), carried)),
-    }
-    own = [next(of_kind[kind]) for kind in how]
-    pools = {"added": added[0], "shown": added[1], "own": own}
-    pools["folded"] = [merge_stacked(x) for x in folded]
-    pools["joined"] = [one_of(Reduction.SUM, x) for x in tables]
-    return jax.tree.map(lambda x: x[-1], tree), pools
+    ends = zip(*scan_in_turn(body, starts, numbered), each, strict=True)
+    done = [Returned(x.how.finish(c, kept), x.how) for c, kept, x in ends]
+    return put_parts(Returned, shapes, done)
 
 
-def _differences(closed: Any, treedef: Any, number: int) -> Analysis:
-    """What differs between micro-batches, of which so many inputs are rows."""
+def _differences(
+    closed: Any, treedef: Any, number: int
+) -> tuple[Analysis, list[str | None]]:
+    """What differs between micro-batches, of which so many inputs are rows.
+
+    And of each output the name, if it has to be the same in each.
+    """
     given, labels = closed.jaxpr.invars, ["its rows"] * number
-    _, pools = jax.tree.unflatten(treedef, closed.jaxpr.outvars)
-    after = [x.value for x in pools["own"] if isinstance(x, TowerLocal)]
+    tree = jax.tree.unflatten(treedef, closed.jaxpr.outvars)
+    each = parts_of(Returned, tree)
+    after = jax.tree.leaves([x for x in each if x.how is CARRIED])
     # A variable that is returned as it came in is the same in each.
-    pairs = zip(given[number:], jax.tree.leaves(after), strict=False)
+    pairs = zip(given[number:], after, strict=False)
     labels += [None if old is new else "its rows" for old, new in pairs]
-    return depends(closed, [*labels, *[None] * (len(given) - len(labels))])
+    found = depends(closed, [*labels, *[None] * (len(given) - len(labels))])
+    is_bare = [x.how is SAME for x in each for _ in jax.tree.leaves(x)]
+    names = zip(names_by_key(values_of(tree)), is_bare, strict=True)
+    return found, [name if bare else None for name, bare in names]
 
 
-def _check_micro_batch(found: Analysis, names: Sequence[str], count: int) -> None:
+def _check_micro_batch(
+    found: Analysis, names: Sequence[str | None], count: int
+) -> None:
     """Refuse what varies, and warn of calls that see the rows of one micro-batch."""
     refuse_varying(found, names)
     calls = [x for x in found.tower_calls if x.source and x.name in tags.TOWER_CALLS]
@@ -336,42 +335,3 @@ def _check_micro_batch(found: Analysis, names: Sequence[str], count: int) -> Non
             " compute in an earlier pass of tj.build_step, as in"
             f" {page('how_to/several_losses', 'A function of a mean')}"
         )
-
-
-def _addends(pools: dict[str, list[Any]]) -> tuple[list[Any], ...]:
-    """What micro-batches add up: sums over towers, and each tower's own sums."""
-    return pools["added"], pools["shown"], _of_kind("added", pools["own"])
-
-
-def _of_kind(kind: str, own: list[Any]) -> list[Any]:
-    """A tower's own values that become one of its micro-batches in one way."""
-    return [x for x in own if _how_parts_meet(x) == kind]
-
-
-def _how_parts_meet(x: Any) -> str:
-    """Whether micro-batches carry a tower's own value on, add it up, or keep each."""
-    if not isinstance(x, PerTower):
-        return "carried" if isinstance(x, TowerLocal) else "kept"
-    states = jax.tree.leaves(x.values, is_leaf=returned.is_typed)
-    if not all(map(is_metric, states)):
-        raise ValueError(
-            "A tower of several micro-batches returned tj.PerTower of an array: each"
-            " micro-batch has one. Say how they become one, such as"
-            " tj.PerTower(tj.Sum(x)), or return tj.Sum, tj.Weighted, tj.Rows or a"
-            " metric state of your own."
-        )
-    return "added" if all(map(is_additive, states)) else "kept"
-
-
-def _join_parts(x: Any) -> Any:
-    """One value of what all micro-batches returned: their rows, or states merged."""
-    if isinstance(x, Rows):
-        return concat_rows(x)
-    return jax.tree.map(
-        lambda v: merge_stacked(v) if is_metric(v) else v, x, is_leaf=is_metric
-    )
-
-
-def _join_table_rows(rows: Any, axes: TowerAxes) -> Any:
-    """All towers' rows of a table, equal indices added."""
-    return one_of(Reduction.SUM, all_gather_rows(rows, axes))

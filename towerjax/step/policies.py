@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process
+from towerjax.step.accumulators import TowersOwn, owned
 from towerjax.step.compile import Program
 from towerjax.step.next_state import Outcome
-from towerjax.step.returned import fill_holes, without_padding
+from towerjax.step.returned import without_padding
 from towerjax.step.state import (
     TrainState,
     join_state,
@@ -121,10 +122,11 @@ class Trained(StatePolicy):
         self, step: Any, state: TrainState, out: Outcome, batch: PlacedBatch
     ) -> tuple[Any, Any]:
         """``((state, metrics), guarded)``."""
-        own = out.metrics["own"]
-        if own:
-            own = on_every_process(own, step.strategy.placement)
-        metrics = {**out.metrics["one"], **own}
+        metrics = out.metrics
+        if own := {
+            name: x.value for name, x in metrics.items() if isinstance(x, TowersOwn)
+        }:
+            metrics |= on_every_process(own, step.strategy.placement)
         after = join_state(out.donated, {"rng": state.rng, **out.now})
         return (after, metrics), metrics["loss"] if out.finite is None else out.finite
 
@@ -173,9 +175,9 @@ class Read(StatePolicy):
         self, step: Any, state: TrainState, out: Any, batch: PlacedBatch
     ) -> tuple[Any, None]:
         """What towers returned under one name, without padding."""
-        tree, own = out
-        own = without_padding(on_every_process(own, step.strategy.placement), batch)
-        (result,) = fill_holes(tree, own=own).values()
+        placement = step.strategy.placement
+        (merged,) = owned(out, lambda own: on_every_process(own, placement))
+        (result,) = without_padding(merged, batch).values()
         return result, None
 
 

@@ -16,6 +16,7 @@ from towerjax.proof import findings, lints, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update, refuse_mapped
+from towerjax.step.accumulators import layouts_of
 from towerjax.step.one_pass import Pass, PassArgs, PassResult
 from towerjax.step.trace import Traced
 from towerjax.towers.executors import trace_one_tower
@@ -59,8 +60,8 @@ def _prove_pass(one: Pass, args: PyTree, towers: OnTowers) -> Proof:
     found, body = towers.analyse(inputs, is_free=is_free), towers.jaxpr
     # The leaves of what towers return have names of their own.
     parts = ("", *PassResult._fields[1:])
-    outputs = _names_where(parts, one.out_layouts, towers.out, mirrored=True)
-    if jax.tree.leaves(towers.out.merged):  # else each tower has means of its own
+    outputs = _names_where(parts, layouts_of(towers.out), towers.out, mirrored=True)
+    if any(outputs):  # else each tower has means of its own
         findings.refuse_factors(found)
     findings.refuse_changed(found)
     findings.prove_mirrored(found, outputs, advice=one.advice)

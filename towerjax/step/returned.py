@@ -1,8 +1,7 @@
-"""Split what a tower returns by the types of its leaves, and put it together again."""
+"""Check what a tower returns, name its parts, and cut padding off what is merged."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +10,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
-from towerjax.metrics.state import check_metric, is_additive, is_metric
+from towerjax.metrics.state import check_metric, is_metric
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof import tags
+from towerjax.step.accumulators import CARRIED, Returned, as_returned, is_typed
 from towerjax.step.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
@@ -31,100 +30,45 @@ _BY_KEY |= {name: ("metric", name) for name in METRICS}
 _ORDER = ("loss", "gradient", "metric", "value")
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Hole:
-    """Stands in a tree, without leaves, for a typed leaf that was taken out."""
+def split(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
+    """What a tower returned, checked, each leaf as `Returned`.
 
-    # "added", summed; "shown", summed, but not guarded; "folded", merged pair by pair;
-    # "joined", rows of a table; or "own", each tower's.
-    kind: str
-
-
-def is_typed(x: Any) -> bool:
-    """Whether the leaf's type says how it is merged."""
-    typed = Rows | PerTower | TowerLocal
-    return isinstance(x, typed) or is_rows(x) or is_metric(x)
-
-
-def split(
-    out: PyTree, rows: int, merged: PyTree = ()
-) -> tuple[PyTree, dict[str, list[Any]]]:
-    """What a tower returned, as a tree with holes and the leaves in them, by kind.
-
-    Leaves of ``merged`` that a tower returns again stay in the tree: they are mirrored.
+    Leaves of ``merged`` that a tower returns again are mirrored, in whatever container.
     """
     before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
     before = {id(v) for v in jax.tree.leaves(list(before))}
-    kinds = ("added", "shown", "folded", "joined", "own")
-    pools: dict[str, list[Any]] = {kind: [] for kind in kinds}
 
-    def put_aside(rows: IndexedRows) -> Hole:
-        pools["joined"].append(rows)
-        return Hole("joined")
-
-    def one(path: tuple[Any, ...], x: Any) -> Any:
+    def one(path: tuple[Any, ...], x: Any) -> PyTree:
         name = name_by_key(path)
         if not is_typed(x):
-            return _to_array(name, x)
-        if before.issuperset(map(id, jax.tree.leaves(x))):  # in whatever container
-            return x
+            return as_returned(_to_array(name, x))
+        if before.issuperset(map(id, jax.tree.leaves(x))):
+            return jax.tree.map(as_returned, x)
         x = _check_leaf(name, x, rows)
         if isinstance(x, Sum):
             what = f"{tags.COUNTS_EACH_TOWER}{name}, a tj.Sum"
             x = jax.tree.map(functools.partial(checkpoint_name, name=what), x)
-        kind = "joined" if is_rows(x) else "own"
-        if is_metric(x):
-            kind = "folded"
-            if is_additive(x):
-                is_shown = bool(path) and key_name(path[0]) in METRICS
-                kind = "shown" if is_shown else "added"
-                x = map_parts(IndexedRows, put_aside, x)
-        pools[kind].append(x)
-        return Hole(kind)
+        return as_returned(x, is_shown=bool(path) and key_name(path[0]) in METRICS)
 
-    tree = jax.tree_util.tree_map_with_path(one, out, is_leaf=is_typed)
-    return tree, pools
+    return jax.tree_util.tree_map_with_path(one, out, is_leaf=is_typed)
 
 
-def fill_holes(tree: PyTree, **pools: list[Any]) -> PyTree:
-    """The inverse of `split`, for the holes of the kinds that ``pools`` has."""
-    return _filled(tree, {kind: iter(pool) for kind, pool in pools.items()})
-
-
-# A function that held itself would keep the arrays of a call until a collection.
-def _filled(tree: PyTree, left: dict[str, Iterator[Any]]) -> PyTree:
-    def one(x: Any) -> Any:
-        if not isinstance(x, Hole) or x.kind not in left:
-            return x
-        x = next(left[x.kind])
-        if is_metric(x) and "joined" in left:  # a gradient may be of rows of tables
-            return map_parts(Hole, lambda hole: _filled(hole, left), x)
-        return x
-
-    return jax.tree.map(one, tree, is_leaf=is_hole)
-
-
-def trees_of(results: Sequence[Any]) -> list[PyTree]:
-    """What each pass has merged, of the results of passes, in the towers' trees."""
-    return [fill_holes(x.merged, own=x.own) for x in results]
-
-
-def refuse_mixed_up(tree: PyTree, pools: dict[str, list[Any]], local: PyTree) -> None:
+def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
     """Raise unless tower-local variables come back by their names, of their types.
 
     The next micro-batch gets them in the order of the tree. A single variable may have
     any name.
     """
 
-    def variables(pairs: Any) -> tuple[list[tuple[str, ...]], list[str]]:
-        own = [(path, x) for path, x in pairs if isinstance(x, TowerLocal)]
+    def variables(kind: Any, tree: PyTree) -> tuple[list[tuple[str, ...]], list[str]]:
+        is_kind = lambda x: isinstance(x, kind)  # noqa: E731
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_kind)
+        own = [(at, x) for at, x in pairs if getattr(x, "how", CARRIED) is CARRIED]
         values = jax.tree.leaves([x for _, x in own])
         types = [f"{x.dtype}{list(x.shape)}" for x in values]
-        return [tuple(map(key_name, path)) for path, _ in own], types
+        return [tuple(map(key_name, at)) for at, _ in own], types
 
-    came, new = variables(zip(_paths_of(tree, "own"), pools["own"], strict=True))
-    held, old = variables(jax.tree_util.tree_leaves_with_path(local, is_leaf=is_typed))
+    (came, new), (held, old) = variables(Returned, tree), variables(TowerLocal, local)
     ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
     if came and (new != old or (len(held) > 1 and ends != held)):
         names = [", ".join(map("/".join, part)) for part in (came, held)]
@@ -135,19 +79,12 @@ def refuse_mixed_up(tree: PyTree, pools: dict[str, list[Any]], local: PyTree) ->
         )
 
 
-def _paths_of(tree: PyTree, kind: str) -> list[tuple[Any, ...]]:
-    """The paths of the holes of a kind."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_hole)
-    return [path for path, x in leaves if is_hole(x) and x.kind == kind]
-
-
-def parts_of_tower(tree: PyTree, pools: dict[str, list[Any]]) -> list[NamedPart]:
+def parts_of_tower(tree: PyTree) -> list[NamedPart]:
     """A tower's sums by what they are: loss first, then gradients, then metrics."""
-    own = [states_of(x) if isinstance(x, PerTower) else None for x in pools["own"]]
-    tree = fill_holes(tree, added=pools["added"], shown=pools["shown"], own=own)
+    tree = map_parts(PerTower, states_of, tree)
     parts = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_typed):
-        if not is_typed(x):
+        if not is_typed(x) or isinstance(x, Rows | TowerLocal):
             continue
         first = key_name(path[0]) if path else "result"
         part, root = _BY_KEY.get(first, ("value", first))
@@ -164,11 +101,6 @@ def states_of(own: PerTower) -> PyTree:
     return jax.tree.map(
         lambda x: x if is_metric(x) else None, own.values, is_leaf=is_typed
     )
-
-
-def is_hole(x: Any) -> bool:
-    """Whether ``x`` stands for a typed leaf."""
-    return isinstance(x, Hole)
 
 
 def without_padding(tree: PyTree, batch: PlacedBatch) -> PyTree:

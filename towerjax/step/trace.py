@@ -10,6 +10,7 @@ import jax.core
 from jax import lax
 
 from towerjax.metrics.weighted import UnknownWeights
+from towerjax.step.accumulators import TowersOwn, is_own, layouts_of
 from towerjax.step.engine import Engine
 from towerjax.step.next_state import Outcome
 from towerjax.step.one_pass import Pass, PassResult
@@ -18,9 +19,8 @@ from towerjax.step.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.parts import shards_of
-from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Rows
-from towerjax.types.leaves import map_parts
+from towerjax.types import Layout, PyTree, Rows
+from towerjax.types.leaves import map_parts, parts_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,20 +37,17 @@ class TracedPass:
         """The shapes of its results, as global values."""
         count = self.one.strategy.num_towers
 
-        def of(layout: Layout, x: Any) -> Any:
-            if layout is Layout.MIRRORED:
-                return x
+        def of(x: Any) -> Any:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
 
-        found = self.towers.out
-        return jax.tree.map(of, jax.tree.broadcast(self.one.out_layouts, found), found)
+        return map_parts(TowersOwn, lambda own: jax.tree.map(of, own), self.towers.out)
 
     def run(self, args: tuple[PyTree, ...]) -> PassResult:
         """The results, of and as global values."""
         if self.weights is not None:
             args = _with_weights(args, self.weights.run(args))
         shards = self.one.shards(args, self.towers.out)
-        return self.towers.run(self.one.out_layouts, args, shards=shards)
+        return self.towers.run(layouts_of(self.towers.out), args, shards=shards)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +63,22 @@ class Traced:
     def out(self) -> PyTree:
         """The shapes of the step's results."""
         return _outcome(*self.shapes[1:]) if self.engine.accepts else self.shapes
+
+    @property
+    def outs(self) -> PyTree:
+        """A prefix tree of the layouts of the step's results."""
+
+        def of(at: Layout, results: PyTree) -> PyTree:
+            is_mirrored = at is Layout.MIRRORED
+            return (
+                layouts_of(results)
+                if is_mirrored and parts_of(TowersOwn, results)
+                else at
+            )
+
+        state = self.engine.ins["state"]  # the next one lies as it does
+        is_state = lambda x: x is state  # noqa: E731
+        return jax.tree.map(of, self.engine.outs, self.out, is_leaf=is_state)
 
     @property
     def update_in_parts(self) -> bool:
@@ -95,7 +108,7 @@ class Traced:
         layouts = _layouts(engine, params, given[2])
         place = engine.strategy.placement
         how: Any = {"params": params, "taken": layouts[1], "exact": True}
-        parts = (given, layouts[0]), (self.out, layouts[2])
+        parts = (given, layouts[0]), (self.out, self.outs)
         shards = shards_of(place, *parts, **how)
         whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
         return over_devices(self._update, place, *whole, shards=shards)(*given)
@@ -152,26 +165,26 @@ def _pinned(one: Pass, out: PassResult) -> PassResult:
         return out
     mirrored = placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
-    parts = lax.optimization_barrier((out.merged, map_parts(Rows, on_all, out.own)))
-    return out._replace(merged=parts[0], own=parts[1])
+    is_rows = lambda x: is_own(x) and isinstance(x.value, Rows)  # noqa: E731
+    merged = jax.tree.map(
+        lambda x: on_all(x) if is_rows(x) else x, out.merged, is_leaf=is_rows
+    )
+    return out._replace(merged=lax.optimization_barrier(merged))
 
 
-def _layouts(
-    engine: Engine, params: PyTree, results: PyTree
-) -> tuple[PyTree, PyTree, PyTree]:
-    """Those of an update: what it is given, takes parts of, and returns."""
+def _layouts(engine: Engine, params: PyTree, results: PyTree) -> tuple[PyTree, PyTree]:
+    """Those of an update: what it is given, and takes parts of."""
     donated, kept = split_state(state_layout(engine.strategy))
     one, own = Layout.MIRRORED, Layout.PER_TOWER
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
     def layouts(own: Layout, split: Layout) -> PyTree:
-        def of(x: Any) -> Layout:
-            if isinstance(x, PerTower | TowerLocal):
+        def of(x: Any) -> PyTree:
+            if is_own(x) and not isinstance(x.value, Rows):
                 return own
-            return split if x.shape in shapes else one
+            return split if not is_own(x) and x.shape in shapes else one
 
-        is_own = lambda x: isinstance(x, PerTower | TowerLocal)  # noqa: E731
         return jax.tree.map(of, results, is_leaf=is_own)
 
     given, taken = layouts(own, one), layouts(one, Layout.SHARDED)
-    return (donated, kept, given), (one, one, taken), engine.outs
+    return (donated, kept, given), (one, one, taken)

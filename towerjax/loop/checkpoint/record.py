@@ -21,7 +21,6 @@ from towerjax.loop.checkpoint.folder import (
     path_of,
     read_manifest,
 )
-from towerjax.loop.stopping import Count
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
@@ -266,7 +265,7 @@ class CheckpointRecord:
     batch_rows: tuple[int, ...] = ()
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     evaluation_due: bool = False
-    stopping: tuple[Count, ...] = ()
+    stopping: Sequence[Mapping[str, Any]] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -299,9 +298,8 @@ def _parse(fields: dict[str, Any]) -> None:
         fields[name] = tuple(fields[name])
     values = fields["evaluation"]  # an infinity is written as text
     fields["evaluation"] = {name: float(x) for name, x in values.items()}
-    fields["stopping"] = tuple(
-        Count(**{**x, "lowest": float(x["lowest"])}) for x in fields["stopping"]
-    )
+    for count in fields["stopping"]:
+        count["lowest"] = float(count["lowest"])
 
 
 def library_versions(*others: str) -> dict[str, str]:
