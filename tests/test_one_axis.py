@@ -285,19 +285,17 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
 
 
 @pytest.mark.skipif("jax_custom_jvp3" not in jax.config.values, reason="of a later JAX")
-def test_a_rule_of_the_kind_to_come_is_refused():
-    """Else towers that share a device would lose it, and their gradient be wrong."""
-    before = jax.config.values["jax_custom_jvp3"]
-    jax.config.update("jax_custom_jvp3", True)
+@pytest.mark.parametrize("rule", ["jvp", "fwd", "bwd"])
+def test_rules_of_the_kind_to_come_go_through_a_call(rule):
+    names = "jax_custom_jvp3", "jax_custom_vjp3"
+    before = {name: jax.config.values[name] for name in names}
     try:
-        call = jax.custom_jvp(lambda x: lax.psum(x, "batch"))
-        call.defjvp(lambda x, dx: (call(*x), lax.psum(3 * dx[0], "batch")))
-        strategy = tj.Mirrored(towers=4, axis_name="batch")
-        rows = tj.PerTower(jnp.arange(4.0))
-        with pytest.raises(ValueError, match="rule of its own adds up over towers"):
-            strategy.call_for_each_tower(lambda tower, x: call(x), rows)
+        for name in names:
+            jax.config.update(name, True)
+        test_derivatives_of_ones_own_go_through_a_call(rule, T=4, D=2, jit=True)
     finally:
-        jax.config.update("jax_custom_jvp3", before)
+        for name in names:
+            jax.config.update(name, before[name])
 
 
 # What towers of a device add up.

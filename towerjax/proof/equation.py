@@ -174,6 +174,8 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
     towers' axis among its params.
     """
     name = eqn.primitive.name
+    if _is_high(eqn):
+        return False  # its code is looked at
     effects = {type(effect).__name__ for effect in eqn.effects}
     if (
         effects - _HARMLESS_EFFECTS

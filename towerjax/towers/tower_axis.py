@@ -163,11 +163,15 @@ class _Lowering:
 
     def _lower_bwd(self, rule: Any, *args: Any) -> Any:
         """Lower a custom backward rule; symbolic zeros go in and out unchanged."""
+        return self._run(rule.call_wrapped, *args)
+
+    def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call a function's lowered program; what is no array passes unchanged."""
         out = []
 
         def of_arrays(*arrays: Any) -> list[Any]:
             given = put_parts(jax.Array, args, arrays)
-            out[:] = [rule.call_wrapped(*given)]
+            out[:] = [fn(*given)]
             return parts_of(jax.Array, out)
 
         arrays = parts_of(jax.Array, args)
@@ -182,10 +186,25 @@ class _Lowering:
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
             return eqn
-        rules = ("jvp_rule", "fwd")  # with jax_custom_jvp3 and jax_custom_vjp3
-        if any(hasattr(eqn.params.get("_prim"), rule) for rule in rules):
-            raise ValueError(_NEW_RULES.format(line=user_line((eqn, None))))
-        return self._as_call(eqn, jaxpr_as_fun(self.lower(program)))
+        fn = jaxpr_as_fun(self.lower(program))
+        return self._as_call(eqn, self._with_rules(fn, eqn))
+
+    def _with_rules(self, fn: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
+        """A lowered function with the derivative rules of the primitive it stands for.
+
+        Under jax_custom_jvp3 and jax_custom_vjp3 primitives have such rules.
+        """
+        run = functools.partial(eqn.primitive.bind, **eqn.params)
+        if hasattr(eqn.params.get("_prim"), "jvp_rule"):
+            new: Any = jax.custom_jvp(fn)
+            new.defjvp(functools.partial(self._run, functools.partial(jax.jvp, run)))
+            return new
+        if hasattr(eqn.params.get("_prim"), "fwd"):
+            new = jax.custom_vjp(fn)
+            forward = functools.partial(self._run, functools.partial(jax.vjp, run))
+            new.defvjp(forward, lambda pull, out: self._run(pull, out))
+            return new
+        return fn
 
     def _new_effects(self, effects: Any) -> set[Any]:
         new: set[Any] = set()
@@ -263,11 +282,6 @@ _OWN = (
     "{line} names the axis {axis!r}, which is not all towers where several share a"
     " device. Write tower.axis_names, or a name that you give:"
     " tj.Mirrored(axis_name='batch')."
-)
-_NEW_RULES = (
-    "{line}: a function with a derivative rule of its own adds up over towers, and its"
-    " rule, under jax_custom_jvp3 or jax_custom_vjp3, cannot be written for towers that"
-    " share a device. Leave these options of JAX off, or add up outside the function."
 )
 _NO_VMAP = (
     "Towers that share a device run together, by jax.vmap, which JAX does not have of"
