@@ -34,7 +34,7 @@ import towerjax as tj
 STEPS, EVERY, HANG_S = 60, 5, 30.0
 FAULTS = ("kill", "stop", "launcher")
 _LAUNCH = (
-    "-m towerjax launch --processes 2 --devices-per-process 2 --towers 4 --restarts 5"
+    "-m towerjax launch --processes 2 --devices-per-process 2"
     f" --hang-timeout {HANG_S} --grace-seconds 0.5"
 ).split()
 
@@ -108,10 +108,12 @@ def train(
     job: str,
     devices: Sequence[str] | None = None,
     steps: int = STEPS,
+    towers: int = 4,
+    audit: bool | None = None,
 ) -> None:
     """The program: an ordinary one, which saves itself."""
     strategy = tj.Mirrored(
-        devices, towers=4, local="scan", cross_tower_ops=tj.PinnedTree()
+        devices, towers=towers, local="scan", cross_tower_ops=tj.PinnedTree()
     )
     step = tj.build_train_step(_loss_fn, optax.adam(0.01), strategy, remainder="pad")
     x = np.random.default_rng(0).normal(size=(61, 8)).astype(np.float32)
@@ -127,9 +129,10 @@ def train(
     state, _ = tj.run(
         step,
         step.init(params),
-        tj.batches({"x": x, "y": np.sin(x.sum(1))}, 16, epochs=None, seed=0),
+        tj.batches({"x": x, "y": np.sin(x.sum(1))}, 4 * towers, epochs=None, seed=0),
         steps=steps,
         checkpointer=tj.Checkpointer(folder / "saved", every=EVERY),
+        audit=audit,
         hooks=[note],
         progress=False,
     )
@@ -139,14 +142,25 @@ def train(
         (folder / "digest").write_text(digest.hexdigest())
 
 
-class _Launched:
+class Launched:
     """The launcher as a process of its own, and when it said what."""
 
-    def __init__(self, folder: pathlib.Path, steps: int, regrow_s: float) -> None:
-        launch = [*_LAUNCH, "--regrow-seconds", str(regrow_s), "--"]
-        program = [sys.executable, "-m", "benchmarks.faults", "--train", str(folder)]
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        steps: int,
+        regrow_s: float,
+        *,
+        towers: int = 4,
+        restarts: int = 5,
+        module: str = "benchmarks.faults",
+        options: Sequence[str] = (),
+    ) -> None:
+        launch = [*_LAUNCH, "--towers", str(towers), "--restarts", str(restarts)]
+        launch += ["--regrow-seconds", str(regrow_s), "--"]
+        program = [sys.executable, "-m", module, "--train", str(folder)]
         self.popen = subprocess.Popen(
-            [sys.executable, *launch, *program, "--steps", str(steps)],
+            [sys.executable, *launch, *program, "--steps", str(steps), *options],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -160,6 +174,7 @@ class _Launched:
             self.said.extend((time.time(), line) for line in lines)
 
     def wait(self) -> int:
+        """Wait for its end, and return its exit code."""
         self.popen.wait()
         self._reader.join()
         return self.popen.returncode
@@ -183,10 +198,11 @@ class _Launched:
         return next(at for at, line in self.said if any(x in line for x in words))
 
 
-def _until(is_so: Callable[[], Any], timeout_s: float) -> Any:
-    until = time.monotonic() + timeout_s
+def until(is_so: Callable[[], Any], timeout_s: float) -> Any:
+    """Wait for a value that is true, and return it."""
+    end = time.monotonic() + timeout_s
     while not (value := is_so()):
-        if time.monotonic() > until:
+        if time.monotonic() > end:
             raise TimeoutError(f"nothing came of it in {timeout_s} s")
         time.sleep(0.02)
     return value
@@ -199,7 +215,7 @@ def _is_alive(pid: int) -> bool:
     return False
 
 
-class _Step(NamedTuple):
+class DoneStep(NamedTuple):
     """A step that was done, as the first process wrote it down."""
 
     number: int
@@ -208,17 +224,18 @@ class _Step(NamedTuple):
     job: str
 
 
-def _steps(folder: pathlib.Path) -> list[_Step]:
+def steps_of(folder: pathlib.Path) -> list[DoneStep]:
+    """The steps so far, those that were run again included."""
     path = folder / "steps"
     lines = path.read_text().splitlines() if path.exists() else []
     words = (line.split() for line in lines)
-    return [_Step(int(a), int(b), float(c), d) for a, b, c, d in words]
+    return [DoneStep(int(a), int(b), float(c), d) for a, b, c, d in words]
 
 
 def undisturbed() -> str:
     """What the job ends with."""
     with tempfile.TemporaryDirectory() as path:
-        code = _Launched(pathlib.Path(path), STEPS, 2).wait()
+        code = Launched(pathlib.Path(path), STEPS, 2).wait()
         if code:
             raise RuntimeError(f"The undisturbed job ended with code {code}.")
         return (pathlib.Path(path) / "digest").read_text()
@@ -230,28 +247,28 @@ def disturbed(
     """What a fault does to a job that ends so if nothing happens."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
-        job = _Launched(folder, steps, regrow_s)
-        workers = _until(lambda: len(x := job.workers()) == 2 and x, 60)
-        _until(lambda: len(_steps(folder)) >= fault.after, 300)
+        job = Launched(folder, steps, regrow_s)
+        workers = until(lambda: len(x := job.workers()) == 2 and x, 60)
+        until(lambda: len(steps_of(folder)) >= fault.after, 300)
         time.sleep(fault.late_s)
-        before = len(_steps(folder))
+        before = len(steps_of(folder))
         saved = max(tj.Checkpointer(folder / "saved").steps, default=0)
         began = time.time()
         if fault.kind == "launcher":
             job.popen.kill()
             job.wait()
-            _until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
+            until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
             named = time.time()
-            job = _Launched(folder, steps, regrow_s)
+            job = Launched(folder, steps, regrow_s)
             code = job.wait()
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
             os.kill(workers[fault.victim][0], number)
             code = job.wait()
             named = job.named(fault.victim)
-        done = _steps(folder)
+        done = steps_of(folder)
         same = code == 0 and (folder / "digest").read_text() == digest
-    last = _Step(steps + 1, 0, time.time(), "")  # where nothing was left to do
+    last = DoneStep(steps + 1, 0, time.time(), "")  # where nothing was left to do
     new = next((x for x in done[before:] if x.job != workers[0][1]), last)
     devices = tuple(k for k, _ in itertools.groupby(x.devices for x in done))
     times = named - began, new.ended - began

@@ -15,8 +15,9 @@ import numpy as np
 import optax
 
 import towerjax as tj
-from towerjax.data.ledger import Ledger
+from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.point import Point
 
 
 def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:
@@ -66,10 +67,10 @@ def save_seconds(devices: int) -> dict[str, float]:
             best[name] = min(best.get(name, seconds), seconds)
         with tempfile.TemporaryDirectory() as folder:
             stack = contextlib.ExitStack()
-            ledger = Ledger([], copies=False)
-            saver = Saving(tj.Checkpointer(folder), step, state, ledger, stack)
+            source = Source([])
+            saver = Saving(tj.Checkpointer(folder), step, state, source, stack)
             jax.block_until_ready(state)
-            begin = functools.partial(saver.save, state, 1, ())
+            begin = functools.partial(saver.save, Point.start(state, source))
             timed("pause", begin)
             timed("then", stack.close)
     return best

@@ -32,9 +32,10 @@ from orbax.checkpoint.args import PyTreeRestore
 from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
 import towerjax as tj
-from towerjax.data.ledger import Ledger
+from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.point import Point
 from towerjax.types.leaves import is_key
 
 TESTS = pathlib.Path(__file__).parent
@@ -239,7 +240,8 @@ def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
 def saved_at_once(step, saving, state):
     """A checkpoint of a state, without a run."""
     with contextlib.ExitStack() as stack:
-        Saving(saving, step, state, Ledger([], copies=False), stack).save(state, 1, ())
+        source = Source([])
+        Saving(saving, step, state, source, stack).save(Point.start(state, source))
 
 
 @pytest.mark.slow
@@ -762,16 +764,19 @@ def test_what_a_run_left_is_counted_from_the_first(light, light_bits, tmp_path, 
 
 
 def test_no_batch_is_left_out_before_the_first_that_was_used():
-    ledger = Ledger(iter(range(8)), copies=False)
-    assert [next(ledger) for _ in range(5)] == [0, 1, 2, 3, 4]
-    ledger.use(3)
-    left = ledger.rest()
+    source = Source(iter(range(8)))
+    stream = source.stream(lambda group: group[0], 0)
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    used = stream.get_state()
+    source.use(used)
+    assert [next(stream), next(stream)] == [3, 4]
+    left = source.back_to(used)
     assert next(left) == 3  # by hand
-    again = Ledger(left, copies=False)
-    again.go_to(6)
-    assert (next(again), again.used) == (6, 6)
+    again = Source(left)
+    again.go_to(Position(6))
+    assert (again.position, next(again)) == (Position(6), 6)
     with pytest.raises(ValueError, match="2 batches .* these begin after 7"):
-        Ledger(left, copies=False).go_to(2)
+        Source(left).go_to(Position(2))
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.data.feed import batches, in_groups, prefetch
-from towerjax.data.ledger import Ledger
+from towerjax.data.feed import batches
+from towerjax.data.stream import Source, in_groups, prefetch
 
 DEPTHS = [0, 1, 3]
 
@@ -124,7 +124,7 @@ def test_groups_own_their_rows_when_the_loader_reuses_its_buffer():
             buffer[:] = i
             yield {"x": buffer}
 
-    [group] = in_groups(Ledger(loader(), copies=True), 4)
+    [group] = Source(loader()).stream(lambda group: group, 0, size=4)
     assert [batch["x"][0] for batch in group] == [0, 1, 2, 3]
 
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import hashlib
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -14,7 +15,7 @@ import time
 import forked
 import pytest
 
-from benchmarks import faults
+from benchmarks import duel, faults
 from towerjax.mesh.cluster import launch, launcher
 from towerjax.mesh.cluster.group import End
 from towerjax.mesh.cluster.launcher import RestartPlan
@@ -163,6 +164,26 @@ def test_a_real_training_ends_on_the_bits_of_the_undisturbed(tmp_path, monkeypat
     fault = faults.Fault("kill", victim=1, after=12)
     row = faults.disturbed(fault, digest, steps=steps, regrow_s=600)
     assert row.is_good and row.devices == (4, 2), row
+
+
+def test_a_duel_is_told_from_what_its_processes_wrote(tmp_path):
+    """`python -m benchmarks.duel` has its processes write it."""
+    steps = "1 4 10 a\n2 4 11 a\n3 4 12.5 a\n2 4 21 b\n3 4 22 b\n4 4 23 b\n"
+    (tmp_path / "steps").write_text(steps)  # step 3 of a was written after the kill
+    ends = {"began": 13, "imported": 15, "connected": 16, "restored": 17}
+    for process, compiled in [(0, 18.5), (1, 19)]:
+        file = tmp_path / f"starts.b.{process}"
+        file.write_text(json.dumps({**ends, "compiled": compiled}))
+        ends.pop("restored", None)  # which only the first process says
+    kills = [duel.Kill(12, "a"), duel.Kill(23.5, "b")]  # the second at the job's end
+    (took,) = duel.recoveries(tmp_path, kills)
+    assert [*took.values()] == [1, 2, 1, 1, 2, 2]
+    lines = "\n".join(duel.report(tmp_path, kills, whole_s=6.5))
+    for told in ("2 in 0.2 min", "run | 66.7%", "job's | 2.00 |", "median | 9.0 s"):
+        assert told in lines
+    (tmp_path / "starts.b.0").write_text(json.dumps({**ends, "compiled": 19}))
+    (took,) = duel.recoveries(tmp_path, kills)  # before there was a checkpoint
+    assert [*took.values()] == [1, 2, 1, 0, 3, 2]
 
 
 def children(program, **options):

@@ -179,42 +179,6 @@ def test_dtypes_are_promoted_where_the_users_own_are_not():
         assert jax.eval_shape(lambda rows: values(rows), rows) == expected
 
 
-def test_a_score_at_a_threshold_is_not_above_it():
-    yes, score = np.array([True, False, True]), np.float32([0.5, 0.5, 0.25])
-
-    @jax.jit
-    def found(yes, score):
-        recalls = m.recall_at_thresholds(yes, score, [0.25, 0.4, 0.5])
-        return recalls.compute(), m.false_positives(yes, score, threshold=0.5).compute()
-
-    recalls, wrong = found(yes, score)
-    assert recalls.tolist() == [0.5, 0.5, 0]
-    assert float(wrong) == 0
-    m.auc(yes, score, thresholds=[0.0, 1.0])  # the ends are thresholds too
-    with jax.enable_x64(True):  # in float64 the float32 next to 0.1 is above it
-        tenth = np.full(3, 0.1, np.float32)
-        wrong = m.false_positives(yes, tenth, threshold=np.float64(0.1)).compute()
-    assert float(wrong) == 0
-
-
-@pytest.mark.slow
-def test_of_equally_near_rates_the_best_is_taken_in_any_precision():
-    """0.6 and 1 are as far from 0.8; in float64 a rounding says otherwise."""
-    yes = np.array([False] * 5 + [True] * 2)
-    score = np.float32([0.1, 0.1, 0.1, 0.9, 0.9, 0.5, 0.95])
-
-    @jax.jit
-    def found():
-        first = m.sensitivity_at_specificity(yes, score, 0.8)
-        second = m.specificity_at_sensitivity(~yes, score[::-1], 0.8)
-        return (first, second), (first.compute(), second.compute())
-
-    states, values = found()
-    on_the_host = [value_on_host(on_host(state)) for state in states]
-    assert list(map(float, values)) == on_the_host
-    assert on_the_host[0] == 1.0
-
-
 @pytest.mark.slow
 def test_sixteen_bits_are_widened():
     scores = np.array([0.1, 0.4, 0.35, 0.8], jnp.bfloat16)
@@ -234,62 +198,7 @@ def test_sixteen_bits_are_widened():
     assert float(m.true_positives(np.ones(300), np.ones(300, int)).compute()) == 300
 
 
-def test_known_numbers_do_not_wrap_round_and_squares_are_of_sizes():
-    large = np.array([2**40, 1])  # wider than an array of JAX
-
-    @jax.jit
-    def values():
-        states = [
-            m.mean(large),
-            tj.Weighted.mean(large),
-            m.mean_absolute_error(large, [0, 0]),
-            m.mean([1.0, 3.0], large),
-            m.percentage_below(large, 10),
-            m.accuracy(large, large + 2**32),
-            m.mean_squared_error([3j, 4], [0, 0]),
-        ]
-        return [x.value for x in states]
-
-    assert [float(x) for x in values()] == [2**39, 2**39, 2**39, 1, 0.5, 0, 12.5]
-
-
-@pytest.mark.slow
-def test_ids_are_equal_as_numbers_and_not_as_bits():
-    pairs = [
-        (np.uint32([2**32 - 1, 7]), np.int32([-1, 7])),
-        (np.array([2**64 - 1, 7], np.uint64), np.array([-1, 7])),
-        (np.array([2**32 + 1, 5]), np.array([1, 5])),
-        (np.array([True, False]), np.array([2, 0])),
-        (np.array([-1, 7], jnp.int4), np.array([15, 7], jnp.uint4)),
-        (np.array([2**53 + 1, 5], np.uint64), np.array([2**53, 5])),
-    ]
-    for first, second in pairs:
-        both = [(first, second), (second, first)]
-        if max(first.itemsize, second.itemsize) < 8:
-            both.append((jnp.asarray(first), jnp.asarray(second)))
-        for labels, predictions in both:
-            assert float(m.accuracy(labels, predictions).value) == 0.5
-
-
-def test_weights_of_64_bits_are_not_rounded():
-    with jax.enable_x64(True):
-        hits = m.accuracy([1, 1], [1, 0], np.array([1, 2.0**24]))
-    assert float(hits.weight) == 2**24 + 1
-
-
-@pytest.mark.slow
-def test_ids_and_labels_are_valid_as_numbers_and_not_as_bits():
-    large, ids = np.array([2**32, 1]), np.array([0, 1])  # JAX would wrap it to 0
-
-    @jax.jit
-    def values(w):
-        shares = m.mean_per_class_accuracy(ids, large, 2, w)
-        found = m.mean_iou(large, ids, 2, w), shares, m.recall(large, ids, w)
-        return [x.compute() for x in found]
-
-    assert np.isnan(values(np.ones(2))).all()
-    assert np.array_equal(values(np.array([0, 1])), [1, 1, 1])
-
+# What values are, to the last number.
 
 INTEGERS = [
     (np.int32([-(2**31), 2**31 - 1]), np.int32([2**31 - 1, 2**31 - 2])),
@@ -297,73 +206,172 @@ INTEGERS = [
     (np.array([2**40, -(2**62)]), np.array([2**40 + 512, -(2**62) - 7])),
     (np.array([2**63 + 5, 1], np.uint64), np.array([2**63 - 1, -2])),
 ]
+IDS = [
+    (np.uint32([2**32 - 1, 7]), np.int32([-1, 7])),
+    (np.array([2**64 - 1, 7], np.uint64), np.array([-1, 7])),
+    (np.array([2**32 + 1, 5]), np.array([1, 5])),
+    (np.array([True, False]), np.array([2, 0])),
+    (np.array([-1, 7], jnp.int4), np.array([15, 7], jnp.uint4)),
+    (np.array([2**53 + 1, 5], np.uint64), np.array([2**53, 5])),
+]
+BELOW = [
+    np.int32([-(2**31), -8, 1_700_000_000, 2**31 - 1]),
+    np.uint32([0, 1_700_000_000, 2**32 - 1]),
+    np.int64([-(2**62), 1_700_000_000, 2**40, 2**40 + 1]),
+    np.uint8([1, 200, 255]),
+]
+LIMITS = [1_700_000_000, 1_700_000_000.5, np.float32(-7.5), np.inf, np.nan, 300, -1]
+LIMITS += [2**40 + 1, -(2.0**70)]
+WIDE = np.array([2**40, 1])  # wider than an array of JAX
+LARGE, SMALL = np.array([2**32, 1]), np.array([0, 1])  # JAX would wrap it to 0
+BACK, TENTHS = np.array([0, 1], ">i4"), np.array([0.2, 0.6], ">f4")
+HALVES, HALF = np.array([2, 6], ">f4"), np.float32([0.25, 0.5, 0.75])
+COLUMN = np.float32([[1, 2], [3, np.nan]]), np.float32([[3], [0]])
+COMPLEX = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0, 1.5])
+NO_WEIGHT = np.int32([0, 7, 1]), np.float32([0.25, np.nan, 0.75]), np.int32([1, 0, 1])
+RATES = np.array([False] * 5 + [True] * 2), np.float32([1, 1, 1, 9, 9, 5, 9.5]) / 10
+SCORED = np.array([True, False, True]), np.float32([0.5, 0.5, 0.25])
+
+
+def parts(mean):
+    return jnp.stack([mean.sum, mean.weight])
+
+
+def exact_rows():
+    """By name: a state or an array, of what it is made, and the value."""
+    for labels, predictions in INTEGERS:
+        exact = np.abs(labels.astype(object) - predictions.astype(object))
+        exact = np.float64(exact)
+        square = (exact**2).mean()
+        for state, value in (
+            (m.mean_absolute_error, exact.mean()),
+            (m.mean_squared_error, square),
+            (m.root_mean_squared_error, square**0.5),
+        ):
+            yield f"{state.__name__} {labels}", state, (labels, predictions), value
+    for values in BELOW:
+        limits = np.iinfo(values.dtype)
+        for limit in [*LIMITS, limits.min, limits.max, limits.max + 1]:
+            state = lambda x, limit=limit: m.percentage_below(x, limit)  # noqa: E731
+            share = np.mean([int(x) < limit for x in values])
+            yield f"{values.dtype} below {limit!r}", state, (values,), share
+    for ids in IDS:  # equal as numbers, and not as bits
+        yield f"ids {ids}", m.accuracy, ids, 0.5
+        yield f"ids {ids[::-1]}", m.accuracy, ids[::-1], 0.5
+    rng = np.random.default_rng(0)
+    losses = rng.normal(size=(2, 3)).astype(np.float32)
+    for shape in [(1, 3), (2, 1), (1, 1), (2, 3)]:  # as of tf.losses
+        w = rng.choice([0, 1, 2], size=shape).astype(np.float32)
+        total = (losses * w).sum(), np.count_nonzero(np.broadcast_to(w, (2, 3)))
+        yield (
+            f"weights {shape}",
+            lambda *x: parts(weighted_loss(*x)),
+            (losses, w),
+            total,
+        )
+    for name, state in {
+        "classes": lambda w: m.mean_iou(LARGE, SMALL, 2, w),
+        "predictions": lambda w: m.mean_per_class_accuracy(SMALL, LARGE, 2, w),
+        "labels": lambda w: m.recall(LARGE, SMALL, w),
+    }.items():
+        yield f"large {name}", state, (np.int32([1, 1]),), np.nan
+        yield f"large {name} without weight", state, (np.int32([0, 1]),), 1
+    for name, row in EXACT.items():
+        yield name, *row
+
+
+weighted_loss = tj.estimator.compute_weighted_loss
+# fmt: off
+EXACT = {
+    "wide mean": (m.mean, (WIDE,), 2**39),
+    "wide Weighted": (tj.Weighted.mean, (WIDE,), 2**39),
+    "wide error": (lambda x: m.mean_absolute_error(x, [0, 0]), (WIDE,), 2**39),
+    "wide weight": (lambda w: m.mean([1.0, 3.0], w), (WIDE,), 1),
+    "wide values": (lambda x: m.percentage_below(x, 10), (WIDE,), 0.5),
+    "wide ids": (m.accuracy, (WIDE, WIDE + 2**32), 0),
+    "size squared": (lambda: m.mean_squared_error([3j, 4], [0, 0]), (), 12.5),
+    "0.7 in 16 bits": (lambda x: m.percentage_below(x, 0.7),
+        (np.array([0.69921875, 0.75], jnp.bfloat16),), 0.5),
+    "more than 16 bits count": (m.true_positives, (np.ones(300), np.ones(300, int)),
+        300),
+    "complex": (tj.Weighted.mean, COMPLEX, 0.25 + 4.25j),
+    "complex rows": (lambda x, w: tj.Weighted.mean(x, w, axis=0),
+        (COMPLEX[0][:, None], COMPLEX[1]), [0.25 + 4.25j]),
+    "weight of other byte order": (tj.Weighted.mean, (TENTHS, BACK), TENTHS[1]),
+    "loss of other byte order": (lambda x, w: weighted_loss(x, w, valid=w),
+        (TENTHS, BACK), TENTHS[1]),
+    "scores of other byte order": (m.auc, (BACK, TENTHS), 1),
+    "sum of other byte order": (lambda *x: tj.Weighted(*x).value,
+        (HALVES, np.array(4, ">f4")), [0.5, 1.5]),
+    "tree of other byte order": (lambda x: tj.Weighted({"a": x}, x[0]).value["a"],
+        (HALVES,), [1, 3]),
+    "weights in a column": (lambda *x: parts(m.mean(*x)), COLUMN, [9, 6]),
+    "such a Weighted": (lambda *x: parts(tj.Weighted.mean(*x)), COLUMN, [9, 6]),
+    "such a loss": (lambda *x: parts(weighted_loss(*x)), COLUMN, [9, 2]),
+    "such an accuracy": (lambda w: m.accuracy(np.ones((2, 2)) > 0, np.eye(2) > 0, w),
+        COLUMN[1:], 0.5),
+    # A score at a threshold is not above it; of equally near rates the best is taken.
+    "recalls at thresholds": (
+        lambda *x: m.recall_at_thresholds(*x, [0.25, 0.4, 0.5]), SCORED, [0.5, 0.5, 0]),
+    "at a threshold": (lambda *x: m.false_positives(*x, threshold=0.5), SCORED, 0),
+    "thresholds at the ends": (lambda *x: m.auc(*x, thresholds=[0.0, 1.0]), SCORED,
+        0.5),
+    "0.6 and 1 near 0.8": (lambda *x: m.sensitivity_at_specificity(*x, 0.8), RATES, 1),
+    "the same turned": (lambda y, x: m.specificity_at_sensitivity(~y, x[::-1], 0.8),
+        RATES, 1),
+    # What has weight 0 may be anything.
+    "scores without weight": (m.auc, NO_WEIGHT, 1),
+    "labels without weight": (lambda *x: m.precision(*x, threshold=0.5), NO_WEIGHT, 1),
+    "predictions without weight": (lambda y, x, w: m.recall(y, y, w), NO_WEIGHT, 1),
+    "classes without weight": (lambda y, x, w: m.mean_iou(y, y, 2, w), NO_WEIGHT, 1),
+    # What is out of range makes NaN where nobody can refuse it.
+    "scores": (lambda x: m.auc(x > 0.5, x * 3), (HALF,), np.nan),
+    "labels": (lambda x: m.auc((x * 8).astype(int), x), (HALF,), np.nan),
+    "scores of rates": (lambda x: m.sensitivity_at_specificity(x > 0.5, x * 3, 0.5),
+        (HALF,), np.nan),
+    "no number": (lambda x: m.precision(x > 0.5, x * jnp.nan, threshold=0.5), (HALF,),
+        np.nan),
+    "labels of a recall": (lambda x: m.recall(x * 3, x > 0.5), (HALF,), np.nan),
+    "classes": (lambda x: m.mean_iou((x * 8).astype(int), (x > 0).astype(int), 2),
+        (HALF,), np.nan),
+    "predicted classes": (lambda x: m.mean_per_class_accuracy((x > 0).astype(int),
+        (x * 8).astype(int), 2), (HALF,), np.nan),
+}
+# fmt: on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("labels, predictions", INTEGERS)
-def test_errors_of_integers_are_those_of_their_exact_differences(labels, predictions):
-    exact = np.abs(labels.astype(object) - predictions.astype(object))
-    exact = np.asarray(exact, np.float64)
-    if labels.dtype.itemsize < 8:
-        predictions = jnp.asarray(predictions)
-    found = [
-        state(labels, predictions).compute()
-        for state in (m.mean_absolute_error, m.mean_squared_error)
-    ]
-    root = m.root_mean_squared_error(labels, predictions).compute()
-    expected = [exact.mean(), (exact**2).mean(), np.sqrt((exact**2).mean())]
-    np.testing.assert_allclose([*found, root], expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "values",
-    [
-        np.int32([-(2**31), -8, 1_700_000_000, 2**31 - 1]),
-        np.uint32([0, 1_700_000_000, 2**32 - 1]),
-        np.int64([-(2**62), 1_700_000_000, 2**40, 2**40 + 1]),
-    ],
-)
-def test_integers_are_compared_with_a_threshold_exactly(values):
-    limits = np.iinfo(values.dtype)
-    thresholds = [limits.min, limits.max, limits.max + 1, 2**40 + 1, -(2.0**70)]
-    thresholds += [1_700_000_000, 1_700_000_000.5, np.float32(-7.5), np.inf, np.nan]
-    for threshold in thresholds:
-        expected = np.mean([int(x) < threshold for x in values])
-        arrays = [values] if values.dtype.itemsize == 8 else [values, jnp.array(values)]
-        for x in arrays:
-            found = m.percentage_below(x, threshold).compute()
-            np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_the_mean_of_complex_values_has_a_real_weight():
-    values, weight = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0.0, 1.5])
-    for mean in (
-        tj.Weighted.mean(values, weight),
-        tj.Weighted.mean(jnp.asarray(values)[:, None], weight, axis=0),
-    ):
-        assert mean.weight.dtype == np.float32 and float(mean.weight) == 2
-        np.testing.assert_allclose(jnp.ravel(mean.value), [0.25 + 4.25j], rtol=1e-6)
-
-
-def test_arrays_may_be_in_another_byte_order():
-    ones, scores = np.array([0, 1], ">i4"), np.array([0.2, 0.6], ">f4")
+def test_values_are_exact():
+    """Of numbers that are known, and of those that only the program is given."""
+    rows, given = {}, {}
+    for name, state, made_of, value in exact_rows():
+        if value is not np.nan:  # what is known is refused
+            rows[f"{name}, known"] = functools.partial(state, *made_of), value
+        dtypes = [x.dtype for x in made_of]
+        if all(x.isnative and jax.dtypes.canonicalize_dtype(x) == x for x in dtypes):
+            rows[name], given[name] = (state, value), made_of
 
     @jax.jit
-    def values():
-        mean = tj.Weighted.mean(scores, ones)
-        loss = tj.estimator.compute_weighted_loss(scores, ones, valid=ones)
-        return mean.value, loss.value, m.auc(ones, scores).compute()
+    def run(given):
+        found = {name: fn(*given.get(name, ())) for name, (fn, _) in rows.items()}
+        states = {k: x for k, x in found.items() if hasattr(x, "compute")}
+        return found | {k: x.compute() for k, x in states.items()}, states
 
-    assert [float(x) for x in values()] == [np.float32(0.6), np.float32(0.6), 1]
+    values, states = run(given)
+    on_the_host = {k: value_on_host(on_host(x)) for k, x in states.items()}
+    for found in (values, on_the_host):
+        for name, value in found.items():
+            close = dict(rtol=1e-6, err_msg=name)
+            np.testing.assert_allclose(value, rows[name][1], **close)
+    assert states["complex"].weight.dtype == np.float32
 
 
-@pytest.mark.parametrize("of_tree", [False, True])
-def test_a_mean_made_of_arrays_in_another_byte_order_has_a_value(of_tree):
-    rows, weight = np.array([2, 6], ">f4"), np.array(4, ">f4")
-    value = tj.Weighted({"a": rows} if of_tree else rows, weight).value
-    assert np.asarray(value["a"] if of_tree else value).tolist() == [0.5, 1.5]
+def test_in_64_bits_weights_are_not_rounded_and_thresholds_are_of_the_scores():
+    with jax.enable_x64(True):
+        hits = m.accuracy([1, 1], [1, 0], np.array([1, 2.0**24]))
+        tenth = np.full(3, 0.1, np.float32)  # in float64 it is above 0.1
+        wrong = m.false_positives(np.array([1, 0, 1]), tenth, threshold=np.float64(0.1))
+    assert (float(hits.weight), float(wrong.compute())) == (2**24 + 1, 0)
 
 
 def test_the_mean_of_rows_is_a_tree_and_leaves_out_what_has_no_weight():
@@ -391,22 +399,6 @@ def test_the_mean_of_rows_is_a_tree_and_leaves_out_what_has_no_weight():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "values, threshold, below",
-    [
-        (jnp.array([0.69921875, 0.75], jnp.bfloat16), 0.7, 1),  # 0.7 rounds to this
-        (np.uint8([1, 200, 255]), 300, 3),
-        (np.uint8([1, 200, 255]), -1, 0),
-    ],
-)
-def test_a_threshold_is_not_rounded_to_the_dtype_of_the_values(
-    values, threshold, below
-):
-    found = m.percentage_below(values, threshold).compute()
-    np.testing.assert_allclose(found, below / len(values), rtol=1e-6)
-
-
-@pytest.mark.slow
 def test_counts_are_exact_beyond_24_bits_on_the_host():
     state = on_host(m.true_positives(np.ones(3), np.ones(3, int)))
     large = jax.tree.map(lambda x: x * 0 + 2.0**24, state)
@@ -421,34 +413,6 @@ def test_counts_are_exact_beyond_24_bits_on_the_host():
 
 def batches_of(rows, size):
     return lambda: tj.batches(rows, size)
-
-
-def metrics_named(names, params, batch, tower):
-    out = states(batch, batch["weight"] * tower.weight, names)
-    out |= {f"all/{n}": x for n, x in states(batch, tower.weight, SOME).items()}
-    return out
-
-
-def check_sizes(strategy, sizes, names):
-    towers = strategy.num_towers
-    evaluate = tj.build_eval_step(functools.partial(metrics_named, names), strategy)
-    for size in sizes:
-        rows = random_rows(size, size, ["any", "yes", "no"][size % 3])
-        found = tj.evaluate(evaluate, np.float32(0), batches_of(rows, 2 * towers))
-        assert len(found) == len(names) + len(SOME)
-        check(found, rows, rows["weight"], "", names)
-        check(found, rows, np.ones(size), "all/", SOME)
-
-
-# All states are added alike: where every metric is not asked for, some kinds are.
-SOME = ("rmse", "auc_few", "mean_iou", "precision")
-
-
-@pytest.mark.slow
-def test_any_number_of_rows_gives_the_value_of_one_pass():
-    strategy = tj.Mirrored([f"cpu:{i}" for i in range(3)], towers=6)
-    # The largest first, so that smaller last batches are filled up to its size.
-    check_sizes(strategy, range(19, 0, -3), tuple(oracle.VALUES))
 
 
 WAYS = {
@@ -499,34 +463,40 @@ def own_states(rows, w, first_place):
     }
 
 
-def own_metrics(params, batch, tower):
-    first = tower.id * len(batch)
-    return own_states(batch, tower.weight, first)
+# All states are added alike: where every metric is not asked for, some kinds are.
+SOME = ("rmse", "auc_few", "mean_iou", "precision")
+
+
+def metrics_named(names, params, batch, tower):
+    found = states(batch, batch["weight"] * tower.weight, names)
+    found |= {f"all/{n}": x for n, x in states(batch, tower.weight, SOME).items()}
+    rounded = jnp.round(batch["value"])  # several are the greatest
+    return found | own_states(rounded, tower.weight, tower.id * len(rounded))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "way, devices, towers", [("shard_map", 1, 1), ("pinned", 2, 4)]
+    "T, D, way, names, sizes",
+    # The largest first, so that smaller last batches are filled up to its size.
+    [(6, 3, "shard_map", tuple(oracle.VALUES), range(19, 0, -3))]
+    + [(4, 2, "pinned", SOME, (10, 7)), (1, 1, "shard_map", SOME, (5,))],
 )
-def test_states_of_ones_own_merge_in_tower_order(way, devices, towers):
-    devices = [f"cpu:{i}" for i in range(devices)]
-    strategy = tj.Mirrored(devices, towers=towers, **WAYS[way])
-    evaluate = tj.build_eval_step(own_metrics, strategy)
-    rows = np.float32([1, 7, 3, 3, 5, 7, 7, 2, 6, 0])
-    found = evaluate(np.float32(0), rows)
-    peak, place = found["peak"].compute()
-    assert (peak, place) == (7, 1)  # of towers that tie, the first
-    np.testing.assert_allclose(found["variance"].compute(), rows.var(), rtol=1e-6)
-    assert all(x.is_fully_replicated for x in jax.tree.leaves(found))
-
-
-@pytest.mark.slow
-def test_states_of_ones_own_merge_over_batches():
-    evaluate = tj.build_eval_step(own_metrics, tj.Mirrored(("cpu:0", "cpu:1")))
-    rows = np.float32([1, 4, 3, 9, 5, 8, 9])
-    found = tj.evaluate(evaluate, np.float32(0), batches_of(rows, 4))
-    assert found["peak"].tolist() == [9, 3]
-    np.testing.assert_allclose(found["variance"], rows.astype(float).var(), rtol=1e-12)
+def test_any_number_of_rows_gives_the_value_of_one_pass(T, D, way, names, sizes):
+    """Also of states of one's own, which merge in the order of towers and batches."""
+    strategy = mirrored(T, D, **WAYS[way])
+    evaluate = tj.build_eval_step(functools.partial(metrics_named, names), strategy)
+    for size in sizes:
+        rows = random_rows(size, size, ["any", "yes", "no"][size % 3])
+        found = tj.evaluate(evaluate, np.float32(0), batches_of(rows, 2 * T))
+        assert len(found) == len(names) + len(SOME) + 2
+        check(found, rows, rows["weight"], "", names)
+        check(found, rows, np.ones(size), "all/", SOME)
+        values = np.round(rows["value"])
+        # Of those that tie the first, and its place in its batch.
+        assert found["peak"].tolist() == [values.max(), values.argmax() % (2 * T)]
+        np.testing.assert_allclose(found["variance"], values.var(), rtol=1e-5)
+    found = jax.tree.leaves(evaluate(np.float32(0), random_rows(0, 2 * T)))
+    assert all(x.is_fully_replicated for x in found)
 
 
 @pytest.mark.slow
@@ -601,6 +571,21 @@ def test_a_state_that_does_not_read_the_weight_is_refused_by_name(kind, train):
 
 B, N = np.array([True, False]), np.array([0.25, 0.5], np.float32)
 I = np.array([0, 1])  # noqa: E741
+OF_LOSS, ADDED = (
+    "compute_weighted_loss got",
+    r"a mean of rows.*or one number.*tj.penalty",
+)
+TIMES = r"Multiply the rows.*or .* earlier pass"
+
+
+def mean():
+    return tj.Weighted.mean(N)
+
+
+def several():
+    return mean() + 2 * mean()
+
+
 # fmt: off
 REFUSED = [
     (lambda: m.accuracy(I, np.zeros((2, 3), int)), r"\(2,\).*\(2, 3\).*argmax"),
@@ -663,50 +648,27 @@ REFUSED = [
         r"write jax\.tree\.map\(tj\.metrics\.compute, \.\.\., is_leaf=tj\.metrics\.i"),
     (lambda: m.merge({}, {}), r"jax\.tree\.map\(tj\.metrics\.merge, \.\.\., is_leaf="),
     (lambda: m.from_clu(N), "no pytree with merge and compute"),
+    (lambda: weighted_loss(np.ones((2, 3)), valid=np.ones((1, 3))), OF_LOSS),
+    (lambda: weighted_loss(np.ones((2, 3)), np.ones(3)), OF_LOSS),
+    (lambda: weighted_loss(np.ones((2, 3)), -np.ones((1, 3))), "a weight of -1"),
+    (lambda: mean() + 0.5, ADDED), (lambda: jnp.float32(0.5) + mean(), ADDED),
+    (lambda: np.ones(1) + mean(), ADDED),
+    (lambda: mean() * mean(), TIMES), (lambda: mean() * several(), TIMES),
+    (lambda: several() * mean(), TIMES),
+    *[(lambda fn=fn, of=of: fn(of()), r"is not a mean\..*#a-function-of-a-mean")
+        for of in (mean, several) for fn in (
+            lambda a: 2.0 / a, lambda a: a / a, lambda a: jnp.float32(1) / a,
+            lambda a: a**0.5, lambda a: 2**a, abs, lambda a: a < 2, lambda a: a <= a,
+            lambda a: jnp.float32(1) < a, lambda a: np.float32(1) <= a,
+            lambda a: max(a, 0.0))],
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_bad_input_is_refused(number):
-    build, text = REFUSED[number]
+@pytest.mark.parametrize(("build", "text"), REFUSED)
+def test_bad_input_is_refused(build, text):
     with pytest.raises(ValueError, match=text):
         jax.make_jaxpr(build)()  # what is known is refused before anything runs
-
-
-@pytest.mark.slow
-def test_weights_in_a_column_count_rows():
-    values, column = np.float32([[1, 2], [3, np.nan]]), np.float32([[3], [0]])
-    loss = tj.estimator.compute_weighted_loss(values, column)
-    hits = m.accuracy(np.ones((2, 2), int), np.eye(2, dtype=int), column)
-    for state in (m.mean(values, column), tj.Weighted.mean(values, column)):
-        assert (float(state.sum), float(state.weight)) == (9, 6)
-    assert (float(loss.sum), float(loss.weight)) == (9, 2)  # two weights are not 0
-    assert float(hits.value) == 0.5
-
-
-@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (1, 1), (2, 3)])
-def test_the_weights_of_a_loss_are_repeated_along_dims_of_1(shape):
-    """As of ``tf.losses``; those of a metric and of padding are of rows alone."""
-    rng = np.random.default_rng(0)
-    losses = rng.normal(size=(2, 3)).astype(np.float32)
-    weights = rng.choice([0, 1, 2], size=shape).astype(np.float32)
-    whole = np.broadcast_to(weights, losses.shape)
-    loss = jax.jit(tj.estimator.compute_weighted_loss)(losses, weights)
-    np.testing.assert_allclose(loss.sum, (losses * whole).sum(), rtol=1e-6)
-    assert float(loss.weight) == np.count_nonzero(whole)
-
-
-def test_weights_of_a_loss_that_do_not_fit_are_refused():
-    losses, wide, loss = np.ones((2, 3)), np.ones((1, 3)), "compute_weighted_loss got"
-    for call, text in [
-        (lambda: m.mean(losses, wide), r"mean got .* weights of shape \(1, 3\)"),
-        (lambda: tj.estimator.compute_weighted_loss(losses, valid=wide), loss),
-        (lambda: tj.estimator.compute_weighted_loss(losses, np.ones(3)), loss),
-        (lambda: tj.estimator.compute_weighted_loss(losses, -wide), "a weight of -1"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            call()
 
 
 def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
@@ -737,86 +699,9 @@ def test_a_sum_of_means_is_not_their_pool():
     for total in (2 * (a + b), (a + b) * np.float32(2), jnp.float32(2) * (b + a)):
         np.testing.assert_allclose(total.value, 2 * (first + second), rtol=1e-6)
     assert isinstance(np.float32(2) * a, tj.Weighted)
+    assert a == a and a + a != a
     pooled = np.average([*N, *(7 + N)], weights=[3, 1, 1, 1])
     np.testing.assert_allclose(float(a.merge(b).value), pooled, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "add", [lambda a: a + 0.5, lambda a: jnp.float32(0.5) + a, lambda a: np.ones(1) + a]
-)
-def test_what_is_added_to_a_mean_says_what_it_is(add):
-    with pytest.raises(ValueError, match=r"a mean of rows.*or one number.*tj.penalty"):
-        add(tj.Weighted.mean(N))
-
-
-def test_a_mean_times_a_mean_says_what_is_multiplied():
-    a = tj.Weighted.mean(N)
-    for first, second in ((a, a), (a, a + a), (a + a, a)):
-        with pytest.raises(ValueError, match=r"Multiply the rows.*or .* earlier pass"):
-            first * second
-
-
-FUNCTIONS = {
-    "2 / a": lambda a: 2.0 / a,
-    "a / a": lambda a: a / a,
-    "jax / a": lambda a: jnp.float32(1) / a,
-    "a ** 0.5": lambda a: a**0.5,
-    "2 ** a": lambda a: 2**a,
-    "abs(a)": abs,
-    "a < 2": lambda a: a < 2,
-    "a <= a": lambda a: a <= a,
-    "jax < a": lambda a: jnp.float32(1) < a,
-    "numpy <= a": lambda a: np.float32(1) <= a,
-    "max": lambda a: max(a, 0.0),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_a_mean_says_where_it_may_stand(name):
-    a = tj.Weighted.mean(N)
-    for mean in (a, a + 2 * a):
-        with pytest.raises(ValueError, match=r"is not a mean\..*#a-function-of-a-mean"):
-            FUNCTIONS[name](mean)
-    assert a == a and a + a != a
-
-
-@pytest.mark.slow
-def test_what_has_weight_0_may_be_anything_known_too():
-    w, ids, scores = [1, 0, 1], [0, 7, 1], np.float32([0.25, np.nan, 0.75])
-
-    @jax.jit
-    def found():
-        return (
-            m.auc(ids, scores, w).compute(),
-            m.precision(ids, scores, w, threshold=0.5).compute(),
-            m.recall(ids, [0, 9, 1], w).compute(),
-            m.mean_iou(ids, ids, 2, w).compute(),
-        )
-
-    assert list(map(float, found())) == [1.0] * 4
-
-
-@pytest.mark.slow
-def test_values_out_of_range_that_nobody_can_refuse_make_nan():
-    """The values are not known before the program runs."""
-
-    @jax.jit
-    def found(x):
-        return [
-            (state, state.compute())
-            for state in (
-                m.auc(x > 0.5, x * 3),
-                m.auc((x * 8).astype(int), x),
-                m.sensitivity_at_specificity(x > 0.5, x * 3, 0.5),
-                m.precision(x > 0.5, x * jnp.nan, threshold=0.5),
-                m.recall(x * 3, x > 0.5),
-                m.mean_iou((x * 8).astype(int), (x > 0).astype(int), 2),
-                m.mean_per_class_accuracy((x > 0).astype(int), (x * 8).astype(int), 2),
-            )
-        ]
-
-    for state, value in found(np.float32([0.25, 0.5, 0.75])):
-        assert np.isnan(value) and np.isnan(value_on_host(on_host(state))), state
 
 
 class Unregistered:

@@ -30,9 +30,8 @@ from towerjax.collectives.ops import pack_sizes
 from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
 from towerjax.data.shard import counts_of_towers, fit_batch, row_weights
-from towerjax.metrics.state import on_host, value_on_host
 
-R, m = tj.Reduction, tj.metrics
+R = tj.Reduction
 kinds = st.sampled_from(["ones", "plain", "spread"])
 
 
@@ -498,77 +497,3 @@ def test_a_step_is_that_of_all_rows_by_their_weights(seed, size, empty):
         moved = not np.array_equal(state.params[name], params[name])
         slope = np.abs((w.reshape(-1, *(1,) * (each.ndim - 1)) * each).sum(0)).max()
         assert moved if slope > 1e-4 * total else (moved <= w.any()), name
-
-
-# Metric states: any split in any order, counted exactly.
-
-
-def counted(batch, weight):
-    """States of whole numbers, so that float32 adds them exactly."""
-    yes, score = batch["yes"], batch["score"]
-    return {
-        "mean": m.mean(batch["value"], weight),
-        "hits": m.true_positives(yes, score, weight, threshold=0.5),
-        "auc": m.auc(yes, score, weight, num_thresholds=9),
-        "iou": m.mean_iou(batch["label"], batch["class"], 3, weight),
-    }
-
-
-def counted_rows(seed, size):
-    rng = np.random.default_rng(seed)
-    return {
-        "yes": rng.random(size) < 0.4,
-        "score": (rng.integers(0, 9, size) / 8).astype(np.float32),
-        "value": rng.integers(-9, 10, size).astype(np.float32),
-        "label": rng.integers(0, 3, size, np.int32),
-        "class": rng.integers(0, 3, size, np.int32),
-        "weight": rng.integers(0, 4, size).astype(np.float32),
-    }
-
-
-ROWS = 24
-
-
-@functools.cache
-def state_of_all():
-    return jax.jit(lambda rows: counted(rows, rows["weight"]))
-
-
-@functools.cache
-def evaluation():
-    def metric_fn(params, batch, tower):
-        return counted(batch, batch["weight"] * tower.weight)
-
-    evaluate = tj.build_eval_step(metric_fn, mirrored(16, 4))
-    evaluate(np.float32(0), counted_rows(0, ROWS))  # the largest: one program for all
-    return evaluate
-
-
-def merged_state(evaluate, rows, ends):
-    """The states of the batches that end there, merged on the host."""
-    parts = []
-    for start, end in zip([0, *ends], [*ends, ROWS], strict=True):
-        if start < end:
-            own = {name: x[start:end] for name, x in rows.items()}
-            parts.append(jax.tree.map(np.asarray, evaluate(np.float32(0), own)))
-    return parts
-
-
-@pytest.mark.slow
-@few(8)
-@given(seed=seeds, ends=st.lists(st.integers(0, ROWS), max_size=4).map(sorted))
-def test_metric_states_add_up_exactly_however_rows_are_split(seed, ends):
-    rows = counted_rows(seed, ROWS)
-    whole = jax.tree.map(np.asarray, state_of_all()(rows))
-    parts = merged_state(evaluation(), rows, ends)
-    order = np.random.default_rng(seed).permutation(len(parts))
-    for name, state in whole.items():
-        own = [on_host(part[name]) for part in parts]
-        forward = functools.reduce(m.merge, own)
-        shuffled = functools.reduce(m.merge, [own[i] for i in order])
-        backward = functools.reduce(lambda a, b: m.merge(b, a), own[::-1])
-        for merged in (forward, shuffled, backward):
-            pairs = zip(jax.tree.leaves(merged), jax.tree.leaves(state), strict=True)
-            for x, y in pairs:
-                np.testing.assert_array_equal(x, np.float64(y), err_msg=name)
-        assert value_on_host(forward) == value_on_host(on_host(state))

@@ -103,12 +103,12 @@ def submitted(cluster, tmp_path, path, *options, wait_s="0.5"):
     told = cluster.told("sbatch", "--parsable", *options, path, WAIT_S=wait_s)
 
     def text():
-        return output.read_text() if output.exists() else cluster.log()
+        return output.read_text() if output.exists() else ""
 
     def has_begun():
         return {"0", "1"} <= {*re.findall(r"(\d) of 2 step 5$", text(), re.M)}
 
-    slurm.wait_until("step 5", has_begun, 90, text)
+    slurm.wait_until("step 5", has_begun, 90, lambda: text() or cluster.log())
     return told.strip(), output
 
 

@@ -24,8 +24,9 @@ import optax
 import orbax.checkpoint  # noqa: F401  imported once, for all of them
 
 import towerjax as tj
-from towerjax.data.ledger import Ledger
+from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.point import Point
 
 
 def values(number):
@@ -53,7 +54,7 @@ def save_without_end(path, say):
     like = step.init(values(0))
     saving = tj.Checkpointer(path, keep=2)
     newest = whole_step(saving, step, like)
-    batches, stack = Ledger([], copies=False), contextlib.ExitStack()
+    batches, stack = Source([]), contextlib.ExitStack()
     saver = Saving(saving, step, like, batches, stack)
     say(f"{newest}\n")
     for number in range(newest + 1, newest + 10_000):
@@ -65,7 +66,7 @@ def save_without_end(path, say):
             state.local,
             state.rng,
         )
-        saver.save(state, number, ())
+        saver.save(Point.start(state, batches))
         saver.wait()
         say(f"{number}\n")
 

@@ -15,9 +15,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import numpy as np
 
-from towerjax.data import feed, shard, sources
+from towerjax.data import shard, sources
+from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
+from towerjax.data.stream import Stream, has_cursor, own_copy
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Exchange, call_on_first_process
 from towerjax.mesh.transfer import place_own_rows, place_rows
@@ -91,7 +93,7 @@ class _Rounds:
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
         # Each copied at once: a loader may reuse its buffer for the next element.
         taken = itertools.islice(elements, self.towers)
-        taken = [jax.tree.map(feed.own_copy, x) for x in taken]
+        taken = [jax.tree.map(own_copy, x) for x in taken]
         bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
         for i in np.flatnonzero(bare):
             taken[i] = jax.tree.map(
@@ -189,14 +191,14 @@ class DistributedDataset:
         if self._asks_peers:  # the name of what the processes tell each other
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
 
-    def __iter__(self) -> feed.Stream[PlacedBatch]:
+    def __iter__(self) -> Stream[PlacedBatch]:
         """A pass, with a cursor where all processes read one source that has one."""
         self._passes += 1
         elements = sources.open_source(self._source, *self._open_with)
         begin, start = functools.partial(self._begin, self._passes, elements), None
-        if not self._asks_peers and feed.has_cursor(elements):
+        if not self._asks_peers and has_cursor(elements):
             start = {"elements": elements.get_state(), "rows": 0}
-        return feed.Stream(begin, self._options.prefetch, start)
+        return Stream(begin, self._options.prefetch, start)
 
     def _begin(
         self, number: int, elements: Any, at: Any, stopped: threading.Event
@@ -204,7 +206,7 @@ class DistributedDataset:
         if at is not None:
             elements.set_state(at["elements"])
         rows = 0 if at is None else at["rows"]
-        if isinstance(self._source, feed.Batches):  # it may be at a smaller last one
+        if isinstance(self._source, Batches):  # it may be at a smaller last one
             rows = max(rows, self._rounds.rows([self._source.most_rows]))
         return self._placed_rounds(number, stopped, elements, rows)
 
@@ -233,7 +235,7 @@ class DistributedDataset:
             most_rows = max(rows, most_rows)
             counts = [self._rounds.counts(sizes or [0], rows) for sizes in sizes_of_all]
             after = None
-            if peers is None and feed.has_cursor(source):
+            if peers is None and has_cursor(source):
                 after = {"elements": source.get_state(), "rows": most_rows}
             yield self._place(taken, rows, np.concatenate(counts)), after
 

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.data.feed import as_reusable, close
-from towerjax.data.ledger import Unused
+from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.data.sources import check_batches
+from towerjax.data.stream import Source, close
 from towerjax.estimator.model_fn import not_none
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as evaluate_batches
@@ -118,7 +118,7 @@ class _EpochsIterator(Iterator[PyTree]):
                 continue
             self._taken = (taken or 0) + 1
             left, self._left = self._left, 0  # a malformed batch ends the iteration
-            if not isinstance(source.data, Unused):  # whose batches are dicts already
+            if not isinstance(source.data, Source):  # whose batches are dicts already
                 element = as_batch(element, with_labels=source.with_labels)
             self._left = None if left is None else left - 1
             return element

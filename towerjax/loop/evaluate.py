@@ -8,9 +8,10 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.sources import check_batches
+from towerjax.data.stream import close
+from towerjax.data.stream import prefetch as prefetch_batches
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.step import Step
@@ -70,7 +71,7 @@ def evaluate(
       ...     return {"mean": tj.Weighted.mean(params * batch, tower.weight)}
       >>> step = tj.build_eval_step(metric_fn, tj.Mirrored(towers=2))
       >>> data = np.array([1, 2, 3, 4, 10], np.float32)
-      >>> evaluate(step, jnp.float32(2), feed.batches(data, 4))
+      >>> evaluate(step, jnp.float32(2), tj.batches(data, 4))
       {'mean': 8.0}
     """
     check_evaluate(step)
@@ -125,8 +126,8 @@ def outputs_on_host(
     elements = iter(source)
     with contextlib.ExitStack() as stack:
         if elements is not batches:  # an iterator that was passed in stays open
-            stack.callback(feed.close, elements)
-        placed_batches = feed.prefetch(elements, step.place_batch, depth=depth)
+            stack.callback(close, elements)
+        placed_batches = prefetch_batches(elements, step.place_batch, depth=depth)
         stack.enter_context(contextlib.closing(placed_batches))
         try:
             for placed in placed_batches:

@@ -191,7 +191,7 @@ class HistoryLog:
         self.audit_s = self.compile_s = self.evaluate_s = 0.0
         self._start_s, self._examples = time.perf_counter(), 0
         self._columns: dict[str, list[Any]] = {}
-        self._skipped: list[int] = []
+        self.skipped: list[int] = []
         self._waits_s: list[float] = []
 
     @property
@@ -230,7 +230,7 @@ class HistoryLog:
         self._examples += examples
         self._waits_s.append(wait_s)
         if is_refused:
-            self._skipped.append(self.number)
+            self.skipped.append(self.number)
 
     def history(
         self, placement: Placement, best: BestEvaluation | None, stopped: str | None
@@ -250,7 +250,7 @@ class HistoryLog:
             np.arange(self._start + 1, self.number + 1),
             Named({name: _column(x) for name, x in self._columns.items()}),
             tuple(self.evaluations),
-            tuple(self._skipped),
+            tuple(self.skipped),
             np.array(self._waits_s),
             summary,
             best,

@@ -3,29 +3,21 @@
 import collections
 import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from towerjax.data import feed
-from towerjax.data.ledger import Ledger
 from towerjax.data.placer import PlacedBatch
+from towerjax.data.stream import Position, Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate as evaluate_batches
 from towerjax.loop.history import History, HistoryLog
-from towerjax.loop.options import (
-    Clock,
-    RunOptions,
-    WithState,
-    is_to_be_audited,
-    reaches_multiple,
-)
+from towerjax.loop.options import RunOptions, WithState, is_to_be_audited
+from towerjax.loop.point import Point, reaches_multiple
 from towerjax.loop.profiling import Profiler
 from towerjax.loop.progress import Progress
-from towerjax.loop.stopping import Watch, rules_of
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
@@ -34,7 +26,7 @@ from towerjax.step.faults import NonFiniteError
 from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import is_computed, place_others
 from towerjax.step.step import Step
-from towerjax.step.verdicts import error_of, is_refused, send_to_host
+from towerjax.step.verdicts import is_refused, send_to_host
 from towerjax.types.warning import warn
 
 
@@ -49,34 +41,26 @@ class Call:
 
 
 class Loop:
-    """A run under way: its state, the calls in flight, and the log of finished ones."""
+    """A run under way: where it is, the calls in flight, the log of finished ones."""
 
     def __init__(
         self,
         step: Step,
-        state: TrainState,
         options: RunOptions,
+        point: Point,
+        source: Source,
         steps: int | None,
-        progress: Progress,
-        ledger: Ledger,
         saving: Saving | None,
+        progress: Progress,
     ) -> None:
         self.guard = InterruptGuard(None if saving is None else saving.exit_code)
-        self.state = state
-        self._step, self._options, self._steps = step, options, steps
-        self._progress, self._ledger, self._saving = progress, ledger, saving
-        self._writers, self._log = Writers(), HistoryLog(step_number(state))
-        self._watch = Watch(rules_of(options.early_stopping), options.best)
-        self._clock, self._hooked = Clock(self._log.number), self._log.number
+        self.point, self._source, self._steps = point, source, steps
+        self._step, self._options = step, options
+        self._saving, self._progress, self._writers = saving, progress, Writers()
+        self._profiler = Profiler(options.profile)
+        self._log, self._hooked = HistoryLog(point.clock.number), point.clock.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
-        self._profiler = Profiler(options.profile)
-        self._fault: Exception | None = None
-        if saving is not None and saving.resumed is not None:
-            self._watch.restore_counts(saving.resumed.stopping)
-            self._clock.is_evaluation_due = saving.resumed.evaluation_due
-            number = saving.resumed.step
-            progress.note(f"goes on after step {number}, from its checkpoint")
 
     def run(self) -> None:
         """Do all steps and evaluations; save at the end, at SIGTERM and at Ctrl-C."""
@@ -89,50 +73,49 @@ class Loop:
             raise
 
     def _run(self) -> None:
-        placement = self._step.strategy.placement
+        placement, point = self._step.strategy.placement, self.point
         self._writers.open(self._options.writers, self._log.number, placement)
-        placed_batches = self._placed_batches()
-        with contextlib.closing(placed_batches), contextlib.closing(self._profiler):
+        stream = self._placed_batches()
+        with contextlib.closing(stream), contextlib.closing(self._profiler):
             while True:
                 # Before the first step: the resumed run may have ended here.
-                if self._clock.is_evaluation_due:
+                if point.clock.is_evaluation_due:
                     self._evaluate()
-                if self._clock.is_saving_due:
+                if point.clock.is_saving_due:
                     self._save()
-                if self._watch.stopped is not None:
+                if point.watch.stopped is not None:
                     break
-                placed, wait_s = self._next(placed_batches)
+                placed, wait_s = self._next(stream)
                 if placed is None:
                     break
-                self._dispatch(placed, wait_s)
+                self._dispatch(placed, wait_s, stream.get_state())
                 self.guard.check()
                 if self._saving is not None:
-                    self._saving.check_preempted(self._clock.number)
+                    self._saving.check_preempted(point.clock.number)
         self._fetch(0)
         self.guard.check()
         self._check_enough()
         self._profiler.check()
-        self._ledger.settle()
+        self._source.settle(point.data)
         if self._log.evaluated is None:
             self._evaluate()
         self._save(last=True)
         self._writers.close()
         self._writers.check()
         with self.guard:
-            self.state = self._watch.final_state(self.state)
+            point.state = point.watch.final_state(point.state)
 
-    def _placed_batches(self) -> Any:
-        size, ledger = self._options.steps_per_call, self._ledger
-        depth = 0 if ledger.prefetches else self._options.prefetch
-        batches = itertools.islice(ledger, self._steps)
-        if size == 1:
-            place = ledger.placing(self._step.place_batch)
-            return feed.prefetch(batches, place, depth=depth)
-        return feed.prefetch(
-            feed.in_groups(batches, size, before=self._clock.number),
-            lambda group: self._step.place_batches(group, size),
-            depth=depth,
-        )
+    def _placed_batches(self) -> Stream[PlacedBatch]:
+        step, size = self._step, self._options.steps_per_call
+
+        def place(group: list[Any]) -> PlacedBatch:
+            if size == 1:
+                return step.place_batch(*group)
+            return step.place_batches(group, size)
+
+        depth = 0 if self._source.prefetches else self._options.prefetch
+        cut = {"size": size, "before": self.point.clock.number, "most": self._steps}
+        return self._source.stream(place, depth, **cut)
 
     def _next(self, batches: Iterator[PlacedBatch]) -> tuple[PlacedBatch | None, float]:
         """The next batch, if there is one, and how many seconds it took."""
@@ -144,46 +127,49 @@ class Loop:
             self._fetch(0)
             raise
 
-    def _dispatch(self, placed: PlacedBatch, wait_s: float) -> None:
-        number, before = len(placed.num_examples), self._clock.number
-        after = before + number
+    def _dispatch(self, placed: PlacedBatch, wait_s: float, data: Position) -> None:
+        point, options, number = self.point, self._options, len(placed.num_examples)
+        before, after = point.clock.number, point.clock.number + number
         is_first = self._profiler.begins(before, after)
-        self._fetch(0 if is_first else self._options.in_flight - 1)
+        self._fetch(0 if is_first else options.in_flight - 1)
         if placed.signature not in self._compiled:
             if not self._compiled:
                 self._audit(placed)
             self._compile(placed)
         with self._profiler.step(before, after), self.guard:
-            self.state, metrics, guarded = self._step.dispatch(self.state, placed)
+            point.state, metrics, guarded = self._step.dispatch(point.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, wait_s))
             send_to_host((metrics, guarded), placed.placement)
-            self._clock.advance(number, self._options)
-            self._ledger.use(number if self._options.steps_per_call > 1 else 1)
+            every = None if self._saving is None else self._saving.options.every
+            point.clock.advance(number, options.eval_every, every)
+            point.data = data
+            self._source.use(data)
         is_traced = self._profiler.ends(after)
-        hooks = self._options.with_state
+        hooks = options.with_state
         if is_traced or any(reaches_multiple(x.every, before, after) for x in hooks):
             self._fetch(0)
         if is_traced:
-            self._progress.note(self._profiler.stop(self.state))
+            self._progress.note(self._profiler.stop(point.state))
 
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
-        self._progress.phase(self._clock.number + 1, "compiling")
-        self._step.program(self.state, placed)
+        self._progress.phase(self.point.clock.number + 1, "compiling")
+        self._step.program(self.point.state, placed)
         self._log.compile_s += time.perf_counter() - start_s
         self._progress.compiled(time.perf_counter() - start_s)
         self._compiled.add(placed.signature)
 
     def _audit(self, placed: PlacedBatch) -> None:
         """Audit the step, if asked to, before it changes anything, and say so."""
-        if not is_to_be_audited(self._step, self.state, self._options.audit):
+        state = self.point.state
+        if not is_to_be_audited(self._step, state, self._options.audit):
             return
         start_s = time.perf_counter()
         try:
             with jax.transfer_guard("allow"):  # of what only the audit makes
-                report = self._step.audit(self.state, placed)
+                report = self._step.audit(state, placed)
         except SplitError as error:
-            if self._options.audit or not jax.tree.leaves(self.state.local):
+            if self._options.audit or not jax.tree.leaves(state.local):
                 raise
             warn(f"{error}\nSay audit=False if each tower's own statistics are meant.")
             return
@@ -203,14 +189,8 @@ class Loop:
         self._fetch(0)  # first check the steps so far, and write their records
         self._saving.wait()
         with self.guard:
-            self._clock.is_saving_due = False
-            self._saving.save(
-                self.state,
-                self._clock.number,
-                self._watch.counts,
-                evaluation=self._log.evaluated or {},
-                evaluation_due=self._clock.is_evaluation_due,
-            )
+            self.point.clock.is_saving_due = False
+            self._saving.save(self.point, self._log.evaluated or {})
         if last:
             self._saving.wait()
 
@@ -221,13 +201,13 @@ class Loop:
         if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
             return None
         try:
-            if self._fault is not None:
-                raise self._fault
+            if self._raises and self._log.skipped:
+                raise NonFiniteError((self._log.skipped[0] - 1) % 2**32)
             self._save(last=True)
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
             return failure
-        where = f"step {self._clock.number} in {self._saving.directory!r}"
+        where = f"step {self.point.clock.number} in {self._saving.directory!r}"
         error.add_note(f"It is saved: {where}. The same run again goes on from there.")
         return None
 
@@ -237,114 +217,120 @@ class Loop:
             with self.guard.holding_sigterm():
                 self._process_oldest()
 
+    @property
+    def _raises(self) -> bool:
+        return self._step.options.on_nonfinite == "raise"
+
     def _process_oldest(self) -> None:
         before, call = self._log.number, self._in_flight[0]
-        rows, faults = self._record_oldest()
+        rows, refused = self._record_oldest()
         self._writers.check()
         number, last = before, self._log.number
-        for index, (row, fault) in enumerate(zip(rows, faults, strict=True)):
-            if fault is not None:
-                self._fault = self._locate(fault, call.placed, index)
-                raise self._fault
+        for index, row in enumerate(rows):
+            if refused[index] and self._raises:
+                raise self._located(number, call.placed, index)
             number += 1
             for hook in self._options.hooks:
                 if not isinstance(hook, WithState):
                     hook(number, row)
                 elif number == last and reaches_multiple(hook.every, before, last):
-                    after = hook.function(number, self.state, row)
-                    changes = isinstance(after, TrainState)
-                    if self._step.strategy.placement.num_processes > 1:
-                        what = "Whether a WithState hook returns a state"
-                        require_same(what, f"{changes}", "Return it on every process.")
-                    if changes:
-                        after = dataclasses.replace(after, step=self.state.step)
-                        self.state = self._step.start(after)
+                    self._call_with_state(hook, row)
         self._hooked = last
         self._progress.step(number, rows[-1], self._log.steps_per_second)
 
-    def _locate(self, error: Exception, placed: PlacedBatch, index: int) -> Exception:
-        """Add to the error the tower and leaf where a refused step was not finite.
+    def _call_with_state(self, hook: WithState, row: dict[str, Any]) -> None:
+        state = self.point.state
+        after = hook.function(self._log.number, state, row)
+        changes = isinstance(after, TrainState)
+        if self._step.strategy.placement.num_processes > 1:
+            what = "Whether a WithState hook returns a state"
+            require_same(what, f"{changes}", "Return it on every process.")
+        if changes:
+            after = dataclasses.replace(after, step=state.step)
+            self.point.state = self._step.start(after)
+
+    def _located(self, number: int, placed: PlacedBatch, index: int) -> NonFiniteError:
+        """The error of a refused step, with the tower and leaf that was not finite.
 
         The step's batch is run again, with the present parameters: the step changed
         none, but later steps may have.
         """
+        error, state = NonFiniteError(number % 2**32), self.point.state
         locate = getattr(self._step, "locate", None)
-        if not isinstance(error, NonFiniteError) or error.places or locate is None:
+        if locate is None:
             return error
         try:
-            places = locate(self.state, placed, number=error.step, index=index)
+            places = locate(state, placed, number=error.step, index=index)
         except RuntimeError as failure:  # such as too little memory
             error.add_note(f"Looking for the place failed: {failure}")
             return error
         located = NonFiniteError(error.step, places)
         found = "" if places else ": all values were finite"
-        number = step_number(self.state)
+        after = step_number(state)
         located.add_note(
-            f"To find this the batch was run again, after step {number}{found}."
+            f"To find this the batch was run again, after step {after}{found}."
         )
         return located
 
-    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[Exception | None]]:
+    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[bool]]:
+        """Put a call's steps into the history and the files; which were refused."""
         call, first = self._in_flight[0], self._log.number + 1
         examples = call.placed.num_examples
         metrics, guarded = jax.device_get((call.metrics, call.guarded))
         # One step has scalars, several have a dim of steps, of which not all are used.
         indices: Any = range(len(examples)) if guarded.ndim else [()]
-        mode = self._step.options.on_nonfinite
-        rows, refused, faults = [], [], []
-        for number, i in enumerate(indices, first - 1):
-            rows.append({name: x[i] for name, x in metrics.items()})
-            refused.append(mode != "ignore" and is_refused(guarded[i]))
-            raises = mode == "raise"
-            faults.append(error_of(guarded[i], number) if raises else None)
+        looks = self._step.options.on_nonfinite != "ignore"
+        rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
+        refused = [looks and is_refused(guarded[i]) for i in indices]
         time_s, waits_s = time.time(), [call.wait_s] + [0.0] * (len(rows) - 1)
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()
-            self._fault = next((x for x in faults if x is not None), None)
             for step in zip(rows, refused, examples, waits_s, strict=True):
                 self._log.add(*step)
             self._writers.write(
                 [Record("train", n, time_s, row) for n, row in enumerate(rows, first)]
             )
-        return rows, faults
+        return rows, refused
 
     def _evaluate(self) -> None:
         evaluate, batches = self._options.evaluate, self._options.eval_batches
         if evaluate is None or batches is None:
             return
         self._fetch(0)
-        start_s, state = time.perf_counter(), self._state_to_evaluate()
+        point, start_s = self.point, time.perf_counter()
+        state = self._state_to_evaluate()
         ahead = {x: getattr(self._options, x) for x in ("prefetch", "in_flight")}
         values = evaluate_batches(evaluate, state, batches, **ahead)
         number = self._log.number
         with self.guard:
             self._log.evaluations.append((number, values))
             self._writers.write([Record("eval", number, time.time(), values)])
-            self._watch.add(number, values, self.state)
-            self._clock.is_evaluation_due = False
+            point.watch.add(number, values, point.state)
+            point.clock.is_evaluation_due = False
             if self._saving is not None and self._saving.is_best(values):
-                self._clock.is_saving_due = True
+                point.clock.is_saving_due = True
         self._writers.check()
         self._log.evaluate_s += time.perf_counter() - start_s
-        in_short = self._watch.describe(number, values)
-        self._progress.evaluation(number, values, in_short, self._watch.stopped)
+        in_short = point.watch.describe(number, values)
+        self._progress.evaluation(number, values, in_short, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
         """The run's state, or what ``eval_params`` makes of it."""
+        state = self.point.state
         if self._options.eval_params is None:
-            return self.state
-        given = self._options.eval_params(self.state)
+            return state
+        given = self._options.eval_params(state)
         if isinstance(given, TrainState):
             return given
         placement, at = self._step.strategy.placement, state_layout(self._step.strategy)
         params = place_others(given, placement, at.params, "params", given)
-        return dataclasses.replace(self.state, params=params)
+        return dataclasses.replace(state, params=params)
 
     def _check_enough(self) -> None:
         done, steps, number = self._log.num_steps, self._steps, self._log.number
-        if self._watch.stopped is not None:
+        if self.point.watch.stopped is not None:
             return
-        if self._saving is not None and self._saving.resumed and not (done or steps):
+        if self._saving is not None and self._saving.is_resumed and not (done or steps):
             self._progress.note(f"nothing was left to do: finished after step {number}")
             return
         if done == 0:
@@ -362,7 +348,7 @@ class Loop:
 
     def history(self) -> History:
         """The history so far."""
-        placement, watch = self._step.strategy.placement, self._watch
+        placement, watch = self._step.strategy.placement, self.point.watch
         return self._log.history(placement, watch.best, watch.stopped)
 
     def attach_results(self, error: Any) -> None:
@@ -370,14 +356,16 @@ class Loop:
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()
-        error.state = self.state if is_computed(self.state) else None
+        point = self.point
+        error.state = point.state if is_computed(point.state) else None
         self._writers.close()
         self._writers.explain(error)
         error.history = self.history()
-        error.batches = self._ledger.rest() if error.state else self._ledger.settle()
+        rest = self._source.back_to if error.state else self._source.settle
+        error.batches = rest(point.data)
         is_last = self._log.num_steps == self._steps
-        rest = ", the last" if is_last else "; go on from it, with error.batches"
-        note = f"error.state is the state after step {self._clock.number}{rest}"
+        goes_on = ", the last" if is_last else "; go on from it, with error.batches"
+        note = f"error.state is the state after step {point.clock.number}{goes_on}"
         if error.state is None:
             note = (
                 "The state is lost: the devices failed in a step that had taken it over"
@@ -386,6 +374,6 @@ class Loop:
         if self._step.strategy.placement.num_processes > 1:
             note += ". Processes may have stopped after different steps"
         for hook in self._options.with_state:
-            if reaches_multiple(hook.every, self._hooked, self._clock.number):
+            if reaches_multiple(hook.every, self._hooked, point.clock.number):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")

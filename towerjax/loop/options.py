@@ -62,11 +62,6 @@ class WithState:
         cast_ints(self)
 
 
-def reaches_multiple(every: int | None, before: int, after: int) -> bool:
-    """Whether a multiple of ``every`` is > ``before`` and <= ``after``."""
-    return every is not None and after // every > before // every
-
-
 Hook: TypeAlias = Callable[[int, dict[str, Any]], None]
 """``(step number, metrics)``: called for every step, with host values."""
 
@@ -180,21 +175,3 @@ class RunOptions:
                 " afterwards checkpointer.restore(step, state, number="
                 "checkpointer.best_step)."
             )
-
-
-@dataclasses.dataclass
-class Clock:
-    """How far a run is, and what is to be done before its next step."""
-
-    number: int  # of the last dispatched step
-    is_evaluation_due: bool = False
-    is_saving_due: bool = False
-
-    def advance(self, steps: int, options: RunOptions) -> None:
-        """Count dispatched steps."""
-        before, self.number = self.number, self.number + steps
-        every = None if options.checkpointer is None else options.checkpointer.every
-        self.is_evaluation_due |= reaches_multiple(
-            options.eval_every, before, self.number
-        )
-        self.is_saving_due |= reaches_multiple(every, before, self.number)

@@ -5,15 +5,16 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.feed import Batches, as_reusable
-from towerjax.data.ledger import Ledger
 from towerjax.data.sources import check_batches
+from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Checkpointer, Saving
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
+from towerjax.loop.point import Point
 from towerjax.loop.progress import Progress
-from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.loop.stopping import Best, EarlyStopping, Watch, rules_of
 from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
@@ -138,30 +139,35 @@ def run(
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
-    return _run_loop(step, state, Ledger(batches, copies=steps_per_call > 1), options)
+    source = Source(batches)
+    watch = Watch(rules_of(options.early_stopping), options.best)
+    return _run_loop(step, options, Point.start(state, source, watch), source)
 
 
 def _run_loop(
-    step: Step, state: TrainState, ledger: Ledger, options: RunOptions
+    step: Step, options: RunOptions, point: Point, source: Source
 ) -> tuple[TrainState, History]:
     loop, saving, shown, steps = None, None, None, options.steps
     try:
         try:
             with contextlib.ExitStack() as stack:
                 if options.checkpointer is not None:
-                    saving = Saving(options.checkpointer, step, state, ledger, stack)
-                    state, steps = saving.resume(state, steps)
-                start = step_number(state)
+                    given = options.checkpointer, step, point.state, source, stack
+                    saving = Saving(*given)
+                    steps = saving.resume(point, steps)
+                number = point.clock.number
                 with uninterrupted():
-                    shown = Progress(options.progress, start, steps)
+                    shown = Progress(options.progress, number, steps)
                 stack.callback(shown.close)
-                loop = Loop(step, state, options, steps, shown, ledger, saving)
+                if saving is not None and saving.is_resumed:
+                    shown.note(f"goes on after step {number}, from its checkpoint")
+                loop = Loop(step, options, point, source, steps, saving, shown)
                 with loop.guard.installed():
                     loop.run()
         finally:
             if shown is not None:  # another Ctrl-C may have come before it was closed
                 shown.close()
-        return loop.state, loop.history()
+        return point.state, loop.history()
     except BaseException as error:  # one in the line above, too
         if loop is not None:
             loop.attach_results(error)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.loop.progress import format_value
-from towerjax.loop.writers import as_json
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.step.state import TrainState
 from towerjax.types.options import (
@@ -160,66 +159,55 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     return rules
 
 
-class _Count:
-    """Counts the evaluations of a run for one rule of early stopping."""
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """What a rule of early stopping has counted of the evaluations of a run.
 
-    def __init__(self, rule: EarlyStopping) -> None:
-        self._rule = rule
-        # The lowest cost and the step before it, how many evaluations came since, and
-        # the step before the last of them.
-        self._counts: dict[str, Any] = {
-            "lowest": math.inf,
-            "lowest_after": None,
-            "without": 0,
-            "counted_after": -1,
-        }
+    Attributes:
+      metric: As the rule has it.
+      mode: As the rule has it.
+      lowest: The lowest cost so far.
+      lowest_after: The step before that.
+      without: How many evaluations came since.
+      counted_after: The step before the last evaluation.
+    """
 
-    @property
-    def saved(self) -> dict[str, Any]:
-        """The counts, for JSON."""
-        rule = self._rule
-        return {"metric": rule.metric, "mode": rule.mode, **as_json(self._counts)}
+    metric: str
+    mode: Direction
+    lowest: float = math.inf
+    lowest_after: int | None = None
+    without: int = 0
+    counted_after: int = -1
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore the counts of a saved run, if they are of the same metric."""
-        mine = self.saved
-        if all(mine[name] == saved.get(name) for name in ("metric", "mode")):
-            self._counts = {name: saved[name] for name in self._counts}
-            self._counts["lowest"] = float(saved["lowest"])
+    def after(self, rule: EarlyStopping, number: int, cost: float) -> "Count":
+        """The count with another evaluation, which counts once."""
+        if number == self.counted_after:
+            return self
+        found: dict[str, Any] = {"counted_after": number}
+        if number >= rule.min_steps:
+            if rule.is_reached(cost) or cost < self.lowest - rule.min_delta:
+                found |= {"lowest": cost, "lowest_after": number, "without": 0}
+            else:
+                found["without"] = self.without + 1
+        return dataclasses.replace(self, **found)
 
-    def add(self, number: int, cost: float) -> None:
-        """Count an evaluation, once."""
-        rule, counts = self._rule, self._counts
-        if number == counts["counted_after"]:
-            return
-        counts["counted_after"] = number
-        if number < rule.min_steps:
-            return
-        if rule.is_reached(cost) or cost < counts["lowest"] - rule.min_delta:
-            counts |= {"lowest": cost, "lowest_after": number, "without": 0}
-        else:
-            counts["without"] += 1
-
-    @property
-    def stopped(self) -> str | None:
+    def reason(self, rule: EarlyStopping) -> str | None:
         """Why the run is to end, in words; None if it is not."""
-        rule, without = self._rule, self._counts["without"]
-        if rule.is_reached(self._counts["lowest"]):
+        if rule.is_reached(self.lowest):
             text = f"{rule.metric} reached {format_value(rule.goal)}"
-        elif rule.patience is not None and without >= rule.patience:
-            text = f"{rule.metric} did not improve in {without} evaluation"
-            text += "s in a row" * (without > 1)
+        elif rule.patience is not None and self.without >= rule.patience:
+            text = f"{rule.metric} did not improve in {self.without} evaluation"
+            text += "s in a row" * (self.without > 1)
         else:
             return None
         return text + self.lowest_in_words()
 
     def lowest_in_words(self) -> str:
         """The best evaluation of those counted, to be added to a sentence."""
-        after = self._counts["lowest_after"]
-        if after is None:
+        if self.lowest_after is None:
             return ""
-        best = format_value(sign_of(self._rule.mode) * self._counts["lowest"])
-        return f", best {best} after {after}"
+        best = format_value(sign_of(self.mode) * self.lowest)
+        return f", best {best} after {self.lowest_after}"
 
 
 class Watch:
@@ -227,24 +215,21 @@ class Watch:
 
     def __init__(self, rules: Sequence[EarlyStopping], best: Best | None) -> None:
         self.best: BestEvaluation | None = None
-        self._lowest = math.inf  # the cost of the best
+        self.counts = tuple(Count(rule.metric, rule.mode) for rule in rules)
         self._rules, self._best = rules, best
-        self._counts = [_Count(rule) for rule in rules]
+        self._lowest = math.inf  # the cost of the best
 
     @property
     def stopped(self) -> str | None:
         """Why the run is to end, in words; None if it is not."""
-        return next(filter(None, (count.stopped for count in self._counts)), None)
+        reasons = map(Count.reason, self.counts, self._rules)
+        return next(filter(None, reasons), None)
 
-    @property
-    def counts(self) -> list[dict[str, Any]]:
-        """The counts of early stopping, for JSON."""
-        return [count.saved for count in self._counts]
-
-    def restore_counts(self, saved: Any) -> None:
-        """Restore the counts of a saved run, rule by rule."""
-        for count, one in zip(self._counts, saved, strict=False):
-            count.restore(one)
+    def restore_counts(self, saved: Sequence[Count]) -> None:
+        """Go on from the counts of a saved run that are of the same metrics."""
+        pairs = zip(self.counts, saved, strict=False)
+        known = [y if (x.metric, x.mode) == (y.metric, y.mode) else x for x, y in pairs]
+        self.counts = (*known, *self.counts[len(saved) :])
 
     def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
         """Count an evaluation, and keep its state if it is the best."""
@@ -252,8 +237,8 @@ class Watch:
         # All metrics are read before anything is counted or copied.
         costs = [_option_cost(rule, values) for rule in self._rules]
         to_keep = math.nan if best is None else _option_cost(best, values)
-        for count, cost in zip(self._counts, costs, strict=True):
-            count.add(number, cost)
+        counted = zip(self.counts, self._rules, costs, strict=True)
+        self.counts = tuple(x.after(rule, number, cost) for x, rule, cost in counted)
         if best is not None and to_keep < self._lowest:
             self._lowest, value = to_keep, float(values[best.metric])
             # The old copy is freed first: two copies and the state may not fit.
@@ -277,7 +262,7 @@ class Watch:
         text = f"evaluated {name} {format_value(values[name])} after {number}"
         if (best := self.best) is not None:
             return f"{text}, best {format_value(best.value)} after {best.step}"
-        counts = [] if self._best else self._counts[:1]
+        counts = [] if self._best else self.counts[:1]
         return text + "".join(count.lowest_in_words() for count in counts)
 
 

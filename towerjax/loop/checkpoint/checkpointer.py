@@ -6,23 +6,25 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
 from etils import epath
 
-from towerjax.data.ledger import Ledger
+from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.files import checked_path
+from towerjax.loop.point import Clock, Point
 from towerjax.loop.stopping import Direction, cost_of, sign_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
 from towerjax.step.faults import check_mirrored
-from towerjax.step.state import TrainState, step_number
+from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.types.options import (
     cast_ints,
@@ -194,10 +196,10 @@ class Saving:
         options: Checkpointer,
         step: Step,
         state: TrainState,
-        ledger: Ledger,
+        source: Source,
         stack: contextlib.ExitStack,
     ) -> None:
-        self.options, self._step, self._ledger = options, step, ledger
+        self.options, self._step, self._source = options, step, source
         self.directory = str(options.path)
         self._is_first = jax.process_index() == 0
         self._several = step.strategy.placement.num_processes > 1
@@ -223,7 +225,7 @@ class Saving:
         self._writing: concurrent.futures.Future[None] | None = None
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
-        self.resumed: record.CheckpointRecord | None = None
+        self.is_resumed = False
         self._lowest = call_on_first_process(
             lambda: min(_costs(options).values(), default=math.inf)
         )
@@ -235,7 +237,7 @@ class Saving:
                 " the towers here are one process's own. Write"
                 " their parameters, a plain tree, with safetensors."
             )
-        is_known = self._ledger.has_cursor or self._ledger.is_reproducible
+        is_known = self._source.has_cursor or self._source.is_reproducible
         if self.options.batches == "cursor" and not is_known:
             raise CheckpointError(
                 "Checkpointer(batches='cursor') saves the position of the batches, but"
@@ -243,47 +245,49 @@ class Saving:
                 " come in the same order each time, or 'anew'; or pass"
                 " tj.batches(...) itself or a list."
             )
-        record.encode_cursor(self._ledger.cursor)
+        record.encode_cursor(self._source.position.cursor)
 
-    def resume(
-        self, state: TrainState, steps: int | None
-    ) -> tuple[TrainState, int | None]:
-        """The state of the newest checkpoint if that is later, and the steps left."""
-        start = step_number(state)
+    def resume(self, point: Point, steps: int | None) -> int | None:
+        """Set it to the newest checkpoint if that is later; the steps that are left."""
+        start = point.clock.number
         newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
         if newest < 0:
-            return state, steps
+            return steps
         saved = self.options.record(newest)
         where = folder.path_of(self.options.path, newest)
-        record.check_same_model(saved.leaves, state, where)
+        record.check_same_model(saved.leaves, point.state, where)
         if newest >= start:
             self._saved = newest, saved.evaluation
         if newest <= start:
-            return state, steps
+            return steps
         left = None if steps is None else start + steps - newest
         if left is not None and left < 0:
             raise CheckpointError(
                 f"steps={steps} from step {start} end at {newest + left}, but the"
                 f" newest checkpoint is of step {newest}. Name another folder."
             )
-        state = self.options.restore(self._step, state, number=newest)
+        point.state = self.options.restore(self._step, point.state, number=newest)
+        point.clock = Clock(newest, is_evaluation_due=saved.evaluation_due)
+        point.watch.restore_counts(saved.stopping)
         self._seek(saved)
+        point.data = self._source.position
         self._step.expect_batch_rows(saved.batch_rows)
-        self.resumed = saved
-        return state, left
+        self.is_resumed = True
+        return left
 
     def _seek(self, saved: record.CheckpointRecord) -> None:
         used, cursor = saved.batches["used"], saved.batches["cursor"]
         if self.options.batches == "anew":
             return
-        uses_cursor = self.options.batches == "cursor" and self._ledger.has_cursor
+        uses_cursor = self.options.batches == "cursor" and self._source.has_cursor
         if uses_cursor and cursor is None:
             raise CheckpointError(
                 "These batches have get_state and set_state, which those of the"
                 f" checkpoint of step {saved.step} had not. Pass those, or say"
                 f" batches='count', to skip the first {used}."
             )
-        self._ledger.go_to(used, record.decode_cursor(cursor) if uses_cursor else None)
+        cursor = record.decode_cursor(cursor) if uses_cursor else None
+        self._source.go_to(Position(used, cursor))
 
     def is_best(self, values: Mapping[str, Any]) -> bool:
         """Whether an evaluation is better than all before it, and to be saved."""
@@ -296,26 +300,20 @@ class Saving:
         return is_lower
 
     def save(
-        self,
-        state: TrainState,
-        number: int,
-        stopping: Sequence[Mapping[str, Any]],
-        *,
-        evaluation: Mapping[str, Any] = {},  # noqa: B006
-        evaluation_due: bool = False,
+        self, point: Point, evaluation: Mapping[str, Any] = types.MappingProxyType({})
     ) -> None:
         """Begin to save, unless this step and its evaluation, if any, are saved.
 
         Raise where devices' copies of the state differ: that is none to go on from.
         Once this returns a step may donate the state's buffers.
         """
-        ledger, evaluation = self._ledger, record.real_scalars(evaluation)
+        state, number = point.state, point.clock.number
+        evaluation = record.real_scalars(evaluation)
         newest, known = self._saved
         if number == newest and evaluation in ({}, known):
             return
         check_mirrored(state)
         self.wait()
-        cursor = record.encode_cursor(ledger.cursor) if ledger.has_cursor else None
         strategy = self._step.strategy
         new = record.CheckpointRecord(
             step=number,
@@ -323,11 +321,14 @@ class Saving:
             towers=strategy.placement.num_towers,
             devices=strategy.placement.devices,
             leaves=tuple(record.leaves_of(state)),
-            batches={"used": ledger.used, "cursor": cursor},
+            batches={
+                "used": point.data.used,
+                "cursor": record.encode_cursor(point.data.cursor),
+            },
             batch_rows=tuple(sorted(self._step.batch_rows)),
             evaluation=evaluation,
-            evaluation_due=evaluation_due,
-            stopping=stopping,
+            evaluation_due=point.clock.is_evaluation_due,
+            stopping=point.watch.counts,
             versions=record.library_versions(),
         )
         with contextlib.ExitStack() as held, self._explaining(number):

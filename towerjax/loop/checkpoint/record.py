@@ -21,6 +21,7 @@ from towerjax.loop.checkpoint.folder import (
     path_of,
     read_manifest,
 )
+from towerjax.loop.stopping import Count
 from towerjax.mesh.placement import Placement
 from towerjax.towers.cross_tower.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
@@ -265,7 +266,7 @@ class CheckpointRecord:
     batch_rows: tuple[int, ...] = ()
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     evaluation_due: bool = False
-    stopping: Sequence[Mapping[str, Any]] = ()
+    stopping: tuple[Count, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -298,8 +299,9 @@ def _parse(fields: dict[str, Any]) -> None:
         fields[name] = tuple(fields[name])
     values = fields["evaluation"]  # an infinity is written as text
     fields["evaluation"] = {name: float(x) for name, x in values.items()}
-    for count in fields["stopping"]:
-        count["lowest"] = float(count["lowest"])
+    fields["stopping"] = tuple(
+        Count(**{**x, "lowest": float(x["lowest"])}) for x in fields["stopping"]
+    )
 
 
 def library_versions(*others: str) -> dict[str, str]:

@@ -1,0 +1,189 @@
+"""Kill processes of one long job again and again: what is kept, what recovery takes.
+
+32 towers of a small model run in two processes under ``towerjax launch``. Again and
+again a process is killed, some seconds after the job has done steps again. Printed are
+the share of the steps run that the job kept, its time over an undisturbed job's, what
+recovering takes, and whether the last bits are the undisturbed job's. A step is mostly
+a sleep of 0.1 s, so that two cores suffice.
+
+Run: ``python -m benchmarks.duel [--steps 1500] [--apart 12] [--plain]``
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+import towerjax as tj
+from benchmarks.faults import DoneStep, Launched, steps_of, train
+
+TOWERS = 32
+# The ends of the parts of a start, in order, and what happens before each.
+PARTS = {
+    "began": "the launcher ends and starts processes",
+    "imported": "imports",
+    "connected": "connecting",
+    "restored": "building the step, restoring",
+    "compiled": "audit, tracing, compiling",
+    "stepped": "first step",
+}
+_EVENTS = {
+    "/jax/orbax/read/total_duration_secs": "restored",
+    "/jax/core/compile/backend_compile_duration": "compiled",
+}
+_IMPORTED = time.time()
+
+
+class Kill(NamedTuple):
+    """When which job lost a process."""
+
+    at: float
+    job: str
+
+
+def _began() -> float:
+    """When this process was started."""
+    stat = pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    after_boot_s = int(stat[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + after_boot_s
+
+
+def _note_start(folder: pathlib.Path) -> str:
+    """Have this process write down when each part of its start ends; name its job."""
+    times = {"began": _began(), "imported": _IMPORTED}
+    cluster = tj.cluster.initialize()
+    times["connected"] = time.time()
+
+    def note(event: str, duration_secs: float, **of: str | int) -> None:
+        del duration_secs
+        name = _EVENTS.get(event)
+        if name == "restored" or (name and of.get("fun_name") == "jit(step)"):
+            times[name] = time.time()
+        if name == "compiled" and name in times:
+            file = folder / f"starts.{cluster.coordinator}.{cluster.process_id}"
+            file.write_text(json.dumps(times))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return str(cluster.coordinator)
+
+
+def _launch(folder: pathlib.Path, steps: int, plain: bool) -> Launched:
+    how: Any = {"towers": TOWERS, "restarts": 1000, "module": "benchmarks.duel"}
+    return Launched(folder, steps, 0.0, **how, options=["--plain"] * plain)
+
+
+def disturbed(
+    folder: pathlib.Path, steps: int, apart_s: float, plain: bool
+) -> list[Kill]:
+    """Run the job and kill processes of it; when, and in which of its restarts."""
+    draw, job, kills = random.Random(0), _launch(folder, steps, plain), list[Kill]()
+    until, lost = float("inf"), ""
+    while job.popen.poll() is None:
+        time.sleep(0.05)
+        if until == float("inf"):
+            done = steps_of(folder)
+            if done and done[-1].job != lost:  # not the last steps of the killed one
+                until = time.time() + draw.uniform(0.5, 1.5) * apart_s
+        elif time.time() >= until:
+            until = float("inf")
+            with contextlib.suppress(OSError, IndexError):  # it has just ended
+                pid, lost = draw.choice([*job.workers().values()])
+                os.kill(pid, signal.SIGKILL)
+                kills.append(Kill(time.time(), lost))
+    if job.wait():
+        raise RuntimeError("The job failed: " + "".join(x for _, x in job.said)[-2000:])
+    return kills
+
+
+def undisturbed(steps: int) -> tuple[float, str]:
+    """The seconds from the first step to the last, and the last bits."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = pathlib.Path(path)
+        if _launch(folder, steps, False).wait():
+            raise RuntimeError("The undisturbed job failed.")
+        return _seconds(steps_of(folder)), (folder / "digest").read_text()
+
+
+def _seconds(done: Sequence[DoneStep]) -> float:
+    return done[-1].ended - done[0].ended
+
+
+def recoveries(
+    folder: pathlib.Path, kills: Sequence[Kill]
+) -> list[Mapping[str, float]]:
+    """Of each kill after which the job did a step: what each part took, in seconds."""
+    done, found = steps_of(folder), []
+    for kill in kills:
+        new = next((x for x in done if x.ended > kill.at and x.job != kill.job), None)
+        if new is None:
+            continue
+        starts = [json.loads(x.read_text()) for x in folder.glob(f"starts.{new.job}.*")]
+        times = [kill.at]  # a part ends where it has ended in both processes
+        for name in [*PARTS][:-1]:
+            times.append(max(times[-1], *(x.get(name, 0) for x in starts)))
+        times.append(new.ended)
+        took = (b - a for a, b in zip(times, times[1:], strict=False))
+        found.append(dict(zip(PARTS, took, strict=True)))
+    return found
+
+
+def report(folder: pathlib.Path, kills: Sequence[Kill], whole_s: float) -> list[str]:
+    """The figures of a disturbed job, as lines of a table."""
+    done, took = steps_of(folder), recoveries(folder, kills)
+    seconds = _seconds(done)
+    middle = statistics.median(sum(x.values()) for x in took)
+    return [
+        f"| kills | {len(kills)} in {seconds / 60:.1f} min |",
+        f"| steps kept of those run | {max(x.number for x in done) / len(done):.1%} |",
+        f"| time over the undisturbed job's | {seconds / whole_s:.2f} |",
+        f"| from a kill to the next step, median | {middle:.1f} s |",
+        *(
+            f"| of it: {what} | {statistics.median(x[name] for x in took):.1f} s |"
+            for name, what in PARTS.items()
+        ),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table; 0 if the last bits are the undisturbed job's."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--apart", type=float, default=12.0, help="seconds of steps")
+    help_ = "without a compilation cache, and with an audit at every start"
+    parser.add_argument("--plain", action="store_true", help=help_)
+    parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if (folder := options.train) is not None:
+        resumes = (folder / "saved").exists()
+        audit = False if resumes and not options.plain else None
+        job = _note_start(folder)
+        train(folder, job, steps=options.steps, towers=TOWERS, audit=audit)
+        return 0
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as path:
+        if not options.plain:
+            os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+            os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        whole_s, digest = undisturbed(options.steps)
+        folder = pathlib.Path(path)
+        kills = disturbed(folder, options.steps, options.apart, options.plain)
+        lines = report(folder, kills, whole_s)
+        same = (folder / "digest").read_text() == digest
+    print("| 32 towers, two processes | |\n|---|---|")
+    bits = "the undisturbed job's" if same else "**OTHERS**"
+    print("\n".join([*lines, f"| last bits | {bits} |"]))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""From a source to the steps: batches placed in advance, with a position."""
+
+import collections
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from towerjax.types import PyTree
+from towerjax.types.warning import warn
+
+Placed = TypeVar("Placed")
+
+_END: Any = object()
+_STOP_PATIENCE_S = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run is in its batches."""
+
+    used: int  # how many steps have used, those of earlier runs included
+    cursor: Any = None  # what the batches' own ``get_state`` says; None: they have none
+
+
+class Source(Iterator[PyTree]):
+    """The batches of a run, which go back to the last used one.
+
+    By their cursor. Of batches without one those that were taken are kept until steps
+    have used them, and this iterator is what a run leaves of them.
+
+    Attributes:
+      has_cursor: Whether the batches tell their position, and can be set to one.
+      is_reproducible: Whether a restarted job is known to get the same batches.
+      prefetches: Whether they are placed in advance by a thread of their own.
+      used_before: How many came before the next one, earlier runs included.
+    """
+
+    def __init__(self, batches: Iterable[PyTree]) -> None:
+        self._elements: Any = iter(batches)
+        self._opened = self._elements is not batches  # what was passed in stays open
+        self.has_cursor = has_cursor(self._elements)
+        known = isinstance(batches, Sequence)
+        self.is_reproducible = known or bool(getattr(batches, "is_reproducible", False))
+        self.prefetches = bool(getattr(batches, "prefetches", False))
+        self.used_before: int = getattr(batches, "used_before", 0)
+        self._taken = 0  # the number of the newest batch, from 1
+        self._kept: dict[int, PyTree] = {}  # by number
+
+    def _cursor(self) -> Any:
+        return self._elements.get_state() if self.has_cursor else None
+
+    @property
+    def position(self) -> Position:
+        """Where the next batch is, before any is taken in advance."""
+        return Position(self.used_before, self._cursor())
+
+    def __next__(self) -> PyTree:
+        """The next batch, which a run may have placed on the devices."""
+        batch = self._take(self.used_before + 1)
+        self.used_before += 1
+        self._kept.pop(self.used_before, None)
+        return batch
+
+    def _take(self, number: int) -> PyTree:
+        if self.has_cursor:
+            return next(self._elements)
+        if number not in self._kept:
+            # One C call: Ctrl-C between two operations would lose the batch.
+            self._kept.update(zip((number,), self._elements, strict=False))
+        if number not in self._kept:
+            raise StopIteration
+        return self._kept[number]
+
+    def go_to(self, position: Position) -> None:
+        """Skip the batches that an earlier process used."""
+        before, used = self.used_before, position.used
+        if position.cursor is not None:
+            self._elements.set_state(position.cursor)
+            self.used_before = used
+        left = max(used - self.used_before, 0)
+        collections.deque(itertools.islice(self, left), 0)
+        if self.used_before != used:
+            raise ValueError(
+                f"{used} batches were used before, but these begin after {before} and"
+                f" end after {self.used_before}. Pass the same batches, from the first"
+                " one on."
+            )
+
+    def stream(
+        self,
+        place: Callable[[list[PyTree]], Placed],
+        depth: int,
+        *,
+        size: int = 1,
+        before: int = 0,
+        most: int | None = None,
+    ) -> "Stream[Placed]":
+        """At most so many batches, placed in groups of ``size``, as `in_groups` cuts.
+
+        The state of the stream is the `Position` after the last group.
+        """
+        first = self.used_before + 1
+
+        def take(number: int) -> PyTree:
+            batch = self._take(number)
+            self._taken = number
+            if size > 1:
+                batch = jax.tree.map(own_copy, batch)
+                self._keep(number, batch)
+            return batch
+
+        def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
+            number = first - 1
+            numbers = itertools.islice(itertools.count(first), most)
+            for group in in_groups(map(take, numbers), size, before=before):
+                placed = place(group)
+                number += len(group)
+                if size == 1:
+                    self._keep(number, placed)
+                yield placed, Position(number, self._cursor())
+
+        return Stream(begin, depth, self.position)
+
+    def _keep(self, number: int, batch: Any) -> None:
+        """Keep this for a batch that was taken, in place of the loader's arrays."""
+        if not self.has_cursor:
+            self._kept[number] = batch
+
+    def use(self, position: Position) -> None:
+        """Forget the batches up to a position: steps have used them."""
+        self.used_before = position.used
+        for number in list(self._kept):
+            if number <= position.used:
+                del self._kept[number]
+
+    def back_to(self, position: Position) -> Iterator[PyTree]:
+        """The batches after a position, when no thread takes from them any more."""
+        self._opened = False
+        if self.has_cursor:
+            self._elements.set_state(position.cursor)
+            return self._elements
+        return self
+
+    def settle(self, position: Position) -> None:
+        """Set the batches back, where they have a cursor; close what was opened."""
+        if self.has_cursor and self._taken > position.used:
+            self._elements.set_state(position.cursor)
+        if self._opened:
+            close(self._elements)
+
+    def close(self) -> None:
+        """Drop the kept batches and close their source."""
+        self._kept.clear()
+        close(self._elements)
+
+
+def in_groups(
+    iterable: Iterable[PyTree], size: int, *, before: int = 0
+) -> Iterator[list[PyTree]]:
+    """Lists of batches up to a multiple of ``size``, where the first is ``before``."""
+    iterator = iter(iterable)
+    most = size - before % size
+    while True:
+        group: list[PyTree] = []
+        try:
+            for batch in itertools.islice(iterator, most):
+                group.append(batch)
+        finally:  # also before an exception of the source
+            if group:
+                yield group
+        if len(group) < most:
+            return
+        most = size
+
+
+def own_copy(leaf: Any) -> Any:
+    """A copy of a NumPy array, whose memory a loader may overwrite."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def has_cursor(iterator: Any) -> bool:
+    """Whether an iterator tells its position, and can be set to one."""
+    if isinstance(iterator, Stream):
+        return iterator.get_state() is not None
+    return hasattr(iterator, "get_state") and hasattr(iterator, "set_state")
+
+
+def close(iterator: Any) -> None:
+    """Close an iterator that has ``close`` and is not running in a thread."""
+    if not getattr(iterator, "gi_running", False):
+        getattr(iterator, "close", lambda: None)()
+
+
+def prefetch(
+    iterable: Iterable[Any], place: Callable[[Any], Placed], *, depth: int
+) -> "Stream[Placed]":
+    """The elements of an iterable, placed in order by a thread while devices work."""
+    return Stream(lambda *_: ((place(x), None) for x in iterable), depth)
+
+
+class _Feed:
+    """What a thread and the stream of its elements share."""
+
+    def __init__(self, depth: int) -> None:
+        # (element, position after it, failure)
+        self.ready: collections.deque[tuple[Any, Any, Any]] = collections.deque()
+        self.added, self.stopped = threading.Event(), threading.Event()
+        # Counts the elements that may still be pulled, so that depth bounds the memory.
+        self.room = threading.Semaphore(depth)
+
+    def add(self, element: Any, after: Any = None, failure: Any = None) -> None:
+        self.ready.append((element, after, failure))
+        self.added.set()
+
+
+class Stream(Iterator[Placed]):
+    """Elements that a thread makes in advance, with a position; Ctrl-C loses none.
+
+    ``begin(position, stopped)`` gives ``(element, position after it)``, from a position
+    that was set, or from the start; ``stopped`` is an event to heed in long waits. With
+    ``depth`` 0 there is no thread. An exception comes after all earlier elements.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[Any, threading.Event], Generator[tuple[Placed, Any]]],
+        depth: int,
+        start: Any = None,
+    ) -> None:
+        self._begin, self._depth, self._after = begin, depth, start
+        self._open(None)
+
+    def _open(self, position: dict[str, Any] | None) -> None:
+        self._failure: str | None = None
+        self._feed = feed = _Feed(self._depth)
+        self._made = made = self._begin(position, feed.stopped)
+        self.close: Callable[[], Any] = made.close
+        if self._depth:
+            args = made, feed, jax.config.read("jax_enable_x64")
+            named = {"name": "towerjax-prefetch", "daemon": True}
+            self._thread = threading.Thread(target=_fill, args=args, **named)
+            # Called once: by hand, by the garbage collector, for which the thread must
+            # not refer to this, or at Python's exit, which a thread could abort.
+            self.close = weakref.finalize(self, _stop, self._thread, feed)
+
+    def __next__(self) -> Placed:
+        """The next element, which is not kept: it would stay on the devices."""
+        if self._failure is not None:
+            raise ValueError(
+                f"This pass through the data ended with {self._failure}, and cannot"
+                " continue. Begin another, iter(dataset)."
+            )
+        try:
+            if self._depth:
+                return self._next_of_thread()
+            # Without a call of next(), after which Ctrl-C would lose the element.
+            for element, after in self._made:
+                self._after = after
+                return element
+        except Exception as failure:
+            if not isinstance(failure, StopIteration):
+                self._failure = repr(failure)
+            raise
+        raise StopIteration
+
+    def _next_of_thread(self) -> Placed:
+        feed = self._feed
+        if self._thread.ident is None and not feed.stopped.is_set():
+            try:
+                self._thread.start()
+            except BaseException:
+                self.close()
+                raise
+        while not feed.ready:
+            feed.added.wait()
+            feed.added.clear()
+        feed.room.release()
+        element, after, failure = feed.ready[0]
+        if element is _END:
+            self.close()
+            raise failure or StopIteration
+        # No call up to the return: after one, Ctrl-C would lose the element.
+        self._after = after
+        del feed.ready[0]
+        return element
+
+    def get_state(self) -> Any:
+        """The position after the last element; None where there is none."""
+        return self._after
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue after the element that `get_state` was called after."""
+        if set(state) != set(self._after or ()):
+            raise ValueError(
+                f"A place in a distributed data set has 'elements' and 'rows', but got"
+                f" {sorted(state)}. Pass the batches that it was taken from."
+            )
+        self.close()
+        self._open(state)
+        self._after = state
+
+
+def _fill(made: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
+    try:
+        # A `with jax.enable_x64(...)` around the run does not reach its threads.
+        with jax.enable_x64(x64):
+            iterator = iter(made)
+            while True:
+                feed.room.acquire()
+                if feed.stopped.is_set():
+                    return
+                found = next(iterator, None)
+                if found is None:
+                    feed.add(_END)
+                    return
+                feed.add(*found)
+    except BaseException as failure:
+        feed.add(_END, failure=failure)
+
+
+def _stop(thread: threading.Thread, feed: _Feed) -> None:
+    """End the thread; warn where a loader hangs, which cannot be interrupted."""
+    feed.stopped.set()
+    feed.room.release()
+    feed.ready.clear()
+    feed.add(_END)
+    if thread.ident in (None, threading.get_ident()):
+        return  # never started; or the garbage collector called this in the thread
+    thread.join(_STOP_PATIENCE_S)
+    if thread.is_alive():
+        warn(
+            f"The input is still busy with one batch {_STOP_PATIENCE_S} s after the run"
+            " stopped; its thread ends when that batch is there. Give the loader a"
+            " timeout.",
+            RuntimeWarning,
+        )
