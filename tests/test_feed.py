@@ -106,6 +106,35 @@ def test_bad_arguments_are_refused_at_the_call(arguments, message):
         batches(**{"data": np.zeros(4), "batch_size": 2, **arguments})
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_batches_go_on_anywhere(seed, drop_remainder):
+    data = {"x": np.arange(11)}
+    options = {"epochs": 3, "seed": seed, "drop_remainder": drop_remainder}
+    whole = [b["x"].tolist() for b in batches(data, 4, **options)]
+    assert len(whole) == (6 if drop_remainder else 9)
+    for position in range(len(whole) + 1):
+        there = batches(data, 4, **options).at(position)
+        assert there.position == position
+        cursor = json.loads(json.dumps(there.get_state()))
+        other = batches(data, 4, **options)
+        other.set_state(cursor)
+        assert [b["x"].tolist() for b in there] == whole[position:]
+        assert [b["x"].tolist() for b in other] == whole[position:]
+
+
+def test_a_cursor_of_other_batches_is_refused():
+    source = batches(np.arange(11), 4, seed=1)
+    cursor = batches(np.arange(11), 2, seed=2, epochs=5).get_state()
+    text = "batch_size was 2 and is 4, seed was 2 and .*batches='anew'"
+    with pytest.raises(ValueError, match=text):
+        source.set_state(cursor)
+    for position in (-1, 4, 1.0):
+        with pytest.raises(ValueError, match="position=.* must be a whole number"):
+            source.at(position)
+    source.set_state(batches(np.arange(11), 4, seed=1, epochs=5).get_state())
+
+
 # Groups
 
 

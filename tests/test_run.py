@@ -526,22 +526,6 @@ def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypa
     assert waits == [4] * 4 + [8] * 4
 
 
-def test_an_exception_in_a_hook_with_state_loses_nothing():
-    cut = list(batches(make_data(160), 16))
-
-    def hook(number, state, metrics):
-        raise LookupError("enough")
-
-    hooks = [tj.loop.WithState(hook, every=4)]
-    with pytest.raises(LookupError, match="enough") as caught:
-        train(cut, hooks=hooks)
-    state, history = caught.value.state, caught.value.history
-    assert int(state.step) == 4 and history.steps.tolist() == [1, 2, 3, 4]
-    assert "every=4) was due and not called" in caught.value.__notes__[-1]
-    state, _ = train(caught.value.batches, state=state)
-    np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=160 * EPS)
-
-
 def test_an_error_says_which_hook_with_state_was_not_called():
     def enough(number, metrics):
         if number == 3:
@@ -592,25 +576,6 @@ def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
     best = history.best
     expected = oracle(cut[: best.step])[1]
     np.testing.assert_allclose(best.state.params["w"], expected, rtol=7 * 16 * EPS)
-
-
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_an_exception_in_a_hook_stops_the_run_and_loses_nothing(steps_per_call):
-    cut, seen = list(batches(make_data(160), 16)), []
-
-    def hook(number, metrics):
-        seen.append(number)
-        if number == 4:
-            raise LookupError("enough")
-
-    with pytest.raises(LookupError, match="enough") as caught:
-        train(cut, steps_per_call=steps_per_call, hooks=[hook])
-    assert seen == [1, 2, 3, 4]
-    done = int(caught.value.state.step)
-    assert 4 <= done < 10
-    assert caught.value.history.steps.tolist() == list(range(1, done + 1))
-    _, w = oracle(cut[:done])
-    np.testing.assert_allclose(caught.value.state.params["w"], w, rtol=160 * EPS)
 
 
 @pytest.mark.few_fast(1)

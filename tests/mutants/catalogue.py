@@ -766,7 +766,10 @@ TESTING = (
        "test_audit.py::test_the_command_says_what_is_wrong"),
 )
 
-_RESUMED = "test_checkpoint.py::test_a_stopped_run_goes_on_to_the_bit_on_other_devices"
+_RESUMED = (
+    "test_resuming.py::test_what_goes_on_has_the_bits_of_an_undisturbed_run"
+    "[batches in_a_hook raises every=2 step=2 then=4 saved]"
+)
 
 CHECKPOINTS = (
     _m("C01", "a checkpoint that was not finished counts",

@@ -1,0 +1,379 @@
+"""Wherever a run is stopped: what goes on has the bits and losses of one that was not.
+
+An exception, Ctrl-C or SIGTERM stops it; it goes on with ``error.state`` and
+``error.batches``, or is started again with its checkpointer.
+"""
+
+import functools
+import itertools
+import pathlib
+import signal
+import sys
+import time
+
+import checkpoint_model as model
+import grain
+import numpy as np
+import pytest
+
+import towerjax as tj
+from towerjax.data.placer import PlacedBatch
+
+LOOP = pathlib.Path(tj.loop.__file__).parent
+STEPS = model.STEPS
+
+
+class Stop(Exception):
+    pass
+
+
+def raises():
+    raise Stop
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def sigterm():
+    signal.raise_signal(signal.SIGTERM)
+
+
+ENDS = {raises: Stop, ctrl_c: KeyboardInterrupt, sigterm: SystemExit}
+
+
+@functools.cache
+def step_of(name):
+    """A step that compiles in a moment; or one that draws, on so many devices."""
+    return model.build_light() if name == "light" else model.build(int(name))
+
+
+def run(step, state, batches, **options):
+    options = {"progress": False, "audit": False, **options}
+    return tj.run(step, state, batches, **options)
+
+
+@functools.cache
+def undisturbed(name, size):
+    step = step_of(name)
+    batches = model.batches()
+    state, history = run(
+        step, model.init(step), batches, steps=STEPS, steps_per_call=size
+    )
+    assert len(set(history.metrics["loss"].tolist())) == STEPS
+    return model.bits(state), history.metrics["loss"].tolist()
+
+
+# Sources
+
+
+def cut():
+    return [*itertools.islice(model.batches(), STEPS + 3)]  # more than are used
+
+
+def one_by_one():
+    """Without a cursor; the buffer is written again for each batch."""
+    buffer = {name: np.empty_like(x) for name, x in cut()[0].items()}
+    for batch in cut():
+        for name, x in batch.items():
+            buffer[name][: len(x)] = x
+        yield {name: buffer[name][: len(x)] for name, x in batch.items()}
+
+
+class Rows:
+    """Random access for Grain: batch after batch."""
+
+    def __len__(self):
+        return STEPS + 3
+
+    def __getitem__(self, index):
+        return cut()[index]
+
+    def __repr__(self):
+        return "Rows()"  # by which Grain knows them
+
+
+def loader_of_bytes():
+    sampler = grain.samplers.SequentialSampler(
+        STEPS + 3, shard_options=grain.sharding.NoSharding()
+    )
+    return iter(grain.DataLoader(data_source=Rows(), sampler=sampler))
+
+
+def distributed(source):
+    return tj.OneDevice().distribute_dataset(source, remainder="pad")
+
+
+SOURCES = {
+    "batches": model.batches,
+    "list": cut,
+    "generator": one_by_one,
+    "iterator": lambda: iter(cut()),
+    "grain": lambda: grain.MapDataset.source(Rows()).repeat().to_iter_dataset(),
+    "bytes": loader_of_bytes,
+    "distributed, cursor": lambda: distributed(model.batches()),
+    "distributed list": lambda: distributed(cut()),
+    "distributed": lambda: distributed(one_by_one()),
+}
+
+
+class Acting:
+    """An iterator that acts before its sixth batch, once."""
+
+    def __init__(self, batches, act):
+        self.batches, self.act, self.number = iter(batches), act, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == 6:
+            time.sleep(0.1)  # what came before is done
+            self.act()
+        return next(self.batches)
+
+
+# Where a run is stopped: the options of `run` for it
+
+
+def in_a_hook(act, step, patch):
+    return {"hooks": [lambda number, _: number == 3 and act()]}
+
+
+def in_a_later_hook(act, step, patch):
+    return {"hooks": [lambda number, _: number == 6 and act()]}
+
+
+def in_a_hook_with_state(act, step, patch):
+    return {"hooks": [tj.loop.WithState(lambda *_: act(), every=4)]}
+
+
+def in_a_writer(act, step, patch):
+    class Writer:
+        def open(self, start):
+            return self
+
+        def write(self, record):
+            if record.step == 3:
+                act()
+
+        def close(self):
+            pass
+
+    return {"writers": [Writer()]}
+
+
+def in_an_evaluation(act, step, patch):
+    class Evaluate:
+        def place_batch(self, batch):
+            return batch
+
+        def __call__(self, state, batch):
+            act()
+            raise AssertionError("not reached")
+
+    return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 3}
+
+
+def at_a_call_of(name, number):
+    def where(act, step, patch):
+        method, calls = getattr(step, name), itertools.count(1)
+
+        def called(*args):
+            # `program` has its placed batch looked at again, in another thread.
+            if not isinstance(args[0], PlacedBatch) and next(calls) == number:
+                act()
+            return method(*args)
+
+        patch.setattr(step, name, called)
+        return {}
+
+    where.__name__ = f"at_call_{number}_of_{name}"
+    return where
+
+
+placing, placing_several = (
+    at_a_call_of(x, 2) for x in ("place_batch", "place_batches")
+)
+compiling = at_a_call_of("program", 1)
+
+
+def in_the_loader(act, step, patch):
+    return {"act": act}
+
+
+HANDED_ON = [
+    ("batches", in_a_hook, raises, {"steps_per_call": 3}),
+    ("list", in_a_hook, raises, {}),
+    ("generator", in_a_hook, raises, {"steps_per_call": 3}),
+    ("generator", in_a_hook, raises, {"prefetch": 0}),
+    ("grain", in_a_hook, raises, {}),
+    ("distributed, cursor", in_a_hook, raises, {"steps_per_call": 3}),
+    ("distributed list", in_a_hook, raises, {}),
+    ("batches", in_a_hook, raises, {"steps_per_call": 2, "step": "8"}),
+    ("batches", in_a_hook_with_state, raises, {}),
+    ("batches", in_a_hook_with_state, raises, {"steps_per_call": 4}),
+    ("batches", in_a_writer, raises, {}),
+    ("batches", in_an_evaluation, raises, {}),
+    ("iterator", placing, raises, {}),
+    ("iterator", placing_several, raises, {"steps_per_call": 3}),
+    ("iterator", in_the_loader, raises, {}),
+    ("iterator", in_the_loader, raises, {"prefetch": 0, "steps_per_call": 2}),
+    ("iterator", in_the_loader, ctrl_c, {"prefetch": 0}),
+    ("distributed", in_the_loader, ctrl_c, {}),
+]
+SAVED = [
+    ("batches", in_a_hook, raises, {"every": 2, "step": "2", "then": "4"}),
+    ("batches", in_a_later_hook, raises, {"every": 4, "steps_per_call": 2}),
+    ("generator", in_a_hook, raises, {"every": 2, "batches": "count"}),
+    ("batches", in_a_hook, ctrl_c, {}),
+    ("batches", in_a_hook, sigterm, {}),
+    ("list", in_a_hook, sigterm, {}),
+    ("generator", in_a_hook, sigterm, {"batches": "count", "steps_per_call": 3}),
+    ("grain", in_a_hook, sigterm, {}),
+    ("bytes", in_a_hook, sigterm, {}),
+    ("distributed, cursor", in_a_hook, sigterm, {}),
+    ("distributed list", in_a_hook, sigterm, {}),
+    ("batches", in_an_evaluation, sigterm, {"exit_code": 3}),
+    ("batches", compiling, sigterm, {}),
+    ("iterator", in_the_loader, sigterm, {"batches": "count"}),
+    ("batches", placing, raises, {"every": 1}),
+]
+OF_SAVING = ("every", "batches", "exit_code")
+ROWS = [(*row, False) for row in HANDED_ON] + [(*row, True) for row in SAVED]
+
+
+def row_id(row):
+    name, where, act, options, saved = row
+    words = [f"{key}={x}" for key, x in options.items()] + ["saved"] * saved
+    return " ".join([name, where.__name__, act.__name__, *words])
+
+
+def gone_on(error, then, source, saving, **options):
+    """The last state, and the losses from the first step that was done again."""
+    step, losses, start = step_of(then), [], max(saving.steps) if saving else 0
+    if saving:
+        state, given = model.init(step), {"steps": STEPS, "checkpointer": saving}
+    else:
+        assert hasattr(error, "state"), error
+        state, source = error.state, error.batches
+        losses += error.history.metrics.get("loss", np.array([])).tolist()
+        given = {"steps": STEPS - int(state.step)}
+    if given["steps"]:
+        state, history = run(step, state, source, **given, **options)
+        losses += history.metrics["loss"].tolist()
+    return state, losses, start
+
+
+@pytest.mark.few_fast(6)
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypatch):
+    name, where, act, options, saved = row
+    options = dict(options)
+    first = options.pop("step", "light")
+    then = options.pop("then", first)
+    kept = {x: options.pop(x) for x in OF_SAVING if x in options}
+    saving = tj.Checkpointer(tmp_path, **kept) if saved else None
+    step, source = step_of(first), SOURCES[name]()
+    expected, losses = undisturbed(first, options.get("steps_per_call", 1))
+    with monkeypatch.context() as patch:
+        stop = where(act, step, patch)
+        if "act" in stop:
+            source = Acting(source, stop.pop("act"))
+        with pytest.raises(ENDS[act]) as caught:
+            given = {"checkpointer": saving, **options, **stop}
+            run(step, model.init(step), source, steps=STEPS, **given)
+    error = caught.value
+    done = int(error.state.step)
+    assert done < STEPS or saved, "the run was to be stopped before its end"
+    if saved:
+        assert act is raises or max(saving.steps) == done
+    if act is sigterm:
+        assert error.code == kept.get("exit_code", 75)
+    if name == "batches" and not saved:
+        assert error.batches is source and source.position == done
+    again = SOURCES[name]() if saved else None
+    state, found, start = gone_on(error, then, again, saving, **options)
+    model.assert_same_bits(state, expected)
+    # Where several steps are one program, their losses are rounded as there.
+    np.testing.assert_allclose(found, losses[start:], rtol=2.4e-7, atol=0)
+
+
+# At any moment
+
+
+def signalled_at(event_number, act, run):
+    """What ends a run, with a signal as the loop comes to its n-th line."""
+    count, ended = 0, None
+
+    def trace(frame, event, arg):
+        nonlocal count
+        if pathlib.Path(frame.f_code.co_filename).parent != LOOP:
+            return None
+        if event == "line":
+            count += 1
+            if count == event_number:
+                act()
+        return trace
+
+    def nobody(number, frame):
+        raise SystemExit("not the run's")
+
+    before, previous = signal.signal(signal.SIGTERM, nobody), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except (SystemExit, KeyboardInterrupt) as error:
+        ended = error
+    finally:
+        sys.settrace(previous)
+        signal.signal(signal.SIGTERM, before)
+    return count, ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "act, options",
+    [
+        (ctrl_c, {}),
+        (ctrl_c, {"prefetch": 0}),
+        (ctrl_c, {"steps_per_call": 3}),
+        (sigterm, {}),
+    ],
+    ids=["ctrl_c", "ctrl_c without a thread", "ctrl_c in calls of 3", "sigterm"],
+)
+def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, options, tmp_path):
+    step = step_of("light")
+    expected, losses = undisturbed("light", options.get("steps_per_call", 1))
+
+    def stopped_at(event_number):
+        saving, source, state = None, model.batches(), model.init(step)
+        if act is sigterm:
+            saving = tj.Checkpointer(tmp_path / str(event_number), every=3)
+        given = {"steps": STEPS, "checkpointer": saving, **options}
+        count, error = signalled_at(
+            event_number, act, lambda: run(step, state, source, **given)
+        )
+        if error is None:
+            assert event_number == 0
+            return count, 0
+        inside = hasattr(
+            error, "state"
+        )  # not before the first step, nor after the last
+        if saving or not inside:
+            source, state = model.batches(), model.init(step)
+            at = max(saving.steps, default=0) if saving else 0
+            state, history = run(step, state, source, **given)
+            assert not inside or at == int(error.state.step)
+            found = history.metrics["loss"].tolist() if len(history.metrics) else []
+        else:
+            state, found, at = gone_on(error, "light", None, None, **options)
+        model.assert_same_bits(state, expected)
+        np.testing.assert_allclose(found, losses[at:], rtol=2.4e-7, atol=0)
+        return count, inside
+
+    last, _ = stopped_at(0)
+    assert last > 300
+    inside = [stopped_at(number)[1] for number in range(3, last, last // 7)]
+    assert sum(inside) >= 4
