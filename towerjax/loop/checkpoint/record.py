@@ -15,9 +15,7 @@ from etils import epath
 
 from towerjax.loop.checkpoint.folder import (
     ARRAYS,
-    MANIFEST,
     CheckpointError,
-    fits,
     path_of,
     read_manifest,
 )
@@ -215,21 +213,6 @@ def _redistribute(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
     return put_parts(TowerLocal, new, split)
 
 
-_COUNT = {"lowest": float | str, "lowest_after": int | None, "without": int}
-_COUNT |= {"metric": str, "mode": str, "counted_after": int}
-# The fields of a record as JSON has them, for `fits`.
-_RECORD_FORM = {
-    **dict.fromkeys(("step", "towers"), int),
-    "strategy": str,
-    "devices": [str],
-    "leaves": [{"name": str, "shape": [int], "dtype": str, "reduction": str | None}],
-    "batches": {"used": int, "cursor": object},
-    "batch_rows": [int],
-    "evaluation": dict,
-    "evaluation_due": bool,
-    "stopping": [_COUNT],
-    "versions": dict,
-}
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -273,35 +256,21 @@ class CheckpointRecord:
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
         """The record of a checkpoint; raise `CheckpointError` if it was changed."""
         fields = read_manifest(folder)["record"]
-        try:
-            _parse(fields)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is not what was written: the record in"
-                f" its {MANIFEST} is not one of a training. Delete the folder."
-            ) from error
         if folder.name != (name := path_of(folder.parent, fields["step"]).name):
             raise CheckpointError(
                 f"The checkpoint {str(folder)!r} is by its record of step"
                 f" {fields['step']}: a copy, or renamed. Name it {name!r} or delete it."
             )
-        return cls(**fields)
-
-
-def _parse(fields: dict[str, Any]) -> None:
-    """Make what JSON holds the fields of a record; raise if it is of another form."""
-    if not fits(fields, _RECORD_FORM):
-        raise TypeError(f"fields of other kinds: {fields!r:.200}")
-    fields["leaves"] = tuple(
-        Leaf(**{**x, "shape": tuple(x["shape"])}) for x in fields["leaves"]
-    )
-    for name in ("devices", "batch_rows"):
-        fields[name] = tuple(fields[name])
-    values = fields["evaluation"]  # an infinity is written as text
-    fields["evaluation"] = {name: float(x) for name, x in values.items()}
-    fields["stopping"] = tuple(
-        Count(**{**x, "lowest": float(x["lowest"])}) for x in fields["stopping"]
-    )
+        for leaf in fields["leaves"]:
+            leaf["shape"] = tuple(leaf["shape"])
+        for count in fields["stopping"]:  # an infinity is written as text
+            count["lowest"] = float(count["lowest"])
+        for name, kind in (("leaves", Leaf), ("stopping", Count)):
+            fields[name] = tuple(kind(**x) for x in fields[name])
+        for name in ("devices", "batch_rows"):
+            fields[name] = tuple(fields[name])
+        values = fields["evaluation"].items()
+        return cls(**fields | {"evaluation": {name: float(x) for name, x in values}})
 
 
 def library_versions(*others: str) -> dict[str, str]:
