@@ -9,6 +9,7 @@ import signal
 import struct
 import sys
 import time
+import types
 
 import forked
 import jax.numpy as jnp
@@ -393,7 +394,7 @@ def test_extreme_scalars_and_arrays(tmp_path):
     values = {"nan": math.nan, "huge": 1e300, "low": -math.inf, "half": np.float16(0.5)}
     values |= {"matrix": np.arange(4).reshape(2, 2), "none": np.zeros(0), "yes": True}
     writer.write(Record("eval", 1, 2.0, values))
-    with pytest.raises(ValueError, match="'train/big' has 5 elements.*s=4"):
+    with pytest.raises(ValueError, match="'train/big' has 5 elements.* may have 4"):
         writer.write(Record("train", 2, 2.0, {"big": np.zeros(5)}))
     with pytest.raises(ValueError, match="'train/z' is complex64.*, not real"):
         writer.write(Record("train", 2, 2.0, {"z": np.complex64(1)}))
@@ -441,6 +442,64 @@ def test_without_tensorboardx_it_says_what_to_install(step, tmp_path, monkeypatc
 def test_bad_options_of_tensorboard_are_refused(options, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.TensorBoard(**options).open(0)
+
+
+# Weights & Biases
+
+
+class Runs(types.ModuleType):
+    """Stands in for ``wandb``: what it was asked to do."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.calls = []
+
+    def init(self, **given):
+        self.calls.append(("init", given))
+        return self
+
+    def log(self, numbers, step):
+        self.calls.append((step, numbers))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def test_wandb_has_every_number_by_its_step(step, evaluate, monkeypatch):
+    wandb = Runs()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    asked = {"project": "digits", "id": "a"}
+    options = {"evaluate": evaluate, "eval_batches": data(1), "progress": False}
+    options["writers"] = [tj.loop.WandB(asked)]
+    state, history = run(step, init(step), data(2), **options)
+    begun, *told, end = wandb.calls
+    assert begun == ("init", asked) and end == "finish"
+    losses = [float(x) for x in history.metrics["loss"]]
+    trained = [(n, x["train/loss"]) for n, x in told if "train/loss" in x]
+    assert trained == list(zip([1, 2], losses, strict=True))
+    [(_, values)] = history.evaluations
+    assert told[-1] == (2, {"eval/gap": values["gap"]})
+    run(step, state, data(1), **options)  # goes on with the run of that id
+    assert ("init", {**asked, "resume": "allow"}) in wandb.calls
+
+
+def test_wandb_has_a_curve_for_each_element(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Runs())
+    writer = tj.loop.WandB().open(0)
+    writer.write(Record("eval", 3, 2.0, {"x": np.arange(2), "y": np.nan}))
+    with pytest.raises(ValueError, match="WandB: the metric 'eval/x' has 65 elements"):
+        writer.write(Record("eval", 4, 2.0, {"x": np.zeros(65)}))
+    [(step, numbers)] = wandb.calls[1:]
+    assert step == 3 and math.isnan(numbers.pop("eval/y"))
+    assert numbers == {"eval/x/0": 0.0, "eval/x/1": 1.0}
+
+
+def test_bad_options_of_wandb_and_no_wandb_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="WandB.init='digits' must be the arguments"):
+        tj.loop.WandB("digits")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="needs wandb.*pip install wandb"):
+        tj.loop.WandB().open(0)
 
 
 # Whatever happens

@@ -6,7 +6,7 @@ import os
 import pathlib
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
@@ -253,6 +253,19 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
     return array.astype(np.float64)
 
 
+def curves(writer: str, tag: str, value: Any, most: int = 64) -> dict[str, float]:
+    """The number of each curve of a metric, which has one for each element."""
+    array = real_numbers(writer, tag, value)
+    if array.size > most:
+        raise ValueError(
+            f"{writer}: the metric {tag!r} has {array.size} elements, each a curve, and"
+            f" may have {most}. Use tj.JsonLines(path), or give TensorBoard a larger"
+            " max_elements."
+        )
+    elements = np.ndenumerate(array.astype(np.float64))
+    return {"/".join([tag, *map(str, i)]): float(x) for i, x in elements}
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
@@ -342,26 +355,16 @@ class OpenTensorBoard:
     def write(self, record: Record) -> None:
         """Append an event with all scalars of a record."""
         event = self._proto.Event(wall_time=record.time_s, step=record.step)
+        most = self._options.max_elements
         for name, value in record.metrics.items():
-            for tag, number in self._scalars(f"{record.kind}/{name}", value):
-                event.summary.value.add(tag=tag, simple_value=number)
+            found = curves("TensorBoard", f"{record.kind}/{name}", value, most)
+            with np.errstate(over="ignore"):  # beyond float32 they become infinite
+                for tag, number in found.items():
+                    event.summary.value.add(tag=tag, simple_value=np.float32(number))
         self._events.write_event(event)
         if record.kind == "eval" or time.monotonic() >= self._flush_at_s:
             self._events.flush()
             self._flush_at_s = time.monotonic() + self._options.flush_s
-
-    def _scalars(self, tag: str, value: Any) -> Iterator[tuple[str, float]]:
-        array = real_numbers("TensorBoard", tag, value)
-        most = self._options.max_elements
-        if array.size > most:
-            raise ValueError(
-                f"TensorBoard: the metric {tag!r} has {array.size} elements, each a"
-                f" curve; max_elements={most}. Raise it, or use tj.JsonLines(path)."
-            )
-        with np.errstate(over="ignore"):  # values beyond float32 become infinite
-            numbers = array.astype(np.float64).astype(np.float32)
-        for index, number in np.ndenumerate(numbers):
-            yield "/".join([tag, *map(str, index)]), float(number)
 
     def close(self) -> None:
         """Write the rest, and close the file."""
