@@ -779,18 +779,6 @@ def test_the_best_is_saved_between_and_known_to_the_next_run(light, tmp_path):
     assert saving.steps == (2, 3, 5) and saving.best_step == 2  # 4 is no better
 
 
-@pytest.mark.slow
-def test_early_stopping_counts_on(light, tmp_path):
-    saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3)
-    train(light, saving, 3, early_stopping=early, **metrics_of([3, 1, 2]))
-    options = {"early_stopping": early, **metrics_of([2, 2, 2, 2, 2])}
-    state, history = train(light, saving, 8, **options)
-    assert int(state.step) == 5  # the third without an improvement
-    assert "best 1.000 after 2" in history.stopped
-    again, _ = train(light, saving, 8, **options)
-    assert int(again.step) == 5
-
-
 def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3, mode="max")
     train(light, saving, 3, early_stopping=early, **metrics_of([math.inf, 1, 2]))
@@ -806,23 +794,6 @@ def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
         options = {"early_stopping": early, **metrics_of([1])} | {"eval_every": 2}
         _, history = train(light, saving, 2, **options)
         assert history.stopped is None and len(history.evaluations) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [3, 4])
-def test_an_evaluation_that_was_due_is_made_up_for(light, tmp_path, number):
-    """A run is ended by what sees step 3, after which, or the next, one is due."""
-    early, every = tj.EarlyStopping("loss", 2), {"eval_every": number}
-    values, saving = [1, 2, 3, 4, 5], tj.Checkpointer(tmp_path)
-    options = {"early_stopping": early, **metrics_of(values), **every}
-    with pytest.raises(KeyboardInterrupt):
-        hooks = [stopping_at(3, KeyboardInterrupt)]
-        train(light, saving, 20, hooks=hooks, **options)
-    ended = max(saving.steps)
-    assert saving.record(ended).evaluation_due == (ended == number)
-    state, history = train(light, saving, 20, **options)
-    assert int(state.step) == 3 * number  # two without an improvement after the first
-    assert [at for at, _ in history.evaluations] == [number, 2 * number, 3 * number]
 
 
 @pytest.mark.slow

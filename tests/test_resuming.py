@@ -53,15 +53,30 @@ def run(step, state, batches, **options):
     return tj.run(step, state, batches, **options)
 
 
+class OfState:
+    """An evaluation whose loss is the number of the step, so that none is better."""
+
+    def place_batch(self, batch):
+        return batch
+
+    def __call__(self, state, batch):
+        return {"loss": np.float32(state.step)}
+
+
+def options_of(evaluates):
+    early = tj.EarlyStopping("loss", patience=2)
+    options = {"evaluate": OfState(), "eval_batches": [0], "eval_every": 3}
+    return {**options, "early_stopping": early} if evaluates else {}
+
+
 @functools.cache
-def undisturbed(name, size):
-    step = step_of(name)
-    batches = model.batches()
-    state, history = run(
-        step, model.init(step), batches, steps=STEPS, steps_per_call=size
-    )
+def undisturbed(name, size, evaluates):
+    step, batches = step_of(name), model.batches()
+    options = {"steps": STEPS, "steps_per_call": size, **options_of(evaluates)}
+    state, history = run(step, model.init(step), batches, **options)
     assert len(set(history.metrics["loss"].tolist())) == STEPS
-    return model.bits(state), history.metrics["loss"].tolist()
+    assert bool(history.stopped) == evaluates
+    return model.bits(state), history
 
 
 # Sources
@@ -165,10 +180,7 @@ def in_a_writer(act, step, patch):
 
 
 def in_an_evaluation(act, step, patch):
-    class Evaluate:
-        def place_batch(self, batch):
-            return batch
-
+    class Evaluate(OfState):
         def __call__(self, state, batch):
             act()
             raise AssertionError("not reached")
@@ -239,6 +251,9 @@ SAVED = [
     ("batches", compiling, sigterm, {}),
     ("iterator", in_the_loader, sigterm, {"batches": "count"}),
     ("batches", placing, raises, {"every": 1}),
+    ("batches", in_a_hook, ctrl_c, {"evaluates": True}),
+    ("batches", in_a_later_hook, raises, {"evaluates": True, "every": 4}),
+    ("batches", in_an_evaluation, sigterm, {"evaluates": True, "steps_per_call": 3}),
 ]
 OF_SAVING = ("every", "batches", "exit_code")
 ROWS = [(*row, False) for row in HANDED_ON] + [(*row, True) for row in SAVED]
@@ -250,20 +265,36 @@ def row_id(row):
     return " ".join([name, where.__name__, act.__name__, *words])
 
 
+def losses_of(history):
+    return history.metrics["loss"].tolist() if history.metrics else []
+
+
 def gone_on(error, then, source, saving, **options):
-    """The last state, and the losses from the first step that was done again."""
-    step, losses, start = step_of(then), [], max(saving.steps) if saving else 0
+    """The last state, what came from the first step done again on, and that step."""
+    step, losses, start = step_of(then), [], 0
     if saving:
-        state, given = model.init(step), {"steps": STEPS, "checkpointer": saving}
+        state, start = model.init(step), max(saving.steps)
+        given = {"steps": STEPS, "checkpointer": saving}
     else:
-        assert hasattr(error, "state"), error
         state, source = error.state, error.batches
-        losses += error.history.metrics.get("loss", np.array([])).tolist()
+        losses += losses_of(error.history)
         given = {"steps": STEPS - int(state.step)}
-    if given["steps"]:
-        state, history = run(step, state, source, **given, **options)
-        losses += history.metrics["loss"].tolist()
-    return state, losses, start
+    if not given["steps"]:
+        return state, losses, error.history, start
+    state, history = run(step, state, source, **given, **options)
+    return state, losses + losses_of(history), history, start
+
+
+def assert_as_undisturbed(found, expected):
+    state, losses, history, start = found
+    bits, whole = expected
+    model.assert_same_bits(state, bits)
+    # Where several steps are one program, their losses are rounded as there.
+    expected = whole.metrics["loss"].tolist()[start:]
+    np.testing.assert_allclose(losses, expected, rtol=2.4e-7, atol=0)
+    after = [x for x in whole.evaluations if x[0] >= start]
+    assert [*history.evaluations] in (after, after[1:])
+    assert history.stopped == whole.stopped
 
 
 @pytest.mark.few_fast(6)
@@ -276,7 +307,8 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
     kept = {x: options.pop(x) for x in OF_SAVING if x in options}
     saving = tj.Checkpointer(tmp_path, **kept) if saved else None
     step, source = step_of(first), SOURCES[name]()
-    expected, losses = undisturbed(first, options.get("steps_per_call", 1))
+    size, evaluates = options.get("steps_per_call", 1), options.pop("evaluates", False)
+    options |= options_of(evaluates)
     with monkeypatch.context() as patch:
         stop = where(act, step, patch)
         if "act" in stop:
@@ -294,10 +326,8 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
     if name == "batches" and not saved:
         assert error.batches is source and source.position == done
     again = SOURCES[name]() if saved else None
-    state, found, start = gone_on(error, then, again, saving, **options)
-    model.assert_same_bits(state, expected)
-    # Where several steps are one program, their losses are rounded as there.
-    np.testing.assert_allclose(found, losses[start:], rtol=2.4e-7, atol=0)
+    found = gone_on(error, then, again, saving, **options)
+    assert_as_undisturbed(found, undisturbed(first, size, evaluates))
 
 
 # At any moment
@@ -345,7 +375,7 @@ def signalled_at(event_number, act, run):
 )
 def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, options, tmp_path):
     step = step_of("light")
-    expected, losses = undisturbed("light", options.get("steps_per_call", 1))
+    expected = undisturbed("light", options.get("steps_per_call", 1), False)
 
     def stopped_at(event_number):
         saving, source, state = None, model.batches(), model.init(step)
@@ -361,16 +391,14 @@ def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, options, tmp_path
         inside = hasattr(
             error, "state"
         )  # not before the first step, nor after the last
-        if saving or not inside:
-            source, state = model.batches(), model.init(step)
-            at = max(saving.steps, default=0) if saving else 0
-            state, history = run(step, state, source, **given)
-            assert not inside or at == int(error.state.step)
-            found = history.metrics["loss"].tolist() if len(history.metrics) else []
+        if saving and saving.steps:
+            assert not inside or max(saving.steps) == int(error.state.step)
+        if inside or (saving and saving.steps):
+            found = gone_on(error, "light", model.batches(), saving, **options)
         else:
-            state, found, at = gone_on(error, "light", None, None, **options)
-        model.assert_same_bits(state, expected)
-        np.testing.assert_allclose(found, losses[at:], rtol=2.4e-7, atol=0)
+            state, history = run(step, model.init(step), model.batches(), **given)
+            found = state, losses_of(history), history, 0
+        assert_as_undisturbed(found, expected)
         return count, inside
 
     last, _ = stopped_at(0)

@@ -766,10 +766,8 @@ TESTING = (
        "test_audit.py::test_the_command_says_what_is_wrong"),
 )
 
-_RESUMED = (
-    "test_resuming.py::test_what_goes_on_has_the_bits_of_an_undisturbed_run"
-    "[batches in_a_hook raises every=2 step=2 then=4 saved]"
-)
+_GOES_ON = "test_resuming.py::test_what_goes_on_has_the_bits_of_an_undisturbed_run"
+_RESUMED = f"{_GOES_ON}[batches in_a_hook raises every=2 step=2 then=4 saved]"
 
 CHECKPOINTS = (
     _m("C01", "a checkpoint that was not finished counts",
@@ -822,7 +820,7 @@ CHECKPOINTS = (
     _m("C09", "early stopping counts from 0 in a resumed run",
        "loop.checkpoint.checkpointer:Saving.save", "stopping=point.watch.counts,",
        "stopping=(),",
-       "test_checkpoint.py::test_early_stopping_counts_on"),
+       f"{_GOES_ON}[batches in_a_later_hook raises evaluates=True every=4 saved]"),
     _m("C10", "another model's checkpoint is restored as far as names agree",
        "types.leaves:differing_texts", "if old != new", 'if old == "absent"',
        "test_checkpoint.py::test_another_model_is_refused_before_training"),

@@ -12,7 +12,7 @@ import jax
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Position, Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
-from towerjax.loop.evaluate import evaluate as evaluate_batches
+from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState, is_to_be_audited
 from towerjax.loop.point import Point, reaches_multiple
@@ -293,15 +293,13 @@ class Loop:
         return rows, refused
 
     def _evaluate(self) -> None:
-        evaluate, batches = self._options.evaluate, self._options.eval_batches
-        if evaluate is None or batches is None:
+        options, point = self._options, self.point
+        if options.evaluate is None or options.eval_batches is None:
             return
         self._fetch(0)
-        point, start_s = self.point, time.perf_counter()
-        state = self._state_to_evaluate()
-        ahead = {x: getattr(self._options, x) for x in ("prefetch", "in_flight")}
-        values = evaluate_batches(evaluate, state, batches, **ahead)
-        number = self._log.number
+        start_s, number = time.perf_counter(), self._log.number
+        given = options.evaluate, self._state_to_evaluate(), options.eval_batches
+        values = evaluated(*given, options.prefetch, options.in_flight)
         with self.guard:
             self._log.evaluations.append((number, values))
             self._writers.write([Record("eval", number, time.time(), values)])

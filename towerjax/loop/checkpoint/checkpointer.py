@@ -254,11 +254,11 @@ class Saving:
         if newest < 0:
             return steps
         saved = self.options.record(newest)
-        where = folder.path_of(self.options.path, newest)
-        record.check_same_model(saved.leaves, point.state, where)
         if newest >= start:
             self._saved = newest, saved.evaluation
         if newest <= start:
+            where = folder.path_of(self.options.path, newest)
+            record.check_same_model(saved.leaves, point.state, where)
             return steps
         left = None if steps is None else start + steps - newest
         if left is not None and left < 0:
