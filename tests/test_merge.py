@@ -1,7 +1,5 @@
 """Towers meet: merge_call, reduce, all_gather and axis_names, wherever towers lie."""
 
-import functools
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -115,51 +113,6 @@ def test_per_tower_results_are_handed_out_row_by_row():
     assert float(out["first"]) == values(T)[0]
     x = values(T)
     assert out["tree"]["all"].values.tolist() == np.outer(x, x).tolist()
-
-
-@pytest.mark.parametrize("rows, text", [
-    (lambda x: jnp.stack([x, x]), r"merge_fn returned has shape \(2,\)"),
-    (lambda x: (x, x), r"has shape \(2,\), but dim 0 runs over the 3 towers"),
-    (lambda x: (x, x[None], x), r"values of shapes \(\), \(1,\), \(\), which cannot"),
-])  # fmt: skip
-def test_a_wrong_number_of_rows_is_refused(rows, text):
-    def tower_fn(tower):
-        return tower.merge_call(
-            lambda strategy, v: tj.PerTower(rows(strategy.unwrap(v)[0])), tower.id
-        )
-
-    with pytest.raises(ValueError, match=text):
-        mirrored(3, 1).call_for_each_tower(tower_fn)
-
-
-@pytest.mark.parametrize("method", ["reduce", "all_gather", "merge_call"])
-def test_a_merge_function_has_met_already(method):
-    """The tower around it would take all towers' values for its own, and keep them."""
-    first = {"reduce": [R.MEAN], "all_gather": []}.get(method, [lambda _, v: v])
-
-    def tower_fn(tower):
-        def merge(strategy, v):
-            return getattr(tower, method)(*first, {"v": v})
-
-        return tower.merge_call(merge, 1.0 + tower.id)
-
-    text = f"tower.{method} of a PerTower, which .* write strategy.reduce"
-    with pytest.raises(ValueError, match=text):
-        mirrored(2, 1).call_for_each_tower(tower_fn)
-
-
-def test_destinations_inside_are_refused():
-    def tower_fn(tower):
-        return tower.merge_call(
-            lambda strategy, v: strategy.reduce(R.SUM, v, destinations="cpu:0"),
-            tower.id,
-        )
-
-    text = (
-        "destinations='cpu:0' inside a tower function or a step: .*Leave destinations"
-    )
-    with pytest.raises(ValueError, match=text):
-        mirrored(2, 2).call_for_each_tower(tower_fn)
 
 
 def test_destinations_inside_may_be_what_is_traced_with_the_value():
@@ -287,126 +240,20 @@ def test_training_through_a_merge():
     np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-6)
 
 
-# Where towers cannot meet.
-
-
-MEETINGS = {
-    "tower.merge_call": lambda t: t.merge_call(lambda s, v: s.reduce(R.SUM, v), t.id),
-    "tower.reduce": lambda t: t.reduce(R.SUM, t.id),
-    "tower.all_gather": lambda t: t.all_gather(t.id).sum(),
-    "tower.axis_names": lambda t: lax.psum(t.id, t.axis_names),
-}
-
-
-@pytest.mark.parametrize("what", MEETINGS)
-def test_meeting_is_refused_for_towers_in_turn(what):
-    strategy = mirrored(T, D, local="scan")
-    step = tj.build_train_step(
-        lambda w, batch, tower: tj.Weighted(w * MEETINGS[what](tower), 1),
-        optax.sgd(0.1),
-        strategy,
-    )
-    state = step.init(np.float32(1))
-    for use in (
-        lambda: strategy.call_for_each_tower(MEETINGS[what]),
-        lambda: step(state, np.ones(T, np.float32)),
-    ):
-        with pytest.raises(ValueError) as error:
-            use()
-        text = f"{what} needs all towers at once, but local='scan' runs the towers of a"
-        assert text in str(error.value)
-        assert "Use local='vmap', or return the value as" in str(error.value)
-        assert "rows comes from an earlier pass of tj.build_step; what" in str(
-            error.value
-        )
-        assert "call_for_each_tower returns, strategy.reduce reduces" in str(
-            error.value
-        )
-
-
-@pytest.mark.parametrize("what", MEETINGS)
-def test_meeting_under_a_towers_own_predicate_is_refused(what):
-    def tower_fn(tower):
-        return lax.cond(
-            tower.id == 0,
-            lambda: MEETINGS[what](tower),
-            lambda: jnp.zeros_like(tower.id),
-        )
-
-    with pytest.raises(tj.ReplicationError, match="Only some towers reach"):
-        mirrored(T, D).call_for_each_tower(tower_fn)
-
-
 # tower.reduce
 
 
-ROWS = {
-    "float32": np.float32([[1.5, 2], [-0.25, 3], [3, 1e6], [0.75, 1]]),
-    "float16": np.float16([60000, 60000, 60000, 60000]),  # their sum is no float16
-    "bfloat16": np.array([256, 1, 1, 1], jnp.bfloat16),  # 256 + 1 is 256 in bfloat16
-    "complex64": np.complex64([1 + 2j, 3 - 1j, 0.5j, -2]),
-    "int32": np.int32([7, -2, 10, 3]),
-    "uint8": np.uint8([200, 100, 100, 255]),  # 200 + 100 is 44 in uint8
-    "bool": np.array([True, False, True, True]),
-}
-
-
-@functools.cache
-def reduced(T=3, D=3):
-    """By name, each reduction of the rows of each dtype; one program of them all."""
-    rows = {dtype: tj.PerTower(x[:T]) for dtype, x in ROWS.items()}
-
-    def tower_fn(tower, rows):
-        return {
-            r.name: tower.reduce(r, rows) for r in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
-        }
-
-    out = mirrored(T, D).call_for_each_tower(tower_fn, rows)
-    out["outside"] = mirrored(T, D).reduce(R.SUM, rows)
-    for x in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, tj.PerTower)):
-        assert isinstance(x, jax.Array)  # bare: proved the same on all towers
-    return jax.device_get(out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ROWS)
-def test_mean_and_first(dtype):
-    T = 3
-    rows = ROWS[dtype][:T]
-    exact = np.asarray(rows, np.complex128 if dtype == "complex64" else np.float64)
-    floating = jnp.issubdtype(rows.dtype, jnp.inexact)
-
-    first = reduced()["ONLY_FIRST_TOWER"][dtype]
-    assert first.dtype == rows.dtype
-    assert (first == rows[0]).all()
-
-    mean = reduced()["MEAN"][dtype]
-    assert mean.dtype == (rows.dtype if floating else jnp.float32)
-    expected = exact.mean(axis=0).astype(np.complex64).real
-    if dtype == "complex64":
-        np.testing.assert_allclose(mean, exact.mean(axis=0), rtol=4 * EPS)
-    else:  # rounded once, to the dtype
-        rtol = 4 * EPS if mean.dtype == jnp.float32 else 0
-        np.testing.assert_allclose(
-            mean.astype(np.float32),
-            expected.astype(mean.dtype).astype(np.float32),
-            rtol=rtol,
+def test_a_reduction_in_16_bits_is_rounded_once():
+    rows = {"f2": np.float16([60000] * 3), "bf": np.array([256, 1, 1], jnp.bfloat16)}
+    rows = tj.PerTower(rows)  # 3 * 60000 is no float16, and 256 + 1 is 256 in bfloat16
+    strategy = mirrored(3, 3)
+    for reduction, expected in ((R.SUM, [np.inf, 258]), (R.MEAN, [60000, 86])):
+        inside = strategy.call_for_each_tower(
+            lambda tower, rows, r=reduction: tower.reduce(r, rows), rows
         )
-
-
-@pytest.mark.parametrize("dtype", ROWS)
-def test_sum_is_that_of_the_towers_side_by_side(dtype):
-    T = 3
-    rows = ROWS[dtype][:T]
-    inside, outside = (reduced()[name][dtype] for name in ("SUM", "outside"))
-    assert inside.dtype == outside.dtype  # on one tower as on many
-    exact = np.asarray(rows, np.complex128 if dtype == "complex64" else np.float64)
-    with np.errstate(over="ignore"):
-        expected = exact.sum(axis=0).astype(inside.dtype)
-    for out in (inside, outside):
-        np.testing.assert_allclose(
-            out.astype(np.complex64), expected.astype(np.complex64), rtol=4 * EPS
-        )
+        for found in (inside, strategy.reduce(reduction, rows)):
+            assert [float(found["f2"]), float(found["bf"])] == expected
+            assert (found["f2"].dtype, found["bf"].dtype) == (np.float16, jnp.bfloat16)
 
 
 def test_other_towers_nan_does_not_leak_into_the_first():
@@ -426,12 +273,6 @@ def test_other_towers_nan_does_not_leak_into_the_first():
     assert float(value) == float(other) == values(T)[0]
     # All T towers' losses are tower 0's value.
     assert all_towers(gradient, T).tolist() == [T] + [0] * (T - 1)
-
-
-@pytest.mark.parametrize("reduction", [R.NONE, "sum", None])
-def test_no_reduction_is_refused(reduction):
-    with pytest.raises(ValueError, match="SUM, MEAN or ONLY_FIRST_TOWER"):
-        mirrored(2, 2).call_for_each_tower(lambda t: t.reduce(reduction, t.id))
 
 
 # tower.all_gather and typed keys
@@ -467,15 +308,6 @@ def test_typed_keys_meet():
     assert len(np.unique(own, axis=0)) == T
     assert (gathered == own).all()
     assert (first == own[0]).all() and (last == own[-1]).all()
-
-
-@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
-@pytest.mark.parametrize("T", [1, 2])
-def test_keys_do_not_add_up(reduction, T):
-    with pytest.raises(ValueError, match="of a random key, which is no number. Use"):
-        mirrored(T, 1).call_for_each_tower(
-            lambda tower: tower.reduce(reduction, jax.random.key(0))
-        )
 
 
 # tower.axis_names
@@ -560,13 +392,6 @@ def test_a_joined_all_gather_differentiates():
     out = strategy.call_for_each_tower(tower_fn, tj.PerTower(rows))
     # Each row takes part in both towers' sums, with weights w and 2 w.
     assert out.values.tolist() == [[3.0, 6.0], [9.0, 12.0]]
-
-
-def test_all_gather_names_a_dim_that_is_not_there():
-    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
-    text = r"axis=1 is not a dim of value\['x'\] of shape \(\)\. .* by x\[None\]"
-    with pytest.raises(ValueError, match=text):
-        strategy.call_for_each_tower(lambda t: t.all_gather({"x": 1.0 * t.id}, axis=1))
 
 
 def test_merge_call_takes_names():

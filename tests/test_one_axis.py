@@ -96,16 +96,6 @@ def test_every_collective_is_over_all_towers(T, D):
             )
 
 
-def test_groups_of_several_sizes_are_refused():
-    def tower_fn(tower, x):
-        groups = [[0], [1, 2, 3]]
-        return lax.psum(x, tower.axis_names, axis_index_groups=groups)
-
-    rows = tj.PerTower(np.arange(4.0))
-    with pytest.raises(ValueError, match=r"psum with axis_index_groups=.* tower.all_g"):
-        mirrored(4, 2).call_for_each_tower(tower_fn, rows)
-
-
 @jax.custom_batching.custom_vmap
 def contradicted(x):
     return 2 * x
@@ -218,30 +208,6 @@ def test_code_in_a_derivative_meets_too(by_name):
     rows = tj.PerTower(x.astype(np.float32))
     got = mirrored(4, 2).call_for_each_tower(tower_fn, rows)
     np.testing.assert_allclose(got, 4 * x.mean(0), rtol=2e-5)
-
-
-@pytest.mark.parametrize("T, D", [(4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("axis", ["towerjax_device", "towerjax_local"])
-def test_the_axes_of_devices_are_not_for_towers(axis, T, D):
-    def tower_fn(tower, x):
-        return tower.reduce(tj.Reduction.SUM, x) + lax.psum(x, axis)
-
-    with pytest.raises((ValueError, NameError), match=f"axis.*{axis}"):
-        mirrored(T, D).call_for_each_tower(tower_fn, tj.PerTower(np.arange(4.0)))
-
-
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        (dict(axis_name=""), "axis_name='' must be a name of its own"),
-        (dict(axis_name=None), "axis_name=None must be a name of its own"),
-        (dict(axis_name="towerjax_local"), "'towerjax_local' must be a name of its"),
-        (dict(axis_name="batch", local="scan"), "under local='scan' they never do"),
-    ],
-)
-def test_bad_names_are_refused(options, text):
-    with pytest.raises(ValueError, match=text):
-        tj.Mirrored(towers=4, **options)
 
 
 @pytest.mark.few_fast(1)

@@ -22,6 +22,7 @@ EXECUTORS = {
     "pmap": dict(executor="pmap", local="vmap"),
     "shard_map scan": dict(executor="shard_map", local="scan"),
     "pmap scan": dict(executor="pmap", local="scan"),
+    "groups": dict(cross_tower_ops=tj.collectives.Hierarchical(2)),
 }
 KINDS = {"weighted": None, "sum": tj.Reduction.SUM, "mean": tj.Reduction.MEAN}
 
@@ -105,6 +106,7 @@ LAYOUTS = [
     ("pmap", 8, 2, "mean"),
     ("shard_map scan", 8, 1, "weighted"),
     ("pmap scan", 4, 2, "mean"),
+    ("groups", 8, 4, "weighted"),
 ]
 
 

@@ -17,7 +17,9 @@ _MICRO_BATCHES = "test_one_tower.py::test_micro_batches_are_sums_over_weights"
 _ONE_AXIS = "test_one_axis.py::test_a_step_is_the_same_wherever_towers_lie"
 _ONE_GRADIENT = "test_compiled.py::test_the_optimizer_sees_one_whole_gradient"
 _NOISE = "test_compiled.py::test_rng_depends_on_seed_step_tower_and_not_on_devices"
-_OPS = "test_collectives.py::test_each_op_is_the_plain_sum"
+_EACH_OP = "test_cross_tower_ops.py::test_every_op_is_the_sum"
+_OPS = f"{_EACH_OP}[3-3-shard_map]"
+_MEET = "test_properties.py::test_towers_that_meet_have_each_others_values"
 _VERDICT = "test_bad_input.py::test_nan_on_one_tower_gives_one_verdict"
 _REFUSED = "test_analysis.py::test_dependent_output_is_refused"
 _HANGS = "test_analysis.py::test_collective_that_not_every_tower_reaches"
@@ -64,7 +66,7 @@ REGISTRY = (
        f"{_ONE_TOWER}[shard_map-8-4-sum]"),
     _m("B05", "one leaf is never reduced", "collectives.ops:_all_reduce",
        "return lax.psum(buffers, DEVICE_AXIS)",
-       "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]", f"{_OPS}[3-3]"),
+       "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]", _OPS),
     _m("B06", "clipped before the reduce", "step.gradient:value_and_grad",
        "        if weight is None:\n            return given, Sum(grads)",
        "        norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
@@ -125,7 +127,7 @@ REGISTRY = (
        f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
     _m("B18", "the mean of integers is an integer, so it is floored",
        "collectives.reduce:reduced_dtype", "reduction is Reduction.ONLY_FIRST_TOWER",
-       "reduction is not Reduction.SUM", "test_merge.py::test_mean_and_first[int32]"),
+       "reduction is not Reduction.SUM", _MEET),
     _m("B19", "the same key on every tower", "towers.tower:Tower.rng",
        "jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)",
        "jax.random.fold_in(key, self.step)", _NOISE),
@@ -183,17 +185,17 @@ REGISTRY = (
     _m("B30", "ONLY_FIRST_TOWER returns each tower's own value",
        "collectives.reduce:reduce_over_towers",
        "return take_first(x, tower_id, axes.names) if axes.names else x", "return x",
-       "test_merge.py::test_mean_and_first[float32]"),
+       _MEET),
     _m("B31", "the last of an odd number of towers is left out",
        "collectives.reduce:add_pairwise",
        "rows = jnp.concatenate([sums, rows[paired:]]) if paired < len(rows) else sums",
-       "rows = sums", f"{_OPS}[3-3]"),
+       "rows = sums", _OPS),
     _m("B32", "packed leaves come back in another order",
        "collectives.packing:Packing.pack", "for x in group]", "for x in group[::-1]]",
-       f"{_OPS}[3-3]"),
+       _OPS),
     _m("B33", "leaves of several dtypes share one buffer",
        "collectives.packing:Packing.plan", "latest.get(leaf.dtype)",
-       'latest.get(np.dtype("float32"))', f"{_OPS}[3-3]"),
+       'latest.get(np.dtype("float32"))', _OPS),
     _m("B34", "rows of one index overwrite each other",
        "collectives.sparse_rows:sum_duplicates", "summed.at[slots].add(",
        "summed.at[slots].set(", "test_sparse_update.py::test_rows_by_index"),
@@ -657,12 +659,11 @@ OTHER = (
     _m("O01", "the last of an odd number of devices is left out",
        "collectives.ops:_sum_at_root", "senders = range(reach, num_devices, 2 * reach)",
        "senders = range(reach, num_devices - 1, 2 * reach)",
-       "test_cross_tower_ops.py::test_no_tower_of_an_odd_number_is_left_out",
-       "test_cross_tower_ops.py::test_every_op_is_the_sum_in_float64[8-8-shard_map]"),
+       _OPS),
     _m("O02", "a hierarchical sum stays inside its groups",
        "collectives.ops:_sum_in_stages", "if groups is not None:",
        "if groups is not None and not size:",
-       "test_cross_tower_ops.py::test_every_op_is_the_sum_in_float64[8-8-shard_map]"),
+       f"{_EACH_OP}[8-8-shard_map]"),
     _m("O03", "the last pack loses the remainder", "collectives.ops:pack_sizes",
        "[total - size * (num_packs - 1)]", "[size]",
        "test_cross_tower_ops.py::test_the_last_pack_has_the_remainder[10-3-sizes0]"),
