@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -111,20 +111,13 @@ class History:
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping for each step: its number, metrics, what was evaluated after it."""
-        found = self._rows({*self.steps.tolist(), *dict(self.evaluations)})
-        return [{"step": number} | row | {"step": number} for number, row in found]
-
-    def _rows(self, numbers: Iterable[int]) -> list[tuple[int, dict[str, Any]]]:
-        places = {int(number): place for place, number in enumerate(self.steps)}
-        evaluated, found = dict(self.evaluations), []
-        for number in sorted(numbers):
-            place, row = places.get(number), {}
-            if place is not None:
-                row = {name: column[place] for name, column in self.metrics.items()}
-            after = evaluated.get(number, {})
-            row |= {f"evaluated {name}": value for name, value in after.items()}
-            found.append((number, row))
-        return found
+        found: dict[int, dict[str, Any]] = {}
+        for place, number in enumerate(self.steps.tolist()):
+            found[number] = {name: x[place] for name, x in self.metrics.items()}
+        for number, values in self.evaluations:
+            after = {f"evaluated {name}": value for name, value in values.items()}
+            found[number] = found.get(number, {}) | after
+        return [{"step": n} | found[n] | {"step": n} for n in sorted(found)]
 
     def to_pandas(self) -> Any:
         """The `rows` as a pandas table.
@@ -172,14 +165,15 @@ class History:
         """A row of texts for each shown step."""
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
-        found = self._rows({*self.steps[chosen].tolist(), *dict(self.evaluations)})
+        shown = {*self.steps[chosen].tolist(), *dict(self.evaluations)}
         evaluated = {f"evaluated {k}": 0 for _, x in self.evaluations for k in x}
-        names = (*self.metrics, *evaluated)
+        names = {"step": 0, **self.metrics, **evaluated}
         cells = [
-            (str(number), *(format_value(row[x]) if x in row else "" for x in names))
-            for number, row in found
+            tuple(format_value(row[x]) if x in row else "" for x in names)
+            for row in self.rows()
+            if row["step"] in shown
         ]
-        return Table(str(self.summary), ("step", *names), tuple(cells))
+        return Table(str(self.summary), tuple(names), tuple(cells))
 
 
 class HistoryLog:

@@ -1,5 +1,6 @@
 """Trace some steps of a run with JAX's profiler, and name every step in a trace."""
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -32,51 +33,47 @@ class Profiler:
     """Traces the steps from ``first`` to ``last`` of a run, on process 0."""
 
     def __init__(self, profile: tuple[int, int, str] | None) -> None:
-        self._wanted, self._is_tracing = profile, False
+        self._first, self._last, self._folder = profile or (math.inf, 0, "")
+        self._is_tracing = False
 
     def begins(self, before: int, after: int) -> bool:
         """Whether the trace is to start with a call of the steps after ``before``."""
-        if self._wanted is None or self._is_tracing:
-            return False
-        first, last, _ = self._wanted
-        return before < last and first <= after
+        is_inside = before < self._last and self._first <= after
+        return is_inside and not self._is_tracing
 
     def step(self, before: int, after: int) -> Any:
         """The context of such a call, which a trace shows by the number of its step.
 
         Starts the trace, if it is time; nothing may be in flight then.
         """
-        if self.begins(before, after) and self._wanted is not None:
+        if self.begins(before, after):
             self._is_tracing = True
             if jax.process_index() == 0:
-                jax.profiler.start_trace(self._wanted[2])
+                jax.profiler.start_trace(self._folder)
         return jax.profiler.StepTraceAnnotation("train", step_num=after)
 
     def ends(self, after: int) -> bool:
         """Whether the trace is to stop after a call up to this step."""
-        return (
-            self._wanted is not None and self._is_tracing and after >= self._wanted[1]
-        )
+        return self._is_tracing and after >= self._last
 
     def stop(self, state: Any) -> str:
         """Write the trace, when the state is there; return what to say of it."""
         jax.block_until_ready(state)
-        _, _, folder = self._wanted or (0, 0, "")
         self.close()
-        return f"trace written to {folder!r}"
+        return f"trace written to {self._folder!r}"
 
     def close(self) -> None:
         """Write the trace if it was begun, as where the run ends before it."""
         if self._is_tracing:
-            self._wanted, self._is_tracing = None, False
+            self._first, self._is_tracing = math.inf, False
             if jax.process_index() == 0:
                 jax.profiler.stop_trace()
 
     def check(self) -> None:
         """Warn if the run did none of the steps."""
-        if self._wanted is not None and not self._is_tracing:
-            first, last, _ = self._wanted
+        if self._first < math.inf:
             warn(
-                f"profile=({first}, {last}): the run did none of these steps, and wrote"
-                " no trace. Steps are numbered as in the state, from 1."
+                f"profile=({self._first}, {self._last}): the run did none of these"
+                " steps, and wrote no trace. Steps are numbered as in the state, from"
+                " 1."
             )
