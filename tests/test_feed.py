@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import traceback
+import weakref
 
 import jax
 import numpy as np
@@ -155,6 +156,20 @@ def test_groups_own_their_rows_when_the_loader_reuses_its_buffer():
 
     [group] = Source(loader()).stream(lambda group: group, 0, size=4)
     assert [batch["x"][0] for batch in group] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "data", [[1, 2], batches(np.arange(4), 2)], ids=["list", "cursor"]
+)
+def test_a_placed_batch_that_was_used_is_not_kept(data):
+    class Placed:
+        pass
+
+    source = Source(data)
+    stream = source.stream(lambda group: Placed(), 0)
+    placed = weakref.ref(next(stream))
+    source.use(stream.get_state())
+    assert placed() is None
 
 
 def test_groups_give_what_came_before_an_exception_first():

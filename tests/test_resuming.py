@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 
 import towerjax as tj
+from towerjax.data import stream
 from towerjax.data.placer import PlacedBatch
 
-LOOP = pathlib.Path(tj.loop.__file__).parent
+# Where a signal may come: the lines of the loop, and those that take batches.
+FILES = {str(x) for x in pathlib.Path(tj.loop.__file__).parent.glob("*.py")}
+FILES.add(stream.__file__)
 STEPS = model.STEPS
 
 
@@ -339,7 +342,7 @@ def signalled_at(event_number, act, run):
 
     def trace(frame, event, arg):
         nonlocal count
-        if pathlib.Path(frame.f_code.co_filename).parent != LOOP:
+        if frame.f_code.co_filename not in FILES:
             return None
         if event == "line":
             count += 1
@@ -364,21 +367,21 @@ def signalled_at(event_number, act, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "act, options",
+    "act, name, options",
     [
-        (ctrl_c, {}),
-        (ctrl_c, {"prefetch": 0}),
-        (ctrl_c, {"steps_per_call": 3}),
-        (sigterm, {}),
+        (ctrl_c, "batches", {}),
+        (ctrl_c, "iterator", {"prefetch": 0}),
+        (ctrl_c, "iterator", {"prefetch": 0, "steps_per_call": 3}),
+        (sigterm, "batches", {}),
     ],
     ids=["ctrl_c", "ctrl_c without a thread", "ctrl_c in calls of 3", "sigterm"],
 )
-def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, options, tmp_path):
+def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, name, options, tmp_path):
     step = step_of("light")
     expected = undisturbed("light", options.get("steps_per_call", 1), False)
 
     def stopped_at(event_number):
-        saving, source, state = None, model.batches(), model.init(step)
+        saving, source, state = None, SOURCES[name](), model.init(step)
         if act is sigterm:
             saving = tj.Checkpointer(tmp_path / str(event_number), every=3)
         given = {"steps": STEPS, "checkpointer": saving, **options}
@@ -394,9 +397,9 @@ def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, options, tmp_path
         if saving and saving.steps:
             assert not inside or max(saving.steps) == int(error.state.step)
         if inside or (saving and saving.steps):
-            found = gone_on(error, "light", model.batches(), saving, **options)
+            found = gone_on(error, "light", SOURCES[name](), saving, **options)
         else:
-            state, history = run(step, model.init(step), model.batches(), **given)
+            state, history = run(step, model.init(step), SOURCES[name](), **given)
             found = state, losses_of(history), history, 0
         assert_as_undisturbed(found, expected)
         return count, inside

@@ -1,12 +1,11 @@
 """From a source to the steps: batches placed in advance, with a position."""
 
 import collections
-import dataclasses
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -20,8 +19,7 @@ _END: Any = object()
 _STOP_PATIENCE_S = 5
 
 
-@dataclasses.dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a run is in its batches."""
 
     used: int  # how many steps have used, those of earlier runs included
@@ -105,32 +103,31 @@ class Source(Iterator[PyTree]):
 
         The state of the stream is the `Position` after the last group.
         """
-        first = self.used_before + 1
+        first, keeps = self.used_before + 1, not self.has_cursor
 
         def take(number: int) -> PyTree:
             batch = self._take(number)
             self._taken = number
             if size > 1:
                 batch = jax.tree.map(own_copy, batch)
-                self._keep(number, batch)
+                if keeps:
+                    self._kept[number] = batch
             return batch
+
+        def put(group: list[PyTree], number: int) -> tuple[Placed, Position]:
+            placed = place(group)
+            if keeps and size == 1:  # in place of the loader's arrays
+                self._kept[number] = placed
+            return placed, Position(number, self._cursor())
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
             number = first - 1
             numbers = itertools.islice(itertools.count(first), most)
             for group in in_groups(map(take, numbers), size, before=before):
-                placed = place(group)
                 number += len(group)
-                if size == 1:
-                    self._keep(number, placed)
-                yield placed, Position(number, self._cursor())
+                yield put(group, number)  # held by no name: it is on the devices
 
         return Stream(begin, depth, self.position)
-
-    def _keep(self, number: int, batch: Any) -> None:
-        """Keep this for a batch that was taken, in place of the loader's arrays."""
-        if not self.has_cursor:
-            self._kept[number] = batch
 
     def use(self, position: Position) -> None:
         """Forget the batches up to a position: steps have used them."""
