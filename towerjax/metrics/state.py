@@ -27,7 +27,8 @@ _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.met
 def looks_like_state(x: Any) -> bool:
     """Whether the class of ``x`` has ``merge`` and ``compute``."""
     cls = type(x)  # not the object: a flax.nnx variable forwards to its value
-    return all(callable(getattr(cls, name, None)) for name in ("merge", "compute"))
+    merges, computes = getattr(cls, "merge", None), getattr(cls, "compute", None)
+    return callable(merges) and callable(computes)
 
 
 def is_collection(x: Any) -> bool:

@@ -26,10 +26,10 @@ _LEAF_TYPES += (np.generic, np.ndarray, np.dtype, jax.Array)
 _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Sharding)
 
 
-def param_leaves(value: Any) -> list[Any]:
+def param_leaves(params: dict[str, Any]) -> list[Any]:
     """The jaxprs, plain values and functions inside the objects of params."""
     # One loop: it runs several times for each equation of a program.
-    found, todo, seen = [], [value], set()
+    found, todo, seen = [], [*params.values()][::-1], set()
     while todo:
         x = todo.pop()
         kind = type(x)
@@ -72,13 +72,14 @@ def is_hidden(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name in _TRUSTED:
         return False
     kinds = map(type, param_leaves(eqn.params))
-    return _is_high(eqn) or not all(map(_is_leaf_type, kinds))
+    return _is_high(eqn.primitive) or not all(map(_is_leaf_type, kinds))
 
 
-def _is_high(eqn: JaxprEqn) -> bool:
+@functools.lru_cache(maxsize=512)
+def _is_high(primitive: Primitive) -> bool:
     """Whether a hijax class says what it does."""
-    has_class = type(eqn.primitive).to_lojax is not Primitive.to_lojax
-    return has_class or eqn.primitive.name.startswith("call_hi_primitive")
+    has_class = type(primitive).to_lojax is not Primitive.to_lojax
+    return has_class or primitive.name.startswith("call_hi_primitive")
 
 
 def given_name(eqn: JaxprEqn) -> str | None:
@@ -102,7 +103,9 @@ OF_OTHER_INPUT = (
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
     """Trace the code that a primitive hides; None if it cannot be traced."""
-    code: Callable = eqn.primitive.to_lojax if _is_high(eqn) else eqn.primitive.impl
+    code: Callable = (
+        eqn.primitive.to_lojax if _is_high(eqn.primitive) else eqn.primitive.impl
+    )
     avals: list[Any] = [v.aval for v in eqn.invars]
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
@@ -174,7 +177,7 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
     towers' axis among its params.
     """
     name = eqn.primitive.name
-    if _is_high(eqn):
+    if _is_high(eqn.primitive):
         return False  # its code is looked at
     effects = {type(effect).__name__ for effect in eqn.effects}
     if (
@@ -270,7 +273,9 @@ def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
     found = dict(zip(map(id, jaxpr.invars), given, strict=True))
     for eqn in jaxpr.eqns:
         inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
-        if _is_high(eqn) and (program := trace_hidden(eqn, {})):  # with jax_remat3
+        if _is_high(eqn.primitive) and (
+            program := trace_hidden(eqn, {})
+        ):  # with jax_remat3
             inner = [open_jaxpr(program)]
         if inner:
             inside = [found.get(id(x)) for x in eqn.invars]

@@ -74,7 +74,7 @@ def either(first: Lint, second: Lint) -> Lint:
     dims = None if None in (a, b) or (a and b and a != b) else a or b
     dims = FUNCTION if {a, b} == {TOTAL, FUNCTION} else dims
     sets: Any = zip(first[1:], second[1:], strict=True)
-    return Lint(MIXED if MIXED in (a, b) else dims, *(x | y for x, y in sets))
+    return Lint(MIXED if MIXED in (a, b) else dims, *[x | y for x, y in sets])
 
 
 def of_part(rows: Lint) -> Lint:
@@ -118,7 +118,7 @@ def of_equation(
     given, name, met = [x.dims for x in ins], eqn.primitive.name, ""
     dims = dims_of_equation(eqn, given)
     rows = functools.reduce(either, ins, _NOTHING)._replace(dims=dims)
-    if not any(x == MIXED or are_pairs(x) for x in given):
+    if not any([x == MIXED or are_pairs(x) for x in given]):
         met = "pairs" if are_pairs(dims) else "total" if dims == MIXED else ""
     turns = {at for x in ins[1:] for what, at in x.loops if what == "turn"}
     if name in ("dynamic_slice", "gather") and given[0] and dims is None:
@@ -202,7 +202,7 @@ def refuse_squares(found: Sequence[OwnRows]) -> None:
 
 def are_pairs(dims: Dims) -> bool:
     """Whether the value has an element for each row and each other row."""
-    return bool(dims) and any(x.is_other for x in dims)
+    return bool(dims) and any([x.is_other for x in dims])
 
 
 def dims_of_equation(eqn: JaxprEqn, ins: Sequence[Dims]) -> Dims:
@@ -210,7 +210,7 @@ def dims_of_equation(eqn: JaxprEqn, ins: Sequence[Dims]) -> Dims:
     name = eqn.primitive.name
     if None in ins or MIXED in ins:
         return MIXED if MIXED in ins else None
-    if all(x in (NO_ROWS, TOTAL, FUNCTION) for x in ins):
+    if all([x in (NO_ROWS, TOTAL, FUNCTION) for x in ins]):
         # A flag decides, and adds nothing of other rows to a row.
         is_free = name in _FLAGS or not any(ins)
         is_sum = name in _SUMS or (name in _BILINEAR and ins.count(TOTAL) == 1)

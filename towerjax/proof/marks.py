@@ -89,7 +89,8 @@ def join(marks: Iterable[Mark]) -> Mark:
 
 
 def _join_two(first: Mark, second: Mark) -> Mark:
-    origin = max(first, second, key=lambda m: (bool(m.along), m.weight))
+    ranks = [(bool(m.along), m.weight) for m in (first, second)]
+    origin = second if ranks[1] > ranks[0] else first
     along, scale = first.along | second.along, scale_of_sum(first.scale, second.scale)
     constant = first.scale.is_constant and second.scale.is_constant
     scale = scale._replace(is_constant=constant)
@@ -134,8 +135,8 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     a mask. What a tower divides by a weight is a mean, and no weight. A sum over
     towers, or of a row of examples, is no longer followed.
     """
-    results, name = [_float_bits(v) for v in eqn.outvars], eqn.primitive.name
-    found = max((m.weight for m in ins), default=0)
+    found, name = max([m.weight for m in ins], default=0), eqn.primitive.name
+    results = [_float_bits(v) for v in eqn.outvars] if found else []
     if not found or not all(results):
         return 0
     if name == "reduce_sum":
@@ -284,10 +285,11 @@ def _counts_again(mark: Mark) -> bool:
 
 def sum_in_backward(eqn: JaxprEqn, ins: Sequence[Mark]) -> Site | None:
     """``Mark.added`` of the results: a sum that no value of a tower's own has met."""
-    apart = all(m.added or not m.along for m in ins)
+    added = [m.added for m in ins if m.added]
+    apart = all([m.added or not m.along for m in ins])
     kept = apart and eqn.primitive.name not in _CONTRACTIONS
     kept |= eqn.primitive.name == "concatenate"
-    return next((m.added for m in ins if m.added), None) if kept else None
+    return added[0] if added and kept else None
 
 
 # What is summed over rows was a cotangent of rows, and no gradient yet.

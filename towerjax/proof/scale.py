@@ -135,11 +135,11 @@ def scale_of_equation(
         result = _scale_of_power(scales[0], eqn.params["y"])
     elif name in _POWERS:
         result = _scale_of_power(scales[0], _POWERS[name])
-    elif name in _SCALE_FREE or all(_is_bool(v) for v in eqn.outvars):
+    elif name in _SCALE_FREE or all([_is_bool(v) for v in eqn.outvars]):
         result = result.once()
-    if not all(scale.is_constant for scale in scales):
+    if not all([scale.is_constant for scale in scales]):
         return result._replace(is_constant=False)
-    counts = any(scale.low or scale.high for scale in scales)
+    counts = any([scale.low or scale.high for scale in scales])
     if counts or (varying is not None and (id(eqn), -1) in varying):
         return MAY_COUNT_TOWERS._replace(sums=result.sums)
     return result._replace(is_constant=True)

@@ -353,7 +353,7 @@ def needed_eqns(
     """The equations that results depend on, and those that always run, in order."""
     wanted, found = {x for x in results if not isinstance(x, Literal)}, []
     for eqn in reversed(eqns):
-        if always(eqn) or any(out in wanted for out in eqn.outvars):
+        if always(eqn) or not wanted.isdisjoint(eqn.outvars):
             found.append(eqn)
             wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
     return found[::-1]

@@ -115,21 +115,22 @@ class _Lowering:
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
             eqns, new = [self._lower_eqn(eqn) for eqn in body.eqns], jaxpr
-            if any(a is not b for a, b in zip(eqns, body.eqns, strict=True)):
+            if any([a is not b for a, b in zip(eqns, body.eqns, strict=True)]):
                 new = body.replace(eqns=eqns, effects=self._new_effects(body.effects))
                 new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
             self._done[id(jaxpr)] = new, jaxpr  # a jaxpr that is kept keeps its id
         return self._done[id(jaxpr)][0]
 
     def _lower_eqn(self, eqn: JaxprEqn) -> JaxprEqn:
-        if self.axes.tower_axis in named_axes(eqn):
+        axes = named_axes(eqn)
+        if self.axes.tower_axis in axes:
             is_reduction = eqn.primitive.name in _MULTI_AXIS
             if is_reduction and eqn.params.get("axis_index_groups") is None:
                 return self._rename_axis(eqn)
             if self.axes.names == (DEVICE_AXIS,):
                 return self._rename_axis(eqn)
             return self._as_call(eqn, lambda *x: self._emulate(eqn, x))
-        own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(named_axes(eqn))
+        own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(axes)
         if own:
             raise ValueError(_OWN.format(axis=own.pop(), line=user_line((eqn, None))))
         if eqn.primitive.name == "custom_vmap_call":
@@ -140,7 +141,7 @@ class _Lowering:
             for key in self._rules.keys() & params.keys():
                 new = functools.partial(self._rules[key], params[key])
                 params[key] = wrap_init(new, debug_info=params[key].debug_info)
-        if any(params[key] is not value for key, value in eqn.params.items()):
+        if any([params[key] is not value for key, value in eqn.params.items()]):
             return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
 
@@ -150,7 +151,7 @@ class _Lowering:
         if not isinstance(value, tuple):
             return value
         parts = [self._lower_param(part) for part in value]
-        if all(a is b for a, b in zip(parts, value, strict=True)):
+        if all([a is b for a, b in zip(parts, value, strict=True)]):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 

@@ -152,8 +152,8 @@ def dependents(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
     found: set[Any] = set(given)
     for eqn in body.eqns:
         inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
-        is_own = any(isinstance(x, Var) and x in found for x in eqn.invars)
-        if is_own or any(LOCAL_AXIS in named_axes(x) for x in (eqn, *inside)):
+        is_own = any([isinstance(x, Var) and x in found for x in eqn.invars])
+        if is_own or any([LOCAL_AXIS in named_axes(x) for x in (eqn, *inside)]):
             found.update([*eqn.outvars, *refs(eqn)])
     return found
 
