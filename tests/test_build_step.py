@@ -108,40 +108,6 @@ def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
 
 
 @pytest.mark.slow
-def test_a_scalar_loss_is_the_total_or_the_mean_of_the_towers():
-    def total(params, batch, tower):
-        return loss_fn(params, batch, tower).sum
-
-    def tower_fn(state, batch, tower):
-        return {
-            reduction.name: tj.value_and_grad(total, loss_reduction=reduction)(
-                state.params, batch, tower
-            )
-            for reduction in (R.SUM, R.MEAN)
-        }
-
-    def update_fn(state, merged):
-        (total, of_total), (mean, of_mean) = merged["SUM"], merged["MEAN"]
-        return state, {
-            "total": total,
-            "mean": mean,
-            **{f"total {name}": grad for name, grad in of_total.value.items()},
-            **{f"mean {name}": grad for name, grad in of_mean.value.items()},
-        }
-
-    strategy = mirrored(2, local="scan")
-    step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=3)
-    batch = data(12)
-    _, metrics = step(step.init(params()), batch)
-    mean, grads = value_and_grad(params(), batch)
-    for name, share in (("total", 1), ("mean", 6)):
-        weight = batch["weight"].sum(dtype=float) / share
-        close(metrics[name], mean * weight)
-        found = {leaf: metrics[f"{name} {leaf}"] for leaf in grads}
-        close(found, {leaf: weight * grad for leaf, grad in grads.items()})
-
-
-@pytest.mark.slow
 @layouts
 def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
     batch, size = data(12 * T), 12 * T

@@ -139,22 +139,6 @@ def test_unwrap_is_a_list_in_tower_order():
 # reduce
 
 
-@pytest.mark.slow
-def test_reduce_of_a_tree():
-    rows = ROWS[:T].astype(np.float32)
-    value = {"a": per_tower(T), "b": [tj.PerTower(np.outer(rows, [1, 4])), 0]}
-    exact = ROWS[:T]
-    for reduction, total in [
-        (R.SUM, exact.sum()),
-        (R.MEAN, exact.mean()),
-        (R.ONLY_FIRST_TOWER, exact[0]),
-    ]:
-        out = mirrored(T, D).reduce(reduction, value)
-        np.testing.assert_allclose(out["a"], total, rtol=4 * EPS)
-        np.testing.assert_allclose(out["b"][0], [total, 4 * total], rtol=4 * EPS)
-        assert out["b"][1] == 0  # shared by all, and its own sum
-
-
 def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
     strategy, x = mirrored(3), per_tower(3)
 
@@ -166,22 +150,6 @@ def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
     out = strategy.reduce(R.SUM, grads)
     np.testing.assert_allclose(out["w"], (ROWS[:3] ** 2).sum(), rtol=4 * EPS)
     assert out["unused"].tolist() == [0, 0]
-
-
-def test_destinations():
-    strategy, (first, second) = mirrored(T, D), jax.devices("cpu")[5:7]
-    value = {"a": per_tower(T), "b": 0}
-    for destinations, devices in [
-        ("cpu:5", {first}),
-        (first, {first}),
-        (("/device:CPU:6", first), {first, second}),
-        ([second], {second}),
-    ]:
-        out = strategy.reduce(R.SUM, value, destinations)
-        for x, expected in ((out["a"], ROWS[:T].sum()), (out["b"], 0)):
-            assert x.devices() == devices
-            for shard in x.addressable_shards:
-                np.testing.assert_allclose(shard.data, expected, rtol=4 * EPS)
 
 
 def test_values_of_unequal_sizes_are_joined_by_jax():

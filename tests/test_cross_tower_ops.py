@@ -14,7 +14,6 @@ from layouts import names
 import towerjax as tj
 from towerjax.collectives.base import sum_over_towers, sum_rows_over_towers
 from towerjax.collectives.ops import pack_sizes, split_into_packs
-from towerjax.collectives.packing import Packing
 from towerjax.collectives.reduce import add_rows
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
@@ -219,24 +218,6 @@ def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
     parts = split_into_packs(jnp.arange(total), num_packs)
     assert [x.size for x in parts] == [n for n in sizes if n]  # none is sent empty
     assert [int(n) for x in parts for n in x] == list(range(total))
-
-
-@pytest.mark.parametrize(
-    "sizes, max_bytes, max_leaves, buffers",
-    [
-        ([1, 2, 3, 4], 12, 9, [0, 0, 1, 2]),  # 12 bytes are 3 float32, not 12
-        ([3, 1, 1, 1], 12, 9, [0, 1, 1, 1]),
-        ([1, 50, 1, 1], 12, 9, [0, 1, 2, 2]),  # the large one alone
-        ([1] * 5, 1e9, 2, [0, 0, 1, 1, 2]),  # never more than max_leaves
-        ([0, 0, 3, 0], 12, 9, [0, 0, 0, 0]),
-    ],
-)
-def test_runs_are_filled_in_order(sizes, max_bytes, max_leaves, buffers):
-    leaves = [jnp.zeros(n) for n in sizes]
-    packing = Packing.plan(
-        leaves, alone_above=max_bytes, reach=max_bytes, max_leaves=max_leaves
-    )
-    assert [slot.buffer for slot in packing.slots] == buffers
 
 
 def test_ops_are_values_with_a_short_text():
@@ -446,16 +427,20 @@ def test_destinations_are_where_a_value_lies():
     there = strategy.broadcast(0.0, ("cpu:6", "cpu:3"))
     split = jax.device_put(np.ones(4), strategy.placement.sharding(Layout.PER_TOWER))
     for destinations, expected in [
+        ("cpu:5", {devices[5]}),
+        (devices[4], {devices[4]}),
+        (("/device:CPU:6", devices[5]), {devices[5], devices[6]}),
+        ([devices[6]], {devices[6]}),
         (jax.device_put(1.0, devices[5]), {devices[5]}),
         (there, {devices[3], devices[6]}),
         (tj.PerTower(split), set(devices[:2])),
         (tj.TowerLocal({"a": split, "b": there}, R.SUM), {*devices[:2], devices[3],
                                                           devices[6]}),
-        (devices[4], {devices[4]}),
     ]:  # fmt: skip
-        out = strategy.reduce(R.MEAN, mean, destinations=destinations)
-        assert out.devices() == expected
+        out, shared = strategy.reduce(R.MEAN, (mean, 7), destinations=destinations)
+        assert out.devices() == shared.devices() == expected
         assert all(float(s.data) == 3 for s in out.addressable_shards)
+        assert all(int(s.data) == 7 for s in shared.addressable_shards)
 
 
 # Who chooses.

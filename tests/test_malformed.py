@@ -371,22 +371,3 @@ def test_anything_odd_is_refused_at_the_door_by_name(argument):
     call, values = DOORS[argument]
     for value in values.values():
         refuse(functools.partial(call, value), argument)
-
-
-# Leaves of which trees are made, or that parameters may be.
-PARAMS = LEAVES.keys() - {
-    *("None", "nested None", "number", "list", "ragged", "PerTower", "Weighted"),
-    *("TowerLocal", "BCOO", "BCSR", "rows without a row", "scalar", "no rows"),
-    *("array without dims", "rows of nothing", "one dim more", "too few rows"),
-    "too many rows",
-    "complex",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PARAMS))
-def test_odd_params_and_keys_are_refused_by_name(name, steps):
-    leaf = LEAVES[name]()
-    refuse(lambda: steps.train.init({"w": leaf}), "params['w']")
-    if name not in ("keys", "bool"):
-        refuse(lambda: steps.train.init(start(), rng=leaf), "rng")

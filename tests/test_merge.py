@@ -57,21 +57,6 @@ def test_example_of_the_original(D, executor):
     assert out.values.tolist() == [10, 11]
 
 
-@pytest.mark.few_fast(1)
-@every_layout
-def test_merge_fn_sees_all_towers_in_order(T, D):
-    def merge_fn(strategy, v):
-        assert strategy.num_towers == T
-        rows = strategy.unwrap(v)
-        assert len(rows) == T
-        return sum(10.0**t * row for t, row in enumerate(rows))
-
-    out = mirrored(T, D).call_for_each_tower(
-        lambda tower: tower.merge_call(merge_fn, tower.id + 1)
-    )
-    assert float(out) == float("4321"[-T:])  # bare: proved the same on all
-
-
 def test_pytrees_strings_and_none_go_through():
     seen = []
 
@@ -192,52 +177,10 @@ def test_value_and_gradient_of_a_sum():
         np.testing.assert_allclose(all_towers(gradients, T), 2 * x * c.sum(), **close)
 
 
-@pytest.mark.few_fast(1)
-@every_layout
-def test_value_and_gradient_of_one_towers_value(T, D):
-    """`L_t = c_t x_p^2` for one tower p: only p has a gradient, of all losses."""
-    picked = T - 1
-
-    def tower_fn(tower, x, c):
-        def loss(x):
-            last = tower.merge_call(lambda strategy, v: strategy.unwrap(v)[picked], x)
-            return c * last**2
-
-        return jax.value_and_grad(loss)(x)
-
-    x, c = values(T), np.array([2.0, -1.0, 0.5, 4.0])[:T]
-    losses, gradients = mirrored(T, D).call_for_each_tower(
-        tower_fn, per_tower(T), tj.PerTower(c.astype(np.float32))
-    )
-    expected = np.where(np.arange(T) == picked, 2 * x * c.sum(), 0)
-    np.testing.assert_allclose(all_towers(losses, T), c * x[picked] ** 2, rtol=8 * EPS)
-    np.testing.assert_allclose(all_towers(gradients, T), expected, rtol=8 * EPS)
-
-
 def test_values_that_are_closed_over_stay_the_towers_own():
     out = mirrored(T, D).call_for_each_tower(sum_twice, per_tower(T))
     x = values(T)
     np.testing.assert_allclose(all_towers(out, T), 3 * x * x.sum(), rtol=8 * EPS)
-
-
-def test_training_through_a_merge():
-    """Spread of towers' means as the loss: no tower knows it alone."""
-    x = np.random.default_rng(0).normal(size=12) + np.arange(12) // 3
-    w = 0.7
-
-    def loss_fn(w, batch, tower):
-        mine = (w**3 * batch).mean()
-        mean = tower.merge_call(lambda strategy, v: strategy.reduce(R.MEAN, v), mine)
-        return tj.Weighted.mean((w**3 * batch - mean + 1) ** 2, tower.weight)
-
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(T, D))
-    state, metrics = step(step.init(np.float32(w)), x.astype(np.float32))
-    # mean of equal towers' means = the batch's: L = mean((w^3 (x - m) + 1)^2)
-    centred = x - x.mean()
-    gradient = np.mean(2 * (w**3 * centred + 1) * 3 * w**2 * centred)
-    loss = np.mean((w**3 * centred + 1) ** 2)
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    np.testing.assert_allclose(state.params, w - 0.1 * gradient, rtol=1e-6)
 
 
 # tower.reduce
@@ -275,18 +218,7 @@ def test_other_towers_nan_does_not_leak_into_the_first():
     assert all_towers(gradient, T).tolist() == [T] + [0] * (T - 1)
 
 
-# tower.all_gather and typed keys
-
-
-@pytest.mark.few_fast(1)
-@every_layout
-def test_all_gather_is_in_tower_order(T, D):
-    def tower_fn(tower, x):
-        return tower.all_gather({"x": jnp.stack([x, -x]), "even": tower.id % 2 == 0})
-
-    out = mirrored(T, D).call_for_each_tower(tower_fn, per_tower(T))
-    assert out["x"].tolist() == [[x, -x] for x in values(T)]
-    assert out["even"].tolist() == [t % 2 == 0 for t in range(T)]
+# tower.all_gather, typed keys and names
 
 
 def test_typed_keys_meet():
@@ -308,65 +240,6 @@ def test_typed_keys_meet():
     assert len(np.unique(own, axis=0)) == T
     assert (gathered == own).all()
     assert (first == own[0]).all() and (last == own[-1]).all()
-
-
-# tower.axis_names
-
-
-@pytest.mark.slow
-def test_batch_norm_over_axis_names_is_that_of_the_whole_batch():
-    rng = np.random.default_rng(1)
-    # Towers' means differ: a batch norm of a tower's own rows is far off.
-    x = rng.normal(size=(12, 3)) + np.arange(12)[:, None] / 4
-    c, w = rng.normal(size=(12, 3)), np.array([0.5, -0.3, 0.8])
-    params = {
-        "w": w.astype(np.float32),
-        "norm": {"scale": np.float32([1, 2, 0.5]), "bias": np.float32([0, 1, -1])},
-    }
-    stats = {"mean": jnp.zeros(3), "var": jnp.ones(3)}
-
-    def loss_fn(params, batch, tower):
-        norm = nn.BatchNorm(
-            use_running_average=False,
-            momentum=0.9,
-            epsilon=1e-3,
-            use_fast_variance=False,
-            axis_name=tower.axis_names,
-        )
-        h = jnp.tanh(batch["x"] * jnp.broadcast_to(params["w"], batch["x"].shape))
-        variables = {"params": params["norm"], "batch_stats": stats}
-        y, updated = norm.apply(variables, h, mutable=["batch_stats"])
-        loss = tj.Weighted.mean((y * batch["c"]).sum(axis=1), tower.weight)
-        # As a mirrored metric: proved the same on every tower.
-        return tj.TowerOutput(loss, metrics={"mean": updated["batch_stats"]["mean"]})
-
-    step = tj.build_train_step(loss_fn, optax.sgd(1.0), mirrored(4, 2))
-    batch = {"x": x.astype(np.float32), "c": c.astype(np.float32)}
-    state, metrics = step(step.init(params), batch)
-
-    h = np.tanh(x * w)
-    scale = params["norm"]["scale"].astype(np.float64)
-    deviation = np.sqrt(h.var(axis=0) + 1e-3)
-    normed = (h - h.mean(axis=0)) / deviation
-    loss = ((normed * scale + params["norm"]["bias"]) * c).sum() / 12
-    d_normed = c * scale / 12
-    d_h = d_normed - d_normed.mean(axis=0) - normed * (d_normed * normed).mean(axis=0)
-    d_w = (d_h / deviation * (1 - h**2) * x).sum(axis=0)
-    gradients = {
-        "w": d_w,
-        "norm": {"scale": (c * normed).sum(axis=0) / 12, "bias": c.sum(axis=0) / 12},
-    }
-    close = dict(rtol=2e-6, atol=2e-6)  # 12 rows, each divided by the deviation
-    np.testing.assert_allclose(metrics["loss"], loss, **close)
-    np.testing.assert_allclose(metrics["mean"], 0.1 * h.mean(axis=0), **close)
-    jax.tree.map(
-        lambda before, gradient, after: np.testing.assert_allclose(
-            before - np.asarray(after, np.float64), gradient, **close
-        ),
-        params,
-        gradients,
-        state.params,
-    )
 
 
 def test_all_gather_joins_along_a_dim():

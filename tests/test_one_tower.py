@@ -315,16 +315,3 @@ def test_local_values_of_any_dtype_are_read_alike_inside_and_outside():
         assert seen[name] == value.dtype, name
         np.testing.assert_array_equal(metrics[name], np.asarray(value, np.float32))
     np.testing.assert_array_equal(metrics["draw"], [0, 7])
-
-
-def test_all_weights_zero_changes_nothing_and_is_no_nan():
-    def loss_fn(params, batch, tower):
-        errors = batch["x"] @ params["w"] - batch["y"]
-        return tj.Weighted.mean((errors**2).sum(-1), tower.weight * batch["weight"])
-
-    step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
-    params, batch = start(), data(4)
-    batch["weight"][:] = 0
-    state, metrics = step(step.init(params), batch)
-    assert float(metrics["loss"]) == 0.0
-    np.testing.assert_array_equal(state.params["w"], params["w"])

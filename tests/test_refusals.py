@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from layouts import mirrored
@@ -129,6 +130,28 @@ CONSTANT += (
     r"SUM of variable 'v': it is the same on all 2 towers. Create the variable wi"
 )
 CONSTANT += r"th MEAN or ONLY_FIRST_TOWER, and assign the value itself\."
+SHAPE, PAIRS, NO_ROW = (6, 2), np.ones((2, 2), np.float32), "IndexedRows.indices has {}"
+NO_ROW += ", but the array has 6 rows, from 0 to 5."
+TABLE, FACTORED = PAIRS[[0] * 6], optax.adafactor(0.1, min_dim_size_to_factor=2)
+KEPT = "grads['a'] is of rows, but the optimizer keeps {} for it, whose shape"
+
+
+def rows(values=PAIRS, indices=(0, 1), shape=SHAPE, array=np.array):
+    return tj.sparse.IndexedRows(values, array(indices), shape)
+
+
+def of_rows(optimizer, like=None, array=TABLE, indices=(0, 1), **options):
+    """An update of an array by rows, with the state of an optimizer like it."""
+    given = {"a": rows(indices=indices, array=jnp.array)}
+
+    def update():
+        state = (like or optimizer).init({"a": jnp.asarray(TABLE)})
+        params = {"a": jnp.asarray(array)}
+        return tj.sparse.update_with_rows(optimizer, given, state, params, **options)
+
+    return update
+
+
 # fmt: off
 VERBS = {
     # Variables, made and assigned in towers and across them.
@@ -396,6 +419,54 @@ VERBS = {
                 (["gpu:0", "gpu:1"], [[-1], []], LINKS.format([[-1], []]))]],
     ],
     # Trees of the towers, and rows of a table.
+    "rows": [
+        *[(in_towers(lambda tower, x=x: tower.all_gather(rows(), axis=x)), re.escape(
+            f"axis={x} of IndexedRows of an array of shape (6, 2): rows are"))
+            for x in (1, -1)],
+        *[(call, re.escape(NO_ROW.format(bad))) for bad in (-1, 6, 100) for call in (
+            lambda bad=bad: rows(indices=(1, bad)),
+            lambda bad=bad: rows(indices=(1, bad), array=jnp.array).to_dense(),
+            lambda bad=bad: rows(indices=(1, bad), array=jnp.array).add_to(TABLE))],
+        *[(call, re.escape(text)) for *x, text in [
+            (PAIRS, (0.0, 1.0), SHAPE, "indices are float64; they say which row"),
+            (np.ones((2, 3)), (0, 0), SHAPE, "got values of shape (2, 3) and indices of"
+                " shape (2,). Give values [r, 2]"),
+            (np.ones((3, 2)), (0, 0), SHAPE, "values of shape (3, 2)"),
+            (ONE, 0, SHAPE, "indices of shape (). Give values [r, 2]"),
+            (1.0, 0, (), "IndexedRows.dense_shape is (); it is (N, ...)")]
+            for call in (lambda x=x: rows(*x),)],
+        (lambda: jax.eval_shape(lambda v, i: tj.sparse.IndexedRows(v, i, SHAPE),
+            np.ones((3, 2)), np.array([0, 0])), r"values of shape \(3, 2\)"),
+        *[(lambda r=r, x=x: mirrored(2).reduce(r, x), re.escape(text))
+            for r, x, text in [
+                (R.SUM, rows(), "SUM of IndexedRows, which is the same on all 2"),
+                ("sum", tj.PerTower((rows(), rows())), "'sum'; write tj.Reduction.SUM"),
+                (R.SUM, tj.PerTower((rows(), rows(shape=(7, 2)))), "Tower 1 has rows of"
+                    " an array of shape (7, 2) and tower 0 of (6, 2)"),
+                (R.SUM, tj.PerTower((rows(), {"x": rows()})),
+                    "holds PyTreeDef(*) of tower 0 and PyTreeDef({'x': *}) of tower 1"),
+                (R.SUM, tj.PerTower((rows(),) * 3), "holds 3 towers' values, but the st"
+                    "rategy has 2 towers. Give one value"),
+                (R.SUM, tj.PerTower(rows(np.ones((3, 2)), (0, 1, 2))),
+                    "has shape (3, 2), but dim 0 runs over the 2 towers"),
+                (R.SUM, tj.PerTower(rows()), "indices [T, r], and these have shape"),
+                (R.SUM, tj.PerTower((rows(), np.ones(()))),
+                    "Tower 1 has a ndarray where others have")]],
+        (lambda: rows().add_to(np.ones((6, 3))), r"added to an array of shape \(6, 3"),
+        (lambda: np.zeros((3, 2), np.float32) + rows(), r"to an array of shape \(3,"),
+        (lambda: np.zeros(SHAPE, int) + rows(), "of float32 cannot be added to an arr"),
+        (lambda: TABLE + rows(PAIRS * 1j), "of complex64 cannot be added to an array"),
+        (of_rows(optax.adagrad(0.1), array=np.ones((8, 2))), re.escape("parameters that"
+            " train: grads['a'] is of shape [8, 2] and is given [6, 2].")),
+        *[(of_rows(optax.adagrad(0.1), x, lazy=True), re.escape(
+            "opt_state is not what optimizer.init(params) gives: "))
+            for x in (optax.adam(0.1), optax.sgd(0.1))],
+        (of_rows(optax.adagrad(0.1), indices=(0, 6)), NO_ROW.format(6)),
+        *[(of_rows(x, lazy=True), re.escape(KEPT.format(leaf))) for x, leaf in [
+            (FACTORED, "opt_state[0].v_col['a']"), (optax.sm3(0.1),
+                "opt_state[0].mu['a'][0]"),
+            (optax.scale_by_lbfgs(), "opt_state.diff_params_memory['a']")]],
+    ],
     "trees": [
         *[(call, text) for bad, text in [
             ({"a": ONE}, "of tower 1, which cannot lie side by side. Give all"),

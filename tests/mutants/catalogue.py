@@ -235,7 +235,7 @@ PROOF = (
     _m("P02", "proof: a sum in groups of towers is one over all",
        "proof.marks:apply_collective",
        "if name in REDUCTIONS and (given is None or over):", "if name in REDUCTIONS:",
-       "test_analysis.py::test_sum_over_unequal_groups_of_equal_values_is_refused"),
+       "test_analysis.py::test_groups_of_unequal_size_are_no_grid"),
     _m("P03", "proof: one side of a grid of towers is all of it",
        "proof.marks:without_coordinate",
        "return frozenset([over._replace(within=not over.within)])", "return NOTHING",
