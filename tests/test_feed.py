@@ -16,7 +16,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.data.feed import batches
-from towerjax.data.stream import Source, in_groups, prefetch
+from towerjax.data.stream import Source, prefetch
 
 DEPTHS = [0, 1, 3]
 
@@ -139,11 +139,16 @@ def test_a_cursor_of_other_batches_is_refused():
 # Groups
 
 
+def groups(source, size, **options):
+    return Source(source).stream(lambda group: [*group], 0, size=size, **options)
+
+
 def test_groups_end_at_multiples_and_take_no_more_than_they_give():
-    assert list(in_groups(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(in_groups(range(2, 8), 3, before=2)) == [[2], [3, 4, 5], [6, 7]]
+    assert list(groups(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(groups(range(6), 3, most=4)) == [[0, 1, 2], [3]]
+    assert list(groups(range(2, 8), 3, before=2)) == [[2], [3, 4, 5], [6, 7]]
     source = iter(range(10))
-    assert next(in_groups(source, 4)) == [0, 1, 2, 3]
+    assert next(groups(source, 4)) == [0, 1, 2, 3]
     assert next(source) == 4
 
 
@@ -154,7 +159,7 @@ def test_groups_own_their_rows_when_the_loader_reuses_its_buffer():
             buffer[:] = i
             yield {"x": buffer}
 
-    [group] = Source(loader()).stream(lambda group: group, 0, size=4)
+    [group] = groups(loader(), 4)
     assert [batch["x"][0] for batch in group] == [0, 1, 2, 3]
 
 
@@ -173,10 +178,10 @@ def test_a_placed_batch_that_was_used_is_not_kept(data):
 
 
 def test_groups_give_what_came_before_an_exception_first():
-    groups = in_groups(failing_loader(5), 4)
-    assert [len(next(groups)), len(next(groups))] == [4, 1]
+    made = groups(failing_loader(5), 4)
+    assert [len(next(made)), len(next(made))] == [4, 1]
     with pytest.raises(LoaderError):
-        next(groups)
+        next(made)
 
 
 # Prefetching

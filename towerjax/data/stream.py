@@ -50,13 +50,13 @@ class Source(Iterator[PyTree]):
         self._taken = 0  # the number of the newest batch, from 1
         self._kept: dict[int, PyTree] = {}  # by number
 
-    def _cursor(self) -> Any:
-        return self._elements.get_state() if self.has_cursor else None
+    def _position(self, number: int) -> Position:
+        return Position(number, self._elements.get_state() if self.has_cursor else None)
 
     @property
     def position(self) -> Position:
         """Where the next batch is, before any is taken in advance."""
-        return Position(self.used_before, self._cursor())
+        return self._position(self.used_before)
 
     def __next__(self) -> PyTree:
         """The next batch, which a run may have placed on the devices."""
@@ -99,9 +99,10 @@ class Source(Iterator[PyTree]):
         before: int = 0,
         most: int | None = None,
     ) -> "Stream[Placed]":
-        """At most so many batches, placed in groups of ``size``, as `in_groups` cuts.
+        """At most so many batches, placed in groups of ``size``.
 
-        The state of the stream is the `Position` after the last group.
+        Where the first is ``before``, groups end at multiples of ``size``. The state of
+        the stream is the `Position` after the last group.
         """
         first, keeps = self.used_before + 1, not self.has_cursor
 
@@ -118,14 +119,22 @@ class Source(Iterator[PyTree]):
             placed = place(group)
             if keeps and size == 1:  # in place of the loader's arrays
                 self._kept[number] = placed
-            return placed, Position(number, self._cursor())
+            return placed, self._position(number)
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
-            number = first - 1
-            numbers = itertools.islice(itertools.count(first), most)
-            for group in in_groups(map(take, numbers), size, before=before):
-                number += len(group)
-                yield put(group, number)  # held by no name: it is on the devices
+            taken = map(take, itertools.islice(itertools.count(first), most))
+            number, wanted, group = first - 1, size - before % size, []
+            while True:
+                try:
+                    for batch in itertools.islice(taken, wanted):
+                        group.append(batch)
+                finally:  # also before an exception of the source
+                    number, is_last = number + len(group), len(group) < wanted
+                    if group:  # what is put is on the devices: no name holds it
+                        yield put(group, number)
+                if is_last:
+                    return
+                wanted, group = size, []
 
         return Stream(begin, depth, self.position)
 
@@ -155,25 +164,6 @@ class Source(Iterator[PyTree]):
         """Drop the kept batches and close their source."""
         self._kept.clear()
         close(self._elements)
-
-
-def in_groups(
-    iterable: Iterable[PyTree], size: int, *, before: int = 0
-) -> Iterator[list[PyTree]]:
-    """Lists of batches up to a multiple of ``size``, where the first is ``before``."""
-    iterator = iter(iterable)
-    most = size - before % size
-    while True:
-        group: list[PyTree] = []
-        try:
-            for batch in itertools.islice(iterator, most):
-                group.append(batch)
-        finally:  # also before an exception of the source
-            if group:
-                yield group
-        if len(group) < most:
-            return
-        most = size
 
 
 def own_copy(leaf: Any) -> Any:
