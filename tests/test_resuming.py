@@ -222,6 +222,7 @@ HANDED_ON = [
     ("batches", in_a_hook, raises, {"steps_per_call": 3}),
     ("list", in_a_hook, raises, {}),
     ("generator", in_a_hook, raises, {"steps_per_call": 3}),
+    ("generator", in_a_hook, raises, {}),
     ("generator", in_a_hook, raises, {"prefetch": 0}),
     ("grain", in_a_hook, raises, {}),
     ("distributed, cursor", in_a_hook, raises, {"steps_per_call": 3}),

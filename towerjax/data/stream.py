@@ -147,11 +147,10 @@ class Source(Iterator[PyTree]):
 
     def back_to(self, position: Position) -> Iterator[PyTree]:
         """The batches after a position, when no thread takes from them any more."""
-        self._opened = False
-        if self.has_cursor:
-            self._elements.set_state(position.cursor)
-            return self._elements
-        return self
+        if not self.has_cursor:
+            return self
+        self._elements.set_state(position.cursor)
+        return self._elements
 
     def settle(self, position: Position) -> None:
         """Set the batches back, where they have a cursor; close what was opened."""
