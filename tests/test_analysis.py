@@ -4,7 +4,6 @@ import inspect
 from functools import partial
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -359,7 +358,7 @@ class Legal:
     def summed_gradient_through_psum(w, x):
         return psum(jax.grad(lambda w: psum(loss_of(w, x)))(w))
 
-    def attention(w, x):
+    def attention(w, x):  # which masks with an infinite number
         def loss(w):
             q = x * w[None]
             weights = jax.nn.softmax(q @ x.T, where=jnp.tri(2) > 0)
@@ -367,19 +366,6 @@ class Legal:
 
         value, grad = jax.value_and_grad(loss)(w)
         return psum(value), psum(grad)
-
-    def flax_mlp(w, x):
-        model = nn.Sequential([nn.Dense(8), nn.relu, nn.LayerNorm(), nn.Dense(1)])
-        params = model.init(jax.random.key(0), jnp.ones((1, 4)))
-        grads = jax.grad(lambda p: model.apply(p, x).sum())(params)
-        return params, psum(grads)
-
-    def optax_adam(w, x):
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-        opt_state = optimizer.init(w)
-        grads = psum(jax.grad(loss_of)(w, x))
-        updates, opt_state = optimizer.update(grads, opt_state, w)
-        return optax.apply_updates(w, updates), opt_state
 
     def full_permutation_of_equals(w, x):
         size = lax.axis_size(AXIS)

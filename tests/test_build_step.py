@@ -107,49 +107,6 @@ def test_sam_in_two_passes_is_sam_of_one_device(T, D, local, A):
     assert int(state.step) == 3
 
 
-@pytest.mark.slow
-@layouts
-def test_each_leaf_becomes_what_its_type_says(T, D, local, A):
-    batch, size = data(12 * T), 12 * T
-
-    def tower_fn(state, batch, tower):
-        seen = state.local["seen"]
-        return {
-            "weighted": tj.Weighted.mean(batch["y"], batch["weight"]),
-            "tree": tj.Weighted({"y": batch["y"].sum()}, batch["weight"].sum()),
-            "sum": tj.Sum({"y": batch["y"].sum(), "rows": len(batch["y"])}),
-            "rows": tj.Rows({"x": batch["x"] * 2, "id": batch["y"] * 0 + tower.id}),
-            "bare": state.params["b"] * 3,
-            "seen": dataclasses.replace(seen, value=seen.value + batch["y"].sum()),
-        }
-
-    def update_fn(state, merged):
-        metrics = {
-            "weighted": merged["weighted"],
-            "tree": merged["tree"].value["y"],
-            "sum": merged["sum"].value["y"],
-            "rows": merged["sum"].value["rows"],
-            "x": merged["rows"].value["x"],
-            "id": merged["rows"].value["id"],
-            "bare": merged["bare"],
-        }
-        return dataclasses.replace(state, local={"seen": merged["seen"]}), metrics
-
-    strategy = mirrored(T, D, local)
-    step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=A)
-    local = {"seen": tj.TowerLocal(np.float32(1), R.SUM)}
-    state, metrics = step(step.init(params(), local=local), batch)
-    y, weight = batch["y"].astype(float), batch["weight"].astype(float)
-    close(metrics["weighted"], weight @ y / weight.sum())
-    close(metrics["tree"], y.sum() / weight.sum())
-    close(metrics["sum"], y.sum())
-    assert metrics["rows"] == size and metrics["rows"].dtype == jnp.int32
-    np.testing.assert_array_equal(metrics["x"], 2 * batch["x"])
-    np.testing.assert_array_equal(metrics["id"], np.repeat(np.arange(T), size // T))
-    close(metrics["bare"], np.float32(0.9))
-    close(state.local["seen"].value, 1 + y.reshape(T, -1).sum(1))
-
-
 @layouts
 @pytest.mark.slow
 def test_rows_of_all_towers_are_seen_by_the_next_pass(T, D, local, A):
@@ -472,29 +429,69 @@ def refused(tower_fn, text, error=ValueError, update_fn=None, local=None, **opti
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def test_what_differs_from_tower_to_tower_is_refused_bare():
-    text = r"metrics\['y'\]"
-    refused(
-        lambda state, batch, tower: {"metrics": {"y": batch["y"].sum()}},
-        text,
-        tj.ReplicationError,
+LOCAL = {x: tj.TowerLocal(np.float32(n), R.SUM) for n, x in enumerate("ab")}
+DIFFERS, MICRO = {"error": tj.ReplicationError}, {"micro_batches": 2}
+
+
+def update(*returned):
+    """A step whose update returns what these make of the state and what is merged."""
+
+    def update_fn(state, merged):
+        made = tuple(x(state, merged) if callable(x) else x for x in returned)
+        return made if len(made) > 1 else made[0]
+
+    tower_fn = lambda s, b, t: {"loss": loss_fn(s.params, b, t)}  # noqa: E731
+    return tower_fn, {"update_fn": update_fn}
+
+
+def state_with(**changes):
+    return lambda s, m: dataclasses.replace(
+        s, **{name: change(s) for name, change in changes.items()}
     )
 
 
-def test_what_differs_from_micro_batch_to_micro_batch_is_refused_bare():
-    def tower_fn(state, batch, tower):
-        return {"step": state.step, "y": tower.reduce(R.MEAN, batch["y"].sum())}
-
-    text = r"their rows: y, made at"
-    refused(tower_fn, text, tj.ReplicationError, micro_batches=2)
+def same(state, merged):
+    return state
 
 
-def test_what_a_tower_may_not_return_is_refused_by_name():
-    refused(lambda s, b, t: {"a": {"b": "text"}}, r"a\['b'\] is 'text'")
-    refused(lambda s, b, t: {"a": tj.Rows(b["y"][:1])}, r"\ba\b.* row")
-    refused(lambda s, b, t: tj.PerTower(t.id), "PerTower", micro_batches=2)
-    own = tj.TowerLocal(jnp.zeros(3), tj.Reduction.SUM)
-    refused(lambda s, b, t: own, r"all of\s+state\.local, changed", micro_batches=2)
+# What a tower or an update returns, and what is said.
+# fmt: off
+RETURNED = {
+    r"metrics\['y'\]": (lambda s, b, t: {"metrics": {"y": b["y"].sum()}}, DIFFERS),
+    "their rows: y, made at": (
+        lambda s, b, t: {"step": s.step, "y": t.reduce(R.MEAN, b["y"].sum())},
+        DIFFERS | MICRO),
+    r"a\['b'\] is 'text'": (lambda s, b, t: {"a": {"b": "text"}}, {}),
+    r"\ba\b.* row": (lambda s, b, t: {"a": tj.Rows(b["y"][:1])}, {}),
+    "PerTower": (lambda s, b, t: tj.PerTower(t.id), MICRO),
+    r"all of\s+state\.local, changed": (
+        lambda s, b, t: tj.TowerLocal(jnp.zeros(3), R.SUM), MICRO),
+    r"variables new/x, new/y, of .*, but the next micro-batch needs a, b, of": (
+        lambda s, b, t: {"new": {"x": s.local["b"], "y": s.local["a"]}},
+        MICRO | {"local": LOCAL}),
+    "returned TrainState, but it": update(same),
+    "returned dict, dict, but": update({}, {}),
+    "returned TrainState, list, but": update(same, []),
+    "dict, bool, but .* also returns whether": update(same, {}, True),
+    r"dict, \w*Tracer, but": update(same, {}, lambda s, m: jnp.ones(2, bool)),
+    r"dict, \w*, \w*, but": update(same, {}, lambda s, m: m, lambda s, m: m),
+    r"state\.params\['b'\] was float32\[\] and is.*cast_like": update(
+        state_with(params=lambda s: {**s.params, "b": jnp.zeros(3)}), {}),
+    r"state\.extra\['a'\] was absent.* give step\.init\(.*extra=": update(
+        state_with(extra=lambda s: {"a": jnp.zeros(3)}), {}),
+    r"metrics\['a'\] is a dict": update(same, {"a": {"b": 1.0}}),
+    r"metrics\['a'\] is a random key": update(same, lambda s, m: {"a": s.rng}),
+    "communicates": update(
+        same, lambda s, m: {"a": jax.lax.psum(m["loss"].sum, "x")}),
+}
+# fmt: on
+
+
+@pytest.mark.few_fast(4)
+@pytest.mark.parametrize("text", RETURNED)
+def test_what_may_not_be_returned_is_refused_by_name(text):
+    tower_fn, options = RETURNED[text]
+    refused(tower_fn, text, **options)
 
 
 def test_the_tangent_of_a_mean_has_no_weight():
@@ -581,16 +578,6 @@ def test_a_function_mapped_over_a_gradient_and_its_weight_is_refused(name, weigh
             step.check(params(), data(8))
 
 
-def test_tower_local_variables_that_micro_batches_would_mix_up_are_refused():
-    def tower_fn(state, batch, tower):
-        return {"new": {"x": state.local["b"], "y": state.local["a"]}}
-
-    local = {"a": tj.TowerLocal(np.float32(1), R.SUM)}
-    local["b"] = dataclasses.replace(local["a"], value=np.float32(2))
-    text = r"variables new/x, new/y, of .*, but the next micro-batch needs a, b, of"
-    refused(tower_fn, text, local=local, micro_batches=2)
-
-
 def test_a_value_that_a_tower_put_aside_is_refused():
     aside = {}
 
@@ -603,34 +590,6 @@ def test_a_value_that_a_tower_put_aside_is_refused():
 
     text = r"computed, float32\[\], is read by another.*put aside.*Return it from"
     refused(tower_fn, text, update_fn=update_fn)
-
-
-@pytest.mark.slow
-def test_what_an_update_may_not_return_is_refused_by_name():
-    tower_fn = lambda s, b, t: {"loss": loss_fn(s.params, b, t)}  # noqa: E731
-    wrong = {
-        "returned TrainState, but it": lambda s, m: s,
-        "returned dict, dict, but": lambda s, m: ({}, {}),
-        "returned TrainState, list, but": lambda s, m: (s, []),
-        "dict, bool, but .* also returns whether": lambda s, m: (s, {}, True),
-        r"dict, \w*Tracer, but": lambda s, m: (s, {}, jnp.ones(2, bool)),
-        r"dict, \w*, \w*, but": lambda s, m: (s, {}, m, m),
-        r"state\.params\['b'\] was float32\[\] and is.*cast_like": lambda s, m: (
-            dataclasses.replace(s, params={**s.params, "b": jnp.zeros(3)}),
-            {},
-        ),
-        r"state\.extra\['a'\] was absent.* give step\.init\(.*extra=": lambda s, m: (
-            dataclasses.replace(s, extra={"a": jnp.zeros(3)}),
-            {},
-        ),
-        r"metrics\['a'\] is a dict": lambda s, m: (s, {"a": {"b": 1.0}}),
-        r"metrics\['a'\] is a random key": lambda s, m: (s, {"a": s.rng}),
-        "communicates": lambda s, m: (s, {"a": jax.lax.psum(m["loss"].sum, "x")}),
-    }
-    for text, update_fn in wrong.items():
-        refused(tower_fn, text, update_fn=update_fn)
-    with pytest.raises(ValueError, match="update_fn"):
-        tj.build_step(tower_fn, None, mirrored(2, 2))
 
 
 @pytest.mark.slow

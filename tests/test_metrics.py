@@ -808,31 +808,3 @@ def test_sums_and_what_is_each_towers_own_are_metrics_of_training():
     each = -(-size // (T * A)) * A
     own = [y[i * each : (i + 1) * each].mean(dtype=float) for i in range(T)]
     np.testing.assert_allclose(metrics["own"], np.stack([own, own], 1), rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_micro_batches_merge_each_towers_own_states():
-    y = np.random.default_rng(0).permutation(13).astype(np.float32)
-
-    def tower_fn(state, batch, tower):
-        states = own_states(batch, tower.weight, 0)
-        rows = tj.Sum(tower.weight @ jnp.ones_like(batch))
-        return tj.PerTower({**states, "rows": rows}), tj.PerTower(states["peak"])
-
-    def update_fn(state, merged):
-        own, alone = merged[0].values, merged[1]
-        peak, rows = own["peak"].value, own["rows"].value
-        variance = jax.vmap(lambda x: x.compute())(own["variance"])
-        return state, {"peak": peak, "rows": rows, "var": variance, "alone": alone}
-
-    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
-    step = tj.build_step(
-        tower_fn, update_fn, strategy, micro_batches=2, remainder="pad"
-    )
-    _, metrics = step(step.init(np.float32(1)), y)
-    parts = [y[i : i + 4] for i in range(0, 13, 4)]
-    largest = [part.max() for part in parts]
-    assert metrics["peak"].tolist() == largest
-    assert np.asarray(metrics["alone"])[:, 0].tolist() == largest
-    assert metrics["rows"].tolist() == [4, 4, 4, 1]
-    np.testing.assert_allclose(metrics["var"], [part.var() for part in parts], 1e-5)
