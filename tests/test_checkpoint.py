@@ -138,6 +138,9 @@ def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
         state, history = train(light, saving)
     assert len(history.metrics) == 0 and saving.steps == (8,)
     model.assert_same_bits(state, light_bits)
+    train(light, saving, **metrics_of([3]))
+    record = saving.record(8)
+    assert (record.evaluation, record.batches["used"]) == ({"loss": 3}, 8)
     ended = tj.Checkpointer(tmp_path / "ended")
     for _ in range(2):
         batches = model.batches(epochs=2)
@@ -898,15 +901,33 @@ def test_sigterm_twice_is_one_and_its_handler_is_put_back(light, tmp_path):
     )
 
 
+class Interrupting:
+    """A writer that is sent Ctrl-C as it is given the third step."""
+
+    def open(self, start):
+        return self
+
+    def write(self, record):
+        if record.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    def close(self):
+        pass
+
+
 @pytest.mark.slow
-def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path):
+@pytest.mark.parametrize("options", [
+    {"hooks": [kill_at(2)]},
+    {"writers": [Interrupting()]},  # once it is in the history, before it is raised
+], ids=["sigterm", "ctrl_c"])  # fmt: skip
+def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path, options):
     saving = tj.Checkpointer(tmp_path)
     source = model.batches(drop_remainder=True)
     bad = [next(source) for _ in range(3)]
     bad[2] = {**bad[2], "y": bad[2]["y"] * np.nan}
-    with pytest.raises(tj.NonFiniteError):
-        train(light, saving, 3, bad, hooks=[kill_at(2)], in_flight=8)
-    assert saving.steps == ()
+    with pytest.raises((tj.NonFiniteError, KeyboardInterrupt)) as ended:
+        train(light, saving, 3, bad, in_flight=8, **options)
+    assert ended.type is tj.NonFiniteError and saving.steps == ()
 
 
 def test_sigterm_before_an_error_is_obeyed_after_it(light, tmp_path):

@@ -538,6 +538,11 @@ def test_an_error_says_which_hook_with_state_was_not_called():
     assert int(caught.value.state.step) == 4  # in flight when step 3 was looked at
     [note] = caught.value.__notes__
     assert "every=4) was due and not called" in note and "every=5" not in note
+    hooks = [tj.loop.WithState(lambda *_: None, every=2), enough]
+    with pytest.raises(LookupError) as caught:
+        train(cut, hooks=hooks, in_flight=1)
+    assert int(caught.value.state.step) == 3
+    assert "every=2" not in caught.value.__notes__[0]  # it was called after step 2
 
 
 @pytest.mark.parametrize("as_state", [False, True])
