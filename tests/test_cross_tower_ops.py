@@ -221,6 +221,7 @@ def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
 
 
 def test_ops_are_values_with_a_short_text():
+    mirrored(3, 3, tj.collectives.Hierarchical())  # groups of any number of devices
     assert repr(tj.collectives.Packed()) == "Packed()"
     assert repr(tj.collectives.Packed(max_group=3)) == "Packed(max_group=3)"
     assert tj.collectives.ReduceToOneDevice(
