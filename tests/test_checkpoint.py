@@ -482,6 +482,7 @@ def test_nothing_is_pickled(light, tmp_path, monkeypatch):
 # Without this library
 
 
+@pytest.mark.slow
 def test_a_plain_manager_lists_and_restores_every_step(step, three):
     saving = tj.Checkpointer(three)
     with CheckpointManager(three) as manager:

@@ -40,7 +40,7 @@ def ops_for(devices):
             *[tj.AllReduce(pack_below_bytes=n) for n in (0, 40, 1 << 30)],
         ],
         *[ops.Packed(), ops.Packed(num_packs=3), ops.Packed(bytes_per_pack=40)],
-        ops.Packed(num_packs=1000),  # more packs than elements
+        ops.Packed(num_packs=60),  # more packs than a dtype has elements
         *[ops.Packed(bytes_per_pack=40, max_group=2), ops.Packed(max_group=1)],
         *[ops.ReduceToOneDevice(name) for name in (None, names(devices)[-1])],
         *[ops.Hierarchical(), *[ops.Hierarchical(n) for n in sizes]],

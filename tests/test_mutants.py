@@ -217,6 +217,7 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     assert job.tests == tuple(f"a.py::{i}" for i in range(10))
 
 
+@pytest.mark.slow
 def test_what_is_called_equivalent_is_generated_once():
     found = [(mutant.where, mutant.bug) for mutant in all_mutants()]
     assert {same: found.count(same) for same in SAME} == dict.fromkeys(SAME, 1)

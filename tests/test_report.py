@@ -64,6 +64,7 @@ def of_eight():
     return report(strategy, micro_batches=3, timed_calls=2)
 
 
+@pytest.mark.slow
 def test_several_towers_on_one_device_send_nothing():
     found = report(tj.Mirrored(devices(1), towers=4), donate=False)
     assert found.collectives == () and found.bytes_sent == 0

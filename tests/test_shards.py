@@ -365,9 +365,8 @@ def collectives(text, kind):
     return [(x[1], x.start() > entry) for x in found]
 
 
-@pytest.mark.parametrize(
-    "local", [pytest.param("vmap", marks=pytest.mark.slow), "scan"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("local", ["vmap", "scan"])
 def test_a_layer_is_gathered_and_scattered_in_the_loop_alone(local):
     step = tj.build_train_step(
         loss_by(recomputed), CLIPPED, towers(8, 4, local), remainder="pad"

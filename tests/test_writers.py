@@ -212,6 +212,7 @@ def test_an_evaluation_that_is_done_again_is_there_once(tmp_path):
     assert found == [*train, ("eval", 2, 7), ("train", 3, 2)]
 
 
+@pytest.mark.slow
 def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path):
     path = tmp_path / "run.jsonl"
     writers, state = [tj.JsonLines(path)], init(step)
