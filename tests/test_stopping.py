@@ -165,6 +165,17 @@ def test_a_goal_and_steps_that_do_not_count(rules, last):
     assert ended == ([] if last is None else [last])
 
 
+def test_counts_of_another_rule_are_not_gone_on_from():
+    saved = Watch([tj.EarlyStopping("x", 1)], None)
+    for number in (1, 2):
+        saved.add(number, {"x": float(number)}, None)
+    assert saved.stopped is not None
+    for rule in (tj.EarlyStopping("y", 1), tj.EarlyStopping("x", 1, "max")):
+        watch = Watch([rule], None)
+        watch.restore_counts(saved.counts)
+        assert watch.stopped is None
+
+
 def test_a_goal_ends_a_run_and_is_said(steps):
     early = tj.EarlyStopping("told", goal=1)
     state, history = train(steps, [NAN, 3, 1, 0], 9, early_stopping=early)
