@@ -139,9 +139,6 @@ class Wrong:
         own = -jnp.diagonal(jax.nn.log_softmax(logits, axis=1))
         return mean(own, t)
 
-    def softmax_over_rows(p, b, t):
-        return mean(jax.nn.softmax(scores(p, b)) * b["y"], t)
-
     def root_of_a_mean(p, b, t):
         total, weight = (errors(p, b) * t.weight).sum(), t.weight.sum()
         return tj.Weighted(jnp.sqrt(total / weight) * weight, weight)
@@ -152,14 +149,17 @@ class Wrong:
         value = 1 - 2 * (s * w).sum() / ((s * t.weight).sum() + n)
         return tj.Weighted(value * n, n)
 
-    def own_number_of_the_tower(p, b, t):
-        return mean(errors(p, b) * (1 + 0.1 * t.id), t)
-
     def place_in_the_batch(p, b, t):
         return mean(errors(p, b) * jnp.arange(1.0, len(b["y"]) + 1), t)
 
     def gradient_by_the_mean_of_rows(p, b, t):
         return mean((_divided_by_the_norm_of_rows(scores(p, b)) - b["y"]) ** 2, t)
+
+
+WRONG = cases(Wrong) | dict(
+    softmax_over_rows=lambda p, b, t: mean(jax.nn.softmax(scores(p, b)) * b["y"], t),
+    own_number_of_the_tower=lambda p, b, t: mean(errors(p, b) * (1 + 0.1 * t.id), t),
+)
 
 
 @jax.custom_vjp
@@ -227,9 +227,6 @@ class Right:
     def flipped_within_a_row(p, b, t):
         return mean((b["tokens"][:, ::-1, :] @ p["w"]).max(1) ** 2, t)
 
-    def softmax_over_classes(p, b, t):
-        return mean(cross_entropy(p, b), t)
-
     def focal(p, b, t):
         own = cross_entropy(p, b)
         return mean((1 - jnp.exp(-own)) ** 2 * own, t)
@@ -285,7 +282,11 @@ class Right:
         return tj.TowerOutput(mean(errors(p, b), t), metrics)
 
 
-WRONG, RIGHT = cases(Wrong), cases(Right)
+RIGHT = cases(Right) | dict(
+    softmax_over_classes=lambda p, b, t: mean(cross_entropy(p, b), t)
+)
+
+
 # Own steps: what a tower returns, of its loss and gradients.
 
 WRONG_STEPS = {

@@ -13,12 +13,7 @@ import forked
 import pytest
 
 from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.group import (
-    Timeouts,
-    _Job,
-    _process_group,
-    _start_worker,
-)
+from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _start_worker
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 

@@ -18,134 +18,73 @@ UNEVEN = [[0], [1, 2, 3]]
 RING = [(i, (i + 1) % T) for i in range(T)]
 
 
-def pick(rng, values):
-    """A value; the last ones are likelier, so that programs grow deep."""
-    return values[-1 - min(len(values) - 1, int(rng.exponential(3)))]
+class Draw:
+    """What a step of a program draws: a value, one of several, a number below one."""
+
+    def __init__(self, rng, values):
+        self.rng, self.values = rng, values
+
+    def value(self):
+        """The last ones are likelier, so that programs grow deep."""
+        last = len(self.values) - 1
+        return self.values[-1 - min(last, int(self.rng.exponential(3)))]
+
+    def of(self, *choices):
+        return choices[self.below(len(choices))]
+
+    def below(self, number):
+        return int(self.rng.integers(number))
 
 
-def unary(rng, values):
-    functions = [jnp.tanh, jnp.sin, jnp.sort, jnp.cumsum, jnp.flip, jnp.square]
-    return jnp.tanh(functions[rng.integers(len(functions))](pick(rng, values)))
+def in_groups(of, value, groups):
+    return jnp.tanh(of(value, AXIS, axis_index_groups=groups))
 
 
-def binary(rng, values):
-    functions = [jnp.add, jnp.multiply, jnp.maximum, jnp.subtract, jnp.arctan2]
-    function = functions[rng.integers(len(functions))]
-    return function(pick(rng, values), pick(rng, values))
+def gathered(d):
+    rows = lax.all_gather(d.value(), AXIS)
+    return rows[lax.axis_index(AXIS) if d.below(3) == 0 else d.below(T)]
 
 
-def reduced(rng, values):
-    functions = [lax.psum, lax.pmean, lax.pmax, lax.pmin]
-    value = functions[rng.integers(len(functions))](pick(rng, values), AXIS)
-    return jnp.tanh(value)
-
-
-def reduced_in_groups(rng, values):
-    groups = [ROWS, COLUMNS, UNEVEN][rng.integers(3)]
-    return jnp.tanh(lax.psum(pick(rng, values), AXIS, axis_index_groups=groups))
-
-
-def reduced_in_both(rng, values):
-    first, second = [(ROWS, COLUMNS), (COLUMNS, ROWS)][rng.integers(2)]
-    value = lax.psum(pick(rng, values), AXIS, axis_index_groups=first)
-    return jnp.tanh(lax.psum(value, AXIS, axis_index_groups=second))
-
-
-def sent(rng, values):
-    pairs = RING[: rng.integers(1, T + 1)]
-    return lax.ppermute(pick(rng, values), AXIS, pairs)
-
-
-def gathered(rng, values):
-    rows = lax.all_gather(pick(rng, values), AXIS)
-    if rng.integers(3) == 0:
-        return rows[lax.axis_index(AXIS)]
-    return rows[int(rng.integers(T))]
-
-
-def gathered_in_groups(rng, values):
-    groups = [ROWS, COLUMNS][rng.integers(2)]
-    return lax.all_gather(pick(rng, values), AXIS, axis_index_groups=groups)[0]
-
-
-def exchanged(rng, values):
-    return lax.all_to_all(pick(rng, values), AXIS, 0, 0, tiled=True)
-
-
-def scattered(rng, values):
-    part = lax.psum_scatter(pick(rng, values), AXIS, tiled=True)
-    if rng.integers(2):
+def scattered(d):
+    part = lax.psum_scatter(d.value(), AXIS, tiled=True)
+    if d.below(2):
         return jnp.tanh(lax.all_gather(part, AXIS, tiled=True))
     return jnp.tanh(jnp.broadcast_to(part, (T,)))
 
 
-def from_one(rng, values):
-    is_it = lax.axis_index(AXIS) == int(rng.integers(T))
-    return lax.psum(jnp.where(is_it, pick(rng, values), 0.0), AXIS)
-
-
-def by_id(rng, values):
-    return pick(rng, values) + 0.1 * lax.axis_index(AXIS)
-
-
-def indexed(rng, values):
-    index = (jnp.abs(pick(rng, values)) * 10).astype(int) % T
-    return pick(rng, values)[index]
-
-
-def written(rng, values):
-    index = jnp.argmax(pick(rng, values))
-    return pick(rng, values).at[index].set(0.5)
-
-
-def selected(rng, values):
-    return jnp.where(pick(rng, values) > 0, pick(rng, values), pick(rng, values))
-
-
-def branched(rng, values):
-    predicate = pick(rng, values)[0] > 0
-    first, second = pick(rng, values), pick(rng, values)
-    return lax.cond(predicate, lambda: first, lambda: jnp.sin(second))
-
-
-def branched_with_a_sum(rng, values):
-    predicate = lax.pmax(pick(rng, values)[0], AXIS) > 0
-    first, second = pick(rng, values), pick(rng, values)
+def branched_with_a_sum(d):
+    predicate, first, second = lax.pmax(d.value()[0], AXIS) > 0, d.value(), d.value()
     return lax.cond(predicate, lambda: jnp.tanh(lax.psum(first, AXIS)), lambda: second)
 
 
-def scanned(rng, values):
-    start, row, sums = pick(rng, values), pick(rng, values), rng.integers(3)
+def scanned(d):
+    start, row, meets = d.value(), d.value(), d.below(3) == 1
 
     def body(carry, x):
         a, b = carry
         new = jnp.tanh(a + x * row)
-        if sums == 1:
-            new = lax.pmean(new, AXIS)
-        return (b, new), a
+        return (b, lax.pmean(new, AXIS) if meets else new), a
 
-    (a, b), rows = lax.scan(body, (start, pick(rng, values)), jnp.arange(3.0))
-    return [a, b, rows[-1]][rng.integers(3)]
+    (a, b), rows = lax.scan(body, (start, d.value()), jnp.arange(3.0))
+    return d.of(a, b, rows[-1])
 
 
-def looped(rng, values):
-    bound = jnp.abs(pick(rng, values)[0]) % 3
-    step, start = pick(rng, values), pick(rng, values)
+def looped(bound, step, start):
     return lax.while_loop(
         lambda carry: carry[0] < bound,
-        lambda carry: (carry[0] + 1, jnp.tanh(carry[1] + step)),
+        lambda carry: (carry[0] + 1, step(carry[1])),
         (0.0, start),
     )[1]
 
 
-def looped_with_a_sum(rng, values):
-    bound = lax.pmin(jnp.abs(pick(rng, values)[0]) % 3, AXIS)
-    step, start = pick(rng, values), pick(rng, values)
-    return lax.while_loop(
-        lambda carry: carry[0] < bound,
-        lambda carry: (carry[0] + 1, lax.pmean(carry[1] * step, AXIS)),
-        (0.0, start),
-    )[1]
+def looped_alone(d):
+    bound, step = jnp.abs(d.value()[0]) % 3, d.value()
+    return looped(bound, lambda x: jnp.tanh(x + step), d.value())
+
+
+def looped_with_a_sum(d):
+    bound, step = lax.pmin(jnp.abs(d.value()[0]) % 3, AXIS), d.value()
+    return looped(bound, lambda x: lax.pmean(x * step, AXIS), d.value())
 
 
 @jax.custom_vjp
@@ -156,59 +95,79 @@ def crooked(a, b):
 crooked.defvjp(lambda a, b: (a * 2, b), lambda b, g: (g * b, jnp.zeros_like(b)))
 
 
-def derived(rng, values):
-    a, b = pick(rng, values), pick(rng, values)
-    functions = [
+def derived(d):
+    a, b = d.value(), d.value()
+    of_a = d.of(
         lambda a: jnp.sum(crooked(a, b)),
         lambda a: jnp.sum(jax.checkpoint(lambda a: jnp.tanh(a * b) ** 2)(a)),
         lambda a: jnp.sum(jnp.tanh(lax.pmean(a * b, AXIS))),
-    ]
-    return jnp.tanh(jax.grad(functions[rng.integers(3)])(a))
+    )
+    return jnp.tanh(jax.grad(of_a)(a))
 
 
-def in_jit(rng, values):
-    a, b = pick(rng, values), pick(rng, values)
-    return jax.jit(lambda a: (jnp.tanh(lax.psum(a, AXIS)), a * b))(a)[rng.integers(2)]
+def in_jit(d):
+    a, b = d.value(), d.value()
+    return d.of(*jax.jit(lambda a: (jnp.tanh(lax.psum(a, AXIS)), a * b))(a))
 
 
-def in_memory(rng, values):
-    ref = jax.new_ref(pick(rng, values))
-    value = pick(rng, values)
-    if rng.integers(2):
+def in_memory(d):
+    ref, value = jax.new_ref(d.value()), d.value()
+    if d.below(2):
         ref[...] = value
     else:
         ref[0] = value[1]
     return ref[...]
 
 
-STEPS = [unary, binary, binary, reduced, reduced, reduced_in_groups, reduced_in_both]
-STEPS += [sent, gathered, gathered_in_groups, exchanged, scattered, from_one, by_id]
-STEPS += [indexed, written, selected, branched, branched_with_a_sum, scanned, looped]
-STEPS += [looped_with_a_sum, derived, in_jit, in_memory]
+UNARY = jnp.tanh, jnp.sin, jnp.sort, jnp.cumsum, jnp.flip, jnp.square
+BINARY = jnp.add, jnp.multiply, jnp.maximum, jnp.subtract, jnp.arctan2
+REDUCED = lax.psum, lax.pmean, lax.pmax, lax.pmin
+# fmt: off
+STEPS = [
+    lambda d: jnp.tanh(d.of(*UNARY)(d.value())),
+    *[lambda d: d.of(*BINARY)(d.value(), d.value())] * 2,
+    *[lambda d: jnp.tanh(d.of(*REDUCED)(d.value(), AXIS))] * 2,
+    lambda d: in_groups(lax.psum, d.value(), d.of(ROWS, COLUMNS, UNEVEN)),
+    lambda d: in_groups(lax.psum, in_groups(lax.psum, d.value(), ROWS), COLUMNS),
+    lambda d: in_groups(lax.psum, in_groups(lax.psum, d.value(), COLUMNS), ROWS),
+    lambda d: in_groups(lax.all_gather, d.value(), d.of(ROWS, COLUMNS))[0],
+    lambda d: lax.ppermute(d.value(), AXIS, RING[: 1 + d.below(T)]),
+    lambda d: lax.all_to_all(d.value(), AXIS, 0, 0, tiled=True),
+    # From one tower to all; by a tower's number; by index; by a mask.
+    lambda d: lax.psum(jnp.where(lax.axis_index(AXIS) == d.below(T), d.value(), 0.0),
+                       AXIS),
+    lambda d: d.value() + 0.1 * lax.axis_index(AXIS),
+    lambda d: d.value()[(jnp.abs(d.value()) * 10).astype(int) % T],
+    lambda d: d.value().at[jnp.argmax(d.value())].set(0.5),
+    lambda d: jnp.where(d.value() > 0, d.value(), d.value()),
+    lambda d: lax.cond(d.value()[0] > 0, lambda a, b: a, lambda a, b: jnp.sin(b),
+                       d.value(), d.value()),
+    gathered, scattered, branched_with_a_sum, scanned, looped_alone, looped_with_a_sum,
+    derived, in_jit, in_memory,
+]
+# fmt: on
 
 
 def program(seed, num_steps=10):
-    """A random program ``(w, x) -> what each of its steps makes``, and their names."""
-    names = ["w", "x", "constant"]
+    """A random program ``(w, x) -> what each of its steps makes``."""
 
     def tower(w, x):
         rng = np.random.default_rng(seed)
         values = [w, x[0], jnp.linspace(-1.0, 1.0, T)]
         rng.shuffle(values)
+        draw = Draw(rng, values)
         for _ in range(num_steps):
-            step = STEPS[rng.integers(len(STEPS))]
-            names.append(step.__name__)
-            values.append(step(rng, values))
+            values.append(draw.of(*STEPS)(draw))
         return values[3:]
 
-    return tower, names
+    return tower
 
 
 def several(seeds):
     """Several programs in one, for one compilation: compiled, and its analysis."""
 
     def tower(w, x):
-        return [value[None] for seed in seeds for value in program(seed)[0](w, x)]
+        return [value[None] for seed in seeds for value in program(seed)(w, x)]
 
     mesh = jax.make_mesh((T,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.shard_map(

@@ -122,8 +122,7 @@ SLOW = {"two", "in turn", "the optimizer in shards", "micro-batches", "pinned"}
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in LAYOUTS],
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in LAYOUTS]
 )
 def test_wide_towers_are_one_device(name):
     strategy, micro_batches = LAYOUTS[name]
