@@ -113,10 +113,7 @@ def trained(strategy, batches, **options):
     return losses, state
 
 
-GRID = [
-    (4, 2, {}),  # vmap in shard_map
-    (3, 3, {"executor": "pmap"}),
-]
+GRID = [(4, 2, {}), (3, 3, {"executor": "pmap"})]  # vmap in shard_map, or pmap
 
 
 @pytest.mark.slow
@@ -212,9 +209,8 @@ def test_an_empty_tower_keeps_its_local_statistics():
 def test_frozen_statistics_normalise_and_stay(kind):
     stats = {"mean": np.float32([1, 2, 3]), "var": np.float32([4, 1, 9])}
     h = jnp.asarray(batch(5)["x"][:, :OUT])
-    y, after = jax.jit(
-        lambda h: APPLY[kind](start(), stats, h, None, statistics="frozen")
-    )(h)
+    apply = functools.partial(APPLY[kind], statistics="frozen")
+    y, after = jax.jit(lambda h: apply(start(), stats, h, None))(h)
     expected = (h - stats["mean"][None]) / np.sqrt(stats["var"] + 1e-3)[None]
     expected = expected * start()["scale"][None] + start()["bias"][None]
     np.testing.assert_allclose(y, expected, **CLOSE)
@@ -232,20 +228,14 @@ def rising(key, shape, dtype):
     return jnp.linspace(-1, 1, shape[0], dtype=dtype)
 
 
+near = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6)
 CALLS = [dict(use_scale=False, axis=1), dict(use_bias=False, momentum=0.5, epsilon=0.1)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options, dtype",
-    [
-        (CALLS[0], jnp.float32),
-        (CALLS[1], jnp.float32),
-        (dict(dtype=jnp.bfloat16), jnp.float32),
-    ],
-)
-def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
-    x, init = jnp.asarray(CUBE, dtype), dict(bias_init=rising)
+@pytest.mark.parametrize("options", [*CALLS, dict(dtype=jnp.bfloat16)])
+def test_on_one_tower_it_is_the_layer_of_linen(options):
+    x, init = jnp.asarray(CUBE), dict(bias_init=rising)
     ours = LinenNorm(use_running_average=False, **options, **init)
     theirs = linen.BatchNorm(use_running_average=False, **options, **init)
 
@@ -267,11 +257,7 @@ def test_on_one_tower_it_is_the_layer_of_linen(options, dtype):
     if y.dtype != jnp.float32:
         tolerance = dict(rtol=float(jnp.finfo(y.dtype).eps), atol=4e-6)
     np.testing.assert_allclose(np.float32(z), np.float32(y), **tolerance)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6),
-        moved,
-        updated,
-    )
+    jax.tree.map(near, moved, updated)
     np.testing.assert_allclose(*map(np.float32, evaluated), **tolerance)
 
 
@@ -292,9 +278,7 @@ def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
         np.testing.assert_allclose(z, y, rtol=4e-6, atol=4e-6)
     mine, other = (nnx.to_pure_dict(nnx.state(n)) for n in (ours, theirs))
     assert jax.tree.structure(mine) == jax.tree.structure(other)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6), mine, other
-    )
+    jax.tree.map(near, mine, other)
 
 
 def test_running_statistics_have_the_derivative_of_the_batchs():
@@ -517,12 +501,10 @@ def test_what_a_loss_writes_into_a_module_of_the_tower_is_returned(place):
     def check(loss_fn):
         step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(2, 1))
         model = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-        given = (
-            tj.TowerLocal(model, tj.Reduction.ONLY_FIRST_TOWER)
-            if place == "local"
-            else model
-        )
-        step.check(jax.eval_shape(step.init, jnp.ones(()), **{place: given}), batch(4))
+        given = {"extra": model}
+        if place == "local":
+            given = {"local": tj.TowerLocal(model, tj.Reduction.ONLY_FIRST_TOWER)}
+        step.check(jax.eval_shape(step.init, jnp.ones(()), **given), batch(4))
 
     check(loss_fn)
     with pytest.raises(ValueError, match=f"wrote into {place}.rngs.count.value, and"):
@@ -688,51 +670,50 @@ def test_sixteen_bit_inputs_have_float32_statistics():
 # Refusals
 
 
-def test_what_cannot_be_honoured_is_refused():
-    for make in (LinenNorm, lambda **given: NnxNorm(OUT, rngs=nnx.Rngs(0), **given)):
-        with pytest.raises(ValueError, match="statistics=.global. must be one of"):
-            make(statistics="global")
+X = np.ones((4, OUT), np.float32)
+
+
+def of_nnx(x=X, tower=None, mask=None, **options):
+    return NnxNorm(OUT, rngs=nnx.Rngs(0), **options)(x, tower, mask=mask)
+
+
+def made_by_nnx(**options):
+    return NnxNorm(OUT, rngs=nnx.Rngs(0), **options)
+
+
+REFUSED = [
+    *[(lambda make=make: make(statistics="global"), "statistics=.global. must be one")
+      for make in (LinenNorm, made_by_nnx)],
+    *[(lambda x=x: moved(X, axis=x), "axis=.* is not a dim of an input of 2")
+      for x in ("x", None, (), (1, "x"), 1.0, 2)],
+    *[(lambda x=x: LinenNorm(momentum=x), "momentum=.* must be a number from 0 to")
+      for x in (None, -0.1, 1.5, "0.9", float("nan"))],
+    (lambda: made_by_nnx(epsilon=-1), "epsilon=-1 must be a number >= 0"),
+    (lambda: of_nnx(axis=(0, 1)), r"features along axis=\(0, 1\) are not"),
+    (lambda: of_nnx(np.ones((4, 5))), "features along axis=-1"),
+    (lambda: of_nnx(tower=False), "got False as its tower. Write norm"),
+    (lambda: of_nnx(use_running_average=None), "use_running_average=None, at the l"),
+    (lambda: of_nnx(mask=np.ones(5)), r"a mask of shape \(5,\) for x of shape"),
+    (lambda: of_nnx(mask=np.float32([1, -1, 0, 0])), "must be >= 0"),
+    (lambda: of_nnx(mask=[1, -1, 0, 0]), "must be >= 0, got -1"),
+    (lambda: moved(X, axis=(1, -1)), "twice"),
+    (lambda: moved(X.astype(np.complex64)), "takes real numbers"),
+]  # fmt: skip
+
+
+@pytest.mark.few_fast(2)
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_arguments_of_flax_alone_are_refused():
+    for make in (LinenNorm, made_by_nnx):
         with pytest.raises(TypeError, match="axis_name"):
             make(axis_name="batch")
-
-
-@pytest.mark.slow
-def test_more_that_is_refused():
-    x = jnp.ones((4, OUT))
-    linen_norm = LinenNorm(use_running_average=False)
-    nnx_norm = NnxNorm(OUT, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"features along axis=\(0, 1\) are not"):
-        NnxNorm(OUT, rngs=nnx.Rngs(0), axis=(0, 1))(x, None)
-    with pytest.raises(ValueError, match="features along axis=-1"):
-        nnx_norm(jnp.ones((4, 5)), None)
-    with pytest.raises(ValueError, match="got False as its tower. Write norm"):
-        nnx_norm(x, False)
     with pytest.raises(TypeError, match="tower"):
-        nnx_norm(x)
-    with pytest.raises(ValueError, match="use_running_average=None, at the layer"):
-        NnxNorm(OUT, use_running_average=None, rngs=nnx.Rngs(0))(x, None)
-    with pytest.raises(ValueError, match=r"a mask of shape \(5,\) for x of shape"):
-        nnx_norm(x, None, mask=np.ones(5))
-    with pytest.raises(ValueError, match="must be >= 0"):
-        nnx_norm(x, None, mask=np.float32([1, -1, 0, 0]))
-    with pytest.raises(ValueError, match="axis=2 is not a dim of an input of 2"):
-        LinenNorm(use_running_average=False, axis=2).init(jax.random.key(0), x, None)
-    with pytest.raises(ValueError, match="twice"):
-        LinenNorm(axis=(1, -1), use_running_average=False).init(
-            jax.random.key(0), x, None
-        )
-    for axis in ("x", None, (), (1, "x"), 1.0):
-        with pytest.raises(ValueError, match="axis=.* is not a dim of an input of 2"):
-            moved(np.ones((4, 2)), axis=axis)
-    for momentum in (None, -0.1, 1.5, "0.9", float("nan")):
-        with pytest.raises(ValueError, match="momentum=.* must be a number from 0 to"):
-            LinenNorm(momentum=momentum)
-    with pytest.raises(ValueError, match="epsilon=-1 must be a number >= 0"):
-        NnxNorm(OUT, epsilon=-1, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="must be >= 0, got -1"):
-        nnx_norm(x, None, mask=[1, -1, 0, 0])
-    with pytest.raises(ValueError, match="takes real numbers"):
-        linen_norm.init(jax.random.key(0), x.astype(jnp.complex64), None)
+        made_by_nnx()(X)
 
 
 def test_features_along_the_rows_are_refused_in_a_tower():

@@ -203,15 +203,12 @@ def test_other_work_is_not_compared(here):
     assert recorded({**job("mine:by_hand", ["other"]), "rtol": None})["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    "build, status, text",
-    [
-        ("mine:unwritten", "not available", "one tower is written"),
-        ("mine:nobody", "failed", "has no attribute 'nobody'"),
-        ("no_such_package:build", "not available", "no_such_package"),
-        ("mine", "failed", "not of the form module:name"),
-    ],
-)
+@pytest.mark.parametrize("build, status, text", [
+    ("mine:unwritten", "not available", "one tower is written"),
+    ("mine:nobody", "failed", "has no attribute 'nobody'"),
+    ("no_such_package:build", "not available", "no_such_package"),
+    ("mine", "failed", "not of the form module:name"),
+])  # fmt: skip
 def test_what_became_of_a_configuration_is_a_record(here, build, status, text):
     found = recorded(job(build))
     assert found["status"] == status and text in found["error"], found
@@ -245,15 +242,12 @@ def test_what_a_worker_sees_of_the_environment():
     assert "JAX_NUM_CPU_DEVICES" not in of_bench.worker_environ({}, {"batch": 8})
 
 
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        ({"rounds": 5}, "rounds=5 must be a whole number >= 6"),
-        ({"seconds_per_round": "1"}, "seconds_per_round='1' must be seconds >= 0"),
-        ({"grid": {}}, "grid must be"),
-        ({"build": lambda: 0}, "imported by other processes: write it into a module"),
-    ],
-)
+@pytest.mark.parametrize("options, text", [
+    ({"rounds": 5}, "rounds=5 must be a whole number >= 6"),
+    ({"seconds_per_round": "1"}, "seconds_per_round='1' must be seconds >= 0"),
+    ({"grid": {}}, "grid must be"),
+    ({"build": lambda: 0}, "imported by other processes: write it into a module"),
+])  # fmt: skip
 def test_what_cannot_be_timed_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
         tj.tools.bench(**{"build": "mine:build", "grid": {"towers": [1]}, **options})
@@ -295,15 +289,12 @@ def test_the_command_shows_what_was_done_before(tmp_path, capsys):
     assert "failed  a b" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments, code, text",
-    [
-        (["towers=[1, 2"], 2, "towers=[1, 2: "),
-        (["towers=1"], 2, "grid['towers']=1 must be a list"),
-        (["towers=[1]", "--peer", "mine"], 2, "write --peer name=module:function"),
-        (["no.toml"], 126, "no.toml"),
-    ],
-)
+@pytest.mark.parametrize("arguments, code, text", [
+    (["towers=[1, 2"], 2, "towers=[1, 2: "),
+    (["towers=1"], 2, "grid['towers']=1 must be a list"),
+    (["towers=[1]", "--peer", "mine"], 2, "write --peer name=module:function"),
+    (["no.toml"], 126, "no.toml"),
+])  # fmt: skip
 def test_wrong_arguments_end_the_command(tmp_path, capsys, arguments, code, text):
     out = str(tmp_path / "r.jsonl")
     assert main(["bench", "mine:build", *arguments, "--out", out]) == code
@@ -371,15 +362,11 @@ def expected_losses(seed, batch_size, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"towers": 2, "micro_batches": 3, "cross_tower_ops": "PinnedTree"},
-        {"towers": 2, "by": "pmap"},
-        {"towers": 3, "by": "jit"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("config", [
+    {"towers": 2, "micro_batches": 3, "cross_tower_ops": "PinnedTree"},
+    {"towers": 2, "by": "pmap"},
+    {"towers": 3, "by": "jit"},
+], ids=str)  # fmt: skip
 def test_the_benchmarks_train_what_they_say(monkeypatch, config):
     monkeypatch.setitem(MODELS, "small", small)
     builders = {

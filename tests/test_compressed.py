@@ -121,15 +121,12 @@ def of_leaf(flat, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("T", "D", "local", "bits", "A", "feedback"),
-    [
-        (2, 2, "vmap", 8, 1, True),
-        (4, 4, "vmap", 4, 1, True),
-        (6, 3, "scan", 4, 2, False),
-        (8, 8, "vmap", 8, 1, True),  # shares at the end are of no leaf
-    ],
-)
+@pytest.mark.parametrize(("T", "D", "local", "bits", "A", "feedback"), [
+    (2, 2, "vmap", 8, 1, True),
+    (4, 4, "vmap", 4, 1, True),
+    (6, 3, "scan", 4, 2, False),
+    (8, 8, "vmap", 8, 1, True),  # shares at the end are of no leaf
+])  # fmt: skip
 def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedback):
     ops = compressed(bits, error_feedback=feedback)
     options = {} if A == 1 else {"local": local, "micro_batches": A}

@@ -178,10 +178,8 @@ def test_local_sgd_averages_what_is_trained_and_a_tower_skips_its_own_step(caref
     for given in (batches(), spoiled()):
         state, losses = trained(careful, given, begun(careful))
         assert_as_expected(state, losses, sync, given)
-        assert (
-            state.local["own"].value.params["fixed"] is None
-            and state.params["fixed"] == 7
-        )
+        assert state.local["own"].value.params["fixed"] is None
+        assert state.params["fixed"] == 7
         # Of 14 rows the last of four towers has 2; a step that is skipped counts none.
         skipped = np.array([4, 0, 4, 0]) * (given[1]["x"][9, 0] != given[1]["x"][9, 0])
         rows = STEPS * np.array([4, 4, 4, 2]) - skipped
@@ -315,16 +313,11 @@ def test_a_sweep_trains_towers_that_go_alone():
         step = build(SYNCS["local"], 2, optimizer=inner)
         return step, step.init(START)
 
-    found = tj.sweep(
-        member,
-        {"rate": [0.05, INNER]},
-        batches(),
-        order="together",
-        evaluate=lambda state, rate: {
-            "b": np.asarray(state.local["own"].value.params["b"])[3]
-        },
-        progress=False,
-    )
+    def evaluate(state, rate):
+        return {"b": np.asarray(state.local["own"].value.params["b"])[3]}
+
+    options = {"order": "together", "evaluate": evaluate, "progress": False}
+    found = tj.sweep(member, {"rate": [0.05, INNER]}, batches(), **options)
     oracle, _ = expected(SYNCS["local"])
     own = oracle.towers[3]["b"]
     assert found.members[1].evaluation["b"] == pytest.approx(own, rel=2e-5)
@@ -340,10 +333,8 @@ def spoiled():
 
 @pytest.mark.slow
 def test_it_is_told_when_towers_meet(streaming):
-    state, given = (
-        streaming.init(START),
-        batches()[:2] + spoiled()[1:2] + batches()[3:4],
-    )
+    state = streaming.init(START)
+    given = batches()[:2] + spoiled()[1:2] + batches()[3:4]
     for batch in given:
         state, _ = streaming(state, batch)
     with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as told:
@@ -405,28 +396,18 @@ def test_padding_that_nothing_masks_is_refused():
         step(step.init(START), batches()[0])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(every=0),
-        dict(every=2.0),
-        dict(every=True),
-        dict(every=4, fragments=3),
-        dict(every=4, fragments=0),
-        dict(every=4, overlap=4),
-        dict(every=4, overlap=-1),
-        dict(every=4, keep=1.0),
-        dict(every=4, keep="half"),
-        dict(every=4, outer=0.7),
-    ],
-    ids=str,
-)
-def test_rounds_say_what_they_must_be(options):
-    with pytest.raises(ValueError, match=r"DiLoCo\.|fragments"):
-        DiLoCo(**options)
-    if options.keys() == {"every"}:
+ROUNDS = [("every", 0), ("every", 2.0), ("every", True), ("fragments", 3)]
+ROUNDS += [("fragments", 0), ("overlap", 4), ("overlap", -1), ("keep", 1.0)]
+ROUNDS += [("keep", "half"), ("outer", 0.7)]
+
+
+@pytest.mark.parametrize(("name", "value"), ROUNDS)
+def test_rounds_say_what_they_must_be(name, value):
+    with pytest.raises(ValueError, match=rf"DiLoCo\.{name}|fragments"):
+        DiLoCo(**{"every": 4, name: value})
+    if name == "every":
         with pytest.raises(ValueError, match=r"LocalSGD\.every"):
-            LocalSGD(**options)
+            LocalSGD(value)
 
 
 def test_they_are_data():
@@ -453,13 +434,10 @@ def advised(step, state, call):
 
 
 LOCAL = "local={**state.local, **fresh.local})"
+OPTIMIZER = "opt_state=fresh.opt_state"
 SWITCHES = {
-    "every step to rounds": (
-        None,
-        SYNCS["local"],
-        f"opt_state=fresh.opt_state, {LOCAL}",
-    ),
-    "rounds to every step": (SYNCS["local"], None, "opt_state=fresh.opt_state)"),
+    "every step to rounds": (None, SYNCS["local"], f"{OPTIMIZER}, {LOCAL}"),
+    "rounds to every step": (SYNCS["local"], None, f"{OPTIMIZER})"),
     "few bits on": (None, Compressed(above_bytes=4), f"replace(state, {LOCAL}"),
 }
 

@@ -310,14 +310,11 @@ def test_a_factor_of_a_mean_that_differs_is_refused(loss_fn):
     assert mean in (text := " ".join(advice)) and "drawn with tower.shared_rng" in text
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "options"),
-    [
-        (by_what_all_share, {}),
-        (by_own_parameters, {}),
-        (by_own_parameters, {"extend": LocalSGD(every=2)}),  # each has its own
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "options"), [
+    (by_what_all_share, {}),
+    (by_own_parameters, {}),
+    (by_own_parameters, {"extend": LocalSGD(every=2)}),  # each has its own
+])  # fmt: skip
 def test_a_factor_of_a_mean_that_all_towers_share_is_none(loss_fn, options):
     strategy = tj.Mirrored(towers=8)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)

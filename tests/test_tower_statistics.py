@@ -86,13 +86,10 @@ def close(metrics, of):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    ("T", "D", "local", "A", "size"),
-    [
-        (4, 2, "scan", 2, 17),  # of 6, 6, 5 and none
-        (4, 4, "vmap", 1, 21),  # towers of 6, 6, 6 and 3 rows
-    ],
-)
+@pytest.mark.parametrize(("T", "D", "local", "A", "size"), [
+    (4, 2, "scan", 2, 17),  # of 6, 6, 5 and none
+    (4, 4, "vmap", 1, 21),  # towers of 6, 6, 6 and 3 rows
+])  # fmt: skip
 def test_statistics_are_those_of_numpy(T, D, local, A, size):
     step, batch = step_of(T, D, local, A), data(size)
     _, metrics = step(step.init(W), batch)
@@ -205,15 +202,12 @@ def with_taken_name(params, batch, tower):
     return tj.TowerOutput(loss, {"towers/norm": loss})
 
 
-@pytest.mark.parametrize(
-    ("loss", "T", "statistics", "text"),
-    [
-        (loss_fn, 1, STATISTICS, "use several towers, or micro_batches=2"),
-        (loss_fn, 2, True, "extend=True is not a function; write def extend(fns)"),
-        (of_two_means, 2, STATISTICS, "no one weight"),
-        (with_taken_name, 2, STATISTICS, "'towers/norm'] is a name of TowerStat"),
-    ],
-)
+@pytest.mark.parametrize(("loss", "T", "statistics", "text"), [
+    (loss_fn, 1, STATISTICS, "use several towers, or micro_batches=2"),
+    (loss_fn, 2, True, "extend=True is not a function; write def extend(fns)"),
+    (of_two_means, 2, STATISTICS, "no one weight"),
+    (with_taken_name, 2, STATISTICS, "'towers/norm'] is a name of TowerStat"),
+])  # fmt: skip
 def test_what_has_no_statistics_is_refused(loss, T, statistics, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         tj.build_train_step(loss, optax.sgd(0.1), mirrored(T), extend=statistics).check(
