@@ -25,14 +25,9 @@ def loss_fn(params, batch, tower):
 
 
 def params():
-    rng = np.random.default_rng(0)
-    return {
-        "Dense_0": {"kernel": rng.normal(size=(3, 4)).astype(np.float32)},
-        "Dense_1": {
-            "kernel": rng.normal(size=(4, 2)).astype(np.float32),
-            "bias": np.zeros(2, np.float32),
-        },
-    }
+    rng, bias = np.random.default_rng(0), np.zeros(2, np.float32)
+    first, last = (rng.normal(size=x).astype(np.float32) for x in ((3, 4), (4, 2)))
+    return {"Dense_0": {"kernel": first}, "Dense_1": {"kernel": last, "bias": bias}}
 
 
 def batch(rows=16):
@@ -65,10 +60,8 @@ def corrupted(state, changes):
     keystr = jax.tree_util.keystr
     names = [keystr(path, simple=True, separator="/") for path, _ in leaves]
     assert set(changes) <= set(names), names
-    new = [
-        flipped(leaf, changes.get(name, ()))
-        for name, (_, leaf) in zip(names, leaves, strict=True)
-    ]
+    changed = [changes.get(name, ()) for name in names]
+    new = [flipped(x, at) for (_, x), at in zip(leaves, changed, strict=True)]
     return jax.tree.unflatten(treedef, new)
 
 
@@ -89,18 +82,13 @@ def differing(state):
     return caught.value
 
 
+IN_TURN = {"towers": 8, "local": "scan", "executor": "pmap"}
 STRATEGIES = {
     "shard_map": lambda: tj.Mirrored(devices(4)),
-    "pmap scan": lambda: tj.Mirrored(
-        devices(4), towers=8, local="scan", executor="pmap"
-    ),
+    "pmap scan": lambda: tj.Mirrored(devices(4), **IN_TURN),
 }
-LEAVES = [
-    "params/Dense_1/kernel",
-    "opt_state/0/nu/Dense_0/kernel",
-    "opt_state/0/count",  # int32
-    "rng",
-]
+LEAVES = ["params/Dense_1/kernel", "opt_state/0/nu/Dense_0/kernel", "rng"]
+LEAVES.append("opt_state/0/count")  # int32
 
 
 @pytest.mark.slow
@@ -140,9 +128,8 @@ def test_what_is_sharded_has_no_copies_to_compare(state):
     step = build(tj.Mirrored(devices(4), state=state), optimizer=ADAM)
     whole = step.init(params())
     tj.check_mirrored(whole)
-    assert differing(corrupted(whole, {"rng": [3]})).differing == (
-        Differing("cpu:3", "rng"),
-    )
+    [one] = differing(corrupted(whole, {"rng": [3]})).differing
+    assert one == Differing("cpu:3", "rng")
 
 
 @pytest.mark.slow
