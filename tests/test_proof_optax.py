@@ -29,6 +29,11 @@ def every_other(step, *args, **kwargs):
     return step % 2 == 0
 
 
+NOISE, MUON = (
+    dict(l2_norm_clip=1.0, noise_multiplier=0.1),
+    contrib.MuonDimensionNumbers(),
+)
+PARTS = dict(transforms={True: SGD, False: optax.adam(0.1)}, param_labels=MASK)
 # What those that need arguments are given. A callable is called with the function.
 ARGUMENTS = {
     "add_noise": dict(eta=0.1, gamma=0.5, key=0),
@@ -37,10 +42,8 @@ ARGUMENTS = {
     "chain": lambda f: f(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
     "conditionally_mask": dict(inner=SGD, should_transform_fn=every_other),
     "conditionally_transform": dict(inner=SGD, should_transform_fn=every_other),
-    "differentially_private_aggregate": dict(
-        l2_norm_clip=1.0, noise_multiplier=0.1, key=0
-    ),
-    "dpsgd": dict(learning_rate=0.1, l2_norm_clip=1.0, noise_multiplier=0.1, seed=0),
+    "differentially_private_aggregate": NOISE | dict(key=0),
+    "dpsgd": NOISE | dict(learning_rate=0.1, seed=0),
     "flatten": dict(inner=SGD),
     "freeze": dict(mask=MASK),
     "inject_hyperparams": lambda f: f(optax.adam)(learning_rate=0.1),
@@ -49,13 +52,9 @@ ARGUMENTS = {
     "masked": dict(inner=SGD, mask=MASK),
     "measure_with_ema": dict(measure=lambda updates: updates, decay=0.9),
     "mechanize": dict(base_optimizer=SGD),
-    "multi_transform": dict(
-        transforms={True: SGD, False: optax.adam(0.1)}, param_labels=MASK
-    ),
+    "multi_transform": PARTS,
     "named_chain": lambda f: f(("clip", optax.clip(1.0)), ("sgd", SGD)),
-    "partition": dict(
-        transforms={True: SGD, False: optax.adam(0.1)}, param_labels=MASK
-    ),
+    "partition": PARTS,
     "noisy_sgd": dict(learning_rate=0.1, key=0),
     "sam": dict(optimizer=SGD, adv_optimizer=optax.sgd(0.05)),
     "scale_by_backtracking_linesearch": dict(max_backtracking_steps=3),
@@ -101,13 +100,10 @@ FACTORIES = dict(factories())
 def made(name):
     function, given = FACTORIES[name], ARGUMENTS.get(name)
     if given is None:
-        needed = [
-            p.name
-            for p in inspect.signature(function).parameters.values()
-            if p.default is p.empty and p.kind is not p.VAR_KEYWORD
-        ]
+        every = inspect.signature(function).parameters.values()
+        needed = [p for p in every if p.default is p.empty and p.kind < p.VAR_KEYWORD]
         # A rate, a decay, a bound: optax's arguments without defaults are numbers.
-        given = dict.fromkeys(needed, 0.1)
+        given = dict.fromkeys([p.name for p in needed], 0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some are deprecated
         return given(function) if callable(given) else function(**given)
@@ -237,9 +233,7 @@ def side_by_side(optimizers):
         for x, optimizer in inner.items():  # only sam does not take the loss
             extra = {} if x == "sam" else {"value": value}
             found[x] = optimizer.update(updates[x], state[x], params[x], **extra)
-        return {x: u for x, (u, _) in found.items()}, {
-            x: after for x, (_, after) in found.items()
-        }
+        return [{x: both[i] for x, both in found.items()} for i in (0, 1)]
 
     return optax.GradientTransformationExtraArgs(
         lambda params: {x: o.init(params[x]) for x, o in inner.items()}, update
@@ -372,13 +366,12 @@ def test_lookahead_trains_as_its_refusal_says():
     optimizer = optax.GradientTransformation(
         pair.init, lambda grads, state, params: pair.update(grads.fast, state, params)
     )
-    got = by_step(
-        optimizer,
-        optax.LookaheadParams.init_synced(PARAMS),
-        4,
-        lambda params, batch, tower: loss_fn(params.fast, batch, tower),
-    )
+
+    def loss(params, batch, tower):
+        return loss_fn(params.fast, batch, tower)
+
     params = optax.LookaheadParams.init_synced(PARAMS)
+    got = by_step(optimizer, params, 4, loss)
     state = pair.init(params)
     for _ in range(STEPS):
         _, grads = jax.jit(mean_loss_and_grads)(params.fast)
@@ -465,13 +458,10 @@ def test_the_table_of_optimizers_is_what_is_found():
 
 
 def test_updates_of_another_shape_are_refused():
-    optimizer = optax.stateless(
-        lambda grads, params: jax.tree.map(lambda g: g.sum(0), grads)
-    )
-    step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(towers=2))
-    with pytest.raises(
-        ValueError, match=r"params\['w'\] was float32\[2, 3\] and is float32\[3\]"
-    ):
+    sums = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g.sum(0), grads))
+    step = tj.build_train_step(loss_fn, sums, tj.Mirrored(towers=2))
+    text = r"params\['w'\] was float32\[2, 3\] and is float32\[3\]"
+    with pytest.raises(ValueError, match=text):
         step.check({"w": PARAMS["w"]}, DISTINCT)
 
 

@@ -228,18 +228,13 @@ def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
 
 @pytest.mark.slow
 def test_rows_of_one_index_all_count():
-    rows = tj.sparse.IndexedRows(np.float32([[1, 2], [3, 4], [5, 6]]), [0, 0, 5], SHAPE)
-    rows = tj.sparse.IndexedRows(rows.values, np.array(rows.indices), rows.dense_shape)
+    values, indices = np.float32([[1, 2], [3, 4], [5, 6]]), np.array([0, 0, 5])
+    rows = tj.sparse.IndexedRows(values, indices, SHAPE)
     expected = np.zeros(SHAPE)
     expected[0], expected[5] = [4, 6], [5, 6]
     assert rows.to_dense().tolist() == expected.tolist()
     assert rows.add_to(np.ones(SHAPE, "f")).tolist() == (1 + expected).tolist()
     assert jax.jit(lambda r: r.to_dense())(rows).tolist() == expected.tolist()
-
-
-def test_all_rows_of_an_array_are_the_array():
-    array = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    np.testing.assert_array_equal(all_rows_of(array).to_dense(), array)
 
 
 @pytest.mark.slow

@@ -214,9 +214,8 @@ def test_an_evaluation_that_fails_loses_no_training(tmp_path, compiled, error, o
         state_alone, history = tj.run(step, start, FEW, progress=False)
         np.testing.assert_allclose(state.params, state_alone.params, rtol=1e-5)
         member = again.members[again.configs.index(config)]
-        np.testing.assert_allclose(
-            member.metrics["loss"], history.metrics["loss"], rtol=1e-5
-        )
+        losses = member.metrics["loss"], history.metrics["loss"]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
         assert member.evaluation == {}
     whole = quiet(small, GRID, evaluate=lambda state, **_: {"done": 1}, **options)
     done = [member.evaluation.get("done") for member in whole.members]
@@ -276,12 +275,8 @@ def test_a_file_of_another_sweep_is_refused_before_anything_runs(tmp_path):
 
 def test_configurations_are_one_where_the_file_has_one():
     values = [False, 0, 0.0, np.nan, float("nan"), 0]
-    assert [repr(c["use"]) for c in configs_of({"use": values})] == [
-        "False",
-        "0",
-        "0.0",
-        "nan",
-    ]
+    uses = [repr(c["use"]) for c in configs_of({"use": values})]
+    assert uses == ["False", "0", "0.0", "nan"]
 
 
 @pytest.mark.parametrize("returned", [None, {"v": {"a": 1}}])
@@ -408,12 +403,9 @@ def test_a_sweep_is_a_table(swept, monkeypatch):
 def test_members_may_have_different_metrics():
     config, curve = {"model": "a", "seed": 0}, {"loss": np.array([2.0, 1.0])}
     norm = {"norm": np.array([3.0, 4.0])}
-    found = Sweep(
-        (
-            Member(config, curve, {"v": 5.0}, "alone", 0.5),
-            Member({**config, "model": "b"}, {**curve, **norm}, {}, "alone", 0.5),
-        )
-    )
+    one = Member(config, curve, {"v": 5.0}, "alone", 0.5)
+    other = Member({**config, "model": "b"}, {**curve, **norm}, {}, "alone", 0.5)
+    found = Sweep((one, other))
     (table,) = found.tables()
     assert table.head == ("model", "seed", "loss", "v", "norm", "order", "seconds")
     assert [row[3:5] for row in table.rows] == [("5", ""), ("", "4")]
@@ -456,18 +448,15 @@ def test_curves_are_a_picture_with_bands():
     (panel,) = of_losses(configs, losses).plot().axes
     labels = [text.get_text() for text in panel.get_legend().get_texts()]
     assert labels == ["rate=1, mean of 3", "rate=2, mean of 3"]
-    for line, band, rows in zip(
-        panel.lines, panel.collections, losses.reshape(2, 3, 5), strict=True
-    ):
+    drawn = panel.lines, panel.collections, losses.reshape(2, 3, 5)
+    for line, band, rows in zip(*drawn, strict=True):
         assert line.get_xdata().tolist() == [1, 2, 3, 4, 5]
         np.testing.assert_allclose(line.get_ydata(), rows.mean(0))
         corners = band.get_paths()[0].vertices
         for step in range(5):
             found = corners[corners[:, 0] == step + 1, 1]
-            assert {found.min(), found.max()} == {
-                rows[:, step].min(),
-                rows[:, step].max(),
-            }
+            own = rows[:, step]
+            assert {found.min(), found.max()} == {own.min(), own.max()}
     assert panel.get_ylabel() == "loss"
 
 
@@ -478,9 +467,7 @@ def test_pictures_of_a_grid_without_seeds_and_of_arrays(monkeypatch):
     assert len(panel.lines) == 2
     (panel,) = of_losses(configs, np.ones((2, 5))).plot(over="rate").axes
     assert [line.get_label() for line in panel.lines] == ["loss, mean of 2"]
-    with pytest.raises(
-        ValueError, match=r"metric='loss' is an array \(3,\) in each st"
-    ):
+    with pytest.raises(ValueError, match=r"metric='loss' is an array \(3,\) in each"):
         of_losses(configs, np.ones((2, 5, 3))).plot()
     with pytest.raises(ValueError, match="metric='acc' must be one of 'loss'"):
         of_losses(configs, np.ones((2, 5))).plot("acc")
