@@ -121,9 +121,8 @@ def early(arguments):
     """Process 1 comes late to each meeting."""
     processes._PATIENCE_S = 0.2
     me = tj.cluster.initialize(**arguments).process_id
-    count = tj.Mirrored().create_var(
-        "count", 1.0, tower_local=True, reduction=tj.Reduction.SUM
-    )
+    how = {"tower_local": True, "reduction": tj.Reduction.SUM}
+    count = tj.Mirrored().create_var("count", 1.0, **how)
     for meet in (
         lambda: processes.require_same("This", "", ""),
         lambda: tj.towers.saved_values(count.value),
@@ -138,9 +137,8 @@ class Member:
         self.path = path
         path.touch()
         args = (str(path), run, arguments)
-        self.process = forked.context().Process(
-            target=forked.member, args=args, kwargs=options
-        )
+        made = {"target": forked.member, "args": args, "kwargs": options}
+        self.process = forked.context().Process(**made)
         self.process.start()
 
     @property
@@ -212,10 +210,8 @@ def said(i, count, how, devices=2):
 def test_one_process_needs_no_cluster_and_is_of_no_other(job):
     (one,) = job(again, [({}, {})])
     assert one.ended() == 0
-    assert (
-        said(0, 1, "one process: nothing in the environment names a cluster")
-        in one.text
-    )
+    how = "one process: nothing in the environment names a cluster"
+    assert said(0, 1, how) in one.text
     assert "RuntimeError: tj.cluster.initialize() has run already and gave" in one.text
     assert "all came" in one.text
 
@@ -277,9 +273,8 @@ def test_a_loop_that_ignores_results_learns_of_a_dead_process_from_its_steps(job
     assert survivor.ended() == 1
     assert time.monotonic() - began < 15
     assert "towerjax: process 0 of 2" in survivor.text
-    assert re.search(
-        "ends with this exception:\n.*all-reduce failed", survivor.text, re.S
-    )
+    why = "ends with this exception:\n.*all-reduce failed"
+    assert re.search(why, survivor.text, re.S)
 
 
 @pytest.mark.slow
@@ -290,10 +285,8 @@ def test_who_does_not_come_is_named(job):
         assert there[i].ended() == 1
         who = f"towerjax: process {i} of 3, at {first[1]['coordinator']},"
         assert f"{who} waits for processes {others} (up to 1 s)\n" in there[i].text
-        assert (
-            f"{who} waited 1 s and ends: processes {others} did not come, or not all of"
-            " them."
-        ) in there[i].text
+        ends = f"ends: processes {others} did not come, or not all of them."
+        assert f"{who} waited 1 s and {ends}" in there[i].text
 
 
 @pytest.mark.slow
@@ -331,11 +324,8 @@ def test_what_cannot_be_is_refused(job):
 def test_a_process_that_comes_early_says_that_it_waits(job):
     first, late = job(early, named(2))
     assert (first.ended(), late.ended()) == (0, 0)
-    for what in (
-        "This is to be compared",
-        "a value of all towers is read",
-        "tower-local values are read",
-    ):
+    values = "a value of all towers is read", "tower-local values are read"
+    for what in ("This is to be compared", *values):
         assert f"process 0 waits for the others: {what}. Do all" in first.text
 
 
@@ -350,9 +340,8 @@ def test_a_timeout_is_an_int_of_seconds(name, value):
 def test_jax_must_count_as_many_processes(monkeypatch):
     monkeypatch.setattr(start, "_initialize_jax", lambda *_: None)
     for mine in (Cluster(1, 4, "a:1", "TF_CONFIG"), Cluster(1, 2, "a:1", "TF_CONFIG")):
-        with pytest.raises(
-            RuntimeError, match="TF_CONFIG: this is process 1 of .*0 of 1"
-        ):
+        text = "TF_CONFIG: this is process 1 of .*0 of 1"
+        with pytest.raises(RuntimeError, match=text):
             _join_cluster(mine, {})
     alone = Cluster(0, 1, f"127.0.0.1:{free_port()}", "TF_CONFIG")
     assert _join_cluster(alone, {}) == alone

@@ -118,6 +118,9 @@ def test_every_process_is_told_what_does_not_fit(told, scenario, text):
         assert re.search(text.format(me=me, more=2 + me, steps=3 - me), one[scenario])
 
 
+TOO_WIDE = "A tower of 4 devices would be of the processes [0, 1]"
+FAULTS = ("loss/sum", "loss"), ("params", "gradient")
+OPS = "Packed", "Hierarchical", "ReduceToOneDevice"
 EXPECTED = {
     # Process 0 has batches of 4, 4, 3 rows; process 1 of 4 rows, and an empty one.
     "ends_pad": [[2, 2, 2, 2], [2, 2, 0, 0], [2, 1, 0, 0]],
@@ -129,33 +132,18 @@ EXPECTED = {
     "left_early": [True, 0],
     "side_by_side": 3,
     "fetched": [3.0, 1.0],
-    "ops": dict.fromkeys(
-        ("Packed", "Hierarchical", "ReduceToOneDevice"), [28.0, 140.0]
-    ),
+    "ops": dict.fromkeys(OPS, [28.0, 140.0]),
     "saved_and_restored": [6.0, 6.0, 0.75],
     "of_the_first": [3.0, 4.0, 8.0, 1.0, 1, [1.0], [2.0]],
     "sums_of_rows": [[[0, 0], [10, 10], [0, 0]], [[1, 1], [11, 11], [1, 1]]],
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
     "desynced": [0, "cpu:3", "params"],
-    "not_finite": [
-        [1, 2, "loss/sum", "loss", "NaN"],
-        [1, 2, "params", "gradient", "NaN"],
-    ],
+    "not_finite": [[1, 2, *x, "NaN"] for x in FAULTS],
     # In float64: 192.94, with errors one larger in the second step.
-    "sharded": [
-        192.94,
-        [1, 2, 2],
-        *[[-4.61, -3.61, -2.61, -1.61, -0.61, 0.39, 1.39, 2.39]] * 2,
-    ],
+    "sharded": [192.94, [1, 2, 2], *[[round(x - 4.61, 2) for x in range(8)]] * 2],
     # By NumPy: 428.786, and w less 1.147 after two steps with momentum.
-    "wide": [
-        2,
-        428.786,
-        [1, 4, 4],
-        [-1.147, -0.147, 0.853, 1.853, 2.853, 3.853, 4.853, 5.853],
-        "A tower of 4 devices would be of the processes [0, 1]",
-    ],
+    "wide": [2, 428.786, [1, 4, 4], [round(x - 1.147, 3) for x in range(8)], TOO_WIDE],
     "shared_values_of_the_first": [-3.5 * (3 + 7 + 9 + 8)] * 2,
     "alone_between_meetings": 1.26,  # 3.5 (1 - 0.8^2)
     "learning_rates_of_the_first": 0.25 * 7 + 0.125 * 3.5,
@@ -266,11 +254,8 @@ def test_every_process_stops_and_keeps_the_same(told, keep):
 @pytest.mark.slow
 def test_work_for_one_process_alone_is_refused(told):
     for me, one in enumerate(told):
-        for text, work in zip(
-            one["work_of_one_process"],
-            ["checkpointer=", "WithState.every=[2]", "evaluate=True"],
-            strict=True,
-        ):
+        works = ["checkpointer=", "WithState.every=[2]", "evaluate=True"]
+        for text, work in zip(one["work_of_one_process"], works, strict=True):
             assert "What tj.run does must be the same on all 2 processes" in text
             assert (work in text) == (me == 1)
 

@@ -68,8 +68,16 @@ def next_w(w, x, batch, rate=0.1):
     return w - rate * 2 * (weight * (x @ w - y)) @ x / weight.sum()
 
 
-def mirrored(T, D, options):
+def mirrored(T, D, **options):
     return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
+
+
+def training(strategy, **options):
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
+
+
+def predicting(fn, strategy, **options):
+    return tj.build_predict_step(lambda w, x, tower: fn(w, x), strategy, **options)
 
 
 @pytest.mark.few_fast(1)
@@ -78,21 +86,19 @@ def mirrored(T, D, options):
 )
 def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
     batch, x = batch_of(7, **layout)
-    predict = tj.build_predict_step(
-        lambda w, batch, tower: {"y": batch["x"] @ w, "x": batch["x"].todense()},
-        mirrored(T, D, options),
-    )
-    out = predict(W, batch)
+
+    def both(w, batch):
+        return {"y": batch["x"] @ w, "x": batch["x"].todense()}
+
+    out = predicting(both, mirrored(T, D, **options))(W, batch)
     np.testing.assert_allclose(out["y"], np.float64(x) @ W, rtol=1e-6)
     np.testing.assert_array_equal(out["x"], x)
 
 
 @pytest.mark.slow
 def test_training_is_that_on_the_dense_rows():
-    strategy, options = mirrored(4, 2, {"local": "scan"}), {"remainder": "pad"}
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(0.1), strategy, micro_batches=2, **options
-    )
+    strategy = mirrored(4, 2, local="scan")
+    step = training(strategy, micro_batches=2, remainder="pad")
     state, expected = step.init(W), np.float64(W)
     for number, examples in enumerate((9, 5, 9)):
         batch, x = batch_of(examples, seed=number)
@@ -106,25 +112,22 @@ def model_fn(variables, features, labels, mode, tower):
     predictions = {"y": features @ variables.params}
     if mode is tj.estimator.Mode.PREDICT:
         return tj.estimator.ModelSpec(mode, predictions=predictions)
-    loss, train_op = optimizer.minimize(
-        lambda w: tj.Weighted.mean(
-            (features @ w - labels["y"]) ** 2, tower.weight * labels["weight"]
-        ),
-        variables,
-    )
-    return tj.estimator.ModelSpec(
-        mode, loss=loss, train_op=train_op, predictions=predictions
-    )
+
+    def loss_of(w):
+        return loss_fn(w, {"x": features, **labels}, tower)
+
+    loss, train_op = optimizer.minimize(loss_of, variables)
+    given = {"loss": loss, "train_op": train_op, "predictions": predictions}
+    return tj.estimator.ModelSpec(mode, **given)
 
 
 @pytest.mark.slow
 def test_a_model_function_gets_its_own_rows():
-    model = tj.estimator.replicate_model_fn(model_fn, devices=mirrored(4, 2, {}))
+    model = tj.estimator.replicate_model_fn(model_fn, devices=mirrored(4, 2))
     batch, x = batch_of(7)
     features, labels = batch["x"], {k: v for k, v in batch.items() if k != "x"}
-    variables = model.init(
-        tj.TrainState.create(W, tj.estimator.TowerOptimizer(optax.sgd(0.1)))
-    )
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+    variables = model.init(tj.TrainState.create(W, optimizer))
     spec = model(variables, features, labels, tj.estimator.Mode.TRAIN)
     np.testing.assert_allclose(spec.predictions["y"], np.float64(x) @ W, rtol=1e-6)
     expected = next_w(np.float64(W), x, batch)
@@ -132,13 +135,9 @@ def test_a_model_function_gets_its_own_rows():
 
 
 def test_the_example_of_four_rows():
-    x = sparse.BCOO(
-        (np.float32([1, 2, 3, 4]), np.array([[0, 0], [0, 1], [0, 2], [3, 0]])),
-        shape=(4, 3),
-    )
-    predict = tj.build_predict_step(
-        lambda w, batch, tower: batch @ w, mirrored(2, 1, {})
-    )
+    indices = np.array([[0, 0], [0, 1], [0, 2], [3, 0]])
+    x = sparse.BCOO((np.float32([1, 2, 3, 4]), indices), shape=(4, 3))
+    predict = predicting(lambda w, x: x @ w, mirrored(2, 1))
     assert predict(np.ones(3, np.float32), x).tolist() == [6, 0, 0, 4]
 
 
@@ -146,8 +145,7 @@ def test_the_example_of_four_rows():
 def test_data_is_cut_by_rows():
     """Shuffled, prefetched, two steps a call, an uneven end."""
     data, x = batch_of(23)
-    strategy = mirrored(4, 2, {})
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+    step = training(mirrored(4, 2), remainder="pad")
     source = tj.batches(data, 6, epochs=2, seed=3)
     state, _ = tj.run(step, step.init(W), source, steps_per_call=2, progress=False)
     rows = {**data, "x": x}
@@ -173,25 +171,20 @@ def test_batches_hold_the_rows_and_nothing_else():
 
 @pytest.mark.slow
 def test_a_data_set_is_distributed_by_rows():
-    strategy = mirrored(4, 2, {})
-    pairs = [batch_of(n, seed=n) for n in (8, 3)]
-    predict = tj.build_predict_step(
-        lambda w, batch, tower: batch["x"] @ w, strategy, max_programs=2
-    )
+    strategy, pairs = mirrored(4, 2), [batch_of(n, seed=n) for n in (8, 3)]
+    predict = predicting(lambda w, x: x["x"] @ w, strategy, max_programs=2)
     placed = strategy.distribute_dataset([batch for batch, _ in pairs])
     for batch, (_, x) in zip(placed, pairs, strict=True):
         np.testing.assert_allclose(predict(W, batch), np.float64(x) @ W, rtol=1e-6)
 
 
 def test_entries_that_were_split_for_other_micro_batches_are_refused():
-    strategy, (batch, x) = mirrored(2, 1, {}), batch_of(8)
+    strategy, (batch, x) = mirrored(2, 1), batch_of(8)
     dense_too = {**batch, "x": x}
     for placed_for, taken_for in ((1, 2), (2, 1), (2, 4)):
         given = {"micro_batches": placed_for}
         sparse_one, dense_one = strategy.distribute_dataset([batch, dense_too], **given)
-        step = tj.build_train_step(
-            loss_fn, optax.sgd(0.1), strategy, micro_batches=taken_for
-        )
+        step = training(strategy, micro_batches=taken_for)
         step.place_batch(dense_one)
         text = f"split for micro_batches={placed_for}. Say micro_batches={taken_for} wh"
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -202,9 +195,7 @@ def test_entries_that_were_split_for_other_micro_batches_are_refused():
 
 def test_entries_are_split_anew_in_each_batch_of_the_same_shapes():
     """Two micro-batches of one tower: their arrays have the shapes of the whole."""
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(0.1), mirrored(1, 1, {}), micro_batches=2
-    )
+    step = training(mirrored(1, 1), micro_batches=2)
     values = np.arange(1, 9, dtype=np.float32)[:, None]
     for rows in ([0, 0, 1, 1, 2, 2, 3, 3], [3, 1, 2, 0, 0, 1, 3, 2]):
         whole = tj.sparse.IndexedRows(values, np.array(rows, np.int32), (4, 1))
@@ -218,9 +209,7 @@ def test_entries_are_split_anew_in_each_batch_of_the_same_shapes():
 
 def test_one_tower_has_the_entries_of_all_towers():
     batch, x = batch_of(8)
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(0.1), mirrored(2, 1, {}), micro_batches=2
-    )
+    step = training(mirrored(2, 1), micro_batches=2)
     placed = tj.testing.one_tower(step).place_batch(batch)
     np.testing.assert_array_equal(dense(placed.arrays["x"]), x)
 
@@ -228,9 +217,7 @@ def test_one_tower_has_the_entries_of_all_towers():
 @pytest.mark.slow
 def test_few_programs_serve_batches_of_any_number_of_entries():
     """One kind of batch, whose towers have from none to 60 entries."""
-    predict = tj.build_predict_step(
-        lambda w, x, tower: x @ w, mirrored(2, 2, {}), max_programs=1
-    )
+    predict = predicting(lambda w, x: x @ w, mirrored(2, 2), max_programs=1)
     x = np.arange(60, dtype=np.float32).reshape(2, 30)
     for entries in (0, 3, 30, 17, 9):
         indices = np.argwhere(np.arange(30) < entries * np.ones((2, 1)))
@@ -239,10 +226,9 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
         np.testing.assert_allclose(out, x[:, :entries].sum(1), rtol=1e-6)
     assert len(predict.programs.made) <= 3
     change = re.escape("batch was float32[2, 30] and is float32[4, 30]")
+    cut = sparse.BCOO((cut.data, cut.indices), shape=(4, 30))
     with pytest.raises(ValueError, match=change):
-        predict(
-            np.ones(30, np.float32), sparse.BCOO((cut.data, cut.indices), shape=(4, 30))
-        )
+        predict(np.ones(30, np.float32), cut)
 
 
 # fmt: off
@@ -263,25 +249,23 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_other_formats_are_refused(name):
     make, text = BAD[name]
-    predict = tj.build_predict_step(
-        lambda w, batch, tower: batch["y"], mirrored(2, 1, {})
-    )
+    predict = predicting(lambda w, batch: batch["y"], mirrored(2, 1))
     with pytest.raises(ValueError, match=re.escape(text)):
         predict(np.float32(1), {"x": make(), "y": np.ones(4)})
 
 
 def test_sparse_outputs_are_refused():
-    predict = tj.build_predict_step(lambda w, x, tower: {"same": x}, mirrored(2, 1, {}))
+    predict = predicting(lambda w, x: {"same": x}, mirrored(2, 1))
     with pytest.raises(ValueError, match=r"predictions\['same'\] is a BCOO, whose ent"):
         predict(np.float32(1), bcoo(np.eye(4)))
 
 
 def test_where_entries_would_be_taken_for_examples_they_are_refused():
     data = [{"x": bcoo(np.eye(4))}] * 2
-    placed = mirrored(2, 1, {}).distribute_dataset(data, split="elements")
+    placed = mirrored(2, 1).distribute_dataset(data, split="elements")
     with pytest.raises(ValueError, match=r"\['x'\] is a BCOO, whose entries would be"):
         next(iter(placed))
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2, 1, {}))
+    step = training(mirrored(2, 1))
     with pytest.raises(ValueError, match=r"\['x'\] is a BCOO, whose entries would be"):
         step.check(jax.ShapeDtypeStruct((4,), jnp.float32), data[0])
     with pytest.raises(ValueError, match=r"\['x'\] is a BCOO.* not in a call"):

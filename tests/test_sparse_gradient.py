@@ -38,27 +38,22 @@ def embedded(t, take):
     return take(model.embedding, IDS)
 
 
+def used_in_a_scan(t, take):
+    first = jnp.ones(IDS.shape[1:] + (D,))
+    return lax.scan(lambda c, x: (c + x, c * x), first, take(t, IDS))[1]
+
+
 LOOKUPS = {
     "ids": (lambda t, take: take(t, IDS), 6),
     "one id": (lambda t, take: take(t, 3), 1),
     "small ids": (lambda t, take: take(t, IDS.astype(np.int8)), 6),
     "twice": (lambda t, take: take(t, IDS[0]) * take(t, IDS[1]), 6),
-    "ids from rows": (
-        lambda t, take: take(t, (take(t, IDS)[..., 0] > 0).astype(int)),
-        6,
-    ),
+    "ids of rows": (lambda t, take: take(t, (take(t, IDS)[..., 0] > 0).astype(int)), 6),
     "beyond": (lambda t, take: take(t, WILD), 5),
     "cast after": (lambda t, take: take(t, IDS).astype(jnp.bfloat16), 6),
-    "used in a scan": (
-        lambda t, take: lax.scan(
-            lambda c, x: (c + x, c * x), jnp.ones(IDS.shape[1:] + (D,)), take(t, IDS)
-        )[1],
-        6,
-    ),
+    "used in a scan": (used_in_a_scan, 6),
     "of a constant too": (
-        lambda t, take: take(lax.stop_gradient(t), IDS) * take(t, IDS[:1, :1]),
-        1,
-    ),
+        lambda t, take: take(lax.stop_gradient(t), IDS) * take(t, IDS[:1, :1]), 1),
     "no ids": (lambda t, take: take(t, np.zeros(0, int)), 0),
     "no gradient": (lambda t, take: lax.stop_gradient(take(t, IDS)), 0),
     "variable": (embedded, 6),
@@ -129,10 +124,8 @@ def test_derivatives_go_through_the_gradient_of_rows():
 
     stack = np.stack([table(), table(seed=1)])
     for transformed in (jax.grad, lambda f: jax.grad(jax.checkpoint(f))):
-        found, expected = (
-            jax.jit(jax.vmap(transformed(f)))(stack) for f in (of_rows, dense)
-        )
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        both = [jax.jit(jax.vmap(transformed(f)))(stack) for f in (of_rows, dense)]
+        np.testing.assert_allclose(*both, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_a_bfloat16_table_add_up_in_float32():
@@ -271,9 +264,7 @@ OPTIMIZER = optax.chain(
     optax.add_decayed_weights(0.1), optax.sgd(np.float32(RATE), momentum=DECAY)
 )
 GRID = [
-    (1, 1, {}, 1),
-    (4, 2, {}, 2),
-    (4, 2, {"local": "scan"}, 1),
+    *[(1, 1, {}, 1), (4, 2, {}, 2), (4, 2, {"local": "scan"}, 1)],
     (4, 2, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}, 2),
     (2, 2, {"executor": "pmap"}, 1),
     (2, 2, {"state": "sharded_optimizer"}, 1),

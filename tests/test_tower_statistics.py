@@ -26,14 +26,8 @@ def loss_fn(params, batch, tower):
 
 def step_of(T, D=1, local="vmap", A=1, statistics=STATISTICS, **options):
     strategy = mirrored(T, D, local, **options)
-    return tj.build_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        strategy,
-        micro_batches=A,
-        remainder="pad",
-        extend=statistics,
-    )
+    options = {"micro_batches": A, "remainder": "pad", "extend": statistics}
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
 
 
 def sums_of(rows):
