@@ -113,9 +113,8 @@ class Refused:
         return lax.ppermute(x, AXIS, pairs)  # here
 
     def partial_permutation(w, x):
-        return lax.ppermute(
-            w, AXIS, [(i, i + 1) for i in range(lax.axis_size(AXIS) - 1)]
-        )
+        pairs = [(i, i + 1) for i in range(lax.axis_size(AXIS) - 1)]
+        return lax.ppermute(w, AXIS, pairs)
 
     def linear_solve(w, x):
         return lax.custom_linear_solve(lambda v: 2 * v, x[0], lambda _, b: b / 2)
@@ -359,9 +358,8 @@ class Legal:
 
     def sharded_update(w, x):
         rows = jnp.broadcast_to(x[0], (lax.axis_size(AXIS), 4))
-        return lax.all_gather(
-            lax.psum_scatter(rows, AXIS, tiled=True), AXIS, tiled=True
-        )
+        own = lax.psum_scatter(rows, AXIS, tiled=True)
+        return lax.all_gather(own, AXIS, tiled=True)
 
     def vmapped_sum(w, x):
         return jax.vmap(lambda row: lax.psum(row, ("row", AXIS)), axis_name="row")(x)
@@ -616,10 +614,9 @@ def chain(*steps):
 
 def scatter(value, axis, axis_index_groups):
     group = len(axis_index_groups[0])
-    value = jnp.tile(value.reshape(-1), group)
-    return lax.psum_scatter(
-        value, axis, axis_index_groups=axis_index_groups, tiled=True
-    )
+    value, options = jnp.tile(value.reshape(-1), group), {"tiled": True}
+    options["axis_index_groups"] = axis_index_groups
+    return lax.psum_scatter(value, axis, **options)
 
 
 def gather(value, axis, axis_index_groups):
@@ -752,9 +749,8 @@ def test_a_reduced_operator_is_solved_alike_on_all_towers():
     for rows in towers(jnp.float32(w), jnp.float32(x)):
         np.testing.assert_array_equal(rows[0], rows[1])
         np.testing.assert_array_equal(rows[0], rows[2])
-        np.testing.assert_allclose(
-            rows[0], np.linalg.solve(np.eye(4) + mean, w), rtol=1e-3
-        )
+        solution = np.linalg.solve(np.eye(4) + mean, w)
+        np.testing.assert_allclose(rows[0], solution, rtol=1e-3)
 
 
 def test_a_solver_of_what_differs_is_refused():

@@ -191,10 +191,7 @@ def hiding(name, code):
     primitive.def_impl(code)
     mlir.register_lowering(primitive, mlir.lower_fun(code, multiple_results=False))
     batching.defvectorized(primitive)
-    ad.primitive_jvps[primitive] = lambda x, t, **params: (
-        primitive.bind(*x, **params),
-        t[0],
-    )
+    ad.primitive_jvps[primitive] = lambda x, t, **p: (primitive.bind(*x, **p), t[0])
     return primitive
 
 
@@ -310,9 +307,7 @@ def test_what_an_update_cannot_run_is_refused_by_check(update, strategy, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [{"devices": ["cpu:0"]}, SHARED])
 def test_a_mesh_of_the_one_device_runs_in_a_tower(strategy):
-    of_tower = of_params(
-        lambda w: on_mesh(lambda w: lax.psum(0 * w, "mine"), size=1)(w)
-    )
-    step = build(of_tower, **strategy)
+    alone = on_mesh(lambda w: lax.psum(0 * w, "mine"), size=1)
+    step = build(of_params(alone), **strategy)
     step.check(PARAMS, BATCH)
     np.testing.assert_allclose(trained(step)[0], one_tower(), rtol=1e-5)

@@ -37,6 +37,7 @@ def divided_in_a_kernel(w, x):
     return pl.pallas_call(kernel, out_shape=w)(psum(w))
 
 
+HALVES = [[0, 1], [2, 3]]
 RIGHT = {
     "divided in a kernel": divided_in_a_kernel,
     "mean": lambda w, x: psum(w) / T,
@@ -61,9 +62,7 @@ RIGHT = {
     "mean of others twice": lambda w, x: lax.pmean(psum(x) / T, AXIS),
     "derivative": derivative_of_a_shared_total,
     "other extremes": lambda w, x: lax.pmax(w, AXIS) + lax.pmin(w, AXIS),
-    "ragged groups are no whole": lambda w, x: lax.psum(
-        w, AXIS, axis_index_groups=[[0, 1], [2, 3]]
-    ),
+    "halves are no whole": lambda w, x: lax.psum(w, AXIS, axis_index_groups=HALVES),
 }
 
 WRONG = {
@@ -79,9 +78,7 @@ WRONG = {
     "chosen": lambda w, x: jnp.where(w > 0, psum(w), w),
     "branch": lambda w, x: lax.cond(w[0] > 0, lambda: psum(w), lambda: w),
     "mean of a sum": lambda w, x: lax.pmean(3.5 * psum(w), AXIS),
-    "growing": lambda w, x: lax.scan(lambda c, _: (psum(c), None), w, None, length=9)[
-        0
-    ],
+    "growing": lambda w, x: lax.fori_loop(0, 9, lambda _, c: psum(c), w),
     "matrix": lambda w, x: jnp.outer(psum(w), w),
     "added to others": lambda w, x: lax.pmean(x + psum(w)[None], AXIS),
     "taken from others": lambda w, x: lax.pmean(x[0] - 0.3 * psum(3.0 * w), AXIS),

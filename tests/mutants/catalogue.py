@@ -456,7 +456,7 @@ STATE = (
     _m("S15", "a step that may be refused copies each table",
        "step.update:accept",
        "if var in olds and left.get(var) is not olds[var]:", "if var in olds:",
-       "test_row_updates.py::test_no_table_is_copied[2-1-options0]"),
+       "test_row_updates.py::test_no_table_is_copied"),
     _m("S03", "a batch without examples changes the parameters",
        "step.next_state:_evaluate_metrics",
        "has_examples = sum(jnp.sum(term.weight) for term in guarded) != 0",
