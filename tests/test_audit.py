@@ -295,7 +295,6 @@ SPREAD = pytest.mark.few_fast(2)
 
 
 @pytest.mark.few_fast(1)
-@SPREAD
 @pytest.mark.filterwarnings("ignore:Rows of a tower")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):

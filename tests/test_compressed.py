@@ -156,7 +156,7 @@ def test_sums_are_those_of_the_same_codes_in_float64(T, D, local, bits, A, feedb
         assert not jax.tree.leaves(state.local)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("D, bits", [(2, 8), (4, 4)])
 def test_what_is_sent_is_what_the_formula_says(D, bits):
     step = step_of(D, D, ops=compressed(bits))

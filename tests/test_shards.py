@@ -161,7 +161,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "layout"), [
     *[("recomputed", layout) for layout in LAYOUTS],
     *[(hidden, "two a device") for hidden in HIDDEN],

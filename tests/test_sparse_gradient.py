@@ -90,7 +90,7 @@ def of_lookups():
     return jax.device_get(of_all({"t": table(), "s": np.float32(0.7)}))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_each_lookup_has_the_dense_gradient(name, of_lookups):
     (value, grads), (expected_value, expected) = of_lookups[name]

@@ -183,7 +183,7 @@ def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
         np.testing.assert_array_equal(one.evaluation["w"], other.evaluation["w"])
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()])
 @pytest.mark.parametrize("order", ["together", "in_turn"])
 def test_an_evaluation_that_fails_loses_no_training(tmp_path, compiled, error, order):
