@@ -441,6 +441,22 @@ def test_every_file_that_is_damaged_is_named(step, copied):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["manifest.json", "default/_METADATA"])
+@pytest.mark.parametrize("kind", ["pipe", "dangling link", "folder"])
+def test_what_is_no_file_is_named_and_not_waited_for(step, copied, path, kind):
+    place = copied / "4" / path
+    place.unlink()
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.symlink_to(copied / "nowhere")
+    with pytest.raises(tj.CheckpointError, match=f"/4' is not .*{place.name}"):
+        tj.Checkpointer(copied).restore(step, model.init(step))
+
+
+@pytest.mark.slow
 def test_a_copy_under_another_steps_name_is_refused(step, copied):
     (copied / "4").rename(copied / "9")
     saving = tj.Checkpointer(copied)

@@ -103,9 +103,8 @@ OF_OTHER_INPUT = (
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
     """Trace the code that a primitive hides; None if it cannot be traced."""
-    code: Callable = (
-        eqn.primitive.to_lojax if _is_high(eqn.primitive) else eqn.primitive.impl
-    )
+    one = eqn.primitive
+    code: Callable = one.to_lojax if _is_high(one) else one.impl
     avals: list[Any] = [v.aval for v in eqn.invars]
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
@@ -273,9 +272,8 @@ def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
     found = dict(zip(map(id, jaxpr.invars), given, strict=True))
     for eqn in jaxpr.eqns:
         inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
-        if _is_high(eqn.primitive) and (
-            program := trace_hidden(eqn, {})
-        ):  # with jax_remat3
+        program = trace_hidden(eqn, {}) if _is_high(eqn.primitive) else None
+        if program is not None:  # with jax_remat3
             inner = [open_jaxpr(program)]
         if inner:
             inside = [found.get(id(x)) for x in eqn.invars]

@@ -74,7 +74,7 @@ def _row(index: int) -> Callable[..., PyTree]:
 
 
 def _add_table_rows(rows: IndexedRows) -> IndexedRows:
-    """One micro-batch's or tower's rows of a table after another's, or their sum."""
+    """All rows of a table, end to end; those of one index are meant to be added."""
     return one_of(Reduction.SUM, rows)
 
 

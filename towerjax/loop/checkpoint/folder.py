@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import tempfile
@@ -29,7 +30,14 @@ _REPAIR = (
     "Restore these files; or delete the whole folder to go on from the checkpoint"
     " before."
 )
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 _WHOLE = re.compile(r"0|[1-9][0-9]*")
 _PARTIAL = re.compile(r"[0-9]+\.partial")
 
@@ -132,7 +140,7 @@ def read_manifest(folder: epath.Path) -> dict[str, Any]:
     """The manifest of a folder; raise unless it is what was written."""
     path, digest, version = folder / MANIFEST, None, None
     with contextlib.suppress(*_UNREADABLE):
-        table = json.loads(path.read_text())
+        table = json.loads(path.read_text() if _is_file(path) else "{}")
         digest, version = table.pop("sha256"), table["format"]
         if digest != _hash_of_table(table):
             digest = None
@@ -157,8 +165,10 @@ def check_manifest(folder: epath.Path) -> None:
     files = read_manifest(folder)["files"]
     problems, there = [], set(_files_of(folder))
     for name, (size, digest) in files.items():
-        if name not in there or not (folder / name).exists():
+        if name not in there:
             problems.append(f"{name} is missing")
+        elif not _is_file(folder / name):
+            problems.append(f"{name} is a pipe, or a link to nothing")
         elif (now := _checksum(folder / name))[0] != size:
             problems.append(f"{name} has {now[0]} bytes instead of {size}")
         elif now[1] != digest:
@@ -178,6 +188,11 @@ def _sync_folder(path: epath.Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _is_file(path: epath.Path) -> bool:
+    """Whether a path is a file; to open a pipe would wait for who writes into it."""
+    return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
 
 
 def _files_of(folder: epath.Path) -> list[str]:
