@@ -33,9 +33,10 @@ class Written(io.BytesIO):
 
     def close(self):
         if not self.closed:
+            data = self.getvalue()
+            super().close()  # first: what fails is not tried again by the collector
             changes(self.text)
-            FILES[self.text] = self.getvalue()
-        super().close()
+            FILES[self.text] = data
 
 
 @epath.register_path_cls("fake://")

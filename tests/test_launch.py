@@ -77,12 +77,18 @@ def test_the_transports_connections_are_no_output(capfd):
     lines = [
         f"[Gloo] Rank 1 {whole} 3",
         f"[Gloo] Rank [Gloo] Rank 4 {whole} 3",  # torn, as threads write them
+        f" 1 {whole} 3",
         f"[Gloo] Rank 2 {whole} 3[Gloo] Rank 3 {whole} 3",
+        "",
+        f"[Gloo] Rank 2 {whole} [Gloo] Rank 3 {whole} 3",
+        "3",
+        "3",  # and what the program prints
         "[Gloo] Rank 1 failed",
         "peer ranks differ",
     ]
     launch(child(f"print(*{lines!r}, sep=chr(10))"), processes=1)
-    assert capfd.readouterr().out == "[0] [Gloo] Rank 1 failed\n[0] peer ranks differ\n"
+    expected = "[0] 3\n[0] [Gloo] Rank 1 failed\n[0] peer ranks differ\n"
+    assert capfd.readouterr().out == expected
 
 
 def test_no_line_is_torn_and_none_is_lost(capfd):

@@ -389,8 +389,8 @@ def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, name, options, tm
         count, error = signalled_at(
             event_number, act, lambda: run(step, state, source, **given)
         )
-        if error is None:
-            assert event_number == 0
+        if error is None:  # a thread in advance makes the lines of a run vary a little
+            assert event_number == 0 or count < event_number
             return count, 0
         inside = hasattr(
             error, "state"

@@ -35,10 +35,14 @@ _TRANSPORT = re.compile(
 
 def _forward(source: IO[bytes], target: Any, prefix: str) -> None:
     """Write each line that a process prints, until it ends or nobody reads them."""
+    owed = 0  # rests of torn lines of the transport, which are still to come
     with source, contextlib.suppress(BrokenPipeError):
         for line in source:
-            if b"[Gloo]" not in line or not _TRANSPORT.fullmatch(line):
-                write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
+            begun = line.count(b"[Gloo]")
+            if (begun or owed) and _TRANSPORT.fullmatch(line):
+                owed += begun - 1
+                continue
+            write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
 
 
 def write(target: Any, text: bytes) -> None:
