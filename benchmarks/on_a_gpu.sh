@@ -28,6 +28,7 @@ run() { # run NAME COMMAND...: its output into a log; goes on where it fails
     printf 'failed, see %s\n' "$logs/$name.log"
     tail -n 20 "$logs/$name.log"
     status=1
+    return 1
   fi
 }
 
@@ -41,17 +42,43 @@ if [ -z "$python" ]; then
 fi
 
 run times "$python" -m benchmarks.on_a_gpu
-run planned "$python" -m benchmarks.absent --devices 1 --out "$logs/planned.md"
-for example in digits estimator_digits regression nnx_digits embeddings anywhere; do
-  run "example_$example" "$python" "examples/$example.py"
-done
-run sweep "$python" -m towerjax bench benchmarks.trials:build \
-  docs/benchmarks/grid.toml --peer hand=benchmarks.trials:build_by_hand --out "$logs/sweep.jsonl"
-run same_bits env XLA_FLAGS=--xla_gpu_deterministic_ops=true "$python" -m benchmarks.same_bits
 run overhead "$python" -m benchmarks.overhead --small --devices 1
+run first_call "$python" -m benchmarks.first_call --devices 1 --rounds 3
 run audit "$python" -m benchmarks.audit --rounds 1
-# Towers on the GPU; then the suite, which makes CPU devices for itself, beside it.
+# One of eight GPUs, whose collectives send nothing: what it holds, in parts and whole.
+for state in sharded sharded_optimizer; do
+  run "one_of_8_$state" "$python" -m benchmarks.one_of_many --state "$state"
+done
+
+# What follows is not timed, and runs at once.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
-run test_gpu "$python" -m pytest -q tests/test_gpu.py
-run suite env JAX_PLATFORMS=cpu,cuda "$python" -m pytest -q -n auto
+beside() { # beside NAME COMMAND...: as run, without waiting; `all_beside` waits
+  run "$@" >"$logs/$1.said" &
+  started+=("$1:$!")
+}
+all_beside() {
+  for one in "${started[@]}"; do
+    wait "${one##*:}" || status=1
+    cat "$logs/${one%%:*}.said" && rm "$logs/${one%%:*}.said"
+  done
+}
+started=()
+beside planned "$python" -m benchmarks.absent --devices 1 --out "$logs/planned.md"
+for example in digits estimator_digits regression nnx_digits embeddings anywhere gpt; do
+  beside "example_$example" "$python" "examples/$example.py"
+done
+beside notebook env --chdir="$logs" PYTHONPATH="$PWD" \
+  "$python" -m IPython "$PWD/notebooks/06_first_evening.ipynb"
+beside sweep "$python" -m towerjax bench benchmarks.trials:build \
+  docs/benchmarks/grid.toml --peer hand=benchmarks.trials:build_by_hand --out "$logs/sweep.jsonl"
+# Two runs, whose digests of all bits must be the same.
+for time in once again; do
+  beside "same_bits_$time" env XLA_FLAGS=--xla_gpu_deterministic_ops=true \
+    "$python" -m benchmarks.same_bits --json
+done
+# Towers on the GPU; and the suite, which makes CPU devices for itself, beside it.
+beside test_gpu "$python" -m pytest -q tests/test_gpu.py
+beside suite env JAX_PLATFORMS=cpu,cuda "$python" -m pytest -q -n auto
+all_beside
+run same_bits cmp "$logs/same_bits_once.log" "$logs/same_bits_again.log"
 exit "$status"
