@@ -43,7 +43,8 @@ fi
 
 run times "$python" -m benchmarks.on_a_gpu
 run overhead "$python" -m benchmarks.overhead --small --devices 1
-run first_call "$python" -m benchmarks.first_call --devices 1 --rounds 3
+run first_call "$python" -m benchmarks.first_call --models "2 layers, adam" "12 scanned" \
+  --devices 1 --rounds 3
 run audit "$python" -m benchmarks.audit --rounds 1
 # One of eight GPUs, whose collectives send nothing: what it holds, in parts and whole.
 for state in sharded sharded_optimizer; do
