@@ -216,7 +216,7 @@ def test_code_in_a_derivative_meets_too(by_name):
     [("jvp", 4, 2, True), ("fwd", 4, 1, True), ("bwd", 4, 2, False)]
     + [("bwd", 1, 1, True)],
 )
-def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
+def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit, batched=False):
     def added_at_next(axis, x):
         pairs = [(t, (t + 1) % T) for t in range(T)]
         return lax.psum(x, axis) + 2 * lax.ppermute(x, axis, pairs)
@@ -236,7 +236,9 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
 
     def total(rows):
         def tower_fn(tower, x):
-            return (tower.id + 1.0) * call_of(tower.axis_names)(x)
+            call = call_of(tower.axis_names)
+            out = jax.vmap(call)(x[None])[0] if batched else call(x)
+            return (tower.id + 1.0) * out
 
         return strategy.call_for_each_tower(tower_fn, tj.PerTower(rows)).values.sum()
 
@@ -251,14 +253,15 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit):
 
 
 @pytest.mark.skipif("jax_custom_jvp3" not in jax.config.values, reason="of a later JAX")
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rule", ["jvp", "fwd", "bwd"])
-def test_rules_of_the_kind_to_come_go_through_a_call(rule):
+def test_rules_of_the_kind_to_come_go_through_a_call(rule, batched):
     names = "jax_custom_jvp3", "jax_custom_vjp3"
     before = {name: jax.config.values[name] for name in names}
     try:
         for name in names:
             jax.config.update(name, True)
-        test_derivatives_of_ones_own_go_through_a_call(rule, T=4, D=2, jit=True)
+        test_derivatives_of_ones_own_go_through_a_call(rule, 4, 2, True, batched)
     finally:
         for name in names:
             jax.config.update(name, before[name])

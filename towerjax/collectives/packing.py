@@ -86,7 +86,9 @@ class Packing:
             if len(group) == 1:
                 return group[0]
             flat = [x.reshape(x.shape[:lead] + (-1,)) for x in group]
-            return jnp.concatenate(flat, axis=-1)
+            # XLA of JAX 0.11 crashes where one of these has no elements.
+            full = [x for x in flat if x.size]
+            return jnp.concatenate(full, axis=-1) if full else flat[0]
 
         return [joined(group) for group in parts]
 

@@ -196,11 +196,14 @@ class _Lowering:
         Under jax_custom_jvp3 and jax_custom_vjp3 primitives have such rules.
         """
         run = functools.partial(eqn.primitive.bind, **eqn.params)
-        if hasattr(eqn.params.get("_prim"), "jvp_rule"):
+        high: Any = eqn.params.get("_prim")
+        while type(high).__name__ == "VmapOf":  # JAX 0.11
+            high = high.prim
+        if type(high).__name__ == "CustomJVPTraced":
             new: Any = jax.custom_jvp(fn)
             new.defjvp(functools.partial(self._run, functools.partial(jax.jvp, run)))
             return new
-        if hasattr(eqn.params.get("_prim"), "fwd"):
+        if type(high).__name__ == "CustomVJPTraced":
             new = jax.custom_vjp(fn)
             forward = functools.partial(self._run, functools.partial(jax.vjp, run))
             new.defvjp(forward, lambda pull, out: self._run(pull, out))
