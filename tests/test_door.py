@@ -1,6 +1,8 @@
 """Batches of a kind that was seen before: checked and placed as the first one was."""
 
 import functools
+import itertools
+import time
 import types
 
 import jax
@@ -10,6 +12,8 @@ import optax
 import pytest
 from jax._src.array import ArrayImpl
 from jax._src.config import guard_lib
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
@@ -202,7 +206,9 @@ def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(num_devices):
+def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(
+    num_devices, monkeypatch
+):
     class Verdict:
         def __init__(self, loss):
             self.loss, self.is_sent, self.has_run = loss, False, True
@@ -222,6 +228,8 @@ def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(num_devi
         platform="cuda", num_processes=1, num_devices=num_devices
     )
     verdicts = Verdicts(placement, refusals=True)
+    clock = itertools.count()  # so that each call is a slow one
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     steps = [Verdict(1.0), Verdict(np.nan), Verdict(1.0), Verdict(1.0)]
     steps[-1].has_run = False
     for number, step in enumerate(steps, 1):
@@ -232,6 +240,33 @@ def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(num_devi
         verdicts.check()
     nothing = object()  # on CPUs nothing is sent
     send_to_host(nothing, types.SimpleNamespace(platform="cpu"))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("bad", [0, 6, 8, 18])
+def test_verdicts_of_fast_calls_on_a_gpu_share_their_copies(
+    bad, num_devices, monkeypatch
+):
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    sent = []
+    monkeypatch.setattr(ArrayImpl, "copy_to_host_async", lambda x: sent.append(x.shape))
+    devices = jax.devices()[:num_devices]
+    sharding = NamedSharding(jax.make_mesh((num_devices,), "d", devices=devices), P())
+    placement = types.SimpleNamespace(
+        platform="cuda", num_processes=1, num_devices=num_devices
+    )
+    verdicts = Verdicts(placement, refusals=True)
+    for number in range(20):
+        loss = np.float32(np.nan if number == bad else 1)
+        verdicts.add(np.int32(number), jax.device_put(loss, sharding))
+        if number == 9:  # the first is of a slow call, and the eight after it share one
+            assert sent == [(), (8,)]
+    with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
+        verdicts.settle()
+    verdicts.settle()  # nothing pends
+    verdicts.add(np.int32(20), jax.device_put(np.float32(np.inf), sharding))
+    with pytest.raises(tj.NonFiniteError, match="of step 20 "):
+        verdicts.settle()
 
 
 @pytest.mark.slow
