@@ -46,10 +46,6 @@ run overhead "$python" -m benchmarks.overhead --small --devices 1
 run first_call "$python" -m benchmarks.first_call --models "2 layers, adam" "12 scanned" \
   --devices 1 --rounds 3
 run audit "$python" -m benchmarks.audit --rounds 1
-# One of eight GPUs, whose collectives send nothing: what it holds, in parts and whole.
-for state in sharded sharded_optimizer; do
-  run "one_of_8_$state" "$python" -m benchmarks.one_of_many --state "$state"
-done
 
 # What follows is not timed, and runs at once.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
@@ -68,7 +64,7 @@ beside planned "$python" -m benchmarks.absent --devices 1 --out "$logs/planned.m
 for example in digits estimator_digits regression nnx_digits embeddings anywhere gpt; do
   beside "example_$example" "$python" "examples/$example.py"
 done
-beside notebook env --chdir="$logs" PYTHONPATH="$PWD" \
+beside notebook env --chdir="$logs" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" \
   "$python" -m IPython "$PWD/notebooks/06_first_evening.ipynb"
 beside sweep "$python" -m towerjax bench benchmarks.trials:build \
   docs/benchmarks/grid.toml --peer hand=benchmarks.trials:build_by_hand --out "$logs/sweep.jsonl"
