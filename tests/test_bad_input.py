@@ -996,6 +996,8 @@ def test_checking_without_devices_looks_at_the_batch_too():
         check("pad", x=rows, y=np.zeros(4))
     with pytest.raises(ValueError, match="is 3 of type int"):
         check("pad", x=3)
+    with pytest.raises(ValueError, match="Every leaf of a batch .*: give each text"):
+        check("pad", x=np.array(["a"]))  # in the words of a call
 
 
 # What NumPy has and devices have not.

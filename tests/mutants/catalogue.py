@@ -114,7 +114,7 @@ REGISTRY = (
        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[3-3-how1]"),
     _m("B15", "mean of the towers' variances instead of the variance of all rows",
        "layers.batch_norm.moments:_moments", "added(weight * (x - mean) ** 2)",
-       "added(weight * (x - ratio(parts[1], parts[0])) ** 2)",
+       "added(weight * (x - quotient(parts[1], parts[0])) ** 2)",
        "test_batch_norm.py::test_training_is_that_of_the_whole_batch[3-3-how1]"),
     _m("B16", "tower 0's statistics are read, though declared MEAN",
        "collectives.reduce:one_of", "if reduction is Reduction.ONLY_FIRST_TOWER:",

@@ -21,7 +21,7 @@ from towerjax.collectives.sparse_rows import (
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, Reduction, named_leaves
 from towerjax.types.leaves import is_key, key_data, like_key
-from towerjax.types.options import is_whole
+from towerjax.types.options import is_whole, refuse_option
 
 
 def check_reduction(reduction: Any, value: PyTree = ()) -> None:
@@ -221,7 +221,7 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
 def check_joins(value: PyTree, axis: Any) -> None:
     """Raise unless the towers' values can be joined along the one dim ``axis``."""
     if not is_whole(axis):
-        raise ValueError(f"axis={axis!r} must be an int, one dim of a tower's value.")
+        refuse_option("axis", axis, "an int, one dim of a tower's value")
     for name, x in named_leaves("value", value, is_leaf=is_rows):
         shape = x.dense_shape if is_rows(x) else jnp.shape(x)
         if not -len(shape) <= axis < len(shape):

@@ -84,9 +84,11 @@ class _Rounds:
             sparse, batch = SparseRows.put_aside(whole)
             if self.may_be_empty and {np.shape(x)[:1] for x in leaves} == {(0,)}:
                 return _Pulled([batch], [0], shared=shared)
-            if remainder == "drop" and shard.count_examples(batch) < shares:
+            batch, num_valid = shard.fit_batch(
+                batch, shares, remainder, may_drop_all=True
+            )
+            if num_valid == 0:
                 continue
-            batch, num_valid = shard.fit_batch(batch, shares, remainder)
             return _Pulled([batch], [num_valid], sparse=sparse, shared=shared)
         return None
 
@@ -100,9 +102,10 @@ class _Rounds:
                 lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None],
                 taken[i],
             )
-        sizes = [shard.count_examples(tree) for tree in taken]
         for tree in taken:
+            shard.refuse_other_than_rows(tree)
             shard.refuse_wrapping(tree)
+        sizes = [shard.count_examples(tree) for tree in taken]
         _refuse_unlike_elements(taken)
         missing, remainder = self.towers - len(taken), self.options.remainder
         if not taken or (missing and remainder == "drop"):

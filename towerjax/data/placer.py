@@ -213,6 +213,7 @@ class Placer:
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """The shapes of a program's arguments for one batch; nothing is placed."""
         batch, shared = shard.without_shared(batch)
+        shard.refuse_other_than_rows(batch)
         rows = shard.fit_shapes(batch, self.shares, self._remainder)
         count = jax.ShapeDtypeStruct((self.placement.num_towers,), jnp.int32)
         shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
@@ -225,6 +226,7 @@ class Placer:
             batch.check(self.placement, self._micro_batches)
             return batch
         rows, shared = shard.without_shared(batch)
+        shard.refuse_other_than_rows(rows)
         rows, num_valid = shard.fit_batch(rows, self.shares, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
         towers = self.placement.num_towers

@@ -82,9 +82,8 @@ def with_shared(rows: PyTree, held: list[PyTree]) -> PyTree:
     return put_parts(Whole, rows, held)
 
 
-def count_examples(batch: PyTree) -> int:
+def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
     """``B``, the number of examples; raise unless all leaves have as many rows."""
-    refuse_other_than_rows(batch)
     leaves = named_leaves("batch", batch)
     if not leaves:
         raise ValueError(
@@ -94,9 +93,9 @@ def count_examples(batch: PyTree) -> int:
     bad = [
         f"{name} is {_describe(leaf)}"
         for name, leaf in leaves
-        if not isinstance(leaf, np.ndarray | jax.Array)
+        if not isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
         or leaf.ndim == 0
-        or problem_of(leaf)
+        or problem_of(leaf, shapes=shapes)
     ]
     if bad:
         raise ValueError(
@@ -153,9 +152,9 @@ def refuse_wrapping(batch: PyTree) -> None:
 
 
 def _describe(leaf: Any) -> str:
-    if isinstance(leaf, np.ndarray | jax.Array):
+    if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
         kind = "a scalar" if leaf.ndim == 0 else "an array"
-        return problem_of(leaf) or f"{kind} of dtype {leaf.dtype}"
+        return problem_of(leaf, shapes=False) or f"{kind} of dtype {leaf.dtype}"
     kind = type(leaf).__name__
     if hasattr(leaf, "numpy"):
         return f"a {kind}: pass x.numpy(), as strategy.distribute_dataset(loader) does"
@@ -165,10 +164,18 @@ def _describe(leaf: Any) -> str:
 
 
 def fit_batch(
-    batch: PyTree, shares: int, remainder: Remainder, *, full_size: int = 0
+    batch: PyTree,
+    shares: int,
+    remainder: Remainder,
+    *,
+    full_size: int = 0,
+    may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
     """The batch, so that ``shares`` divides its rows, and how many are examples."""
-    rows, num_valid = _fitted_rows(batch, shares, remainder)
+    size = count_examples(batch)
+    if size < shares and remainder == "drop" and may_drop_all:
+        return batch, 0
+    rows, num_valid = _fitted_rows(batch, size, shares, remainder)
     refuse_wrapping(batch)
     if remainder == "pad":
         rows = max(rows, full_size)
@@ -177,21 +184,18 @@ def fit_batch(
 
 def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
     """The shapes that `fit_batch` would give."""
-    refuse_unheld("batch", batch, shapes=True)
-
-    def stand_in(x: Any) -> Any:  # passes the checks of a batch, takes no memory
-        has_shape = hasattr(x, "shape")
-        return np.broadcast_to(np.zeros((), np.bool_), x.shape) if has_shape else x
-
-    rows, _ = _fitted_rows(jax.tree.map(stand_in, batch), shares, remainder)
+    size = count_examples(batch, shapes=True)
+    rows, _ = _fitted_rows(batch, size, shares, remainder)
+    refuse_wrapping(batch)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)), batch
     )
 
 
-def _fitted_rows(batch: PyTree, shares: int, remainder: str) -> tuple[int, int]:
+def _fitted_rows(
+    batch: PyTree, size: int, shares: int, remainder: str
+) -> tuple[int, int]:
     """To how many rows a batch is padded or cut, and how many of them are examples."""
-    size = count_examples(batch)
     over = size % shares
     if remainder == "pad":
         return size + -size % shares, size

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from etils import epath
 
-from towerjax.types.options import check_text
+from towerjax.types.options import check_text, refuse_option
 
 # An address, of which pathlib makes one slash. A drive has one letter.
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
@@ -25,20 +25,24 @@ def checked_path(
     check_text(name, text, f"the path of {what}")
     has_scheme, path = _SCHEME.match(text), None
     with contextlib.suppress(KeyError):  # epath does not know the scheme
-        path = epath.Path(value)
-    is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
-    if path is None or "\0" in text or has_scheme and is_plain:
-        raise ValueError(
-            f"{name}={value!r:.200} must be the path of {what}: on this machine, or an"
-            " address that etils.epath knows, such as 'gs://bucket/run', as text:"
-            " pathlib.Path makes one slash of two."
+        path = absolute_path(value)
+    if path is None or "\0" in text or has_scheme and is_on_disk(path):
+        where = (
+            "on this machine, or an address that etils.epath knows, such as"
+            " 'gs://bucket/run', as text: pathlib.Path makes one slash of two"
         )
+        refuse_option(name, value, f"the path of {what}: {where}")
     if is_local_only and has_scheme:
-        raise ValueError(
-            f"{name}={value!r:.200} must be the path of {what} on this machine: storage"
-            " elsewhere can be mounted, or copied to afterwards."
-        )
-    return epath.Path(os.path.abspath(text)) if is_plain else path
+        where = "storage elsewhere can be mounted, or copied to afterwards"
+        refuse_option(name, value, f"the path of {what} on this machine: {where}")
+    return path
+
+
+def absolute_path(value: Any) -> epath.Path:
+    """The absolute path of what was checked before; an address stays as it is."""
+    path = epath.Path(value)
+    is_plain = isinstance(path, type(epath.Path("/"))) and "://" not in str(path)
+    return epath.Path(os.path.abspath(value)) if is_plain else path
 
 
 def is_on_disk(path: epath.Path) -> bool:

@@ -21,6 +21,7 @@ from towerjax.types.options import (
     check_function,
     check_list,
     check_whole,
+    refuse_option,
 )
 
 
@@ -133,9 +134,7 @@ class RunOptions:
         for name, kind in {"best": Best, "checkpointer": Checkpointer}.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise ValueError(
-                    f"{name}={value!r:.200} must be None or a tj.{kind.__name__}(...)."
-                )
+                refuse_option(name, value, f"None or a tj.{kind.__name__}(...)")
         self._check_evaluation()
 
     @property

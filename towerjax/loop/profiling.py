@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from towerjax.loop.files import checked_path
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_whole, refuse_option
 from towerjax.types.warning import warn
 
 
@@ -18,10 +18,9 @@ def check_profile(profile: Any) -> tuple[int, int, str] | None:
         return None
     is_pair = isinstance(profile, Sequence) and not isinstance(profile, str)
     if not (is_pair and len(profile) in (2, 3)):
-        raise ValueError(
-            f"profile={profile!r:.200} must be None, (first, last) or (first, last,"
-            " folder): the numbers of the steps to trace, such as (10, 15)."
-        )
+        what = "None, (first, last) or (first, last, folder)"
+        what += ": the numbers of the steps to trace, such as (10, 15)"
+        refuse_option("profile", profile, what)
     first, last, folder = (*profile, "profile")[:3]
     check_whole("profile[0], the first step,", first)
     check_whole("profile[1], the last step,", last, int(first))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from towerjax.mesh.interrupt import uninterrupted
-from towerjax.types.options import check_choice
+from towerjax.types.options import check_choice, refuse_option
 from towerjax.types.tables import drawn
 
 
@@ -104,10 +104,8 @@ def check_progress(progress: Any) -> None:
     if not isinstance(progress, Sequence) or isinstance(progress, str):
         check_choice("progress", progress, (None, True, False))
     elif not progress or not all(isinstance(name, str) for name in progress):
-        raise ValueError(
-            f"progress={progress!r:.200} must be None, True, False, or the names of"
-            " metrics to show beside the loss, such as ['accuracy']."
-        )
+        what = "None, True, False, or the names of metrics to show beside the loss"
+        refuse_option("progress", progress, what + ", such as ['accuracy']")
 
 
 def choose_display(progress: bool | None, *, job: bool = True) -> Display:
@@ -115,7 +113,6 @@ def choose_display(progress: bool | None, *, job: bool = True) -> Display:
 
     In a job process 0 shows the progress of all.
     """
-    check_choice("progress", progress, (None, True, False))
     if progress is False or (progress is None and job and jax.process_index() > 0):
         return Display()
     if in_notebook():

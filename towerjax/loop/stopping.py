@@ -18,6 +18,7 @@ from towerjax.types.options import (
     check_text,
     check_whole,
     is_one_real,
+    refuse_option,
 )
 
 Direction: TypeAlias = Literal["min", "max"]
@@ -71,7 +72,7 @@ class EarlyStopping:
             check_whole("patience", self.patience, 1)
         goal = 0.0 if self.goal is None else self.goal
         if isinstance(goal, bool) or not (is_one_real(goal) and math.isfinite(goal)):
-            raise ValueError(f"goal={goal!r:.200} must be a finite number.")
+            refuse_option("goal", goal, "a finite number")
         what = "a finite number >= 0, in the unit of the metric"
         check_number("min_delta", self.min_delta, what)
         check_whole("min_steps", self.min_steps, 0)
@@ -152,10 +153,8 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     given = () if early_stopping is None else early_stopping
     rules = tuple(given) if isinstance(given, list | tuple) else (given,)
     if not all(isinstance(rule, EarlyStopping) for rule in rules):
-        raise ValueError(
-            f"early_stopping={early_stopping!r:.200} must be None or a"
-            " tj.EarlyStopping(...), or a list of such."
-        )
+        what = "None or a tj.EarlyStopping(...), or a list of such"
+        refuse_option("early_stopping", early_stopping, what)
     return rules
 
 

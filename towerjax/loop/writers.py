@@ -15,6 +15,7 @@ from etils import epath
 
 from towerjax.loop.files import (
     StoredFile,
+    absolute_path,
     append_line,
     checked_path,
     is_on_disk,
@@ -184,7 +185,7 @@ class JsonLines:
 
         A ``ValueError`` where ``path`` holds something else or an earlier run.
         """
-        path = checked_path("JsonLines.path", self.path, "a file")
+        path = absolute_path(self.path)
         with opening("JsonLines.path", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             return OpenJsonLines(path, *self._kept(path, start))
@@ -304,7 +305,7 @@ class TensorBoard:
 
         A ``ValueError`` without ``tensorboardX``, or where ``logdir`` holds other runs.
         """
-        logdir = checked_path("TensorBoard.logdir", self.logdir, "a folder")
+        logdir = absolute_path(self.logdir)
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
         writer = require("tensorboardX.event_file_writer", *needs)
         proto = require("tensorboardX.proto.event_pb2", *needs)

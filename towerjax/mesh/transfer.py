@@ -36,7 +36,6 @@ def place(
     refuse_unheld("value", tree)
     if is_traced(tree):
         return jax.tree.map(jnp.asarray, tree)
-    placement.require_present()
     leaves, treedef = jax.tree.flatten(tree)
     on_host = [i for i, leaf in enumerate(leaves) if not _is_global(leaf)]
     if on_host and placement.num_processes > 1:
@@ -112,9 +111,9 @@ def has_sharding(x: Any, sharding: NamedSharding) -> bool:
 
 def place_rows(tree: PyTree, placement: Placement, layout: Layout) -> PyTree:
     """Rows on the devices of their towers, copied: a loader may reuse its buffer."""
-    placement.require_present()
     if placement.num_processes > 1:
         return place_own(tree, placement, layout)
+    placement.require_present()
     sharding = placement.sharding(layout)
     return jax.tree.map(lambda x: _place_rows_of(x, sharding), tree)
 

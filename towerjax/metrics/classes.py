@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from towerjax.metrics import rows
-from towerjax.metrics.rows import Pairs, Values, Weight, ratio
+from towerjax.metrics.rows import Pairs, Values, Weight, quotient
 from towerjax.metrics.weighted import Additive, Weighted, widen
 from towerjax.types import Sum
 from towerjax.types.options import check_choice, check_whole
@@ -42,7 +42,7 @@ def _outcomes(
         said = pairs.as_booleans("predictions")
     else:
         rows.check_threshold(name, threshold)
-        scores = rows.as_floats(said)
+        scores = rows.floats_of(said)
         said = scores > jnp.asarray(threshold, scores.dtype)
         pairs.mark(scores == scores)
     found = yes & said, ~yes & said, yes & ~said, ~yes & ~said
@@ -133,8 +133,8 @@ def recall(
 
 def _mean_over_classes(part: Any, whole: Any) -> Any:
     """The mean of ``part / whole`` over the classes whose whole is not 0."""
-    shares = ratio(part, whole)
-    return ratio(shares.sum(), (whole != 0).sum(dtype=shares.dtype))
+    shares = quotient(part, whole)
+    return quotient(shares.sum(), (whole != 0).sum(dtype=shares.dtype))
 
 
 class Confusion(Additive):
@@ -159,7 +159,7 @@ class ClassHits(Additive):
     def compute(self) -> jax.Array:
         """The mean accuracy over classes; see `mean_per_class_accuracy`."""
         if self.absent == "zero":
-            return ratio(self.hits, self.totals).mean()
+            return quotient(self.hits, self.totals).mean()
         return _mean_over_classes(self.hits, self.totals)
 
 

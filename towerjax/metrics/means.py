@@ -9,7 +9,7 @@ import numpy as np
 
 from towerjax.metrics import rows
 from towerjax.metrics.rows import Pairs, Values, Weight, as_array, element_weights
-from towerjax.metrics.weighted import Additive, Weighted, widen
+from towerjax.metrics.weighted import Additive, Weighted, mean_of, widen
 from towerjax.types.leaves import promote_dtypes, refuse_no_numbers
 
 
@@ -33,13 +33,13 @@ def mean(values: Values, weight: Weight = None) -> Weighted:
       2.0
     """
     refuse_no_numbers("mean: values", values)
-    values = rows.named_if_square(rows.as_floats(as_array(values)), weight)
+    values = rows.named_if_square(rows.floats_of(as_array(values)), weight)
     return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
 
 
 def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
     dtype = promote_dtypes(values.dtype, weights.dtype)
-    return Weighted.mean(values.astype(dtype), weights)
+    return mean_of(values.astype(dtype), weights, None, jnp.finfo(dtype).dtype)
 
 
 def percentage_below(

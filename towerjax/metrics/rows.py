@@ -42,6 +42,11 @@ def ratio(total: Any, weight: Any) -> Any:
     """
     refuse_no_numbers("ratio: total", total)
     refuse_no_numbers("ratio: weight", weight)
+    return quotient(total, weight)
+
+
+def quotient(total: Any, weight: Any) -> Any:
+    """`ratio`, of arrays that were checked."""
     library = library_of(total, weight)
     empty = weight == 0
     with jax.numpy_dtype_promotion("standard"):  # complex sums have real weights
@@ -59,13 +64,18 @@ def as_array(x: Any) -> Any:
 
 
 def as_floats(x: Any) -> jax.Array:
-    """An array to be summed, float32 or wider; wide integers do not wrap round."""
+    """`floats_of` what a mean is taken of; raise unless it is an array of numbers."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
             f"A mean is of one array, not a {type(x).__name__}. The mean of each leaf's"
             " rows is tj.Weighted.mean(tree, weight, axis=0)."
         )
     refuse_no_numbers("What a mean is taken of", x)
+    return floats_of(x)
+
+
+def floats_of(x: Any) -> jax.Array:
+    """An array to be summed, float32 or wider; wide integers do not wrap round."""
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
 
@@ -109,7 +119,7 @@ def element_weights(
     refuse_no_numbers(f"{name}: weight", weight)
     if is_known(weight) and (lowest := np.min(weight, initial=0)) < 0:
         raise ValueError(f"{name} got a weight of {lowest}; give 0 to mask an example.")
-    weight = as_floats(as_array(weight))
+    weight = floats_of(as_array(weight))
     given, dims = weight.shape, len(shape)
     weight = weight.reshape(given + (1,) * (dims - len(given)))
     leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
@@ -229,5 +239,5 @@ class Pairs:
         if wraps or not are_whole:
             return apart
         have_one_sign, a, b = _as_unsigned(*pair)
-        exact = as_floats(library_of(a, b).where(a > b, a - b, b - a))
+        exact = floats_of(library_of(a, b).where(a > b, a - b, b - a))
         return jnp.where(have_one_sign, exact, apart)

@@ -192,12 +192,12 @@ def check_metric(name: str, x: Any) -> Any:
     if isinstance(x, Weighted):
         return _check_weighted(name, x)
     try:
-        if not (adds := _is_known_additive(x)):
-            numbers = bool | int | float | str
-            x = adapt(x) if parts_of(numbers, x) else x
-        x = jax.tree.map(drop_weak_type, x)
-        if not adds:
-            check_merge(x)
+        if _is_known_additive(x):
+            x = jax.tree.map(drop_weak_type, x)
+        elif parts_of(bool | int | float | str, x):
+            x = adapt(x)
+        else:
+            check_merge(x := jax.tree.map(drop_weak_type, x))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return jax.tree.map(widen, x) if is_additive(x) else x

@@ -10,7 +10,7 @@ import numpy as np
 
 from towerjax.metrics import rows
 from towerjax.metrics.classes import share_of
-from towerjax.metrics.rows import Pairs, Values, Weight, ratio
+from towerjax.metrics.rows import Pairs, Values, Weight, quotient
 from towerjax.metrics.weighted import Additive
 from towerjax.types.leaves import refuse_no_numbers
 from towerjax.types.options import check_choice, check_whole, is_one_real
@@ -41,7 +41,7 @@ def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
 
 def _rates(yes: Any, no: Any, rate: str) -> Any:
     """A rate at each threshold, ``[n]``."""
-    return ratio(*share_of(rate, _outcomes_at_thresholds(yes, no)))
+    return quotient(*share_of(rate, _outcomes_at_thresholds(yes, no)))
 
 
 def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) -> Any:
@@ -55,7 +55,7 @@ def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) ->
 
 def _area_under_roc(yes: Any, no: Any) -> Any:
     """The sum of the trapezoids between the thresholds' points."""
-    heights, widths = _rates(yes, no, "sensitivity"), ratio(no[1:-1], no.sum())
+    heights, widths = _rates(yes, no, "sensitivity"), quotient(no[1:-1], no.sum())
     return (widths * (heights[:-1] + heights[1:]) / 2).sum()
 
 
@@ -66,9 +66,11 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
     true, above = (x[1:] for x in share_of("precision", outcomes))
     # Not as differences of the sums, which rounding could make negative.
     gained, more = yes[1:-1], yes[1:-1] + no[1:-1]
-    slope = ratio(gained, more)
-    stretch = rows.library_of(yes).log1p(ratio(more, above))
-    return ratio((slope * (gained + (true - slope * above) * stretch)).sum(), yes.sum())
+    slope = quotient(gained, more)
+    stretch = rows.library_of(yes).log1p(quotient(more, above))
+    return quotient(
+        (slope * (gained + (true - slope * above) * stretch)).sum(), yes.sum()
+    )
 
 
 def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
@@ -101,7 +103,7 @@ def _curves(
     remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
     pairs.require("scores", scores, (scores >= 0) & (scores <= 1), remedy)
     yes, weights = pairs.as_booleans("labels"), pairs.weights
-    scores = rows.as_floats(scores)
+    scores = rows.floats_of(scores)
     bucket = jnp.searchsorted(jnp.asarray(edges, scores.dtype), scores)
     add = jnp.zeros(len(edges) + 1, weights.dtype).at[bucket].add
     right, wrong = (add(rows.weights_where(which, weights)) for which in (yes, ~yes))

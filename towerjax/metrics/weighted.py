@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import add_trees, map_values
 from towerjax.metrics import rows
-from towerjax.metrics.rows import as_floats, ratio
+from towerjax.metrics.rows import as_floats, quotient, ratio
 from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
 from towerjax.types.leaves import native, problem_of, refuse_no_numbers
@@ -151,14 +151,7 @@ class Weighted(_LossTerm):
             total = jax.tree.map(lambda x: x.sum(axis), values)
             return cls(total, jnp.asarray(math.prod(shape), dtype))
         weights = rows.element_weights("Weighted.mean", shape, weight, "values")
-
-        def weighted_sum(x: jax.Array) -> jax.Array:
-            # By lax: each function of jnp is traced by itself, in a step's first call.
-            own, zero = weights.astype(x.dtype), lax.full_like(x, 0)
-            own = lax.broadcast_in_dim(own, x.shape, range(len(shape)))
-            return lax.select(lax.ne(own, zero), lax.mul(x, own), zero).sum(axis)
-
-        return cls(jax.tree.map(weighted_sum, values), weights.astype(dtype).sum())
+        return mean_of(values, weights, axis, dtype)
 
     def merge(self, other: "Weighted") -> "Weighted":
         """Add both sums and both weights: the mean of both sets of rows."""
@@ -201,11 +194,26 @@ class Weighted(_LossTerm):
         total, weight = jax.tree.map(native, self.sum), jnp.asarray(native(self.weight))
         _refuse_unclear(jax.tree.leaves(total), weight.shape)
         if jax.tree_util.all_leaves([total]):
-            return ratio(jnp.asarray(total), weight)
+            return quotient(jnp.asarray(total), weight)
         # One reciprocal behind a barrier: XLA turns only some divisions by a scalar
         # into products with its reciprocal, and then the bits depend on D.
-        scale = lax.optimization_barrier(ratio(1.0, weight))
+        scale = lax.optimization_barrier(quotient(1.0, weight))
         return map_values(lambda x: x * scale.astype(x.dtype), total)
+
+
+def mean_of(
+    values: PyTree, weights: jax.Array, axis: int | None, dtype: Any
+) -> Weighted:
+    """`Weighted.mean`, of floats and weights that were checked."""
+
+    def weighted_sum(x: jax.Array) -> jax.Array:
+        # By lax: each function of jnp is traced by itself, in a step's first call.
+        own, zero = weights.astype(x.dtype), lax.full_like(x, 0)
+        own = lax.broadcast_in_dim(own, x.shape, range(weights.ndim))
+        return lax.select(lax.ne(own, zero), lax.mul(x, own), zero).sum(axis)
+
+    total = jax.tree.map(weighted_sum, values)
+    return Weighted(total, weights.astype(dtype).sum())
 
 
 @jax.tree_util.register_dataclass

@@ -68,9 +68,11 @@ def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
     """
     for site in all_sites(jaxpr):
         eqn, outer = site
+        if not (named := named_axes(eqn)):
+            continue
         around = [x.primitive.name for x in outwards(outer)]
         names = {axis, DEVICE_AXIS} if shared and _KERNELS & {*around} else {axis}
-        if names.intersection(named_axes(eqn)):
+        if names.intersection(named):
             raise ReplicationError(
                 f"{eqn.primitive} at {user_line(site) or 'a line of a library'} names"
                 f" the towers' axis inside of {around[0]}, where it is not known when"

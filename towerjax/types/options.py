@@ -7,7 +7,7 @@ import numbers
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,11 @@ import numpy as np
 from towerjax.types.leaves import shown
 
 _INT32_MAX = 2**31 - 1
+
+
+def refuse_option(name: str, value: Any, what: str) -> NoReturn:
+    """Raise, for an option that is not what it must be."""
+    raise ValueError(f"{name}={value!r:.200} must be {what}.")
 
 
 def is_whole(number: Any) -> bool:
@@ -46,7 +51,7 @@ def check_whole(
     if not is_whole(number) or not lowest <= number <= highest:
         is_large = is_whole(number) and number > highest
         limit = f"<= {highest}" if is_large else f">= {lowest}"
-        raise ValueError(f"{name}={number!r:.200} must be a whole number {limit}.")
+        refuse_option(name, number, f"a whole number {limit}")
 
 
 def cast_ints(options: Any) -> None:
@@ -59,7 +64,7 @@ def cast_ints(options: Any) -> None:
 def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
     """A list of one or more whole numbers, checked, as a tuple."""
     if not isinstance(numbers, Sequence | np.ndarray) or not len(numbers):
-        raise ValueError(f"{name}={numbers!r:.200} must be whole numbers, in a list.")
+        refuse_option(name, numbers, "whole numbers, in a list")
     for i, number in enumerate(numbers):
         check_whole(f"{name}[{i}]", number)
     return tuple(int(number) for number in numbers)
@@ -68,23 +73,21 @@ def check_wholes(name: str, numbers: Sequence[Any]) -> tuple[int, ...]:
 def check_list(name: str, value: Any, example: str | None = None) -> tuple[Any, ...]:
     """What a list or the like holds, as a tuple; raise for anything else, and text."""
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        text = f"{value!r:.200}"
-        example = example or f"[{text}]"
-        raise ValueError(f"{name}={text} must be a list: write {name}={example}.")
+        example = example or f"[{value!r:.200}]"
+        refuse_option(name, value, f"a list: write {name}={example}")
     return tuple(value)
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise unless a value is one of several."""
     if not any(isinstance(value, type(x)) and value == x for x in allowed):
-        texts = ", ".join(map(repr, allowed))
-        raise ValueError(f"{name}={value!r:.200} must be one of {texts}.")
+        refuse_option(name, value, f"one of {', '.join(map(repr, allowed))}")
 
 
 def check_text(name: str, value: Any, what: str) -> None:
     """Raise unless a value is a text and not empty."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name}={value!r:.200} must be {what}.")
+        refuse_option(name, value, what)
 
 
 def check_number(
@@ -95,13 +98,13 @@ def check_number(
         return
     plain = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not plain or not 0 <= float(value) <= highest:
-        raise ValueError(f"{name}={value!r:.200} must be {what}.")
+        refuse_option(name, value, what)
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise unless a value is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r:.200} must be True or False.")
+        refuse_option(name, value, "True or False")
 
 
 @contextlib.contextmanager

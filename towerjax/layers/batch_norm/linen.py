@@ -68,7 +68,7 @@ class TowerBatchNorm(linen.BatchNorm):
           ValueError: ``tower`` is no `Tower`; ``x`` is not real, or has no such axis or
             another number of rows than the tower; the mask does not fit.
         """
-        x, _ = moments.check_call(self, x, tower)
+        x, axes = moments.check_call(self, x, tower)
         if self.statistics == "frozen" and self.use_running_average is None:
             use_running_average = True
         given = self.use_running_average, use_running_average
@@ -78,7 +78,7 @@ class TowerBatchNorm(linen.BatchNorm):
             name: self.get_variable("batch_stats", name) for name in moments.MOMENTS
         }
         if self.statistics != "frozen":
-            used, kept = moments.moments_of(self, x, tower, mask, used)
+            used, kept = moments.moments_of(self, x, axes, tower, mask, used)
             for name, value in kept.items():
                 self.put_variable("batch_stats", name, value)
         whole = self.clone(parent=None, use_running_average=True)

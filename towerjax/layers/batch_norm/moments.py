@@ -11,7 +11,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from towerjax.metrics.rows import ratio
+from towerjax.metrics.rows import quotient
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
@@ -42,7 +42,6 @@ def check_options(layer: Any) -> None:
 
 def check_call(layer: Any, x: Any, tower: Any) -> tuple[jax.Array, tuple[int, ...]]:
     """The input as an array, and its feature dims; raises unless the call fits."""
-    check_options(layer)
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(
             f"Batch norm got {tower!r} as its tower. Write norm(x, tower) with that of"
@@ -67,9 +66,16 @@ def check_call(layer: Any, x: Any, tower: Any) -> tuple[jax.Array, tuple[int, ..
 
 
 def moments_of(
-    layer: Any, x: jax.Array, tower: Tower | None, mask: Any, running: Moments
+    layer: Any,
+    x: jax.Array,
+    axes: tuple[int, ...],
+    tower: Tower | None,
+    mask: Any,
+    running: Moments,
 ) -> tuple[Moments, Moments]:
     """The moments to normalise with, and the running ones after them.
+
+    ``x`` and ``axes``, the dims of its features, are what `check_call` returned.
 
     With weights ``w`` (1 for an example, 0 for padding) the mean is ``sum w x / sum w``
     and the variance ``sum w (x - mean)^2 / sum w``, sums over the rows of all towers:
@@ -87,7 +93,6 @@ def moments_of(
     Source:
       S. Ioffe and C. Szegedy, Batch Normalization, 2015, arXiv:1502.03167.
     """
-    x, axes = check_call(layer, x, tower)
     x = x.astype(promote_dtypes(layer.dtype or x.dtype, jnp.float32))
     weight = _weights(x, tower, mask, axes)
     if layer.statistics != "synchronised":
@@ -159,9 +164,9 @@ def _moments(
     added = functools.partial(jnp.sum, axis=over, keepdims=True)
     parts = added(weight) * repeated, added(weight * x)
     total, addends = _sum_over_towers(tower, *parts)
-    mean = ratio(addends, total)
+    mean = quotient(addends, total)
     (addends,) = _sum_over_towers(tower, added(weight * (x - mean) ** 2))
-    return total, mean, ratio(addends, total)
+    return total, mean, quotient(addends, total)
 
 
 def _sum_over_towers(tower: Tower | None, *parts: jax.Array) -> Sequence[jax.Array]:

@@ -61,6 +61,7 @@ class TowerBatchNorm(nnx.BatchNorm):
 
         ``use_running_average`` overrides that of the layer; one of them must be given.
         """
+        moments.check_options(self)  # assigned anew, perhaps
         x, axes = moments.check_call(self, x, tower)
         if [x.shape[i] for i in axes] != [self.num_features]:
             raise ValueError(
@@ -77,7 +78,7 @@ class TowerBatchNorm(nnx.BatchNorm):
             return super().__call__(x, True)
         variables = {name: getattr(self, name) for name in moments.MOMENTS}
         running = {name: variable[...] for name, variable in variables.items()}
-        used, kept = moments.moments_of(self, x, tower, mask, running)
+        used, kept = moments.moments_of(self, x, axes, tower, mask, running)
         for name, variable in variables.items():
             variable.set_value(used[name])
         y = super().__call__(x, True)

@@ -16,7 +16,7 @@ from etils import epath
 from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
-from towerjax.loop.files import checked_path
+from towerjax.loop.files import absolute_path, checked_path
 from towerjax.loop.point import Clock, Point
 from towerjax.loop.stopping import Direction, cost_of, sign_of
 from towerjax.loop.writers import as_json
@@ -104,7 +104,7 @@ class Checkpointer:
     @property
     def path(self) -> epath.Path:
         """The absolute path of ``directory``."""
-        return checked_path("Checkpointer.directory", self.directory, "a folder")
+        return absolute_path(self.directory)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -153,7 +153,10 @@ class Checkpointer:
           ValueError: ``state`` is no ``TrainState`` of this step.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
-        state = step.start(state)
+        return self._restore(step, step.start(state), number)
+
+    def _restore(self, step: Step, state: TrainState, number: Any) -> TrainState:
+        """`restore`, of a state that ``step.start`` returned."""
 
         def choose() -> int:
             chosen = max(self.steps, default=None) if number is None else number
@@ -161,13 +164,14 @@ class Checkpointer:
                 raise CheckpointError(f"There is no checkpoint in {str(self.path)!r}.")
             where = self._folder(chosen)
             folder.check_manifest(where)
-            record.check_same_model(self.record(chosen).leaves, state, where)
+            saved = record.CheckpointRecord.read(where)
+            record.check_same_model(saved.leaves, state, where)
             return chosen
 
-        chosen = call_on_first_process(choose)
-        leaves, placement = self.record(chosen).leaves, step.strategy.placement
-        with folder.local_copy(folder.path_of(self.path, chosen)) as here:
-            arrays = here / folder.ARRAYS
+        where = folder.path_of(self.path, call_on_first_process(choose))
+        leaves = record.CheckpointRecord.read(where).leaves
+        with folder.local_copy(where) as here:
+            arrays, placement = here / folder.ARRAYS, step.strategy.placement
             return record.restore_leaves(arrays, leaves, state, placement)
 
     def _folder(self, number: Any) -> epath.Path:
@@ -266,7 +270,7 @@ class Saving:
                 f"steps={steps} from step {start} end at {newest + left}, but the"
                 f" newest checkpoint is of step {newest}. Name another folder."
             )
-        point.state = self.options.restore(self._step, point.state, number=newest)
+        point.state = self.options._restore(self._step, point.state, newest)
         point.clock = Clock(newest, is_evaluation_due=saved.evaluation_due)
         point.watch.restore_counts(saved.stopping)
         self._seek(saved)

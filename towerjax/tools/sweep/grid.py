@@ -15,7 +15,7 @@ from towerjax.loop.files import append_line, checked_path, opened_after, read_li
 from towerjax.loop.progress import choose_display, format_seconds
 from towerjax.loop.writers import as_json
 from towerjax.tools.sweep.turns import Interval
-from towerjax.types.options import check_list, check_methods, require
+from towerjax.types.options import check_choice, check_list, check_methods, require
 from towerjax.types.tables import Shown, Table
 
 Line: TypeAlias = dict[str, Any]
@@ -108,6 +108,7 @@ def counted(
     progress: bool | None, what: str, done: int, total: int, **how: Any
 ) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
     """``show(done, text)``, of what is begun and the time left, and ``note(text)``."""
+    check_choice("progress", progress, (None, True, False))
     before, start_s = done, time.monotonic()
 
     def show(done: int, text: str) -> None:
