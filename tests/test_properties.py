@@ -339,8 +339,8 @@ kinds_of_leaves = st.lists(
 )
 def test_leaves_share_buffers_without_gap_or_overlap(found, limit, times, most):
     leaves = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in found]
-    packing = Packing.plan(
-        leaves, alone_above=limit, reach=times * limit, max_leaves=most
+    packing = Packing.of(
+        leaves, unshared_above=limit, reach=times * limit, max_leaves=most
     )
     ends = [0] * packing.num_buffers
     members = [[] for _ in ends]
@@ -366,7 +366,7 @@ def test_leaves_share_buffers_without_gap_or_overlap(found, limit, times, most):
 def packed_and_unpacked(leaves):
     out = []
     for limit, most in ((-1, 1), (24, 2), (math.inf, math.inf)):
-        packing = Packing.plan(leaves, alone_above=limit, reach=limit, max_leaves=most)
+        packing = Packing.of(leaves, unshared_above=limit, reach=limit, max_leaves=most)
         buffers = packing.pack(leaves, lead=0)
         out += [packing.unpack(buffers, "cpu"), packing.unpack(buffers, "gpu")]
     return out

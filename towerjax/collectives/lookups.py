@@ -61,8 +61,8 @@ def take(table: Any, ids: Any) -> jax.Array:
             f"tj.sparse.take got ids of {ids.dtype} and a table of shape"
             f" {jnp.shape(table)}. Give integers, and a table [N, ...]."
         )
-    found = _differentiated.get()
-    return _looked_up(table, ids) if found is None else found.look_up(table, ids)
+    lookups = _differentiated.get()
+    return _looked_up(table, ids) if lookups is None else lookups.look_up(table, ids)
 
 
 def vjp(
@@ -70,23 +70,23 @@ def vjp(
 ) -> tuple[jax.Array, Callable[[jax.Array], PyTree], Any]:
     """As ``jax.vjp`` with ``has_aux``, of one gradient, with rows for `take`."""
     leaves, treedef = jax.tree.flatten(params)
-    found = _Lookups([name for name, _ in named_leaves("params", params)])
+    lookups = _Lookups([name for name, _ in named_leaves("params", params)])
 
     def of_leaves(leaves: list[Any]) -> tuple[jax.Array, Any]:
-        found.begin(leaves)
-        token = _differentiated.set(found)
+        lookups.begin(leaves)
+        token = _differentiated.set(lookups)
         try:
-            return fn(treedef.unflatten(found.leaves))
+            return fn(treedef.unflatten(lookups.leaves))
         finally:
             _differentiated.reset(token)
 
     total, pull_back, aux = jax.vjp(of_leaves, leaves, has_aux=True)
 
     def pull(cotangent: jax.Array) -> PyTree:
-        for rows in found.rows.values():
+        for rows in lookups.rows.values():
             rows.clear()
         (grads,) = pull_back(cotangent)
-        return treedef.unflatten(found.gradients(grads))
+        return treedef.unflatten(lookups.gradients(grads))
 
     return total, pull, aux
 
@@ -169,11 +169,11 @@ def _looked_up(table: Any, ids: jax.Array) -> jax.Array:
     return jnp.take(jnp.asarray(table), ids, axis=0)
 
 
-def _join(found: list[tuple[Any, Any]], table: Any) -> IndexedRows:
+def _join(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
     """All rows that were looked up; zeros, at one that was, where an id names none."""
     shape, none = table.shape, jnp.zeros((0, *table.shape[1:]), table.dtype)
-    values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in found)]
-    ids = [jnp.zeros(0, jnp.int32), *(widen_indices(x).reshape(-1) for x, _ in found)]
+    values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in lookups)]
+    ids = [jnp.zeros(0, jnp.int32), *(widen_indices(x).reshape(-1) for x, _ in lookups)]
     values, ids = jnp.concatenate(values), jnp.concatenate(ids)
     if ids.size:
         ids = jnp.where(ids < 0, ids + shape[0], ids)

@@ -51,7 +51,7 @@ class AllReduce:
         """The sum over all towers; see `CrossTowerOps`."""
         # A buffer would gather leaves that are split over the devices of a tower.
         below = 0 if axes.mesh.axis_names else self.pack_below_bytes
-        return sum_packed(tree, axes, _all_reduce, alone_above=below)
+        return sum_packed(tree, axes, _all_reduce, unshared_above=below)
 
 
 def _all_reduce(buffers: list[Any]) -> list[Any]:
@@ -115,9 +115,9 @@ class Packed:
                 packs = [split_into_packs(x.reshape(-1), number) for x in buffers]
                 return [jnp.concatenate(parts) for parts in _all_reduce(packs)]
 
-            return sum_packed(tree, axes, in_packs, alone_above=math.inf)
+            return sum_packed(tree, axes, in_packs, unshared_above=math.inf)
         most, leaves = self.bytes_per_pack or math.inf, self.max_group or math.inf
-        limits = {"alone_above": most, "reach": most, "max_leaves": leaves}
+        limits = {"unshared_above": most, "reach": most, "max_leaves": leaves}
         return sum_packed(tree, axes, _all_reduce, **limits)
 
 
@@ -325,7 +325,7 @@ class PinnedTree:
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
         leaves, treedef = jax.tree.flatten(tree)
-        packing = Packing.plan(leaves, lead=1)
+        packing = Packing.of(leaves, lead=1)
         buffers = [
             _add_in_tower_order(
                 rows.reshape(rows.shape[0], math.prod(rows.shape[1:])), axes

@@ -19,8 +19,8 @@ from towerjax.types import PyTree
 # byte: on CPU devices, steps take 0.6 of the time when their 24 leaves of 128 KiB are
 # packed, and 1.06 of it when 4 leaves of 576 KiB are.
 PACK_BELOW_BYTES = 1 << 18
-# A buffer's leaves lie within this many times ``alone_above`` bytes. In one buffer for
-# the tree, operands of the first gradients would stay in memory until the last one.
+# A buffer's leaves lie within this many times ``unshared_above`` bytes. In one buffer
+# for the tree, operands of the first gradients would stay in memory until the last one.
 _REACH = 8
 
 
@@ -46,11 +46,11 @@ class Packing:
     num_buffers: int
 
     @classmethod
-    def plan(
+    def of(
         cls,
         leaves: list[jax.Array],
         *,
-        alone_above: float = math.inf,
+        unshared_above: float = math.inf,
         reach: float = math.inf,
         max_leaves: float = math.inf,
         lead: int = 0,
@@ -64,7 +64,7 @@ class Packing:
             dtype, slot = leaf.dtype, Slot(len(filled), 0, leaf.shape[lead:])
             num_bytes = slot.size * dtype.itemsize
             passed[dtype] += num_bytes
-            buffer, is_large = latest.get(leaf.dtype), num_bytes > alone_above
+            buffer, is_large = latest.get(leaf.dtype), num_bytes > unshared_above
             is_full = buffer is None or len(filled[buffer]) >= max_leaves
             if buffer is None or is_large or is_full or passed[dtype] > reach:
                 filled.append([])
@@ -167,26 +167,26 @@ def all_finite(tree: PyTree) -> jax.Array:
     """Whether no leaf holds NaN or infinity."""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     # By lax: each function of jnp is traced by itself, in a step's first call.
-    found = [lax.reduce_and(jnp.isfinite(x), range(x.ndim)) for x in floats]
-    return functools.reduce(lax.bitwise_and, found, jnp.bool_(True))
+    finite = [lax.reduce_and(jnp.isfinite(x), range(x.ndim)) for x in floats]
+    return functools.reduce(lax.bitwise_and, finite, jnp.bool_(True))
 
 
 def sum_packed(
     tree: PyTree,
     axes: TowerAxes,
     sum_buffers: Callable[[list[jax.Array]], list[jax.Array]],
-    alone_above: float = PACK_BELOW_BYTES,
+    unshared_above: float = PACK_BELOW_BYTES,
     reach: float | None = None,
     max_leaves: float = math.inf,
 ) -> Sums:
     """Pack leaves and sum the buffers; on one device nothing is packed."""
-    reach = _REACH * alone_above if reach is None else reach
+    reach = _REACH * unshared_above if reach is None else reach
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     if not axes.device_axis:
         max_leaves = 1
-    packing = Packing.plan(
-        leaves, alone_above=alone_above, reach=reach, max_leaves=max_leaves
+    packing = Packing.of(
+        leaves, unshared_above=unshared_above, reach=reach, max_leaves=max_leaves
     )
     buffers = packing.pack(leaves, lead=0)
     if axes.device_axis:

@@ -47,7 +47,7 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
 def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
     """One value of leaves ``[T, ...]``, added in pairs; of stacked rows, all."""
 
-    def one(x: Any) -> Any:
+    def reduce_leaf(x: Any) -> Any:
         if is_rows(x):
             return share_of_rows(reduction, flatten_stack(x), len(x.indices))
         x = jnp.asarray(x)
@@ -56,7 +56,7 @@ def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
 
     if reduction is Reduction.ONLY_FIRST_TOWER:
         return jax.tree.map(lambda x: jnp.asarray(x)[0], stacked)
-    return jax.tree.map(one, stacked, is_leaf=is_rows)
+    return jax.tree.map(reduce_leaf, stacked, is_leaf=is_rows)
 
 
 def share_of_rows(reduction: Reduction, rows: Any, num_towers: int) -> Any:
@@ -94,7 +94,7 @@ def reduce_over_towers(
     check_reduction(reduction, value)
     is_first = reduction is Reduction.ONLY_FIRST_TOWER
 
-    def one(x: Any) -> Any:
+    def reduce_leaf(x: Any) -> Any:
         if is_rows(x):  # gathered, since rows of one index are not added
             return one_of(reduction, gather_over_towers(x, axes))
         x = drop_weak_type(x)
@@ -108,7 +108,7 @@ def reduce_over_towers(
         return from_total(reduction, total, axes.num_towers, x.dtype)
 
     def with_keys(x: Any) -> Any:
-        return like_key(one(key_data(x)), x)
+        return like_key(reduce_leaf(key_data(x)), x)
 
     return jax.tree.map(with_keys, value, is_leaf=None if is_first else is_rows)
 
@@ -207,7 +207,7 @@ def all_gather_rows(rows: PyTree, axes: TowerAxes) -> PyTree:
 def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
     """Gather the towers' values to leaves ``[T, ...]``, inside a tower."""
 
-    def one(x: jax.Array) -> jax.Array:
+    def gather_leaf(x: jax.Array) -> jax.Array:
         x = drop_weak_type(x)
         shape = (axes.num_towers, *x.shape)
         # JAX cannot gather over a vmap axis and a mesh axis in one call.
@@ -215,7 +215,7 @@ def gather_over_towers(value: PyTree, axes: TowerAxes) -> PyTree:
             x = lax.all_gather(x, name)
         return x.reshape(shape)
 
-    return jax.tree.map(lambda x: like_key(one(key_data(x)), x), value)
+    return jax.tree.map(lambda x: like_key(gather_leaf(key_data(x)), x), value)
 
 
 def check_joins(value: PyTree, axis: Any) -> None:

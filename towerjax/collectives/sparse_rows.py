@@ -278,7 +278,7 @@ def splits_entries(tree: PyTree) -> bool:
 def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
     """Split a tower's rows into ``parts`` micro-batches, stacked along dim 0."""
 
-    def one(x: Any) -> Any:
+    def split_leaf(x: Any) -> Any:
         split = [
             leaf.reshape((parts, leaf.shape[0] // parts) + leaf.shape[1:])
             for leaf in jax.tree.leaves(x)
@@ -286,7 +286,7 @@ def split_micro_batches(rows: PyTree, parts: int) -> PyTree:
         shape = (num_rows(x) // parts, *dense_shape(x)[1:])
         return rebuild(x, split[0], split[1], shape) if is_sparse(x) else split[0]
 
-    return jax.tree.map(one, rows, is_leaf=is_sparse)
+    return jax.tree.map(split_leaf, rows, is_leaf=is_sparse)
 
 
 def all_rows_of(dense: jax.Array) -> IndexedRows:
@@ -318,29 +318,29 @@ def flatten_stack(rows: IndexedRows) -> IndexedRows:
 def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """Apply ``fn`` to each array of a tree and to the values of ``IndexedRows``."""
 
-    def one(*args: Any) -> Any:
+    def map_leaf(*args: Any) -> Any:
         out = fn(*(x.values if is_rows(x) else x for x in args))
         return dataclasses.replace(args[0], values=out) if is_rows(args[0]) else out
 
-    return jax.tree.map(one, tree, *others, is_leaf=is_rows)
+    return jax.tree.map(map_leaf, tree, *others, is_leaf=is_rows)
 
 
 def as_dense(tree: PyTree) -> PyTree:
     """The tree with an array for each ``IndexedRows``; an index that is none is NaN."""
 
-    def one(x: Any) -> Any:
+    def densify(x: Any) -> Any:
         return jnp.zeros(x.dense_shape, x.values.dtype) + x if is_rows(x) else x
 
-    return jax.tree.map(one, tree, is_leaf=is_rows)
+    return jax.tree.map(densify, tree, is_leaf=is_rows)
 
 
 def add_trees(first: PyTree, second: PyTree) -> PyTree:
     """The trees added leaf by leaf; rows of a table end to end."""
 
-    def one(x: Any, y: Any) -> Any:
+    def add_leaves(x: Any, y: Any) -> Any:
         return end_to_end((x, y), x.dense_shape) if is_rows(x) else x + y
 
-    return jax.tree.map(one, first, second, is_leaf=is_rows)
+    return jax.tree.map(add_leaves, first, second, is_leaf=is_rows)
 
 
 def num_rows(rows: Any) -> int:

@@ -96,7 +96,7 @@ def _stacks(
     params: Any, stacked: Callable[[str, Any], bool], devices: int
 ) -> dict[str, int]:
     """How many matrices each parameter has that is a stack, by its name."""
-    found = {}
+    sizes = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name, shape = jax.tree_util.keystr(path), jnp.shape(x)
         readable = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -109,8 +109,8 @@ def _stacks(
                 f" matrices, [n, ...] with an n that the {devices} devices divide."
                 f" Leave it out, or take {fitting} devices."
             )
-        found[name] = shape[0]
-    return found
+        sizes[name] = shape[0]
+    return sizes
 
 
 def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:

@@ -180,7 +180,7 @@ class Compressed:
         """The gradient with a `_Coded` for each leaf to encode, and these leaves."""
         coded: list[jax.Array] = []
 
-        def one(x: Any) -> Any:
+        def take_out(x: Any) -> Any:
             if not self._codes(x):
                 return x
             coded.append(x)
@@ -188,9 +188,9 @@ class Compressed:
 
         is_rows = lambda x: isinstance(x, tj.sparse.IndexedRows)  # noqa: E731
         if isinstance(grads, tj.Weighted):
-            rest = jax.tree.map(one, grads.sum, is_leaf=is_rows)
+            rest = jax.tree.map(take_out, grads.sum, is_leaf=is_rows)
             return tj.Weighted(rest, grads.weight), coded
-        return tj.Sum(jax.tree.map(one, grads.value, is_leaf=is_rows)), coded
+        return tj.Sum(jax.tree.map(take_out, grads.value, is_leaf=is_rows)), coded
 
     def _sum(
         self,

@@ -194,18 +194,18 @@ class Rounds:
         common = dataclasses.replace(state, opt_state=(), local={})
         returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = self.fns.strategy.call_for_each_tower
-        local = on_each(self._alone, state.local, *returned, common)
+        local = on_each(self._between, state.local, *returned, common)
         own, faults = local[_MINE].value, jnp.int32(0)
         for p in range(self.sync.fragments):
-            state, own, found = self._meet(state, own, p)
-            faults += found
+            state, own, fault = self._meet(state, own, p)
+            faults += fault
         loss = state.opt_state.loss
         # Before the first meeting there is no loss of all towers.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
         local = {**local, _MINE: dataclasses.replace(local[_MINE], value=own)}
         return dataclasses.replace(state, local=local), metrics, faults == 0
 
-    def _alone(
+    def _between(
         self, tower: Any, variables: Any, loss: Any, grads: Any, after: Any, common: Any
     ) -> dict[str, tj.TowerLocal]:
         """A tower's variables after its step from its own rows."""
@@ -354,8 +354,8 @@ def _put_into(part: Any, tree: Any) -> Any:
 
 
 def _are_finite(tree: Any) -> jax.Array:
-    found = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-    return functools.reduce(jnp.logical_and, found)
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
+    return functools.reduce(jnp.logical_and, finite)
 
 
 def _is_rows(x: Any) -> bool:

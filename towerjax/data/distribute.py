@@ -155,10 +155,10 @@ def _refuse_unlike_elements(elements: list[PyTree]) -> None:
         lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), elements
     )
     for tower, kind in enumerate(kinds):
-        if kind != kinds[0] and (found := changes("element", kinds[0], kind)):
+        if kind != kinds[0] and (differing := changes("element", kinds[0], kind)):
             raise ValueError(
                 "The elements of one step may differ in dim 0 only, but from tower 0"
-                f" to tower {tower} {listed(found)}."
+                f" to tower {tower} {listed(differing)}."
             )
 
 

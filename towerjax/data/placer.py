@@ -79,7 +79,7 @@ class PlacedBatch:
         """``K``, the steps of one call; None for a batch of a single step."""
         return None if len(self.args) == 3 else self.args[1].shape[0]
 
-    def check(self, placement: Placement, micro_batches: int = 1) -> None:
+    def check_placement(self, placement: Placement, micro_batches: int = 1) -> None:
         """Raise unless it was placed for these towers, devices and micro-batches."""
         mine, yours = self.placement, placement
         same = mine is yours or mine.devices == yours.devices
@@ -114,7 +114,7 @@ class PlacedBatch:
 
     def per_tower(self) -> PerTower:
         """The batch as each tower sees it, for ``strategy.call_for_each_tower``."""
-        self.check(self.placement)
+        self.check_placement(self.placement)
         rows = self.arrays
         if not self.bare:
             rows = shard.split_rows(rows, self.placement.num_towers)
@@ -170,7 +170,7 @@ class Placer:
         self._signatures: dict[shard.Signature, shard.Signature] = {}
         # Of a key of `flatten_with_key`: a batch without arrays, which would stay
         # alive, whether it may wrap, and what makes each leaf an argument.
-        self._plans: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
+        self._templates: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
 
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of so many examples had been placed before."""
@@ -180,10 +180,10 @@ class Placer:
     def place(self, batch: PyTree, *, by_call: bool = False) -> PlacedBatch:
         """One batch for one step; with ``by_call`` its leaves may stay on the host."""
         if isinstance(batch, PlacedBatch):
-            batch.check(self.placement, self._micro_batches)
+            batch.check_placement(self.placement, self._micro_batches)
             return batch
         leaves, treedef, key = shard.flatten_with_key(batch)
-        if (known := self._plans.get(key)) is not None:
+        if (known := self._templates.get(key)) is not None:
             template, may_wrap, converts = known
             if may_wrap:
                 shard.refuse_wrapping(batch)
@@ -207,7 +207,7 @@ class Placer:
             sharding = self.placement.sharding(Layout.PER_TOWER)
             converts = [argument_converter(x, sharding) for x in leaves]
             template = dataclasses.replace(placed, fingerprint=None).with_arrays(None)
-            self._plans[key] = template, shard.may_wrap(batch), converts
+            self._templates[key] = template, shard.may_wrap(batch), converts
         return placed
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
@@ -223,7 +223,7 @@ class Placer:
         """One batch of arrays or tracers for one step; nothing is placed."""
         if isinstance(batch, PlacedBatch):
             batch.refuse_several()
-            batch.check(self.placement, self._micro_batches)
+            batch.check_placement(self.placement, self._micro_batches)
             return batch
         rows, shared = shard.without_shared(batch)
         shard.refuse_other_than_rows(rows)
@@ -339,14 +339,14 @@ class Placer:
             "batch", shard.with_shared(jax.tree.map(lambda _: None, rows), held)
         )
 
-        def one(x: Any) -> Any:
+        def place_leaf(x: Any) -> Any:
             if has_sharding(x, self.placement.sharding(Layout.MIRRORED)):
                 return x
             if self.placement.num_processes > 1:  # a thread must not send
                 return copy_to_host(x)
             return place_own(x, self.placement, Layout.MIRRORED)
 
-        return jax.tree.map(one, held)
+        return jax.tree.map(place_leaf, held)
 
     def _place_counts(self, counts: np.ndarray, layout: Layout) -> jax.Array:
         """Counts on the devices, placed once each: few different ones occur."""

@@ -134,9 +134,9 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         " it dense: x.todense(), or x.to_dense() of IndexedRows."
     )
     for is_other, rule in ((is_shared, f"which {whole}"), (is_sparse, sparse)):
-        found = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_other(x)]
-        if found:
-            raise ValueError(f"{listed(found)}, {rule}")
+        bad = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_other(x)]
+        if bad:
+            raise ValueError(f"{listed(bad)}, {rule}")
 
 
 def may_wrap(batch: PyTree) -> bool:
@@ -217,7 +217,7 @@ def _fitted_rows(
 def resize(batch: PyTree, rows: int) -> PyTree:
     """The batch, cut to so many rows, or with its last row repeated up to them."""
 
-    def one(x: Any) -> Any:
+    def resize_leaf(x: Any) -> Any:
         missing, library = rows - x.shape[0], jnp if isinstance(x, jax.Array) else np
         if missing <= 0:
             return _rows(x, 0, rows) if missing else x
@@ -226,7 +226,7 @@ def resize(batch: PyTree, rows: int) -> PyTree:
         last = library.zeros((1, *x.shape[1:]), x.dtype) if last is None else last
         return library.concatenate([x, library.repeat(last, missing, axis=0)])
 
-    return jax.tree.map(one, batch)
+    return jax.tree.map(resize_leaf, batch)
 
 
 def _rows(x: Any, start: int, stop: int) -> Any:

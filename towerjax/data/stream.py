@@ -301,11 +301,11 @@ def _fill(made: Iterable[tuple[Any, Any]], feed: _Feed, x64: bool) -> None:
                 feed.room.acquire()
                 if feed.stopped.is_set():
                     return
-                found = next(iterator, None)
-                if found is None:
+                pair = next(iterator, None)
+                if pair is None:
                     feed.add(_END)
                     return
-                feed.add(*found)
+                feed.add(*pair)
     except BaseException as failure:
         feed.add(_END, failure=failure)
 

@@ -111,13 +111,13 @@ class History:
 
     def rows(self) -> list[dict[str, Any]]:
         """A mapping for each step: its number, metrics, what was evaluated after it."""
-        found: dict[int, dict[str, Any]] = {}
+        by_step: dict[int, dict[str, Any]] = {}
         for place, number in enumerate(self.steps.tolist()):
-            found[number] = {name: x[place] for name, x in self.metrics.items()}
+            by_step[number] = {name: x[place] for name, x in self.metrics.items()}
         for number, values in self.evaluations:
             after = {f"evaluated {name}": value for name, value in values.items()}
-            found[number] = found.get(number, {}) | after
-        return [{"step": n} | found[n] | {"step": n} for n in sorted(found)]
+            by_step[number] = by_step.get(number, {}) | after
+        return [{"step": n} | by_step[n] | {"step": n} for n in sorted(by_step)]
 
     def to_pandas(self) -> Any:
         """The `rows` as a pandas table.

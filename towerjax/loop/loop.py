@@ -89,19 +89,19 @@ class Loop:
                 if placed is None:
                     break
                 self._dispatch(placed, wait_s, stream.get_state())
-                self.guard.check()
+                self.guard.raise_missed()
                 if self._saving is not None:
                     self._saving.check_preempted(point.clock.number)
         self._fetch(0)
-        self.guard.check()
+        self.guard.raise_missed()
         self._check_enough()
-        self._profiler.check()
+        self._profiler.warn_unused()
         self._source.settle(point.data)
         if self._log.evaluated is None:
             self._evaluate()
         self._save(last=True)
         self._writers.close()
-        self._writers.check()
+        self._writers.raise_failure()
         with self.guard:
             point.state = point.watch.final_state(point.state)
 
@@ -224,7 +224,7 @@ class Loop:
     def _process_oldest(self) -> None:
         before, call = self._log.number, self._in_flight[0]
         rows, refused = self._record_oldest()
-        self._writers.check()
+        self._writers.raise_failure()
         number, last = before, self._log.number
         for index, row in enumerate(rows):
             if refused[index] and self._raises:
@@ -265,10 +265,10 @@ class Loop:
             error.add_note(f"Looking for the place failed: {failure}")
             return error
         located = NonFiniteError(error.step, places)
-        found = "" if places else ": all values were finite"
+        outcome = "" if places else ": all values were finite"
         after = step_number(state)
         located.add_note(
-            f"To find this the batch was run again, after step {after}{found}."
+            f"To find this the batch was run again, after step {after}{outcome}."
         )
         return located
 
@@ -307,7 +307,7 @@ class Loop:
             point.clock.is_evaluation_due = False
             if self._saving is not None and self._saving.is_best(values):
                 point.clock.is_saving_due = True
-        self._writers.check()
+        self._writers.raise_failure()
         self._log.evaluate_s += time.perf_counter() - start_s
         in_short = point.watch.describe(number, values)
         self._progress.evaluation(number, values, in_short, point.watch.stopped)

@@ -68,7 +68,7 @@ class Profiler:
             if jax.process_index() == 0:
                 jax.profiler.stop_trace()
 
-    def check(self) -> None:
+    def warn_unused(self) -> None:
         """Warn if the run did none of the steps."""
         if self._first < math.inf:
             warn(

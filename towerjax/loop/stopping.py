@@ -182,13 +182,13 @@ class Count:
         """The count with another evaluation, which counts once."""
         if number == self.counted_after:
             return self
-        found: dict[str, Any] = {"counted_after": number}
+        changes: dict[str, Any] = {"counted_after": number}
         if number >= rule.min_steps:
             if rule.is_reached(cost) or cost < self.lowest - rule.min_delta:
-                found |= {"lowest": cost, "lowest_after": number, "without": 0}
+                changes |= {"lowest": cost, "lowest_after": number, "without": 0}
             else:
-                found["without"] = self.without + 1
-        return dataclasses.replace(self, **found)
+                changes["without"] = self.without + 1
+        return dataclasses.replace(self, **changes)
 
     def reason(self, rule: EarlyStopping) -> str | None:
         """Why the run is to end, in words; None if it is not."""

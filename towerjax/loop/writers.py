@@ -107,7 +107,7 @@ class Writers:
             failure = failure or error
         self._failure = self._failure or failure
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the first failure, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -196,10 +196,10 @@ class JsonLines:
             return None, None  # a pipe or a device has no earlier lines
         kept = last = 0
         repeated = None
-        for found, length in read_lines(path, "kind", "a run"):
-            last = max(last, found["step"])
+        for line, length in read_lines(path, "kind", "a run"):
+            last = max(last, line["step"])
             if last <= start:
-                is_last = (found["step"], found["kind"]) == (start, "eval")
+                is_last = (line["step"], line["kind"]) == (start, "eval")
                 repeated = kept if is_last else None
                 kept += length
         if start == 0 and last > 0 and not self.replace:
@@ -358,9 +358,9 @@ class OpenTensorBoard:
         event = self._proto.Event(wall_time=record.time_s, step=record.step)
         most = self._options.max_elements
         for name, value in record.metrics.items():
-            found = curves("TensorBoard", f"{record.kind}/{name}", value, most)
+            numbers = curves("TensorBoard", f"{record.kind}/{name}", value, most)
             with np.errstate(over="ignore"):  # beyond float32 they become infinite
-                for tag, number in found.items():
+                for tag, number in numbers.items():
                     event.summary.value.add(tag=tag, simple_value=np.float32(number))
         self._events.write_event(event)
         if record.kind == "eval" or time.monotonic() >= self._flush_at_s:

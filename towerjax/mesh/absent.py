@@ -105,8 +105,8 @@ class Absent:
 
     def __len__(self) -> int:
         """How many devices."""
-        if found := _TPU.fullmatch(self.target):
-            return math.prod(int(size) for size in found[1].split("x"))
+        if match := _TPU.fullmatch(self.target):
+            return math.prod(int(size) for size in match[1].split("x"))
         return self.number or 0
 
     @property
@@ -132,15 +132,15 @@ class Absent:
     @property
     def kind(self) -> str:
         """The name of one device in a report."""
-        found = re.search(r'device_description_str: "([^"]*)"', self.text)
+        match = re.search(r'device_description_str: "([^"]*)"', self.text)
         other = self.target if self.platform == "tpu" else "GPU"
-        return found[1] if found else other
+        return match[1] if match else other
 
     @property
     def memory_bytes(self) -> int | None:
         """The memory of one device; None where the target does not say."""
-        found = re.search(r"device_memory_size: (\d+)", self.text)
-        return int(found[1]) if found else None
+        match = re.search(r"device_memory_size: (\d+)", self.text)
+        return int(match[1]) if match else None
 
     @property
     def text(self) -> str:
@@ -156,10 +156,10 @@ class Absent:
         """The devices as the compiler knows them; raise where it is not installed."""
         jax.devices()  # first, so that the default devices are the present ones
         make = _tpu_devices if self.platform == "tpu" else _gpu_devices
-        found = tuple(make(self))
-        if len(found) != len(self):
-            raise ValueError(f"{self} has {len(found)} devices by its compiler.")
-        return found
+        devices = tuple(make(self))
+        if len(devices) != len(self):
+            raise ValueError(f"{self} has {len(devices)} devices by its compiler.")
+        return devices
 
 
 def _gpu_devices(absent: Absent) -> list[Any]:
@@ -167,7 +167,7 @@ def _gpu_devices(absent: Absent) -> list[Any]:
     options = {"topology": f"1x{absent.num_hosts}x{each}"}
     options["target_config"] = absent.text
     try:
-        found = topologies.get_topology_desc(platform="cuda", **options)
+        topology = topologies.get_topology_desc(platform="cuda", **options)
     except NotImplementedError:  # JAX found no driver and did not register the plugin
         plugins = importlib.metadata.entry_points(group="jax_plugins")
         compilers = [plugin for plugin in plugins if plugin.name.startswith("xla_cuda")]
@@ -175,20 +175,20 @@ def _gpu_devices(absent: Absent) -> list[Any]:
             raise _missing_compiler(absent) from None
         with _set_by_default("JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
             compilers[0].load().initialize()
-        found = topologies.get_topology_desc(platform="cuda", **options)
-    return list(found.devices)
+        topology = topologies.get_topology_desc(platform="cuda", **options)
+    return list(topology.devices)
 
 
 def _tpu_devices(absent: Absent) -> list[Any]:
     try:
         # libtpu's lock, of one process at a time, is not needed: nothing runs.
         with _set_by_default("ALLOW_MULTIPLE_LIBTPU_LOAD"):
-            found = topologies.get_topology_desc(absent.target, platform="tpu")
+            topology = topologies.get_topology_desc(absent.target, platform="tpu")
     except RuntimeError as error:
         if "TPU support not installed" not in str(error):
             raise
         raise _missing_compiler(absent) from None
-    return list(found.devices)
+    return list(topology.devices)
 
 
 def _missing_compiler(absent: Absent) -> ValueError:

@@ -28,8 +28,8 @@ def canonical_device_name(device: Any) -> str:
     """``"platform:index"``, the index within the platform; cuda and rocm are gpu."""
     if isinstance(device, jax.Device):
         platform, index = device.platform, jax.devices(device.platform).index(device)
-    elif found := _NAME.fullmatch(str(device).lower()):
-        platform, index = found[1], int(found[2])
+    elif match := _NAME.fullmatch(str(device).lower()):
+        platform, index = match[1], int(match[2])
     else:
         raise ValueError(
             f"devices: {device!r} is not a device name. Write 'platform:index', such as"
@@ -97,31 +97,31 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 def owners_of(names: Sequence[str]) -> set[int]:
     """The processes that own the devices; none where a device is missing."""
-    found = [name.split(":") for name in names]
-    present = {platform: platform_devices(platform) for platform, _ in found}
-    if any(int(index) >= len(present[platform]) for platform, index in found):
+    pairs = [name.split(":") for name in names]
+    present = {platform: platform_devices(platform) for platform, _ in pairs}
+    if any(int(index) >= len(present[platform]) for platform, index in pairs):
         return set()
-    return {present[platform][int(index)].process_index for platform, index in found}
+    return {present[platform][int(index)].process_index for platform, index in pairs}
 
 
 def find_device(name: str) -> Device:
     """The JAX device with a canonical name."""
     platform, _, index = name.partition(":")
-    found = platform_devices(platform)
-    if int(index) < len(found):
-        return found[int(index)]
+    present = platform_devices(platform)
+    if int(index) < len(present):
+        return present[int(index)]
     hint = ""
     if platform == "cpu":
         hint = f" Here {_WITHOUT_CPU}"
-        if found:
+        if present:
             hint = (
                 " For more CPU devices call"
                 f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before"
                 " JAX is first used."
             )
     raise ValueError(
-        f"devices: {name!r} is not on this machine, which has {len(found)} of platform"
-        f" {platform!r}; the default one is {jax.default_backend()!r} with"
+        f"devices: {name!r} is not on this machine, which has {len(present)} of"
+        f" platform {platform!r}; the default one is {jax.default_backend()!r} with"
         f" {len(jax.devices())}. Name devices that it has, or ask for towers=... and"
         f" let them share a device.{hint}"
     )

@@ -64,7 +64,7 @@ class InterruptGuard:
             signal.signal(number, self._handle)
         reporter = sys.unraisablehook
         if signal.SIGINT in self._previous:
-            sys.unraisablehook = lambda found: self._note_dropped(found, reporter)
+            sys.unraisablehook = lambda x: self._note_dropped(x, reporter)
         try:
             try:
                 yield
@@ -82,10 +82,10 @@ class InterruptGuard:
                 signal.signal(number, previous)
             self._previous = {}
 
-    def _note_dropped(self, found: Any, reporter: Callable[[Any], Any]) -> None:
+    def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:
         """Note a Ctrl-C that Python cannot raise, and have it reported."""
-        self._dropped |= found.exc_type is KeyboardInterrupt
-        reporter(found)
+        self._dropped |= unraisable.exc_type is KeyboardInterrupt
+        reporter(unraisable)
 
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
@@ -110,7 +110,7 @@ class InterruptGuard:
             self._raised = True
             raise Terminated(self._exit_code)
 
-    def check(self) -> None:
+    def raise_missed(self) -> None:
         """Raise a signal again that Python dropped, and SIGTERM that was caught."""
         if self._raised:
             raise Terminated(self._exit_code)

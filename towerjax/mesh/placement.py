@@ -163,8 +163,8 @@ class Placement:
         """The axes of the same towers, each alone on a device that need not exist."""
         if self.num_towers == self.num_devices > 1:
             return self.axes
-        alone = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
-        return dataclasses.replace(self.axes, devices=(), **alone)
+        spread = {"num_devices": self.num_towers, "num_local": 1, "device_axis": True}
+        return dataclasses.replace(self.axes, devices=(), **spread)
 
     @property
     def shares_devices(self) -> bool:

@@ -69,8 +69,8 @@ class Specs:
                 spec = self.by_name(name, x)
                 spec = PartitionSpec() if spec is None else spec
             else:
-                spec, found = self._spec_of(keys, leaf_name("params", path))
-                used.add(found)
+                spec, entry = self._spec_of(keys, leaf_name("params", path))
+                used.add(entry)
             check_split(leaf_name("params", path), shape, spec, sizes)
             table[keys] = shape, spec
         if self.by_name is None:
@@ -90,8 +90,8 @@ class Specs:
                 f"specs= has no entry of {name}. Write jax.sharding.PartitionSpec()"
                 " for what each device of a tower holds whole."
             )
-        found, spec = max(fits, key=lambda x: len(x[0]))
-        return spec, found
+        entry, spec = max(fits, key=lambda x: len(x[0]))
+        return spec, entry
 
 
 def _is_spec(x: Any) -> bool:

@@ -45,8 +45,8 @@ def _outcomes(
         scores = rows.floats_of(said)
         said = scores > jnp.asarray(threshold, scores.dtype)
         pairs.mark(scores == scores)
-    found = yes & said, ~yes & said, yes & ~said, ~yes & ~said
-    return [rows.weights_where(which, pairs.weights).sum() for which in found]
+    outcomes = yes & said, ~yes & said, yes & ~said, ~yes & ~said
+    return [rows.weights_where(which, pairs.weights).sum() for which in outcomes]
 
 
 def true_positives(
@@ -115,8 +115,8 @@ def precision(
     A ``Weighted``: 0 where none is predicted so. Arguments and errors are those of
     `true_positives`.
     """
-    found = _outcomes("precision", labels, predictions, weight, threshold)
-    return Weighted(*share_of("precision", found))
+    outcomes = _outcomes("precision", labels, predictions, weight, threshold)
+    return Weighted(*share_of("precision", outcomes))
 
 
 def recall(
@@ -127,8 +127,8 @@ def recall(
     A ``Weighted``: 0 where none is positive. Arguments and errors are those of
     `true_positives`.
     """
-    found = _outcomes("recall", labels, predictions, weight, threshold)
-    return Weighted(*share_of("sensitivity", found))
+    outcomes = _outcomes("recall", labels, predictions, weight, threshold)
+    return Weighted(*share_of("sensitivity", outcomes))
 
 
 def _mean_over_classes(part: Any, whole: Any) -> Any:

@@ -49,8 +49,8 @@ def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) ->
     distance = abs(_rates(yes, no, given) - wanted)
     nearest = distance.min()
     # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
-    far, found = distance > nearest + 1e-6, _rates(yes, no, rate)
-    return rows.library_of(found).where(far, 0.0, found).max() + 0 * nearest
+    far, rates = distance > nearest + 1e-6, _rates(yes, no, rate)
+    return rows.library_of(rates).where(far, 0.0, rates).max() + 0 * nearest
 
 
 def _area_under_roc(yes: Any, no: Any) -> Any:

@@ -104,17 +104,17 @@ def depends(
 
 
 def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analysis:
-    found: list[Any] = []
-    outs, _ = _propagate(body, ins, context._replace(found=found))
+    noted: list[Any] = []
+    outs, _ = _propagate(body, ins, context._replace(noted=noted))
     # For each sum of a value that is the same on all, the outputs that hold it.
     lines: dict[str, list[int]] = {}
     for i, mark in enumerate(outs):
         if mark.scale.site is not None:
             lines.setdefault(user_line(mark.scale.site), []).append(i)
-    found += [findings.Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
+    noted += [findings.Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
 
     def each(kind: Any) -> tuple[Any, ...]:
-        return tuple(x for x in found if isinstance(x, kind))
+        return tuple(x for x in noted if isinstance(x, kind))
 
     outputs = [
         findings.Dependence(m.source, origin_line(m)) if m.along else None for m in outs
@@ -184,7 +184,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         for m in ins:
             passes = not m.along or (what not in tags.TOWER_CALLS and is_flag(m))
             source = "" if passes else m.source
-            context.found.append(findings.TowerCall(what, line, is_sum, source))
+            context.noted.append(findings.TowerCall(what, line, is_sum, source))
     return apply_collective(eqn, ins, context)
 
 
@@ -194,7 +194,7 @@ def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
         if any(m.along and m.scale.site is None for m in ins):
-            context.found.append(findings.Repeat(user_line(scale.site), (), _A_MIXTURE))
+            context.noted.append(findings.Repeat(user_line(scale.site), (), _A_MIXTURE))
             scale = scale.once()
     weight = use_of_weight(eqn, ins)
     if not scale.is_constant or mark.along or weight:
@@ -228,7 +228,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     is_rbg = "urbg" in kind if derives else "rbg" in kind or kind == "uint32"
     # vmap batches the carry of a while whose predicate differs, keys included.
     if is_rbg and (context.control or any(m.along for m in ins[: 1 + derives])):
-        context.found.append(findings.Draw(user_line((eqn, context.outer))))
+        context.noted.append(findings.Draw(user_line((eqn, context.outer))))
     return _compute(eqn, ins, context)
 
 
@@ -244,28 +244,28 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [mark._replace(scale=scale)]
     of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
     site = eqn, context.outer
-    found = lints.of_named(name, mark.rows, lambda: origin_line(mark), site)
-    context.found.extend(found)
+    own_rows = lints.of_named(name, mark.rows, lambda: origin_line(mark), site)
+    context.noted.extend(own_rows)
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
     if name == tags.SHARED and mark.along:
-        context.found.append(findings.Dependence(mark.source, origin_line(mark)))
+        context.noted.append(findings.Dependence(mark.source, origin_line(mark)))
     if of and mark.weight == 2:
-        context.found.append(findings.Changed(of, origin_line(mark)))
+        context.noted.append(findings.Changed(of, origin_line(mark)))
     is_same = not mark.along and not mark.scale.is_constant and mark.scale.low >= 0
     if name.startswith(tags.COUNTS_EACH_TOWER) and is_same and context.num_towers > 1:
         if not context.is_derived(eqn):
             what = name.removeprefix(tags.COUNTS_EACH_TOWER)
-            context.found.append(findings.Repeat(origin_line(mark), (), what))
+            context.noted.append(findings.Repeat(origin_line(mark), (), what))
     return ins
 
 
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Analyse the hidden code if it can be traced; else its results may differ."""
     env = {} if context.axis is None else {context.axis: context.num_towers}
-    program = None if context.is_inside(eqn) else trace_hidden(eqn, env)
-    if program is not None:
-        return _propagate(program.jaxpr, ins, context.enter(eqn))[0]
+    hidden = None if context.is_inside(eqn) else trace_hidden(eqn, env)
+    if hidden is not None:
+        return _propagate(hidden.jaxpr, ins, context.enter(eqn))[0]
     note_hang(eqn, context)
     return _originate(eqn, ins, context)
 
@@ -278,8 +278,8 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A program's own `shard_map`, or sharding."""
     name, line = eqn.primitive.name, user_line((eqn, context.outer))
     for mesh in meshes_of(eqn):
-        found = findings.OwnMesh(name, mesh.axis_names, mesh.size, line)
-        context.found.append(found)
+        own_mesh = findings.OwnMesh(name, mesh.axis_names, mesh.size, line)
+        context.noted.append(own_mesh)
     return _call(eqn, ins, context) if name == "shard_map" else ins
 
 
@@ -317,7 +317,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
     carry = ins[tests + bodies :]
     # The body may not run at all: then the results are the initial carry.
-    *outs, predicate = _fixed_point(trip, [*carry, FIXED], context.found)[1]
+    *outs, predicate = _fixed_point(trip, [*carry, FIXED], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
 
@@ -331,7 +331,7 @@ def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         marks = _carried(marks, eqn)
         return _propagate(body, ins[:consts] + marks + each, inner)[0]
 
-    outs, _ = _fixed_point(trip, ins[consts:end], context.found)
+    outs, _ = _fixed_point(trip, ins[consts:end], context.noted)
     for i, m in enumerate(outs[carry:], carry):
         line = functools.partial(origin_line, None if context.is_derived(eqn) else m)
         rows = lints.stacked(m.rows, eqn, line)
@@ -344,11 +344,11 @@ def _carried(marks: _Marks, loop: JaxprEqn) -> _Marks:
     return [m._replace(rows=lints.carried(m.rows, loop)) for m in marks]
 
 
-def _fixed_point(trip: Callable, marks: _Marks, found: list) -> tuple[_Marks, _Marks]:
+def _fixed_point(trip: Callable, marks: _Marks, noted: list) -> tuple[_Marks, _Marks]:
     """Repeat a trip until marks stay the same: its outputs, and the marks before it."""
-    start = len(found)
+    start = len(noted)
     while True:
-        del found[start:]  # keep the findings of the last round alone
+        del noted[start:]  # keep the findings of the last round alone
         outs = trip(marks)
         more = [join(pair) for pair in zip(outs, marks, strict=False)]
         if _without_sites(more) == _without_sites(marks):
@@ -377,7 +377,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
     given = join(ins)
     given = given._replace(rows=lints.of_part(given.rows))
-    outs, _ = _fixed_point(trip, [given], context.found)
+    outs, _ = _fixed_point(trip, [given], context.noted)
     whole = _compute(eqn, outs, context)[0]
     if sub_jaxprs(eqn):
         # The scale of what a kernel or a reducer computes is unknown.

@@ -29,17 +29,17 @@ _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Shardin
 def param_leaves(params: dict[str, Any]) -> list[Any]:
     """The jaxprs, plain values and functions inside the objects of params."""
     # One loop: it runs several times for each equation of a program.
-    found, todo, seen = [], [*params.values()][::-1], set()
+    leaves, todo, seen = [], [*params.values()][::-1], set()
     while todo:
         x = todo.pop()
         kind = type(x)
         if _is_leaf_type(kind) or callable(x) or hasattr(x, "call_wrapped"):
-            found.append(x)
+            leaves.append(x)
         elif id(x) not in seen:
             seen.add(id(x))
             parts = x if kind in (tuple, list) else _parts(x)
             todo += parts[::-1]
-    return found
+    return leaves
 
 
 def is_code(value: Any) -> bool:
@@ -103,18 +103,18 @@ OF_OTHER_INPUT = (
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
     """Trace the code that a primitive hides; None if it cannot be traced."""
-    one = eqn.primitive
-    code: Callable = one.to_lojax if _is_high(one) else one.impl
+    primitive = eqn.primitive
+    code: Callable = primitive.to_lojax if _is_high(primitive) else primitive.impl
     avals: list[Any] = [v.aval for v in eqn.invars]
     try:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        program = jax.make_jaxpr(
+        hidden = jax.make_jaxpr(
             lambda *operands: code(*operands, **eqn.params),
             axis_env=list(sizes.items()),
         )(*shapes)
     except (*OF_OTHER_INPUT, AttributeError, ImportError, NameError, RecursionError):
         return None  # It needs arrays, a device, or an axis: nothing is known of it.
-    return program if len(program.out_avals) == len(eqn.outvars) else None
+    return hidden if len(hidden.out_avals) == len(eqn.outvars) else None
 
 
 REDUCTIONS = frozenset(
@@ -269,20 +269,20 @@ _CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan"
 
 def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
     """For each output the given input that calls and scans forward to it, or None."""
-    found = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
     for eqn in jaxpr.eqns:
         inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
-        program = trace_hidden(eqn, {}) if _is_high(eqn.primitive) else None
-        if program is not None:  # with jax_remat3
-            inner = [open_jaxpr(program)]
+        hidden = trace_hidden(eqn, {}) if _is_high(eqn.primitive) else None
+        if hidden is not None:  # with jax_remat3
+            inner = [open_jaxpr(hidden)]
         if inner:
-            inside = [found.get(id(x)) for x in eqn.invars]
+            inside = [forwarded.get(id(x)) for x in eqn.invars]
             if eqn.primitive.name == "scan":  # only xs are forwarded whole, as ys
                 once = sum(loop_sizes(eqn))
                 inside[:once] = [None] * once
             outside = forwarded_inputs(inner[0], inside)
-            found |= zip(map(id, eqn.outvars), outside, strict=True)
-    return [found.get(id(x)) for x in jaxpr.outvars]
+            forwarded |= zip(map(id, eqn.outvars), outside, strict=True)
+    return [forwarded.get(id(x)) for x in jaxpr.outvars]
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:

@@ -196,10 +196,10 @@ def refuse_unknown(weights: Sequence[Dependence | None]) -> None:
         )
 
 
-def refuse_varying(found: Analysis, names: Sequence[str | None]) -> None:
+def refuse_varying(analysis: Analysis, names: Sequence[str | None]) -> None:
     """Raise where what has a name, or a factor, differs between micro-batches."""
-    pairs = [*zip(names, found.outputs, strict=True)]
-    pairs += [("a mean's factor or tj.penalty", x) for x in found.factors]
+    pairs = [*zip(names, analysis.outputs, strict=True)]
+    pairs += [("a mean's factor or tj.penalty", x) for x in analysis.factors]
     bare = [f"{name}, made at {x.line}" for name, x in pairs if name and x is not None]
     if bare:
         raise ReplicationError(

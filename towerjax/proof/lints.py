@@ -164,11 +164,11 @@ _OWN_ROWS = {
 }
 
 
-def warn_of_own_rows(found: Sequence[OwnRows]) -> None:
+def warn_of_own_rows(own_rows: Sequence[OwnRows]) -> None:
     """Warn where numbers depend on which rows a tower or micro-batch has."""
     lines: dict[str, list[str]] = {}
-    weights = {x.leaves for x in found if x.how == "weight"}
-    for how, line, leaves, _ in dict.fromkeys(found):
+    weights = {x.leaves for x in own_rows if x.how == "weight"}
+    for how, line, leaves, _ in dict.fromkeys(own_rows):
         # A ratio times its own denominator is the sum again.
         if how != "function" or leaves not in weights:
             lines.setdefault(how, []).append(line)
@@ -181,9 +181,9 @@ def warn_of_own_rows(found: Sequence[OwnRows]) -> None:
             )
 
 
-def refuse_squares(found: Sequence[OwnRows]) -> None:
+def refuse_squares(own_rows: Sequence[OwnRows]) -> None:
     """Raise where a mean is of pairs of a tower's rows, or of rows in another dim."""
-    squares = [x for x in found if x.how == "square"]
+    squares = [x for x in own_rows if x.how == "square"]
     lines = listed(dict.fromkeys(x.line for x in squares))
     for at in {x.at for x in squares} - {None}:
         raise ReplicationError(
@@ -286,7 +286,7 @@ def _two_together(first: Dims, second: Dims) -> Dims:
 def _reshape(given: Sequence[int], out: Sequence[int], dims: Any) -> Dims:
     """Follow the rows where they are the outer part of dims that become others."""
     olds, news = ([d for d, n in enumerate(x) if n != 1] for x in (given, out))
-    found: list[RowDim] = []
+    moved: list[RowDim] = []
     while olds and news:  # the shortest runs of dims of as many elements in both
         old, new = [olds.pop(0)], [news.pop(0)]
         while a := math.prod(given[d] for d in old) - math.prod(out[d] for d in new):
@@ -305,12 +305,12 @@ def _reshape(given: Sequence[int], out: Sequence[int], dims: Any) -> Dims:
                 return None
             left //= part
             apart = left * own[-1].apart
-            found += [own[0]._replace(at=at, rows=part, apart=apart)] * (part > 1)
-    if are_pairs(dims) and len(found) != len(dims):
+            moved += [own[0]._replace(at=at, rows=part, apart=apart)] * (part > 1)
+    if are_pairs(dims) and len(moved) != len(dims):
         return MIXED
     # A new dim of 1 before the rows may be the number of their groups.
-    ones = range(found[0].at if found and 1 not in given else 0)
-    return (*(RowDim(at, 1) for at in ones if out[at] == 1), *found)
+    ones = range(moved[0].at if moved and 1 not in given else 0)
+    return (*(RowDim(at, 1) for at in ones if out[at] == 1), *moved)
 
 
 def _moves(name: str, params: Any, given: Sequence[Any], out: Sequence[int]) -> Any:

@@ -135,9 +135,9 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     a mask. What a tower divides by a weight is a mean, and no weight. A sum over
     towers, or of a row of examples, is no longer followed.
     """
-    found, name = max([m.weight for m in ins], default=0), eqn.primitive.name
-    results = [_float_bits(v) for v in eqn.outvars] if found else []
-    if not found or not all(results):
+    weight, name = max([m.weight for m in ins], default=0), eqn.primitive.name
+    results = [_float_bits(v) for v in eqn.outvars] if weight else []
+    if not weight or not all(results):
         return 0
     if name == "reduce_sum":
         return _weight_of_sum(ins[0])
@@ -150,7 +150,7 @@ def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     elif name in ("mul", "div"):
         others = [m for m in ins if not m.weight]
         kept = len(others) == 1 and bool(others[0].along)
-    return found if kept and min(results) >= 32 else 2
+    return weight if kept and min(results) >= 32 else 2
 
 
 def _weight_of_sum(mark: Mark) -> int:
@@ -169,7 +169,7 @@ class Context(NamedTuple):
 
     axis: str | None  # of the towers; None: nothing differs
     num_towers: int  # T; 0 where unknown
-    found: list[Any]  # so far
+    noted: list[Any]  # so far
     outer: Site | None = None  # the equation that holds the jaxpr
     trips: int | None = 1  # product of the lengths of the scans around; None in a while
     control: Site | None = None  # the innermost equation whose predicate differs
@@ -206,13 +206,13 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
     names, site = named_axes(eqn), (eqn, context.outer)
     avals: list[Any] = [v.aval for v in eqn.invars]
     size = sum(aval.size * aval.dtype.itemsize for aval in avals)
-    found = Collective(eqn.primitive.name, names, size, context.trips, user_line(site))
-    context.found.append(found)
+    call = Collective(eqn.primitive.name, names, size, context.trips, user_line(site))
+    context.noted.append(call)
     if over_towers := context.axis in names:
         note_hang(eqn, context)
         if tags.SUMMED_BY_STEP in str(eqn.source_info.name_stack):
             for line in {user_line(m.added) for m in ins if _counts_again(m)}:
-                context.found.append(Repeat(line, (), _IN_BACKWARD))
+                context.noted.append(Repeat(line, (), _IN_BACKWARD))
     name = eqn.primitive.name.removesuffix("_start")
     num_towers = context.num_towers if names == (context.axis,) else 0
     given = groups(eqn, num_towers)
@@ -301,7 +301,7 @@ def note_hang(eqn: JaxprEqn, context: Context) -> None:
     if control := context.control:
         line, name = user_line((eqn, context.outer)), control[0].primitive.name
         hang = Hang(eqn.primitive.name, line, name, user_line(control))
-        context.found.append(hang)
+        context.noted.append(hang)
 
 
 def is_flag(mark: Mark) -> bool:

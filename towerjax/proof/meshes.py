@@ -41,7 +41,7 @@ _WITHIN = (
 
 
 def refuse_in_towers(
-    found: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int, axes: Sequence[str]
+    analysis: Analysis, jaxpr: ClosedJaxpr, towers: int, on: int, axes: Sequence[str]
 ) -> None:
     """Raise where ``towers`` on so many devices use a mesh, or a Ref from outside.
 
@@ -52,7 +52,7 @@ def refuse_in_towers(
             f"A tower function closes over a Ref, and {towers} towers would share it."
             f" {_KEEP}"
         )
-    for x in found.meshes:
+    for x in analysis.meshes:
         if (on > 1 or x.size > 1) and x.axes != axes:
             raise ReplicationError(
                 f"A tower runs on one device, but {x.primitive} at"
@@ -91,8 +91,8 @@ def prove_update(jaxpr: ClosedJaxpr, axis: str, towers: int, on: int) -> None:
     for site in all_sites(jaxpr, enter=lambda eqn: not _is_of_towers(eqn)):
         eqn = site[0]
         names = {*named_axes(eqn)}
-        if is_hidden(eqn) and (program := trace_hidden(eqn, {axis: towers})):
-            names |= {x for inner in all_sites(program) for x in named_axes(inner[0])}
+        if is_hidden(eqn) and (hidden := trace_hidden(eqn, {axis: towers})):
+            names |= {x for inner in all_sites(hidden) for x in named_axes(inner[0])}
         if axis in names:
             raise ReplicationError(
                 f"The update communicates: {eqn.primitive} at"
@@ -128,15 +128,15 @@ def _prove_mapped(site: Site, on: int) -> None:
     for axis in [x for x in mesh.axis_names if x in manual and mesh.shape[x] > 1]:
         split = [axis in _names_in(spec) for spec in params["in_specs"]]
         inputs = ["what in_specs split" if x else None for x in split]
-        found = analyse(params["jaxpr"], inputs, axis, mesh.shape[axis])
+        analysis = analyse(params["jaxpr"], inputs, axis, mesh.shape[axis])
         outs = [axis in _names_in(spec) for spec in params["out_specs"]]
-        if told := _mistakes(found, outs, axis):
+        if told := _mistakes(analysis, outs, axis):
             raise ReplicationError(f"shard_map at {line} in the update: {told}")
 
 
-def _mistakes(found: Analysis, are_split: Sequence[bool], axis: str) -> str:
+def _mistakes(analysis: Analysis, are_split: Sequence[bool], axis: str) -> str:
     """What devices along an axis do wrong, and what to write; "" if nothing."""
-    pairs = zip(found.outputs, are_split, strict=True)
+    pairs = zip(analysis.outputs, are_split, strict=True)
     differ = [(i, x) for i, (x, is_split) in enumerate(pairs) if x and not is_split]
     if differ:
         lines = [
@@ -150,16 +150,16 @@ def _mistakes(found: Analysis, are_split: Sequence[bool], axis: str) -> str:
             f" {listed(lines)}. Say out_specs=P({axis!r}), or reduce it,"
             f" jax.lax.pmean(x, {axis!r})."
         )
-    if found.repeats:
-        lines = [x.line or "a line of a library" for x in found.repeats]
+    if analysis.repeats:
+        lines = [x.line or "a line of a library" for x in analysis.repeats]
         return (
             f"what is the same on all devices is added up over {axis!r}, as many times"
             f" too much as there are, at {listed(dict.fromkeys(lines))}. The update is"
             " given what all towers add up to: leave the sum out, or say"
             f" jax.lax.pmean(x, {axis!r})."
         )
-    if found.hangs:
-        lines = [f"{x.primitive} at {x.line}" for x in found.hangs]
+    if analysis.hangs:
+        lines = [f"{x.primitive} at {x.line}" for x in analysis.hangs]
         return (
             f"not all devices along {axis!r} reach {listed(dict.fromkeys(lines))}, and"
             " would hang. Make the predicate the same on all."

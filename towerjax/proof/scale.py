@@ -90,9 +90,9 @@ def varying_constants(
     or equation and -1. Raises a ValueError where the programs differ in more.
     """
     varying: set[tuple[int, int]] = set()
-    for one, two in zip(all_jaxprs(jaxpr), all_jaxprs(other), strict=True):
-        body, twins = open_jaxpr(one), open_jaxpr(two)
-        given: list[Any] = [getattr(each, "consts", None) for each in (one, two)]
+    for mine, theirs in zip(all_jaxprs(jaxpr), all_jaxprs(other), strict=True):
+        body, twins = open_jaxpr(mine), open_jaxpr(theirs)
+        given: list[Any] = [getattr(each, "consts", None) for each in (mine, theirs)]
         if None not in given:
             arrays = zip(body.constvars, *given, strict=True)
             varying |= {(id(var), -1) for var, *pair in arrays if not _equal(*pair)}
@@ -110,8 +110,8 @@ def varying_constants(
     return varying
 
 
-def _equal(one: Any, two: Any) -> bool:
-    return one is two or np.array_equal(one, two)
+def _equal(first: Any, second: Any) -> bool:
+    return first is second or np.array_equal(first, second)
 
 
 def scale_of_equation(

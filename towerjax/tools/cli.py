@@ -61,11 +61,11 @@ def audit(make_step: str, json: bool = False) -> int:
     """
     step, state, batch = _made(make_step)
     try:
-        found = step.audit(state, batch)
+        outcome = step.audit(state, batch)
     except SplitError as error:
         findings = list(map(dataclasses.asdict, error.findings))
         return shell.show(error, {"same": False, "findings": findings}, json, FAULT)
-    return shell.show(found, {"same": True, **dataclasses.asdict(found)}, json)
+    return shell.show(outcome, {"same": True, **dataclasses.asdict(outcome)}, json)
 
 
 def report(
@@ -84,8 +84,8 @@ def report(
     """
     strategy = (Mirrored(devices=_devices_of(on)),) if on else ()
     step, state, batch = _made(make_step, *strategy)
-    found = step.report(state, batch, timed_calls=timed_calls)
-    return shell.show(found, dataclasses.asdict(found), json)
+    figures = step.report(state, batch, timed_calls=timed_calls)
+    return shell.show(figures, dataclasses.asdict(figures), json)
 
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
@@ -135,9 +135,9 @@ def bench(
         raise ValueError(f"--peer {wrong[0]}: write --peer name=module:function.")
     options["peers"] = dict(text.split("=", 1) for text in peer)
     options |= {"progress": False} if json else {}
-    found = bench_all(build, shell.read_toml(*grid), **options)
-    code = FAULT if "failed" in [x["status"] for x in found.records] else OK
-    return shell.show(found, {"results": found.records}, json, code)
+    timings = bench_all(build, shell.read_toml(*grid), **options)
+    code = FAULT if "failed" in [x["status"] for x in timings.records] else OK
+    return shell.show(timings, {"results": timings.records}, json, code)
 
 
 _STEP = ("make_step", str, "module:function")

@@ -55,19 +55,19 @@ def add_command(commands: Any, run: Callable[..., int], options: Iterable[Any]) 
 
 def read_toml(*sources: str) -> dict[str, Any]:
     """The keys of TOML files and of lines such as ``"towers=[1, 2]"``, in order."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for source in sources:
         text = source if "=" in source else pathlib.Path(source).read_text()
         try:
-            found |= tomllib.loads(text)
+            settings |= tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{source}: {error}") from error
-    return found
+    return settings
 
 
-def show(found: Any, fields: Mapping[str, Any], in_json: bool, code: int = OK) -> int:
+def show(result: Any, fields: Mapping[str, Any], in_json: bool, code: int = OK) -> int:
     """Print a result, as text or as one JSON object; return the code."""
-    text = json.dumps(as_json(fields), indent=2, allow_nan=False) if in_json else found
+    text = json.dumps(as_json(fields), indent=2, allow_nan=False) if in_json else result
     print(text, flush=True)
     return code
 

@@ -157,16 +157,16 @@ def shown(x: Any) -> str:
     return f"{text} of type {type(x).__name__}"
 
 
-def few(found: Iterable[Any]) -> list[str]:
+def few(items: Iterable[Any]) -> list[str]:
     """The texts of what was found: eight at most, and how many more."""
-    texts = [str(x) for x in found]
+    texts = [str(x) for x in items]
     more = [f"and {len(texts) - 8} more"] if len(texts) > 8 else []
     return texts[:8] + more
 
 
-def listed(found: Iterable[Any]) -> str:
+def listed(items: Iterable[Any]) -> str:
     """`few` texts as one."""
-    return "; ".join(few(found))
+    return "; ".join(few(items))
 
 
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
@@ -204,13 +204,13 @@ def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
         {n: f"{_device_dtype(x)}{list(jnp.shape(x))}" for n, x in leaves}
         for leaves in (named_leaves(root, before), named_leaves(root, after))
     )
-    found = differing_texts(was, now, "{} was {} and is {}")
+    texts = differing_texts(was, now, "{} was {} and is {}")
     trees = jax.tree.structure(before), jax.tree.structure(after)
-    if not found and trees[0] != trees[1]:
+    if not texts and trees[0] != trees[1]:
         was, now = _differing(*trees)
         anew = ", a class that was defined anew" if str(was) == str(now) else ""
-        found = [f"a container was {was} and is {now}{anew}"]
-    return found
+        texts = [f"a container was {was} and is {now}{anew}"]
+    return texts
 
 
 def _differing(was: Any, now: Any) -> tuple[Any, Any]:

@@ -56,10 +56,10 @@ def explain(error: BaseException) -> None:
     """Add what to do, where an error of Python or JAX says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
     for pattern, in_line, note in _TEXTS:
-        found = re.search(pattern, str(error))
-        if found is None or not re.search(in_line, (frames[-1].line or "")):
+        match = re.search(pattern, str(error))
+        if match is None or not re.search(in_line, (frames[-1].line or "")):
             continue
-        note = note if isinstance(note, str) else note.get(found[1], "")
+        note = note if isinstance(note, str) else note.get(match[1], "")
         if note and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
 

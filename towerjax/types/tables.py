@@ -128,9 +128,9 @@ def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> Tab
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         itemsize = getattr(dtype, "itemsize", 0)  # of an array
         sizes = [math.prod(x) * itemsize for x in (np.shape(leaf), part)]
-        found = layout if layout and is_there else layout_of(leaf)
+        lies = layout if layout and is_there else layout_of(leaf)
         shape = str(list(np.shape(leaf)))
-        rows.append((name, shape, str(dtype), *map(in_bytes, sizes), found))
+        rows.append((name, shape, str(dtype), *map(in_bytes, sizes), lies))
         sums += sizes
     whole, part = map(in_bytes, sums.tolist())
     note = f"{len(rows)} leaves, {whole}; {part} on each device"

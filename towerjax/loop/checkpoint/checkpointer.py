@@ -187,9 +187,9 @@ def _costs(options: Checkpointer) -> dict[int, float]:
     """Of each checkpoint with the metric ``best`` its step, and what `cost_of` says."""
     if options.best is None:
         return {}
-    found = {n: options.record(n).evaluation.get(options.best) for n in options.steps}
+    values = {n: options.record(n).evaluation.get(options.best) for n in options.steps}
     sign = sign_of(options.mode)
-    return {number: sign * x for number, x in found.items() if x is not None}
+    return {number: sign * x for number, x in values.items() if x is not None}
 
 
 class Saving:

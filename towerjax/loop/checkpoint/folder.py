@@ -251,8 +251,8 @@ def discard(directory: epath.Path, number: int) -> None:
 def saved_steps(directory: epath.Path) -> tuple[int, ...]:
     """The steps of the committed checkpoints, ascending."""
     try:
-        found = [path for path in directory.iterdir() if _WHOLE.fullmatch(path.name)]
-        return tuple(sorted(int(path.name) for path in found if _is_committed(path)))
+        paths = [path for path in directory.iterdir() if _WHOLE.fullmatch(path.name)]
+        return tuple(sorted(int(path.name) for path in paths if _is_committed(path)))
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except Exception as error:  # of many kinds, where it is no local folder

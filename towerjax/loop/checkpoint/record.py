@@ -56,14 +56,14 @@ class Leaf:
 
 def leaves_of(state: PyTree) -> list[Leaf]:
     """A `Leaf` for each leaf of a state, in tree order."""
-    found = []
+    leaves = []
     for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
         reduction = node.reduction.name if isinstance(node, TowerLocal) else None
         for inner, x in jax.tree_util.tree_leaves_with_path(node):
             name = leaf_name("state", (*path, *inner))
             dtype = f"key of {jax.random.key_impl(x)}" if is_key(x) else str(x.dtype)
-            found.append(Leaf(name, tuple(x.shape), dtype, reduction))
-    return found
+            leaves.append(Leaf(name, tuple(x.shape), dtype, reduction))
+    return leaves
 
 
 # What the files have no dtype for is saved as its bits.
@@ -104,14 +104,14 @@ def _children(node: PyTree) -> dict[Any, PyTree] | None:
     return dict(zip(names, (x for _, x in flat), strict=True))
 
 
-def _in_order(like: PyTree, found: PyTree) -> Iterator[Any]:
+def _in_order(like: PyTree, plain: PyTree) -> Iterator[Any]:
     """The leaves of a `_plain` tree, in the order of the tree that it was made of."""
     children = _children(like)
     if children is None:
-        yield from () if like is None else (found,)
+        yield from () if like is None else (plain,)
     for key, child in (children or {}).items():
         is_list = type(like) in (list, tuple)
-        yield from _in_order(child, found[int(key) if is_list else key])
+        yield from _in_order(child, plain[int(key) if is_list else key])
 
 
 def check_names(state: PyTree) -> None:
@@ -188,7 +188,7 @@ def restore_leaves(
         shapes.append(like if x.size else None)
     try:
         with array_checkpointer() as files:
-            found = files.restore(arrays, _plain(treedef.unflatten(shapes)))
+            arrays_read = files.restore(arrays, _plain(treedef.unflatten(shapes)))
     except Exception as error:  # of many kinds; also of too little memory
         raise CheckpointError(
             f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
@@ -199,7 +199,7 @@ def restore_leaves(
             return like
         return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
 
-    pairs = zip(leaves, _in_order(state, found), strict=True)
+    pairs = zip(leaves, _in_order(state, arrays_read), strict=True)
     new = treedef.unflatten([restored(*pair) for pair in pairs])
     return _redistribute(new, state, placement) if resized else new
 
@@ -275,11 +275,11 @@ class CheckpointRecord:
 
 def library_versions(*others: str) -> dict[str, str]:
     """The versions of libraries that change results, and of installed ``others``."""
-    found = {"towerjax": __version__}
+    versions = {"towerjax": __version__}
     for name in (*_LIBRARIES, *others):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:

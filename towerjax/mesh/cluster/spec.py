@@ -150,8 +150,8 @@ def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str,
 
 
 def _is_address(x: Any) -> bool:
-    found = _ADDRESS.fullmatch(x) if isinstance(x, str) else None
-    return found is not None and 1 <= int(found[2]) <= 65535
+    match = _ADDRESS.fullmatch(x) if isinstance(x, str) else None
+    return match is not None and 1 <= int(match[2]) <= 65535
 
 
 def find_cluster(environ: Mapping[str, str], *explicit: Any) -> Cluster | None:

@@ -17,7 +17,7 @@ _LAUNCHERS = {
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
 # They say which process this is, and not how many there are.
-_ALONE = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
+_RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
 
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
@@ -31,12 +31,12 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
     """Why this process, ``but`` ..., may not work by itself; None if it may."""
-    found = _innermost(environ)
-    number = (x for x in _ALONE if (n := environ.get(x, "")).isdecimal() and int(n))
-    name = found[1][1] if found else next(number, None)
+    launched = _innermost(environ)
+    number = (x for x in _RANKS if (n := environ.get(x, "")).isdecimal() and int(n))
+    name = launched[1][1] if launched else next(number, None)
     if name is None:
         return None
-    what = "the number of processes" if found else "the number of this process"
+    what = "the number of processes" if launched else "the number of this process"
     return (
         f"{name}={environ[name]} is {what} in a job of several, but {but}: each would"
         " be a job of its own, and write the same files. Set MASTER_ADDR and"
@@ -48,9 +48,9 @@ def refusal(environ: Mapping[str, str], but: str) -> str | None:
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
     """The cluster of the innermost launcher; None if it does not say where it is."""
-    if (found := _innermost(environ)) is None:
+    if (launched := _innermost(environ)) is None:
         return None
-    launcher, names = found
+    launcher, names = launched
     if (coordinator := _coordinator(environ, names)) is None:
         return None
     three = {"coordinator": coordinator, **{x: environ[x] for x in names[1::-1]}}
@@ -64,9 +64,9 @@ def is_lone_step(environ: Mapping[str, str]) -> bool:
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:
     """Which of its machine's accelerators a process takes that shares it; None: all."""
-    if (found := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
+    if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
-    _, (_, count, local, local_count) = found
+    _, (_, count, local, local_count) = launched
     has_one = re.fullmatch("[^,]+", environ.get("CUDA_VISIBLE_DEVICES", ""))
     is_alone = environ.get(local_count) == "1" or (
         environ.get("SLURM_STEP_NUM_NODES") == environ[count] and not local_count

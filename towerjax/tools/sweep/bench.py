@@ -99,9 +99,9 @@ def bench(
     with of_grid.counted(progress, "configuration", *counts, job=False) as (show, note):
         for number, config in enumerate(todo, counts[0]):
             show(number, text := of_grid.describe(config))
-            found = file.add({"config": config, **_measured(work, config, timeout_s)})
-            if error := str(found.get("error", "")).partition("\n")[0]:
-                note(f"{text}: {found['status']}: {error}")
+            record = file.add({"config": config, **_measured(work, config, timeout_s)})
+            if error := str(record.get("error", "")).partition("\n")[0]:
+                note(f"{text}: {record['status']}: {error}")
     return Timings(tuple(map(file.get, configs)))
 
 
@@ -187,13 +187,13 @@ def recorded(job: Line) -> Line:
     """Do a job; return its record, also if it failed."""
     start, load = time.perf_counter(), round(os.getloadavg()[0], 2)
     try:
-        found = {"status": "ok", **_timed(job)}
+        record = {"status": "ok", **_timed(job)}
     except Exception as error:  # any error is recorded, and the sweep continues
         cause = error.__cause__ or error  # of a module that cannot be imported
         is_there = not isinstance(cause, ModuleNotFoundError | NotImplementedError)
         status = "failed" if is_there else "not available"
-        found = {"status": status, "error": f"{type(error).__name__}: {error}"}
-    return {**found, "seconds": round(time.perf_counter() - start, 3), "load": load}
+        record = {"status": status, "error": f"{type(error).__name__}: {error}"}
+    return {**record, "seconds": round(time.perf_counter() - start, 3), "load": load}
 
 
 @dataclasses.dataclass
@@ -218,7 +218,7 @@ class Contender:
 
 
 def _timed(job: Line) -> Line:
-    config, contenders, found, events = job["config"], {}, {}, []
+    config, contenders, measured, events = job["config"], {}, {}, []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     for name, builder in job["builders"].items():
         built = resolve(builder)(**config)
@@ -229,16 +229,16 @@ def _timed(job: Line) -> Line:
         contenders[name] = own = Contender(call, state, place(batch))
         losses = [own.loss()]
         if not name:
-            found["first_call_s"] = time.perf_counter() - start
-            found["from_cache"] = _CACHE_HIT in events
+            measured["first_call_s"] = time.perf_counter() - start
+            measured["from_cache"] = _CACHE_HIT in events
             rows = [*np.shape(jax.tree.leaves(batch)[0]), None][0]
-            found["examples"] = config.get("batch", rows)
+            measured["examples"] = config.get("batch", rows)
         losses += [own.loss() for _ in range(_NUM_LOSSES - 1)]
-        check_losses(name, losses, found.setdefault("losses", losses), job["rtol"])
-    found["device"], timed = jax.devices()[0].device_kind, list(contenders.values())
-    found["calls"] = calls_in(job["seconds_per_round"], timed)
-    table = in_turns(timed, rounds=job["rounds"], calls=found["calls"], trim=0.1)
-    return found | _figures({name: table[:, i] for i, name in enumerate(contenders)})
+        check_losses(name, losses, measured.setdefault("losses", losses), job["rtol"])
+    measured["device"], timed = jax.devices()[0].device_kind, list(contenders.values())
+    measured["calls"] = calls_in(job["seconds_per_round"], timed)
+    table = in_turns(timed, rounds=job["rounds"], calls=measured["calls"], trim=0.1)
+    return measured | _figures({name: table[:, i] for i, name in enumerate(contenders)})
 
 
 def check_losses(
@@ -278,22 +278,22 @@ class Timings(RowTable):
         """The times in a file of `bench`, of each configuration the last."""
         file = checked_path("path", path, "a file")
         lines = read_lines(file, "config", "a sweep")
-        found = {of_grid.key_text(record["config"]): record for record, _ in lines}
-        return cls(tuple(found.values()))
+        records = {of_grid.key_text(record["config"]): record for record, _ in lines}
+        return cls(tuple(records.values()))
 
     def _rows(self) -> list[Line]:
         rows = []
         for record in self.records:
             row, figures = dict(record["config"]), record.get("figures", {})
-            found = {name: Interval(**ends) for name, ends in figures.items()}
-            if (step := found.pop("step_s", None)) is None:
+            times = {name: Interval(**ends) for name, ends in figures.items()}
+            if (step := times.pop("step_s", None)) is None:
                 error = " ".join(record["error"].split())[:200]
                 rows.append({**row, "status": record["status"], "error": error})
                 continue
-            row |= {"ms": step.times(1e3), "returns": found.pop("return_s").times(1e3)}
+            row |= {"ms": step.times(1e3), "returns": times.pop("return_s").times(1e3)}
             if (examples := record.get("examples")) is not None:
                 row["examples/s"] = round(examples / step.median)
-            rows.append(row | found)
+            rows.append(row | times)
         return rows
 
 

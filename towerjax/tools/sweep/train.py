@@ -49,8 +49,8 @@ class Member:
         """Make a member from the record of a configuration, in which inf is a text."""
         metrics = {name: _to_numbers(x) for name, x in record["metrics"].items()}
         values = record["evaluation"] or {}
-        found = {name: _to_numbers(x)[()] for name, x in values.items()}
-        return cls(config, metrics, found, record["order"], record["seconds"])
+        evaluation = {name: _to_numbers(x)[()] for name, x in values.items()}
+        return cls(config, metrics, evaluation, record["order"], record["seconds"])
 
     @property
     def final(self) -> dict[str, Any]:
@@ -113,12 +113,12 @@ class Sweep(RowTable):
             check_choice("over", name, list(first))
         others = [name for name in first if name not in over]
         shown = [x for x in others if any(c[x] != first[x] for c in self.configs)]
-        found: dict[str, list[np.ndarray]] = {}
+        by_label: dict[str, list[np.ndarray]] = {}
         for member in self.members:
             if metric in member.metrics:
                 label = ", ".join(f"{name}={member.config[name]}" for name in shown)
-                found.setdefault(label, []).append(member.metrics[metric])
-        return {label: np.stack(rows) for label, rows in found.items()}
+                by_label.setdefault(label, []).append(member.metrics[metric])
+        return {label: np.stack(rows) for label, rows in by_label.items()}
 
     def plot(
         self, metric: str = "loss", *, over: str | Sequence[str] | None = None
@@ -273,13 +273,13 @@ def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, 
     """Name -> dtype for each name, not in ``static``, whose values are all numbers."""
     for name in (static := check_list("static", static)):
         check_choice("static", name, list(configs[0]))
-    found = {}
+    traced = {}
     for name in configs[0]:
         kinds = {type(config[name]) for config in configs}
         if name not in static and kinds <= {int, float}:
-            found[name] = held_dtype(float if float in kinds else int)
-    refuse_unheld("grid", {k: np.array([x[k] for x in configs]) for k in found})
-    return found
+            traced[name] = held_dtype(float if float in kinds else int)
+    refuse_unheld("grid", {k: np.array([x[k] for x in configs]) for k in traced})
+    return traced
 
 
 @contextlib.contextmanager
@@ -383,9 +383,9 @@ class _Trainings:
     def _evaluate(self, state: TrainState, config: Config) -> Line:
         if self.evaluate is None:
             return {}
-        found: Any = self.evaluate(state, **config)
+        returned: Any = self.evaluate(state, **config)
         try:
-            return {name: json_value(name, x) for name, x in found.items()}
+            return {name: json_value(name, x) for name, x in returned.items()}
         except (AttributeError, ValueError) as error:
-            text = f"evaluate returned {found!r:.200} for {config}; it returns"
+            text = f"evaluate returned {returned!r:.200} for {config}; it returns"
             raise ValueError(text + " {name: number or array}, or {}.") from error

@@ -110,11 +110,11 @@ def assert_replicates(
         towers = Towers(step.engine, step.strategy, number, **how)
         return towers, state
 
-    one, state = towers_of(1, examples)
+    single, state = towers_of(1, examples)
     want, near = {}, {}
     for word in DRAWS:
         drawn = _drawing(state, word)
-        want[word], near[word] = one(drawn, batch), one(rounded(drawn), batch)
+        want[word], near[word] = single(drawn, batch), single(rounded(drawn), batch)
         _refuse_nonfinite(want[word])
     runs = []
     for number in numbers:
@@ -124,7 +124,7 @@ def assert_replicates(
         for word, (order, given) in zip(itertools.cycle(DRAWS), orders.items()):
             got = several(_drawing(state, word), given)
             runs.append(Compared(number, order, got, want[word], near[word]))
-    return judge(runs, one.jaxpr, examples, rtol)
+    return judge(runs, single.jaxpr, examples, rtol)
 
 
 def _drawing(state: Any, word: int) -> Any:
