@@ -694,8 +694,8 @@ _MEANS = "test_means.py::test_a_sum_of_means_is_that_of_one_tower"
 
 VALUES = (
     _m("V11", "each micro-batch divides by its own weights", "step.trace:_with_weights",
-       "out.merged[0]", "jax.tree.map(lambda w: w / 3 if hasattr(w, 'aval') else w,"
-       " out.merged[0])",
+       "weights[0]", "jax.tree.map(lambda w: w / 3 if hasattr(w, 'aval') else w,"
+       " weights[0])",
        f"{_MEANS}[4-2-scan-3]"),
     _m("V12", "what all towers share is counted by each micro-batch",
        "towers.tower:Tower.weights_of_all", "self._parts * self.num_towers",

@@ -33,7 +33,7 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.accumulators import owned
+from towerjax.step.accumulators import as_own, owned
 from towerjax.step.engine import Engine, state_ins, training_engine
 from towerjax.step.next_state import join_metrics
 from towerjax.step.one_pass import Pass
@@ -109,9 +109,9 @@ class ModelEngine:
             how["micro_batches"] = self.options.micro_batches
             first = Pass(lambda *args: self._split(*args)[0], self.strategy, **how)
             axes = self.strategy.placement.abstract_axes
-            layouts = first.in_layouts
+            layouts = (*first.ins.values(),)
             _, out = trace_one_tower(first.on_device(axes), axes, layouts, args)
-            self._cache[key] = self._build_engine(out.merged, reads_local)
+            self._cache[key] = self._build_engine(out[0], reads_local)
         return self._cache[key]
 
     def _build_engine(self, split: SplitProgram, reads_local: bool) -> Engine:
@@ -123,12 +123,13 @@ class ModelEngine:
             losses = parts_of(Weighted, [x["minimized"] for x in merged])
             return losses if len(losses) > 1 else []
 
-        def finish(donated: Any, kept: Any, results: Any) -> tuple[Any, ...]:
+        def finish(
+            donated: Any, kept: Any, merged: list[Any], _: Any
+        ) -> tuple[Any, ...]:
             state = TrainState(**donated, **kept)
-            trees = [owned(x.merged) for x in results]
-            after, parts = self._update(split, state, trees)
-            out = {name: parts.get(name) for name in _SPEC_LAYOUT}
-            return (*split_state(after), out) if self.trains else (out,)
+            after, parts = self._update(split, state, merged)
+            own = as_own(parts)
+            return (*split_state(after), own) if self.trains else (own,)
 
         engine = training_engine(
             (self._tower,) * split.num_passes,
@@ -147,7 +148,7 @@ class ModelEngine:
         ins = state_ins(self.strategy, ("state", "kept" if self.trains else "counters"))
         outs = (ins["state"], ins["kept"]) if self.trains else ()
         how: Any = {"donate": engine.donate and self.trains, "accepts": False}
-        parts = {"finish": finish, "ins": ins, "outs": (*outs, _SPEC_LAYOUT)}
+        parts = {"finish": finish, "ins": ins, "outs": (*outs, Layout.MIRRORED)}
         return dataclasses.replace(engine, **parts, **how)
 
     def _tower(
@@ -224,7 +225,8 @@ class ModelEngine:
             is_split = self.strategy.num_towers * self.options.micro_batches > 1
             reduction = self.model_options.loss_reduction
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
-            parts["loss"] = loss.value if "loss_is_scalar" in parts else loss
+            is_scalar = parts.pop("loss_is_scalar", None) is not None
+            parts["loss"] = loss.value if is_scalar else loss
         if "train_op" in parts:
             after = as_state(parts.pop("train_op"), state.step, state.rng)
             extra = next_extra(state.extra, after.extra, "the train_op's extra")
@@ -239,14 +241,6 @@ def _with_means(merged: dict[str, Any]) -> dict[str, Any]:
         return merged
     sums = map_parts(Sum, lambda x: x.value, grads)
     return {**merged, "grads": Weighted(sums, loss.weight)}
-
-
-_SPEC_LAYOUT = {
-    "loss": Layout.MIRRORED,
-    "eval_metrics": Layout.MIRRORED,
-    "predictions": Layout.PER_TOWER,
-    "export_outputs": Layout.PER_TOWER,
-}
 
 
 def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
@@ -336,9 +330,8 @@ class _Variables(Read):
         """The wanted parts of the spec of all towers."""
         (*after, parts), placement = out, step.strategy.placement
         engine: Any = step.engine
-        names = "predictions", "export_outputs"
-        outputs = on_every_process([parts[name] for name in names], placement)
-        parts |= zip(names, concat_outputs(outputs, batch), strict=True)
+        parts = owned(parts, lambda own: on_every_process(own, placement))
+        parts = concat_outputs(parts, batch)
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
             parts["train_op"] = store(after, placement, self.kept_at)

@@ -28,6 +28,9 @@ class TowersOwn:
     value: PyTree
 
 
+_OF_TOWERS = Rows, PerTower, TowerLocal  # of which each tower has its own once merged
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Accumulator:
     """How several values become one: of micro-batches in turn, then of towers."""
@@ -115,8 +118,7 @@ class Returned:
 
 def is_typed(x: Any) -> bool:
     """Whether the leaf's type says how it is merged."""
-    typed = Rows | PerTower | TowerLocal
-    return isinstance(x, typed) or is_rows(x) or is_metric(x)
+    return isinstance(x, _OF_TOWERS) or is_rows(x) or is_metric(x)
 
 
 def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
@@ -175,6 +177,11 @@ def layouts_of(tree: PyTree, own: Layout = Layout.PER_TOWER) -> PyTree:
 def is_own(x: Any) -> bool:
     """Whether each tower has its own."""
     return isinstance(x, TowersOwn)
+
+
+def as_own(tree: PyTree) -> PyTree:
+    """The tree with `TowersOwn` round what by its type is each tower's own."""
+    return map_parts(_OF_TOWERS, TowersOwn, tree)
 
 
 def owned(

@@ -8,7 +8,7 @@ from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.accumulators import owned
 from towerjax.step.next_state import NextState, Outcome
-from towerjax.step.one_pass import Pass, PassResult
+from towerjax.step.one_pass import Pass
 from towerjax.step.options import StepOptions
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
@@ -20,9 +20,9 @@ class Engine:
     """Passes of towers, one after another, then once a function of what they merged."""
 
     passes: tuple[Pass, ...]  # each is given the merged result of the one before
-    # (donated, kept, results of the passes) -> what the step returns. Both parts of the
-    # state are dicts of its fields.
-    finish: Callable[[dict[str, Any], dict[str, Any], Any], Any]
+    # (donated, kept, merged, finite) -> what the step returns. Both parts of the state
+    # are dicts of its fields; of each pass it gets what was merged, and looked at.
+    finish: Callable[..., Any]
     ins: dict[str, PyTree]  # by its name, a prefix tree of layouts for each argument
     outs: PyTree  # such a tree for the results, for those that are not `TowersOwn`
     donate: bool = False  # whether results may take over the first argument's buffers
@@ -50,52 +50,50 @@ class Engine:
 
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
-        changes: Any = {"strategy": strategy, "micro_batches": 1, "guards_sums": False}
+        changes: Any = {"strategy": strategy, "micro_batches": 1, "looks_at": None}
         return dataclasses.replace(self, passes=self._changed(**changes))
 
     def flagging(self) -> "Engine":
         """The towers once more, without an update, to flag what is not finite."""
 
-        def finish(_: Any, __: Any, results: Sequence[PassResult]) -> tuple[Any]:
-            return ([x.flags for x in results],)
+        def finish(*args: Any) -> tuple[Any]:
+            return args[-1:]
 
-        passes = self._changed(flags=True, guards_sums=False)
+        passes = self._changed(looks_at="towers")
         return self._returning(finish, (Layout.MIRRORED,), passes)
 
     def merging(self) -> "Engine":
         """What the towers of each pass return, merged, without an update."""
 
-        def finish(_: Any, __: Any, results: Sequence[PassResult]) -> list[PyTree]:
-            trees = [owned(x.merged) for x in results]
-            return trees if self.compared is None else [*map(self.compared, trees)]
+        def finish(_: Any, __: Any, merged: list[PyTree], ___: Any) -> list[PyTree]:
+            return merged if self.compared is None else [*map(self.compared, merged)]
 
         return self._returning(finish, Layout.MIRRORED, self.passes)
 
     def run(
         self,
-        call: Callable[[Pass, tuple[PyTree, ...]], PassResult],
+        call: Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]],
         args: Sequence[PyTree],
-    ) -> list[Any]:
-        """The passes' results, each of ``call(pass, its arguments)``: values or shapes.
+    ) -> tuple[PyTree, ...]:
+        """The arguments of ``finish``, of the results of ``call(pass, its arguments)``.
 
-        ``args`` are ``(donated, kept, *batch)``. Without passes it is the batch, with
-        which ``finish`` traces a step of its own.
+        ``args`` are ``(donated, kept, *batch)``, values or shapes. Without passes they
+        are what ``finish`` gets, which traces a step of its own.
         """
-        donated, kept, *batch = args
         if not self.passes:
-            return batch
-        state, merged = TrainState(**donated, **kept), ()
-        results: list[PassResult] = []
-        trees: list[PyTree] = []
-        for one in self.passes:
-            out = call(one, (state, *batch, merged))
-            results.append(out)
-            trees.append(owned(out.merged))
-            merged = ([*trees] if self.keeps_all else trees[-1],)
-        return results
+            return (*args,)
+        donated, kept, *batch = args
+        state, before = TrainState(**donated, **kept), ()
+        merged, finite = [], []
+        for each in self.passes:
+            out = call(each, (state, *batch, before))
+            merged.append(out[0])
+            finite.append(out[1])
+            before = (owned([*merged] if self.keeps_all else merged[-1]),)
+        return donated, kept, merged, finite
 
     def _changed(self, **fields: Any) -> tuple[Pass, ...]:
-        return tuple(dataclasses.replace(one, **fields) for one in self.passes)
+        return tuple(dataclasses.replace(each, **fields) for each in self.passes)
 
     def _returning(
         self, finish: Callable[..., Any], outs: PyTree, passes: tuple[Pass, ...]
@@ -130,8 +128,8 @@ def training_engine(
     **of_passes: Any,
 ) -> Engine:
     """The engine of these functions; ``of_passes`` are further fields of its passes."""
-    how: Any = {"guards_sums": options.guard == "gradients", **of_passes}
-    how["micro_batches"] = options.micro_batches
+    how: Any = {"micro_batches": options.micro_batches, **of_passes}
+    how["looks_at"] = "sums" if options.guard == "gradients" else None
     on_nonfinite = options.on_nonfinite
     finish = NextState(update_fn, on_nonfinite, keeps_all, needs_examples, other_losses)
     ins = state_ins(strategy, ("state", "kept"))

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
+from towerjax.step.accumulators import as_own
 from towerjax.step.engine import Engine, state_ins
-from towerjax.step.one_pass import Pass, PassResult
+from towerjax.step.one_pass import Pass
 from towerjax.step.options import StepOptions
 from towerjax.step.policies import Read
 from towerjax.step.state import TrainState
@@ -21,8 +22,8 @@ def _reading_step(
 ) -> Step:
     """A step of one pass that reads a state, and returns what is merged."""
 
-    def finish(_: Any, __: Any, results: Sequence[PassResult]) -> tuple[PyTree]:
-        return (results[0].merged,)
+    def finish(_: Any, __: Any, merged: Sequence[PyTree], ___: Any) -> tuple[PyTree]:
+        return (as_own(merged[0]),)
 
     passes = (Pass(tower_fn, strategy, reads_local=True),)
     ins = state_ins(strategy, ("state", "counters"))

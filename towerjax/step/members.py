@@ -72,7 +72,7 @@ class Members:
         ins = state_ins(strategy, ("state", "kept"), self._layout)
         proofs: list[Any] = []
 
-        def finish(donated: Any, kept: Any, batch: tuple[PyTree, ...]) -> Outcome:
+        def finish(donated: Any, kept: Any, *batch: PyTree) -> Outcome:
             return self._train(strategy, proofs, donated, kept, batch)
 
         outs = outcome_layout(ins["state"])

@@ -15,8 +15,7 @@ from towerjax.collectives.packing import all_finite
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.accumulators import TowersOwn, owned
-from towerjax.step.one_pass import PassResult
+from towerjax.step.accumulators import TowersOwn
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.update import check_types
 from towerjax.towers.executors import vmap_members
@@ -55,18 +54,18 @@ class NextState:
         self,
         donated: dict[str, Any],
         kept: dict[str, Any],
-        results: Sequence[PassResult],
+        merged: Any,
+        finite: Sequence[Any],
     ) -> tuple[Any, Any, Any]:
         """``(accepted, donated, rest)``, of which an `Outcome` is made."""
-        trees = [owned(x.merged) for x in results]
-        merged = trees if self.keeps_all else trees[-1]
+        merged = merged if self.keeps_all else merged[-1]
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
             updated = self.update_fn(before, merged)
         after, metrics, *told = _check_update(before, updated)
         others = self.other_losses(merged) if self.other_losses else ()
         values, has_examples, is_fine = _evaluate_metrics(metrics, others)
-        finite = [x.finite for x in results if x.finite is not None]
+        finite = [x for x in finite if x is not None]
         is_fine = functools.reduce(jnp.logical_and, finite, is_fine)
         accepted = is_fine & (has_examples | (not self.needs_examples))
         by_loss = "loss" in values and not (values["loss"].ndim or finite or others)

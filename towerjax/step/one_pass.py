@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -51,24 +51,6 @@ from towerjax.types.version import page
 from towerjax.types.warning import warn
 
 
-class PassArgs(NamedTuple):
-    """What a pass is given, as global values; or the layouts of these."""
-
-    state: TrainState
-    batch: PyTree
-    num_valid: Any
-    shared: Any  # the values of the batch's `Whole` leaves
-    merged: PyTree  # the result of the pass before, if any
-
-
-class PassResult(NamedTuple):
-    """What a pass returns, as global values; or the layouts of these."""
-
-    merged: PyTree  # what a tower returns, merged; what is each tower's as `TowersOwn`
-    finite: Any  # whether all sums but metrics are; None without ``guards_sums``
-    flags: Any  # `Flags` of what is not finite on each tower, or None
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
     """Runs all towers once, and merges what they return by its type."""
@@ -78,8 +60,9 @@ class Pass:
     strategy: Strategy
     micro_batches: int = 1  # parts of a tower's rows, one after another
     reads_local: bool = False  # whether towers see local variables reduced
-    guards_sums: bool = False  # whether to return if all sums but metrics are finite
-    flags: bool = False  # whether to flag what is not finite on each tower
+    # What to look at and return beside what is merged: "sums", whether all but metrics
+    # are finite; "towers", `Flags` of what is not on each of them.
+    looks_at: Literal["sums", "towers"] | None = None
     # Of a loss of several means: "summed" returns the denominators alone; "given" gets
     # them as the last entry of `merged`.
     weights: Literal["summed", "given"] | None = None
@@ -90,53 +73,57 @@ class Pass:
     rows_used_later: bool = False
     advice: str | None = None  # for the error about a bare value that differs
 
-    # Prefix trees of layouts.
-    in_layouts: ClassVar[PassArgs] = PassArgs(
-        STATE_LAYOUT, *BATCH_LAYOUT.values(), merged=Layout.MIRRORED
-    )
+    # By its name, a prefix tree of layouts for each argument, a global value: merged
+    # is a tuple, of the result of the pass before, if any.
+    ins: ClassVar[dict[str, PyTree]] = {
+        "state": STATE_LAYOUT,
+        **BATCH_LAYOUT,
+        "merged": Layout.MIRRORED,
+    }
 
     @functools.cached_property
     def for_weights(self) -> "Pass":
         """This pass, returning the weights of a loss of several means alone."""
-        off: Any = {"guards_sums": False, "flags": False}
-        return dataclasses.replace(self, weights="summed", **off)
+        return dataclasses.replace(self, weights="summed", looks_at=None)
 
     @functools.cached_property
     def with_weights(self) -> "Pass":
         """This pass, given the weights as the last entry of ``merged``."""
         return dataclasses.replace(self, weights="given")
 
-    def on_device(self, axes: TowerAxes) -> Callable[..., Any]:
-        """The function that each device runs."""
+    def on_device(self, axes: TowerAxes) -> Callable[..., tuple[PyTree, Any]]:
+        """The function that each device runs: ``(merged, what it looks at)``.
 
-        def run(*args: PyTree) -> PassResult:
-            given = PassArgs(*args)
-            own, (tree, flagged) = self._run_towers(axes, given)
+        What is merged and each tower's own is `TowersOwn`.
+        """
+
+        def run(*args: PyTree) -> tuple[PyTree, Any]:
+            own, (tree, flagged) = self._run_towers(axes, args)
             sums = sum_over_towers(self.strategy.cross_tower_ops, own, axes)
             added, shown = sums.tree()
             tree = put_sums(tree, (added, shown))
-            finite, flags = None, None
-            if self.flags:
-                common = flag_leaves([("parameter", "params", given.state.params)])
-                flags = all_gather_rows(join_flags(common, flagged), axes)
+            finite = None
+            if self.looks_at == "towers":
+                common = flag_leaves([("parameter", "params", args[0].params)])
+                finite = all_gather_rows(join_flags(common, flagged), axes)
             parts = parts_of(Returned, tree)
             merged = [x.how.merge(x.value, axes) for x in parts]
-            if self.guards_sums:
+            if self.looks_at == "sums":
                 finite = sums.are_finite(len(jax.tree.leaves(added)))
                 for x, rows in zip(parts, merged, strict=True):
                     if x.how is JOINED:
                         finite &= jnp.isfinite(rows.values).all()
-            return PassResult(put_parts(Returned, tree, merged), finite, flags)
+            return put_parts(Returned, tree, merged), finite
 
         return run
 
-    def shards(self, args: PyTree, out: PassResult) -> Shards | None:
+    def shards(self, args: PyTree, out: tuple[PyTree, Any]) -> Shards | None:
         """Which parameters, and sums of their shapes, devices hold in parts."""
         place = self.strategy.placement
         if self.strategy.state != "sharded" or place.num_devices == 1:
             return None
         whole, split = Layout.MIRRORED, Layout.SHARDED
-        state, *rest = jax.tree.map(lambda x: whole, tuple(args))
+        state, *rest = jax.tree.map(lambda x: whole, args)
         ours = jax.tree.map(lambda x: split, state.params)
         given = dataclasses.replace(state, params=ours), *rest
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
@@ -146,16 +133,16 @@ class Pass:
         def of_result(x: Any) -> Layout:
             return whole if is_own(x) or x.shape not in shapes else split
 
-        merged = jax.tree.map(of_result, out.merged, is_leaf=is_own)
-        wanted = jax.tree.map(lambda x: whole, out)._replace(merged=merged)
+        merged = jax.tree.map(of_result, out[0], is_leaf=is_own)
+        wanted = merged, jax.tree.map(lambda x: whole, out[1])
         how: Any = {"params": args[0].params, "exact": exact}
-        return shards_of(place, (tuple(args), given), (out, wanted), **how)
+        return shards_of(place, (args, given), (out, wanted), **how)
 
     def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
 
         def run(*args: PyTree) -> PyTree:
-            sums, (tree, _) = self._run_towers(axes, PassArgs(*args))
+            sums, (tree, _) = self._run_towers(axes, args)
             tree = put_sums(tree, sums)
             rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
             # One leaf of Rows that is a weight masks all others.
@@ -177,9 +164,11 @@ class Pass:
 
         return run
 
-    def _run_towers(self, axes: TowerAxes, given: PassArgs) -> tuple[PyTree, PyTree]:
+    def _run_towers(
+        self, axes: TowerAxes, args: tuple[PyTree, ...]
+    ) -> tuple[PyTree, PyTree]:
         """This device's sums over its towers, and each tower's own, ``[k, ...]``."""
-        state, batch, num_valid, shared, merged = given
+        state, batch, num_valid, shared, merged = args
         ops, read = self.strategy.cross_tower_ops, None
         if self.reads_local:
             read = read_local_over_towers(state.local, ops, axes)
@@ -188,7 +177,7 @@ class Pass:
             tower_id: jax.Array, own: PyTree, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
             tree, flagged = self._run_tower(axes, tower_id, own, common), None
-            if self.flags:
+            if self.looks_at == "towers":
                 flagged = flag_leaves(returned.parts_of_tower(values_of(tree)))
             sums, rest = take_sums(tree)
             return sums, (rest, flagged)

@@ -17,7 +17,7 @@ from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update, refuse_mapped
 from towerjax.step.accumulators import layouts_of
-from towerjax.step.one_pass import Pass, PassArgs, PassResult
+from towerjax.step.one_pass import Pass
 from towerjax.step.trace import Traced
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.on_towers import OnTowers
@@ -54,13 +54,13 @@ def prove(traced: Traced) -> Proof:
 def _prove_pass(one: Pass, args: PyTree, towers: OnTowers) -> Proof:
     """Prove what a pass declares mirrored."""
     placement = one.strategy.placement
-    inputs = _names_where(PassArgs._fields, one.in_layouts, args, mirrored=False)
+    inputs = _names_where([*one.ins], one.ins.values(), args, mirrored=False)
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
     is_free = placement.num_towers == 1 and one.of_state
     found, body = towers.analyse(inputs, is_free=is_free), towers.jaxpr
     # The leaves of what towers return have names of their own.
-    parts = ("", *PassResult._fields[1:])
-    outputs = _names_where(parts, layouts_of(towers.out), towers.out, mirrored=True)
+    parts, layouts = ("", "finite"), layouts_of(towers.out)
+    outputs = _names_where(parts, layouts, towers.out, mirrored=True)
     if any(outputs):  # else each tower has means of its own
         findings.refuse_factors(found)
     findings.refuse_changed(found)
@@ -82,8 +82,8 @@ def _prove_pass(one: Pass, args: PyTree, towers: OnTowers) -> Proof:
 
 def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     """Names of results that depend on the rows and not on which rows are padding."""
-    fn, names = one.values_to_mask(axes), _all_names(PassArgs._fields, args)
-    jaxpr, out = trace_one_tower(fn, axes, one.in_layouts, args)
+    fn, names = one.values_to_mask(axes), _all_names([*one.ins], args)
+    jaxpr, out = trace_one_tower(fn, axes, (*one.ins.values(),), args)
     body = jaxpr.jaxpr
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])

@@ -10,10 +10,10 @@ import jax.core
 from jax import lax
 
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.step.accumulators import TowersOwn, is_own, layouts_of
+from towerjax.step.accumulators import TowersOwn, is_own, layouts_of, owned
 from towerjax.step.engine import Engine
 from towerjax.step.next_state import Outcome
-from towerjax.step.one_pass import Pass, PassResult
+from towerjax.step.one_pass import Pass
 from towerjax.step.state import split_state, state_layout
 from towerjax.step.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
@@ -33,8 +33,8 @@ class TracedPass:
     weights: "TracedPass | None" = None  # of a loss of several means, run before it
 
     @property
-    def out(self) -> PassResult:
-        """The shapes of its results, as global values."""
+    def out(self) -> tuple[PyTree, Any]:
+        """The shapes of what it merged and looked at, as global values."""
         count = self.one.strategy.num_towers
 
         def of(x: Any) -> Any:
@@ -42,10 +42,10 @@ class TracedPass:
 
         return map_parts(TowersOwn, lambda own: jax.tree.map(of, own), self.towers.out)
 
-    def run(self, args: tuple[PyTree, ...]) -> PassResult:
+    def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
         """The results, of and as global values."""
         if self.weights is not None:
-            args = _with_weights(args, self.weights.run(args))
+            args = _with_weights(args, self.weights.run(args)[0])
         shards = self.one.shards(args, self.towers.out)
         return self.towers.run(layouts_of(self.towers.out), args, shards=shards)
 
@@ -69,12 +69,8 @@ class Traced:
         """A prefix tree of the layouts of the step's results."""
 
         def of(at: Layout, results: PyTree) -> PyTree:
-            is_mirrored = at is Layout.MIRRORED
-            return (
-                layouts_of(results)
-                if is_mirrored and parts_of(TowersOwn, results)
-                else at
-            )
+            has_own = at is Layout.MIRRORED and parts_of(TowersOwn, results)
+            return layouts_of(results) if has_own else at
 
         state = self.engine.ins["state"]  # the next one lies as it does
         is_state = lambda x: x is state  # noqa: E731
@@ -93,11 +89,11 @@ class Traced:
         """The results for ``(donated, kept, *batch)``, global values."""
         engine, passes = self.engine, iter(self.passes)
 
-        def call(one: Pass, given: tuple[PyTree, ...]) -> PassResult:
+        def call(one: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
             out = next(passes).run(given)
             return _pinned(one, out) if engine.goes_on else out
 
-        given = *args[:2], engine.run(call, args)
+        given = engine.run(call, args)
         if not engine.accepts:
             leaves = jax.tree.leaves(given)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
@@ -105,7 +101,7 @@ class Traced:
         if not self.update_in_parts:
             return self._update(*given)
         params = args[0]["params"]
-        layouts = _layouts(engine, params, given[2])
+        layouts = _layouts(engine, params, given[2:])
         place = engine.strategy.placement
         how: Any = {"params": params, "taken": layouts[1], "exact": True}
         parts = (given, layouts[0]), (self.out, self.outs)
@@ -122,12 +118,15 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     engine, args = engine.at(args), shapes_of(tuple(args))
     passes: list[TracedPass] = []
 
-    def call(one: Pass, given: tuple[PyTree, ...]) -> PassResult:
+    def call(one: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
         passes.append(_trace_pass(one, given))
         return passes[-1].out
 
-    given = *args[:2], engine.run(call, args)
-    closed, shapes = jax.make_jaxpr(engine.finish, return_shape=True)(*given)
+    def finish(*given: PyTree) -> PyTree:
+        return engine.finish(*owned(given))
+
+    given = engine.run(call, args)
+    closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
     return Traced(engine, tuple(passes), closed, shapes)
 
 
@@ -135,25 +134,25 @@ def _trace_pass(one: Pass, args: tuple[PyTree, ...]) -> TracedPass:
     """Trace a pass; for a loss of several means first a pass for its weights alone."""
     try:
         placement = one.strategy.placement
-        towers = OnTowers(one.on_device, placement, one.in_layouts, args)
+        towers = OnTowers(one.on_device, placement, (*one.ins.values(),), args)
         return TracedPass(one, args, towers)
     except UnknownWeights:
         weights = _trace_pass(one.for_weights, args)
-        found = _trace_pass(one.with_weights, _with_weights(args, weights.out))
-        return dataclasses.replace(found, weights=weights)
+        traced = _trace_pass(one.with_weights, _with_weights(args, weights.out[0]))
+        return dataclasses.replace(traced, weights=weights)
 
 
-def _with_weights(args: tuple[PyTree, ...], out: PassResult) -> tuple[PyTree, ...]:
+def _with_weights(args: tuple[PyTree, ...], weights: PyTree) -> tuple[PyTree, ...]:
     """A pass's arguments, with what the pass for its weights has merged."""
     *others, merged = args
-    return (*others, (*merged, out.merged[0]))
+    return (*others, (*merged, weights[0]))
 
 
 def _outcome(donated: PyTree, rest: tuple[Any, Any, Any]) -> Outcome:
     return Outcome(donated, *rest)
 
 
-def _pinned(one: Pass, out: PassResult) -> PassResult:
+def _pinned(one: Pass, out: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
     """Constrain the results of a pass, so that with `PinnedTree` bits are the same.
 
     XLA would add up rows that are split over devices in an order that depends on their
@@ -167,24 +166,26 @@ def _pinned(one: Pass, out: PassResult) -> PassResult:
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
     is_rows = lambda x: is_own(x) and isinstance(x.value, Rows)  # noqa: E731
     merged = jax.tree.map(
-        lambda x: on_all(x) if is_rows(x) else x, out.merged, is_leaf=is_rows
+        lambda x: on_all(x) if is_rows(x) else x, out[0], is_leaf=is_rows
     )
-    return out._replace(merged=lax.optimization_barrier(merged))
+    return lax.optimization_barrier(merged), out[1]
 
 
-def _layouts(engine: Engine, params: PyTree, results: PyTree) -> tuple[PyTree, PyTree]:
+def _layouts(
+    engine: Engine, params: PyTree, results: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree]:
     """Those of an update: what it is given, and takes parts of."""
     donated, kept = split_state(state_layout(engine.strategy))
     one, own = Layout.MIRRORED, Layout.PER_TOWER
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
-    def layouts(own: Layout, split: Layout) -> PyTree:
+    def layouts(own: Layout, split: Layout) -> tuple[PyTree, ...]:
         def of(x: Any) -> PyTree:
-            if is_own(x) and not isinstance(x.value, Rows):
-                return own
-            return split if not is_own(x) and x.shape in shapes else one
+            if is_own(x):
+                return one if isinstance(x.value, Rows) else own
+            return split if x.shape in shapes else one
 
         return jax.tree.map(of, results, is_leaf=is_own)
 
     given, taken = layouts(own, one), layouts(one, Layout.SHARDED)
-    return (donated, kept, given), (one, one, taken)
+    return (donated, kept, *given), (one, one, *taken)
