@@ -172,8 +172,8 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
 PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
 
 
-# Of GPT-2 two blocks, since they are alike.
-GPT2 = dataclasses.replace(PROGRAMS["gpt2"], net=GPT(layers=2))
+# Of GPT-2 one block and one row a device, since all are alike.
+GPT2 = dataclasses.replace(PROGRAMS["gpt2"], net=GPT(layers=1), rows=1)
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_each_state_is_held_as_the_strategy_says(state):
 @needs_compiler
 def test_what_is_gathered_layer_by_layer_is_read_inside_the_loop():
     """Of a step by hand: each layer in shards, gathered in the body of a scan."""
-    layers, width = 6, 1024
+    layers, width, rows = 6, 1024, 8
     strategy = tj.Mirrored(devices=H200S)
     (axis,) = strategy.placement.mesh.axis_names
 
@@ -312,7 +312,7 @@ def test_what_is_gathered_layer_by_layer_is_read_inside_the_loop():
 
         return jax.lax.scan(layer, x, shards)[0]
 
-    given = shapes(layers, width, width), shapes(8 * 512, width)
+    given = shapes(layers, width, width), shapes(8 * rows, width)
     specs = P(None, axis), P(axis)
     by_hand = jax.shard_map(
         on_device, mesh=strategy.placement.mesh, in_specs=specs, out_specs=P(axis)
@@ -323,7 +323,8 @@ def test_what_is_gathered_layer_by_layer_is_read_inside_the_loop():
     assert sum(each.trips for each in found.collectives) == layers
     assert all(each.bytes == part and each.trips_known for each in found.collectives)
     assert found.bytes_sent == layers * part * 7
-    assert found.memory.by_kind["other"] == layers * part + 4 * 512 * width
+    assert found.memory.by_kind["other"] == layers * part + 4 * rows * width
+    assert sharded.exposed(found) == layers  # too little to compute meanwhile
     lines = {each.line for each in found.collectives}
     assert lines and all(re.search(r"test_absent.py:\d+", line) for line in lines)
 
@@ -451,16 +452,16 @@ def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_large_gpt_fits_in_parts():
+def test_a_large_gpt_fits_in_parts(monkeypatch):
+    """With one row a device, of which XLA makes fewer kernels than of four."""
+    monkeypatch.setattr(sharded, "ROWS", 1)
     params = sharded.shapes(32, 4096)
     whole = sum(4 * x.size for x in jax.tree.leaves(params))
     found = sharded.report_of(params, H200S, "sharded")
-    assert whole > 26.7e9 and found.memory.peak < 27e9
+    assert whole > 26.7e9 and found.memory.peak < 18.5e9
     assert found.memory.arguments < 0.38 * whole
     kinds = {x.opcode: x for x in found.collectives if x.trips > 1}
     assert kinds.keys() >= {"all-gather", "reduce-scatter"}
     assert sharded.exposed(found) == 0
-    small = sharded.report_of(sharded.shapes(4, 1024), H200S, "sharded")
-    assert sharded.exposed(small) > 0  # too little to compute meanwhile
     biggest = max(x.bytes for x in found.collectives)
     assert biggest < whole / 32  # no leaf of all layers travels at once
