@@ -294,16 +294,31 @@ def train_step(loss_fn, strategy=tj.Mirrored(towers=4), **options):  # noqa: B00
 SPREAD = pytest.mark.few_fast(2)
 
 
+# What is said of some of them.
+CAUSES = {
+    "sum_with_weight_1": "half of it on two towers",
+    "mean_of_masked_means": "a function of sums.*:[0-9]+ .Wrong.mean_of_masked_means.",
+    "cumsum_along_rows": "cumsum_along_rows. accumulates a tower's own rows",
+    "scan_along_rows": "scan_along_rows. goes through a tower's own rows",
+    "top_k_of_the_losses": "takes the largest of a tower's own rows",
+    "quantile_clipped": "quantile_clipped. sorts a tower's own rows",
+    "mixup_with_the_flipped_batch": "reverses a tower's own rows",
+    "noise_from_the_shared_key": "Draw what rows have of their own from tower.rng",
+    "advantage_less_its_mean": "Rows of a tower are combined with what is",
+}
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.filterwarnings("ignore:Rows of a tower")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     step = train_step(WRONG[name])
     state = step.init(MODEL)
-    for _ in range(2):  # and again: the state is as it was
-        error, found = refused(step, state, ROWS)
+    for _ in range(2 if name == "sum_with_weight_1" else 1):  # and again
+        error, found = refused(step, state, ROWS, text=CAUSES.get(name))
     assert found.keys() & {"loss", "gradient['w']", "gradient['k']"}
     assert int(state.step) == 0 and not step.is_audited
+    jax.tree.map(np.testing.assert_array_equal, state.params, MODEL)
     assert all(x in str(error) for x in ("on 2 towers", "on one", "tj.Weighted.mean("))
 
 
@@ -335,27 +350,6 @@ def test_what_a_tower_makes_of_its_own_gradient_is_refused(name):
     text = "in the update, of the merged one"
     _, found = refused(step, step.init(MODEL), ROWS, text=text)
     assert not found.keys() & {"loss", "grads['w']", "gradient['w']"}
-
-
-CAUSES = {
-    "sum_with_weight_1": "half of it on two towers",
-    "mean_of_masked_means": "a function of sums.*:[0-9]+ .Wrong.mean_of_masked_means.",
-    "cumsum_along_rows": "cumsum_along_rows. accumulates a tower's own rows",
-    "scan_along_rows": "scan_along_rows. goes through a tower's own rows",
-    "top_k_of_the_losses": "takes the largest of a tower's own rows",
-    "quantile_clipped": "quantile_clipped. sorts a tower's own rows",
-    "mixup_with_the_flipped_batch": "reverses a tower's own rows",
-    "noise_from_the_shared_key": "Draw what rows have of their own from tower.rng",
-    "advantage_less_its_mean": "Rows of a tower are combined with what is",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Rows of a tower")
-@pytest.mark.parametrize("name", CAUSES)
-def test_the_error_says_the_cause(name):
-    step = train_step(WRONG[name], audit=False)
-    refused(step.audit, step.init(MODEL), ROWS, text=CAUSES[name])
 
 
 def mean_of_means(params, batch, tower):
@@ -437,7 +431,7 @@ def test_a_model_function_is_audited():
     model = model_of(WRONG["cumsum_along_rows"], optimizer, audit=True)
     _, found = refused(model, model.init(state), features, None, mode, text="gradient")
     assert "loss" in found
-    model = model_of(RIGHT["noise"], optimizer)
+    model = model_of(RIGHT["dropout"], optimizer)
     step = model.train_step(audit=True)
     state, _ = step(model.init(state), {"features": features})
     assert step.is_audited and int(state.step) == 1
@@ -456,7 +450,7 @@ def test_a_placed_batch_and_its_shared_values_are_audited():
     step = train_step(loss_fn, audit=False, remainder="pad")
     state = step.init(MODEL)
     short = jax.tree.map(lambda x: x[:22] if np.ndim(x) else x, batch)
-    for given in (batch, step.place_batch(batch), step.place_batch(short)):
+    for given in (batch, step.place_batch(short)):
         report = step.audit(state, given)
         assert report.examples == 12 and report.largest < 1e-5
     step.audit(state, step.place_batches([batch, batch], 3))
@@ -489,7 +483,7 @@ def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
 @pytest.mark.slow
 def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
     data = tj.batches(ROWS, 8, epochs=2)
-    step = train_step(RIGHT["noise"], audit=False)
+    step = train_step(RIGHT["plain_mean"], audit=False)
     state, _ = tj.run(step, step.init(MODEL), data)
     out = capsys.readouterr().err
     assert re.match(
