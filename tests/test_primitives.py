@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from test_analysis import AXIS, psum, study
 
 from towerjax.proof.analysis import _RULES
-from towerjax.proof.equation import _FOREIGN, _FOREIGN_PREFIXES, REDUCTIONS
+from towerjax.proof.equation import _FOREIGN, _FOREIGN_PREFIXES, PLAIN, REDUCTIONS
 
 # A function of its operands alone: the same on all towers where they are.
 PURE = """
@@ -126,6 +126,11 @@ def test_no_primitive_has_two_rules():
     tables = [PURE, INNER, COMMUNICATES, EFFECTFUL, IN_KERNELS, _FOREIGN]
     names = [name for table in [*tables, _RULES, REDUCTIONS] for name in table]
     assert sorted(names) == sorted(set(names))
+
+
+def test_what_the_walks_pass_by_is_a_function_of_its_operands_alone():
+    names = {x.name for x in PLAIN}
+    assert names < {*PURE} and len(names) > 75
 
 
 def made_up(name, effects=frozenset()):

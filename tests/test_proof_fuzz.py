@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from towerjax.proof import analysis, equation
 from towerjax.proof.analysis import analyse
 
 AXIS, T = "device", 4
@@ -177,6 +178,18 @@ def several(seeds):
     traced = jax.make_jaxpr(tower, axis_env=[(AXIS, T)])(w, x[:1])
     found = analyse(traced, [None, "x"], AXIS, T)
     return jax.jit(sharded).lower(w, x).compile(), found
+
+
+def test_what_a_walk_passes_by_changes_no_answer(monkeypatch):
+    def tower(w, x):
+        return [value for seed in range(20) for value in program(seed)(w, x)]
+
+    traced = jax.make_jaxpr(tower, axis_env=[(AXIS, T)])(*data(0))
+    answers = [analyse(traced, ["batch['w']", None], AXIS, T)]
+    for module in (analysis, equation):
+        monkeypatch.setattr(module, "PLAIN", frozenset())
+    answers.append(analyse(traced, ["batch['w']", None], AXIS, T))
+    assert repr(answers[0]) == repr(answers[1])
 
 
 def data(seed):

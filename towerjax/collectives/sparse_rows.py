@@ -240,9 +240,8 @@ def _check_rows(rows: IndexedRows) -> None:
         rows.check_range()
 
 
-def is_rows(x: Any) -> bool:
-    """Whether ``x`` is ``IndexedRows``."""
-    return isinstance(x, IndexedRows)
+is_rows: Callable[[Any], bool] = IndexedRows.__instancecheck__
+"""Whether ``x`` is ``IndexedRows``; asked of each node of many trees."""
 
 
 def is_sparse(x: Any) -> bool:

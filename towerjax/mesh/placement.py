@@ -106,12 +106,12 @@ class Placement:
     rows: str | None = None  # the one of these along which its rows are split
     specs: Specs | None = None  # how its parameters are split over them
 
-    @property
+    @functools.cached_property
     def devices_each(self) -> int:
         """How many devices a tower is of."""
         return math.prod(size for _, size in self.within)
 
-    @property
+    @functools.cached_property
     def num_devices(self) -> int:
         """``D``: devices, or groups of devices where a tower is of several."""
         return len(self.devices) // self.devices_each

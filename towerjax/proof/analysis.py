@@ -20,6 +20,7 @@ from towerjax.proof.equation import (
     EXTREMES,
     IDENTITIES,
     OF_OTHER_INPUT,
+    PLAIN,
     SUMS,
     given_name,
     is_foreign,
@@ -43,23 +44,18 @@ from towerjax.proof.marks import (
     is_flag,
     join,
     mark_of_choice,
+    mark_of_equation,
     note_hang,
     origin_line,
-    sum_in_backward,
-    use_of_weight,
 )
 from towerjax.proof.scale import (
     MAY_COUNT_TOWERS,
-    scale_of_equation,
     scale_of_summed,
     varying_constants,
 )
 
 _Marks = list[Mark]
-# No later division is right once a value counted T times is added to one that differs.
-_ADDITIONS = frozenset("add add_any sub max min select_n".split())
 _NO_AXIS = ""  # which no collective names, so that none ends a dependence
-_A_MIXTURE = "a value that differs from tower to tower, to which it is added"
 
 
 def analyse(
@@ -141,13 +137,17 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
         may_count = (id(var), -1) in (context.varying or ())
         env[var] = FIXED._replace(scale=MAY_COUNT_TOWERS) if may_count else FIXED
 
-    def read(var: Any) -> Mark:
-        return FIXED if isinstance(var, Literal) else env.get(var, FIXED)
+    def read(given: Sequence[Any]) -> _Marks:
+        return [FIXED if isinstance(v, Literal) else env.get(v, FIXED) for v in given]
 
     for eqn in jaxpr.eqns:
-        outs = _rule_of(eqn, context)(eqn, [read(v) for v in eqn.invars], context)
-        env |= zip(eqn.outvars + refs(eqn), outs, strict=True)
-    return [read(v) for v in jaxpr.outvars], env
+        ins = read(eqn.invars)
+        if eqn.primitive in PLAIN:
+            env |= dict.fromkeys(eqn.outvars, mark_of_equation(eqn, ins, context))
+        else:
+            outs = _rule_of(eqn, context)(eqn, ins, context)
+            env |= zip(eqn.outvars + refs(eqn), outs, strict=True)
+    return read(jaxpr.outvars), env
 
 
 def _rule_of(
@@ -189,21 +189,7 @@ def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _compute(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    mark, site = join(ins), (eqn, context.outer)
-    scales = [m.scale for m in ins]
-    scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
-    if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
-        if any(m.along and m.scale.site is None for m in ins):
-            context.noted.append(findings.Repeat(user_line(scale.site), (), _A_MIXTURE))
-            scale = scale.once()
-    weight = use_of_weight(eqn, ins)
-    if not scale.is_constant or mark.along or weight:
-        # The reported line is that of the last equation.
-        mark = mark._replace(site=site, before=mark)
-    added = sum_in_backward(eqn, ins)
-    rows = lints.of_equation(eqn, [m.rows for m in ins], site, context.is_derived)
-    mark = mark._replace(scale=scale, weight=weight, rows=rows, added=added)
-    return _for_each_result(mark, eqn)
+    return _for_each_result(mark_of_equation(eqn, ins, context), eqn)
 
 
 def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
@@ -378,7 +364,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     given = join(ins)
     given = given._replace(rows=lints.of_part(given.rows))
     outs, _ = _fixed_point(trip, [given], context.noted)
-    whole = _compute(eqn, outs, context)[0]
+    whole = mark_of_equation(eqn, outs, context)
     if sub_jaxprs(eqn):
         # The scale of what a kernel or a reducer computes is unknown.
         whole = whole._replace(scale=whole.scale.once())

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.core
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    primitives,
+)
 from jax.sharding import Mesh, Sharding
 
 # Primitives of JAX whose params hold code: of derivatives, of partitioning, of random
@@ -21,6 +28,25 @@ _TRUSTED = frozenset(
     "random_seed random_split random_unwrap random_wrap reduce reduce_window remat2 "
     "remat_opt run_state scan select_and_gather_add select_and_scatter_add".split()
 )
+# Functions of their operands alone: their params hold no code, no jaxpr and no axis.
+_PLAIN_NAMES = """
+    abs acos acosh add add_jaxvals and argmax argmin asin asinh atan atan2 atanh
+    bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz complex concatenate conj
+    conv_general_dilated convert_element_type cos cosh cumlogsumexp cummax cummin
+    cumprod cumsum digamma div dot_general dynamic_slice dynamic_update_slice eq erf
+    erf_inv erfc exp exp2 expm1 floor gather ge gt imag integer_pow iota is_finite le
+    lgamma log log1p logistic lt max min mul ne neg nextafter not or pad
+    population_count pow real reduce_and reduce_max reduce_min reduce_or
+    reduce_precision reduce_prod reduce_sum reduce_xor rem reshape rev round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice
+    sort sqrt square squeeze sub tan tanh top_k transpose xor
+"""
+_KNOWN = vars(primitives)  # of which a version of JAX may lack some
+PLAIN: frozenset[Primitive] = frozenset(
+    _KNOWN[f"{name}_p"] for name in _PLAIN_NAMES.split() if f"{name}_p" in _KNOWN
+)
+"""Primitives that no rule, and no walk through a program, has to look into."""
+
 _LEAF_TYPES = (str, bytes, int, float, complex, type(None), type, slice, range)
 _LEAF_TYPES += (np.generic, np.ndarray, np.dtype, jax.Array)
 _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Sharding)
@@ -69,7 +95,7 @@ def _parts(value: Any) -> list[Any]:
 
 def is_hidden(eqn: JaxprEqn) -> bool:
     """Whether a function in its params says what it does, even beside jaxprs."""
-    if eqn.primitive.name in _TRUSTED:
+    if eqn.primitive in PLAIN or eqn.primitive.name in _TRUSTED:
         return False
     kinds = map(type, param_leaves(eqn.params))
     return _is_high(eqn.primitive) or not all(map(_is_leaf_type, kinds))
@@ -204,6 +230,8 @@ def is_full(eqn: JaxprEqn, size: int) -> bool:
 
 def sub_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The inner jaxprs that run when an equation runs."""
+    if eqn.primitive in PLAIN:
+        return []
     return [open_jaxpr(x) for x in jaxprs_in_params(eqn)]
 
 
@@ -219,7 +247,7 @@ def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
     """A jaxpr and the jaxprs inside it."""
     yield jaxpr
     for eqn in open_jaxpr(jaxpr).eqns:
-        for inner in jaxprs_in_params(eqn):
+        for inner in () if eqn.primitive in PLAIN else jaxprs_in_params(eqn):
             yield from all_jaxprs(inner)
 
 
@@ -233,12 +261,17 @@ def all_sites(
     *,
     enter: Callable[[JaxprEqn], bool] = lambda eqn: True,
     outer: "Site | None" = None,
-) -> Iterator["Site"]:
-    """The equations with those around them, of inner jaxprs where ``enter`` says so."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        yield eqn, outer
+) -> list["Site"]:
+    """The equations with those around them, of inner jaxprs where ``enter`` says so.
+
+    Without those that are `PLAIN`.
+    """
+    sites: list[Site] = []
+    for eqn in [x for x in open_jaxpr(jaxpr).eqns if x.primitive not in PLAIN]:
+        sites.append((eqn, outer))
         for inner in sub_jaxprs(eqn) if enter(eqn) else ():
-            yield from all_sites(inner, enter=enter, outer=(eqn, outer))
+            sites += all_sites(inner, enter=enter, outer=(eqn, outer))
+    return sites
 
 
 def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:

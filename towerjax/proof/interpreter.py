@@ -25,7 +25,11 @@ class Interpreter:
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
         """Evaluate an equation and store its results; ``operands`` replace its own."""
-        operands = [self.read(x) for x in eqn.invars] if operands is None else operands
+        if operands is None:
+            known = self.values
+            operands = [
+                x.val if isinstance(x, Literal) else known[x] for x in eqn.invars
+            ]
         try:
             results = evaluate_eqn(eqn, operands)
         except NotImplementedError as error:
@@ -37,7 +41,9 @@ class Interpreter:
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation for ``operands``, in its `eqn_context`."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    with eqn_context(eqn):
+    names = current_name_stack() + eqn.source_info.name_stack
+    where = user_context(eqn.source_info.traceback, name_stack=names)
+    with where, eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
 

@@ -68,7 +68,7 @@ def of_batch(name: str, shape: tuple[int, ...]) -> Lint:
 
 def either(first: Lint, second: Lint) -> Lint:
     """The rows of a value that is one or the other of two, or of both."""
-    if _NOTHING in (first, second):
+    if first == second or _NOTHING in (first, second):
         return second if first == _NOTHING else first
     a, b = first.dims, second.dims
     dims = None if None in (a, b) or (a and b and a != b) else a or b
@@ -115,10 +115,13 @@ def of_equation(
     eqn: JaxprEqn, ins: Sequence[Lint], site: Site, is_derived: Callable[..., bool]
 ) -> Lint:
     """The rows of each result of an equation that holds no jaxpr."""
+    known = [x for x in ins if x != _NOTHING]
+    if not known:
+        return _NOTHING
     given, name, met = [x.dims for x in ins], eqn.primitive.name, ""
     dims = dims_of_equation(eqn, given)
-    rows = functools.reduce(either, ins, _NOTHING)._replace(dims=dims)
-    if not any([x == MIXED or are_pairs(x) for x in given]):
+    rows = functools.reduce(either, known)._replace(dims=dims)
+    if MIXED not in given and not any([d.is_other for x in given for d in x or ()]):
         met = "pairs" if are_pairs(dims) else "total" if dims == MIXED else ""
     turns = {at for x in ins[1:] for what, at in x.loops if what == "turn"}
     if name in ("dynamic_slice", "gather") and given[0] and dims is None:
@@ -255,14 +258,14 @@ def _follow(dims: Dims, to: Mapping[int, int], gone: Any) -> Dims:
     """The rows where dim ``d`` becomes ``to[d]``; ``gone`` says what else they are."""
     if not dims or dims in (TOTAL, FUNCTION):
         return dims
-    kept = tuple(sorted(x._replace(at=to[x.at]) for x in dims if x.at in to))
+    kept = tuple(sorted([x._replace(at=to[x.at]) for x in dims if x.at in to]))
     if len(kept) == len(dims) or are_pairs(dims):
         return kept if len(kept) == len(dims) else MIXED
     if gone == _PART or not kept:
         return (kept or None) if gone == _PART else gone
-    of_all = math.prod(x.rows for x in dims)  # the rows of a tower
-    are_far = any(x.rows * x.apart == of_all for x in dims if x.at not in to)
-    if gone != TOTAL or not are_far or math.prod(x.rows for x in kept) == 1:
+    of_all = math.prod([x.rows for x in dims])  # the rows of a tower
+    are_far = any([x.rows * x.apart == of_all for x in dims if x.at not in to])
+    if gone != TOTAL or not are_far or math.prod([x.rows for x in kept]) == 1:
         return None
     return tuple(x._replace(is_group=True) for x in kept)
 
@@ -272,7 +275,7 @@ def _two_together(first: Dims, second: Dims) -> Dims:
     if not (first and second) or first == second:
         return None if None in (first, second) else first or second
     totals = [x in (TOTAL, FUNCTION) for x in (first, second)]
-    groups = [any(x.is_group for x in dims) for dims in (first, second)]
+    groups = [any([x.is_group for x in dims]) for dims in (first, second)]
     if any(totals) or MIXED in (first, second) or sum(groups) == 1:
         return FUNCTION if all(totals) else MIXED
     given, others = ({x.at for x in rows} for rows in (first, second))
@@ -298,7 +301,7 @@ def _reshape(given: Sequence[int], out: Sequence[int], dims: Any) -> Dims:
             is_outer &= x.rows == given[x.at] and x.apart == y.rows * y.apart
         if not is_outer:
             return None
-        left = math.prod(x.rows for x in own)
+        left = math.prod([x.rows for x in own])
         for at in new if left > 1 else ():
             part = math.gcd(left, out[at])
             if part not in (left, out[at]):

@@ -1,6 +1,5 @@
-"""Marks: what the analysis knows of a value, and how a collective changes it."""
+"""Marks: what the analysis knows of a value, and how an equation makes it of others."""
 
-import functools
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,7 +19,7 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.findings import Collective, Hang, Repeat
-from towerjax.proof.scale import CONSTANT, Scale, scale_of_sum
+from towerjax.proof.scale import CONSTANT, Scale, scale_of_equation, scale_of_sum
 
 
 class Coordinate(NamedTuple):
@@ -85,13 +84,27 @@ FIXED = Mark(scale=CONSTANT)
 
 def join(marks: Iterable[Mark]) -> Mark:
     """The mark of a value made of several; the first that differs is its origin."""
-    return functools.reduce(_join_two, marks, FIXED)
+    joined = FIXED
+    for mark in marks:
+        if joined is FIXED and not mark.scale.is_constant:
+            is_origin = mark.along or mark.weight
+            joined = mark if is_origin else mark._replace(**_OF_NO_ORIGIN)
+        elif mark is not FIXED or joined.scale.is_constant:
+            joined = _join_two(joined, mark)
+    return joined
+
+
+_OF_NO_ORIGIN: dict[str, Any] = {"source": "", "site": None, "before": None}
 
 
 def _join_two(first: Mark, second: Mark) -> Mark:
+    if first is second:
+        return first
     ranks = [(bool(m.along), m.weight) for m in (first, second)]
     origin = second if ranks[1] > ranks[0] else first
-    along, scale = first.along | second.along, scale_of_sum(first.scale, second.scale)
+    along, scale = first.along | second.along, first.scale
+    if scale != second.scale:
+        scale = scale_of_sum(scale, second.scale)
     constant = first.scale.is_constant and second.scale.is_constant
     scale = scale._replace(is_constant=constant)
     weight, added = max(first.weight, second.weight), first.added or second.added
@@ -128,7 +141,7 @@ _MOVES = frozenset(
 )
 
 
-def use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
+def _use_of_weight(eqn: JaxprEqn, ins: Sequence[Mark]) -> int:
     """``Mark.weight`` of the results of an equation that is no collective.
 
     Sums of weights are weights, and so is a weight times what a tower computes, such as
@@ -199,6 +212,31 @@ class Context(NamedTuple):
         around = outwards((eqn, self.outer))
         scopes = [str(x.source_info.name_stack) for x in around]
         return any("transpose(" in x or tags.SUMMED_BY_STEP in x for x in scopes)
+
+
+# No later division is right once a value counted T times is added to one that differs.
+_ADDITIONS = frozenset("add add_any sub max min select_n".split())
+_A_MIXTURE = "a value that differs from tower to tower, to which it is added"
+
+
+def mark_of_equation(eqn: JaxprEqn, ins: Sequence[Mark], context: Context) -> Mark:
+    """The mark of the results of an equation that holds no jaxpr and no axis."""
+    scales = [m.scale for m in ins]
+    scale = scale_of_equation(eqn, scales, context.num_towers, context.varying)
+    if scale == CONSTANT and all([m is FIXED for m in ins]):
+        return FIXED
+    mark, site = join(ins), (eqn, context.outer)
+    if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
+        if any(m.along and m.scale.site is None for m in ins):
+            context.noted.append(Repeat(user_line(scale.site), (), _A_MIXTURE))
+            scale = scale.once()
+    weight = _use_of_weight(eqn, ins) if mark.weight else 0
+    if not scale.is_constant or mark.along or weight:
+        # The reported line is that of the last equation.
+        mark = mark._replace(site=site, before=mark)
+    added = _sum_in_backward(eqn, ins) if mark.added else None
+    rows = lints.of_equation(eqn, [m.rows for m in ins], site, context.is_derived)
+    return mark._replace(scale=scale, weight=weight, rows=rows, added=added)
 
 
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
@@ -283,7 +321,7 @@ def _counts_again(mark: Mark) -> bool:
     return mark.added is not None and max(mark.scale.sums, mark.scale.low) >= 1
 
 
-def sum_in_backward(eqn: JaxprEqn, ins: Sequence[Mark]) -> Site | None:
+def _sum_in_backward(eqn: JaxprEqn, ins: Sequence[Mark]) -> Site | None:
     """``Mark.added`` of the results: a sum that no value of a tower's own has met."""
     added = [m.added for m in ins if m.added]
     apart = all([m.added or not m.along for m in ins])

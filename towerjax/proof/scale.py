@@ -43,14 +43,8 @@ class Scale(NamedTuple):
         """The scale of a product."""
         sums = self.sums + other.sums
         means = min(sums, max(0.0, -self.low) + max(0.0, -other.low))
-        low, high, sums = (
-            min(_MAX_POWER, max(-_MAX_POWER, x))
-            for x in (
-                self.low + other.low + means,
-                self.high + other.high,
-                sums - means,
-            )
-        )
+        powers = self.low + other.low + means, self.high + other.high, sums - means
+        low, high, sums = [min(_MAX_POWER, max(-_MAX_POWER, x)) for x in powers]
         site = (self.site or other.site) if low > 0 else None
         return self._replace(low=low, high=max(low, high), sums=sums, site=site)
 
@@ -65,6 +59,7 @@ class Scale(NamedTuple):
 
 
 CONSTANT = Scale(is_constant=True)
+COUNTED_ONCE = Scale()
 
 MAY_COUNT_TOWERS = Scale(low=-1.0, high=1.0, is_constant=True)
 """The scale of a constant that may stand for ``T``, or for its inverse."""
@@ -121,7 +116,9 @@ def scale_of_equation(
     varying: Container[tuple[int, int]] | None = None,
 ) -> Scale:
     """The scale of the results of an equation that is no collective."""
-    name = eqn.primitive.name
+    name, is_sure = eqn.primitive.name, varying is not None or num_towers < 2
+    if is_sure and not varying and all([x in (COUNTED_ONCE, CONSTANT) for x in scales]):
+        return COUNTED_ONCE if COUNTED_ONCE in scales else CONSTANT
     scales = [
         _scale_of_constant(v, scale, num_towers)
         if varying is None or (id(eqn), i) in varying

@@ -110,8 +110,13 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
         return f"a {kind}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
-    advice = next((text for is_so, text in _OF_DTYPE if is_so(dtype)), None)
+    advice = _advice_on(dtype)
     return advice and f"an array of dtype {dtype}: {advice}"
+
+
+@functools.cache
+def _advice_on(dtype: Any) -> str | None:
+    return next((text for is_so, text in _OF_DTYPE if is_so(dtype)), None)
 
 
 def overflow_of(leaf: Any) -> Any:
@@ -169,18 +174,20 @@ def listed(items: Iterable[Any]) -> str:
     return "; ".join(few(items))
 
 
+def _is_of(kind: Any) -> Callable[[Any], bool]:
+    """Whether ``x`` is of a kind, which a class itself says without a call of ours."""
+    return getattr(kind, "__instancecheck__", lambda x: isinstance(x, kind))
+
+
 def map_parts(kind: Any, fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """The tree with ``fn`` applied to each node of class ``kind``."""
-    return jax.tree.map(
-        lambda x: fn(x) if isinstance(x, kind) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, kind),
-    )
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_of(kind))
+    return treedef.unflatten([fn(x) if isinstance(x, kind) else x for x in leaves])
 
 
 def parts_of(kind: Any, tree: PyTree) -> list[Any]:
     """The nodes of class ``kind``, in tree order."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    nodes = jax.tree.leaves(tree, is_leaf=_is_of(kind))
     return [x for x in nodes if isinstance(x, kind)]
 
 
