@@ -318,7 +318,7 @@ def map_values(fn: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """Apply ``fn`` to each array of a tree and to the values of ``IndexedRows``."""
 
     def map_leaf(*args: Any) -> Any:
-        out = fn(*(x.values if is_rows(x) else x for x in args))
+        out = fn(*[x.values if is_rows(x) else x for x in args])
         return dataclasses.replace(args[0], values=out) if is_rows(args[0]) else out
 
     return jax.tree.map(map_leaf, tree, *others, is_leaf=is_rows)

@@ -110,7 +110,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
     noted += [findings.Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
 
     def each(kind: Any) -> tuple[Any, ...]:
-        return tuple(x for x in noted if isinstance(x, kind))
+        return tuple([x for x in noted if isinstance(x, kind)])
 
     outputs = [
         findings.Dependence(m.source, origin_line(m)) if m.along else None for m in outs
@@ -137,17 +137,16 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
         may_count = (id(var), -1) in (context.varying or ())
         env[var] = FIXED._replace(scale=MAY_COUNT_TOWERS) if may_count else FIXED
 
-    def read(given: Sequence[Any]) -> _Marks:
-        return [FIXED if isinstance(v, Literal) else env.get(v, FIXED) for v in given]
-
+    known = env.get
     for eqn in jaxpr.eqns:
-        ins = read(eqn.invars)
+        ins = [FIXED if isinstance(v, Literal) else known(v, FIXED) for v in eqn.invars]
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, mark_of_equation(eqn, ins, context))
         else:
             outs = _rule_of(eqn, context)(eqn, ins, context)
             env |= zip(eqn.outvars + refs(eqn), outs, strict=True)
-    return read(jaxpr.outvars), env
+    outs = [FIXED if isinstance(v, Literal) else known(v, FIXED) for v in jaxpr.outvars]
+    return outs, env
 
 
 def _rule_of(

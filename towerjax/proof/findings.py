@@ -93,7 +93,7 @@ class Analysis:
     def concat(cls, parts: Sequence["Analysis"]) -> "Analysis":
         """Concatenate the findings of several analyses."""
         names = [field.name for field in dataclasses.fields(cls)]
-        return cls(*(sum([getattr(x, name) for x in parts], ()) for name in names))
+        return cls(*[sum([getattr(x, name) for x in parts], ()) for name in names])
 
 
 _DIFFERING = "These outputs must be the same on every tower, but are not:"

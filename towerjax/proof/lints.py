@@ -122,7 +122,8 @@ def of_equation(
     dims = dims_of_equation(eqn, given)
     rows = functools.reduce(either, known)._replace(dims=dims)
     if MIXED not in given and not any([d.is_other for x in given for d in x or ()]):
-        met = "pairs" if are_pairs(dims) else "total" if dims == MIXED else ""
+        pairs = any([x.is_other for x in dims or ()])
+        met = "pairs" if pairs else "total" if dims == MIXED else ""
     turns = {at for x in ins[1:] for what, at in x.loops if what == "turn"}
     if name in ("dynamic_slice", "gather") and given[0] and dims is None:
         rows = rows._replace(loops=rows.loops | {("row", at) for at in turns})
@@ -286,13 +287,17 @@ def _two_together(first: Dims, second: Dims) -> Dims:
     return None if given & others else pairs
 
 
+def _size(shape: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod([shape[d] for d in dims])
+
+
 def _reshape(given: Sequence[int], out: Sequence[int], dims: Any) -> Dims:
     """Follow the rows where they are the outer part of dims that become others."""
     olds, news = ([d for d, n in enumerate(x) if n != 1] for x in (given, out))
     moved: list[RowDim] = []
     while olds and news:  # the shortest runs of dims of as many elements in both
         old, new = [olds.pop(0)], [news.pop(0)]
-        while a := math.prod(given[d] for d in old) - math.prod(out[d] for d in new):
+        while a := _size(given, old) - _size(out, new):
             run, rest = (old, olds) if a < 0 else (new, news)
             run.append(rest.pop(0))
         own = [x for x in dims if x.at in old]

@@ -231,7 +231,8 @@ def names_by_key(tree: PyTree) -> list[str]:
 def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """``(name, leaf)`` of every leaf, in tree order."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    return [(leaf_name(root, path), leaf) for path, leaf in leaves]
+    keystr = jax.tree_util.keystr
+    return [(f"{root}{keystr(path)}", leaf) for path, leaf in leaves]
 
 
 def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:

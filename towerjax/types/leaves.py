@@ -201,16 +201,16 @@ def differing_texts(
     was: Mapping[str, str], now: Mapping[str, str], form: str
 ) -> list[str]:
     """A text for each name with two descriptions; a form is "{} was {} and is {}"."""
-    both = [(x, *(each.get(x, "absent") for each in (was, now))) for x in {*was, *now}]
+    both = [(x, was.get(x, "absent"), now.get(x, "absent")) for x in {*was, *now}]
     return [form.format(x, old, new) for x, old, new in sorted(both) if old != new]
 
 
 def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
     """A text for each leaf whose dtype or shape changed, or else for the container."""
-    was, now = (
+    was, now = [
         {n: f"{_device_dtype(x)}{list(jnp.shape(x))}" for n, x in leaves}
         for leaves in (named_leaves(root, before), named_leaves(root, after))
-    )
+    ]
     texts = differing_texts(was, now, "{} was {} and is {}")
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if not texts and trees[0] != trees[1]:
