@@ -22,10 +22,9 @@ from towerjax.types.leaves import (
     listed,
     map_parts,
     parts_of,
-    problem_of,
+    problem_of_rows,
     put_parts,
     refuse_unheld,
-    shown,
 )
 from towerjax.types.options import check_choice
 from towerjax.types.version import page
@@ -90,13 +89,8 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
             f"The batch holds no arrays: {batch!r}. Where towers draw the examples,"
             " pass their numbers, {'row': np.arange(64)}."
         )
-    bad = [
-        f"{name} is {_describe(leaf)}"
-        for name, leaf in leaves
-        if not isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
-        or leaf.ndim == 0
-        or problem_of(leaf, shapes=shapes)
-    ]
+    problems = [(name, problem_of_rows(x, shapes=shapes)) for name, x in leaves]
+    bad = [f"{name} is {problem}" for name, problem in problems if problem]
     if bad:
         raise ValueError(
             "Every leaf of a batch is an array of numbers, a row for each example,"
@@ -149,18 +143,6 @@ def refuse_wrapping(batch: PyTree) -> None:
     """Raise where an integer would wrap round when it is placed on the devices."""
     if may_wrap(batch):  # to name all leaves is slow
         refuse_unheld("batch", batch)
-
-
-def _describe(leaf: Any) -> str:
-    if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
-        kind = "a scalar" if leaf.ndim == 0 else "an array"
-        return problem_of(leaf, shapes=False) or f"{kind} of dtype {leaf.dtype}"
-    kind = type(leaf).__name__
-    if hasattr(leaf, "numpy"):
-        return f"a {kind}: pass x.numpy(), as strategy.distribute_dataset(loader) does"
-    if hasattr(leaf, "to_numpy"):  # of pandas or Polars
-        return f"a {kind}: pass x.to_numpy(), or a dict of columns, each to_numpy()"
-    return shown(leaf)
 
 
 def fit_batch(

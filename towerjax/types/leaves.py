@@ -63,6 +63,17 @@ _OF_DTYPE: list[tuple[Callable[[Any], Any], str]] = [
     (_is_narrow(jnp.unsignedinteger), "cast it, x.astype(np.uint8)"),
     (_is_narrow(jnp.signedinteger), "cast it, x.astype(np.int8)"),
 ]
+# What holds rows, and is to be made an array first.
+_OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
+    (
+        lambda x: hasattr(x, "numpy"),
+        "pass x.numpy(), as strategy.distribute_dataset(loader) does",
+    ),
+    (
+        lambda x: hasattr(x, "to_numpy"),  # of pandas or Polars
+        "pass x.to_numpy(), or a dict of columns, each to_numpy()",
+    ),
+]
 
 
 def held_dtype(dtype: Any) -> Any:
@@ -112,6 +123,15 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
         return None
     advice = _advice_on(dtype)
     return advice and f"an array of dtype {dtype}: {advice}"
+
+
+def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
+    """Why a leaf is no array with a row for each example, and what to write instead."""
+    if isinstance(leaf, np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+        scalar = None if leaf.ndim else f"a scalar of dtype {leaf.dtype}"
+        return problem_of(leaf, shapes=shapes) or scalar
+    advice = next((text for is_so, text in _OF_ROWS if is_so(leaf)), None)
+    return f"a {type(leaf).__name__}: {advice}" if advice else shown(leaf)
 
 
 @functools.cache
