@@ -114,6 +114,33 @@ def test_extra_variables_are_merged_by_their_types_and_micro_batches_meet_once()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
+@pytest.mark.parametrize("local", ["vmap", "scan"])
+def test_a_model_function_may_close_over_values_of_the_program_around_it(local):
+    """Its own program is then traced for the devices too."""
+
+    def train(scale, state):
+        def fn(variables, features, labels, mode, tower):
+            features = {**features, "x": scale * features["x"]}
+            return model_fn(variables, features, labels, mode, tower)
+
+        step = replicated(4, 2, local, fn=fn).train_step()
+        return step.fn(state, batch(16))
+
+    state, metrics = jax.jit(train)(jnp.float32(1), start())
+    w, losses = by_numpy([batch(16)])
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], losses[0], rtol=1e-5)
+
+
+def test_the_numbers_of_the_original_are_not_audited():
+    strategy = towers(2, 1)
+    how = {"compat": "tf1", "audit": True}
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy, **how)
+    text = "compat='tf1' divides by the number of towers .* nothing to audit"
+    with pytest.raises(ValueError, match=text):
+        model(start(), *batch(8).values())
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     ("name", "value", "text"),

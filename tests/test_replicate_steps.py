@@ -193,14 +193,14 @@ def test_one_step_at_a_time_and_its_hooks():
 
     model = replicated(4, 2, fn=fn)  # whose hooks nobody has heard of
     step, state, evaluate = model.train_step(), model.init(start()), model.eval_step()
-    assert step.engine.hooks == []
+    assert step.policy.hooks == []
     expected, losses, _ = called(4, 2)
     for one, loss in zip(BATCHES, losses, strict=True):
         evaluate(state, one)
         state, metrics = step(state, one)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     same(numbers(state), expected, exactly=False)
-    assert step.engine.hooks == [hook]
+    assert step.policy.hooks == [hook]
     # One a program; what runs on the devices is what is proved.
     assert traces == [tj.estimator.Mode.EVAL, tj.estimator.Mode.TRAIN]
 

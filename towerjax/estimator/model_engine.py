@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,14 +29,12 @@ from towerjax.estimator.variables import (
     spread,
     store,
 )
-from towerjax.mesh.placement import TowerAxes
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.accumulators import as_own, owned
 from towerjax.step.engine import Engine, state_ins, training_engine
 from towerjax.step.next_state import join_metrics
-from towerjax.step.one_pass import Pass
 from towerjax.step.options import StepOptions
 from towerjax.step.policies import Read, Trained
 from towerjax.step.state import TrainState, split_state
@@ -44,7 +42,7 @@ from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step
 from towerjax.step.train import next_extra
 from towerjax.step.update import check_types
-from towerjax.towers.executors import shapes_of, trace_one_tower
+from towerjax.towers.executors import Static, shapes_of
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.tower_axis import axes_in_tower
@@ -66,133 +64,54 @@ MAKE_STATE = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ModelEngine:
-    """A model function in one mode, uncompiled: one `Engine` a batch signature."""
+class ModelTower:
+    """A model function in one mode, as the tower function of passes."""
 
     model_fn: ModelFn
-    strategy: Strategy
-    model_options: ModelOptions
+    options: ModelOptions
     mode: Mode
     wanted: tuple[str, ...]  # the parts of the spec to compute
     given: Mapping[str, Any]  # params and config
-    options: StepOptions
-    gives_spec: bool = False  # the spec's parts, and not a state and metrics
-    hooks: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
-    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _programs: dict[Any, SplitProgram] = dataclasses.field(default_factory=dict)
 
-    @property
-    def trains(self) -> bool:
-        """Whether it returns a next state."""
-        return "train_op" in self.wanted
-
-    def on(self, strategy: Strategy) -> "ModelEngine":
-        """The model on other towers, without checks and without micro-batches."""
-        if self.model_options.compat is not None:
-            raise ValueError(
-                f"compat={self.model_options.compat!r} divides by the number of towers"
-                " as the original did, so there is nothing to audit. Leave out audit="
-                " or compat=."
-            )
-        changes: Any = {"micro_batches": 1, "guard": "loss"}
-        options = dataclasses.replace(self.options, **changes)
-        of_other: Any = {"strategy": strategy, "hooks": [], "_cache": {}}
-        return dataclasses.replace(self, options=options, **of_other)
-
-    def at(self, args: Sequence[PyTree]) -> Engine:
-        """The engine for arguments of these shapes; a trace tells its passes."""
-        donated, kept, *batch = shapes_of(tuple(args))
-        args = TrainState(**donated, **kept), *batch, ()
-        key = batch_signature(args)
-        if key not in self._cache:
-            reads_local = self.mode is not Mode.TRAIN
-            how: Any = {"reads_local": reads_local}
-            how["micro_batches"] = self.options.micro_batches
-            first = Pass(lambda *args: self._split(*args)[0], self.strategy, **how)
-            axes = self.strategy.placement.abstract_axes
-            layouts = (*first.ins.values(),)
-            _, out = trace_one_tower(first.on_device(axes), axes, layouts, args)
-            self._cache[key] = self._build_engine(out[0], reads_local)
-        return self._cache[key]
-
-    def _build_engine(self, split: SplitProgram, reads_local: bool) -> Engine:
-        def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
-            after, parts = self._update(split, state, merged)
-            return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
-
-        def minimized(merged: list[Any]) -> list[Weighted]:
-            losses = parts_of(Weighted, [x["minimized"] for x in merged])
-            return losses if len(losses) > 1 else []
-
-        def finish(
-            donated: Any, kept: Any, merged: list[Any], _: Any
-        ) -> tuple[Any, ...]:
-            state = TrainState(**donated, **kept)
-            after, parts = self._update(split, state, merged)
-            own = as_own(parts)
-            return (*split_state(after), own) if self.trains else (own,)
-
-        engine = training_engine(
-            (self._tower,) * split.num_passes,
-            update,
-            self.strategy,
-            self.options,
-            keeps_all=True,
-            other_losses=minimized,
-            reads_local=reads_local,
-            of_state=True,
-            advice=WRAP,
-        )
-        engine = dataclasses.replace(engine, compared=_with_means)
-        if not self.gives_spec:
-            return engine
-        ins = state_ins(self.strategy, ("state", "kept" if self.trains else "counters"))
-        outs = (ins["state"], ins["kept"]) if self.trains else ()
-        how: Any = {"donate": engine.donate and self.trains, "accepts": False}
-        parts = {"finish": finish, "ins": ins, "outs": (*outs, Layout.MIRRORED)}
-        return dataclasses.replace(engine, **parts, **how)
-
-    def _tower(
-        self, state: TrainState, rows: PyTree, tower: Tower, *merged: Any
+    def __call__(
+        self, state: TrainState, rows: PyTree, tower: Tower, merged: Any = ()
     ) -> PyTree:
         """One tower's results in the pass after those that ``merged`` has."""
-        split, args = self._split(state, rows, tower)
-        return split.run(args, [*merged[0]] if merged else [])
-
-    def _split(
-        self, state: TrainState, rows: PyTree, tower: Tower
-    ) -> tuple[SplitProgram, PyTree]:
-        """One tower's program and its arguments; traced once for these shapes."""
         axes, context = context_args(tower)
         args = dataclasses.replace(state, local=None), (state.local, rows, context)
         shapes = shapes_of(args)
-        key = axes, tower.rows, batch_signature(shapes)
-        if key not in self._cache:
-            fn = functools.partial(self._one_tower, axes, tower.rows)
-            env = axes_in_tower(axes)
+        key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
+        key = (*key, batch_signature(shapes))
+        if key not in self._programs:
+            fn, env = functools.partial(self._one_tower, tower), axes_in_tower(axes)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
-            self._cache[key] = split = SplitProgram(*make(*shapes), *counts)
-            if self.options.micro_batches > 1:
+            self._programs[key] = split = SplitProgram(*make(*shapes), *counts)
+            if tower.micro_batches > 1:
                 split.refuse_changed_local()
-        return self._cache[key], args
+        return self._programs[key].run(args, [*merged])
 
     def _one_tower(
-        self, axes: TowerAxes, size: int, mirrored: TrainState, own: PyTree
+        self, known: Tower, mirrored: TrainState, own: PyTree
     ) -> dict[str, Any]:
-        """Call the model function; its results in the types that a `Pass` merges."""
+        """Call the model function; its results in the types that a `Pass` merges.
+
+        ``known``: of the tower what is static.
+        """
         local, rows, context = own
         state = dataclasses.replace(mirrored, local=local)
-        variables, context = as_variables(state), {**context, "rows": size}
+        variables, context = as_variables(state), {**context, "rows": known.rows}
         if isinstance(variables, TrainState):
             context |= {"state": state, "local": plain(local)}
-        tower = tower_of(self.strategy, axes, **context)
-        trace = get_opaque_trace_state()
-        how, parts = self.model_options, tower.num_towers * self.options.micro_batches
+        tower = tower_of(known.strategy, context_args(known)[0], **context)
+        trace, how = get_opaque_trace_state(), self.options
+        parts = tower.num_towers * known.micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         variables = set_towers(variables, towers)
         spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
-        self.hooks[:] = spec.hooks
-        return self._typed_parts(spec, variables, towers, size)
+        parts = self._typed_parts(spec, variables, towers, known.rows)
+        return {**parts, "hooks": Static(spec.hooks)}
 
     def _typed_parts(
         self, spec: ModelSpec, variables: PyTree, towers: TowersOfStep, rows: int
@@ -210,28 +129,95 @@ class ModelEngine:
         for name in ("predictions", "export_outputs"):
             part = getattr(spec, name)
             if name in self.wanted and part is not None:
-                stacked = self.model_options.compat == "tf1"
+                stacked = self.options.compat == "tf1"
                 parts[name] = typed_rows(name, part, rows, stacked_classes=stacked)
         if "train_op" in self.wanted:
             parts["train_op"] = _check_train_op(spec.train_op, variables)
         return parts
 
-    def _update(
-        self, split: SplitProgram, state: TrainState, merged: list[Any]
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """The next state, and the other parts of the merged spec."""
-        parts, after = split.results(state, merged), state
-        if "loss" in parts:
-            is_split = self.strategy.num_towers * self.options.micro_batches > 1
-            reduction = self.model_options.loss_reduction
-            loss = one_loss(reduction, parts["loss"], is_split=is_split)
-            is_scalar = parts.pop("loss_is_scalar", None) is not None
-            parts["loss"] = loss.value if is_scalar else loss
-        if "train_op" in parts:
-            after = as_state(parts.pop("train_op"), state.step, state.rng)
-            extra = next_extra(state.extra, after.extra, "the train_op's extra")
-            after = dataclasses.replace(after, extra=extra)
-        return after, parts
+
+def model_engine(
+    tower_fn: ModelTower,
+    strategy: Strategy,
+    options: StepOptions,
+    hooks: list[Any],
+    *,
+    gives_spec: bool = False,
+) -> Engine:
+    """The engine of a model function; puts those of its spec into ``hooks``.
+
+    With ``gives_spec`` it returns the spec's parts, else as a train step does.
+    """
+    trains = "train_op" in tower_fn.wanted
+    is_split = strategy.num_towers * options.micro_batches > 1
+    results = functools.partial(_merged_spec, tower_fn.options, is_split, hooks)
+
+    def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
+        after, parts = results(state, merged)
+        return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
+
+    def finish(donated: Any, kept: Any, merged: list[Any], _: Any) -> tuple[Any, ...]:
+        after, parts = results(TrainState(**donated, **kept), merged)
+        own = as_own(parts)
+        return (*split_state(after), own) if trains else (own,)
+
+    engine = training_engine(
+        (tower_fn,),
+        update,
+        strategy,
+        options,
+        keeps_all=True,
+        other_losses=_minimized,
+        reads_local=tower_fn.mode is not Mode.TRAIN,
+        of_state=True,
+        advice=WRAP,
+    )
+    compared = _with_means if tower_fn.options.compat is None else _refuse_audit
+    changes: Any = {"again": _goes_on, "compared": compared}
+    if gives_spec:
+        ins = state_ins(strategy, ("state", "kept" if trains else "counters"))
+        outs = (ins["state"], ins["kept"]) if trains else ()
+        changes |= {"donate": engine.donate and trains, "accepts": False}
+        changes |= {"finish": finish, "ins": ins, "outs": (*outs, Layout.MIRRORED)}
+    return dataclasses.replace(engine, **changes)
+
+
+def _goes_on(merged: list[Any]) -> bool:
+    return len(merged) < merged[0]["split"].num_passes
+
+
+def _merged_spec(
+    how: ModelOptions,
+    is_split: bool,
+    hooks: list[Any],
+    state: TrainState,
+    merged: list[Any],
+) -> tuple[TrainState, dict[str, Any]]:
+    """The next state, and the other parts of the merged spec."""
+    parts, after = merged[0]["split"].results(state, merged), state
+    hooks[:] = parts.pop("hooks").value
+    if "loss" in parts:
+        loss = one_loss(how.loss_reduction, parts["loss"], is_split=is_split)
+        is_scalar = parts.pop("loss_is_scalar", None) is not None
+        parts["loss"] = loss.value if is_scalar else loss
+    if "train_op" in parts:
+        after = as_state(parts.pop("train_op"), state.step, state.rng)
+        extra = next_extra(state.extra, after.extra, "the train_op's extra")
+        after = dataclasses.replace(after, extra=extra)
+    return after, parts
+
+
+def _minimized(merged: list[Any]) -> list[Weighted]:
+    """The losses of several updates, which guard the step besides the spec's."""
+    losses = parts_of(Weighted, [x["minimized"] for x in merged])
+    return losses if len(losses) > 1 else []
+
+
+def _refuse_audit(_: Any) -> None:
+    raise ValueError(
+        "compat='tf1' divides by the number of towers as the original did, so there is"
+        " nothing to audit. Leave out audit= or compat=."
+    )
 
 
 def _with_means(merged: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +253,7 @@ class _TrainedModel(Trained):
     """A `TrainState` that is kept where the model's ``variable_placement`` says."""
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
+    hooks: list[Any] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, step: Step, state: Any) -> TrainState:
         """As of any training; variables that are kept elsewhere are copied first."""
@@ -293,6 +280,8 @@ class _Variables(Read):
     """A model's variables, any tree, for a call in one mode."""
 
     kept_at: VariablePlacement
+    mode: Mode
+    hooks: list[Any] = dataclasses.field(default_factory=list)  # of the last spec
 
     def start(self, step: Step, state: Any) -> TrainState:
         """The variables as a state, on all devices."""
@@ -329,30 +318,32 @@ class _Variables(Read):
     def spec(self, step: Step, out: Any, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
         (*after, parts), placement = out, step.strategy.placement
-        engine: Any = step.engine
         parts = owned(parts, lambda own: on_every_process(own, placement))
         parts = concat_outputs(parts, batch)
         if after:
             after = as_variables(TrainState(**after[0], **after[1]))
             parts["train_op"] = store(after, placement, self.kept_at)
-        return ModelSpec(engine.mode, hooks=tuple(engine.hooks), **parts)
+        return ModelSpec(self.mode, hooks=tuple(self.hooks), **parts)
 
 
-def model_train_step(engine: ModelEngine) -> Step:
+def model_train_step(
+    tower_fn: ModelTower, strategy: Strategy, options: StepOptions
+) -> Step:
     """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
 
     The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
     """
-    policy = _TrainedModel(kept_at=engine.model_options.variable_placement)
-    return Step(engine, engine.strategy, engine.options, policy)
+    policy = _TrainedModel(kept_at=tower_fn.options.variable_placement)
+    engine = model_engine(tower_fn, strategy, options, policy.hooks)
+    return Step(engine, strategy, options, policy)
 
 
-def model_step(engine: ModelEngine, placer: Placer) -> Step:
+def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step:
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
-    engine = dataclasses.replace(engine, gives_spec=True)
-    policy = _Variables(engine.model_options.variable_placement)
-    how: Any = {"placer": placer}
-    return Step(engine, engine.strategy, engine.options, policy, **how)
+    how, options = tower_fn.options, tower_fn.options.step
+    policy = _Variables(how.variable_placement, tower_fn.mode)
+    engine = model_engine(tower_fn, strategy, options, policy.hooks, gives_spec=True)
+    return Step(engine, strategy, options, policy, placer=placer)
 
 
 def model_spec(step: Step, variables: PyTree, batch: PyTree) -> ModelSpec:

@@ -9,7 +9,7 @@ from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.losses import LossReduction
 from towerjax.estimator.model_engine import (
-    ModelEngine,
+    ModelTower,
     model_spec,
     model_step,
     model_train_step,
@@ -184,10 +184,11 @@ class ReplicatedModel:
         if key not in self._steps:
             self.model_fn.refuse_unaccepted(given)
             given = copy.deepcopy(given)  # the caller's may change before a later trace
-            how = (self.model_fn, self.strategy, self.options, mode, wanted, given)
-            engine = ModelEngine(*how, of_step or self.options.step)
-            placer = self._placers[mode]
-            step = model_train_step(engine) if of_step else model_step(engine, placer)
+            tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, given)
+            if of_step:
+                step = model_train_step(tower_fn, self.strategy, of_step)
+            else:
+                step = model_step(tower_fn, self.strategy, self._placers[mode])
             self._steps[key] = step
         return self._steps[key]
 

@@ -109,6 +109,7 @@ class SplitProgram:
         ]
         return {
             **jax.tree.unflatten(self._treedef, results),
+            "split": self,
             "minimized": _one_or_all([loss for loss, _ in operands]),
             "grads": _one_or_all([_as_sums(grads) for _, grads in operands]),
         }

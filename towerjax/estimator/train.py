@@ -251,9 +251,10 @@ def train_and_evaluate(
             f"train_and_evaluate() got an unexpected keyword argument {min(unknown)!r}"
         )
     step = model.train_step(**given, **of_step)
+    policy: Any = step.policy
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
-        for hook in step.engine.hooks:
+        for hook in policy.hooks:
             hook(number, metrics)
 
     return run(

@@ -82,7 +82,7 @@ class Towers:
 
     def _merge_all(self, *args: PyTree) -> list[PyTree]:
         """What is merged by each pass, in a trace, which proves it."""
-        traced = trace(self._engine.at(args).merging(), args)
+        traced = trace(self._engine.merging(), args)
         self._proof = prove(traced)
         return traced(*args)
 

@@ -88,16 +88,13 @@ def compile_step(
     args: tuple[PyTree, ...],
     *,
     full_rows: int | None = None,
-    change: Callable[[Engine], Engine] | None = None,
     check: Callable[[Proof], None] | None = None,
 ) -> Program:
     """Trace, prove, lower and compile the step; ``check`` may refuse its proof."""
     _require_jit()
     start, args = time.perf_counter(), executors.shapes_of(args)
-    one_step = _of_one_step(args)
     with _collector_paused():
-        engine = engine.at(one_step)
-        traced = trace(engine if change is None else change(engine), one_step)
+        traced = trace(engine, _of_one_step(args))
         _refuse_stored_tracers(traced)
         proof = prove(traced)
     if check is not None:

@@ -1,7 +1,7 @@
 """A step before it is traced: passes of towers, then a function of what they merge."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from towerjax.data.placer import BATCH_LAYOUT
@@ -33,6 +33,8 @@ class Engine:
     keeps_all: bool = False
     # Whether what passes return is used further, and so has to have the same bits.
     goes_on: bool = True
+    # Whether the last pass runs once more, after what was merged so far.
+    again: Callable[[list[PyTree]], bool] | None = None
     # Of steps that ``finish`` itself traces and proves, while it is traced.
     proofs: list[Any] = dataclasses.field(default_factory=list)
     # What an audit compares of one merged tree.
@@ -42,11 +44,6 @@ class Engine:
     def strategy(self) -> Strategy:
         """That of the towers."""
         return self.passes[0].strategy
-
-    def at(self, args: Sequence[PyTree]) -> "Engine":
-        """The engine for arguments of these shapes."""
-        del args
-        return self
 
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
@@ -85,12 +82,17 @@ class Engine:
         donated, kept, *batch = args
         state, before = TrainState(**donated, **kept), ()
         merged, finite = [], []
-        for each in self.passes:
+        for each in self._in_turn(merged):
             out = call(each, (state, *batch, before))
             merged.append(out[0])
             finite.append(out[1])
             before = (owned([*merged] if self.keeps_all else merged[-1]),)
         return donated, kept, merged, finite
+
+    def _in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
+        yield from self.passes
+        while self.again is not None and self.again(merged):
+            yield self.passes[-1]
 
     def _changed(self, **fields: Any) -> tuple[Pass, ...]:
         return tuple(dataclasses.replace(each, **fields) for each in self.passes)

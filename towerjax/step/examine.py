@@ -32,7 +32,7 @@ from towerjax.types.options import check_whole
 class Examined:
     """Methods of a `Step` that look into it."""
 
-    engine: Any
+    engine: Engine
     strategy: Strategy
     policy: StatePolicy
     programs: Programs
@@ -208,7 +208,7 @@ class Examined:
         if placed.num_steps is not None:
             placed = _one_of_several(placed, index)
         donated_kept = split_state(dataclasses.replace(state, step=at))
-        locator = dataclasses.replace(self.programs, change=Engine.flagging)
+        locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
         program = locator.program(donated_kept, placed)
         (found,) = locator(program, donated_kept, placed)
         places = [place for x in jax.device_get(found) for place in x.places(number)]

@@ -232,10 +232,10 @@ class Pass:
     ) -> PyTree:
         """What the tower function returns; for ``"summed"`` the denominators alone."""
         noted: list[Sum] = []
+        tower = dataclasses.replace(tower, micro_batches=self.micro_batches)
         if self.weights == "given":
             *merged, known = merged
-            parts = self.micro_batches
-            tower = dataclasses.replace(tower, _known=iter(known), _parts=parts)
+            tower = dataclasses.replace(tower, _known=iter(known))
         elif self.weights == "summed":
             trace = get_opaque_trace_state()
 

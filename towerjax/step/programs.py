@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -67,12 +67,10 @@ def _shape_over_towers(x: Any, towers: int) -> Any:
 class Programs:
     """The programs of an engine: makes one for each kind of batch, and calls it."""
 
-    engine: Any  # an `Engine`, or what makes one for arguments of given shapes
+    engine: Engine
     placement: Placement
     max_programs: int | None
     leaves_out_weights: bool  # where nothing is padded
-    # What of the engine is run: all, or by `Engine.flagging` the towers alone.
-    change: Callable[[Engine], Engine] | None = None
     # A copy that ``dataclasses.replace`` makes has none yet.
     made: dict[Any, Program] = dataclasses.field(default_factory=dict, init=False)
     # By what else than the batch tells programs apart: the batches so far.
@@ -114,7 +112,6 @@ class Programs:
             )
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
         how: Any = {"full_rows": batch.rows if is_full else None}
-        how["change"] = self.change
         how["check"] = functools.partial(refuse_unread_weight, batch)
         args = (*first, *batch.args)
         self.made[key] = compile_step(self.engine, self.placement, args, **how)

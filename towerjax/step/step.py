@@ -10,6 +10,7 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
+from towerjax.step.engine import Engine
 from towerjax.step.examine import Examined
 from towerjax.step.options import StepOptions
 from towerjax.step.policies import StatePolicy, Trained, state_taken_by
@@ -49,7 +50,7 @@ class Step(Examined):
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         strategy: Strategy,
         options: StepOptions,
         policy: StatePolicy,

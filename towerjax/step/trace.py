@@ -115,8 +115,7 @@ class Traced:
 
 def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
-    engine, args = engine.at(args), shapes_of(tuple(args))
-    passes: list[TracedPass] = []
+    args, passes = shapes_of(tuple(args)), list[TracedPass]()
 
     def call(one: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
         passes.append(_trace_pass(one, given))

@@ -75,7 +75,7 @@ class Tower:
     # in the next pass all towers' denominators.
     note_weights: Any = dataclasses.field(default=None, metadata=_STATIC)
     _known: Any = dataclasses.field(default=None, metadata=_STATIC)
-    _parts: int = dataclasses.field(default=1, metadata=_STATIC)
+    micro_batches: int = dataclasses.field(default=1, metadata=_STATIC)
 
     @property
     def step(self) -> jax.Array:
@@ -287,7 +287,7 @@ class Tower:
         """
         if self._known is None:
             raise UnknownWeights
-        return next(self._known).value, self._parts * self.num_towers
+        return next(self._known).value, self.micro_batches * self.num_towers
 
     def assign(self, variable: Variable, value: PyTree) -> Any:
         """The variable with a new value.
