@@ -46,7 +46,7 @@ def test_the_tree_is_not_fused_into_the_update():
 # A plain all-reduce has other bits in each; more: python -m benchmarks.same_bits.
 GRID = [
     (4, (1, 2), Case("", "mlp, dropout", "sgd", options={"micro_batches": 3})),
-    (8, (1, 8), Case("", "mlp in bfloat16", "clip, adam", options=MICRO)),
+    (8, (1, 4), Case("", "mlp in bfloat16", "clip, adam", options=MICRO)),
     # Six rows a tower, as many as towers: in a loop both were one array once.
     (6, (1, 6), Case("", "conv 8 in bfloat16", "momentum")),
     (24, (1, 2, 3, 4, 6, 8), Case("", "linear", "clip, adam")),
