@@ -1,7 +1,6 @@
 """Where rows of one tower meet what is computed of them, a step warns, and names it."""
 
 import collections
-import itertools
 import re
 import warnings
 
@@ -612,13 +611,18 @@ def known_rows(jaxpr, ins):
 def are_of_row(shape, dims, row):
     """Which elements of a value are of a row, of its group, or of a pair with it."""
     indices = np.indices(shape)
-    each = [indices[x.at] // (shape[x.at] // x.rows) for x in dims]
-    own = [at == row // x.apart % x.rows for at, x in zip(each, dims, strict=True)]
-    if lints.are_pairs(dims):
-        return np.any(own, axis=0)
-    if any(x.is_group for x in dims):
-        return np.all(own, axis=0)
-    return np.sum([at * x.apart for at, x in zip(each, dims, strict=True)], 0) == row
+
+    def is_at(x):
+        place = indices[x.at] // (shape[x.at] // x.rows)
+        return place - row // x.apart % x.rows if x.is_group else place * x.apart
+
+    def are_of(side):
+        if any(x.is_group for x in side):
+            return np.all([is_at(x) == 0 for x in side], axis=0)
+        return np.sum([is_at(x) for x in side], axis=0) == row
+
+    sides = [[x for x in dims if x.is_other == other] for other in (False, True)]
+    return np.any([are_of(side) for side in sides if side], axis=0)
 
 
 # Programs with rows in all ways; in the first five there are sums of groups of them.
@@ -638,19 +642,16 @@ def check_what_is_known(seeds):
         changed = [x.copy() for x in args]
         for x in changed[:2]:
             x[2] = rng.normal(size=x[2].shape)
-        is_known = [
-            x is not None and not any(d.at < 0 for d in x) for x in found.values()
-        ]
-
-        @jax.jit
-        def run(*args, closed=closed, is_known=is_known):
-            return [*itertools.compress(every_value(closed, args), is_known)]
-
+        run = jax.jit(lambda *args: every_value(closed, args))  # noqa: B023
         runs = run(*args), run(*changed)
-        dims = itertools.compress(found.values(), is_known)
-        for known, before, after in zip(dims, *runs, strict=True):
+        for known, before, after in zip(found.values(), *runs, strict=True):
             before, after = np.asarray(before), np.asarray(after)
             is_fixed = np.ones(before.shape, bool)
+            if known is None or known[:1] and known[0].at < 0:
+                counts["unknown" if known is None else known[0].at] += 1
+                continue
+            if not known and before.dtype == bool:
+                continue  # a flag may decide, also one of totals
             if known:
                 is_fixed = ~are_of_row(before.shape, known, 2)
             counts[len(known), lints.are_pairs(known)] += 1
