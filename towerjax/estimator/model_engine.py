@@ -87,7 +87,8 @@ class ModelTower:
             fn, env = functools.partial(self._one_tower, tower), axes_in_tower(axes)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
-            self._programs[key] = split = SplitProgram(*make(*shapes), *counts)
+            parts = *make(*shapes), *counts
+            self._programs[key] = split = SplitProgram(*parts, axis=axes.tower_axis)
             if tower.micro_batches > 1:
                 split.refuse_changed_local()
         return self._programs[key].run(args, [*merged])

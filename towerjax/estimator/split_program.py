@@ -15,12 +15,12 @@ from jax.extend.core import Literal, Primitive
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof.equation import named_axes
 from towerjax.proof.interpreter import Interpreter
 from towerjax.step.accumulators import is_typed
 from towerjax.step.state import TrainState
 from towerjax.step.update import needed_eqns
 from towerjax.towers.variables import TowerLocal
+from towerjax.towers.vmap_sums import dependents
 from towerjax.types import PyTree, Sum
 
 _meet = Primitive("towers_meet")
@@ -60,15 +60,15 @@ class SplitProgram:
     """One tower's program, split into passes and an update that runs once after them.
 
     Its inputs are ``num_mirrored`` leaves that all towers share, ``num_local`` leaves
-    of tower-local variables, and others of one tower.
+    of tower-local variables, and others of one tower; ``axis`` is that of all towers.
     """
 
     def __init__(
-        self, closed: Any, tree: PyTree, num_mirrored: int, num_local: int
+        self, closed: Any, tree: PyTree, num_mirrored: int, num_local: int, *, axis: str
     ) -> None:
         self._closed, eqns, given = closed, closed.jaxpr.eqns, closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
-        self._own_vars = {*given[num_mirrored:]}
+        self._own_vars = dependents(closed.jaxpr, given[num_mirrored:], axis, _meet)
         self._known: dict[Any, int] = {}  # jaxpr variable -> the first pass to know it
         self._eqns: list[Any] = []
         self._meets: list[tuple[Any, int]] = []  # each with its pass
@@ -79,8 +79,6 @@ class SplitProgram:
                 number += 1
             else:
                 self._eqns.append(eqn)
-                if _names_an_axis(eqn) or self._is_own(eqn.invars):
-                    self._own_vars.update(eqn.outvars)
             self._known.update(dict.fromkeys(eqn.outvars, number))
         tree = jax.tree.unflatten(jax.tree.structure(tree), closed.jaxpr.outvars)
         leaves, self._treedef = jax.tree.flatten(tree, is_leaf=is_typed)
@@ -179,11 +177,6 @@ class SplitProgram:
 
 
 _MEET_KEYS = ("minimized", "grads")
-
-
-def _names_an_axis(eqn: Any) -> bool:
-    nested = [getattr(effect, "name", None) for effect in eqn.effects]
-    return bool(named_axes(eqn)) or any(nested)
 
 
 def _as_sums(grads: PyTree) -> PyTree:

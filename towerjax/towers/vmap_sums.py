@@ -147,15 +147,20 @@ class SumPlan:
         return number >= num_carry or number in self._carried[id(eqn)]
 
 
-def dependents(body: Jaxpr, given: Sequence[Any]) -> set[Any]:
-    """The values that depend on ``given``, or on an axis of towers, and so differ."""
-    found: set[Any] = set(given)
+def dependents(
+    body: Jaxpr, given: Sequence[Any], axis: str = LOCAL_AXIS, ends: Any = None
+) -> set[Any]:
+    """The values that depend on ``given``, or on an axis of towers, and so differ.
+
+    What a primitive ``ends`` returns is the same again.
+    """
+    differ: set[Any] = set(given)
     for eqn in body.eqns:
         inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
-        is_own = any([isinstance(x, Var) and x in found for x in eqn.invars])
-        if is_own or any([LOCAL_AXIS in named_axes(x) for x in (eqn, *inside)]):
-            found.update([*eqn.outvars, *refs(eqn)])
-    return found
+        is_own = any([isinstance(x, Var) and x in differ for x in eqn.invars])
+        if is_own or any([axis in named_axes(x) for x in (eqn, *inside)]):
+            differ.update([] if eqn.primitive is ends else [*eqn.outvars, *refs(eqn)])
+    return differ
 
 
 def _fused_part(
@@ -329,8 +334,8 @@ class _Opened:
             for i in range(number):
                 own[first + i] &= i not in self.sums  # all towers share a sum
             pairs = zip(body.invars, own, strict=True)
-            found = dependents(body, [x for x, one in pairs if one])
-            out = [isinstance(x, Var) and x in found for x in body.outvars]
+            differ = dependents(body, [x for x, yes in pairs if yes])
+            out = [isinstance(x, Var) and x in differ for x in body.outvars]
             out = [x or (i < number and own[first + i]) for i, x in enumerate(out)]
             carry = [x and i not in self.sums for i, x in enumerate(out[:number])]
             if carry == own[first : first + number]:
