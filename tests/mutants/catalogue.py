@@ -416,8 +416,9 @@ MODELS = (
        "None",
        "test_build_step.py::test_rows_that_go_on_say_which_of_them_are_padding"),
     _m("M20", "padding may count where towers meet in their middle",
-       "step.prove:_unmasked", "return found + list(dict.fromkeys(bad))",
-       "return found", "test_merge.py::test_padding_does_not_count_where_towers_meet"),
+       "step.prove:_unmasked", "return unmasked + list(dict.fromkeys(bad))",
+       "return unmasked",
+       "test_merge.py::test_padding_does_not_count_where_towers_meet"),
     _m("M21", "padding may count in the gradient of a part of the loss",
        "proof.analysis:_checkpoint_name", "name == tags.ONE", "False",
        "test_bad_input.py"
@@ -581,7 +582,7 @@ INPUT = (
        "test_what_a_backward_adds_up_by_right_trains_as_one_tower"
        "[gradient_of_a_mean-ops0]"),
     _m("I10", "a mean of each row with each row of the same tower",
-       "step.prove:_prove_pass", "lints.refuse_squares(found.lints)",
+       "step.prove:_prove_pass", "lints.refuse_squares(analysis.lints)",
        "lints.refuse_squares(())",
        "test_bad_input.py::test_labels_as_a_column_are_refused[1-4-options0-column]"),
     _m("I11", "features are taken for pairs of rows", "proof.lints:of_named",
@@ -602,7 +603,7 @@ INPUT = (
        "x._replace(is_other=False)",
        "test_lints.py::test_rows_that_meet_are_warned_of[negatives-options0]"),
     _m("I22", "micro-batches have statistics of their own unseen",
-       "step.prove:_prove_pass", "placement.num_towers * one.micro_batches > 1",
+       "step.prove:_prove_pass", "placement.num_towers * pass_.micro_batches > 1",
        "placement.num_towers > 1",
        "test_lints.py::test_rows_that_meet_are_warned_of[advantages-options1]"),
     _m("I23", "rows that are the inner part of a dim are taken for its outer part",
@@ -685,7 +686,7 @@ OTHER = (
        "step.update:pass_loss", "if _OF_EXAMPLES in kinds:", "if False:",
        "test_proof_optax.py::test_what_takes_more_is_refused[dpsgd]"),
     _m("O08", "an update of another shape is broadcast", "step.update:apply_update",
-       'if found := changes("params", params, shapes):', "if found := []:",
+       'if wrong := changes("params", params, shapes):', "if wrong := []:",
        "test_proof_optax.py::test_updates_of_another_shape_are_refused"),
 )
 

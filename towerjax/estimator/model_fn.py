@@ -337,13 +337,13 @@ def typed_rows(
             f" but {listed(bad)}. Repeat one number, jnp.full(tower.rows, x)."
         )
 
-    def one(x: Any) -> Any:
+    def as_rows(x: Any) -> Any:
         if is_per_tower(x):
             return x
         shape = (rows, len(x) // rows, *x.shape[1:])
         return Rows(x) if len(x) == rows else SeveralRows(Rows(x.reshape(shape)))
 
-    return jax.tree.map(one, outputs, is_leaf=is_per_tower)
+    return jax.tree.map(as_rows, outputs, is_leaf=is_per_tower)
 
 
 def concat_outputs(outputs: PyTree, batch: PlacedBatch) -> PyTree:

@@ -286,10 +286,10 @@ def _as_one_mean(loss: Any) -> Any:
     """The loss, a `Means` of one term as ``Weighted``; raise for several means."""
     if not isinstance(loss, Means):
         return loss
-    one = one_mean(as_tower_output(loss, None).loss)
-    if one is None:
+    mean = one_mean(as_tower_output(loss, None).loss)
+    if mean is None:
         raise UnknownWeights
-    return one
+    return mean
 
 
 def _differentiate_means(
@@ -314,17 +314,17 @@ def _differentiate_means(
 
 def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> None:
     """Raise unless ``init`` of these params makes such a state."""
-    found: Any = type(state).__name__
+    given: Any = type(state).__name__
     if isinstance(state, TowerOptimizerState):
         if not has_tracers(params):
             return  # checked once, while a step is traced, and not at each eager call
         own = jax.tree.structure(jax.eval_shape(init, params).inner)
-        found = jax.tree.structure(state.inner)
-        if found == own:  # else some optax update raises no error
+        given = jax.tree.structure(state.inner)
+        if given == own:  # else some optax update raises no error
             return
     raise ValueError(
         "TowerOptimizer.update got the state of another optimizer, or of other params:"
-        f" {found}. Make it with its own init(params); so does"
+        f" {given}. Make it with its own init(params); so does"
         " tj.TrainState.create(params, optimizer) with this TowerOptimizer."
     )
 

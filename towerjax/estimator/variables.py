@@ -83,10 +83,10 @@ def store(variables: PyTree, placement: Placement, policy: VariablePlacement) ->
         return variables
     devices = itertools.cycle(variable_devices(placement, policy))
 
-    def one(x: Any) -> Any:
+    def moved(x: Any) -> Any:
         return x if is_local(x) else _move_to(x, next(devices))
 
-    return jax.tree.map(one, variables, is_leaf=is_local)
+    return jax.tree.map(moved, variables, is_leaf=is_local)
 
 
 def _move_to(x: jax.Array, device: Device) -> jax.Array:

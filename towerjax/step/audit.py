@@ -70,13 +70,13 @@ class Towers:
         placed = self._placer.place(rows)
         args = (donated, kept, *placed.args)
         # What the proof warns of, it warns of in the step itself, too.
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with jax.default_matmul_precision("highest"):
                 if self.jaxpr is None:
                     self.jaxpr = self._fn.trace(*args).jaxpr.jaxpr
                 merged = self._fn(*args)
-        self.lints |= dict.fromkeys(str(warning.message) for warning in found)
+        self.lints |= dict.fromkeys(str(warning.message) for warning in caught)
         refuse_unread_weight(placed, self._proof)
         return _leaves_of(merged, placed)
 
@@ -110,7 +110,7 @@ def run_audit(
             "The audit compares two towers, and the batch has one example. Give two."
         )
     how: Any = {"shares": 2, "rows": 2 * each}
-    one, two = (Towers(engine, strategy, number, **how) for number in (1, 2))
+    of_one, of_two = (Towers(engine, strategy, number, **how) for number in (1, 2))
     second = ("unevenly", each + each // 2) if pads else ("evenly", 2 * each)
     splits = [("evenly", 2 * each), second]
 
@@ -119,13 +119,13 @@ def run_audit(
             given = next(iter(feed.batches(rows, count)))
             key = row_free_key(word, **draws)
             alone, both = (of_towers(state, number, key) for number in (1, 2))
-            want, near = one(alone, given), one(rounded(alone), given)
-            yield Compared(2, name, two(both, given), want, near)
+            want, near = of_one(alone, given), of_one(rounded(alone), given)
+            yield Compared(2, name, of_two(both, given), want, near)
 
     try:
-        return judge([*runs()], one.jaxpr, 2 * each)
+        return judge([*runs()], of_one.jaxpr, 2 * each)
     except SplitError as error:
-        told = _advise(error, runs, one, two, each)
+        told = _advise(error, runs, of_one, of_two, each)
         raise SplitError(error.findings, told) from None
 
 
@@ -161,11 +161,11 @@ def of_towers(state: TrainState, number: int, key: jax.Array) -> TrainState:
         if number == 2:
             return dataclasses.replace(variable, value=two)
         if variable.reduction is Reduction.NONE:
-            one = jax.tree.map(lambda x: x[:1], two)
+            as_one = jax.tree.map(lambda x: x[:1], two)
         else:
             both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, two))
-            one = jax.tree.map(lambda x: x[None], read_local(both))
-        return dataclasses.replace(variable, value=one)
+            as_one = jax.tree.map(lambda x: x[None], read_local(both))
+        return dataclasses.replace(variable, value=as_one)
 
     local = map_parts(TowerLocal, of, state.local)
     return dataclasses.replace(state, local=local, rng=key)
@@ -186,7 +186,7 @@ def rounded(state: TrainState) -> TrainState:
 
 def _leaves_of(merged: Sequence[PyTree], placed: PlacedBatch) -> Leaves:
     """What each pass merged, by leaf name, on the host."""
-    found: Leaves = {}
+    leaves: Leaves = {}
     for number, tree in enumerate(merged, 1):
         prefix = f"pass {number}: " if len(merged) > 1 else ""
         tree = without_padding(tree, placed)
@@ -196,8 +196,8 @@ def _leaves_of(merged: Sequence[PyTree], placed: PlacedBatch) -> Leaves:
             root = "gradient" if first == "grads" else first
             name = prefix + root + jax.tree_util.keystr(path[1:])
             named = named_leaves(name, _value_of(leaf), is_leaf=lambda x: x is None)
-            found |= {each: as_reals(x) for each, x in named}
-    return found
+            leaves |= {each: as_reals(x) for each, x in named}
+    return leaves
 
 
 def _is_one(x: Any) -> bool:
@@ -252,25 +252,25 @@ _ALONG |= dict.fromkeys(
 def _advise(
     error: SplitError,
     runs: Callable[..., Iterator[Compared]],
-    one: Towers,
-    two: Towers,
+    of_one: Towers,
+    of_two: Towers,
     each: int,
 ) -> list[str]:
     """What may be the cause, and what to write instead."""
-    told = _advise_by_draws(error, runs, one, each)
+    told = _advise_by_draws(error, runs, of_one.jaxpr, each)
     told += _advise_by_numbers(error.findings)
-    told += two.lints
-    told += _advise_by_lines(one.jaxpr, 2 * each)
+    told += of_two.lints
+    told += _advise_by_lines(of_one.jaxpr, 2 * each)
     return [*told, _INSTEAD]
 
 
 def _advise_by_draws(
-    error: SplitError, runs: Callable[..., Iterator[Compared]], one: Towers, each: int
+    error: SplitError, runs: Callable[..., Iterator[Compared]], jaxpr: Any, each: int
 ) -> list[str]:
     """Whether all is the same with keys that draw the same for all rows."""
     names = {finding.leaf for finding in error.findings}
     try:
-        judge([*runs(shared=False)], one.jaxpr, 2 * each)
+        judge([*runs(shared=False)], jaxpr, 2 * each)
         left = set[str]()
     except SplitError as other:
         left = {finding.leaf for finding in other.findings}
@@ -309,12 +309,12 @@ def _is_times(finding: Finding, factor: float) -> bool:
 
 def _advise_by_lines(jaxpr: Any, rows: int) -> list[str]:
     """The lines that may depend on which rows a tower has, and in which order."""
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for site in _sites(jaxpr):
         name = site[0].primitive.name
         if name in _ALONG and _size_along(site[0]) == rows and (at := user_line(site)):
-            found[f"{at} {_ALONG[name]} a tower's own rows ({name})."] = None
-    return [*found][:3]
+            lines[f"{at} {_ALONG[name]} a tower's own rows ({name})."] = None
+    return [*lines][:3]
 
 
 def _sites(jaxpr: Any, outer: Site | None = None) -> Iterator[Site]:

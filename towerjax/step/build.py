@@ -84,9 +84,9 @@ def build_step(
     tower_fns = tuple(tower_fn) if isinstance(tower_fn, Sequence) else (tower_fn,)
     first = next(iter(tower_fns), None)
     check_roles("build_step", tower_fn=first, update_fn=update_fn, strategy=strategy)
-    for i, one in enumerate(tower_fns):
+    for i, each_fn in enumerate(tower_fns):
         form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
-        check_function("tower_fn", one, form)
+        check_function("tower_fn", each_fn, form)
     check_function("update_fn", update_fn, "update_fn(state, merged)")
     fns = tuple(map(refusing_tangents, tower_fns))
 

@@ -220,7 +220,7 @@ def _require_jit() -> None:
 
 def _refuse_stored_tracers(traced: Traced) -> None:
     """Raise if a function of the step reads a tracer that another one has stored."""
-    consts = [one.towers.jaxpr.consts for one in traced.passes], traced.finish.consts
+    consts = [x.towers.jaxpr.consts for x in traced.passes], traced.finish.consts
     if kept := [x for x in jax.tree.leaves(consts) if isinstance(x, Tracer)]:
         raise ValueError(
             "A value that one function of the step has computed,"

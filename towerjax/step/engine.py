@@ -114,8 +114,8 @@ def state_ins(
 
 def outcome_layout(donated: PyTree) -> Outcome:
     """The layouts of an `Outcome`, whose state lies as ``donated`` says."""
-    one = Layout.MIRRORED
-    return Outcome(donated, one, one, one)
+    mirrored = Layout.MIRRORED
+    return Outcome(donated, mirrored, mirrored, mirrored)
 
 
 def training_engine(

@@ -87,8 +87,8 @@ class Examined:
         check_made(state, self.policy.made(self, state.params))
         state = self.policy.shapes(self, state)
         traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
-        for one in traced.passes:
-            one.towers.rehearse()
+        for traced_pass in traced.passes:
+            traced_pass.towers.rehearse()
         return prove(traced)
 
     def program(self, state: Any, batch: PyTree) -> Program:
@@ -210,8 +210,8 @@ class Examined:
         donated_kept = split_state(dataclasses.replace(state, step=at))
         locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
         program = locator.program(donated_kept, placed)
-        (found,) = locator(program, donated_kept, placed)
-        places = [place for x in jax.device_get(found) for place in x.places(number)]
+        (flags,) = locator(program, donated_kept, placed)
+        places = [place for x in jax.device_get(flags) for place in x.places(number)]
         return tuple(dict.fromkeys(places))  # each pass has the parameters
 
 

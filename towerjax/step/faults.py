@@ -90,17 +90,17 @@ def check_mirrored(state: PyTree) -> None:
         if isinstance(x, jax.Array) and x.size and x.is_fully_replicated:
             devices = sorted(x.sharding.device_set, key=lambda device: device.id)
             held.setdefault(tuple(devices), {})[name] = key_data(x)
-    found = []
+    differing = []
     for devices, arrays in held.items():
         if len(devices) > 1:
             prints = _fingerprints(devices, list(arrays.values()))
             names = list(arrays)
-            found += [
+            differing += [
                 Differing(canonical_device_name(devices[d]), names[leaf])
                 for d, leaf in np.argwhere(outliers(prints)).tolist()
             ]
-    if found:
-        raise DesyncError(int(getattr(state, "step", 0)), found)
+    if differing:
+        raise DesyncError(int(getattr(state, "step", 0)), differing)
 
 
 def _fingerprints(devices: tuple[Any, ...], arrays: list[Any]) -> np.ndarray:

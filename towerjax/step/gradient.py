@@ -91,8 +91,8 @@ def value_and_grad(
 
         total, pull_back, (given, weight) = vjp(of_sums, params)
         is_first = tower is None or tower.loss_first
-        one = _one_after(total) if is_first else jnp.ones_like(total)
-        grads = pull_back(checkpoint_name(one, tags.ONE))
+        cotangent = _one_after(total) if is_first else jnp.ones_like(total)
+        grads = pull_back(checkpoint_name(cotangent, tags.ONE))
         if tower is not None and tower.note_weights and isinstance(weight, list):
             tower.note_weights(weight)
             return given, Sum(map_values(_nan_gradient, grads))
@@ -220,8 +220,8 @@ def call_refusing_writes(
     if written:
         trace = jax.make_jaxpr(lambda leaves: run(leaves)[1], return_shape=True)
         jaxpr, written = trace(leaves)
-        found = iter(forwarded_inputs(jaxpr.jaxpr, range(len(leaves))))
-        same = {name: next(found) == next(found) for name in sorted(written)}
+        forwarded = iter(forwarded_inputs(jaxpr.jaxpr, range(len(leaves))))
+        same = {name: next(forwarded) == next(forwarded) for name in sorted(written)}
         _refuse_written({x: after for x, (_, after) in written.items() if not same[x]})
     return returned
 
@@ -254,8 +254,8 @@ def _refuse_written(written: dict[str, Any]) -> None:
 
 def _total_and_weight(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
     """``(total, weight)``: what one tower differentiates, and its denominator."""
-    if (one := one_mean(loss)) is not None:
-        return one.sum, one.weight
+    if (mean := one_mean(loss)) is not None:
+        return mean.sum, mean.weight
     if tower is None:
         raise ValueError(
             "tj.value_and_grad of a sum of several means needs the tower, for all"

@@ -63,8 +63,8 @@ class Operation:
     @property
     def trips(self) -> int | None:
         """The trips of a ``while``, if the compiler knows them."""
-        found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
-        return int(found[1]) if found else None
+        count = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(count[1]) if count else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Module:
 
     def stack(self, operation: Operation) -> Iterator[tuple[str, int, str]]:
         """``(file, line, function)`` of each frame, innermost first."""
-        found = re.search(r"\bstack_frame_id=(\d+)", operation.attributes)
-        number = int(found[1]) if found else 0
+        frame_id = re.search(r"\bstack_frame_id=(\d+)", operation.attributes)
+        number = int(frame_id[1]) if frame_id else 0
         while number in self.frames:
             file, line, function, number = self.frames[number]
             yield file, line, function
@@ -95,8 +95,8 @@ def parse(text: str) -> Module:
             within = head[2]
             computations[within] = {}
             entry = within if head[1] else entry
-        elif found := _OPERATION.match(line):
-            name, results, opcode, inside, rest = found.groups("")
+        elif operation := _OPERATION.match(line):
+            name, results, opcode, inside, rest = operation.groups("")
             before, names = computations[within], re.findall(r"%([\w.\-]+)", inside)
             before[name] = Operation(
                 name,
@@ -116,8 +116,8 @@ def _frames(text: str) -> dict[int, tuple[str, int, str, int]]:
     """The tables at the head of the text, joined; empty where there are none."""
 
     def table(name: str, row: str) -> list[Any]:
-        found = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
-        return re.findall(rf"^(\d+) {row}", found[1], re.MULTILINE) if found else []
+        block = re.search(rf"^{name}\n((?:\d+ .*\n)+)", text, re.MULTILINE)
+        return re.findall(rf"^(\d+) {row}", block[1], re.MULTILINE) if block else []
 
     files, functions = (
         dict(table(x, '"(.*)"')) for x in ("FileNames", "FunctionNames")
@@ -223,13 +223,13 @@ def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
 def _group_size(module: Module, op: Operation) -> int:
     """The devices of a group: HLO writes a list of groups, a grid, or mesh axes."""
     text = op.attributes
-    if found := re.search(r"\breplica_groups=\{\{([\d,]+)\}", text):
-        return len(found[1].split(","))
-    if found := re.search(r"\breplica_groups=\[(\d+),(\d+)\]", text):
-        return int(found[2])
-    if found := re.search(r"\breplica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
-        sizes = dict(re.findall(r"'([^']*)'=(\d+)", found[1]))
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", found[2])
+    if groups := re.search(r"\breplica_groups=\{\{([\d,]+)\}", text):
+        return len(groups[1].split(","))
+    if groups := re.search(r"\breplica_groups=\[(\d+),(\d+)\]", text):
+        return int(groups[2])
+    if groups := re.search(r"\breplica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text):
+        sizes = dict(re.findall(r"'([^']*)'=(\d+)", groups[1]))
+        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", groups[2])
         return math.prod(int(part or sizes[name]) for name, part in axes)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", module.header)
     return math.prod(int(count) for count in counts)

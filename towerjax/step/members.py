@@ -46,8 +46,8 @@ class Members:
         def begin(numbers: Numbers) -> TrainState:
             made = build(numbers)
             if not isinstance(made, tuple) or len(made) != 2:
-                found = type(made).__name__
-                raise ValueError(f"build returned a {found}: write return step, state.")
+                kind = type(made).__name__
+                raise ValueError(f"build returned a {kind}: write return step, state.")
             step, state = made
             check_is_state(state)
             built.append(step)
@@ -114,7 +114,7 @@ class Members:
         """One step of all members."""
         placement = strategy.placement
 
-        def one(donated: Any, rng: Any) -> tuple[Any, ...]:
+        def train(donated: Any, rng: Any) -> tuple[Any, ...]:
             numbers, extra = donated["extra"]
             engine = self._build(numbers)[0].engine
             given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
@@ -127,8 +127,8 @@ class Members:
             return donated, now, metrics, finite
 
         proofs.clear()
-        one = vmap_members(one) if self._together else one
-        donated, now, metrics, finite = one(donated, kept["rng"])
+        train = vmap_members(train) if self._together else train
+        donated, now, metrics, finite = train(donated, kept["rng"])
         now["step"] = kept["step"] + 1
         return Outcome(donated, now, metrics, finite.all())
 

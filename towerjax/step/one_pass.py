@@ -269,8 +269,8 @@ def _scan_micro_batches(
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     each = parts_of(Returned, shapes)
     returned.refuse_mixed_up(shapes, variables)
-    found, names = _differences(closed, treedef, len(jax.tree.leaves(args[:2])))
-    _check_micro_batch(found, names, count)
+    analysis, names = _differences(closed, treedef, len(jax.tree.leaves(args[:2])))
+    _check_micro_batch(analysis, names, count)
     carried = [x.value for x in each if x.how is CARRIED]
     held = jax.tree.structure(carried), jax.tree.structure(local)
     before = iter(held[0].unflatten(jax.tree.leaves(local)) if carried else [])
@@ -304,18 +304,18 @@ def _differences(
     # A variable that is returned as it came in is the same in each.
     pairs = zip(given[number:], after, strict=False)
     labels += [None if old is new else "its rows" for old, new in pairs]
-    found = depends(closed, [*labels, *[None] * (len(given) - len(labels))])
+    analysis = depends(closed, [*labels, *[None] * (len(given) - len(labels))])
     is_bare = [x.how is SAME for x in each for _ in jax.tree.leaves(x)]
     names = zip(names_by_key(values_of(tree)), is_bare, strict=True)
-    return found, [name if bare else None for name, bare in names]
+    return analysis, [name if bare else None for name, bare in names]
 
 
 def _check_micro_batch(
-    found: Analysis, names: Sequence[str | None], count: int
+    analysis: Analysis, names: Sequence[str | None], count: int
 ) -> None:
     """Refuse what varies, and warn of calls that see the rows of one micro-batch."""
-    refuse_varying(found, names)
-    calls = [x for x in found.tower_calls if x.source and x.name in tags.TOWER_CALLS]
+    refuse_varying(analysis, names)
+    calls = [x for x in analysis.tower_calls if x.source and x.name in tags.TOWER_CALLS]
     if calls:
         each = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
         warn(

@@ -188,8 +188,8 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
 
 def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
     """Raise if padded rows would count in a sum."""
-    if batch.padded and (found := proof.unmasked()):
-        unmasked = sorted(found, key=len)  # so that losses come before gradients
+    if batch.padded and (unmasked := proof.unmasked()):
+        unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
         shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
         number = min(batch.num_examples)
         raise ValueError(

@@ -37,10 +37,9 @@ class Proof:
 
 def prove(traced: Traced) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
-    passes = [x for one in traced.passes for x in (one.weights, one) if x is not None]
-    proofs = [
-        _prove_pass(x.one, x.args, x.towers) for x in passes
-    ] + traced.engine.proofs
+    passes = [x for each in traced.passes for x in (each.weights, each) if x]
+    proofs = [_prove_pass(x.pass_, x.args, x.towers) for x in passes]
+    proofs += traced.engine.proofs
     if traced.engine.passes:
         place = traced.engine.strategy.placement
         counts = place.num_towers, len(place.devices)
@@ -48,49 +47,50 @@ def prove(traced: Traced) -> Proof:
     if traced.update_in_parts:
         refuse_mapped(traced.finish)
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
-    return Proof(analysis, lambda: [x for one in proofs for x in one.unmasked()])
+    return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
 
 
-def _prove_pass(one: Pass, args: PyTree, towers: OnTowers) -> Proof:
+def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     """Prove what a pass declares mirrored."""
-    placement = one.strategy.placement
-    inputs = _names_where([*one.ins], one.ins.values(), args, mirrored=False)
+    placement = pass_.strategy.placement
+    inputs = _names_where([*pass_.ins], pass_.ins.values(), args, mirrored=False)
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
-    is_free = placement.num_towers == 1 and one.of_state
-    found, body = towers.analyse(inputs, is_free=is_free), towers.jaxpr
+    is_free = placement.num_towers == 1 and pass_.of_state
+    analysis, body = towers.analyse(inputs, is_free=is_free), towers.jaxpr
     # The leaves of what towers return have names of their own.
     parts, layouts = ("", "finite"), layouts_of(towers.out)
     outputs = _names_where(parts, layouts, towers.out, mirrored=True)
     if any(outputs):  # else each tower has means of its own
-        findings.refuse_factors(found)
-    findings.refuse_changed(found)
-    findings.prove_mirrored(found, outputs, advice=one.advice)
-    if one.weights == "summed":
+        findings.refuse_factors(analysis)
+    findings.refuse_changed(analysis)
+    findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
+    if pass_.weights == "summed":
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
         findings.refuse_unknown([x for x, name in pairs if name is not None])
-    lints.refuse_squares(found.lints)
+    lints.refuse_squares(analysis.lints)
     # Tower-local variables are for what towers have of their own, such as statistics.
-    is_cut = placement.num_towers * one.micro_batches > 1
+    is_cut = placement.num_towers * pass_.micro_batches > 1
     if is_cut and not jax.tree.leaves(args[0].local):
-        lints.warn_of_own_rows(found.lints)
-    proof = Proof(found, functools.cache(lambda: _unmasked(one, args, towers.axes)))
+        lints.warn_of_own_rows(analysis.lints)
+    unmasked = functools.cache(lambda: _unmasked(pass_, args, towers.axes))
+    proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof
 
 
-def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
+def _unmasked(pass_: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     """Names of results that depend on the rows and not on which rows are padding."""
-    fn, names = one.values_to_mask(axes), _all_names([*one.ins], args)
-    jaxpr, out = trace_one_tower(fn, axes, (*one.ins.values(),), args)
+    fn, names = pass_.values_to_mask(axes), _all_names([*pass_.ins], args)
+    jaxpr, out = trace_one_tower(fn, axes, (*pass_.ins.values(),), args)
     body = jaxpr.jaxpr
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
     outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
-    found = [name for name, rows, count in outputs if rows and not count]
+    unmasked = [name for name, rows, count in outputs if rows and not count]
     rows = [len(x) // axes.num_towers for x in jax.tree.leaves(args[1])[:1]]
-    found += _counts_of_padding(jaxpr, outputs, by_rows.rows, *rows)
+    unmasked += _counts_of_padding(jaxpr, outputs, by_rows.rows, *rows)
     calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
     # Weights that are sent mask what is sent; added up alone, what is gathered.
     known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
@@ -100,7 +100,7 @@ def _unmasked(one: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
         for x, weight in calls
         if x.source and not (weight.source or _is_masked(x, known, sent))
     ]
-    return found + list(dict.fromkeys(bad))
+    return unmasked + list(dict.fromkeys(bad))
 
 
 def _is_masked(
@@ -130,14 +130,14 @@ def _counts_of_padding(
         for i, (_, rows, count) in enumerate(outputs)
         if rows and count and rows_of[i] not in (lints.NO_ROWS, lints.FUNCTION)
     }
-    found = []
+    counting = []
     for i, (name, rows, count) in enumerate(outputs):
         is_sum = name[len(parent[i]) + 1 :].startswith("sum")  # a gradient that is 0
         if own > 1 and parent[i] in masked and not (rows or count or is_sum):
             value = _constant(jaxpr, i)
             if value is not None and np.all((value != 0) & (value % own == 0)):
-                found.append(name)
-    return found
+                counting.append(name)
+    return counting
 
 
 def _constant(jaxpr: ClosedJaxpr, index: int) -> Any:

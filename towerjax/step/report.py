@@ -87,7 +87,7 @@ class StepReport(Shown):
     @property
     def bytes_sent(self) -> int:
         """Bytes that each device sends in one call, if collectives run as rings."""
-        return sum(found.sent * found.trips for found in self.collectives)
+        return sum(x.sent * x.trips for x in self.collectives)
 
     def tables(self) -> tuple[Table, ...]:
         """What is shown."""
@@ -105,10 +105,10 @@ class StepReport(Shown):
         title = f"{self.towers} towers on {self.devices} devices ({self.platform})"
         fits = "It fits" if memory.fits else "It does not fit"
         note = f"{fits} in {in_bytes(memory.capacity)}." if memory.capacity else ""
-        one = Table(title, ("what", "how much"), tuple(rows.items()), note)
+        totals = Table(title, ("what", "how much"), tuple(rows.items()), note)
         head = ("collective", "operands", "sent", "times", "devices", "when", "where")
-        cells = tuple(found.cells() for found in self.collectives)
-        return one, Table("Collectives", head, cells, "" if cells else "None.")
+        cells = tuple(x.cells() for x in self.collectives)
+        return totals, Table("Collectives", head, cells, "" if cells else "None.")
 
 
 def report_of(
@@ -204,8 +204,8 @@ def _held(compiled: Any, roots: Sequence[str]) -> dict[str, int]:
     for number, sharding in zip(read_arguments(compiled), shardings, strict=True):
         path, leaf = leaves[number]
         root = roots[int(path[1].idx)]
-        found = _IN_STATE.match(leaf_name(root, path[2:]))
-        kind = _KINDS.get(found[1] if found else root, "other")
+        field = _IN_STATE.match(leaf_name(root, path[2:]))
+        kind = _KINDS.get(field[1] if field else root, "other")
         size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         held[kind] = held.get(kind, 0) + size
     return held

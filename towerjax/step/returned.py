@@ -38,7 +38,7 @@ def split(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
     before = filter(is_typed, jax.tree.leaves(merged, is_leaf=is_typed))
     before = {id(v) for v in jax.tree.leaves(list(before))}
 
-    def one(path: tuple[Any, ...], x: Any) -> PyTree:
+    def as_merged(path: tuple[Any, ...], x: Any) -> PyTree:
         name = name_by_key(path)
         if not is_typed(x):
             return as_returned(_to_array(name, x))
@@ -50,7 +50,7 @@ def split(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
             x = jax.tree.map(functools.partial(checkpoint_name, name=what), x)
         return as_returned(x, is_shown=bool(path) and key_name(path[0]) in METRICS)
 
-    return jax.tree_util.tree_map_with_path(one, out, is_leaf=is_typed)
+    return jax.tree_util.tree_map_with_path(as_merged, out, is_leaf=is_typed)
 
 
 def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
@@ -93,7 +93,7 @@ def parts_of_tower(tree: PyTree) -> list[NamedPart]:
         x = x.value if isinstance(x, Sum) else x.sum if of_tree else x
         rest = jax.tree_util.keystr(path[1:], simple=True, separator="/")
         parts.append((part, "/".join(filter(None, [root, rest])), x))
-    return sorted(parts, key=lambda found: _ORDER.index(found[0]))
+    return sorted(parts, key=lambda named: _ORDER.index(named[0]))
 
 
 def states_of(own: PerTower) -> PyTree:

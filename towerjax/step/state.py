@@ -276,13 +276,13 @@ def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
 
 def _refuse_shared_weights(params: PyTree, kind: type) -> None:
     """Raise if a variable of a module lies at two places: each would train its own."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     flat = jax.tree_util.tree_leaves_with_path(params, lambda x: isinstance(x, kind))
     for path, x in flat:
         dtypes = map(jnp.result_type, jax.tree.leaves(x))
         if isinstance(x, kind) and any(jnp.issubdtype(y, jnp.inexact) for y in dtypes):
             name = leaf_name("params", path)
-            if (first := found.setdefault(id(x), name)) != name:
+            if (first := names.setdefault(id(x), name)) != name:
                 raise ValueError(
                     f"{first} and {name} are one nnx.{type(x).__name__}, and as leaves"
                     " of params they would train as two. Split the module, in which"

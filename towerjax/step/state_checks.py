@@ -112,10 +112,10 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
 
 def check_like(state: TrainState, expected: TrainState) -> None:
     """Raise unless the state has the leaves that a compiled step takes."""
-    if found := changes("state", expected, state):
+    if changed := changes("state", expected, state):
         raise ValueError(
             "The state has changed since the step was compiled for such batches:"
-            f" {listed(found)}. Go on with a state of this step, step.init(params),"
+            f" {listed(changed)}. Go on with a state of this step, step.init(params),"
             " build another step for it, or cast it back; give an"
             " evaluation a TrainState each time, or parameters alone."
         )
@@ -123,7 +123,7 @@ def check_like(state: TrainState, expected: TrainState) -> None:
 
 def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     """Raise unless each field that a step makes has the leaves that the step makes."""
-    wrong, found = {}, []
+    wrong, changed = {}, []
     for field, needed in made.items():
         given, again = getattr(state, field), f"fresh.{field}"
         own = field == "local"  # `check_num_towers` looks at their first dim
@@ -136,12 +136,12 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
         )
         if has != needs:
             wrong[field] = again
-            found += changes(f"state.{field}", given, needed)
+            changed += changes(f"state.{field}", given, needed)
     if wrong:
         anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
             "The state was made for another optimizer, other parameters, another"
-            f" extend= than this step's: {listed(found)}. Begin these anew:"
+            f" extend= than this step's: {listed(changed)}. Begin these anew:"
             " fresh = step.init(state.params); state = dataclasses.replace(state,"
             f" {anew})."
         )

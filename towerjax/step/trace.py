@@ -27,7 +27,7 @@ from towerjax.types.leaves import map_parts, parts_of
 class TracedPass:
     """A pass: one tower's program, which is what all towers run."""
 
-    one: Pass
+    pass_: Pass
     args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
     towers: OnTowers
     weights: "TracedPass | None" = None  # of a loss of several means, run before it
@@ -35,7 +35,7 @@ class TracedPass:
     @property
     def out(self) -> tuple[PyTree, Any]:
         """The shapes of what it merged and looked at, as global values."""
-        count = self.one.strategy.num_towers
+        count = self.pass_.strategy.num_towers
 
         def of(x: Any) -> Any:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
@@ -46,7 +46,7 @@ class TracedPass:
         """The results, of and as global values."""
         if self.weights is not None:
             args = _with_weights(args, self.weights.run(args)[0])
-        shards = self.one.shards(args, self.towers.out)
+        shards = self.pass_.shards(args, self.towers.out)
         return self.towers.run(layouts_of(self.towers.out), args, shards=shards)
 
 
@@ -89,9 +89,9 @@ class Traced:
         """The results for ``(donated, kept, *batch)``, global values."""
         engine, passes = self.engine, iter(self.passes)
 
-        def call(one: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
+        def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
             out = next(passes).run(given)
-            return _pinned(one, out) if engine.goes_on else out
+            return _pinned(pass_, out) if engine.goes_on else out
 
         given = engine.run(call, args)
         if not engine.accepts:
@@ -117,8 +117,8 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
     args, passes = shapes_of(tuple(args)), list[TracedPass]()
 
-    def call(one: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
-        passes.append(_trace_pass(one, given))
+    def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
+        passes.append(_trace_pass(pass_, given))
         return passes[-1].out
 
     def finish(*given: PyTree) -> PyTree:
@@ -129,15 +129,15 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     return Traced(engine, tuple(passes), closed, shapes)
 
 
-def _trace_pass(one: Pass, args: tuple[PyTree, ...]) -> TracedPass:
+def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
     """Trace a pass; for a loss of several means first a pass for its weights alone."""
     try:
-        placement = one.strategy.placement
-        towers = OnTowers(one.on_device, placement, (*one.ins.values(),), args)
-        return TracedPass(one, args, towers)
+        placement = pass_.strategy.placement
+        towers = OnTowers(pass_.on_device, placement, (*pass_.ins.values(),), args)
+        return TracedPass(pass_, args, towers)
     except UnknownWeights:
-        weights = _trace_pass(one.for_weights, args)
-        traced = _trace_pass(one.with_weights, _with_weights(args, weights.out[0]))
+        weights = _trace_pass(pass_.for_weights, args)
+        traced = _trace_pass(pass_.with_weights, _with_weights(args, weights.out[0]))
         return dataclasses.replace(traced, weights=weights)
 
 
@@ -151,17 +151,17 @@ def _outcome(donated: PyTree, rest: tuple[Any, Any, Any]) -> Outcome:
     return Outcome(donated, *rest)
 
 
-def _pinned(one: Pass, out: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
+def _pinned(pass_: Pass, out: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
     """Constrain the results of a pass, so that with `PinnedTree` bits are the same.
 
     XLA would add up rows that are split over devices in an order that depends on their
     number, so rows are gathered first. The barrier keeps XLA from fusing what follows
     with what came before, which differs with the number of devices.
     """
-    placement = one.strategy.placement
-    if not (placement.axes.in_turn and one.strategy.cross_tower_ops.needs_every_tower):
+    how = pass_.strategy
+    if not (how.placement.axes.in_turn and how.cross_tower_ops.needs_every_tower):
         return out
-    mirrored = placement.sharding(Layout.MIRRORED)
+    mirrored = how.placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
     is_rows = lambda x: is_own(x) and isinstance(x.value, Rows)  # noqa: E731
     merged = jax.tree.map(
@@ -175,16 +175,16 @@ def _layouts(
 ) -> tuple[PyTree, PyTree]:
     """Those of an update: what it is given, and takes parts of."""
     donated, kept = split_state(state_layout(engine.strategy))
-    one, own = Layout.MIRRORED, Layout.PER_TOWER
+    whole, own = Layout.MIRRORED, Layout.PER_TOWER
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
     def layouts(own: Layout, split: Layout) -> tuple[PyTree, ...]:
         def of(x: Any) -> PyTree:
             if is_own(x):
-                return one if isinstance(x.value, Rows) else own
-            return split if x.shape in shapes else one
+                return whole if isinstance(x.value, Rows) else own
+            return split if x.shape in shapes else whole
 
         return jax.tree.map(of, results, is_leaf=is_own)
 
-    given, taken = layouts(own, one), layouts(one, Layout.SHARDED)
-    return (donated, kept, *given), (one, one, *taken)
+    given, taken = layouts(own, whole), layouts(whole, Layout.SHARDED)
+    return (donated, kept, *given), (whole, whole, *taken)

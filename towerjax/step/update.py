@@ -231,9 +231,9 @@ def apply_update(
         return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
 
     shapes = jax.tree.map(shape_of, updates, params, is_leaf=is_rows)
-    if found := changes("params", params, shapes):
+    if wrong := changes("params", params, shapes):
         raise ValueError(
-            f"The optimizer's updates have not the parameters' shapes: {listed(found)}."
+            f"The optimizer's updates have not the parameters' shapes: {listed(wrong)}."
             " Return an update of the shape of each parameter."
         )
     next_params = optax.apply_updates(params, updates)
@@ -245,10 +245,10 @@ def apply_update(
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
     """Raise unless ``after`` has the types of ``before``; else without weak types."""
-    if found := changes(root, before, after):
+    if changed := changes(root, before, after):
         raise ValueError(
             "The step would change the type of its state, and so compile anew each"
-            f" time: {listed(found)}. Look at {culprit}."
+            f" time: {listed(changed)}. Look at {culprit}."
         )
     # Drops the weak type of what was computed with Python numbers.
     after = jax.tree.map(jnp.asarray, after)
@@ -351,12 +351,12 @@ def needed_eqns(
     eqns: Sequence[Any], results: Iterable[Any], always: Callable[[Any], bool]
 ) -> list[Any]:
     """The equations that results depend on, and those that always run, in order."""
-    wanted, found = {x for x in results if not isinstance(x, Literal)}, []
+    wanted, needed = {x for x in results if not isinstance(x, Literal)}, []
     for eqn in reversed(eqns):
         if always(eqn) or not wanted.isdisjoint(eqn.outvars):
-            found.append(eqn)
+            needed.append(eqn)
             wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
-    return found[::-1]
+    return needed[::-1]
 
 
 def check_like_params(grads: Any, params: Any) -> None:
@@ -365,9 +365,9 @@ def check_like_params(grads: Any, params: Any) -> None:
         {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
         for tree in (params, grads)
     )
-    if found := differing_texts(needed, given, "{} is of shape {} and is given {}"):
+    if wrong := differing_texts(needed, given, "{} is of shape {} and is given {}"):
         raise ValueError(
             "The gradients are not like the parameters that train:"
-            f" {listed(found)}. Pass merged['grads'] of tj.value_and_grad, or a tree"
+            f" {listed(wrong)}. Pass merged['grads'] of tj.value_and_grad, or a tree"
             " like state.params."
         )

@@ -25,7 +25,7 @@ def carried_sums(eqn: JaxprEqn) -> set[int]:
     """The carries of a scan that each step only adds to, and does not read."""
     body, (first, num_carry) = open_jaxpr(eqn.params["jaxpr"]), loop_sizes(eqn)
     uses, made = uses_in(body), {x: e for e in body.eqns for x in e.outvars}
-    found = set()
+    sums = set()
     for number in range(num_carry):
         carry, left = body.invars[first + number], [body.outvars[number]]
         while left:
@@ -33,10 +33,10 @@ def carried_sums(eqn: JaxprEqn) -> set[int]:
             if not isinstance(value, Var) or uses[value] != 1:
                 continue
             if value is carry:
-                found.add(number)
+                sums.add(number)
             elif value in made and is_addition(made[value]):
                 left += made[value].invars
-    return found
+    return sums
 
 
 def are_zeros(eqn: JaxprEqn | None) -> bool:

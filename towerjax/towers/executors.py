@@ -324,10 +324,10 @@ def in_tower_fn() -> Iterator[None]:
             )
         raise
     except NameError as error:
-        if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
+        if unbound := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
             error.add_note(
-                f"Towers know the axis {found[1]!r} by a strategy that names it,"
-                f" tj.Mirrored(axis_name={found[1]!r}), or as tower.axis_names;"
+                f"Towers know the axis {unbound[1]!r} by a strategy that names it,"
+                f" tj.Mirrored(axis_name={unbound[1]!r}), or as tower.axis_names;"
                 " without any, write tower.reduce(tj.Reduction.SUM, x), or return"
                 " tj.Sum(x), which the step adds."
             )

@@ -66,14 +66,14 @@ class OnTowers:
         axes, placement = self.axes, self._placement
         axis = None if is_free else DEVICE_AXIS
         given = self.jaxpr, names, axis, axes.num_towers
-        found = analyse(*given, of_more_towers=of_more_towers)
-        refuse_draws(found, shared=placement.shares_devices)
+        analysis = analyse(*given, of_more_towers=of_more_towers)
+        refuse_draws(analysis, shared=placement.shares_devices)
         counts = axes.num_towers, placement.num_devices
         own = placement.tower_mesh.axis_names
-        refuse_in_towers(found, self.jaxpr, *counts, own)
+        refuse_in_towers(analysis, self.jaxpr, *counts, own)
         shared = placement.shares_devices
         refuse_kept_axis(self.jaxpr, axes.tower_axis, shared=shared)
-        return found
+        return analysis
 
     def rehearse(self) -> None:
         """Lower the towers to their devices, without these, and raise where that fails.

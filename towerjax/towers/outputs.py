@@ -149,9 +149,9 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
 
 def check_local(before: PyTree, after: PyTree) -> PyTree:
     """Raise unless the next local values have the structure of the current ones."""
-    if found := changes("local", before, after):
+    if changed := changes("local", before, after):
         raise ValueError(
-            f"TowerOutput.local must be like tower.local, but {listed(found)}. Start"
+            f"TowerOutput.local must be like tower.local, but {listed(changed)}. Start"
             " from tower.local, or give step.init(local=...) what the loss function"
             " returns."
         )

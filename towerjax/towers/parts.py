@@ -52,8 +52,8 @@ class Shards:
             leaves = jax.tree.unflatten(treedef, range(treedef.num_leaves))
             is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
             all_specs = jax.tree.broadcast(prefix, leaves, is_leaf=is_spec)
-            found = jax.tree.leaves(all_specs, is_leaf=is_spec)
-            pairs = zip(found, dims, strict=True)
+            flat_specs = jax.tree.leaves(all_specs, is_leaf=is_spec)
+            pairs = zip(flat_specs, dims, strict=True)
             return treedef.unflatten(
                 [x if at is None else split_spec(at) for x, at in pairs]
             )
@@ -94,9 +94,9 @@ def shards_of(
 
     def each(values: PyTree, layouts: PyTree) -> tuple[Any, list[int | None]]:
         leaves, treedef = jax.tree.flatten(values)
-        found = jax.tree.leaves(jax.tree.broadcast(layouts, values))
+        layouts = jax.tree.leaves(jax.tree.broadcast(layouts, values))
         within = placement.specs_within(values, params)
-        return treedef, [dim(*x) for x in zip(found, leaves, within, strict=True)]
+        return treedef, [dim(*x) for x in zip(layouts, leaves, within, strict=True)]
 
     treedef, given = each(*args)
     parts = [None] * len(given) if taken is None else each(args[0], taken)[1]
@@ -263,8 +263,8 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         return [x.of(evaluate_eqn(eqn, [x.part])[0])] if narrows else None
     is_flag = name == "reduce_and" and x.part.dtype == bool
     if is_flag and len(params["axes"]) == x.part.ndim:
-        [found] = evaluate_eqn(eqn, [x.part])
-        return [lax.pmin(found.astype(jnp.int32), DEVICE_AXIS) > 0]
+        [flag] = evaluate_eqn(eqn, [x.part])
+        return [lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0]
     if name == "slice" and _is_full(eqn, dim):
         starts, limits, strides = (
             params["start_indices"], list(params["limit_indices"]), params["strides"]

@@ -151,19 +151,19 @@ class Mirrored(StrategyMethods):
         named = self._named_devices()
         if named is not None:
             return named
-        found = tuple(canonical_device_name(device) for device in jax.devices())
+        names = tuple(canonical_device_name(device) for device in jax.devices())
         if self.towers is None:
-            return found
-        return _pick_devices(found, self.towers, self._each)
+            return names
+        return _pick_devices(names, self.towers, self._each)
 
 
-def _pick_devices(found: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
+def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, ...]:
     """The most devices, as many of each process, that divide the towers.
 
     Towers are of ``size`` devices.
     """
     processes = jax.process_count()
-    each = len(found) // processes
+    each = len(names) // processes
     if each < size:
         _count_groups(each, size)
     counts = range(1, each // size + 1)
@@ -174,7 +174,7 @@ def _pick_devices(found: tuple[str, ...], towers: int, size: int) -> tuple[str, 
             f" which runs as many. Use towers={-(-towers // processes) * processes}."
         )
     starts = range(0, each * processes, each)
-    return tuple(x for i in starts for x in found[i : i + fitting[-1]])
+    return tuple(x for i in starts for x in names[i : i + fitting[-1]])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

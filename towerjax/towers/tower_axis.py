@@ -157,10 +157,10 @@ class _Lowering:
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
         """Lower the program of a custom derivative rule; its other results stay."""
-        found = []
-        trace = lambda: found.extend(rule.call_wrapped(*zeros))  # noqa: E731
+        traced = []
+        trace = lambda: traced.extend(rule.call_wrapped(*zeros))  # noqa: E731
         jax.make_jaxpr(trace, axis_env=self._env)()
-        return self.lower(found[0]), *found[1:]
+        return self.lower(traced[0]), *traced[1:]
 
     def _lower_bwd(self, rule: Any, *args: Any) -> Any:
         """Lower a custom backward rule; symbolic zeros go in and out unchanged."""

@@ -171,7 +171,7 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     problems = []
     dtypes = functools.partial(_dtypes_to_fit, variable, reads=reads)
 
-    def one(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
+    def fit_leaf(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
         leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
         new = native(new)
         shape = leaf.shape[1:] if reads else leaf.shape
@@ -188,7 +188,7 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
             problem = f"is {jnp.result_type(new)}, which {leaf.dtype} cannot hold"
         problems.append(f"{leaf_name('value', path)} {problem}")
 
-    fitted = jax.tree_util.tree_map_with_path(one, value, old)
+    fitted = jax.tree_util.tree_map_with_path(fit_leaf, value, old)
     if problems:
         closed = isinstance(variable, TowerLocal) and not reads
         raise ValueError(
@@ -254,10 +254,10 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
 
 def refuse_per_tower(values: PyTree, what: str) -> None:
     """Raise when a value differs from tower to tower."""
-    if found := parts_of(PerTower | TowerLocal, values):
+    if own := parts_of(PerTower | TowerLocal, values):
         raise ValueError(
             f"{what}: Expected value to be mirrored across towers, got a"
-            f" {type(found[0]).__name__}. Reduce it first, with strategy.reduce or"
+            f" {type(own[0]).__name__}. Reduce it first, with strategy.reduce or"
             " strategy.read_var, or assign in a tower, with tower.assign."
         )
 
@@ -336,8 +336,8 @@ def read_local(local: PyTree) -> PyTree:
       2.0
     """
     named, problems = named_leaves("tree", local, is_leaf=is_variable), []
-    found = [(name, x) for name, x in named if is_local(x)]
-    for name, x in found:
+    own = [(name, x) for name, x in named if is_local(x)]
+    for name, x in own:
         refuse_own_copy(x)
         has_keys = any(map(is_key, jax.tree.leaves(x.value)))
         adds = x.reduction is not Reduction.ONLY_FIRST_TOWER
@@ -351,7 +351,7 @@ def read_local(local: PyTree) -> PyTree:
             " them out of the tree, or read each tower's own with strategy.unwrap."
         )
     with says_if_alone("tower-local values are read"):
-        values = wait_on_cpus(_read_all([x for _, x in found]))
+        values = wait_on_cpus(_read_all([x for _, x in own]))
     return plain(put_parts(TowerLocal, local, values))
 
 

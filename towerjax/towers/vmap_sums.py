@@ -70,12 +70,12 @@ def vmap_and_sum(
                 walk.evaluate(eqn)
         return [jnp.asarray(walk.read(x)) for x in (*kept, *plan.operands)]
 
-    axes = [0] * len(kept) + [None if one else 0 for one in plan.is_sum]
+    axes = [0] * len(kept) + [None if is_sum else 0 for is_sum in plan.is_sum]
     towers = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)
     # Numbered, since no argument may be a tower's own.
     out = towers(jnp.arange(size), *own)
     operands = out[len(kept) :]
-    sums = [reduce(operator.add, [x(operands) for x in one]) for one in plan.sums]
+    sums = [reduce(operator.add, [x(operands) for x in parts]) for parts in plan.sums]
     return [*sums, *out[: len(kept)]]
 
 
@@ -121,8 +121,8 @@ class SumPlan:
             eqn = self._made.get(value) if once else None
             if eqn and is_addition(eqn):
                 left += reversed(eqn.invars)
-            elif eqn and (found := _fused_sum(eqn, self._is_own, self._made)):
-                merge, given = found
+            elif eqn and (fused := _fused_sum(eqn, self._is_own, self._made)):
+                merge, given = fused
                 given = [self._take(x) for x in given]
                 parts.append(partial(_fused_part, partial(merge, eqn), given))
             elif eqn and _is_linear(eqn) and (before := self._parts(eqn.invars[0])):
@@ -252,11 +252,11 @@ class _Opened:
 
         ``of_tower`` is mapped, so that the rule runs even if all towers share the rest.
         """
-        one = jax.custom_batching.custom_vmap(
+        on_tower = jax.custom_batching.custom_vmap(
             lambda _, *given: self.eqn.primitive.bind(*given, **self.eqn.params)
         )
-        one.def_vmap(self._on_all)
-        return one(of_tower, *given)
+        on_tower.def_vmap(self._on_all)
+        return on_tower(of_tower, *given)
 
     def _on_all(self, size: int, are_own: list[bool], *all_given: Any) -> Any:
         (_, *is_own), (_, *given) = are_own, all_given

@@ -219,12 +219,12 @@ def check_towers(variable: Variable, num_towers: int) -> None:
 def _replace_value(variable: Any, value: PyTree) -> Any:
     """Replace the variable's value by a copy, which is placed as the old one."""
 
-    def one(old: Any, new: Any) -> jax.Array:
+    def put(old: Any, new: Any) -> jax.Array:
         if not isinstance(old, jax.Array) or is_traced((old, new)):
             return jnp.asarray(new)
         return jax.device_put(jnp.copy(new), old.sharding)
 
-    return dataclasses.replace(variable, value=jax.tree.map(one, variable.value, value))
+    return dataclasses.replace(variable, value=jax.tree.map(put, variable.value, value))
 
 
 def saved_values(tree: PyTree) -> PyTree:
@@ -284,7 +284,7 @@ def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
     """As `restored_values`, for the towers of a placement."""
     problems = []
 
-    def one(path: tuple[Any, ...], old: Any, new: PyTree) -> Any:
+    def restored(path: tuple[Any, ...], old: Any, new: PyTree) -> Any:
         if isinstance(old, str):
             return new
         is_local = isinstance(old, TowerLocal)
@@ -301,7 +301,7 @@ def restore_on(placement: Placement, like: PyTree, saved: PyTree) -> PyTree:
         return dataclasses.replace(old, value=value) if is_variable(old) else value
 
     _refuse_another_tree(like, saved)
-    out = jax.tree_util.tree_map_with_path(one, like, saved, is_leaf=is_variable)
+    out = jax.tree_util.tree_map_with_path(restored, like, saved, is_leaf=is_variable)
     if problems:
         raise ValueError(f"restored_values: {listed(problems)}")
     return out

@@ -79,7 +79,7 @@ def _run(
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
     on_device = functools.partial(_on_device, call)
     towers = OnTowers(on_device, placement, _IN_LAYOUTS, args)
-    found = towers.analyse(names)
+    analysis = towers.analyse(names)
     by_pmap = placement.executor == "pmap" and placement.num_devices > 1
     if by_pmap and has_tracers(towers.jaxpr.consts):
         # JAX would silently give each device a part of such a value.
@@ -90,8 +90,8 @@ def _run(
     treedef, leaves = towers.out[1].value
     kinds = [x for x in leaves if isinstance(x, str)]
     variables = [k if k not in (_ROWS, _FREE) else None for k in kinds]
-    prove_mirrored(found, variables, advice=_ASSIGN)
-    pairs = zip(found.outputs, kinds, strict=True)
+    prove_mirrored(analysis, variables, advice=_ASSIGN)
+    pairs = zip(analysis.outputs, kinds, strict=True)
     mirrored = [x is None and kind != _ROWS for x, kind in pairs]
 
     def finish(out: tuple[list[Any], executors.Static]) -> list[Any]:
@@ -140,8 +140,8 @@ def call_for_each_tower(
     hash(fn)  # raises here, and not deep inside of jit
     placement = self.placement
     if executors.is_inside_tower():
-        one = {"devices": placement.devices[:1], "within": (), "rows": None}
-        placement = dataclasses.replace(placement, **one, specs=None)
+        on_first = {"devices": placement.devices[:1], "within": (), "rows": None}
+        placement = dataclasses.replace(placement, **on_first, specs=None)
     given = values.as_native("fn's arguments", values.unpad_batches((args, kwargs)))
     given = map_parts(TowerLocal, values.copies_by_leaf, given)
     leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))

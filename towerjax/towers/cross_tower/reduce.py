@@ -42,7 +42,7 @@ def reduce_values(
     value = values.as_native("value", values.unpad_batches(value))
     value = _by_leaf(value, self.num_towers, Weighted | IndexedRows)
 
-    def one(x: Any) -> Any:
+    def reduced(x: Any) -> Any:
         if not isinstance(x, PerTower):
             return _reduce_mirrored(self, reduction, x)
         check_reduction(reduction, x)
@@ -51,7 +51,7 @@ def reduce_values(
         return PerTower(values.stack_towers(x, self.num_towers, _VALUE))
 
     is_leaf = lambda x: isinstance(x, PerTower | IndexedRows)  # noqa: E731
-    out = jax.tree.map(one, value, is_leaf=is_leaf)
+    out = jax.tree.map(reduced, value, is_leaf=is_leaf)
     stacked = [x.values for x in parts_of(PerTower, out)]
     out = put_parts(PerTower, out, _reduce_on_devices(self, reduction, stacked))
     return values.copy_to(out, destinations)
@@ -126,7 +126,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         )
         return PerTower(rows) if own else part
 
-    def one(x: PerTower) -> PyTree:
+    def by_leaf(x: PerTower) -> PyTree:
         rows = x.values
         if not values.is_tuple(rows):
             return jax.tree.map(PerTower, rows, is_leaf=is_rows)
@@ -139,7 +139,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
         return jax.tree.map(lambda *xs: PerTower(xs), *rows, is_leaf=is_rows)
 
     value = map_parts(TowerLocal, lambda x: values.copies_by_leaf(x).value, value)
-    return map_parts(PerTower, one, map_parts(kind, grouped, value))
+    return map_parts(PerTower, by_leaf, map_parts(kind, grouped, value))
 
 
 def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) -> PyTree:

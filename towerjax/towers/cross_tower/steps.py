@@ -100,9 +100,9 @@ class MultiStepContext:
             )
         if reduction is not Reduction.NONE:
             output = reduce_values(self.strategy, reduction, output)
-        if found := [x for x in jax.tree.leaves(output) if problem_of(x)]:
+        if wrong := [x for x in jax.tree.leaves(output) if problem_of(x)]:
             raise ValueError(
-                f"set_last_step_output({name!r}) got {shown(found[0])}, which is no"
+                f"set_last_step_output({name!r}) got {shown(wrong[0])}, which is no"
                 f" array. Write set_non_tensor_output({name!r}, ...)."
             )
         self.last_step_outputs[name] = output
@@ -134,7 +134,7 @@ def _run_steps(
     num_towers, values = strategy.num_towers, {}
     batches, num_valid, shared = arrays
 
-    def one(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
+    def step(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:
         def of_towers(x: jax.Array) -> PerTower:
             x = x[i]
             return PerTower(x if bare else split_rows(x, num_towers))
@@ -147,18 +147,18 @@ def _run_steps(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
         after = _stack_own(fn(ctx, carry, *inputs), num_towers)
-        if found := changes("initial", carry, after):
+        if changed := changes("initial", carry, after):
             raise ValueError(
                 "run_steps_on_dataset: a step returns what the next one takes, of the"
-                f" same tree, shapes and dtypes as initial, but {listed(found)}."
+                f" same tree, shapes and dtypes as initial, but {listed(changed)}."
             )
         values.update(ctx.non_tensor_outputs)
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
 
-    jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(0, carry)
+    jaxpr, shapes = jax.make_jaxpr(step, return_shape=True)(0, carry)
     kept = executors.TracedCall(values, steps, executors.closed_over_kinds(jaxpr))
     first = carry, jax.tree.map(jnp.zeros_like, shapes[1])
-    carry, outputs = lax.fori_loop(0, count, lambda i, done: one(i, done[0]), first)
+    carry, outputs = lax.fori_loop(0, count, lambda i, done: step(i, done[0]), first)
     # Placed as before, so that the next call needs no other program.
     shardings = strategy.placement.shardings(_layouts_of(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
@@ -182,12 +182,12 @@ def _layouts_of(carry: PyTree) -> PyTree:
 
 
 def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
-    def one(layout: Layout, x: Any) -> Any:
+    def placed(layout: Layout, x: Any) -> Any:
         sharding = placement.sharding(layout)
         there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
         return x if there else place(x, placement, layout)
 
-    return jax.tree.map(one, jax.tree.broadcast(_layouts_of(tree), tree), tree)
+    return jax.tree.map(placed, jax.tree.broadcast(_layouts_of(tree), tree), tree)
 
 
 def run_steps_on_dataset(

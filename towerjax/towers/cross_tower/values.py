@@ -116,13 +116,13 @@ def values_of_towers(value: Any, num_towers: int) -> list[Any]:
 def _of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
     """The tree with one tower's value for each ``PerTower``."""
 
-    def one(x: PerTower) -> PyTree:
+    def value_of(x: PerTower) -> PyTree:
         if is_tuple(x.values):
             return x.values[tower]
         rows = stack_towers(x, num_towers, "The PerTower value")
         return jax.tree.map(lambda x: x[tower], rows)
 
-    return map_parts(PerTower, one, value)
+    return map_parts(PerTower, value_of, value)
 
 
 def unwrap(self: StrategyFields, value: Any) -> list[Any]:
@@ -147,7 +147,7 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
         tower = self.placement.tower_on(canonical_device_name(tower))
     check_whole("select_tower: tower", tower, 0, self.num_towers - 1)
 
-    def one(x: Any) -> Any:
+    def selected(x: Any) -> Any:
         if isinstance(x, PerTower | variables.TowerLocal):
             x = copies_by_leaf(x) if isinstance(x, variables.TowerLocal) else x
             return _of_tower(x, tower, self.num_towers)
@@ -156,7 +156,7 @@ def select_tower(self: StrategyFields, value: PyTree, tower: Any) -> PyTree:
         return x
 
     is_whole = lambda x: isinstance(x, PerTower | variables.Variable)  # noqa: E731
-    return jax.tree.map(one, unpad_batches(value), is_leaf=is_whole)
+    return jax.tree.map(selected, unpad_batches(value), is_leaf=is_whole)
 
 
 def refuse_in_tower(what: str, value: Any, instead: str) -> None:
@@ -185,7 +185,7 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
     def is_whole(x: Any) -> bool:
         return x is None or variables.is_variable(x)
 
-    def one(path: tuple[Any, ...], *leaves: Any) -> Any:
+    def grouped(path: tuple[Any, ...], *leaves: Any) -> Any:
         where = leaf_name("nests", path)
         if any(isinstance(x, variables.MirroredVar) for x in leaves):
             first = leaves[0]
@@ -201,7 +201,7 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
         return leaves[0] if _is_same(leaves) else PerTower(leaves)
 
     check_structures(nests, "nests", is_leaf=is_whole)
-    return jax.tree_util.tree_map_with_path(one, *nests, is_leaf=is_whole)
+    return jax.tree_util.tree_map_with_path(grouped, *nests, is_leaf=is_whole)
 
 
 def _is_same(leaves: Sequence[Any]) -> bool:
@@ -290,8 +290,8 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
     """The canonical names of the devices of ``destinations``."""
     arrays, devices = jax.tree.leaves(destinations), destinations
     if arrays and all(isinstance(x, jax.Array) for x in arrays):
-        found = {device for x in arrays for device in x.devices()}
-        devices = sorted(found, key=lambda device: device.id)
+        all_devices = {device for x in arrays for device in x.devices()}
+        devices = sorted(all_devices, key=lambda device: device.id)
     if isinstance(destinations, str | jax.Device):
         devices = [destinations]
     if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
