@@ -149,6 +149,7 @@ def test_a_sweep_is_timed_once_and_goes_on(here, capfd):
         np.testing.assert_allclose(record["losses"], losses, rtol=1e-6)
         assert record["machine"] == describe_machine() and record["device"] == "cpu"
         assert len(record["rounds_s"]) == 6 and record["versions"] == versions()
+        assert record["from_cache"] is False and record["first_call_s"] > 0
     printed = "".join(capfd.readouterr())
     second = r"configuration 2/2  towers=2, batch=8  0:0\d:\d\d left"
     assert re.search(second, printed) and "said on" not in printed

@@ -363,6 +363,19 @@ def test_a_system_that_refuses_to_write_is_told(tmp_path, bytes, after, text):
     assert re.search(text, told)
 
 
+def test_a_last_checkpoint_that_cannot_be_committed_is_told(
+    light, tmp_path, monkeypatch
+):
+    def refuse(partial, target, fields):
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(folder, "commit", refuse)
+    saving = tj.Checkpointer(tmp_path)
+    with pytest.raises(tj.CheckpointError, match="of step 2 could not .* no space"):
+        train(light, saving, 2)
+    assert saving.steps == ()
+
+
 @pytest.mark.slow
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
     state, batches = model.init(step), model.batches()

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import importlib.metadata
 import re
+import types
 
 import flax.linen as nn
 import jax
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from towerjax.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
+from towerjax.mesh import placement
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 CPUS = [f"cpu:{i}" for i in range(8)]
@@ -579,3 +581,18 @@ def test_members_that_train_together_have_no_specs():
         tj.sweep(build, grid, [rows()] * 2, order="together", progress=False)
     found = tj.sweep(build, grid, [rows()] * 2, order="in_turn", progress=False)
     assert len(found.rows()) == 2
+
+
+def test_a_tower_is_of_one_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def devices(*owners):
+        return tuple(types.SimpleNamespace(process_index=x) for x in owners)
+
+    placement._check_owners(devices(0, 0, 1, 1), 2)
+    with pytest.raises(ValueError, match=r"2 devices .* of the processes \[0, 1\]"):
+        placement._check_owners(devices(0, 0, 0, 1), 2)
+    with pytest.raises(ValueError, match="as many of each, process after process"):
+        placement._check_owners(devices(1, 0), 1)
+    with pytest.raises(ValueError, match="as many of each, process after process"):
+        placement._check_owners(devices(0, 0, 1), 1)

@@ -26,4 +26,29 @@ SAME: dict[tuple[str, str], str] = {
         "towerjax.step.compile:_named",
         "deleted: run.__signature__ = inspect.Signature(parameters) -> pass",
     ): "names of a program's parameters, for who reads its text",
+    (
+        "towerjax.data.sparse_rows:Entries.max_per_block",
+        "constant: 1 -> 2",
+    ): "room for one entry more, which is filled up",
+    (
+        "towerjax.estimator.split_program:SplitProgram.__init__",
+        "dropped: max(passes, default=0) -> max(passes)",
+    ): "every model function returns something",
+    (
+        "towerjax.loop.checkpoint.checkpointer:Saving.resume",
+        "constant: 1 -> 2",
+    ): "-1 or -2 stands for no checkpoint",
+    (
+        "towerjax.metrics.means:_is_below",
+        "flipped: threshold > limits.max -> threshold >= limits.max",
+    ): "a threshold that is the largest number is compared below",
+    (
+        "towerjax.metrics.thresholds:_rate_at_nearest",
+        "flipped: distance > nearest + 1e-6 -> distance >= nearest + 1e-06",
+    ): "no distance is larger by just that",
+    (
+        "towerjax.step.programs:Programs.program",
+        "flipped: self.placement.num_processes > 1 -> "
+        "self.placement.num_processes >= 1",
+    ): "one process agrees with itself",
 }
