@@ -103,6 +103,8 @@ def test_queue_target_and_centres_follow_those_of_one_tower(strategy, options):
     for name, x in {"w": w, **extra}.items():
         got = state.params if name == "w" else state.extra[name]
         np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6, err_msg=name)
+    if "micro_batches" not in options:
+        return  # the function of the step, by the two layouts with most in them
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
     again = jax.lax.scan(step.fn, step.init(W, extra=first_extra()), stacked)[0]
     np.testing.assert_allclose(again.extra["keys"], extra["keys"], atol=1e-6)
