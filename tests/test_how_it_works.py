@@ -106,12 +106,20 @@ def test_each_noun_of_the_source_is_one_class_in_its_file():
 
 # Names that say nothing of what they hold, or have one meaning, which these files use.
 NAMES = {
-    r"_*(found|one|check)": (),
-    r"_*programs?": ("loop/loop.py", "tools/sweep/train.py"),
-    r"(.*_)?plans?(_.*)?": ("mesh/cluster/launcher.py",),
-    r"(.*_)?alone(_.*)?": ("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/"),
+    r"_*(found|one)": (),
+    r"_*check": ("step/",),
+    r"_*programs?": (
+        *("step/", "towers/shards.py", "towers/tower_axis.py", "towers/vmap_sums.py"),
+        *("estimator/model_engine.py", "loop/loop.py", "tools/sweep/train.py"),
+    ),
+    r"(.*_)?plans?(_.*)?": (
+        *("mesh/cluster/launcher.py", "step/report.py", "towers/vmap_sums.py"),
+    ),
+    r"(.*_)?alone(_.*)?": (
+        *("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/", "step/"),
+        *("towers/variables.py", "estimator/losses.py", "estimator/optimizer.py"),
+    ),
 }
-ROOMS = "types mesh proof collectives data metrics layers loop tools contrib".split()
 
 
 def names_in(path):
@@ -124,7 +132,7 @@ def names_in(path):
 
 def test_a_name_says_what_it_holds_and_has_one_meaning():
     wrong = []
-    for path in (x for room in ROOMS for x in (ROOT / room).rglob("*.py")):
+    for path in ROOT.rglob("*.py"):
         file = path.relative_to(ROOT).as_posix()
         for pattern, files in NAMES.items():
             if not file.startswith(files or "."):
@@ -144,5 +152,5 @@ def test_how_many_calls_a_step_takes(calls):
     """Of Python, in towerjax."""
     first, second = calls
     assert len(second) <= 28, second
-    assert len(first) <= 2_700
+    assert len(first) <= 2_500
     assert len({file for file, _ in first}) <= 54

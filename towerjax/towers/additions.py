@@ -17,8 +17,8 @@ def is_addition(eqn: JaxprEqn) -> bool:
 
 def uses_in(body: Jaxpr) -> Counter[Any]:
     """How often each variable is an operand or a result."""
-    uses = Counter(x for eqn in body.eqns for x in eqn.invars if isinstance(x, Var))
-    return uses + Counter(x for x in body.outvars if isinstance(x, Var))
+    given = [x for eqn in body.eqns for x in eqn.invars]
+    return Counter([x for x in (*given, *body.outvars) if isinstance(x, Var)])
 
 
 def carried_sums(eqn: JaxprEqn) -> set[int]:

@@ -52,6 +52,7 @@ class Tower:
         prediction: their aggregate), a pytree without its ``TowerLocal``.
       strategy: The strategy, as ``merge_call`` hands it to its function.
       extra: The state's ``extra``: mirrored values that do not train.
+      micro_batches: Into how many parts the tower's rows are cut; static.
     """
 
     id: jax.Array
@@ -71,8 +72,7 @@ class Tower:
     _of_rows: int | None = dataclasses.field(metadata=_STATIC)
     # Whether the gradient waits for the loss, where a device's updates wait for both.
     loss_first: bool = dataclasses.field(metadata=_STATIC)
-    # For sums of means: where a pass adds up their denominators, what takes a tower's;
-    # in the next pass all towers' denominators.
+    # For sums of means: what takes a tower's denominators; then those of all towers.
     note_weights: Any = dataclasses.field(default=None, metadata=_STATIC)
     _known: Any = dataclasses.field(default=None, metadata=_STATIC)
     micro_batches: int = dataclasses.field(default=1, metadata=_STATIC)

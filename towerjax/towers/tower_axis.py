@@ -21,6 +21,7 @@ from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.proof import tags
 from towerjax.proof.equation import (
+    PLAIN,
     is_hidden,
     named_axes,
     open_jaxpr,
@@ -114,7 +115,10 @@ class _Lowering:
         """Replace the collectives of a jaxpr, closed or not."""
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
-            eqns, new = [self._lower_eqn(eqn) for eqn in body.eqns], jaxpr
+            eqns, new = [*body.eqns], jaxpr
+            for i, eqn in enumerate(eqns):
+                if eqn.primitive not in PLAIN:
+                    eqns[i] = self._lower_eqn(eqn)
             if any([a is not b for a, b in zip(eqns, body.eqns, strict=True)]):
                 new = body.replace(eqns=eqns, effects=self._new_effects(body.effects))
                 new = new if body is jaxpr else jaxpr.replace(jaxpr=new)
