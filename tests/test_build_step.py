@@ -648,3 +648,18 @@ def test_a_guard_of_gradients_looks_at_rows_of_tables():
     batch["y"][5] = np.inf
     state, _ = step(state, batch)
     np.testing.assert_array_equal(state.params[:8], once)
+
+
+def test_a_tower_knows_into_how_many_parts_its_rows_are_cut():
+    def loss_fn(params, batch, tower):
+        parts.add(tower.micro_batches)
+        return tj.Weighted.mean(params * batch, tower.weight)
+
+    for count in (1, 2):
+        parts = set()
+        options = {"micro_batches": count}
+        step = tj.build_train_step(
+            loss_fn, optax.sgd(1.0), tj.Mirrored(towers=2), **options
+        )
+        step.check(np.float32(1), np.ones(8, np.float32))
+        assert parts == {count}

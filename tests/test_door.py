@@ -264,6 +264,14 @@ def test_verdicts_of_fast_calls_on_a_gpu_share_their_copies(
     with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
         verdicts.settle()
     verdicts.settle()  # nothing pends
+    # Of several processes one waits for steps, and reads no verdict that none is of.
+    several = types.SimpleNamespace(**{**vars(placement), "num_processes": 2})
+    waits, before = Verdicts(several, refusals=False), len(sent)
+    for number in range(20):
+        waits.add(np.int32(number), jax.device_put(np.float32(np.nan), sharding))
+        waits.check()
+    waits.settle()
+    assert len(sent) == before
     verdicts.add(np.int32(20), jax.device_put(np.float32(np.inf), sharding))
     with pytest.raises(tj.NonFiniteError, match="of step 20 "):
         verdicts.settle()

@@ -66,7 +66,7 @@ class Verdicts:
         # A copy from a GPU ends some time after its step: 0.1 ms on an H100, for which
         # the next call would wait. Two steps later it is there. And it costs the host
         # as long as a small step takes: where calls are fast, several share one.
-        self._is_copied = placement.platform != "cpu"
+        self._is_copied = refusals and placement.platform != "cpu"
         self._behind = 2 if self._is_copied else 0
         self._pending: collections.deque[tuple[Any, jax.Array]] = collections.deque()
         # Of how many of these steps, from the oldest on, and where their verdicts are.
