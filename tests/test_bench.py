@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.monitoring import get_event_listeners
 
 import towerjax as tj
 from benchmarks.models import MODELS, mlp
@@ -194,6 +195,12 @@ def job(build, peers=(), **config):
     builders |= {name: f"mine:{name}" for name in peers}
     config = {"towers": 2, "batch": 8, **config}
     return {"builders": builders, "config": config, "rtol": 1e-4, **QUICK}
+
+
+def test_a_recorded_job_leaves_no_listener_in_jax(here):
+    before = get_event_listeners()
+    assert recorded(job("mine:by_hand"))["status"] == "ok"
+    assert get_event_listeners() == before
 
 
 def test_other_work_is_not_compared(here):
