@@ -13,6 +13,7 @@ from mutants.runner import ROOT, Job, jobs_of, run_all
 
 from towerjax.collectives import ops, reduce
 from towerjax.proof import analysis
+from towerjax.towers.strategies import OneDevice
 from towerjax.towers.tower import Tower
 
 PACK_SIZES = "towerjax.collectives.ops:pack_sizes"
@@ -136,6 +137,10 @@ def test_a_statement_is_counted_where_it_stands():
         assert ops.pack_sizes(10, 3) == [3, 3, 3]
         assert ops.pack_sizes(5, 1) == [5]
     assert len(counts) == 2 and ops.pack_sizes(10, 3) == [3, 3, 4]
+    cached = "towerjax.towers.strategies:OneDevice.placement"
+    with pytest.MonkeyPatch.context() as patch:
+        apply(Mutant("b", "", cached, "(names, 1", "(names, 2", ()), patch, print)
+        assert OneDevice().placement.num_towers == 2
 
 
 def test_the_catalogue_has_the_registry_and_more():
@@ -204,8 +209,8 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     for mutant in sample(mutants, 20, 0):
         with pytest.MonkeyPatch.context() as patch:
             apply(mutant, patch, lambda: None)
-    file, line = mutant.killed_by
-    here, there = {(file, int(line))}, {(file, int(line) + 1)}
+    file, *_, first, last = mutant.killed_by
+    here, there = {(file, int(first))}, {(file, int(last) + 1)}
 
     def lines(number):
         return frozenset(here | {(file, -i) for i in range(number)})
@@ -215,6 +220,18 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     assert rounds_of(mutant, {"b.py::x": covers["b.py::x"]}) == []
     [job] = rounds_of(mutant, covers)
     assert job.tests == tuple(f"a.py::{i}" for i in range(10))
+
+
+def test_the_lines_of_a_mutant_are_those_that_run_with_it():
+    expected = {
+        ("towerjax/collectives/ops.py", "flipped: end > start"): ("return [", "]"),
+        ("towerjax/tools/sweep/bench.py", "constant: 11"): ('"""Time a', "return "),
+    }
+    for (file, change), (begin, end) in expected.items():
+        [mutant] = [x for x in all_mutants(file) if x.bug.startswith(f"{change} -> ")]
+        first, last = map(int, mutant.killed_by[2:])
+        lines = (ROOT / file).read_text().splitlines()[first - 1 : last]
+        assert lines[0].strip().startswith(begin) and lines[-1].strip().startswith(end)
 
 
 @pytest.mark.slow

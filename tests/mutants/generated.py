@@ -34,7 +34,8 @@ def all_mutants(under: str = "towerjax") -> list[Mutant]:
       under: The folder or file, below the root.
 
     Returns:
-      The mutants, in the order of files and lines; `killed_by` is ``(file, line)``.
+      The mutants, in the order of files and lines; `killed_by` is ``(file, line,
+      first, last)``, where the first and the last line are those of its statement.
     """
     path = ROOT / under
     files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -63,13 +64,14 @@ def _of_function(
     first = min([node.lineno, *(x.lineno for x in node.decorator_list)])
     lines = source.splitlines(keepends=True)[first - 1 : node.end_lineno]
     text = textwrap.dedent("".join(lines))
-    for number, (kind, line, begin, end, new) in enumerate(_sites(text)):
+    for number, (kind, at, begin, end, new) in enumerate(_sites(text)):
         low, high = _grown(text, begin, end)
         changed = text[low:begin] + new + text[end:high]
         bug = f"{kind}: {' '.join(text[begin:end].split())} -> {new}"
-        at = str(file.relative_to(ROOT)), str(first + line - 1)
-        id = f"{where} {at[1]} {kind} {number}"
-        yield Mutant(id, bug, where, text[low:high], changed, at)
+        lines = [str(first + line - 1) for line in at]
+        id = f"{where} {lines[0]} {kind} {number}"
+        by = str(file.relative_to(ROOT)), *lines
+        yield Mutant(id, bug, where, text[low:high], changed, by)
 
 
 def changes_of(text: str) -> list[tuple[str, str, str]]:
@@ -85,8 +87,8 @@ def changes_of(text: str) -> list[tuple[str, str, str]]:
     return [(kind, text[begin:end], new) for kind, _, begin, end, new in _sites(text)]
 
 
-def _sites(text: str) -> Iterator[tuple[str, int, int, int, str]]:
-    """Kind, line, where it begins and ends, and what stands there instead."""
+def _sites(text: str) -> Iterator[tuple[str, tuple[int, ...], int, int, str]]:
+    """Kind, lines, where it begins and ends, and what stands there instead."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -95,7 +97,23 @@ def _sites(text: str) -> Iterator[tuple[str, int, int, int, str]]:
     for kind, site, new in _changes(function):
         begin = starts[site.lineno - 1] + site.col_offset
         end = starts[(site.end_lineno or 0) - 1] + (site.end_col_offset or 0)
-        yield kind, site.lineno, begin, end, new
+        yield kind, (site.lineno, *_lines_of(function, site)), begin, end, new
+
+
+def _lines_of(function: ast.FunctionDef, site: Any) -> tuple[int, int]:
+    """The lines that run if a site does: of its statement, without what it holds."""
+    inside = [
+        x
+        for x in ast.walk(function)
+        if isinstance(x, ast.stmt)
+        and x.lineno <= site.lineno <= (site.end_lineno or 0) <= (x.end_lineno or 0)
+    ]
+    statement: Any = min(inside, key=lambda x: (x.end_lineno or 0) - x.lineno)
+    body = getattr(statement, "body", None)
+    if statement is function:  # a default; the function's own line ran long ago
+        return function.body[0].lineno, function.end_lineno or 0
+    last = body[0].lineno - 1 if body else statement.end_lineno
+    return statement.lineno, max(statement.lineno, last or 0)
 
 
 def _grown(text: str, begin: int, end: int) -> tuple[int, int]:
@@ -171,7 +189,7 @@ def sample(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
 
 
 def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
-    """The jobs that try to kill a mutant: of the tests that run its line, some each.
+    """The jobs that try to kill a mutant: of the tests that run its lines, some each.
 
     Those that run few lines come first, and of few files, since each is imported.
 
@@ -180,10 +198,11 @@ def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
       covers: What each test runs.
 
     Returns:
-      At most three jobs; none if no test runs the line.
+      At most three jobs; none if no test runs the lines.
     """
-    at = mutant.killed_by[0], int(mutant.killed_by[1])
-    found = [test for test, covered in covers.items() if at in covered.lines]
+    file, _, first, last = mutant.killed_by
+    at = {(file, line) for line in range(int(first), int(last) + 1)}
+    found = [test for test, covered in covers.items() if at & covered.lines]
     found.sort(key=lambda test: (len(covers[test].lines), test))
     files: dict[str, int] = {}
     for test in found:
@@ -235,7 +254,8 @@ def run_rounds(
                     left.append((mutant, jobs[1:]))
                     continue
                 became = "killed"
-                if verdict.detail.startswith(mutant.id):
+                renamed = "not found:" in verdict.detail  # since recorded
+                if verdict.detail.startswith(mutant.id) or renamed:
                     became = "not made"
                 elif verdict.detail.startswith("no answer"):
                     became = "no answer"
@@ -269,7 +289,7 @@ def score(
     found = run_rounds(drawn, covers, workers, report)
     for became in ("not made", "not run", "no answer", "survived"):
         for mutant in found.get(became, ()):
-            print(f"{became}: {':'.join(mutant.killed_by)} {mutant.where}")
+            print(f"{became}: {':'.join(mutant.killed_by[:2])} {mutant.where}")
             print(f"    {mutant.bug}")
     killed, made = len(found.get("killed", ())), len(drawn)
     made -= len(found.get("not made", ()))

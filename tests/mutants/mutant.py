@@ -65,6 +65,8 @@ def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -
     made = _made(mutant, original, owner if inspect.isclass(owner) else None)
     if isinstance(original, staticmethod) and not isinstance(made, staticmethod):
         made = staticmethod(made)  # __new__ is one without saying so
+    if isinstance(made, functools.cached_property):
+        made.__set_name__(owner, name)
     if inspect.isclass(owner):
         patch.setattr(owner, name, made)
     for holder, key in list(_holders(original, module_name.partition(".")[0])):
