@@ -14,7 +14,7 @@ from audited_losses import PARAMS as MODEL
 from audited_losses import RIGHT, WRONG, WRONG_STEPS, errors, scores
 
 import towerjax as tj
-from towerjax.step.comparison import Compared, _gap_of_leaf
+from towerjax.step.comparison import Compared, _gap_of_leaf, _rtol
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 
@@ -235,6 +235,12 @@ def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
     assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 64)[1] == 2.0
     other = {"x": np.zeros(3)}, {"x": np.ones(2)}, {"x": np.ones(2)}
     assert _gap_of_leaf("x", Compared(3, "x", *other), 1e-4)[0] == np.inf
+
+
+def test_the_tolerance_is_that_of_the_narrowest_dtype():
+    for names, rtol in (["bfloat16 float16", 2**-4], ["float16", 2**-7], ["", 1e-4]):
+        narrowed = lambda x: [x.astype(name) for name in names.split()]  # noqa: B023, E731
+        assert _rtol(jax.make_jaxpr(narrowed)(jnp.ones(2)).jaxpr) == rtol
 
 
 @pytest.mark.slow

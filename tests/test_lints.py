@@ -285,6 +285,12 @@ class Apart:
     def solved(x, y, w, tower):
         return jnp.linalg.solve(jnp.eye(F) + w[:, None] * w[None], x[:, 0].T).T.sum(1)
 
+    def laid_either_way(x, y, w, tower):
+        square, is_turned = (x[:, 0] @ w)[:, None].repeat(len(y), 1), w[0] > 5
+        laid = lax.cond(is_turned, jnp.transpose, jnp.negative, square)
+        first = lambda x: (x - x.mean(0, keepdims=True)).sum(0)  # noqa: E731
+        return lax.cond(is_turned, first, lambda x: x.sum(1), laid)
+
     def dropped(x, y, w, tower):
         layer, rngs = nn.Dropout(0.5, deterministic=False), {"dropout": tower.rng}
         return layer.apply({}, x[:, 0], rngs=rngs) @ w

@@ -91,6 +91,14 @@ def test_a_refusal_keeps_every_bit_and_what_is_accepted_is_the_update(name, upda
     np.testing.assert_array_equal(accepted, plain)
 
 
+@pytest.mark.parametrize("name", [*UPDATES][:4] + [*UPDATES][5:9])
+def test_where_rows_are_written_they_alone_are_selected(name):
+    run, table = lambda *x: update_if(x[0], UPDATES[name], x[1]), odd_table()
+    eqns = jax.make_jaxpr(run)(True, table).eqns
+    selected = [x.outvars[0].aval.shape for x in eqns if x.primitive is lax.select_n_p]
+    assert table.shape not in selected
+
+
 def test_a_refused_first_step_has_no_derivative_by_its_rate():
     def kept(rate, accepted):
         optimizer = optax.adam(rate)  # divides by 1 - b**count

@@ -58,8 +58,10 @@ def test_leaves_of_every_kind_have_a_layout():
     assert [row[0] for row in table.rows] == [row[5] for row in table.rows]
     assert [row[3:5] for row in table.rows[2:]] == [("32 B", "0 B"), ("32 B", "16 B")]
     assert leaf_table("x", [("a", one, "per tower")]).rows[0][5] == "per tower"
-    many = leaf_table("x", [(f"{i}", 3, None) for i in range(100)])
-    assert len(many.rows) == 40 and many.note.startswith("100 leaves")
+    for count in (40, 41):
+        many = leaf_table("x", [(f"{i}", 3, None) for i in range(count)])
+        assert len(many.rows) == 40 and many.note.startswith(f"{count} leaves")
+        assert many.note.endswith("the first 40 are shown") == (count > 40)
 
 
 def test_a_table_takes_no_text_for_markup():

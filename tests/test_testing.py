@@ -131,10 +131,11 @@ def test_a_replicated_model_has_an_oracle():
         loss, train_op = optimizer.minimize(loss, variables)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
 
-    model = tj.estimator.replicate_model_fn(model_fn, devices=tj.Mirrored(towers=4))
-    batch = batch_of(7)
-    ends = []
-    for m in (model, one_tower(model)):
+    options = {"devices": tj.Mirrored(towers=4), "donate": True}
+    model = tj.estimator.replicate_model_fn(model_fn, **options)
+    batch, ends, oracle = batch_of(7), [], one_tower(model)
+    assert not oracle.options.step.donate
+    for m in (model, oracle):
         variables = m.init(tj.TrainState.create(PARAMS["w"], optimizer))
         ends.append(m(variables, batch["x"], batch["y"], tj.estimator.Mode.TRAIN))
     assert_same(ends[0].train_op, ends[1].train_op)

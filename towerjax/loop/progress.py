@@ -43,7 +43,7 @@ def _terminal_bar() -> Display:
     class VisibleCursor(Console):
         """A console that never hides the cursor: a killed process cannot show it."""
 
-        def show_cursor(self, show: bool = True) -> bool:
+        def show_cursor(self, *_: Any) -> bool:
             return False
 
     console = VisibleCursor(file=sys.stderr, force_terminal=True)

@@ -47,12 +47,11 @@ def place_others(
 def with_numbers_placed(
     state: TrainState, placement: Placement, expected: TrainState
 ) -> TrainState:
-    """The state with each scalar that lies elsewhere placed on the towers' devices.
+    """The checked state with each scalar placed that lies elsewhere.
 
     A learning rate written into the optimizer's state, for example. All processes call
     this, and the first one's numbers are taken.
     """
-    check_not_donated(state)
     named, treedef = named_leaves("state", state), jax.tree.structure(state)
     leaves, at = [leaf for _, leaf in named], set(placement.jax_devices)
     away = [
@@ -62,7 +61,6 @@ def with_numbers_placed(
     ]
     if not away:
         return state
-    refuse_unheld("state", state)
     numbers = [leaves[i] for i in away]
     if jax.tree.structure(expected) == treedef:
         types = [jnp.result_type(x) for x in jax.tree.leaves(expected)]

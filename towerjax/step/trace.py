@@ -20,7 +20,7 @@ from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.parts import shards_of
 from towerjax.types import Layout, PyTree, Rows
-from towerjax.types.leaves import map_parts, parts_of
+from towerjax.types.leaves import map_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,8 +69,7 @@ class Traced:
         """A prefix tree of the layouts of the step's results."""
 
         def of(at: Layout, results: PyTree) -> PyTree:
-            has_own = at is Layout.MIRRORED and parts_of(TowersOwn, results)
-            return layouts_of(results) if has_own else at
+            return layouts_of(results) if at is Layout.MIRRORED else at
 
         state = self.engine.ins["state"]  # the next one lies as it does
         is_state = lambda x: x is state  # noqa: E731
