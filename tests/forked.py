@@ -38,11 +38,7 @@ def in_child(output, run, *args, devices=8, **variables):
     os.environ.pop("XLA_FLAGS", None)
     # For this process, whose JAX has begun nothing yet, and for what it starts.
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": f"{devices}"}
-    # As docs/same_bits.md says: threads, and for JAX 0.12 what it does with loops.
-    os.environ["NPROC"] = "8"
-    if jax.version.__version_info__ >= (0, 12):
-        small = "xla_cpu_small_while_loop_byte_threshold=0"
-        os.environ["XLA_FLAGS"] = f"--xla_backend_extra_options={small}"
+    os.environ["NPROC"] = "8"  # threads, as docs/same_bits.md says
     os.environ |= variables
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)

@@ -102,6 +102,45 @@ def in_turn(towers, devices):
     return tj.Mirrored(names, towers=towers, local="scan", cross_tower_ops=ops)
 
 
+@pytest.mark.slow
+def test_a_small_loop_over_towers_has_the_same_bits():
+    """Of a size of which XLA made one function, and LLVM another for four trips."""
+
+    def loss_fn(params, batch, tower):
+        x = batch["x"] * params["scale"][None]
+        x = x - x.mean(axis=-1, keepdims=True)
+        hidden = jnp.tanh(x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1))
+        out = jax.nn.softmax(hidden @ params["w"]) * jnp.exp(hidden @ params["w"])
+        return tj.Weighted.mean((out.sum(axis=-1) - batch["y"]) ** 2, tower.weight)
+
+    rng = np.random.default_rng(13)
+    params = {"w": rng.normal(size=(13, 3)) / 13, "scale": rng.normal(size=13)}
+    batch = {"x": rng.normal(size=(8, 13)), "y": rng.normal(size=8)}
+    params, batch = jax.tree.map(np.float32, (params, batch))
+    found = []
+    for devices in (1, 2, 8):
+        step = tj.build_train_step(loss_fn, optax.adam(0.01), in_turn(8, devices))
+        state = step.init(params)
+        for _ in range(5):
+            state, _ = step(state, batch)
+        leaves = jax.tree.leaves((state.params, state.opt_state))
+        found.append(b"".join(np.asarray(x).tobytes() for x in leaves))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_xla_makes_no_function_of_the_loop_over_towers(devices):
+    """As it does of small loops, whose bits their trips and one device then change."""
+
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean((batch @ params - 1) ** 2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), in_turn(8, devices))
+    state = step.init(np.ones(3, np.float32))
+    program = step.program(state, np.ones((8, 3), np.float32)).call.as_text()
+    assert "towerjax.in_turn" in program and "xla_cpu_small_call" not in program
+
+
 def bits(step, rows):
     rng = np.random.default_rng(0)
     state = step.init(rng.normal(size=(5, 4)).astype(np.float32))

@@ -19,7 +19,6 @@ from jax.extend.linear_util import wrap_init
 
 from towerjax.collectives.reduce import gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
-from towerjax.proof import tags
 from towerjax.proof.equation import (
     PLAIN,
     is_hidden,
@@ -28,6 +27,7 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
+from towerjax.towers.in_turn import map_in_turn, scan_and_add
 from towerjax.towers.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
@@ -312,7 +312,7 @@ def over_local_towers(
     """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
-    and ``kept`` as rows. ``number`` is any traced int >= 0; see `_map_one_tower`. Where
+    and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`. Where
     ``axes.traced`` caches programs, ``tower_fn`` depends on its arguments alone.
     """
     lowered_fn = lower_tower_axis(tower_fn, axes)
@@ -348,51 +348,6 @@ def over_local_towers(
             raise
         return jax.tree.unflatten(tree, out)
     if not stack_sums:
-        return _scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
-    if axes.num_local > 1:
-        with jax.named_scope(tags.IN_TURN):
-            return lax.map(isolated, towers)
+        return scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
     number = towers[0][0] if number is None else number
-    return _map_one_tower(isolated, towers, number)
-
-
-def _map_one_tower(
-    tower_fn: Callable[[PyTree], PyTree], towers: PyTree, number: jax.Array
-) -> PyTree:
-    """``lax.map`` over one tower, compiled as it would be over several.
-
-    XLA removes a loop of one trip, and XLA:CPU removes barriers before it fuses. Then a
-    tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So
-    ``number`` hides that there is one trip, and the row is a slice of two.
-    """
-    shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
-    zeros = jax.tree.map(lambda s: jnp.zeros((1, *s.shape), s.dtype), shapes)
-    count = 1 + jnp.minimum(number, 0)
-    rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), towers)
-
-    def body(i: jax.Array, done: PyTree) -> PyTree:
-        out = tower_fn(jax.tree.map(lambda x: x[i], rows))
-        return jax.tree.map(lambda all_of_them, x: all_of_them.at[i].set(x), done, out)
-
-    with jax.named_scope(tags.IN_TURN):
-        return lax.fori_loop(0, count, body, zeros)
-
-
-def _scan_and_add(
-    tower_fn: Callable[[PyTree], tuple[PyTree, PyTree]], towers: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Run one tower after another, and hold one tower's sums at a time."""
-    shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
-    zeros = jax.tree.map(jnp.zeros_like, shapes[0])
-
-    def body(total: PyTree, tower: PyTree) -> tuple[PyTree, PyTree]:
-        sums, kept = tower_fn(tower)
-        return jax.tree.map(jnp.add, total, sums), kept
-
-    return scan_in_turn(body, zeros, towers)
-
-
-def scan_in_turn(body: Callable[..., Any], init: PyTree, xs: PyTree) -> Any:
-    """A scan over towers or micro-batches; `shards` gathers in each of its steps."""
-    with jax.named_scope(tags.IN_TURN):
-        return lax.scan(body, init, xs)
+    return map_in_turn(isolated, towers, axes.num_local, number)

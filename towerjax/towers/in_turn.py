@@ -1,0 +1,68 @@
+"""Run the towers of a device one after another, each as it runs on any other device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from towerjax.proof import tags
+from towerjax.types import PyTree
+
+
+def map_in_turn(
+    tower_fn: Callable[[PyTree], PyTree], towers: PyTree, size: int, number: jax.Array
+) -> PyTree:
+    """``lax.map`` over the ``size`` towers of a device, compiled alike for any size.
+
+    XLA removes a loop of one trip, and XLA:CPU removes barriers before it fuses. Then a
+    tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So
+    ``number`` hides that there is one trip, and the row is a slice of two.
+    """
+
+    def of_tower(i: jax.Array) -> PyTree:
+        row = _index_of_own_kernels(i)
+        return tower_fn(jax.tree.map(lambda x: x[row], towers))
+
+    def body(i: jax.Array, done: PyTree) -> PyTree:
+        return jax.tree.map(lambda rows, x: rows.at[i].set(x), done, of_tower(i))
+
+    with jax.named_scope(tags.IN_TURN):
+        if size > 1:
+            return lax.map(of_tower, jnp.arange(size))
+        towers = jax.tree.map(lambda x: jnp.concatenate([x, x]), towers)
+        shapes = jax.eval_shape(of_tower, number)
+        zeros = jax.tree.map(lambda s: jnp.zeros((1, *s.shape), s.dtype), shapes)
+        return lax.fori_loop(0, 1 + jnp.minimum(number, 0), body, zeros)
+
+
+def _index_of_own_kernels(i: jax.Array) -> jax.Array:
+    """The index ``i >= 0`` of a loop, whose body XLA:CPU then compiles op by op.
+
+    It compiles small loops as one function, which LLVM unrolls by the number of trips,
+    but none with an operation that is not for such functions: a collective, which one
+    device has not, or a sort (openxla/xla, ``small_while_loop_hoisting_pass.cc``).
+    """
+    least = lambda i: lax.sort(jnp.stack([i, jnp.iinfo(i.dtype).max]))[0]  # noqa: E731
+    return lax.platform_dependent(i, cpu=least, default=lambda i: i)
+
+
+def scan_and_add(
+    tower_fn: Callable[[PyTree], tuple[PyTree, PyTree]], towers: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Run one tower after another, and hold one tower's sums at a time."""
+    shapes = jax.eval_shape(tower_fn, jax.tree.map(lambda x: x[0], towers))
+    zeros = jax.tree.map(jnp.zeros_like, shapes[0])
+
+    def body(total: PyTree, tower: PyTree) -> tuple[PyTree, PyTree]:
+        sums, kept = tower_fn(tower)
+        return jax.tree.map(jnp.add, total, sums), kept
+
+    return scan_in_turn(body, zeros, towers)
+
+
+def scan_in_turn(body: Callable[..., Any], init: PyTree, xs: PyTree) -> Any:
+    """A scan over towers or micro-batches; `shards` gathers in each of its steps."""
+    with jax.named_scope(tags.IN_TURN):
+        return lax.scan(body, init, xs)
