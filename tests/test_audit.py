@@ -14,6 +14,7 @@ from audited_losses import PARAMS as MODEL
 from audited_losses import RIGHT, WRONG, WRONG_STEPS, errors, scores
 
 import towerjax as tj
+from towerjax.step.audit import of_towers
 from towerjax.step.comparison import Compared, _gap_of_leaf, _rtol
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
@@ -326,6 +327,7 @@ def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     assert int(state.step) == 0 and not step.is_audited
     jax.tree.map(np.testing.assert_array_equal, state.params, MODEL)
     assert all(x in str(error) for x in ("on 2 towers", "on one", "tj.Weighted.mean("))
+    assert "as many rows each" not in str(error)  # ROWS are shared evenly
 
 
 @pytest.mark.few_fast(1)
@@ -484,6 +486,14 @@ def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
     report = step.audit(state, ROWS)
     assert {"extra", "local['count']", "local['mean']"} <= {*report.compared}
     assert report.not_compared == ("local['own']",)
+
+
+def test_each_of_two_towers_has_its_own_variables_and_one_has_both():
+    own = [tj.TowerLocal(np.float32([1, 2]), x) for x in (SUM, tj.Reduction.NONE)]
+    state = tj.TrainState.create(PARAMS, optax.sgd(0.1), local=own)
+    for number, expected in (2, [[1, 2], [1, 2]]), (1, [[3], [1]]):
+        local = of_towers(state, number, jax.random.key(0)).local
+        assert [x.value.tolist() for x in local] == expected
 
 
 @pytest.mark.slow

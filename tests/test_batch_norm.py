@@ -197,7 +197,7 @@ def test_towers_that_never_meet_take_local_statistics():
 
 @pytest.mark.slow
 def test_an_empty_tower_keeps_its_local_statistics():
-    losses, state = trained(towers(4, 2), [batch(7)], statistics="local")
+    losses, state = trained(towers(4, 2), [batch(9)], statistics="local")
     assert np.isfinite(losses).all()
     np.testing.assert_array_equal(state.local.value["mean"][3:], np.zeros((1, OUT)))
     np.testing.assert_array_equal(state.local.value["var"][3:], np.ones((1, OUT)))

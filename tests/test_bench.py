@@ -166,7 +166,7 @@ def test_a_sweep_is_timed_once_and_goes_on(here, capfd):
 
 
 PROGRAMS = {  # what the last record says: the program of a worker
-    "was ended by SIGABRT. Last it said: it": "os.write(2, b'it'); os.abort()",
+    "was ended by SIGABRT. Last it said: it": "os.write(2, b'it\\xff'); os.abort()",
     "ended with exit code 1. Last it said: gone": "sys.exit('gone')",
     "took longer than 0.1 s and was ended": "time.sleep(60)",
 }
@@ -177,7 +177,7 @@ PROGRAMS = {  # what the last record says: the program of a worker
 def test_a_worker_that_dies_or_hangs_is_a_failure(here, capfd, monkeypatch, why):
     program = f"import os, sys, time; {PROGRAMS[why]}"
     monkeypatch.setattr(of_bench, "_WORKER", (sys.executable, "-c", program))
-    options = {"timeout_s": 0.1 if "longer" in why else 60.0, "results": "r.jsonl"}
+    options = {"timeout_s": 0.1 if "longer" in why else 60.0, "results": "a/b/r.jsonl"}
     for _ in range(2):  # what failed is not run again unasked
         found = tj.tools.bench("mine:build", {"towers": [1, 2]}, **options)
         assert [record["status"] for record in found.records] == ["failed"] * 2
@@ -300,7 +300,8 @@ def test_the_command_shows_what_was_done_before(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, code, text", [
     (["towers=[1, 2"], 2, "towers=[1, 2: "),
     (["towers=1"], 2, "grid['towers']=1 must be a list"),
-    (["towers=[1]", "--peer", "mine"], 2, "write --peer name=module:function"),
+    *[(["towers=[1]", "--peer", x], 2, f"{x}: write --peer name=module:function")
+      for x in ("mine", "a=b=c")],
     (["no.toml"], 126, "no.toml"),
 ])  # fmt: skip
 def test_wrong_arguments_end_the_command(tmp_path, capsys, arguments, code, text):

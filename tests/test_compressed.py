@@ -230,6 +230,13 @@ def test_gradients_in_one_buffer_keep_their_dtypes():
     }
 
 
+@pytest.mark.slow
+def test_a_leaf_without_a_gradient_has_no_rounding_error():
+    batch, step = data(4), step_of(2, 2)
+    _, metrics = step(step.init(W), batch | {"v": np.zeros_like(batch["v"])})
+    assert 0 < metrics["compression/error"] < 1
+
+
 def test_a_metric_does_not_have_the_name_of_the_rounding_error():
     def named(params, batch, tower):
         loss = loss_fn(params, batch, tower).loss

@@ -401,7 +401,9 @@ def test_a_pass_says_where_it_is_and_goes_on_there(split, kind):
         for _ in range(number):
             next(first)
         next(other)  # it may have been elsewhere
-        other.set_state(json.loads(json.dumps(first.get_state())))
+        cursor = json.loads(json.dumps(first.get_state()))
+        other.set_state(cursor)
+        assert other.get_state() == cursor
         rest = list(other)
         assert [examples_of(placed) for placed in rest] == expected[number:]
         rows = [placed.rows for placed in rest]

@@ -3,6 +3,7 @@
 import re
 import textwrap
 
+import numpy as np
 import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.covers import Covered
@@ -11,6 +12,7 @@ from mutants.generated import all_mutants, changes_of, rounds_of, sample
 from mutants.mutant import Mutant, MutantError, apply
 from mutants.runner import ROOT, Job, jobs_of, run_all
 
+import towerjax as tj
 from towerjax.collectives import ops, reduce
 from towerjax.proof import analysis
 from towerjax.towers.strategies import OneDevice
@@ -126,6 +128,12 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
             print,
         )
     assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
+    door, inner = "towerjax.towers.cross_tower.reduce:map_elements", tj.Mirrored.map
+    with pytest.MonkeyPatch.context() as patch:
+        apply(Mutant("d", "", door, "if not elements", "if True", ()), patch, print)
+        with pytest.raises(ValueError, match="there are no elements"):
+            tj.Mirrored(towers=2).map(np.sin, [1.0])
+    assert tj.Mirrored.map is inner
     assert not hasattr(ops, "_mutant_is_live_")
 
 

@@ -352,6 +352,9 @@ def test_sums_of_convolutions_and_of_rows_are_one():
             ),
             "of a column": lambda t: t[ids, 1][:, None],
             "twice": lambda t: jnp.take(t, ids, axis=0) + t[ids[::-1]] ** 2,
+            "one alone": lambda t: t.at[ids[:1]].get(
+                unique_indices=True, indices_are_sorted=True
+            ),
             "each of its own": lambda t: jax.vmap(lambda row, i: row[i][None])(
                 t, ids[:5] % 3
             ),
@@ -382,6 +385,8 @@ def test_sums_of_convolutions_and_of_rows_are_one():
     shapes = {v.aval.shape for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
     assert {(3, 3, 4, 6), (5, 3)} <= shapes
     assert shapes.isdisjoint({(k, 3, 3, 4, 6), (k, 5, 3)})
+    params = [x.params for x in used_eqns(traced.jaxpr)]  # of several towers' rows
+    assert not any(x.get("unique_indices") and "update_jaxpr" in x for x in params)
 
 
 def layer(x, w):

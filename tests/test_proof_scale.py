@@ -60,6 +60,7 @@ RIGHT = {
     "constant beside": lambda w, x: psum(w / T + 1e-6),
     "indexed share": lambda w, x: psum((w / T)[jnp.argmax(w)]),
     "mean of others twice": lambda w, x: lax.pmean(psum(x) / T, AXIS),
+    "share of a mean of others": lambda w, x: psum(psum(x) / T / T),
     "derivative": derivative_of_a_shared_total,
     "other extremes": lambda w, x: lax.pmax(w, AXIS) + lax.pmin(w, AXIS),
     "halves are no whole": lambda w, x: lax.psum(w, AXIS, axis_index_groups=HALVES),

@@ -113,6 +113,13 @@ def called(count, devices):
     return by_calls(shared(count, devices))
 
 
+def test_variables_that_lie_on_all_devices_are_not_copied_again():
+    model = shared(2, 2, PLACEMENTS[1])
+    once = model.train_step().start(model.init(start()))
+    again = model.train_step().start(once)
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x is y, once, again)))
+
+
 @pytest.mark.slow
 def test_a_run_gives_the_numbers_of_calls():
     model, (expected, losses, means) = shared(4, 2), called(4, 2)

@@ -144,6 +144,8 @@ def test_a_number_that_a_state_cannot_hold_is_refused():
         step(dataclasses.replace(state, params={"w": np.zeros(1)}), batch)
     rate = state.opt_state.hyperparams["learning_rate"]
     after, _ = step(state, batch)
+    with pytest.raises(ValueError, match=r"^state\.opt\S+count, state\.opt.* was don"):
+        step(dataclasses.replace(after, opt_state=state.opt_state), batch)
     after.opt_state.hyperparams["learning_rate"] = rate  # donated a step ago
     with pytest.raises(ValueError, match=r"^state\.opt.*rate'\] was donated"):
         step(after, batch)

@@ -145,6 +145,8 @@ def test_a_replicated_model_has_an_oracle():
     )
     with pytest.raises(ValueError, match="depends on its 4 towers"):
         one_tower(dropping)
+    alone = {"devices": tj.OneDevice("cpu:1"), "remainder": "drop"}
+    one_tower(tj.estimator.replicate_model_fn(model_fn, **alone))
     with pytest.raises(ValueError, match="got a function"):
         one_tower(model_fn)
     with pytest.raises(ValueError, match="got a Step"):

@@ -31,9 +31,23 @@ SAME: dict[tuple[str, str], str] = {
         "constant: 1 -> 2",
     ): "room for one entry more, which is filled up",
     (
-        "towerjax.estimator.split_program:SplitProgram.__init__",
-        "dropped: max(passes, default=0) -> max(passes)",
-    ): "every model function returns something",
+        "towerjax.collectives.reduce:add_pairwise",
+        "flipped: paired < len(rows) -> paired <= len(rows)",
+    ): "no row is joined where none is left",
+    (
+        "towerjax.collectives.packing:Packing.unpack",
+        "flipped: platform == \"cpu\" -> platform != 'cpu'",
+    ): "where a slice begins is hidden from XLA or not, with the same bits",
+    (
+        "towerjax.loop.history:History.plot",
+        'dropped: figures.Figure((3.2 * len(curves), 2.6), layout="constrained", '
+        "dpi=70) -> figures.Figure((3.2 * len(curves), 2.6), dpi=70)",
+    ): "how far apart the panels of a picture lie",
+    (
+        "towerjax.towers.cross_tower.call:call_for_each_tower",
+        "dropped: np.arange(placement.num_towers, dtype=np.int32) -> "
+        "np.arange(placement.num_towers)",
+    ): "an argument that is not read",
     (
         "towerjax.loop.checkpoint.checkpointer:Saving.resume",
         "constant: 1 -> 2",

@@ -20,7 +20,7 @@ FLIPPED: dict[type, type] = {
 }  # fmt: skip
 # With any other, what the module does with the function afterwards would be lost.
 DECORATORS = ("property", "staticmethod", "classmethod", "functools.cache")
-DECORATORS += ("functools.cached_property", "contextlib.contextmanager")
+DECORATORS += ("functools.cached_property", "contextlib.contextmanager", "door")
 # What tells of a mistake of ours, or tells a reader sooner: nothing else.
 UNSEEN_KEYWORDS = ("strict", "flush")
 FIRST_ROUND, SECOND_ROUND = 10, 40

@@ -87,7 +87,9 @@ def _holders(original: Any, package: str) -> Iterator[tuple[Any, Any]]:
             elif isinstance(value, dict) and not name.startswith("__"):
                 yield from ((value, k) for k, v in value.items() if v is original)
             elif inspect.isclass(value) and value.__module__ == module_name:
-                yield from ((value, k) for k, v in vars(value).items() if v is original)
+                for key, x in vars(value).items():  # a class may have a door to it
+                    if x is original or getattr(x, "__wrapped__", None) is original:
+                        yield value, key
 
 
 def _made(mutant: Mutant, original: Any, owner: type | None) -> Any:

@@ -274,10 +274,10 @@ class Compressed:
         """Squared norms of leaves, ``[leaves]`` float32, from block ``first`` on."""
         each = (x.reshape(-1, self.block) ** 2).sum(axis=1).astype(jnp.float32)
         leaf = np.repeat(np.arange(len(sizes)), [n // self.block for n in sizes])
-        # Blocks behind are of no leaf, wherever the slice begins there.
-        leaf = jnp.pad(leaf, (0, len(each)), constant_values=len(sizes))
+        # Blocks behind are 0, and so add nothing to the leaf that is said there.
+        leaf = jnp.pad(leaf, (0, len(each)))
         leaf = lax.dynamic_slice_in_dim(leaf, first, len(each))
-        return jax.ops.segment_sum(each, leaf, num_segments=len(sizes) + 1)[:-1]
+        return jax.ops.segment_sum(each, leaf, num_segments=len(sizes))
 
 
 def _differentiate_exactly(coded_sum: Callable[..., Any]) -> Callable[..., Any]:

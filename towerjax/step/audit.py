@@ -294,7 +294,7 @@ def _advise_by_numbers(findings: Sequence[Finding]) -> list[str]:
     }.items():
         names = [x.leaf for x in findings if _is_times(x, factor)]
         told += [f"{listed(names)}: {text}."] if names else []
-    if findings and all(x.split == "unevenly" for x in findings):
+    if all(x.split == "unevenly" for x in findings):
         told.append(
             "Where towers have as many rows each they agree: a mean of each tower's"
             " mean counts a tower of few rows as much as one of many."

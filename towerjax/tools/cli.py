@@ -131,9 +131,9 @@ def bench(
 
     exit code: 0 if all were timed, 1 if one failed, 2 for wrong arguments.
     """
-    if wrong := [text for text in peer if "=" not in text]:
+    if wrong := [text for text in peer if text.count("=") != 1]:
         raise ValueError(f"--peer {wrong[0]}: write --peer name=module:function.")
-    options["peers"] = dict(text.split("=", 1) for text in peer)
+    options["peers"] = dict(text.split("=") for text in peer)
     options |= {"progress": False} if json else {}
     timings = bench_all(build, shell.read_toml(*grid), **options)
     code = FAULT if "failed" in [x["status"] for x in timings.records] else OK

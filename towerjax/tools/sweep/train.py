@@ -92,8 +92,8 @@ class Sweep(RowTable):
         check_choice("mode", mode, ("min", "max"))
         finals = [member.final for member in self.members]
         check_choice("metric", metric, list({k: 0 for final in finals for k in final}))
-        sign = 1 if mode == "min" else -1
-        costs = [sign * float(final.get(metric, np.nan)) for final in finals]
+        values = np.array([float(final.get(metric, np.nan)) for final in finals])
+        costs = values if mode == "min" else -values
         costs = np.where(np.isfinite(costs), costs, np.inf)
         return self.members[int(costs.argmin())]
 
