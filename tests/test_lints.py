@@ -494,6 +494,20 @@ def test_towers_that_have_rows_of_their_own_are_not(options, local):
     step.check(state, batch())
 
 
+def test_micro_batches_of_towers_in_turn_are_not():
+    """Our own loops: over the towers, and in it one over a row at a time."""
+
+    def loss_fn(params, batch, tower):
+        errors = (batch["x"] @ params["w"]).mean(axis=1) - batch["y"]
+        return tj.Weighted.mean(errors**2, tower.weight)
+
+    how = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+    strategy = tj.Mirrored(["cpu:0"], towers=2, **how)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, micro_batches=2)
+    rows = {"x": np.ones((4, 2, 1), np.float32), "y": np.ones(4, np.float32)}
+    assert check(step, {"w": np.ones(1, np.float32)}, rows) == []
+
+
 def test_a_mean_of_towers_losses_is_not():
     def loss_fn(params, batch, tower):
         return jnp.sqrt(((batch["x"][:, 0] @ params["w"]) ** 2).mean())

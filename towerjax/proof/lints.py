@@ -130,8 +130,9 @@ def of_equation(
     if name in ("scatter", "dynamic_update_slice"):
         update = ins[1 + (name == "scatter")].loops
         met = "passed" if any(("passed", at) in update for at in turns) else met
-    if met and not is_derived(eqn):
-        rows = rows._replace(met=rows.met | {OwnRows(met, user_line(site))})
+    # No line: a loop of ours, over micro-batches inside one over towers.
+    if met and not is_derived(eqn) and (line := user_line(site)):
+        rows = rows._replace(met=rows.met | {OwnRows(met, line)})
     if name in ("div", "integer_pow") and dims == FUNCTION:
         rows = rows._replace(over=rows.over | ins[-1].leaves)
     return rows
