@@ -522,6 +522,18 @@ def test_a_run_audits_small_models_and_says_so(capsys, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_run_warns_of_what_towers_own_statistics_may_explain():
+    def loss_fn(params, batch, tower):
+        loss = WRONG["sum_with_weight_1"](params, batch, tower)
+        return tj.TowerOutput(loss, {}, tower.local)
+
+    step = train_step(loss_fn, audit=False)
+    state = step.init(MODEL, local={"n": tj.TowerLocal(np.float32(0), SUM)})
+    with pytest.warns(UserWarning, match="Say audit=False if each tower's own stat"):
+        tj.run(step, state, tj.batches(ROWS, 8), steps=1)
+
+
+@pytest.mark.slow
 def test_a_run_says_where_it_cannot_audit(capsys):
     def loss_fn(params, batch, tower):
         own = errors(params, batch)

@@ -49,7 +49,8 @@ def stats_of(width=OUT):
 
 
 def apply_linen(params, stats, h, tower, mask=None, **options):
-    norm = LinenNorm(use_running_average=False, **OPTIONS, **options)
+    running = None if options.get("statistics") == "frozen" else False
+    norm = LinenNorm(use_running_average=running, **OPTIONS, **options)
     own = {"scale": params["scale"], "bias": params["bias"]}
     variables = {"params": own, "batch_stats": stats}
     y, updated = norm.apply(variables, h, tower, mask=mask, mutable=["batch_stats"])

@@ -11,6 +11,7 @@ import pytest
 from test_malformed import ANYTHING, STRATEGY, good, loss_fn, refuse, start
 
 import towerjax as tj
+from towerjax.contrib import TowerStatistics
 
 ESTIMATOR, SUM = tj.estimator, tj.Reduction.SUM
 RAGGED = [[1.0], [2.0, 3.0]]
@@ -84,6 +85,10 @@ CALLS = {
     "estimator: an option of a step that there is not": (
         "argument 'epochs'; it takes micro_batches",
         lambda x: MODEL.train_step(epochs=x), [2]),
+    "train and evaluate: an option that there is not": (
+        "train_and_evaluate() got an unexpected keyword argument 'hook'",
+        lambda x: ESTIMATOR.train_and_evaluate(
+            MODEL, [good()], variables=VARIABLES, hook=x), [2]),
     "estimator: mode": ("mode=", lambda x: MODEL(VARIABLES, LABELS, mode=x), ANYTHING),
     "estimator: features": ("batch", lambda x: MODEL(VARIABLES, x), NO_TREES),
     "estimator: micro_batches": ("micro_batches",
@@ -157,6 +162,7 @@ CALLS = {
     "assert_same: bits": ("bits",
         lambda x: tj.testing.assert_same(TABLE, TABLE, bits=x), NO_FLAGS),
     "one_tower": ("one_tower", tj.testing.one_tower, ANYTHING),
+    "statistics of towers": ("per_tower", TowerStatistics, NO_FLAGS),
     "mean: values": ("mean", tj.metrics.mean, NO_NUMBERS),
     "mean: merge": ("other=", tj.metrics.mean(SCORES).merge, ANYTHING),
     "ratio": ("ratio: total", lambda x: tj.metrics.ratio(x, 1.0), NO_NUMBERS),

@@ -182,6 +182,8 @@ def chosen(x, least=2, *, deep=False):
     if x < least and x is not None:
         raise ValueError(f"{x} is below {least + 1}")
     found.seen = True
+    if found is None:
+        raise NotImplementedError
     found.add(sorted(x, key=len), strict=True)
     count: "2" = 1
     count += 1
@@ -197,6 +199,7 @@ def test_what_is_generated_of_a_function():
         "constant": [("1", "2"), ("1", "2"), ("2", "3")]
         + [("False", "True"), ("True", "False")],
         "flipped": [
+            ("found is None", "found is not None"),
             ("x < least", "x <= least"),
             ("x < least and x is not None", "(x < least or x is not None)"),
             ("x is not None", "x is None"),

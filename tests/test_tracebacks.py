@@ -11,6 +11,7 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.types.door import doors
 
 BATCH = {"x": np.ones((8, 3), np.float32)}
 W = np.ones(4, np.float32)
@@ -123,6 +124,18 @@ def test_a_refusal_shows_the_users_call_alone():
             call()
         found = traceback.extract_tb(caught.value.__traceback__)
         assert [x.name for x in found][1:] == ["<lambda>"], found
+
+
+def test_a_class_has_doors_where_a_user_may_enter():
+    @doors
+    class Entered:
+        def __init__(self): ...
+        def __call__(self): ...
+        def opened(self): ...
+        def _inside(self): ...
+
+    found = [name for name, x in vars(Entered).items() if hasattr(x, "__wrapped__")]
+    assert found == ["__call__", "opened"]
 
 
 def test_all_frames_are_kept_where_jax_keeps_its_own():

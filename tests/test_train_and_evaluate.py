@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import operator
 import re
 import signal
 import threading
@@ -420,6 +421,11 @@ def test_a_malformed_batch_closes_the_data(model):
         caught.value.batches.close()
         assert closed.pop()
     assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
+
+
+def test_how_many_batches_an_epoch_has_is_known_of_one():
+    for data, epochs, hint in ([1, 2], 1, 2), ([], 1, 0), ([1], 2, -1), (once(), 1, -1):
+        assert operator.length_hint(Epochs("data", data, epochs), -1) == hint
 
 
 # What is refused
