@@ -8,7 +8,7 @@ import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.covers import Covered
 from mutants.equivalent import SAME
-from mutants.generated import all_mutants, changes_of, rounds_of, sample
+from mutants.generated import all_mutants, changes_of, rounds_of, run_rounds, sample
 from mutants.mutant import Mutant, MutantError, apply
 from mutants.runner import ROOT, Job, jobs_of, run_all
 
@@ -243,6 +243,19 @@ def test_the_lines_of_a_mutant_are_those_that_run_with_it():
         first, last = map(int, mutant.killed_by[2:])
         lines = (ROOT / file).read_text().splitlines()[first - 1 : last]
         assert lines[0].strip().startswith(begin) and lines[-1].strip().startswith(end)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes, became", [("3, 3, 4", "killed"), ("4, 3, 3", "survived")]
+)
+def test_a_test_that_fails_anyway_kills_nothing(tmp_path, sizes, became):
+    file = tmp_path / "test_tiny.py"
+    call = "from towerjax.collectives.ops import pack_sizes as sizes"
+    file.write_text(f"{call}\ndef test_all():\n    assert sizes(10, 3) == [{sizes}]\n")
+    mutant = Mutant("a", "", PACK_SIZES, REST, "[size]", ("ops.py", "1", "1", "1"))
+    covers = {f"{file}::test_all": Covered(0, frozenset([("ops.py", 1)]))}
+    assert run_rounds([mutant], covers, 1, lambda *_: None) == {became: [mutant]}
 
 
 @pytest.mark.slow

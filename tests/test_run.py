@@ -838,7 +838,8 @@ def test_a_notebook_gets_a_bar_in_its_place(train_step, monkeypatch, capsys):
         display=types.SimpleNamespace(display=display),
     )
     monkeypatch.setitem(sys.modules, "IPython", fake)
-    run(train_step, init(train_step), batches(make_data(64), 16), steps=4)
+    data = batches(make_data(64), 16)
+    run(train_step, init(train_step), data, steps=4, audit=False)
     assert shown[0].strip() == "starting" and "step 1: compiling" in shown[1]
     assert re.match("━{30} +step 4/4  loss", shown[-1])
     assert capsys.readouterr().out == ""

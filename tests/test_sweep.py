@@ -346,6 +346,14 @@ def refused_by_state(rate):
     return small(rate)[0], 1
 
 
+def refused_by_the_proof(rate):
+    def loss_fn(w, batch, tower):
+        return tj.TowerOutput(loss_of(rate)(w, batch, tower), {"own": tower.id})
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+    return step, step.init(np.float32([0.5, 1, -0.25]))
+
+
 def refused_by_numpy(rate, seed):
     return small(rate, np.random.default_rng(seed))
 
@@ -363,6 +371,7 @@ def refused_by_numpy(rate, seed):
     (small, {"rate": [0.1]}, {"batches": iter(FEW)}, "list_iterator, which can be"),
     (refused_by_width, {"rate": [0.1], "width": [2]}, {}, r"static=\[...\] what"),
     (refused_by_control_flow, {"rate": [0.1]}, {}, "traces rate: build gets arrays"),
+    (refused_by_the_proof, {"rate": [0.1]}, {}, r"metrics\['own'\]"),
     (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
     (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
     (7, {"rate": [0.1]}, {}, "build=7 is not a function"),

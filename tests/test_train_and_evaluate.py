@@ -602,8 +602,9 @@ def test_predictions_before_an_error_come_first(model):
     ],
 )
 def test_bad_predictions_are_refused_at_once(model, data, options, text):
-    with pytest.raises(ValueError, match=re.escape(text)):
-        tj.estimator.predict(model, model.init(), data, **options)
+    for call in (tj.estimator.predict, tj.estimator.evaluate):
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call(model, model.init(), data, **options)
 
 
 def lines_model(**options):

@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import dataclasses
 import pathlib
 import random
 import textwrap
@@ -227,7 +228,7 @@ def run_rounds(
     workers: int,
     report: Callable[[Job, Verdict], None],
 ) -> dict[str, list[Mutant]]:
-    """Run each mutant against the tests of its line, until one fails.
+    """Run each mutant against the tests of its line, until one fails by it.
 
     Args:
       mutants: The mutants.
@@ -244,7 +245,7 @@ def run_rounds(
     is_live: set[str] = set()
     while waiting:
         jobs = [jobs[0] for _, jobs in waiting if jobs]
-        verdicts = iter(run_all(jobs, workers, report))
+        verdicts = iter(_confirmed(jobs, run_all(jobs, workers, report), workers))
         left = []
         for mutant, jobs in waiting:
             became = "survived" if mutant.id in is_live else "not run"
@@ -263,6 +264,24 @@ def run_rounds(
                     became = "no answer"
             found.setdefault(became, []).append(mutant)
         waiting = left
+    return found
+
+
+def _confirmed(
+    jobs: Sequence[Job], verdicts: Sequence[Verdict], workers: int
+) -> list[Verdict]:
+    """The verdicts; that of a test which fails without the mutant, too, is none."""
+    plain: dict[int, Job] = {}
+    for i, (job, verdict) in enumerate(zip(jobs, verdicts, strict=True)):
+        if verdict.failed in job.tests:
+            tests = job.tests[: job.tests.index(verdict.failed) + 1]
+            plain[i] = Job(f"{job.name}, as it is", tests, None)
+    found = list(verdicts)
+    again = run_all([*plain.values()], workers, lambda job, verdict: None)
+    for i, verdict in zip(plain, again, strict=True):
+        if verdict.outcome == "failed":
+            print(f"fails without a mutant, too: {verdict.detail}", flush=True)
+            found[i] = dataclasses.replace(verdict, outcome="survived")
     return found
 
 

@@ -49,6 +49,7 @@ class Verdict:
       seconds: How long it took.
       cpu_seconds: How much of a core it took.
       output: What pytest wrote.
+      failed: The test that failed first, if one did.
     """
 
     outcome: str
@@ -56,6 +57,7 @@ class Verdict:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     output: str = ""
+    failed: str | None = None
 
     @property
     def is_good(self) -> bool:
@@ -120,7 +122,8 @@ def run_here(job: Job) -> Verdict:
             except MutantError as error:
                 return Verdict("broken", str(error))
         code = int(pytest.main([*options, *job.tests], plugins=[recorder]))
-    return _verdict(job, recorder, code, counts[0])
+    verdict = _verdict(job, recorder, code, counts[0])
+    return dataclasses.replace(verdict, failed=recorder.failed)
 
 
 def _verdict(job: Job, recorder: _Recorder, code: int, lives: int) -> Verdict:
