@@ -273,8 +273,9 @@ def _confirmed(
     """The verdicts; that of a test which fails without the mutant, too, is none."""
     plain: dict[int, Job] = {}
     for i, (job, verdict) in enumerate(zip(jobs, verdicts, strict=True)):
-        if verdict.failed in job.tests:
-            tests = job.tests[: job.tests.index(verdict.failed) + 1]
+        if verdict.failed is not None:
+            last = [*job.tests, verdict.failed].index(verdict.failed)
+            tests = job.tests[: last + 1]
             plain[i] = Job(f"{job.name}, as it is", tests, None)
     found = list(verdicts)
     again = run_all([*plain.values()], workers, lambda job, verdict: None)
