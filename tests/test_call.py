@@ -330,6 +330,13 @@ def test_a_mean_that_is_used_as_a_number_is_explained(use):
     assert "tj.value_and_grad(loss_fn)" in error.value.__notes__[0]
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_axis_of_all_towers_has_the_name_that_it_is_given(devices):
+    strategy = mirrored(4, devices, axis_name="batch")
+    out = strategy.call_for_each_tower(lambda tower: jax.lax.psum(tower.id, "batch"))
+    assert int(out) == 6
+
+
 def test_an_axis_that_towers_do_not_know_is_explained():
     strategy = tj.Mirrored(towers=2)
     with pytest.raises(NameError) as error:

@@ -1,6 +1,7 @@
 """Several processes, one job: how they start, speak, fail and end together."""
 
 import contextlib
+import io
 import os
 import pathlib
 import re
@@ -13,7 +14,13 @@ import forked
 import pytest
 
 from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _start_worker
+from towerjax.mesh.cluster.group import (
+    Timeouts,
+    _Job,
+    _process_group,
+    _start_worker,
+    write,
+)
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 
@@ -222,6 +229,13 @@ for word, n in (("is ready", 10), ("got 10", number)):
     if i == "0": os.kill(os.getppid(), n)
 while True: time.sleep(.05)
 """
+
+
+def test_what_is_no_text_goes_to_any_stream():
+    text, raw = io.StringIO(), io.BytesIO()
+    for target in (text, of_raw := io.TextIOWrapper(raw)):
+        write(target, b"a\xff")
+    assert text.getvalue() == "a\ufffd" and of_raw.buffer.getvalue() == b"a\xff"
 
 
 @pytest.mark.few_fast(1)

@@ -28,7 +28,7 @@ from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import HistoryLog
 from towerjax.loop.loop import Loop
 from towerjax.loop.run import run
-from towerjax.mesh.interrupt import InterruptGuard
+from towerjax.mesh.interrupt import InterruptGuard, Terminated
 
 EPS = np.finfo(np.float32).eps
 LEARNING_RATE = 0.05
@@ -713,6 +713,18 @@ def test_a_second_ctrl_c_waits_as_the_first():
             signal.raise_signal(signal.SIGINT)
         finished = True
     assert finished
+
+
+def test_sigterm_is_held_back_while_results_are_read_and_not_after():
+    guard, seen = InterruptGuard(7), []
+    with pytest.raises(Terminated), guard.installed():
+        for number in range(2):
+            with guard.holding_sigterm():
+                if number:
+                    signal.raise_signal(signal.SIGTERM)
+                seen.append(number)
+        seen.append("after")
+    assert seen == [0, 1]
 
 
 @pytest.mark.few_fast(1)

