@@ -17,6 +17,7 @@ from jax._src.monitoring import get_event_listeners
 import towerjax as tj
 from benchmarks.models import MODELS, mlp
 from benchmarks.trials import LEARNING_RATE, MOMENTUM, Trial, strategy_of
+from towerjax.tools import cli
 from towerjax.tools.cli import main
 from towerjax.tools.shell import read_toml
 from towerjax.tools.sweep import bench as of_bench
@@ -309,6 +310,14 @@ def test_wrong_arguments_end_the_command(tmp_path, capsys, arguments, code, text
     out = str(tmp_path / "r.jsonl")
     assert main(["bench", "mine:build", *arguments, "--out", out]) == code
     assert text in capsys.readouterr().err and not pathlib.Path(out).exists()
+
+
+def test_peers_of_the_command_are_those_of_bench(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "bench_all", lambda *_, **x: seen.append(x) or Timings(()))
+    arguments = ["towers=[1]", "--out", "r.jsonl", "--peer", "a=m:f", "--peer", "b=m:g"]
+    main(["bench", "mine:build", *arguments])
+    assert seen[0]["peers"] == {"a": "m:f", "b": "m:g"}
 
 
 def test_later_lines_of_toml_count(tmp_path):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.step.state_checks import is_usable
 
 PINNED = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
 
@@ -152,6 +153,15 @@ def test_a_number_that_a_state_cannot_hold_is_refused():
     after.opt_state.hyperparams["learning_rate"] = 0.25
     after, _ = step(after, batch)
     assert int(after.step) == 2
+
+
+@pytest.mark.parametrize("hold", [list, tuple, lambda x: {"w": x}, lambda x: [[*x]]])
+def test_a_state_is_usable_until_it_is_donated(hold):
+    w = jnp.ones(2)
+    state = tj.TrainState.create(hold([w]), optax.sgd(0.1))
+    assert is_usable(state)
+    w.delete()
+    assert not is_usable(state)
 
 
 def test_steps_and_a_donated_state_say_what_they_are():

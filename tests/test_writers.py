@@ -335,10 +335,10 @@ def test_the_event_file_holds_the_history(step, evaluate, tmp_path):
         evaluate=evaluate,
         eval_batches=data(2),
         eval_every=3,
-        writers=[tj.TensorBoard(tmp_path / "logs")],
+        writers=[tj.TensorBoard(tmp_path / "new" / "logs")],
         progress=False,
     )
-    [path] = (tmp_path / "logs").iterdir()
+    [path] = (tmp_path / "new" / "logs").iterdir()
     version, mark, *events = events_of(path)
     assert b"brain.Event:2" in path.read_bytes()[:60]
     assert (mark[0], mark[3]) == (1, True)

@@ -19,6 +19,11 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: jnp.dtype(dtype).itemsize < 4 -> jnp.dtype(dtype).itemsize <= 4",
     ): "float32 is widened to float32",
     (
+        "towerjax.loop.checkpoint.folder:_write_table",
+        "dropped: json.dumps(table, indent=1, allow_nan=False) -> "
+        "json.dumps(table, allow_nan=False)",
+    ): "how a file looks to who reads it",
+    (
         "towerjax.data.shard:may_wrap",
         'flipped: x.dtype.kind in "iu" and x.dtype.itemsize > 4 -> '
         "(x.dtype.kind in 'iu' or x.dtype.itemsize > 4)",
