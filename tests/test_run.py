@@ -998,7 +998,7 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
 
     def train(step):
         state, placed = step.init(jnp.float32(0)), step.place_batch(batch)
-        for _ in range(300):
+        for _ in range(600):
             state, _ = step(state, placed)
             take(predict(jnp.float32(2), placed))
         return state.params
@@ -1015,7 +1015,7 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
         sys.setswitchinterval(interval)
     assert [x.exception() for x in runs] == [None] * 3
     results = [x.result() for x in runs]
-    np.testing.assert_allclose(results, [1 - 0.8**300] * 3, rtol=1e-5)
+    np.testing.assert_allclose(results, [1 - 0.8**600] * 3, rtol=1e-5)
 
 
 @pytest.mark.slow
