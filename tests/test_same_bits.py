@@ -216,8 +216,35 @@ def of_an_update(devices):
     return bits(step, 61)
 
 
+def of_divisors(devices):
+    """What arrays of several sizes become, divided by one number, or one a column."""
+
+    def tower_fn(state, batch, tower):
+        rows = jnp.tanh(batch[:, 0] @ state.params)
+        a, b = rows.T @ rows, batch[:, 1].T @ rows
+        return tj.Sum({"a": a, "b": b, "c": jnp.stack([a, -b[1:]])})
+
+    def update_fn(state, merged):
+        squares = [x.reshape(-1, 4) ** 2 for x in merged.value.values()]
+        column = jnp.sqrt(sum([x.sum(axis=0) for x in squares]))
+        norms = {
+            "column": column[None],
+            "most": column.max(keepdims=True)[None],
+            "norm": jnp.sqrt(sum([x.sum(keepdims=True) for x in squares])),
+        }
+        return state, {
+            f"{name} / {what}": -0.1 * (x / (norm if x.ndim == 2 else norm[None]))
+            for what, norm in norms.items()
+            for name, x in merged.value.items()
+        }
+
+    return bits(tj.build_step(tower_fn, update_fn, in_turn(4, devices)), 12)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("run, devices", [(of_two_passes, 2), (of_an_update, 3)])
+@pytest.mark.parametrize(
+    "run, devices", [(of_two_passes, 2), (of_an_update, 3), (of_divisors, 2)]
+)
 def test_what_all_towers_compute_alike_has_the_same_bits(run, devices):
     found = [run(number) for number in (1, devices)]
     assert [name for name, x in found[0].items() if x != found[1][name]] == []

@@ -527,6 +527,15 @@ STATE = (
     _m("S30", "a small loop over towers is one function, and its bits depend on trips",
        "towers.in_turn:map_in_turn", "_index_of_own_kernels(i)", "i",
        "test_same_bits.py::test_xla_makes_no_function_of_the_loop_over_towers[1]"),
+    _m("S31", "a broadcast drops its dims of 1 after XLA merged equal operations",
+       "mesh.private_jax:_merge_in", 'op.name == "stablehlo.broadcast_in_dim"', "False",
+       "test_same_bits.py::test_what_all_towers_compute_alike_has_the_same_bits"
+       "[of_divisors-2]"),
+    _m("S32", "a program for several devices is lowered in another form than for one",
+       "towers.executors:lower_on_devices", 'placement.local == "scan"',
+       'placement.local == "scan" and len(placement.devices) == 1',
+       "test_same_bits.py::test_what_all_towers_compute_alike_has_the_same_bits"
+       "[of_divisors-2]"),
     _m("S23", "a number that is written into a state is cut to the dtype there",
        "step.state_checks:_cast_number", "jnp.result_type(plain, dtype) != dtype",
        "False", "test_state.py::test_a_number_that_a_state_cannot_hold_is_refused"),

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ def read_arguments(compiled: Any) -> list[int]:
 
 
 def inline_and_merge(lowered: Any) -> None:
-    """Inline all calls of a lowered program and merge equal operations, in place."""
+    """Inline all calls of a lowered program, and merge equal operations, in place."""
     # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
     # body with earlier ones; XLA merges within a block alone.
     module = lowered.compiler_ir("stablehlo")
@@ -133,17 +134,55 @@ _NEVER_MERGED = frozenset(
 def _merge_in(block: Any) -> None:
     """Merge equal operations of a block, and of each block nested in it."""
     first: dict[Any, Any] = {}
-    for op in [each.operation for each in block.operations]:
-        for region in op.regions:
-            for inside in region.blocks:
-                _merge_in(inside)
-        if not _may_merge(op):
-            continue
+
+    def merged(op: Any) -> Any:
         same = first.setdefault(_merge_key(op, {}), op)
         if same is not op:
             for result, other in zip(op.results, same.results, strict=True):
                 result.replace_all_uses_with(other)
             op.erase()
+        return same
+
+    for op in [each.operation for each in block.operations]:
+        for region in op.regions:
+            for inside in region.blocks:
+                _merge_in(inside)
+        if op.name == "stablehlo.broadcast_in_dim":
+            _broadcast_at_once(op, merged)
+        if _may_merge(op):
+            merged(op)
+
+
+def _broadcast_at_once(op: Any, merged: Callable[[Any], Any]) -> None:
+    """Let a broadcast begin with the fewest dims: no other's result, no dim of 1.
+
+    Else XLA would drop these for each broadcast anew, and merge what it drops them from
+    on several devices alone; and it divides otherwise by what is used once.
+    """
+    out, x = ir.RankedTensorType(op.result.type), op.operands[0]
+    dims = [*op.attributes["broadcast_dimensions"]]
+    while _made_by(x) == op.name:
+        dims = [dims[at] for at in x.owner.attributes["broadcast_dimensions"]]
+        x = x.owner.operands[0]
+    given = ir.RankedTensorType(x.type)
+    pairs = zip(given.shape, dims, strict=True)
+    kept = [(size, at) for size, at in pairs if size == out.shape[at]]
+    if len(kept) < len(dims):
+        dims = [at for _, at in kept]
+        less = ir.RankedTensorType.get([n for n, _ in kept], given.element_type)
+        while _made_by(x) == "stablehlo.reshape":
+            x = x.owner.operands[0]
+        if x.type != less:
+            at = ir.InsertionPoint(op)
+            less = ir.Operation.create("stablehlo.reshape", [less], [x], ip=at)
+            x = merged(less).results[0]
+    op.operands[0] = x
+    op.attributes["broadcast_dimensions"] = ir.DenseI64ArrayAttr.get(dims)
+
+
+def _made_by(x: Any) -> str:
+    """The name of the operation that gives it; "" of an argument."""
+    return getattr(x.owner, "name", "")
 
 
 def _may_merge(op: Any) -> bool:

@@ -343,10 +343,10 @@ def shapes_of(tree: PyTree) -> PyTree:
 def lower_on_devices(traced: Any, placement: Placement) -> Any:
     """Lower a traced program; under ``local="scan"``, in the same form on any devices.
 
-    For several devices XLA first inlines calls and merges equal operations. For one
-    device it first rewrites operations by how often their operands are used (a division
-    by a value used once becomes a product with its inverse), so that bits would depend
-    on ``D``. So calls are inlined and operations merged here.
+    For several devices XLA inlines calls and merges equal operations first. For one it
+    first rewrites operations by how often their operands are used (a division by what
+    is used once becomes a product with its inverse), so that bits would depend on
+    ``D``. So all that is done here.
     """
     # JAX would lower for the default platform, which absent devices never have.
     absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
@@ -359,7 +359,7 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
                 " jax.debug.print and callbacks, or take one device."
             )
         raise
-    if placement.local == "scan" and len(placement.devices) == 1:
+    if placement.local == "scan":
         inline_and_merge(lowered)
     return lowered
 
