@@ -54,10 +54,10 @@ def programs():
             yield page, number, how.strip(), *found
 
 
-def python(folder, program):
+def python(folder, program, compiled="as by users"):
     """What a program prints, as ``train.py`` in a folder of its own."""
     (folder / "train.py").write_text(program)
-    return forked.printed(folder / "train.py")
+    return forked.printed(folder / "train.py", compiled=compiled)
 
 
 @pytest.mark.slow
@@ -70,7 +70,10 @@ def test_programs_run(page, number, tmp_path):
     if how.startswith("if "):
         pytest.importorskip(how.removeprefix("if "))
     assert output, "a program that runs shows what it prints, in a block of text"
-    assert python(tmp_path, program) == output
+    # As by users where bits are told, or digits of which the last depends on them.
+    tells_bits = re.search(r"bits|hash|\.\d{6}", page + program + output)
+    compiled = "as by users" if tells_bits else "unoptimized"
+    assert python(tmp_path, program, compiled) == output
 
 
 @pytest.mark.slow
