@@ -299,6 +299,8 @@ CALLS = {
         r"state\.opt_state was int32\[\] and is float32\[\]"),
     "an optimizer that needs more": (check(optimizer=optax.chain(NEEDY, SGD)),
         r"keyword-only argument: 'temperature'\. Call it yourself.*tj\.build_step\("),
+    "init of a text to keep": (init(opt_state={"mode": "a"}),
+        r"^Devices hold arrays of numbers, but opt_state\['mode'\] is a str"),
     "shared weights": (init(SHARED), TWINS),
     "shared weights of a state": (lambda: tj.TrainState.create(SHARED, SGD), TWINS),
     "swapped": (lambda: tj.build_train_step(loss_fn, S, SGD), SWAPPED),
