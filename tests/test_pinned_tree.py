@@ -46,3 +46,33 @@ def test_calls_are_inlined_and_equal_operations_of_a_computation_merged():
     names = re.findall(r"stablehlo\.(\w+(?: across)?)", text)
     assert {name: names.count(name) for name in expected} == expected
     np.testing.assert_allclose(lowered.compile()(x), fn(x), rtol=1e-6)
+
+
+def test_broadcasts_are_written_at_once_and_give_the_same():
+    """From each dim of 1, of another broadcast or reshape, and inside a loop."""
+
+    def fn(x, column, number):
+        spread = jnp.broadcast_to(column[None], (3, 1, 4))
+        spread = jnp.broadcast_to(spread, (3, 2, 4))
+        ones = [number.reshape(1, 1), number.reshape(1, 1, 1)[0]]
+        rows = jax.lax.broadcast_in_dim(x[:, :1], (2, 3, 4), (1, 2))
+        each = jax.lax.map(lambda row: row[None] / column * ones[0], x)
+        none = jnp.broadcast_to(column[:, :1], (0, 4)).sum() + x.sum(0, keepdims=True)
+        pairs = spread * column[None] + jnp.sin(x[:, None]) * jnp.ones((3, 2, 4))
+        return pairs, x / ones[0] + x * ones[1], rows, each, none
+
+    rng = np.random.default_rng(0)
+    args = [np.float32(rng.uniform(1, 2, shape)) for shape in ((3, 4), (1, 4), ())]
+    lowered = jax.jit(fn).lower(*args)
+    inline_and_merge(lowered)
+    for found, expected in zip(lowered.compile()(*args), fn(*args), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    form = r"(%\w+) = stablehlo.broadcast_in_dim (%\w+), dims = \[(.*?)\]"
+    form += r" : \(tensor<(.*?)f32>\) -> tensor<(.*?)f32>"
+    written = re.findall(form, lowered.as_text())
+    sizes = lambda text: [*map(int, re.findall(r"\d+", text))]  # noqa: E731
+    for *_, dims, given, out in written:
+        assert sizes(given) == [sizes(out)[at] for at in sizes(dims)]
+    spread = {result for result, *_ in written}
+    reshaped = re.findall(r"stablehlo.reshape (%\w+)", lowered.as_text())
+    assert len(written) > 8 and not spread & {*reshaped, *[x for _, x, *_ in written]}

@@ -79,6 +79,11 @@ def test_labels_are_none_where_none_are_given():
     np.testing.assert_array_equal(spec.predictions["x"], x)
 
 
+def test_no_predictions_come_back_where_none_are_made():
+    spec = predicting(lambda *_: {"predictions": {}}, towers(2, 1), rows(4))
+    assert spec.predictions == {}
+
+
 def test_features_and_labels_are_any_trees():
     def fn(features, labels, tower):
         a, (b, c) = features["a"], features["rest"]

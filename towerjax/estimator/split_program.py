@@ -91,7 +91,7 @@ class SplitProgram:
         shown = [eqn.invars for eqn in self._eqns if eqn.effects]
         passes = [at or 0 for _, at in [*self._meets, *self._results]]
         passes += [self._pass_of(x) for x in shown if self._is_own(x)]
-        self.num_passes = max(passes) + 1
+        self.num_passes = max(passes, default=0) + 1
 
     def run(self, args: PyTree, merged: list[Any]) -> dict[str, Any]:
         """One tower's results in a pass; ``merged`` holds those of earlier passes."""

@@ -81,7 +81,10 @@ def read_arguments(compiled: Any) -> list[int]:
 
 
 def inline_and_merge(lowered: Any) -> None:
-    """Inline all calls of a lowered program, and merge equal operations, in place."""
+    """Inline calls of a lowered program and merge equal operations, in place.
+
+    Broadcasts are written in one way, so that those of one array are equal to XLA, too.
+    """
     # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
     # body with earlier ones; XLA merges within a block alone.
     module = lowered.compiler_ir("stablehlo")
@@ -170,12 +173,9 @@ def _broadcast_at_once(op: Any, merged: Callable[[Any], Any]) -> None:
     if len(kept) < len(dims):
         dims = [at for _, at in kept]
         less = ir.RankedTensorType.get([n for n, _ in kept], given.element_type)
-        while _made_by(x) == "stablehlo.reshape":
-            x = x.owner.operands[0]
-        if x.type != less:
-            at = ir.InsertionPoint(op)
-            less = ir.Operation.create("stablehlo.reshape", [less], [x], ip=at)
-            x = merged(less).results[0]
+        at = ir.InsertionPoint(op)
+        reshape = ir.Operation.create("stablehlo.reshape", [less], [x], ip=at)
+        x = merged(reshape).results[0]
     op.operands[0] = x
     op.attributes["broadcast_dimensions"] = ir.DenseI64ArrayAttr.get(dims)
 

@@ -20,18 +20,19 @@ def map_in_turn(
     tower is fused otherwise than in a loop, on GPUs too, and bits depend on ``D``. So
     ``number`` hides that there is one trip, and the row is a slice of two.
     """
+    twice = lambda x: jnp.concatenate([x, x])  # noqa: E731
+    rows = towers if size > 1 else jax.tree.map(twice, towers)
 
     def of_tower(i: jax.Array) -> PyTree:
         row = _index_of_own_kernels(i)
-        return tower_fn(jax.tree.map(lambda x: x[row], towers))
+        return tower_fn(jax.tree.map(lambda x: x[row], rows))
 
     def body(i: jax.Array, done: PyTree) -> PyTree:
-        return jax.tree.map(lambda rows, x: rows.at[i].set(x), done, of_tower(i))
+        return jax.tree.map(lambda all_, x: all_.at[i].set(x), done, of_tower(i))
 
     with jax.named_scope(tags.IN_TURN):
         if size > 1:
             return lax.map(of_tower, jnp.arange(size))
-        towers = jax.tree.map(lambda x: jnp.concatenate([x, x]), towers)
         shapes = jax.eval_shape(of_tower, number)
         zeros = jax.tree.map(lambda s: jnp.zeros((1, *s.shape), s.dtype), shapes)
         return lax.fori_loop(0, 1 + jnp.minimum(number, 0), body, zeros)
