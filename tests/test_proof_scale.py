@@ -1,7 +1,11 @@
 """How often a value is counted: which sums of equals are right, and which T times."""
 
+import collections
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -60,6 +64,9 @@ RIGHT = {
     "constant beside": lambda w, x: psum(w / T + 1e-6),
     "indexed share": lambda w, x: psum((w / T)[jnp.argmax(w)]),
     "mean of others twice": lambda w, x: lax.pmean(psum(x) / T, AXIS),
+    "mean of a sum of others": lambda w, x: lax.pmean(psum(x), AXIS),
+    "sum of others, and a mean": lambda w, x: psum(x.sum()) * psum(w) / T,
+    "mean of others and of a sum": lambda w, x: (psum(x.sum()) * w + psum(w)) / T,
     "share of a mean of others": lambda w, x: psum(psum(x) / T / T),
     "derivative": derivative_of_a_shared_total,
     "other extremes": lambda w, x: lax.pmax(w, AXIS) + lax.pmin(w, AXIS),
@@ -102,6 +109,77 @@ def test_a_sum_of_equals_is_too_much(name):
     assert repeat.outputs == (() if name in MIXED else (0,))
     # On one tower once is enough.
     assert study(WRONG[name], 1).repeats == ()
+
+
+class Drawn:
+    """A program of positive numbers, of operations drawn by a seed.
+
+    ``psum`` adds over towers what is the same on all, ``t`` is a literal, the number of
+    towers: it may stand for that number, or for itself.
+    """
+
+    def __init__(self, seed, steps=9):
+        self.rng = np.random.default_rng(seed)
+        self.steps = [self.rng.integers(0, 99, size=3) for _ in range(steps)]
+        self.products = bool(self.rng.integers(2))  # alone, so that powers are exact
+
+    def __call__(self, values, psum, t, numpy=np):
+        values, given = list(values), list(values)
+        for kind, i, j in self.steps:
+            x, y = values[-1 - i % min(len(values), 4)], values[j % len(values)]
+            new = [
+                lambda x=x: psum(x),
+                lambda x=x, y=y: x * y,
+                lambda x=x, y=y: x / y,
+                lambda x=x: x / t(),
+                lambda x=x: t() * x,
+                lambda x=x: numpy.sqrt(x),
+                lambda x=x: numpy.square(x),
+                lambda x=x, y=y: x / numpy.sqrt(y),
+                lambda x=x: x**-2,
+                lambda x=x, y=y: x + y,
+                lambda x=x, y=y: 3 * x + y,
+                lambda x=x: numpy.exp(-1 / x),
+            ]
+            values.append(new[kind % (len(new) - 3 * self.products)]())
+        return values[len(given) :]
+
+    def growth(self, num_literals):
+        """Of each value, for each reading of the literals, 6 towers' of 3 towers'."""
+        found = []
+        for stands in itertools.product([False, True], repeat=num_literals):
+            pair = []
+            for towers in (3.0, 6.0):
+                literals = iter([towers if stand else 5.0 for stand in stands])
+                args = (lambda x: towers * x), (lambda: next(literals))  # noqa: B023
+                pair.append(np.asarray(self([0.7, 1.3], *args)))
+            found.append(pair[1] / pair[0])
+        return np.stack(found)
+
+
+def test_drawn_programs_are_refused_where_they_are_wrong_in_any_reading():
+    counts = collections.Counter()
+    for seed in range(60):
+        program, literals = Drawn(seed), []
+
+        def t():
+            literals.append(5.0)  # noqa: B023
+            return 5.0
+
+        def tower(w, x):
+            return program([w[0], w[1]], psum, t, jnp)  # noqa: B023
+
+        refused = {i for x in study(tower, 5).repeats for i in x.outputs}
+        growth = program.growth(len(literals))
+        for i, ratios in enumerate(growth.T):
+            if not (np.abs(np.log2(ratios)) < 7).all():
+                break  # a higher power than is followed
+            if program.products:
+                assert (i in refused) == (ratios > 1 + 1e-9).all(), (seed, i, ratios)
+            elif i in refused:
+                assert (abs(ratios - 1) > 1e-9).all(), (seed, i, ratios)
+            counts[program.products, i in refused] += 1
+    assert min(counts.values()) > 20 and len(counts) == 4, counts
 
 
 def test_a_sum_is_named_by_its_line_and_outputs():

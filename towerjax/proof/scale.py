@@ -42,7 +42,8 @@ class Scale(NamedTuple):
     def times(self, other: "Scale") -> "Scale":
         """The scale of a product."""
         sums = self.sums + other.sums
-        means = min(sums, max(0.0, -self.low) + max(0.0, -other.low))
+        # What is certainly counted is divided first, and sums by what is left.
+        means = min(sums, max(0.0, -self.low - other.low))
         powers = self.low + other.low + means, self.high + other.high, sums - means
         low, high, sums = [min(_MAX_POWER, max(-_MAX_POWER, x)) for x in powers]
         site = (self.site or other.site) if low > 0 else None
