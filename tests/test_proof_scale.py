@@ -1,6 +1,7 @@
 """How often a value is counted: which sums of equals are right, and which T times."""
 
 import collections
+import functools
 import itertools
 
 import jax
@@ -10,6 +11,8 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from test_analysis import AXIS, study
+
+from towerjax.proof.analysis import analyse
 
 T = 4
 
@@ -111,28 +114,41 @@ def test_a_sum_of_equals_is_too_much(name):
     assert study(WRONG[name], 1).repeats == ()
 
 
+# Which powers of T a factor may stand for: where the program is known for one T alone,
+# and where it is known for another T, too.
+FACTORS = {
+    "T": (lambda t: float(t), (0, 1), (0, 1)),
+    "1 / T": (lambda t: 1 / t, (-1, 0), (-1, 0)),
+    "no T": (lambda t: 1.7, (0,), (0,)),
+    "an array of T": (lambda t: np.full(2, t, np.float32), (-1, 0, 1), (-1, 0, 1)),
+    "an array": (lambda t: np.full(2, 1.7, np.float32), (-1, 0, 1), (0,)),
+}
+
+
 class Drawn:
     """A program of positive numbers, of operations drawn by a seed.
 
-    ``psum`` adds over towers what is the same on all, ``t`` is a literal, the number of
-    towers: it may stand for that number, or for itself.
+    ``psum`` adds over towers what is the same on all; ``factor`` gives a factor by its
+    name.
     """
 
     def __init__(self, seed, steps=9):
-        self.rng = np.random.default_rng(seed)
-        self.steps = [self.rng.integers(0, 99, size=3) for _ in range(steps)]
-        self.products = bool(self.rng.integers(2))  # alone, so that powers are exact
+        rng = np.random.default_rng(seed)
+        self.steps = [rng.integers(0, 99, size=3) for _ in range(steps)]
+        self.products = bool(seed % 2)  # alone, so that powers are exact
 
-    def __call__(self, values, psum, t, numpy=np):
-        values, given = list(values), list(values)
+    def __call__(self, values, psum, factor, numpy=np):
+        values, names = [*values], [*FACTORS]
         for kind, i, j in self.steps:
             x, y = values[-1 - i % min(len(values), 4)], values[j % len(values)]
+            name = names[j % len(names)]
             new = [
+                lambda x=x: psum(x),
                 lambda x=x: psum(x),
                 lambda x=x, y=y: x * y,
                 lambda x=x, y=y: x / y,
-                lambda x=x: x / t(),
-                lambda x=x: t() * x,
+                lambda x=x, name=name: x / factor(name),
+                lambda x=x, name=name: factor(name) * x,
                 lambda x=x: numpy.sqrt(x),
                 lambda x=x: numpy.square(x),
                 lambda x=x, y=y: x / numpy.sqrt(y),
@@ -142,42 +158,55 @@ class Drawn:
                 lambda x=x: numpy.exp(-1 / x),
             ]
             values.append(new[kind % (len(new) - 3 * self.products)]())
-        return values[len(given) :]
+        return values
 
-    def growth(self, num_literals):
-        """Of each value, for each reading of the literals, 6 towers' of 3 towers'."""
+    def growth(self, used, column):
+        """Of each value, in each reading of its factors, that on 6 towers by on 3."""
         found = []
-        for stands in itertools.product([False, True], repeat=num_literals):
+        for powers in itertools.product(*[FACTORS[name][column] for name in used]):
             pair = []
             for towers in (3.0, 6.0):
-                literals = iter([towers if stand else 5.0 for stand in stands])
-                args = (lambda x: towers * x), (lambda: next(literals))  # noqa: B023
+                given = iter([towers**power for power in powers])
+                args = (lambda x: towers * x), (lambda _: next(given))  # noqa: B023
                 pair.append(np.asarray(self([0.7, 1.3], *args)))
             found.append(pair[1] / pair[0])
         return np.stack(found)
 
 
-def test_drawn_programs_are_refused_where_they_are_wrong_in_any_reading():
+@pytest.mark.parametrize("is_known", [False, True])
+def test_drawn_programs_are_refused_where_they_are_wrong_in_each_reading(is_known):
     counts = collections.Counter()
     for seed in range(60):
-        program, literals = Drawn(seed), []
+        program, used, towers = Drawn(seed), [], 2 + 3 * (seed % 4 < 2)
 
-        def t():
-            literals.append(5.0)  # noqa: B023
-            return 5.0
+        def tower(t, w):
+            def factor(name):
+                used.append(name)  # noqa: B023
+                return FACTORS[name][0](t)
 
-        def tower(w, x):
-            return program([w[0], w[1]], psum, t, jnp)  # noqa: B023
+            return program([w, 1.3 * w], psum, factor, jnp)  # noqa: B023
 
-        refused = {i for x in study(tower, 5).repeats for i in x.outputs}
-        growth = program.growth(len(literals))
-        for i, ratios in enumerate(growth.T):
+        def traced(t):
+            of_t = functools.partial(tower, t)  # noqa: B023
+            return jax.make_jaxpr(of_t, axis_env=[(AXIS, t)])(np.ones(2, np.float32))
+
+        jaxpr, factors = traced(towers), [*used]
+        more = {"of_more_towers": lambda: traced(2 * towers)} if is_known else {}  # noqa: B023
+        repeats = analyse(jaxpr, [None], AXIS, towers, **more).repeats
+        assert analyse(traced(1), [None], AXIS, 1).repeats == ()
+        refused = {i for x in repeats for i in x.outputs}
+        growth = program.growth(factors, 1 + is_known).T
+        has_shrunk = np.logical_or.accumulate((growth < 1 - 1e-9).any(axis=1))
+        for i, ratios in enumerate(growth):
             if not (np.abs(np.log2(ratios)) < 7).all():
                 break  # a higher power than is followed
+            is_wrong = abs(ratios - 1) > 1e-9
             if program.products:
-                assert (i in refused) == (ratios > 1 + 1e-9).all(), (seed, i, ratios)
-            elif i in refused:
-                assert (abs(ratios - 1) > 1e-9).all(), (seed, i, ratios)
+                is_wrong = ratios > 1 + 1e-9
+            assert i not in refused or is_wrong.all(), (seed, i, ratios)
+            # Of what shrinks, the inverse is a multiple of T that no sum has made.
+            if program.products and not has_shrunk[i]:
+                assert (i in refused) == is_wrong.all(), (seed, i, ratios)
             counts[program.products, i in refused] += 1
     assert min(counts.values()) > 20 and len(counts) == 4, counts
 
