@@ -14,7 +14,7 @@ from audited_losses import PARAMS as MODEL
 from audited_losses import RIGHT, WRONG, WRONG_STEPS, errors, scores
 
 import towerjax as tj
-from towerjax.step.audit import of_towers
+from towerjax.step.audit import of_towers, rounded
 from towerjax.step.comparison import Compared, _gap_of_leaf, _rtol
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
@@ -236,6 +236,18 @@ def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
     assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 64)[1] == 2.0
     other = {"x": np.zeros(3)}, {"x": np.ones(2)}, {"x": np.ones(2)}
     assert _gap_of_leaf("x", Compared(3, "x", *other), 1e-4)[0] == np.inf
+
+
+def test_parameters_are_changed_in_their_last_bit_to_and_fro():
+    signs = np.array([1, -1, 1, -1, 1])
+    kinds = np.float32, np.complex64, np.float64, np.int32, np.float16
+    params = [np.ones(5, kind) for kind in kinds]
+    found = rounded(tj.TrainState(0, params, (), {}, None)).params
+    for x, changed in zip(params, found, strict=True):
+        is_wide = x.dtype.kind in "fc" and x.dtype.itemsize >= 4
+        last = np.finfo(x.dtype).eps * signs if is_wide else 0
+        np.testing.assert_array_equal(changed, x * (1 + last))
+        assert changed.dtype == x.dtype
 
 
 def test_the_tolerance_is_that_of_the_narrowest_dtype():

@@ -117,6 +117,18 @@ def test_one_number_of_a_whole_stack_is_refused(optimizer, alone):
         step.check(params, rows())
 
 
+@pytest.mark.parametrize(
+    ("shape", "fitting"), [((), 1), ((4,), 4), ((8, 4), 4), ((6, 2, 3), 2)]
+)
+def test_what_is_no_stack_for_the_devices_is_refused(shape, fitting):
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)])
+    optimizer, params = by_owner(optax.sgd(0.1), strategy, is_stack), start()
+    params["layers"]["none"] = np.ones(shape, np.float32)
+    text = rf"that layers/none of shape {[*shape]} is a stack .* or take {fitting} dev"
+    with pytest.raises(ValueError, match=text.replace("[", r"\[")):
+        jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
+
+
 @pytest.mark.slow
 def test_what_an_optimizer_keeps_for_each_matrix_goes_with_it():
     """Adafactor's means of rows and columns, without its mean of a whole leaf."""

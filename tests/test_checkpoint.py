@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -270,7 +271,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
     file = tmp_path / "file"
     file.write_text("")
     for path in (file, file / "below"):
-        with pytest.raises(tj.CheckpointError, match=r"cannot be written to.*\(E"):
+        with pytest.raises(tj.CheckpointError, match=r"written to.*\(E\w+\). Name a "):
             train(light, tj.Checkpointer(path))
     (tmp_path / "piped").mkdir()
     os.mkfifo(tmp_path / "piped" / ".lock")
@@ -282,6 +283,13 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
         folder.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9)
     )
     with pytest.raises(tj.CheckpointError, match="MB are free. Make room"):
+        train(light, tj.Checkpointer(tmp_path / "full"))
+
+    def full(_):
+        raise OSError(errno.EDQUOT, "Over the quota")
+
+    monkeypatch.setattr(folder.shutil, "disk_usage", full)
+    with pytest.raises(tj.CheckpointError, match=r"quota \(EDQUOT\)\. Make room\."):
         train(light, tj.Checkpointer(tmp_path / "full"))
 
 

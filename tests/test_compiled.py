@@ -51,6 +51,7 @@ def lines_with(text, *operations):
     ]
 
 
+LOCAL = tj.TowerLocal(np.zeros(3, np.float32), tj.Reduction.MEAN)
 COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
                "collective-permute", "collective-broadcast")  # fmt: skip
 
@@ -148,7 +149,7 @@ def test_one_trace_one_compile_and_donated_buffers(
     )
     optimizer = optax.sgd(1e-3, momentum=0.9)
     step = tj.build_train_step(counting, optimizer, strategy, remainder="pad")
-    state = step.init(params(1))
+    state = step.init(params(1), local=LOCAL)
     placed = step.place_batch(batch())
     program = step.program(state, placed)
     found = lines_with(program.call.as_text(), *COLLECTIVES)

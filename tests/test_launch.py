@@ -21,6 +21,7 @@ from towerjax.mesh.cluster.group import (
     _start_worker,
     write,
 )
+from towerjax.mesh.cluster.launcher import _collect_signals
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 
@@ -252,6 +253,21 @@ def test_signals_are_passed_on(number, tmp_path, capfd):
     assert told == {f"{i} {word}" for i in range(2) for word in words}
     err = capfd.readouterr().err
     assert f"{number.name} passed on to 2 running; SIGKILL follows after 5 s" in err
+
+
+def test_signals_are_collected_unless_ignored_and_then_handled_as_before():
+    term, hup = signal.SIGTERM, signal.SIGHUP
+    own = {term: lambda *_: None, hup: signal.SIG_IGN}
+    before = {number: signal.signal(number, how) for number, how in own.items()}
+    try:
+        with _collect_signals() as arrived:
+            signal.raise_signal(term)
+            signal.raise_signal(hup)
+        assert arrived == [term]
+        assert {number: signal.getsignal(number) for number in own} == own
+    finally:
+        for number, how in before.items():
+            signal.signal(number, how)
 
 
 def launched(pipe, options):

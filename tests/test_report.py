@@ -54,6 +54,11 @@ def report(strategy, *, timed_calls=0, **options):
     kinds, others = found.memory.by_kind, ("results not aliased", "temporaries", "code")
     held = sum(size for kind, size in kinds.items() if kind not in others)
     assert held == found.memory.arguments == analysis.argument_size_in_bytes
+    own = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    planned = analysis.temp_size_in_bytes, analysis.generated_code_size_in_bytes
+    assert [kinds[kind] for kind in others] == [own, *planned]
+    _, entry = step.program(state, batch()).call.as_text().split("\nENTRY ")
+    assert found.kernels == entry.partition("\n}")[0].count(" fusion(")
     assert found.flops == step.program(state, batch()).call.cost_analysis()["flops"]
     return found
 

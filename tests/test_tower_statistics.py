@@ -211,7 +211,9 @@ def test_what_has_no_statistics_is_refused(loss, T, statistics, text):
         )
 
 
-@pytest.mark.parametrize("options", [{"smoothing": 2}, {}])
-def test_noise_scale_refuses_what_it_cannot_smooth(options):
-    with pytest.raises(ValueError, match="from 0 to 1|build the step with"):
-        TowerStatistics.noise_scale({}, **options)
+@pytest.mark.parametrize("smoothing", [2, -0.1, None])
+def test_noise_scale_refuses_what_it_cannot_smooth(smoothing):
+    with pytest.raises(ValueError, match=f"={smoothing} must be a number from 0 to 1"):
+        TowerStatistics.noise_scale({}, smoothing=smoothing)
+    with pytest.raises(ValueError, match="no 'gradient/noise': build the step with"):
+        TowerStatistics.noise_scale({})

@@ -1,5 +1,6 @@
 """What a run writes down: exact numbers, whole lines, once each, whatever happens."""
 
+import io
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 import towerjax as tj
+from towerjax.loop.files import append_line
 from towerjax.loop.run import run
 from towerjax.loop.writers import Record, json_value
 
@@ -167,6 +169,13 @@ def test_numbers_are_written_exactly(value, written):
     assert json_value("x", value) == written
     assert type(json_value("x", value)) is type(written)
     json.dumps(json_value("x", value), allow_nan=False)
+
+
+def test_a_line_is_json_for_any_reader():
+    append_line(file := io.BytesIO(), {"x": [1, "y"]})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_line(file, {"x": math.nan})
+    assert file.getvalue() == b'{"x": [1, "y"]}\n'
 
 
 @pytest.mark.parametrize(
