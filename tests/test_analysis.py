@@ -447,6 +447,16 @@ def test_axis_that_is_not_a_tower_axis_does_not_count():
 # What is reported.
 
 
+def test_of_several_that_differ_the_first_is_named():
+    def tower(w, x, y):
+        rows = jnp.concatenate([w[None], y, x])
+        return x + y, y * x, rows, lax.cond(w[0] > 0, lambda: x, lambda: w[None] + y)
+
+    jaxpr = jax.make_jaxpr(tower)(np.ones(4), np.ones((2, 4)), np.ones((2, 4)))
+    found = analyse(jaxpr, [None, "x", "y"], AXIS, 2).outputs
+    assert [x.source for x in found] == ["x", "y", "y", "y"]
+
+
 def one_bad_leaf(w, x):
     return {"a": psum(x), "b": x.sum(), "c": w, "d": psum(2.0)}  # here
 

@@ -149,6 +149,10 @@ class Again:
         w = jax.jit(adding(tower, also=3.0))(2.0 * params["w"])  # here
         return output({**params, "w": jnp.tanh(w)}, batch, tower)
 
+    def gradient_of_a_parameters_multiple_added_up_twice(params, batch, tower):
+        w = adding(tower)(params["b"] * params["w"])  # here
+        return output({**params, "w": w}, batch, tower)
+
     def gradient_in_a_scan_added_up_twice(params, batch, tower):
         def body(w, _):
             return adding(tower)(0.9 * w), None  # here

@@ -890,6 +890,15 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
         display.close()
         assert display.seconds_between == seconds
     assert shown.choose_display(True).close() is None  # a bar, where it is asked for
+    # Of several processes the first, unless each is asked for or is no job of JAX.
+    for index, progress, job, shows in [
+        (0, None, True, True), (1, None, True, False), (1, None, False, True),
+        (2, False, True, False), (0, False, False, False), (1, True, True, True),
+    ]:  # fmt: skip
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        display = shown.choose_display(progress, **{} if job else {"job": False})
+        assert (display != shown.Display()) == shows, (index, progress, job)
+        display.close()
 
 
 def test_a_bar_leaves_what_is_piped_alone(train_step, monkeypatch, capsys):

@@ -105,8 +105,6 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     along, scale = first.along | second.along, first.scale
     if scale != second.scale:
         scale = scale_of_sum(scale, second.scale)
-    constant = first.scale.is_constant and second.scale.is_constant
-    scale = scale._replace(is_constant=constant)
     weight, added = max(first.weight, second.weight), first.added or second.added
     rows = lints.either(first.rows, second.rows)
     return origin._replace(
