@@ -83,4 +83,45 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: self.placement.num_processes > 1 -> "
         "self.placement.num_processes >= 1",
     ): "one process agrees with itself",
+    (
+        "towerjax.step.comparison:_gap_of_leaf",
+        "flipped: got is not None and want is not None and rounded is not None -> "
+        "(got is not None or want is not None or rounded is not None)",
+    ): "an assertion of ours, which holds",
+    (
+        "towerjax.data.stream:Stream._next_of_thread",
+        "deleted: feed.added.wait() -> pass",
+    ): "it waits by going round",
+    (
+        "towerjax.data.distribute:DistributedDataset._begin",
+        "constant: 0 -> 1",
+    ): "the least number of rows of a round, each of which has one",
+    (
+        "towerjax.mesh.absent:Absent.num_hosts",
+        "constant: 1 -> 2",
+    ): "one GPU and two are of one host",
+    (
+        "towerjax.mesh.cluster.group:_Worker.listen",
+        "constant: 1 -> 2",
+    ): "numbers of steps are compared with one another, and with 0",
+    (
+        "towerjax.proof.lints:_two_together",
+        "flipped: given <= others -> given < others",
+    ): "the same dims are found by the other compare",
+    (
+        "towerjax.proof.lints:_two_together",
+        "flipped: others <= given -> others < given",
+    ): "the same dims are found by the other compare",
+    (
+        "towerjax.proof.lints:_reshape",
+        "flipped: olds and news -> (olds or news)",
+    ): "shapes of as many elements end at once",
+    (
+        "towerjax.proof.lints:_reshape",
+        "flipped: a < 0 -> a <= 0",
+    ): "the loop is over where it is 0",
+    (
+        "towerjax.proof.lints:_moves",
+        "flipped: fewer > 0 -> fewer >= 0",
+    ): "it is read where it is not 0",
 }
