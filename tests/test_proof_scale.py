@@ -70,6 +70,7 @@ RIGHT = {
     "mean of a sum of others": lambda w, x: lax.pmean(psum(x), AXIS),
     "sum of others, and a mean": lambda w, x: psum(x.sum()) * psum(w) / T,
     "mean of others and of a sum": lambda w, x: (psum(x.sum()) * w + psum(w)) / T,
+    "root of a sum": lambda w, x: psum(jnp.sqrt(psum(x.sum())) / T) / T**0.5,
     "share of a mean of others": lambda w, x: psum(psum(x) / T / T),
     "derivative": derivative_of_a_shared_total,
     "other extremes": lambda w, x: lax.pmax(w, AXIS) + lax.pmin(w, AXIS),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,8 +77,8 @@ class Entries:
         outside = 0 if is_rows(self.leaf) else np.array((size, *self.shape[1:width]))
         indices = np.empty((parts, capacity, width), self.indices.dtype)
         indices[:] = outside
-        for part in range(parts):
-            entries = order[bounds[part] : bounds[part + 1]]
+        for part, (first, last) in enumerate(itertools.pairwise(bounds)):
+            entries = order[first:last]
             values[part, : len(entries)] = self.values[entries]
             indices[part, : len(entries)] = self.indices[entries]
             indices[part, : len(entries), 0] -= part * size
