@@ -260,6 +260,15 @@ class Hanging:
         )
         return psum(total)
 
+    def sum_that_a_branch_writes(w, x):
+        ref = jax.new_ref(w)
+
+        def write():
+            ref[...] = lax.psum(w, AXIS)  # sum
+
+        lax.cond(x[0, 0] > 0, write, lambda: None)  # control
+        return psum(ref[...])
+
     def cond_on_late_carry(w, x):
         # The predicate is mirrored on the first trip and the tower's own on the second.
         def body(carry, row):

@@ -121,6 +121,21 @@ def part(rows, chosen, capacity):
     return {name: np.concatenate([x, empty[name]]) for name, x in kept.items()}
 
 
+def test_states_on_the_host_give_values_of_the_same_dtype():
+    rows = random_rows(3, 25, "any")
+    of_devices = jax.eval_shape(states, rows, rows["weight"])
+    for name, state in of_devices.items():
+        of_host = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), state)
+        value = jax.eval_shape(lambda state: state.compute(), state)
+        assert np.asarray(of_host.compute()).dtype == value.dtype, name
+
+
+def test_the_weights_of_no_rows_are_none():
+    none = np.zeros(0, np.float32)
+    assert float(m.mean(none, none).weight) == 0
+    assert float(m.accuracy(none.astype(int), none.astype(int), none).weight) == 0
+
+
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(

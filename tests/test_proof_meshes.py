@@ -93,13 +93,20 @@ def mean_of_equals(g):
     return on_mesh(lambda g: 2.0 * lax.pmean(g, "mine"))(g)
 
 
+def along_an_axis_of_one(g):
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(4, 1), ("mine", "alone"))
+    specs = {"in_specs": P("alone"), "out_specs": ALIKE, "check_vma": False}
+    return jax.shard_map(lambda g: 2.0 * g, mesh=mesh, **specs)(g)
+
+
 def by_pmap(g):
     return jax.pmap(lambda g: 2.0 * g)(g)
 
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    "update", [own_part, by_specs, by_norm, mean_of_equals, by_pmap]
+    "update",
+    [own_part, by_specs, by_norm, mean_of_equals, along_an_axis_of_one, by_pmap],
 )
 def test_an_update_sharded_by_hand_is_that_of_one_tower(update):
     step = build(update=update)

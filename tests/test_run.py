@@ -878,6 +878,11 @@ def test_what_is_shown_is_thinned_out(monkeypatch):
     progress.close()
     assert len(texts) <= 5
     assert texts[-1].startswith(f"step {number} ")
+    progress = shown.Progress(None, 0, None)
+    progress.compiled(1.5)
+    progress.step(1, {"loss": 1.0}, 1e4)
+    progress.close()
+    assert texts[-1].endswith("  compiled in 1.5 s")
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch):
