@@ -293,6 +293,7 @@ VERBS = {
         (in_towers(lambda t: lax.psum(t.id, t.axis_names,
             axis_index_groups=[[0], [1, 2, 3]]), T=4),
             r"psum with axis_index_groups=.* tower.all_g"),
+        (lambda: tj.OneDevice(axis_name="towerjax_device"), "_device' must be a name"),
         *[(lambda x=x: mirrored(4, **x), text) for x, text in [
             (dict(axis_name=""), "axis_name='' must be a name of its own"),
             (dict(axis_name=None), "axis_name=None must be a name of its own"),

@@ -6,7 +6,33 @@ import optax
 import pytest
 
 import towerjax as tj
+from towerjax.types import tables
 from towerjax.types.tables import Table, as_text, by_rich, leaf_table
+
+UNITS = {
+    tables.in_seconds: (1000, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}),
+    tables.in_bytes: (1024, {x: 1024.0**i for i, x in enumerate(
+        "B KiB MiB GiB TiB PiB".split())}),
+    tables.in_flops: (1000, {x: 1000.0**i for i, x in enumerate(
+        "FLOP kFLOP MFLOP GFLOP TFLOP PFLOP EFLOP".split())}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_words", UNITS, ids=lambda x: x.__name__)
+def test_a_number_is_shown_by_three_digits_of_the_unit_that_fits(in_words):
+    base, units = UNITS[in_words]
+    sizes = [*units.values(), base * max(units.values())]
+    edges = [x * size for size in sizes[:-1] for x in (1, 0.998, 1.004, 999)]
+    draws = np.exp(np.random.default_rng(0).uniform(*np.log(sizes[:: len(units)]), 99))
+    for value in [0.0, *[x for x in edges if x >= sizes[0]], *draws]:
+        number, unit = in_words(value).split(" ")
+        # What rounds up to the next unit is shown by either.
+        most = [value, 1.001 * value]
+        fits = [[x for x in units if units[x] <= y or not value][-1:] for y in most]
+        assert [unit] in fits or value < min(units.values()), (value, unit)
+        assert abs(float(number) * units[unit] - value) <= 5.01e-3 * value
+        assert float(number) <= base or unit == [*units][-1]
+        assert len(number.replace(".", "").lstrip("0")) <= 3 + (float(number) > 999)
 
 
 def loss_fn(params, batch, tower):

@@ -98,7 +98,7 @@ def in_seconds(seconds: float) -> str:
 def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:
     number, unit = float(count), 0
     # Take the next unit as soon as three digits would round up to it.
-    while float(f"{number:.3g}") >= base and unit < len(units) - 1:
+    while max(number, float(f"{number:.3g}")) >= base and unit < len(units) - 1:
         number, unit = number / base, unit + 1
     shown = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
     return f"{shown} {units[unit]}"
