@@ -1,6 +1,8 @@
 """Drawn mistakes: each a sentence of ours before anything compiles, nothing lost."""
 
+import collections
 import functools
+import inspect
 import pathlib
 import traceback
 import warnings
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from jax.experimental import sparse
 
 import towerjax as tj
+from towerjax import contrib
 
 TWO = ("cpu:0", "cpu:1")
 STRATEGY = tj.Mirrored(TWO)
@@ -371,3 +374,35 @@ def test_anything_odd_is_refused_at_the_door_by_name(argument):
     call, values = DOORS[argument]
     for value in values.values():
         refuse(functools.partial(call, value), argument)
+
+
+# Options that are not the same wherever they stand: what their defaults are.
+UNLIKE = {
+    "remainder": "'error' 'pad'",  # of a training, of a reading
+    "max_programs": "1 None",
+    "donate": "False True",  # of a model function, as in TensorFlow
+    "loss_reduction": "LossReduction.SUM_BY_NONZERO_WEIGHTS None",
+    "audit": "False None",  # of a step, and of a run, where None is by its size
+    "epochs": "1 None",
+    # Of several meanings.
+    "bits": "8 False",
+    "keep": "'devices' 0.0 3",
+    "local": "'vmap' None",
+    "reduction": "LossReduction.SUM_BY_NONZERO_WEIGHTS Reduction.NONE",
+    "rtol": "0.0001 1e-05 None",
+    "towers": "(1, 2, 3, 4, 8) None",
+}
+
+
+def test_an_option_has_one_default_wherever_it_stands():
+    modules = tj, contrib, tj.cluster, tj.collectives, tj.estimator, tj.metrics
+    modules += tj.testing, tj.tools, tj.towers
+    found = collections.defaultdict(set)
+    for value in [x for module in modules for x in vars(module).values()]:
+        own = str(getattr(value, "__module__", "")).startswith("towerjax.")
+        if own and not (inspect.isclass(value) and issubclass(value, Exception)):
+            for x in inspect.signature(value).parameters.values():
+                if x.default is not x.empty:
+                    found[x.name].add(repr(x.default))
+    several = {name: " ".join(sorted(x)) for name, x in found.items() if len(x) > 1}
+    assert several == UNLIKE
