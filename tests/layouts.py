@@ -1,12 +1,8 @@
-"""Towers on CPU devices, and the layouts on which laws of a step are tried."""
+"""Towers on CPU devices, and rows of unequal weights."""
 
-import pytest
+import numpy as np
 
 import towerjax as tj
-
-# Towers, devices, local, micro-batches. All other layouts are tried by test_one_tower.
-LAYOUTS = [(4, 2, "scan", 3)]
-layouts = pytest.mark.parametrize(("T", "D", "local", "A"), LAYOUTS)
 
 
 def names(count):
@@ -20,3 +16,18 @@ def mirrored(towers, devices=1, local="vmap", **options):
 def cases(cls):
     """The functions that a class holds together, by name."""
     return {name: fn for name, fn in vars(cls).items() if callable(fn)}
+
+
+def rows(count, *width, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, *width)).astype(np.float32)
+
+
+def data(size=24, seed=0, features=5):
+    """Examples of unequal weights, of one number each."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(size, features)).astype(np.float32),
+        "y": rng.normal(size=size).astype(np.float32),
+        "weight": rng.uniform(0.05, 1, size=size).astype(np.float32),
+    }

@@ -1,5 +1,7 @@
 """Values to the last bit, in every dtype, on every path."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,3 +180,91 @@ def test_what_a_mean_of_integers_reads_as_may_be_assigned_if_it_is_whole():
         strategy.assign(v, strategy.read_var(v) + 0.5)
     b = strategy.create_var("b", np.bool_(1), reduction=R.MEAN, tower_local=True)
     assert strategy.assign(b, strategy.read_var(b)).value.tolist() == [True] * 4
+
+
+# What an evaluation reads of towers' variables, and hands back row by row.
+
+W = np.ones(5, np.float32)
+
+
+def plain_loss(w, batch, tower):
+    return tj.Weighted.mean(batch @ w, tower.weight)
+
+
+@pytest.mark.slow
+def test_predictions_may_be_keys_where_a_batch_is_padded():
+    keys = jax.random.split(jax.random.key(0), 3)
+    strategy = tj.Mirrored(devices=("cpu:0",), towers=2)
+    predict = tj.build_predict_step(lambda params, keys, tower: keys, strategy)
+    out = predict(np.float32(0), keys)
+    np.testing.assert_array_equal(jax.random.key_data(out), jax.random.key_data(keys))
+
+
+@pytest.mark.slow
+def test_evaluation_reads_tower_local_values_by_their_reduction():
+    towers, ops = 3, tj.PinnedTree()
+    strategy = tj.Mirrored(towers=towers, cross_tower_ops=ops)
+    kinds = {
+        "sum": R.SUM,
+        "mean": R.MEAN,
+        "first": R.ONLY_FIRST_TOWER,
+        "none": R.NONE,
+    }
+    own = np.float32([2, 3, 4])
+    zero = np.zeros((), np.float32)
+    local = {name: tj.TowerLocal(zero, kind) for name, kind in kinds.items()}
+    step = tj.build_train_step(plain_loss, optax.sgd(0.1), strategy)
+    state = step.init(W, local=local)
+    local = {name: tj.TowerLocal(own, kind) for name, kind in kinds.items()}
+    state = step.place(dataclasses.replace(state, local=local))
+
+    def metric_fn(params, batch, tower):
+        assert "none" not in tower.local  # which has no one value
+        rows = tower.weight.sum()
+        return {
+            name: tj.Weighted(tower.local[name] * rows, rows)
+            for name in ("sum", "mean", "first")
+        }
+
+    batch = np.ones((2 * towers - 1, 5), np.float32)
+    metrics = tj.build_eval_step(metric_fn, strategy)(state, batch)
+    read = tj.towers.read_local(
+        {name: state.local[name] for name in kinds if name != "none"}
+    )
+    for name, expected in {"sum": own.sum(), "mean": own.mean(), "first": 2}.items():
+        np.testing.assert_allclose(metrics[name].value, expected, rtol=1e-6)
+        np.testing.assert_allclose(read[name], expected, rtol=1e-6, err_msg=name)
+    with pytest.raises(ValueError, match="Reduction.NONE"):
+        tj.towers.read_local(state.local)
+
+
+@pytest.mark.slow
+def test_local_values_of_any_dtype_are_read_alike_inside_and_outside():
+    strategy = mirrored(4, 2)
+    values = [np.int8(100), True, np.float16(0.1)]
+    kinds = (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
+    local = {
+        f"{i} {kind.name}": tj.TowerLocal(value, kind)
+        for i, value in enumerate(values)
+        for kind in kinds
+    }
+    first = R.ONLY_FIRST_TOWER
+    local["key"] = tj.TowerLocal(jax.random.key(7), first)
+    step = tj.build_train_step(plain_loss, optax.sgd(0.1), strategy)
+    state = step.init(W, local=local)
+    seen = {}
+
+    def metric_fn(params, batch, tower):
+        seen.update({name: x.dtype for name, x in tower.local.items()})
+        read = {k: x.astype(jnp.float32) for k, x in tower.local.items() if k != "key"}
+        draw = jax.random.key_data(tower.local["key"])
+        return {**read, "draw": draw, "n": tj.Weighted(tower.weight.sum(), 1.0)}
+
+    metrics = tj.build_eval_step(metric_fn, strategy)(
+        state, np.ones((8, 5), np.float32)
+    )
+    outside = tj.towers.read_local({k: v for k, v in state.local.items() if k != "key"})
+    for name, value in outside.items():
+        assert seen[name] == value.dtype, name
+        np.testing.assert_array_equal(metrics[name], np.asarray(value, np.float32))
+    np.testing.assert_array_equal(metrics["draw"], [0, 7])

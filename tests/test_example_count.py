@@ -89,8 +89,9 @@ STRATEGIES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    ("name", "way"), [*zip(STRATEGIES, WAYS, strict=True)], ids=lambda x: x
+)
 def test_each_example_counts_once(name, way):
     micro_batches, per_call = (2, 1) if name == "pmap scan" else (1, 3)
     step, state = build(way, STRATEGIES[name], micro_batches=micro_batches)
@@ -102,9 +103,8 @@ def test_each_example_counts_once(name, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_a_refused_step_has_not_seen_its_examples(way):
-    step, state = build(way, on_nonfinite="skip")
+def test_a_refused_step_has_not_seen_its_examples():
+    step, state = build(on_nonfinite="skip")
     data = make_data()
     data["y"][18] = np.nan
     cut = list(tj.batches(data, 8))

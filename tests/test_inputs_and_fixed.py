@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import layouts, mirrored
-from oracle import data
+from layouts import data, mirrored
 
 import towerjax as tj
 from towerjax.estimator.train import as_batch
@@ -40,41 +39,6 @@ def moved(w, batch, scale):
 
 
 # tj.Whole: the same on all towers, not split, traced.
-
-
-@pytest.mark.slow
-@layouts
-def test_a_shared_leaf_reaches_every_tower_whole_and_compiles_once(T, D, local, A):
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(RATE), mirrored(T, D, local), micro_batches=A
-    )
-    state, w = step.init(start()), start()["w"]
-    for scale in (1.0, 0.25, np.float32(3)):
-        batch = rows(seed=int(scale))
-        state, _ = step(state, {**batch, "scale": tj.Whole({"by": scale})})
-        w = moved(w, batch, float(scale))
-        np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
-    assert len(step.programs.made) == 1
-
-
-@pytest.mark.slow
-def test_shared_leaves_of_several_steps_padding_and_the_function():
-    strategy = mirrored(4, 2)
-    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")
-    batches = [
-        {**rows(n, seed=n), "scale": tj.Whole({"by": np.float32(n / 10)})}
-        for n in (12, 11, 12)
-    ]
-    w = start()["w"]
-    for batch in batches:
-        w = moved(w, batch, batch["scale"].value["by"])
-    state, _ = tj.run(
-        step, step.init(start()), batches, steps_per_call=2, progress=False
-    )
-    np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
-    state = step.init(start())
-    jax.eval_shape(step.fn, state, batches[0])
-    step.check(start(), batches[0])
 
 
 def test_what_lies_on_the_devices_is_shared_without_a_copy():
@@ -169,27 +133,6 @@ def first_extra():
     }
 
 
-@pytest.mark.slow
-@layouts
-def test_what_towers_return_for_the_extra_state_is_merged(T, D, local, A):
-    step = tj.build_train_step(
-        averaging, optax.sgd(RATE), mirrored(T, D, local), micro_batches=A
-    )
-    state, mean = step.init(start(), extra=first_extra()), np.zeros(3)
-    for seed in (1, 2):
-        batch = rows(seed=seed)
-        before = float(state.params["w"][0])
-        last = float(state.extra["last"])
-        state, _ = step(state, batch)
-        of_batch = np.average(batch["x"].astype(float), 0, weights=batch["weight"])
-        mean = 0.9 * mean + 0.1 * of_batch
-        np.testing.assert_allclose(state.extra["mean"], mean, rtol=1e-5, atol=1e-7)
-        assert state.extra["rows"] == (batch["weight"] > 0.5).sum()
-        np.testing.assert_allclose(state.extra["last"], last + before, rtol=1e-6)
-    assert state.extra["table"].dtype == jnp.int8
-    assert state.extra["mean"].sharding.is_fully_replicated
-
-
 def test_an_extra_value_of_a_towers_own_is_refused_and_so_is_another_type():
     def check(**returned):
         def loss_fn(params, batch, tower):
@@ -278,35 +221,6 @@ def lora_loss(params, batch, tower):
     whole = params["base"] * params["scale"] + params["a"] @ params["b"]
     losses = ((batch["x"] @ whole).sum(-1) - batch["y"]) ** 2
     return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
-
-
-@pytest.mark.slow
-def test_only_what_is_trainable_is_trained():
-    tree = dict(base=False, scale=False, a=True, b=True, key=False)
-    step = tj.build_train_step(
-        lora_loss,
-        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(RATE, momentum=0.9)),
-        mirrored(3, 3),
-        micro_batches=2,
-        trainable=tree,
-    )
-    state, batch = step.init(lora()), rows()
-    assert len(jax.tree.leaves(state.opt_state)) == 2  # the momentum of a and b
-    state, _ = step(state, batch)
-    p = {n: np.asarray(x, float) for n, x in lora().items() if n != "key"}
-    whole = p["base"] * p["scale"] + p["a"] @ p["b"]
-    weight = batch["weight"].astype(float)
-    error = 2 * ((batch["x"] @ whole).sum(-1) - batch["y"]) * weight / weight.sum()
-    of_whole = (error @ batch["x"])[:, None] * np.ones((1, 4))
-    grads = {"a": of_whole @ p["b"].T, "b": p["a"].T @ of_whole}
-    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
-    for name, grad in grads.items():
-        expected = p[name] - RATE * grad * min(1, 0.5 / norm)
-        np.testing.assert_allclose(state.params[name], expected, rtol=1e-5, atol=1e-6)
-    assert (state.params["key"] == lora()["key"]).all()
-    for name in ("base", "scale"):
-        np.testing.assert_array_equal(state.params[name], lora()[name])
-    assert state.params["base"].dtype == jnp.int8
 
 
 def test_what_is_fixed_is_not_sent():

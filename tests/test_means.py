@@ -42,15 +42,6 @@ def loss_fn(params, batch, tower):
     return ce + FACTOR * aux + tj.penalty(DECAY * (params["w"] ** 2).sum())
 
 
-def subtracted(params, batch, tower):
-    """The same, as one writes an entropy bonus."""
-    first, second = losses(params, batch)
-    ce = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
-    aux = tj.Weighted.mean(second, batch["weight"] * tower.weight)
-    penalty = tj.penalty(-2 * DECAY * (params["w"] ** 2).sum())
-    return -(-ce - 2 * FACTOR * aux / 2) - penalty / 2
-
-
 def oracle(w, batch):
     """The terms, and the gradient, in NumPy float64 of the whole batch."""
     x, y = batch["x"].astype(float), batch["y"].astype(float)
@@ -64,38 +55,6 @@ def oracle(w, batch):
 
 WEIGHTS = ("labelled", "weight")
 NAMES = ("loss/0", "loss/1", "loss/penalty")
-OF_4 = (0, 6, 12, 18)  # the first row of each of four towers
-
-
-@pytest.mark.parametrize(
-    ("T", "D", "local", "A"),
-    [(4, 2, "scan", 3), pytest.param(4, 2, "vmap", 1, marks=pytest.mark.slow)],
-)
-def test_a_sum_of_means_is_that_of_one_tower(T, D, local, A):
-    def with_own(params, batch, tower):
-        loss = subtracted(params, batch, tower)
-        return tj.TowerOutput(loss, {"own": tj.PerTower(loss)})
-
-    step = tj.build_train_step(
-        loss_fn if local == "scan" else with_own,
-        optax.sgd(RATE),
-        mirrored(T, D, local),
-        micro_batches=A,
-        remainder="pad",
-    )
-    state, w = step.init(params()), params()["w"].astype(float)
-    for seed in range(3):
-        terms, grad = oracle(w, data(seed))
-        state, metrics = step(state, data(seed))
-        found = [metrics[name] for name in NAMES]
-        np.testing.assert_allclose(found, terms, rtol=200 * EPS)
-        np.testing.assert_allclose(metrics["loss"], sum(terms), rtol=200 * EPS)
-        if local == "vmap":
-            towers = [{k: x[i : i + 6] for k, x in data(seed).items()} for i in OF_4]
-            own = [sum(oracle(w, rows)[0]) for rows in towers]
-            np.testing.assert_allclose(metrics["own"], own, rtol=200 * EPS)
-        w = w - RATE * grad
-    np.testing.assert_allclose(state.params["w"], w, atol=400 * EPS)
 
 
 def model_fn_of(optimizer, **how):

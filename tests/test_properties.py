@@ -6,8 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import oracle
 import pytest
 from drawn import (
     FLOATS,
@@ -422,77 +420,3 @@ def test_a_pinned_tree_has_the_bits_of_numpys(towers, devices, seed, kind):
         for x in jax.tree.leaves(found):
             for shard in x.addressable_shards:
                 assert_same_bits(np.asarray(shard.data), np.asarray(x))
-
-
-# A whole step: its loss and gradient are those of all rows, each by its weight.
-
-FEATURES, CLASSES, MOST = 3, 2, 25
-
-
-@functools.cache
-def whole_step():
-    def loss_fn(params, batch, tower):
-        error = jnp.tanh(batch["x"] @ params["w"] + params["b"][None] - batch["y"])
-        losses = (error**2).sum(-1) / 2
-        return tj.Weighted.mean(losses, tower.weight * batch["weight"])
-
-    counting = optax.scale_by_schedule(lambda count: 1.0)
-    optimizer = optax.chain(optax.sgd(1.0), counting)
-    options = {"remainder": "pad", "micro_batches": 2}
-    step = tj.build_train_step(loss_fn, optimizer, mirrored(4, 2), **options)
-    rows = {"x": np.zeros((MOST, FEATURES), np.float32), "weight": np.ones(MOST)}
-    rows |= {"y": np.zeros((MOST, CLASSES), np.float32)}
-    rows["weight"] = rows["weight"].astype(np.float32)
-    step(step.init(params_of(0)), rows)  # the largest batch: one program for all
-    return step
-
-
-def params_of(seed):
-    rng = np.random.default_rng(seed)
-    params = {"w": rng.normal(size=(FEATURES, CLASSES)), "b": rng.normal(size=CLASSES)}
-    return jax.tree.map(np.float32, params)
-
-
-def rows_of(seed, size, empty):
-    """Rows of unlike weights, of which so large a part has none."""
-    rng = np.random.default_rng(seed)
-    weight = rng.choice([0.25, 1, 3, 1000], size) * (rng.random(size) >= empty)
-    x = rng.normal(size=(size, FEATURES)) * np.exp2(rng.integers(-3, 4, (size, 1)))
-    rows = {"x": x, "y": rng.normal(size=(size, CLASSES)), "weight": weight}
-    return jax.tree.map(np.float32, rows)
-
-
-@pytest.mark.slow
-@few(15)
-@given(
-    seed=seeds, size=st.integers(1, MOST), empty=st.sampled_from([0.0, 0.3, 0.9, 1.0])
-)
-def test_a_step_is_that_of_all_rows_by_their_weights(seed, size, empty):
-    step, params, rows = whole_step(), params_of(seed), rows_of(seed, size, empty)
-    state, metrics = step(step.init(params), rows)
-    exact = jax.tree.map(np.float64, rows)
-    w = exact["weight"]
-    losses, *grads = oracle.losses_and_gradients(
-        params["w"].astype(float), params["b"].astype(float), exact["x"], exact["y"]
-    )
-    total = w.sum() or 1.0
-    eps = float(np.finfo(np.float32).eps)
-    # Each row's own rounding, that of the sum of n rows, and of the parameters moved.
-    allowed = (size + 30) * eps
-
-    def close(found, each, before=0.0):
-        weights = w.reshape(-1, *(1,) * (each.ndim - 1))
-        expected = before - (weights * each).sum(0) / total
-        scale = (
-            np.abs(before) + (weights * (1 + np.abs(exact["x"]).max())).sum(0) / total
-        )
-        assert (np.abs(found - expected) <= allowed * scale).all(), (found, expected)
-
-    close(-np.float64(metrics["loss"]), losses)
-    # Where nothing counts there is nothing to learn, not even a step of a schedule.
-    assert int(state.opt_state[1].count) == int(w.any())
-    for name, each in zip(("w", "b"), grads, strict=True):
-        close(np.float64(state.params[name]), each, params[name])
-        moved = not np.array_equal(state.params[name], params[name])
-        slope = np.abs((w.reshape(-1, *(1,) * (each.ndim - 1)) * each).sum(0)).max()
-        assert moved if slope > 1e-4 * total else (moved <= w.any()), name

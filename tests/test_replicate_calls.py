@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracle import rows
+from layouts import rows
 
 import towerjax as tj
 from towerjax.estimator.model_fn import ModelFn, static_keys
-from towerjax.metrics.state import on_host, value_on_host
 
 SUM, EXACT = (
     tj.estimator.LossReduction.SUM,
@@ -468,40 +467,6 @@ def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
         else:
             model.train_step()(both, {"features": x, "labels": y})
     assert alive(both) and alive(variables)
-
-
-@pytest.mark.slow
-def test_metrics_are_those_of_the_whole_batch():
-    size = 3  # five of the towers have none
-    scores, labels = np.abs(np.sin(rows(size))), np.arange(size) % 3
-    weight = np.linspace(0.1, 1, size, dtype=np.float32)
-
-    def metrics_of(scores, labels, weight):
-        return {
-            "iou": tj.metrics.mean_iou(labels, labels // 2, 3, weight),
-            "rmse": tj.metrics.root_mean_squared_error(
-                labels.astype(np.float32), scores, weight
-            ),
-        }
-
-    def model_fn(variables, features, labels, mode, tower):
-        weight = tower.weight * features["weight"]
-        return tj.estimator.ModelSpec(
-            mode,
-            loss=tj.Weighted.mean(features["scores"], weight),
-            eval_metrics=metrics_of(features["scores"], labels, weight),
-        )
-
-    features = {"scores": scores, "weight": weight}
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(8, 4))
-    spec = model(np.float32(1), features, labels, tj.estimator.Mode.EVAL)
-    states = jax.jit(metrics_of)(scores, labels, weight)
-    assert spec.eval_metrics.keys() == states.keys()
-    for name, state in states.items():
-        got, expected = (
-            value_on_host(on_host(x)) for x in (spec.eval_metrics[name], state)
-        )
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 @pytest.mark.slow

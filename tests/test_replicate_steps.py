@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from layouts import mirrored as towers
-from oracle import rows
+from layouts import rows
 
 import towerjax as tj
 from towerjax.estimator.replicate import _SPEC_PARTS
@@ -118,19 +118,6 @@ def test_variables_that_lie_on_all_devices_are_not_copied_again():
     once = model.train_step().start(model.init(start()))
     again = model.train_step().start(once)
     assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x is y, once, again)))
-
-
-@pytest.mark.slow
-def test_a_run_gives_the_numbers_of_calls():
-    model, (expected, losses, means) = shared(4, 2), called(4, 2)
-    state, history = tj.run(
-        model.train_step(), model.init(start()), BATCHES, progress=False,
-        steps_per_call=2,
-    )  # fmt: skip
-    same(numbers(state), expected, exactly=False)
-    assert int(state.step) == 4
-    np.testing.assert_allclose(history.metrics["loss"], losses, rtol=1e-5)
-    np.testing.assert_allclose(history.metrics["mean"], means, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracle import data
+from layouts import data
 
 import towerjax as tj
 

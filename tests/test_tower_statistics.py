@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
-from oracle import data
+from layouts import data, mirrored
 
 import towerjax as tj
 from towerjax.contrib import TowerStatistics

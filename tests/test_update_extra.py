@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import mirrored
-from oracle import data
+from layouts import data, mirrored
 
 import towerjax as tj
 
@@ -83,8 +82,6 @@ def build(strategy=None, **options):
 
 
 LAYOUTS = [
-    (tj.OneDevice(), {}),
-    (mirrored(4, 2), {"guard": "gradients"}),
     (mirrored(4, 2, "scan", cross_tower_ops=tj.PinnedTree()), {"micro_batches": 3}),
     (mirrored(4, 4, state="sharded"), {"micro_batches": 2}),
 ]
@@ -103,21 +100,11 @@ def test_queue_target_and_centres_follow_those_of_one_tower(strategy, options):
     for name, x in {"w": w, **extra}.items():
         got = state.params if name == "w" else state.extra[name]
         np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-6, err_msg=name)
-    if "micro_batches" not in options:
-        return  # the function of the step, by the two layouts with most in them
+    if options["micro_batches"] == 2:
+        return  # the function of the step, by the layout with most in it
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
     again = jax.lax.scan(step.fn, step.init(W, extra=first_extra()), stacked)[0]
     np.testing.assert_allclose(again.extra["keys"], extra["keys"], atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_refused_step_keeps_the_extra_state():
-    batch = data(12)
-    batch["x"][3, 1] = np.nan
-    step = build(on_nonfinite="skip")
-    state, _ = step(step.init(W, extra=first_extra()), batch)
-    jax.tree.map(np.testing.assert_array_equal, state.extra, first_extra())
-    np.testing.assert_array_equal(state.params, W)
 
 
 def test_rows_of_a_queue_say_which_are_padding():

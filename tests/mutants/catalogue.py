@@ -12,11 +12,8 @@ _MAPPED = (
     "test_build_step.py::"
     "test_a_function_mapped_over_a_gradient_and_its_weight_is_refused"
 )
-_ONE_TOWER = "test_one_tower.py::test_towers_equal_one_tower"
-_MICRO_BATCHES = "test_one_tower.py::test_micro_batches_are_sums_over_weights"
+_ONE_TOWER = "test_grid.py::test_n_towers_are_one_tower"
 _ONE_AXIS = "test_one_axis.py::test_a_step_is_the_same_wherever_towers_lie"
-_ONE_GRADIENT = "test_compiled.py::test_the_optimizer_sees_one_whole_gradient"
-_NOISE = "test_compiled.py::test_rng_depends_on_seed_step_tower_and_not_on_devices"
 _EACH_OP = "test_cross_tower_ops.py::test_every_op_is_the_sum"
 _OPS = f"{_EACH_OP}[5-5-shard_map]"
 _MEET = "test_properties.py::test_towers_that_meet_have_each_others_values"
@@ -24,9 +21,6 @@ _VERDICT = "test_bad_input.py::test_nan_on_one_tower_gives_one_verdict"
 _REFUSED = "test_analysis.py::test_dependent_output_is_refused"
 _HANGS = "test_analysis.py::test_collective_that_not_every_tower_reaches"
 _GRID = "test_analysis.py::test_reductions_that_leave_a_side_of_a_grid_are_refused"
-_TOWER_OPTIMIZER = (
-    "test_tower_optimizer.py::test_towers_update_once_of_the_one_gradient"
-)
 _IN_TURN = "test_replicate_steps.py::test_towers_in_turn_meet_in_every_mode"
 _HABITS = "test_audit.py::test_a_habitual_wrong_loss_is_refused_before_anything_changes"
 _AUDITED = "test_audit.py::test_a_right_loss_that_looks_like_a_wrong_one_passes"
@@ -36,7 +30,6 @@ _PROCESSES_LOOK = (
     "::test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls"
 )
 _SHARED_SUM = "test_call.py::test_a_sum_of_what_all_towers_share_is_refused"
-_EXACT = "test_one_tower.py::test_evaluation_and_prediction_are_exact_for_any_size"
 
 _CODES = "test_compressed.py::test_sums_are_those_of_the_same_codes_in_float64"
 
@@ -50,20 +43,20 @@ REGISTRY = (
     _m("B01", "mean of the towers' means instead of sum / total weight",
        "step.one_pass:Pass._run_towers", _GIVEN,
        f"{_GIVEN}\n        sums[0][:] = [type(x)(x.value, jnp.sign(x.weight))"
-       " for x in sums[0]]",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       " if hasattr(x, 'weight') else x for x in sums[0]]",
+       f"{_ONE_TOWER}[5]"),
     _m("B02", "a sum where the mean was meant", "step.train:_mean_gradient",
        "dataclasses.replace(grads, sum=[grads.sum]).value[0]", "grads.sum",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B03", "divided by the weight twice", "step.train:_mean_gradient",
        "return dataclasses.replace(grads, sum=[grads.sum]).value[0]",
        "once = dataclasses.replace(grads, sum=[grads.sum])\n"
        "    return dataclasses.replace(grads, sum=once.value).value[0]",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B04", "a reduced gradient is reduced again", "step.one_pass:Pass.on_device",
        "added, shown = sums.tree()",
        "added, shown = sums.tree()\n        added = jax.lax.psum(added, axes.names)",
-       f"{_ONE_TOWER}[shard_map-8-4-sum]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B05", "one leaf is never reduced", "collectives.ops:_all_reduce",
        "return lax.psum(buffers, DEVICE_AXIS)",
        "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]", _OPS),
@@ -72,12 +65,12 @@ REGISTRY = (
        "        norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
        "        grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
        "        if weight is None:\n            return given, Sum(grads)",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B07", "the norm counts every tower, so clipping bites too hard",
        "step.update:apply_update",
        "optimizer.update(grads, opt_state, params, **value)", "optimizer.update(\n"
        "        jax.tree.map(lambda g: g * 2, grads), opt_state, params, **value)\n"
-       "    updates = jax.tree.map(lambda u: u / 2, updates)", _ONE_GRADIENT),
+       "    updates = jax.tree.map(lambda u: u / 2, updates)", f"{_ONE_TOWER}[15]"),
     _m("B08", "the threshold of one gradient is used on the sum of the towers'",
        "estimator.optimizer:TowerOptimizer.__new__", "out, after = update_with_rows(\n"
        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
@@ -85,18 +78,18 @@ REGISTRY = (
        "        out, after = update_with_rows(\n"
        "            inner, grads, state.inner, params, lazy=lazy, **extra_args\n"
        "        )\n" "        out = map_values(lambda u: u / 2, out)",
-       f"{_TOWER_OPTIMIZER}[inside-4-2]"),
+       f"{_ONE_TOWER}[3]"),
     _m("B09", "divided by the rows of all micro-batches, empty ones included",
        "step.one_pass:Pass._run_towers", _GIVEN,
        f"{_GIVEN}\n        rows = num_rows(own[0])\n        sums[0][:] = [type(x)("
        "x.sum, jnp.full_like(x.weight, rows)) for x in sums[0]]",
-       f"{_MICRO_BATCHES}[2-2-vmap-weighted]"),
+       f"{_ONE_TOWER}[8]"),
     _m("B10", "gradients of micro-batches averaged, not weighted",
        "step.one_pass:_scan_micro_batches",
        _NEW, f"{_NEW}\n        new = [Returned(type(x.value)(x.value.value,"
        " jnp.sign(x.value.weight)), x.how) if hasattr(x.value, 'weight') else x"
        " for x in new]",
-       f"{_MICRO_BATCHES}[2-2-vmap-weighted]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B11", "reduced inside the accumulation loop: right, and A times the traffic",
        "step.one_pass:_scan_micro_batches",
        _NEW, f"{_NEW}\n        new = jax.lax.pmean(new, 'towerjax_tower')",
@@ -107,33 +100,33 @@ REGISTRY = (
        "test_run.py::test_evaluation_is_exact_however_the_data_is_cut[16]"),
     _m("B13", "a row that pads counts", "data.shard:row_weights",
        "is_valid = lax.lt(here, num_valid)", "is_valid = lax.le(here, num_valid)",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B14", "rows of weight 0 enter the statistics of batch norm",
        "layers.batch_norm.moments:_weights", "rows = tower.weight\n",
        "rows = tower.weight * 0 + 1\n",
-       "test_batch_norm.py::test_training_is_that_of_the_whole_batch[3-3-how1]"),
+       f"{_ONE_TOWER}[13]"),
     _m("B15", "mean of the towers' variances instead of the variance of all rows",
        "layers.batch_norm.moments:_moments", "added(weight * (x - mean) ** 2)",
        "added(weight * (x - quotient(parts[1], parts[0])) ** 2)",
-       "test_batch_norm.py::test_training_is_that_of_the_whole_batch[3-3-how1]"),
+       f"{_ONE_TOWER}[13]"),
     _m("B16", "tower 0's statistics are read, though declared MEAN",
        "collectives.reduce:one_of", "if reduction is Reduction.ONLY_FIRST_TOWER:",
        "if reduction is not Reduction.SUM:",
-       "test_one_tower.py::test_evaluation_reads_tower_local_values_by_their_reduction"),
+       "test_exact_values.py::test_evaluation_reads_tower_local_values_by_their_reduction"),
     _m("B17", "metrics are averaged over towers instead of merged",
        "step.one_pass:Pass._run_towers", _GIVEN,
        f"{_GIVEN}\n        sums[1][:] = [type(x)(x.value, jnp.float32(1))"
        " if hasattr(x, 'weight') else x for x in sums[1]]",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[5]"),
     _m("B18", "the mean of integers is an integer, so it is floored",
        "collectives.reduce:reduced_dtype", "reduction is Reduction.ONLY_FIRST_TOWER",
        "reduction is not Reduction.SUM", _MEET),
     _m("B19", "the same key on every tower", "towers.tower:Tower.rng",
        "jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)",
-       "jax.random.fold_in(key, self.step)", _NOISE),
+       "jax.random.fold_in(key, self.step)", f"{_ONE_TOWER}[4]"),
     _m("B20", "the same key at every step", "towers.tower:Tower.rng",
        "jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)",
-       "jax.random.fold_in(key, self.id)", _NOISE),
+       "jax.random.fold_in(key, self.id)", f"{_ONE_TOWER}[4]"),
     _m("B21", "each device has other initial parameters", "step.state:init_state",
        "return place(state, placement, state_layout(strategy), params)",
        "state = place(state, placement, state_layout(strategy), params)\n"
@@ -141,16 +134,16 @@ REGISTRY = (
        "    params = jax.tree.map(lambda x: make(\n"
        "        x.shape, x.sharding, [jax.device_put(np.asarray(x) + i, device)\n"
        "        for i, device in enumerate(placement.jax_devices)]), state.params)\n"
-       "    return TrainState(\n"
-       "        state.step, params, state.opt_state, state.local, state.rng)",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       "    return TrainState(state.step, params, state.opt_state, state.local,\n"
+       "        state.rng, state.extra)",
+       f"{_ONE_TOWER}[0]"),
     _m("B22", "the schedule advances twice a step", "step.update:apply_update",
        "updates, next_state =",
        "_, opt_state = optimizer.update(grads, opt_state, params, value=loss)\n"
-       "    updates, next_state =", _ONE_GRADIENT),
+       "    updates, next_state =", f"{_ONE_TOWER}[7]"),
     _m("B23", "every tower counts the step", "step.next_state:NextState.__call__",
        'kept["step"] + 1', 'kept["step"] + 3',
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[8]"),
     _m("B24", "the verdict on NaN is tower 0's", "step.one_pass:Pass.on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
        "        first = jax.lax.all_gather(own[0][1].sum, axes.names)[0]\n"
@@ -173,15 +166,16 @@ REGISTRY = (
        "    leaves[-1] = np.roll(leaves[-1], 1, axis=0)\n"
        "    rows = treedef.unflatten(leaves)\n"
        "    arrays = place_rows(rows, self.placement, Layout.PER_TOWER)",
-       f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       f"{_ONE_TOWER}[8]"),
     _m("B28", "a row is lost where two towers' parts meet",
        "data.shard:counts_of_towers", "np.clip(left, 0, rows)",
-       "np.clip(left, 0, rows - 1)", f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       "np.clip(left, 0, rows - 1)", f"{_ONE_TOWER}[5]"),
     _m("B29", "the towers' predictions are joined in another order",
        "step.policies:Read.result",
        "on_every_process(own, placement)",
        "jax.tree.map(lambda x: jnp.concatenate(\n"
-       "        jnp.split(x, step.strategy.num_towers)[::-1]), own)", _EXACT),
+       "        jnp.split(x, step.strategy.num_towers)[::-1]), own)",
+       f"{_ONE_TOWER}[6]"),
     _m("B30", "ONLY_FIRST_TOWER returns each tower's own value",
        "collectives.reduce:reduce_over_towers",
        "return take_first(x, tower_id, axes.names) if axes.names else x", "return x",
@@ -200,7 +194,7 @@ REGISTRY = (
        "collectives.sparse_rows:sum_duplicates", "summed.at[slots].add(",
        "summed.at[slots].set(", "test_sparse_update.py::test_rows_by_index"),
     _m("B35", "the optimizer's state is one step old", "step.train:apply_gradients",
-       "opt_state=opt_state)", "opt_state=state.opt_state)", _ONE_GRADIENT),
+       "opt_state=opt_state)", "opt_state=state.opt_state)", f"{_ONE_TOWER}[7]"),
     _m("B36", "prefetch repeats a batch", "data.stream:_fill", "feed.add(*pair)",
        "feed.add(*pair)\n                feed.add(*pair)",
        "test_feed.py::test_order_is_kept[1]"),
@@ -345,23 +339,22 @@ MODELS = (
        "next_params = optax.apply_updates(params, updates)",
        "next_params = optax.apply_updates(params, updates)\n"
        "    next_params = optax.apply_updates(next_params, updates)",
-       "test_replicate.py::test_a_size_of_each_kind_equals_numpy"),
+       f"{_ONE_TOWER}[9]"),
     _m("M02", "TowerOptimizer's state does not move",
        "estimator.optimizer:TowerOptimizer.__new__",
        "dataclasses.replace(state, inner=after)", "state",
-       f"{_TOWER_OPTIMIZER}[inside-4-2]"),
+       f"{_ONE_TOWER}[2]"),
     _m("M03", "LossReduction.SUM is divided by the number of towers",
        "estimator.losses:one_loss", "reduction is LossReduction.SUM and", "False and",
-       "test_replicate.py::test_towers_equal_numpy"
-       "[pmap-4-2-SUM-None-clip each tower-ops0]"),
+       f"{_ONE_TOWER}[14]"),
     _m("M04", "SUM_BY_NONZERO_WEIGHTS counts rows of weight 0",
        "estimator.losses:compute_weighted_loss",
        "rows = jnp.where(weights != 0, rows, 0)", "rows = rows * 1",
-       "test_replicate.py::test_a_size_of_each_kind_equals_numpy"),
+       f"{_ONE_TOWER}[3]"),
     _m("M05", "SUM_OVER_BATCH_SIZE counts the rows that pad",
        "estimator.losses:compute_weighted_loss", "rows = _like_losses(valid, losses)",
        "rows = _like_losses(valid, losses) * 0 + 1",
-       "test_replicate.py::test_a_size_of_each_kind_equals_numpy"),
+       f"{_ONE_TOWER}[9]"),
     _m("M06", "what towers meet about comes to nothing",
        "estimator.split_program:SplitProgram._evaluate",
        "outcomes = jax.tree.leaves((loss, grads))",
@@ -401,7 +394,7 @@ MODELS = (
        "estimator.model_engine:model_engine",
        "reads_local=tower_fn.mode is not Mode.TRAIN",
        "reads_local=True",
-       "test_replicate.py::test_a_size_of_each_kind_equals_numpy"),
+       f"{_ONE_TOWER}[3]"),
     _m("M17", "rows of a table are those of one device's towers",
        "step.accumulators:_of_all", "all_gather_rows(x, axes)", "x",
        "test_tower_optimizer.py::test_rows_of_a_table_are_updated_of_the_one_gradient"),
@@ -501,7 +494,7 @@ STATE = (
     _m("S12", "a padded row counts as an example that was seen",
        "data.shard:counts_of_towers", "np.clip(left, 0, rows)",
        "np.clip(left + 1, 0, rows)",
-       "test_example_count.py::test_each_example_counts_once[4 towers on 2-summed]"),
+       f"{_ONE_TOWER}[5]"),
     _m("S10", "init shares the caller's arrays, which donation deletes",
        "mesh.transfer:place_own",
        "jax.device_put(jax.tree.map(copy_to_host, tree), shardings)",
@@ -548,7 +541,7 @@ STATE = (
 INPUT = (
     _m("I01", "a step's counts are those of the first batch",
        "data.placer:Placer._place_counts", "key = layout, counts.tobytes()",
-       "key = layout", f"{_ONE_TOWER}[shard_map-3-3-weighted]"),
+       "key = layout", f"{_ONE_TOWER}[4]"),
     _m("I02", "the last call of several steps repeats its last batch",
        "data.placer:Placer._stack", "np.array(len(counts), np.int32)",
        "np.array(steps, np.int32)",
@@ -696,7 +689,7 @@ OTHER = (
        "test_run.py::test_evaluation_is_exact_however_the_data_is_cut[16]"),
     _m("O06", "a tower's micro-batches have one key", "towers.tower:Tower.rng",
        "return jax.random.fold_in(key, self._micro_batch)", "return key",
-       "test_compiled.py::test_micro_batches_draw_their_own_noise"),
+       f"{_ONE_TOWER}[6]"),
     _m("O07", "the rows of a weight are clipped as if they were examples",
        "step.update:pass_loss", "if _OF_EXAMPLES in kinds:", "if False:",
        "test_proof_optax.py::test_what_takes_more_is_refused[dpsgd]"),
@@ -705,17 +698,14 @@ OTHER = (
        "test_proof_optax.py::test_updates_of_another_shape_are_refused"),
 )
 
-
-_MEANS = "test_means.py::test_a_sum_of_means_is_that_of_one_tower"
-
 VALUES = (
     _m("V11", "each micro-batch divides by its own weights", "step.trace:_with_weights",
        "weights[0]", "jax.tree.map(lambda w: w / 3 if hasattr(w, 'aval') else w,"
        " weights[0])",
-       f"{_MEANS}[4-2-scan-3]"),
+       f"{_ONE_TOWER}[6]"),
     _m("V12", "what all towers share is counted by each micro-batch",
        "towers.tower:Tower.weights_of_all", "self.micro_batches * self.num_towers",
-       "self.num_towers", f"{_MEANS}[4-2-scan-3]"),
+       "self.num_towers", f"{_ONE_TOWER}[6]"),
     _m("V13", "what all towers share is counted by each row",
        "metrics.weighted:one_mean", "term.sum + term.weight * loss.penalty",
        "term.sum + loss.penalty",
@@ -893,8 +883,7 @@ BESIDES = (
        "towers.parts:scatter",
        "lax.psum_scatter(whole(x), DEVICE_AXIS, scatter_dimension=dim, tiled=True)",
        "own_part(whole(x), dim)",
-       "test_shards.py::"
-       "test_parts_train_as_one_device_does_in_float64[recomputed-alone]"),
+       f"{_ONE_TOWER}[5]"),
     _m("N09", "what a scan adds to begins with every device's zeros and its own addend",
        "towers.shards:_Body.__init__", "(carried or {}).items()", "()",
        "test_shards.py::"
@@ -906,7 +895,7 @@ BESIDES = (
     _m("N11", "what a tower makes of a part and its own values is a part, too",
        "towers.shards:_Body._evaluate", "self._how.alike and is_elementwise(eqn)",
        "is_elementwise(eqn)",
-       "test_shards.py::test_what_towers_make_of_parts_is_their_own[scaled-vmap]"),
+       f"{_ONE_TOWER}[5]"),
     _m("N13", "pinned parts are as short as they come",
        "mesh.placement:Placement.split_dim", "run % self.part_run == 0", "True",
        "test_shards.py::test_pinned_parts_lie_together_or_are_whole"),
@@ -914,12 +903,10 @@ BESIDES = (
        "step.compile:_steps", "batch = jax.tree.map(lambda x: x[i], batches)",
        "batch = [jax.tree.map(lambda x: x[i], b) for b in batches[:2]]\n"
        "            batch.append(jax.tree.map(lambda x: x[0], batches[2]))",
-       "test_inputs_and_fixed.py"
-       "::test_shared_leaves_of_several_steps_padding_and_the_function"),
+       f"{_ONE_TOWER}[5]"),
     _m("N02", "the extra state is the sum and not the mean", "step.train:next_extra",
        "lambda x: x.value", "lambda x: getattr(x, 'sum', x.value)",
-       "test_inputs_and_fixed.py"
-       "::test_what_towers_return_for_the_extra_state_is_merged"),
+       f"{_ONE_TOWER}[5]"),
     _m("N02b", "the extra state follows the parameters one step late",
        "step.train:Training.update", "self.update_extra(after, extra)",
        "self.update_extra(state, extra)",
@@ -934,7 +921,7 @@ BESIDES = (
     _m("N04", "what is fixed is trained when it is floating",
        "step.update:trained_part", "x if yes else None",
        "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
-       "test_inputs_and_fixed.py::test_only_what_is_trainable_is_trained"),
+       f"{_ONE_TOWER}[5]"),
     _m("A01",
        "the noise of parts is divided by their number, with which it is too small",
        "contrib.tower_statistics:TowerStatistics.metrics", "jnp.maximum(parts - 1, 1)",
@@ -1006,7 +993,6 @@ ROUNDS = (
 )
 
 _LOOKUP = "test_sparse_gradient.py::test_each_lookup_has_the_dense_gradient"
-_TABLE = "test_sparse_gradient.py::test_towers_train_a_table_as_one_does"
 TABLES = (
     _m("K01", "of several lookups in a table one has a gradient",
        "collectives.lookups:_Lookups.look_up", "kept.append((ids, rows))",
@@ -1026,7 +1012,8 @@ TABLES = (
        "metrics.weighted:Weighted.value",
        "map_values(lambda x: x * scale.astype(x.dtype), total)",
        "map_values(lambda x: x * (scale if x.ndim < 2 else 1), total)",
-       f"{_TABLE}[4-2-how1-2-True]"),
+       "test_sparse_gradient.py::test_towers_train_a_table_as_one_does"
+       "[4-2-how0-2-True]"),
 )
 
 SWEEPS = (
