@@ -88,7 +88,7 @@ OPS = {
         0, LAYERS, lambda i, x: jnp.tanh(x @ p["w"][i]), x),
     "cond": lambda p, x, b: lax.cond(
         p["b"][0, 0] > 0, lambda: jnp.tanh(x @ p["w"][0]), lambda: x * p["b"][1][None]),
-    "own rule": lambda p, x, b: soft(product(p["w"][1], x)),
+    "own rule": lambda p, x, b: soft(product(jnp.array(p["w"])[1], x)),
     "convolved": convolved,
     "norm": lambda p, x, b: x @ (p["w"][0] / jnp.sqrt((p["w"] ** 2).sum() + 1)),
     "associative": lambda p, x, b: x @ lax.associative_scan(jnp.matmul, p["w"])[-1],

@@ -382,30 +382,6 @@ def test_params_that_change_after_a_call_change_later_calls_only(which, compiled
     assert run({"factor": 2.0}, 1, size=6) == 2
 
 
-@pytest.mark.slow
-def test_dropout_differs_between_towers_and_steps_and_not_between_devices():
-    def model_fn(variables, features, labels, mode, tower):
-        # Other bits for each key and row, as those of a random number would be.
-        key = jax.random.key_data(tower.rng)[0]
-        draws = key ^ jnp.arange(len(features), dtype=key.dtype)
-        loss = tj.Weighted.mean(features, tower.weight)
-        outputs = {"predictions": {"draws": draws}}
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=variables, **outputs)
-
-    found = []
-    for devices, executor in ((1, "shard_map"), (2, "pmap")):
-        strategy = towers(4, devices, executor=executor)
-        model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
-        state, draws = start(rng=jax.random.key(3)), []
-        for _ in range(2):
-            spec = model(state, rows(8))
-            state = spec.train_op
-            draws.append(np.asarray(spec.predictions["draws"]))
-        found.append(np.concatenate(draws))
-    assert len(np.unique(found[0])) == 16
-    np.testing.assert_array_equal(found[0], found[1])
-
-
 # Whose buffers.
 
 
