@@ -13,7 +13,9 @@ from jax.extend.core import Literal
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.towers.tower_axis import over_local_towers
+from towerjax.towers.vmap_sums import dependents
 
 
 def every_collective(tower, x):
@@ -554,6 +556,18 @@ def test_a_carry_that_alone_is_summed_and_only_added_to(D):
     )
     _, metrics = step(step.init(np.float32(2)), np.arange(8, dtype=np.float32))
     assert metrics["sum"] == (0 + 2 + 4 + 6) + 4 * 3 * 2
+
+
+def test_what_differs_depends_on_a_value_or_on_the_axis():
+    def fn(own, same):
+        number = lax.axis_index(LOCAL_AXIS).astype(jnp.float32)
+        inside = jax.jit(lambda x: x + lax.psum(x, LOCAL_AXIS))
+        return own + 1, 2 * same, own * same, same + number, jnp.sin(inside(same)), own
+
+    body = jax.make_jaxpr(fn, axis_env=[(LOCAL_AXIS, 2)])(1.0, 2.0).jaxpr
+    differ = dependents(body, body.invars[:1])
+    found = [x in differ for x in body.outvars]
+    assert found == [True, False, True, True, True, True]
 
 
 def test_what_towers_round_is_rounded_by_each():

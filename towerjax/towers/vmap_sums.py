@@ -331,12 +331,11 @@ class _Opened:
         body, own = open_jaxpr(self.eqn.params["jaxpr"]), list(is_own)
         first, number = loop_sizes(self.eqn)
         while True:
-            for i in range(number):
-                own[first + i] &= i not in self.sums  # all towers share a sum
             pairs = zip(body.invars, own, strict=True)
             differ = dependents(body, [x for x, yes in pairs if yes])
             out = [isinstance(x, Var) and x in differ for x in body.outvars]
             out = [x or (i < number and own[first + i]) for i, x in enumerate(out)]
+            # All towers share a sum, which the step only adds to.
             carry = [x and i not in self.sums for i, x in enumerate(out[:number])]
             if carry == own[first : first + number]:
                 return own, out
