@@ -14,6 +14,8 @@ from layouts import mirrored
 
 import towerjax as tj
 from towerjax.mesh.placement import LOCAL_AXIS
+from towerjax.proof.equation import user_line
+from towerjax.proof.interpreter import eqn_context, evaluate_eqn
 from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.vmap_sums import dependents
 
@@ -556,6 +558,24 @@ def test_a_carry_that_alone_is_summed_and_only_added_to(D):
     )
     _, metrics = step(step.init(np.float32(2)), np.arange(8, dtype=np.float32))
     assert metrics["sum"] == (0 + 2 + 4 + 6) + 4 * 3 * 2
+
+
+def test_what_is_traced_again_keeps_its_names_and_line():
+    def named(x):
+        with jax.named_scope("layer"):
+            return jnp.sin(x)
+
+    [old] = jax.make_jaxpr(named)(1.0).jaxpr.eqns
+
+    def again(x):
+        with jax.named_scope("outer"), eqn_context(old):
+            x = lax.cos(x)
+        return evaluate_eqn(old, [x])[0]
+
+    cos, sin = jax.make_jaxpr(again)(1.0).jaxpr.eqns
+    assert str(cos.source_info.name_stack) == "outer/layer"
+    assert str(sin.source_info.name_stack) == "layer"
+    assert user_line((cos, None)) == user_line((sin, None)) == user_line((old, None))
 
 
 def test_what_differs_depends_on_a_value_or_on_the_axis():
