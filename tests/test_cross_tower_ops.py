@@ -12,8 +12,12 @@ import pytest
 from layouts import names
 
 import towerjax as tj
-from towerjax.collectives.base import sum_over_towers, sum_rows_over_towers
-from towerjax.collectives.ops import pack_sizes, split_into_packs
+from towerjax.collectives.ops import (
+    pack_sizes,
+    split_into_packs,
+    sum_over_towers,
+    sum_rows_over_towers,
+)
 from towerjax.collectives.reduce import add_rows
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse

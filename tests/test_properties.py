@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.collectives.base import sum_rows_over_towers
-from towerjax.collectives.ops import pack_sizes
+from towerjax.collectives.ops import pack_sizes, sum_rows_over_towers
 from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
 from towerjax.data.shard import counts_of_towers, fit_batch, row_weights

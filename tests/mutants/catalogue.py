@@ -520,12 +520,12 @@ STATE = (
     _m("S30", "a small loop over towers is one function, and its bits depend on trips",
        "towers.in_turn:map_in_turn", "_index_of_own_kernels(i)", "i",
        "test_same_bits.py::test_xla_makes_no_function_of_the_loop_over_towers[1]"),
-    _m("S31", "a broadcast drops its dims of 1 after XLA merged equal operations",
-       "mesh.private_jax:_merge_in", 'op.name == "stablehlo.broadcast_in_dim"', "False",
+    _m("S31", "XLA divides by what it spreads as it is used, which differs with D",
+       "towers.xla:_merge_in", "_divides_by_broadcast(op)", "False",
        "test_same_bits.py::test_what_all_towers_compute_alike_has_the_same_bits"
        "[of_divisors-2]"),
     _m("S32", "a program for several devices is lowered in another form than for one",
-       "towers.executors:lower_on_devices", 'placement.local == "scan"',
+       "towers.xla:lower_on_devices", 'placement.local == "scan"',
        'placement.local == "scan" and len(placement.devices) == 1',
        "test_same_bits.py::test_what_all_towers_compute_alike_has_the_same_bits"
        "[of_divisors-2]"),
@@ -745,11 +745,11 @@ VALUES = (
        "if variable.reduction is None:", _SHARED_SUM),
     _m("V16",
        "calls stay, so that what two of them compute is computed twice on one device",
-       "mesh.private_jax:inline_and_merge", "_inline_in(block, functions)", "pass",
+       "towers.xla:inline_and_merge", "_inline_in(block, functions)", "pass",
        "test_pinned_tree.py"
        "::test_calls_are_inlined_and_equal_operations_of_a_computation_merged"),
     _m("V17", "what a loop computes is merged with what stands before the loop",
-       "mesh.private_jax:inline_and_merge", "_merge_in(block)",
+       "towers.xla:inline_and_merge", "_merge_in(block)",
        'PassManager.parse("builtin.module(cse)").run(module.operation)',
        "test_pinned_tree.py"
        "::test_calls_are_inlined_and_equal_operations_of_a_computation_merged"),

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from towerjax.collectives.base import CrossTowerOps
-from towerjax.collectives.ops import AllReduce, Hierarchical
+from towerjax.collectives.ops import AllReduce, CrossTowerOps, Hierarchical
 from towerjax.mesh.devices import canonical_device_names, platform_devices
 from towerjax.types.options import check_list, is_whole
 

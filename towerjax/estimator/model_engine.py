@@ -33,9 +33,8 @@ from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.accumulators import as_own, owned
-from towerjax.step.engine import Engine, state_ins, training_engine
+from towerjax.step.engine import Engine, StepOptions, state_ins, training_engine
 from towerjax.step.next_state import join_metrics
-from towerjax.step.options import StepOptions
 from towerjax.step.policies import Read, Trained
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.state_checks import check_is_state

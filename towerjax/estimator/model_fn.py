@@ -15,7 +15,7 @@ from towerjax.data.shard import concat_rows, refuse_other_than_rows
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.loop.options import check_hooks
-from towerjax.step.options import StepOptions
+from towerjax.step.engine import StepOptions
 from towerjax.step.returned import without_padding
 from towerjax.step.state import TrainState
 from towerjax.towers.cross_tower.call import key_of

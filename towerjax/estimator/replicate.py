@@ -30,7 +30,7 @@ from towerjax.estimator.variables import (
     store,
 )
 from towerjax.mesh.transfer import place
-from towerjax.step.options import StepOptions
+from towerjax.step.engine import StepOptions
 from towerjax.step.state import state_layout
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, Strategy

@@ -1,8 +1,6 @@
 """All uses of JAX's private modules, each with the versions that have it."""
 
-import collections
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,8 +10,6 @@ from jax._src.array import ArrayImpl  # 0.10 to 0.12
 from jax._src.config import explicit_device_put_scope  # 0.10 to 0.12
 from jax._src.core import extend_axis_env_nd  # 0.10 to 0.12
 from jax.extend.core import Literal
-from jax.extend.mlir import ir
-from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # 0.10 to 0.12
 
@@ -78,137 +74,3 @@ def coordinator_client() -> Any:
 def read_arguments(compiled: Any) -> list[int]:
     """The numbers of the leaves among its arguments that a program reads."""
     return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
-
-
-def inline_and_merge(lowered: Any) -> None:
-    """Inline calls of a lowered program and merge equal operations, in place.
-
-    Broadcasts are written in one way, so that those of one array are equal to XLA, too.
-    """
-    # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
-    # body with earlier ones; XLA merges within a block alone.
-    module = lowered.compiler_ir("stablehlo")
-    with module.context, ir.Location.unknown():
-        functions = {
-            ir.StringAttr(op.operation.attributes["sym_name"]).value: op.operation
-            for op in module.body.operations
-            if op.operation.name == "func.func"
-        }
-        (block,) = functions["main"].regions[0].blocks
-        _inline_in(block, functions)
-        _merge_in(block)
-        PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
-
-
-def _inline_in(block: Any, functions: dict[str, Any]) -> None:
-    """Replace each call in a block by the body of its function."""
-    calls = collections.deque(each.operation for each in block.operations)
-    while calls:
-        op = calls.popleft()
-        for region in op.regions:
-            for inside in region.blocks:
-                _inline_in(inside, functions)
-        if op.name != "func.call":
-            continue
-        called = functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
-        copy = called.clone(ir.InsertionPoint(op))
-        body = copy.regions[0].blocks[0]
-        for argument, operand in zip(body.arguments, op.operands, strict=True):
-            argument.replace_all_uses_with(operand)
-        *inside, end = [each.operation for each in body.operations]
-        for each in inside:
-            each.move_before(op)
-        for result, value in zip(op.results, end.operands, strict=True):
-            result.replace_all_uses_with(value)
-        calls.extendleft(reversed(inside))
-        copy.erase()
-        op.erase()
-
-
-# Operations with effects, and those whose regions are computations of their own.
-_NEVER_MERGED = frozenset(
-    f"stablehlo.{name}"
-    for name in (
-        "while case if rng infeed outfeed send recv after_all create_token".split()
-    )
-)
-
-
-def _merge_in(block: Any) -> None:
-    """Merge equal operations of a block, and of each block nested in it."""
-    first: dict[Any, Any] = {}
-
-    def merged(op: Any) -> Any:
-        same = first.setdefault(_merge_key(op, {}), op)
-        if same is not op:
-            for result, other in zip(op.results, same.results, strict=True):
-                result.replace_all_uses_with(other)
-            op.erase()
-        return same
-
-    for op in [each.operation for each in block.operations]:
-        for region in op.regions:
-            for inside in region.blocks:
-                _merge_in(inside)
-        if op.name == "stablehlo.broadcast_in_dim":
-            _broadcast_at_once(op, merged)
-        if _may_merge(op):
-            merged(op)
-
-
-def _broadcast_at_once(op: Any, merged: Callable[[Any], Any]) -> None:
-    """Let a broadcast begin with the fewest dims: no other's result, no dim of 1.
-
-    Else XLA would drop these for each broadcast anew, and merge what it drops them from
-    on several devices alone; and it divides otherwise by what is used once.
-    """
-    out, x = ir.RankedTensorType(op.result.type), op.operands[0]
-    dims = [*op.attributes["broadcast_dimensions"]]
-    while _made_by(x) == op.name:
-        dims = [dims[at] for at in x.owner.attributes["broadcast_dimensions"]]
-        x = x.owner.operands[0]
-    given = ir.RankedTensorType(x.type)
-    pairs = zip(given.shape, dims, strict=True)
-    kept = [(size, at) for size, at in pairs if size == out.shape[at]]
-    if len(kept) < len(dims):
-        dims = [at for _, at in kept]
-        less = ir.RankedTensorType.get([n for n, _ in kept], given.element_type)
-        at = ir.InsertionPoint(op)
-        reshape = ir.Operation.create("stablehlo.reshape", [less], [x], ip=at)
-        x = merged(reshape).results[0]
-    op.operands[0] = x
-    op.attributes["broadcast_dimensions"] = ir.DenseI64ArrayAttr.get(dims)
-
-
-def _made_by(x: Any) -> str:
-    """The name of the operation that gives it; "" of an argument."""
-    return getattr(x.owner, "name", "")
-
-
-def _may_merge(op: Any) -> bool:
-    """Has an operation no effect, so that two equal ones can be one?"""
-    if op.name == "stablehlo.custom_call" and "has_side_effect" in op.attributes:
-        return not op.attributes["has_side_effect"].value
-    is_plain = op.name.startswith(("stablehlo.", "chlo.")) and len(op.results) > 0
-    return is_plain and op.name not in _NEVER_MERGED
-
-
-def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
-    """A key that equal operations share; values defined in its regions are numbered."""
-    operands = tuple(inside.get(x, x) for x in op.operands)
-    regions = []
-    for block in (block for region in op.regions for block in region.blocks):
-        defined = [*block.arguments]
-        for each in block.operations:
-            known = inside | {x: len(inside) + i for i, x in enumerate(defined)}
-            regions.append(_merge_key(each.operation, known))
-            defined += each.operation.results
-    types = tuple(x.type for x in op.results)
-    return op.name, operands, _attribute_key(op), types, tuple(regions)
-
-
-def _attribute_key(op: Any) -> tuple[Any, ...]:
-    """The attributes of an operation, hashable."""
-    if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
-        return (str(op.attributes[0]),)  # the bindings cannot read complex elements
-    return tuple((name, op.attributes[name]) for name in op.attributes)

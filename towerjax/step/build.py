@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
-from towerjax.step.engine import training_engine
+from towerjax.step.engine import StepOptions, training_engine
 from towerjax.step.gradient import refusing_tangents
 from towerjax.step.next_state import Guard, OnNonfinite
-from towerjax.step.options import StepOptions
 from towerjax.step.policies import Trained
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step

@@ -22,7 +22,7 @@ from towerjax.step.engine import Engine
 from towerjax.step.next_state import Outcome
 from towerjax.step.prove import Proof, prove
 from towerjax.step.trace import Traced, trace
-from towerjax.towers import executors
+from towerjax.towers import executors, xla
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import listed
 
@@ -71,7 +71,7 @@ def lower(
         donate_argnums=(0,) if engine.donate else (),
     )
     in_trace = jitted.trace(*args)
-    lowered = executors.lower_on_devices(in_trace, placement)
+    lowered = xla.lower_on_devices(in_trace, placement)
     if placement.num_processes > 1:
         require_same(
             "The step's program",
@@ -104,7 +104,7 @@ def compile_step(
     # An interrupt inside the compiler can kill the process (JAX 0.10).
     guard = InterruptGuard()
     with guard.installed(), guard:
-        compiled = executors.compile_on_devices(lowered, placement)
+        compiled = xla.compile_on_devices(lowered, placement)
     seconds = time.perf_counter() - start
     return Program(compiled, proof, traced.engine, seconds, full_rows is not None)
 

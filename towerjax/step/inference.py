@@ -5,9 +5,8 @@ from typing import Any
 
 from towerjax.data.shard import Remainder
 from towerjax.step.accumulators import as_own
-from towerjax.step.engine import Engine, state_ins
+from towerjax.step.engine import Engine, StepOptions, state_ins
 from towerjax.step.one_pass import Pass
-from towerjax.step.options import StepOptions
 from towerjax.step.policies import Read
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
 
-from towerjax.collectives.base import sum_over_towers
+from towerjax.collectives.ops import sum_over_towers
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.collectives.sparse_rows import is_rows, num_rows, split_micro_batches
 from towerjax.data.placer import BATCH_LAYOUT

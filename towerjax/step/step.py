@@ -10,9 +10,8 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
-from towerjax.step.engine import Engine
+from towerjax.step.engine import Engine, StepOptions
 from towerjax.step.examine import Examined
-from towerjax.step.options import StepOptions
 from towerjax.step.policies import StatePolicy, Trained, state_taken_by
 from towerjax.step.programs import Programs
 from towerjax.step.state import (

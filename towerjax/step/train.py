@@ -12,10 +12,9 @@ import optax
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.engine import training_engine
+from towerjax.step.engine import StepOptions, training_engine
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.next_state import Guard, OnNonfinite, join_metrics
-from towerjax.step.options import StepOptions
 from towerjax.step.policies import Trained
 from towerjax.step.state import TrainState
 from towerjax.step.state_checks import check_is_state

@@ -1,6 +1,6 @@
-"""Run a program on several devices by shard_map or pmap, and compile it.
+"""Run a program on several devices by shard_map or pmap.
 
-No other file but those of `towerjax.tools` calls shard_map, pmap or ``compile``.
+No other file but those of `towerjax.tools` calls shard_map or pmap.
 `placement` says where the towers are, and `tower_axis` runs those of one device.
 """
 
@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,14 +19,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
-from towerjax.mesh.private_jax import bind_axis, inline_and_merge
+from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import arrays_in
 from towerjax.towers.parts import Shards
 from towerjax.towers.shards import on_shards
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
-from towerjax.types.warning import warn
 
 _IN_TOWER, _MERGING = "towerjax_in_tower", "towerjax_merging"
 _HAVE_NO_VALUE = (
@@ -340,30 +338,6 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(of, tree)
 
 
-def lower_on_devices(traced: Any, placement: Placement) -> Any:
-    """Lower a traced program; under ``local="scan"``, in the same form on any devices.
-
-    For several devices XLA inlines calls and merges equal operations first. For one it
-    first rewrites operations by how often their operands are used (a division by what
-    is used once becomes a product with its inverse), so that bits would depend on
-    ``D``. So all that is done here.
-    """
-    # JAX would lower for the default platform, which absent devices never have.
-    absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
-    try:
-        lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
-    except ValueError as error:
-        if "ordered effects" in str(error):
-            error.add_note(
-                "Devices go at the same time, in no order: write ordered=False in"
-                " jax.debug.print and callbacks, or take one device."
-            )
-        raise
-    if placement.local == "scan":
-        inline_and_merge(lowered)
-    return lowered
-
-
 def fingerprint_of_program(traced: Any, lowered: Any) -> str:
     """The program's text, and a hash of the constants that the text does not show."""
     digest = hashlib.sha256()
@@ -373,28 +347,3 @@ def fingerprint_of_program(traced: Any, lowered: Any) -> str:
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())
     return f"{lowered.as_text()}{digest.hexdigest()}"
-
-
-def compile_on_devices(lowered: Any, placement: Placement) -> Any:
-    """Compile a lowered program; for absent GPUs with cuBLAS kernels, if needed."""
-    if placement.absent is None:
-        return lowered.compile()
-    with warnings.catch_warnings():
-        # JAX's persistent cache stores programs for absent devices that it cannot read.
-        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-        return _compile_for_absent(lowered)
-
-
-def _compile_for_absent(lowered: Any) -> Any:
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "output tile sizes" not in str(error):
-            raise
-    # XLA chooses tiles before it knows whether they fit, and finds others by trials on
-    # the device alone: openxla/xla, pull request 36792.
-    warn(
-        "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
-        " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false."
-    )
-    return lowered.compile({"xla_gpu_enable_triton_gemm": False})

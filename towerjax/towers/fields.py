@@ -1,6 +1,6 @@
 """The fields of a strategy that its methods and its towers read."""
 
-from towerjax.collectives.base import CrossTowerOps
+from towerjax.collectives.ops import CrossTowerOps
 from towerjax.mesh.placement import Placement
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, get_args
 import jax
 
 from towerjax.collectives import AllReduce, CrossTowerOps, PinnedTree
-from towerjax.collectives.base import ChecksDevices
+from towerjax.collectives.ops import ChecksDevices
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.devices import (
     canonical_device_name,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from towerjax.collectives.base import CrossTowerOps, sum_rows_over_towers
+from towerjax.collectives.ops import CrossTowerOps, sum_rows_over_towers
 from towerjax.collectives.reduce import (
     as_addend,
     from_total,

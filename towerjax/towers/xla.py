@@ -1,0 +1,213 @@
+"""Lower and compile programs, so that bits do not depend on the number of devices."""
+
+import collections
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.extend.mlir.passmanager import PassManager
+
+from towerjax.mesh.placement import Placement
+from towerjax.types.warning import warn
+
+
+def lower_on_devices(traced: Any, placement: Placement) -> Any:
+    """Lower a traced program; under ``local="scan"``, in the same form on any devices.
+
+    For several devices XLA inlines calls and merges equal operations first. For one it
+    first rewrites operations by how often their operands are used (a division by what
+    is used once becomes a product with its inverse), so that bits would depend on
+    ``D``. So all that is done here.
+    """
+    # JAX would lower for the default platform, which absent devices never have.
+    absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
+    try:
+        lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
+    except ValueError as error:
+        if "ordered effects" in str(error):
+            error.add_note(
+                "Devices go at the same time, in no order: write ordered=False in"
+                " jax.debug.print and callbacks, or take one device."
+            )
+        raise
+    if placement.local == "scan":
+        inline_and_merge(lowered)
+    return lowered
+
+
+def compile_on_devices(lowered: Any, placement: Placement) -> Any:
+    """Compile a lowered program; for absent GPUs with cuBLAS kernels, if needed."""
+    if placement.absent is None:
+        return lowered.compile()
+    with warnings.catch_warnings():
+        # JAX's persistent cache stores programs for absent devices that it cannot read.
+        warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
+        return _compile_for_absent(lowered)
+
+
+def _compile_for_absent(lowered: Any) -> Any:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "output tile sizes" not in str(error):
+            raise
+    # XLA chooses tiles before it knows whether they fit, and finds others by trials on
+    # the device alone: openxla/xla, pull request 36792.
+    warn(
+        "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
+        " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false."
+    )
+    return lowered.compile({"xla_gpu_enable_triton_gemm": False})
+
+
+def inline_and_merge(lowered: Any) -> None:
+    """Inline calls of a lowered program and merge equal operations, in place.
+
+    Divisions by what is broadcast become products, see `_multiply_by_inverse`.
+    """
+    # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
+    # body with earlier ones; XLA merges within a block alone.
+    module = lowered.compiler_ir("stablehlo")
+    with module.context, ir.Location.unknown():
+        functions = {
+            ir.StringAttr(op.operation.attributes["sym_name"]).value: op.operation
+            for op in module.body.operations
+            if op.operation.name == "func.func"
+        }
+        (block,) = functions["main"].regions[0].blocks
+        _inline_in(block, functions)
+        _merge_in(block)
+        PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
+
+
+def _inline_in(block: Any, functions: dict[str, Any]) -> None:
+    """Replace each call in a block by the body of its function."""
+    calls = collections.deque(each.operation for each in block.operations)
+    while calls:
+        op = calls.popleft()
+        for region in op.regions:
+            for inside in region.blocks:
+                _inline_in(inside, functions)
+        if op.name != "func.call":
+            continue
+        called = functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+        copy = called.clone(ir.InsertionPoint(op))
+        body = copy.regions[0].blocks[0]
+        for argument, operand in zip(body.arguments, op.operands, strict=True):
+            argument.replace_all_uses_with(operand)
+        *inside, end = [each.operation for each in body.operations]
+        for each in inside:
+            each.move_before(op)
+        for result, value in zip(op.results, end.operands, strict=True):
+            result.replace_all_uses_with(value)
+        calls.extendleft(reversed(inside))
+        copy.erase()
+        op.erase()
+
+
+_BROADCAST = "stablehlo.broadcast_in_dim"
+# Operations with effects, and those whose regions are computations of their own.
+_NEVER_MERGED = frozenset(
+    f"stablehlo.{name}"
+    for name in (
+        "while case if rng infeed outfeed send recv after_all create_token".split()
+    )
+)
+
+
+def _merge_in(block: Any) -> None:
+    """Merge equal operations of a block, and of each block nested in it."""
+    first: dict[Any, Any] = {}
+
+    def merged(op: Any) -> Any:
+        same = first.setdefault(_merge_key(op, {}), op)
+        if same is not op:
+            for result, other in zip(op.results, same.results, strict=True):
+                result.replace_all_uses_with(other)
+            op.erase()
+        return same
+
+    for op in [each.operation for each in block.operations]:
+        for region in op.regions:
+            for inside in region.blocks:
+                _merge_in(inside)
+        if _divides_by_broadcast(op):
+            _multiply_by_inverse(op, merged)
+        elif _may_merge(op):
+            merged(op)
+
+
+def _divides_by_broadcast(op: Any) -> bool:
+    if op.name != "stablehlo.divide" or _made_by(op.operands[1]) != _BROADCAST:
+        return False
+    return isinstance(ir.RankedTensorType(op.result.type).element_type, ir.FloatType)
+
+
+def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
+    """Replace a division by what is broadcast by a product with its inverse.
+
+    XLA:CPU does so where the divisor is used once. That depends on ``D``, too: parts of
+    an array are divided by it, and elsewhere the whole array.
+    """
+    x, divisor = op.operands
+    kind: Any = ir.RankedTensorType(x.type).element_type
+    dims: Any = range(x.type.rank)
+    wide = ir.F32Type.get() if kind.width < 32 else kind
+    while _made_by(divisor) == _BROADCAST:
+        spread = divisor.owner
+        dims = [dims[at] for at in spread.attributes["broadcast_dimensions"]]
+        divisor = spread.operands[0]
+
+    def add(fn: Callable[..., Any], *args: Any) -> Any:
+        with ir.InsertionPoint(op):
+            return merged(fn(*args).owner).results[0]
+
+    def cast(x: Any, kind: Any) -> Any:
+        given = ir.RankedTensorType(x.type)
+        to = ir.RankedTensorType.get(given.shape, kind)
+        return x if given == to else add(stablehlo.convert, to, x)
+
+    x, given = cast(x, wide), cast(divisor, wide)
+    ones = ir.DenseElementsAttr.get_splat(given.type, ir.FloatAttr.get(wide, 1.0))
+    inverse = add(stablehlo.divide, add(stablehlo.constant, ones), given)
+    inverse = add(stablehlo.broadcast_in_dim, x.type, inverse, list(dims))
+    product = cast(add(stablehlo.multiply, x, inverse), kind)
+    op.result.replace_all_uses_with(product)
+    op.erase()
+
+
+def _made_by(x: Any) -> str:
+    """The name of the operation that gives it; "" of an argument."""
+    return getattr(x.owner, "name", "")
+
+
+def _may_merge(op: Any) -> bool:
+    """Has an operation no effect, so that two equal ones can be one?"""
+    if op.name == "stablehlo.custom_call" and "has_side_effect" in op.attributes:
+        return not op.attributes["has_side_effect"].value
+    is_plain = op.name.startswith(("stablehlo.", "chlo.")) and len(op.results) > 0
+    return is_plain and op.name not in _NEVER_MERGED
+
+
+def _merge_key(op: Any, inside: dict[Any, int]) -> Any:
+    """A key that equal operations share; values defined in its regions are numbered."""
+    operands = tuple(inside.get(x, x) for x in op.operands)
+    regions = []
+    for block in (block for region in op.regions for block in region.blocks):
+        defined = [*block.arguments]
+        for each in block.operations:
+            known = inside | {x: len(inside) + i for i, x in enumerate(defined)}
+            regions.append(_merge_key(each.operation, known))
+            defined += each.operation.results
+    types = tuple(x.type for x in op.results)
+    return op.name, operands, _attribute_key(op), types, tuple(regions)
+
+
+def _attribute_key(op: Any) -> tuple[Any, ...]:
+    """The attributes of an operation, hashable."""
+    if op.name == "stablehlo.constant" and "complex<" in str(op.results[0].type):
+        return (str(op.attributes[0]),)  # the bindings cannot read complex elements
+    return tuple((name, op.attributes[name]) for name in op.attributes)
