@@ -27,6 +27,7 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
+from towerjax.towers.additions import uses_in
 from towerjax.towers.in_turn import map_in_turn, scan_and_add
 from towerjax.towers.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
@@ -316,14 +317,6 @@ def over_local_towers(
     ``axes.traced`` caches programs, ``tower_fn`` depends on its arguments alone.
     """
     lowered_fn = lower_tower_axis(tower_fn, axes)
-
-    def isolated(tower: tuple[jax.Array, PyTree]) -> tuple[PyTree, PyTree]:
-        # Between barriers XLA fuses nothing else with a tower's program. Else it would
-        # also move what all towers compute alike out of the loop over towers, and other
-        # parts of it on one device than on several.
-        given = lax.optimization_barrier((*tower, *common))
-        return lax.optimization_barrier(lowered_fn(*given))
-
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
@@ -350,4 +343,30 @@ def over_local_towers(
     if not stack_sums:
         return scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
     number = towers[0][0] if number is None else number
+    isolated = _isolate(tower_fn, axes, common)
     return map_in_turn(isolated, towers, axes.num_local, number)
+
+
+def _isolate(
+    tower_fn: Callable[..., PyTree], axes: TowerAxes, common: tuple[PyTree, ...]
+) -> Callable[[tuple[PyTree, ...]], PyTree]:
+    """The function of one tower, lowered, between barriers.
+
+    There XLA fuses nothing else with a tower's program. Else it would also move what
+    all towers compute alike out of the loop over towers, and other parts of it on one
+    device than on several. What no tower uses, as an optimizer's state, stays outside:
+    the loop would hold a copy of it.
+    """
+
+    def run(tower: tuple[PyTree, ...]) -> PyTree:
+        args = (*tower, *common)
+        program, tree = _lower_program(tower_fn, axes, args)
+        uses, leaves = uses_in(program.jaxpr), jax.tree.leaves(args)
+        used = [i for i, x in enumerate(program.jaxpr.invars) if uses[x]]
+        given = lax.optimization_barrier([leaves[i] for i in used])
+        for i, x in zip(used, given, strict=True):
+            leaves[i] = x
+        out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+        return lax.optimization_barrier(tree.unflatten(map(jnp.asarray, out)))
+
+    return run
