@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from towerjax.metrics.weighted import Weighted
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.step.train import build_train_step
-from towerjax.towers.strategies import Mirrored
+from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, TowerOutput
 from towerjax.types.leaves import key_data
@@ -177,7 +177,8 @@ class Compared:
     Attributes:
       case: Its name.
       leaves: How many leaves were compared.
-      differing: ``D`` -> the leaves whose bits are not those on the first ``D``.
+      differing: ``D`` -> the leaves whose bits are not those on the first ``D``, with
+        a mirrored state.
       digests: ``D`` -> a digest of all bits, to compare with other machines.
     """
 
@@ -188,16 +189,25 @@ class Compared:
 
 
 def compare(
-    case: Case, *, towers: int, devices: Sequence[int], steps: int, ops: CrossTowerOps
+    case: Case,
+    *,
+    towers: int,
+    devices: Sequence[int],
+    steps: int,
+    ops: CrossTowerOps,
+    state: StateLayout = "mirrored",
 ) -> Compared:
-    """The same training on several numbers of devices."""
+    """The same training on several numbers of devices, and with a mirrored state."""
     platform = jax.default_backend()
-    runs: dict[int, dict[str, np.ndarray]] = {}
-    for number in devices:
+
+    def run_on(number: int, state: StateLayout) -> dict[str, np.ndarray]:
         names = tuple(f"{platform}:{i}" for i in range(number))
-        strategy = Mirrored(names, towers=towers, local="scan", cross_tower_ops=ops)
-        runs[number] = trained(case, strategy, steps)
-    first = runs[devices[0]]
+        how: Any = {"towers": towers, "cross_tower_ops": ops, "state": state}
+        return trained(case, Mirrored(names, local="scan", **how), steps)
+
+    first = run_on(devices[0], "mirrored")
+    is_first = lambda number: state == "mirrored" and number == devices[0]  # noqa: E731
+    runs = {n: first if is_first(n) else run_on(n, state) for n in devices}
     differing = {
         number: [n for n in first if first[n].tobytes() != found[n].tobytes()]
         for number, found in runs.items()
@@ -220,6 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--ops", default="PinnedTree", help="a cross-tower op's name")
+    parser.add_argument("--state", default="mirrored", choices=get_args(StateLayout))
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", max(options.devices or [8]))
@@ -228,7 +239,8 @@ def main() -> None:
     ]
     ops, differ = getattr(collectives, options.ops)(), False
     if not options.json:
-        print(f"JAX {jax.__version__}, {options.towers} towers, {ops!r}; leaves that")
+        head = f"JAX {jax.__version__}, {options.towers} towers, {ops!r}"
+        print(f"{head}, state={options.state!r}; leaves that")
         print(f"differ from those on {options.devices[0]} device(s)\n")
         heads = "".join(f"{f'D={number}':>6}" for number in options.devices)
         print(f"{'':28} leaves{heads}")
@@ -241,6 +253,7 @@ def main() -> None:
             devices=options.devices,
             steps=options.steps,
             ops=ops,
+            state=options.state,
         )
         differ = differ or any(found.differing.values())
         if options.json:
