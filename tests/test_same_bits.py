@@ -22,10 +22,10 @@ CASES = cases()
 MICRO = {"micro_batches": 2}
 
 
-def differing(case, *, devices=(1, 8), towers=8, steps=3):
+def differing(case, *, devices=(1, 8), towers=8, steps=3, state="mirrored"):
     """``D`` -> the leaves that differ; nothing when every bit is the same."""
-    ops = tj.PinnedTree()
-    found = compare(case, towers=towers, devices=devices, steps=steps, ops=ops)
+    how = {"towers": towers, "devices": devices, "steps": steps, "state": state}
+    found = compare(case, ops=tj.PinnedTree(), **how)
     for number, names in found.differing.items():
         same = found.digests[number] == found.digests[devices[0]]
         assert same == (names == [])
@@ -73,6 +73,12 @@ ONCE = [
 @pytest.mark.parametrize("case", ONCE, ids=lambda case: case.model)
 def test_what_once_differed_has_the_same_bits(case):
     assert differing(case, devices=(1, 2)) == {}
+
+
+@pytest.mark.slow
+def test_what_an_update_reads_of_its_own_results_has_the_same_bits_in_parts():
+    """As a momentum of which an optimizer needs the whole matrix."""
+    assert differing(Case("", optimizer="muon"), devices=(1, 2), state="sharded") == {}
 
 
 def command(ops, *devices):

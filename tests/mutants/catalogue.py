@@ -529,6 +529,10 @@ STATE = (
        'placement.local == "scan" and len(placement.devices) == 1',
        "test_same_bits.py::test_what_all_towers_compute_alike_has_the_same_bits"
        "[of_divisors-2]"),
+    _m("S33", "what an update reads of its results is computed anew, fused otherwise",
+       "towers.shards:_Body.__init__", "how.alike and wanted is not None", "False",
+       "test_same_bits.py"
+       "::test_what_an_update_reads_of_its_own_results_has_the_same_bits_in_parts"),
     _m("S23", "a number that is written into a state is cut to the dtype there",
        "step.state_checks:_cast_number", "jnp.result_type(plain, dtype) != dtype",
        "False", "test_state.py::test_a_number_that_a_state_cannot_hold_is_refused"),

@@ -88,6 +88,10 @@ class _Body:
         # By equation, those of its results that its inner program scatters.
         self._opened: dict[int, dict[int, int]] = {}
         self._summed: dict[Any, int] = {}  # results of an all-reduce
+        # What an update returns, one device stores and reads again, where it is part of
+        # another value. Computed anew of whole values, it would be fused otherwise.
+        outs = body.outvars if how.alike and wanted is not None else ()
+        self._stored = {x for x in outs if isinstance(x, Var)}
         self._results = sums
         for number, dim in sums.items():
             self._push(body.outvars[number], dim)
@@ -166,6 +170,8 @@ class _Body:
                 for var, x in zip(eqn.outvars, out, strict=True):
                     dim = self._sums.get(var)
                     is_part = var in self._added or self._is_opened(eqn, var)
+                    if var in self._stored and isinstance(x, Shard):
+                        x = x.of(x.part)
                     values[var] = x if dim is None or is_part else scatter(x, dim)
         results = [read(x) for x in body.outvars]
         for number, dim in self._results.items():
