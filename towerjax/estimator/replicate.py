@@ -154,6 +154,9 @@ class ReplicatedModel:
             text = f"train_step() got an unexpected keyword argument {name!r}"
             raise TypeError(f"{text}; it takes {', '.join(known)}.")
         of_step = dataclasses.replace(self.options.step, **{"donate": True, **options})
+        if self.strategy.placement.within and of_step.on_nonfinite != "ignore":
+            # JAX refuses to select between arrays of a tower's mesh and of all devices.
+            raise ValueError(_CANNOT_UNDO.format(of_step.on_nonfinite))
         wanted = "loss", "train_op", "eval_metrics"
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
@@ -193,6 +196,13 @@ class ReplicatedModel:
         return self._steps[key]
 
 
+_CANNOT_UNDO = (
+    "A model function on towers of several devices, within=, cannot undo an update:"
+    " train_step got on_nonfinite={!r}. Write on_nonfinite='ignore', or a loss function"
+    " and tj.build_train_step, which can."
+)
+
+
 def replicate_model_fn(
     model_fn: Callable[..., ModelSpec],
     loss_reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,
@@ -222,7 +232,8 @@ def replicate_model_fn(
       remainder: For a batch that ``T`` does not divide: ``"pad"`` with rows of weight
         0, ``"drop"`` the last rows, or ``"error"``.
       compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
-        the towers' losses by the number of towers, and classes are stacked.
+        the towers' losses by the number of towers, and classes are stacked. Where
+        towers meet in a loss, its gradient is right only if they count alike.
       donate: Whether ``train_op`` may reuse the buffers of ``variables``.
       max_programs: How many batch signatures may compile for each mode; None: 8.
       audit: As for ``tj.build_train_step``, of the first call of each mode.
