@@ -753,7 +753,7 @@ VALUES = (
        "test_pinned_tree.py"
        "::test_calls_are_inlined_and_equal_operations_of_a_computation_merged"),
     _m("V17", "what a loop computes is merged with what stands before the loop",
-       "towers.xla:inline_and_merge", "_merge_in(block)",
+       "towers.xla:inline_and_merge", "_merge_in(block, inverses)",
        'PassManager.parse("builtin.module(cse)").run(module.operation)',
        "test_pinned_tree.py"
        "::test_calls_are_inlined_and_equal_operations_of_a_computation_merged"),

@@ -34,7 +34,8 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
             )
         raise
     if placement.local == "scan":
-        inline_and_merge(lowered)
+        # Within towers XLA splits arrays itself, and products are fused otherwise.
+        inline_and_merge(lowered, inverses=not placement.within)
     return lowered
 
 
@@ -63,10 +64,11 @@ def _compile_for_absent(lowered: Any) -> Any:
     return lowered.compile({"xla_gpu_enable_triton_gemm": False})
 
 
-def inline_and_merge(lowered: Any) -> None:
+def inline_and_merge(lowered: Any, *, inverses: bool = True) -> None:
     """Inline calls of a lowered program and merge equal operations, in place.
 
-    Divisions by what is broadcast become products, see `_multiply_by_inverse`.
+    With ``inverses`` divisions by what is broadcast become products, see
+    `_multiply_by_inverse`.
     """
     # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
     # body with earlier ones; XLA merges within a block alone.
@@ -79,7 +81,7 @@ def inline_and_merge(lowered: Any) -> None:
         }
         (block,) = functions["main"].regions[0].blocks
         _inline_in(block, functions)
-        _merge_in(block)
+        _merge_in(block, inverses)
         PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
 
 
@@ -118,7 +120,7 @@ _NEVER_MERGED = frozenset(
 )
 
 
-def _merge_in(block: Any) -> None:
+def _merge_in(block: Any, inverses: bool) -> None:
     """Merge equal operations of a block, and of each block nested in it."""
     first: dict[Any, Any] = {}
 
@@ -133,8 +135,8 @@ def _merge_in(block: Any) -> None:
     for op in [each.operation for each in block.operations]:
         for region in op.regions:
             for inside in region.blocks:
-                _merge_in(inside)
-        if _divides_by_broadcast(op):
+                _merge_in(inside, inverses)
+        if inverses and _divides_by_broadcast(op):
             _multiply_by_inverse(op, merged)
         elif _may_merge(op):
             merged(op)
