@@ -375,7 +375,7 @@ def drawn(seed, number):
     """The draw of this number.
 
     No draw has a model function of wide towers, or towers that meet in a loss of the
-    original's numbers.
+    original's numbers whose gradients are computed and applied by themselves.
     """
 
     def deal(name, cards, number=number):
@@ -396,7 +396,8 @@ def drawn(seed, number):
     odd = None if door == "scan" else odd
     ops = [deal("op", list(OPS), 2 * number + i) for i in range(2)]
     meets = deal("meets", [None, "centred", "gathered", "normed"])
-    if meets and strategy.local == "vmap" and not kind.startswith("tf1"):
+    as_original = kind.startswith("tf1") and door == "plain"
+    if meets and strategy.local == "vmap" and not as_original:
         ops.insert(1, meets)
     if deal("noise", [False, True, False]) and not called:
         ops.insert(1, "noisy")

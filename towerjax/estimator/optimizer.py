@@ -220,14 +220,14 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 f"TowerOptimizer.minimize got a {type(state).__name__}, not a"
                 " tj.TrainState. Of others use compute_gradients and apply_gradients."
             )
-        try:
-            out, grads = self.compute_gradients(loss_fn, state.params, has_aux=has_aux)
-            loss = out[0] if has_aux else out
-        except UnknownWeights:
-            out, grads, loss = _differentiate_means(loss_fn, state, has_aux)
         towers = getattr(state.opt_state, "towers", None)
-        if isinstance(loss, Means) and towers is not None and towers.compat == "tf1":
-            # A tower whose rows all have weight 0 counts its shared term.
+        as_original = towers is not None and towers.compat == "tf1"
+        summed = _own_loss if as_original else _summed_loss
+        try:
+            (_, out), grads = _differentiate(loss_fn, state.params, summed, has_aux)
+            loss = out[0] if has_aux else out
+            loss = loss.value if as_original and isinstance(loss, Weighted) else loss
+        except UnknownWeights:
             out, grads, loss = _differentiate_means(loss_fn, state, has_aux)
         params, opt_state = self.apply_gradients(
             grads, state.opt_state, state.params, loss=loss
@@ -280,6 +280,13 @@ def _summed_loss(loss: Any) -> jax.Array:
     loss = _as_one_mean(loss)
     reduction = None if isinstance(loss, Weighted) else Reduction.SUM
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
+
+
+def _own_loss(loss: Any) -> jax.Array:
+    """A tower's own mean, of whose gradient towers that meet there get their parts."""
+    if isinstance(loss, Means):  # a tower without examples counts its shared term
+        raise UnknownWeights
+    return loss.value if isinstance(loss, Weighted) else _summed_loss(loss)
 
 
 def _as_one_mean(loss: Any) -> Any:
