@@ -205,9 +205,8 @@ def compare(
         how: Any = {"towers": towers, "cross_tower_ops": ops, "state": state}
         return trained(case, Mirrored(names, local="scan", **how), steps)
 
-    first = run_on(devices[0], "mirrored")
-    is_first = lambda number: state == "mirrored" and number == devices[0]  # noqa: E731
-    runs = {n: first if is_first(n) else run_on(n, state) for n in devices}
+    runs = {number: run_on(number, state) for number in devices}
+    first = runs[devices[0]] if state == "mirrored" else run_on(devices[0], "mirrored")
     differing = {
         number: [n for n in first if first[n].tobytes() != found[n].tobytes()]
         for number, found in runs.items()

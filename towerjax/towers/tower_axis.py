@@ -64,11 +64,15 @@ def lower_tower_axis(
 
     def run(*args: PyTree) -> PyTree:
         program, tree = _lower_program(tower_fn, axes, args)
-        leaves = jax.tree.leaves(args)
-        out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
-        return jax.tree.unflatten(tree, map(jnp.asarray, out))
+        return _evaluate(program, tree, jax.tree.leaves(args))
 
     return run
+
+
+def _evaluate(program: ClosedJaxpr, tree: Any, leaves: Sequence[Any]) -> PyTree:
+    """The results of a program, as a tree."""
+    out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+    return jax.tree.unflatten(tree, map(jnp.asarray, out))
 
 
 def _has_tower_axis(axes: TowerAxes) -> bool:
@@ -366,7 +370,6 @@ def _isolate(
         given = lax.optimization_barrier([leaves[i] for i in used])
         for i, x in zip(used, given, strict=True):
             leaves[i] = x
-        out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
-        return lax.optimization_barrier(tree.unflatten(map(jnp.asarray, out)))
+        return lax.optimization_barrier(_evaluate(program, tree, leaves))
 
     return run
