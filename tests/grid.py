@@ -374,8 +374,8 @@ def specs(name, leaf):
 def drawn(seed, number):
     """The draw of this number.
 
-    No draw has a model function of wide towers, or towers that meet in a loss of the
-    original's numbers whose gradients are computed and applied by themselves.
+    In no draw do towers meet in a loss of the original's numbers whose gradients are
+    computed and applied by themselves.
     """
 
     def deal(name, cards, number=number):
@@ -385,8 +385,6 @@ def drawn(seed, number):
 
     rng = np.random.default_rng([seed, number])
     strategy, door = _strategy(deal, rng), deal("door", DOORS)
-    if door in OF_MODEL and strategy.within:
-        door = "own"
     trains, called = door in TRAINING, door in ("calls", "plain")
     # Each group of doors has its own kinds, so that all kinds come early.
     [(doors, kinds)] = [x for x in KINDS.items() if door in x[0]]

@@ -89,13 +89,9 @@ def of(optimizer):
     return lambda: tj.estimator.TowerOptimizer(optimizer)
 
 
-WIDE = tj.Mirrored(["cpu:0", "cpu:1"], within={"model": 2})
-
 # What is refused where a model function is wrapped and its parts are made.
 # fmt: off
 MISTAKES = {
-    "an update undone within": (lambda: WRAP(model_fn, devices=WIDE).train_step(),
-                                r"within=.*on_nonfinite='raise'.*'ignore', or"),
     "parameters of ids": (lambda: tj.TrainState.create(FIXED, OPTIMIZER), EXTRA),
     "a gradient of ids": (  # any tree, of which JAX said less
         lambda: OPTIMIZER.compute_gradients(lambda p: p["w"].sum(), FIXED), EXTRA),

@@ -893,7 +893,7 @@ BESIDES = (
        "test_shards.py::"
        "test_a_layer_is_gathered_and_scattered_in_the_loop_alone[scan]"),
     _m("N10", "a norm of pinned parts is added up from each device's own",
-       "step.trace:Traced.update_in_parts", 'how.state == "sharded"', "False",
+       "step.trace:Traced._is_exact", 'how.state == "sharded"', "False",
        "test_shards.py::"
        "test_pinned_parts_have_the_bits_of_one_device[recomputed-lamb]"),
     _m("N11", "what a tower makes of a part and its own values is a part, too",

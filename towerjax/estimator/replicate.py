@@ -154,9 +154,6 @@ class ReplicatedModel:
             text = f"train_step() got an unexpected keyword argument {name!r}"
             raise TypeError(f"{text}; it takes {', '.join(known)}.")
         of_step = dataclasses.replace(self.options.step, **{"donate": True, **options})
-        if self.strategy.placement.within and of_step.on_nonfinite != "ignore":
-            # JAX refuses to select between arrays of a tower's mesh and of all devices.
-            raise ValueError(_CANNOT_UNDO.format(of_step.on_nonfinite))
         wanted = "loss", "train_op", "eval_metrics"
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
@@ -194,13 +191,6 @@ class ReplicatedModel:
                 step = model_step(tower_fn, self.strategy, self._placers[mode])
             self._steps[key] = step
         return self._steps[key]
-
-
-_CANNOT_UNDO = (
-    "A model function on towers of several devices, within=, cannot undo an update:"
-    " train_step got on_nonfinite={!r}. Write on_nonfinite='ignore', or a loss function"
-    " and tj.build_train_step, which can."
-)
 
 
 def replicate_model_fn(

@@ -44,7 +44,7 @@ def prove(traced: Traced) -> Proof:
         place = traced.engine.strategy.placement
         counts = place.num_towers, len(place.devices)
         prove_update(traced.finish, place.axis_name, *counts)
-    if traced.update_in_parts:
+    if traced.update_on_devices:
         refuse_mapped(traced.finish)
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
     return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])

@@ -76,10 +76,21 @@ class Traced:
         return jax.tree.map(of, self.engine.outs, self.out, is_leaf=is_state)
 
     @property
-    def update_in_parts(self) -> bool:
-        """Whether each device updates its parts, in the order of one device."""
+    def update_on_devices(self) -> bool:
+        """Whether each device runs the update, which is else of global values.
+
+        In the order of one device, on the parts that it has; or since a model function,
+        of which the update is a part, was traced where towers have a mesh.
+        """
         if not self.engine.accepts:
             return False
+        how = self.engine.strategy
+        is_of_towers = self.engine.again is not None and how.placement.within
+        return bool(is_of_towers) or self._is_exact
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether parts of a state are updated in the order of one device."""
         how = self.engine.strategy
         is_exact = how.state == "sharded" and how.cross_tower_ops.needs_every_tower
         return is_exact and how.placement.num_devices > 1
@@ -97,14 +108,14 @@ class Traced:
             leaves = jax.tree.leaves(given)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
             return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
-        if not self.update_in_parts:
+        if not self.update_on_devices:
             return self._update(*given)
-        params = args[0]["params"]
-        layouts = _layouts(engine, params, given[2:])
-        place = engine.strategy.placement
-        how: Any = {"params": params, "taken": layouts[1], "exact": True}
-        parts = (given, layouts[0]), (self.out, self.outs)
-        shards = shards_of(place, *parts, **how)
+        place, shards = engine.strategy.placement, None
+        if place.num_devices > 1:
+            params = args[0]["params"]
+            layouts = _layouts(engine, params, given[2:])
+            how: Any = {"params": params, "taken": layouts[1], "exact": self._is_exact}
+            shards = shards_of(place, (given, layouts[0]), (self.out, self.outs), **how)
         whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
         return over_devices(self._update, place, *whole, shards=shards)(*given)
 
@@ -175,6 +186,7 @@ def _layouts(
     """Those of an update: what it is given, and takes parts of."""
     donated, kept = split_state(state_layout(engine.strategy))
     whole, own = Layout.MIRRORED, Layout.PER_TOWER
+    part = Layout.SHARDED if engine.strategy.state == "sharded" else whole
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
     def layouts(own: Layout, split: Layout) -> tuple[PyTree, ...]:
@@ -185,5 +197,5 @@ def _layouts(
 
         return jax.tree.map(of, results, is_leaf=is_own)
 
-    given, taken = layouts(own, whole), layouts(whole, Layout.SHARDED)
+    given, taken = layouts(own, whole), layouts(whole, part)
     return (donated, kept, *given), (whole, whole, *taken)
