@@ -70,7 +70,7 @@ def save_seconds(devices: int) -> dict[str, float]:
             source = Source([])
             saver = Saving(tj.Checkpointer(folder), step, state, source, stack)
             jax.block_until_ready(state)
-            begin = functools.partial(saver.save, Point.start(state, source))
+            begin = functools.partial(saver.save, Point(state))
             timed("pause", begin)
             timed("then", stack.close)
     return best

@@ -217,7 +217,7 @@ def saved_at_once(step, saving, state):
     """A checkpoint of a state, without a run."""
     with contextlib.ExitStack() as stack:
         source = Source([])
-        Saving(saving, step, state, source, stack).save(Point.start(state, source))
+        Saving(saving, step, state, source, stack).save(Point(state))
 
 
 @pytest.mark.slow
@@ -699,11 +699,11 @@ def test_no_batch_is_left_out_before_the_first_that_was_used():
     used = stream.get_state()
     source.use(used)
     assert [next(stream), next(stream)] == [3, 4]
-    left = source.back_to(used)
+    left = source.rest()
     assert next(left) == 3  # by hand
     again = Source(left)
     again.go_to(Position(6))
-    assert (again.position, next(again)) == (Position(6), 6)
+    assert (again.last, next(again)) == (Position(6), 6)
     with pytest.raises(ValueError, match="2 batches .* these begin after 7"):
         Source(left).go_to(Position(2))
 

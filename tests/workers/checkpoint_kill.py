@@ -66,7 +66,7 @@ def save_without_end(path, say):
             state.local,
             state.rng,
         )
-        saver.save(Point.start(state, batches))
+        saver.save(Point(state))
         saver.wait()
         say(f"{number}\n")
 

@@ -37,6 +37,7 @@ class Source(Iterator[PyTree]):
       is_reproducible: Whether a restarted job is known to get the same batches.
       prefetches: Whether they are placed in advance by a thread of their own.
       used_before: How many came before the next one, earlier runs included.
+      last: The position after the last batch that steps have used.
     """
 
     def __init__(self, batches: Iterable[PyTree]) -> None:
@@ -49,14 +50,10 @@ class Source(Iterator[PyTree]):
         self.used_before: int = getattr(batches, "used_before", 0)
         self._taken = 0  # the number of the newest batch, from 1
         self._kept: dict[int, PyTree] = {}  # by number
+        self.last = self._position(self.used_before)
 
     def _position(self, number: int) -> Position:
         return Position(number, self._elements.get_state() if self.has_cursor else None)
-
-    @property
-    def position(self) -> Position:
-        """Where the next batch is, before any is taken in advance."""
-        return self._position(self.used_before)
 
     def __next__(self) -> PyTree:
         """The next batch, which a run may have placed on the devices."""
@@ -89,6 +86,7 @@ class Source(Iterator[PyTree]):
                 f" end after {self.used_before}. Pass the same batches, from the first"
                 " one on."
             )
+        self.last = self._position(used)
 
     def stream(
         self,
@@ -136,26 +134,26 @@ class Source(Iterator[PyTree]):
                     return
                 wanted, group = size, []
 
-        return Stream(begin, depth, self.position)
+        return Stream(begin, depth, self.last)
 
     def use(self, position: Position) -> None:
         """Forget the batches up to a position: steps have used them."""
-        self.used_before = position.used
+        self.last, self.used_before = position, position.used
         for number in list(self._kept):
             if number <= position.used:
                 del self._kept[number]
 
-    def back_to(self, position: Position) -> Iterator[PyTree]:
-        """The batches after a position, when no thread takes from them any more."""
+    def rest(self) -> Iterator[PyTree]:
+        """The unused batches, when no thread takes from them any more."""
         if not self.has_cursor:
             return self
-        self._elements.set_state(position.cursor)
+        self._elements.set_state(self.last.cursor)
         return self._elements
 
-    def settle(self, position: Position) -> None:
+    def settle(self) -> None:
         """Set the batches back, where they have a cursor; close what was opened."""
-        if self.has_cursor and self._taken > position.used:
-            self._elements.set_state(position.cursor)
+        if self.has_cursor and self._taken > self.last.used:
+            self._elements.set_state(self.last.cursor)
         if self._opened:
             close(self._elements)
 

@@ -85,12 +85,18 @@ def evaluated(
     step: EvaluationStep, state: Any, batches: AnyBatches, prefetch: int, in_flight: int
 ) -> dict[str, Any]:
     """What `evaluate` returns, of arguments that were checked."""
-    totals: dict[str, Any] | None = None
+    totals, count = {}, 0
     made = outputs_on_host(step, state, batches, prefetch, in_flight)
     with contextlib.closing(made) as outputs:
-        for metrics in outputs:
-            totals = _add_metrics(totals or {}, metrics)
-    if totals is None:
+        for count, metrics in enumerate(outputs, 1):
+            if not isinstance(metrics, Mapping):
+                raise ValueError(
+                    f"evaluate returned a {type(metrics).__name__} instead of metrics"
+                    " by name. Pass a step of tj.build_eval_step."
+                )
+            for name, metric in metrics.items():
+                totals[name] = add_batch(totals.get(name), metric)
+    if not count:
         raise ValueError(
             "There are no batches to evaluate. An iterator is empty the second time."
         )
@@ -147,14 +153,3 @@ def outputs_on_host(
         yield jax.device_get(running.popleft())
     if failure is not None:
         raise failure
-
-
-def _add_metrics(totals: dict[str, Any], metrics: Any) -> dict[str, Any]:
-    if not isinstance(metrics, Mapping):
-        raise ValueError(
-            f"evaluate returned a {type(metrics).__name__} instead of metrics by name."
-            " Pass a step of tj.build_eval_step."
-        )
-    for name, metric in metrics.items():
-        totals[name] = add_batch(totals.get(name), metric)
-    return totals

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.stream import Position, Source, Stream
+from towerjax.data.stream import Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
@@ -58,7 +58,7 @@ class Loop:
         self._step, self._options = step, options
         self._saving, self._progress, self._writers = saving, progress, Writers()
         self._profiler = Profiler(options.profile)
-        self._log, self._hooked = HistoryLog(point.clock.number), point.clock.number
+        self._log, self._hooked = HistoryLog(point.number), point.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
 
@@ -79,24 +79,24 @@ class Loop:
         with contextlib.closing(stream), contextlib.closing(self._profiler):
             while True:
                 # Before the first step: the resumed run may have ended here.
-                if point.clock.is_evaluation_due:
+                if point.is_evaluation_due:
                     self._evaluate()
-                if point.clock.is_saving_due:
+                if point.is_saving_due:
                     self._save()
                 if point.watch.stopped is not None:
                     break
                 placed, wait_s = self._next(stream)
                 if placed is None:
                     break
-                self._dispatch(placed, wait_s, stream.get_state())
+                self._dispatch(placed, wait_s, stream)
                 self.guard.raise_missed()
                 if self._saving is not None:
-                    self._saving.check_preempted(point.clock.number)
+                    self._saving.check_preempted(point.number)
         self._fetch(0)
         self.guard.raise_missed()
         self._check_enough()
         self._profiler.warn_unused()
-        self._source.settle(point.data)
+        self._source.settle()
         if self._log.evaluated is None:
             self._evaluate()
         self._save(last=True)
@@ -114,7 +114,7 @@ class Loop:
             return step.place_batches(group, size)
 
         depth = 0 if self._source.prefetches else self._options.prefetch
-        cut = {"size": size, "before": self.point.clock.number, "most": self._steps}
+        cut = {"size": size, "before": self.point.number, "most": self._steps}
         return self._source.stream(place, depth, **cut)
 
     def _next(self, batches: Iterator[PlacedBatch]) -> tuple[PlacedBatch | None, float]:
@@ -127,9 +127,9 @@ class Loop:
             self._fetch(0)
             raise
 
-    def _dispatch(self, placed: PlacedBatch, wait_s: float, data: Position) -> None:
+    def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
         point, options, number = self.point, self._options, len(placed.num_examples)
-        before, after = point.clock.number, point.clock.number + number
+        before, after = point.number, point.number + number
         is_first = self._profiler.begins(before, after)
         self._fetch(0 if is_first else options.in_flight - 1)
         if placed.signature not in self._compiled:
@@ -141,9 +141,8 @@ class Loop:
             self._in_flight.append(Call(metrics, guarded, placed, wait_s))
             send_to_host((metrics, guarded), placed.placement)
             every = None if self._saving is None else self._saving.options.every
-            point.clock.advance(number, options.eval_every, every)
-            point.data = data
-            self._source.use(data)
+            point.advance(number, options.eval_every, every)
+            self._source.use(stream.get_state())
         is_traced = self._profiler.ends(after)
         hooks = options.with_state
         if is_traced or any(reaches_multiple(x.every, before, after) for x in hooks):
@@ -153,7 +152,7 @@ class Loop:
 
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
-        self._progress.phase(self.point.clock.number + 1, "compiling")
+        self._progress.phase(self.point.number + 1, "compiling")
         self._step.program(self.point.state, placed)
         self._log.compile_s += time.perf_counter() - start_s
         self._progress.compiled(time.perf_counter() - start_s)
@@ -189,7 +188,7 @@ class Loop:
         self._fetch(0)  # first check the steps so far, and write their records
         self._saving.wait()
         with self.guard:
-            self.point.clock.is_saving_due = False
+            self.point.is_saving_due = False
             self._saving.save(self.point, self._log.evaluated or {})
         if last:
             self._saving.wait()
@@ -207,7 +206,7 @@ class Loop:
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
             return failure
-        where = f"step {self.point.clock.number} in {self._saving.directory!r}"
+        where = f"step {self.point.number} in {self._saving.directory!r}"
         error.add_note(f"It is saved: {where}. The same run again goes on from there.")
         return None
 
@@ -304,9 +303,9 @@ class Loop:
             self._log.evaluations.append((number, values))
             self._writers.write([Record("eval", number, time.time(), values)])
             point.watch.add(number, values, point.state)
-            point.clock.is_evaluation_due = False
+            point.is_evaluation_due = False
             if self._saving is not None and self._saving.is_best(values):
-                point.clock.is_saving_due = True
+                point.is_saving_due = True
         self._writers.raise_failure()
         self._log.evaluate_s += time.perf_counter() - start_s
         in_short = point.watch.describe(number, values)
@@ -359,11 +358,10 @@ class Loop:
         self._writers.close()
         self._writers.explain(error)
         error.history = self.history()
-        rest = self._source.back_to if error.state else self._source.settle
-        error.batches = rest(point.data)
+        error.batches = (self._source.rest if error.state else self._source.settle)()
         is_last = self._log.num_steps == self._steps
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
-        note = f"error.state is the state after step {point.clock.number}{goes_on}"
+        note = f"error.state is the state after step {point.number}{goes_on}"
         if error.state is None:
             note = (
                 "The state is lost: the devices failed in a step that had taken it over"
@@ -372,6 +370,6 @@ class Loop:
         if self._step.strategy.placement.num_processes > 1:
             note += ". Processes may have stopped after different steps"
         for hook in self._options.with_state:
-            if reaches_multiple(hook.every, self._hooked, point.clock.number):
+            if reaches_multiple(hook.every, self._hooked, point.number):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")

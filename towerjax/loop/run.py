@@ -139,9 +139,8 @@ def run(
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
-    source = Source(batches)
-    watch = Watch(rules_of(options.early_stopping), options.best)
-    return _run_loop(step, options, Point.start(state, source, watch), source)
+    point = Point(state, Watch(rules_of(options.early_stopping), options.best))
+    return _run_loop(step, options, point, Source(batches))
 
 
 def _run_loop(
@@ -155,7 +154,7 @@ def _run_loop(
                     given = options.checkpointer, step, point.state, source, stack
                     saving = Saving(*given)
                     steps = saving.resume(point, steps)
-                number = point.clock.number
+                number = point.number
                 with uninterrupted():
                     shown = Progress(options.progress, number, steps)
                 stack.callback(shown.close)

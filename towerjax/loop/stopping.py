@@ -136,10 +136,6 @@ class BestEvaluation:
       state: A copy of the evaluated state, a ``TrainState`` on the devices or of
         NumPy arrays. None only in ``error.history``, when the copy failed: then
         ``error.state`` is that state.
-
-    Example:
-      >>> BestEvaluation(20, 0.5, {"loss": 0.5}, None).value
-      0.5
     """
 
     step: int
@@ -234,8 +230,8 @@ class Watch:
         """Count an evaluation, and keep its state if it is the best."""
         best = self._best
         # All metrics are read before anything is counted or copied.
-        costs = [_option_cost(rule, values) for rule in self._rules]
-        to_keep = math.nan if best is None else _option_cost(best, values)
+        costs = [cost_of(values, rule) for rule in self._rules]
+        to_keep = math.nan if best is None else cost_of(values, best)
         counted = zip(self.counts, self._rules, costs, strict=True)
         self.counts = tuple(x.after(rule, number, cost) for x, rule, cost in counted)
         if best is not None and to_keep < self._lowest:
@@ -265,14 +261,13 @@ class Watch:
         return text + "".join(count.lowest_in_words() for count in counts)
 
 
-def cost_of(
-    values: Mapping[str, Any], metric: str, mode: Direction, option: str
-) -> float:
+def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> float:
     """The metric of an evaluation, negated where more is better: less cost is better.
 
     NaN is not better than anything, since no comparison with it is true.
     """
-    what = f"{option}={metric!r}"
+    metric = getattr(option, name)
+    what = f"{type(option).__name__}.{name}={metric!r}"
     if metric not in values:
         names = sorted(values)
         raise ValueError(f"{what}: the evaluation has no such metric, but {names}.")
@@ -280,12 +275,7 @@ def cost_of(
     if not is_one_real(value):
         kind = f"{type(value).__name__}{getattr(value, 'shape', '')}"
         raise ValueError(f"{what}: its value is a {kind}, not one real number.")
-    return sign_of(mode) * float(value)
-
-
-def _option_cost(option: EarlyStopping | Best, values: Any) -> float:
-    name = f"{type(option).__name__}.metric"
-    return cost_of(values, option.metric, option.mode, name)
+    return sign_of(option.mode) * float(value)
 
 
 def copy_state(state: TrainState, keep: Keep) -> TrainState:

@@ -17,7 +17,7 @@ from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.files import absolute_path, checked_path
-from towerjax.loop.point import Clock, Point
+from towerjax.loop.point import Point
 from towerjax.loop.stopping import Direction, cost_of, sign_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
@@ -249,11 +249,11 @@ class Saving:
                 " come in the same order each time, or 'anew'; or pass"
                 " tj.batches(...) itself or a list."
             )
-        record.encode_cursor(self._source.position.cursor)
+        record.encode_cursor(self._source.last.cursor)
 
     def resume(self, point: Point, steps: int | None) -> int | None:
         """Set it to the newest checkpoint if that is later; the steps that are left."""
-        start = point.clock.number
+        start = point.number
         newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
         if newest < 0:
             return steps
@@ -271,10 +271,9 @@ class Saving:
                 f" newest checkpoint is of step {newest}. Name another folder."
             )
         point.state = self.options._restore(self._step, point.state, newest)
-        point.clock = Clock(newest, is_evaluation_due=saved.evaluation_due)
+        point.number, point.is_evaluation_due = newest, saved.evaluation_due
         point.watch.restore_counts(saved.stopping)
         self._seek(saved)
-        point.data = self._source.position
         self._step.expect_batch_rows(saved.batch_rows)
         self.is_resumed = True
         return left
@@ -295,13 +294,11 @@ class Saving:
 
     def is_best(self, values: Mapping[str, Any]) -> bool:
         """Whether an evaluation is better than all before it, and to be saved."""
-        name = self.options.best
-        if name is None:
+        if self.options.best is None:
             return False
-        cost = cost_of(values, name, self.options.mode, "Checkpointer.best")
-        is_lower = cost < self._lowest
-        self._lowest = cost if is_lower else self._lowest
-        return is_lower
+        before, cost = self._lowest, cost_of(values, self.options, "best")
+        self._lowest = cost if cost < before else before
+        return cost < before
 
     def save(
         self, point: Point, evaluation: Mapping[str, Any] = types.MappingProxyType({})
@@ -311,27 +308,24 @@ class Saving:
         Raise where devices' copies of the state differ: that is none to go on from.
         Once this returns a step may donate the state's buffers.
         """
-        state, number = point.state, point.clock.number
+        state, number = point.state, point.number
         evaluation = record.real_scalars(evaluation)
         newest, known = self._saved
         if number == newest and evaluation in ({}, known):
             return
         check_mirrored(state)
         self.wait()
-        strategy = self._step.strategy
+        strategy, last = self._step.strategy, self._source.last
         new = record.CheckpointRecord(
             step=number,
             strategy=repr(strategy),
             towers=strategy.placement.num_towers,
             devices=strategy.placement.devices,
             leaves=tuple(record.leaves_of(state)),
-            batches={
-                "used": point.data.used,
-                "cursor": record.encode_cursor(point.data.cursor),
-            },
+            batches={"used": last.used, "cursor": record.encode_cursor(last.cursor)},
             batch_rows=tuple(sorted(self._step.batch_rows)),
             evaluation=evaluation,
-            evaluation_due=point.clock.is_evaluation_due,
+            evaluation_due=point.is_evaluation_due,
             stopping=point.watch.counts,
             versions=record.library_versions(),
         )

@@ -43,12 +43,7 @@ _PARTIAL = re.compile(r"[0-9]+\.partial")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint or its folder cannot be used; says which file or leaf, and why.
-
-    Example:
-      >>> issubclass(CheckpointError, ValueError)
-      True
-    """
+    """A checkpoint or its folder cannot be used; says which file or leaf, and why."""
 
 
 def commit(folder: epath.Path, target: epath.Path, record: Any) -> None:

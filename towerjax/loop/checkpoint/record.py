@@ -234,10 +234,6 @@ class CheckpointRecord:
       evaluation_due: Whether the run ended before an evaluation due after this step.
       stopping: The counts of each early stopping.
       versions: Library -> version.
-
-    Example:
-      >>> CheckpointRecord(3, "OneDevice()", 1, ("cpu:0",), ()).step
-      3
     """
 
     step: int
