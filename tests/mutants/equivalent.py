@@ -19,7 +19,7 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: jnp.dtype(dtype).itemsize < 4 -> jnp.dtype(dtype).itemsize <= 4",
     ): "float32 is widened to float32",
     (
-        "towerjax.loop.checkpoint.folder:_write_table",
+        "towerjax.loop.checkpoint.folder:write_table",
         "dropped: json.dumps(table, indent=1, allow_nan=False) -> "
         "json.dumps(table, allow_nan=False)",
     ): "how a file looks to who reads it",
@@ -33,7 +33,7 @@ SAME: dict[tuple[str, str], str] = {
         "deleted: feed.added.clear() -> pass",
     ): "it waits by going round",
     (
-        "towerjax.loop.checkpoint.folder:_write_table",
+        "towerjax.loop.checkpoint.folder:write_table",
         'dropped: open(being_made, "w", encoding="utf-8") -> open(being_made, \'w\')',
     ): "UTF-8, which it is on Linux",
     (

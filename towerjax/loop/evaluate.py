@@ -85,18 +85,19 @@ def evaluated(
     step: EvaluationStep, state: Any, batches: AnyBatches, prefetch: int, in_flight: int
 ) -> dict[str, Any]:
     """What `evaluate` returns, of arguments that were checked."""
-    totals, count = {}, 0
+    totals: dict[str, Any] | None = None
     made = outputs_on_host(step, state, batches, prefetch, in_flight)
     with contextlib.closing(made) as outputs:
-        for count, metrics in enumerate(outputs, 1):
+        for metrics in outputs:
             if not isinstance(metrics, Mapping):
                 raise ValueError(
                     f"evaluate returned a {type(metrics).__name__} instead of metrics"
                     " by name. Pass a step of tj.build_eval_step."
                 )
+            totals = totals or {}
             for name, metric in metrics.items():
                 totals[name] = add_batch(totals.get(name), metric)
-    if not count:
+    if totals is None:
         raise ValueError(
             "There are no batches to evaluate. An iterator is empty the second time."
         )

@@ -170,7 +170,9 @@ class Checkpointer:
 
         where = folder.path_of(self.path, call_on_first_process(choose))
         leaves = record.CheckpointRecord.read(where).leaves
-        with folder.local_copy(where) as here:
+        with folder.for_orbax(where) as here:
+            if here != where:
+                folder.copy_files(where, here)
             arrays, placement = here / folder.ARRAYS, step.strategy.placement
             return record.restore_leaves(arrays, leaves, state, placement)
 
@@ -220,7 +222,8 @@ class Saving:
             folder.owner(options.path),
             f"Here it is in {self.directory!r}. Name one that all processes see.",
         )
-        self._written_to = folder.written_to(options.path, self._several, stack)
+        written_to = folder.for_orbax(options.path, self._several)
+        self._written_to = stack.enter_context(written_to)
         self._files = stack.enter_context(record.array_checkpointer())
         self._thread = concurrent.futures.ThreadPoolExecutor(
             1, thread_name_prefix="towerjax-checkpoint"
@@ -357,7 +360,8 @@ class Saving:
                 record.describe_to_orbax(partial, self._files)
                 folder.commit(partial, target, fields)
             else:
-                folder.replace_record(target, fields)
+                table = {**folder.read_manifest(target), "record": fields}
+                folder.write_table(target, table)
         steps, best = self.options.steps, self.options.best_step
         for number in steps[: -self.options.keep]:
             if number != best:

@@ -30,14 +30,6 @@ _REPAIR = (
     "Restore these files; or delete the whole folder to go on from the checkpoint"
     " before."
 )
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-)
 _WHOLE = re.compile(r"0|[1-9][0-9]*")
 _PARTIAL = re.compile(r"[0-9]+\.partial")
 
@@ -52,7 +44,7 @@ def commit(folder: epath.Path, target: epath.Path, record: Any) -> None:
     The manifest has each file's length and SHA-256, and the record.
     """
     files = {name: _checksum(folder / name, sync=True) for name in _files_of(folder)}
-    _write_table(folder, {"format": FORMAT, "files": files, "record": record})
+    write_table(folder, {"format": FORMAT, "files": files, "record": record})
     if is_on_disk(target):
         for path in {folder, *((folder / name).parent for name in files)}:
             _sync_folder(path)
@@ -60,13 +52,15 @@ def commit(folder: epath.Path, target: epath.Path, record: Any) -> None:
         _sync_folder(target.parent)
         return
     if folder != target:
-        _copy_files(folder, target, (*files, MANIFEST))
+        copy_files(folder, target, (*files, MANIFEST))
         folder.rmtree()
     (target / _COMMITTED).write_text("")
 
 
-def _copy_files(source: epath.Path, target: epath.Path, names: Iterable[str]) -> None:
-    """Copy files into a folder, several at once."""
+def copy_files(
+    source: epath.Path, target: epath.Path, names: Iterable[str] = ()
+) -> None:
+    """Copy files into a folder, several at once; all but the manifest by default."""
 
     def copy(name: str) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,49 +68,29 @@ def _copy_files(source: epath.Path, target: epath.Path, names: Iterable[str]) ->
             shutil.copyfileobj(old, new, 2**24)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(copy, names))
-
-
-def _is_for_orbax(path: epath.Path) -> bool:
-    """Whether TensorStore, by which Orbax writes arrays, has a driver for a path."""
-    return is_on_disk(path) or os.fspath(path).startswith("gs://")
-
-
-def written_to(
-    directory: epath.Path, several: bool, stack: contextlib.ExitStack
-) -> epath.Path:
-    """Where checkpoints are written: there, or in a folder from which they are copied.
-
-    To copy what several processes wrote they would need a common folder.
-    """
-    if _is_for_orbax(directory):
-        return directory
-    if several:
-        raise CheckpointError(
-            f"Several processes cannot save to {str(directory)!r}, which Orbax has no"
-            " driver for. Name a folder that all see, or gs://."
-        )
-    made = tempfile.TemporaryDirectory(prefix="towerjax-")
-    return epath.Path(stack.enter_context(made))
+        list(pool.map(copy, names or _files_of(source)))
 
 
 @contextlib.contextmanager
-def local_copy(folder: epath.Path) -> Iterator[epath.Path]:
-    """A folder as Orbax can read it; a copy in a temporary one, where it cannot."""
-    if _is_for_orbax(folder):
+def for_orbax(folder: epath.Path, several: bool = False) -> Iterator[epath.Path]:
+    """The folder, or a temporary one where TensorStore, Orbax's, has no driver for it.
+
+    To copy what several processes wrote they would need a common folder.
+    """
+    if is_on_disk(folder) or os.fspath(folder).startswith("gs://"):
         yield folder
         return
+    if several:
+        raise CheckpointError(
+            f"Several processes cannot save to {str(folder)!r}, which Orbax has no"
+            " driver for. Name a folder that all see, or gs://."
+        )
     with tempfile.TemporaryDirectory(prefix="towerjax-") as name:
-        _copy_files(folder, epath.Path(name), _files_of(folder))
         yield epath.Path(name)
 
 
-def replace_record(folder: epath.Path, record: Any) -> None:
-    """Replace the record of a manifest, atomically."""
-    _write_table(folder, {**read_manifest(folder), "record": record})
-
-
-def _write_table(folder: epath.Path, table: dict[str, Any]) -> None:
+def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
+    """Write a manifest, or replace it as a whole."""
     table = {**table, "sha256": _hash_of_table(table)}
     text = json.dumps(table, indent=1, allow_nan=False)
     if not is_on_disk(folder):  # where a file is replaced as a whole
@@ -134,7 +108,7 @@ def _write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 def read_manifest(folder: epath.Path) -> dict[str, Any]:
     """The manifest of a folder; raise unless it is what was written."""
     path, digest, version = folder / MANIFEST, None, None
-    with contextlib.suppress(*_UNREADABLE):
+    with contextlib.suppress(Exception):  # of many kinds: it may hold anything
         table = json.loads(path.read_text() if _is_file(path) else "{}")
         digest, version = table.pop("sha256"), table["format"]
         if digest != _hash_of_table(table):

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,29 +89,13 @@ def _plain(tree: PyTree) -> PyTree:
     """The tree with a dict for each node of a class, of which Orbax makes others."""
     if type(tree) in (list, tuple):
         return type(tree)(map(_plain, tree))
-    children = _children(tree)
-    return tree if children is None else {k: _plain(x) for k, x in children.items()}
-
-
-def _children(node: PyTree) -> dict[Any, PyTree] | None:
-    """What a node holds, by key; None for a leaf, and for None."""
-    flat = jax.tree_util.tree_leaves_with_path(node, lambda x: x is not node)
-    if node is None or (flat and not flat[0][0]):
-        return None
+    flat = jax.tree_util.tree_leaves_with_path(tree, lambda x: x is not tree)
+    if tree is None or (flat and not flat[0][0]):  # a leaf
+        return tree
     keys = [path[0] for path, _ in flat]
-    is_dict, simple = type(node) is dict, jax.tree_util.keystr
+    is_dict, simple = type(tree) is dict, jax.tree_util.keystr
     names = [x.key if is_dict else simple((x,), simple=True) for x in keys]
-    return dict(zip(names, (x for _, x in flat), strict=True))
-
-
-def _in_order(like: PyTree, plain: PyTree) -> Iterator[Any]:
-    """The leaves of a `_plain` tree, in the order of the tree that it was made of."""
-    children = _children(like)
-    if children is None:
-        yield from () if like is None else (plain,)
-    for key, child in (children or {}).items():
-        is_list = type(like) in (list, tuple)
-        yield from _in_order(child, plain[int(key) if is_list else key])
+    return dict(zip(names, (_plain(x) for _, x in flat), strict=True))
 
 
 def check_names(state: PyTree) -> None:
@@ -155,6 +139,21 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -
         )
 
 
+def _read_arrays(arrays: epath.Path, shapes: PyTree) -> dict[int, Any]:
+    """What Orbax reads for each shape of a `_plain` tree, by the shape's ``id``."""
+    try:
+        with array_checkpointer() as files:
+            found = files.restore(arrays, shapes)
+    except Exception as error:  # of many kinds; also of too little memory
+        raise CheckpointError(
+            f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
+        ) from error
+    asked, read = (
+        jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (shapes, found)
+    )
+    return dict(zip(map(id, asked), read, strict=True))
+
+
 def restore_leaves(
     arrays: epath.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
 ) -> PyTree:
@@ -186,29 +185,19 @@ def restore_leaves(
         dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
         like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         shapes.append(like if x.size else None)
-    try:
-        with array_checkpointer() as files:
-            arrays_read = files.restore(arrays, _plain(treedef.unflatten(shapes)))
-    except Exception as error:  # of many kinds; also of too little memory
-        raise CheckpointError(
-            f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
-        ) from error
+    found = _read_arrays(arrays, _plain(treedef.unflatten(shapes)))
 
     def restored(like: jax.Array, x: jax.Array | None) -> jax.Array:
         if x is None:
             return like
         return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
 
-    pairs = zip(leaves, _in_order(state, arrays_read), strict=True)
-    new = treedef.unflatten([restored(*pair) for pair in pairs])
-    return _redistribute(new, state, placement) if resized else new
-
-
-def _redistribute(new: PyTree, like: PyTree, placement: Placement) -> PyTree:
-    """The state with its tower-local variables split over the towers of ``like``."""
-    there = parts_of(TowerLocal, like)
-    values = [read_local(x) for x in parts_of(TowerLocal, new)]
-    split = restore_on(placement, there, values)
+    pairs = zip(leaves, map(id, shapes), strict=True)
+    new = treedef.unflatten([restored(x, found.get(place)) for x, place in pairs])
+    if not resized:
+        return new
+    there, values = parts_of(TowerLocal, state), parts_of(TowerLocal, new)
+    split = restore_on(placement, there, list(map(read_local, values)))
     split = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), split, there)
     return put_parts(TowerLocal, new, split)
 
