@@ -350,7 +350,8 @@ class Legal:
         return w, psum(x)
 
     def summed_gradient_through_psum(w, x):
-        return psum(jax.grad(lambda w: psum(loss_of(w, x)))(w))
+        total = lambda w: psum(loss_of(w, x)) / lax.axis_size(AXIS)  # noqa: E731
+        return psum(jax.grad(total)(w))
 
     def attention(w, x):  # which masks with an infinite number
         def loss(w):

@@ -43,6 +43,7 @@ from towerjax.proof.marks import (
     apply_collective,
     is_flag,
     join,
+    line_of_sum,
     mark_of_choice,
     mark_of_equation,
     note_hang,
@@ -106,7 +107,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
     lines: dict[str, list[int]] = {}
     for i, mark in enumerate(outs):
         if mark.scale.site is not None:
-            lines.setdefault(user_line(mark.scale.site), []).append(i)
+            lines.setdefault(line_of_sum(mark.scale.site), []).append(i)
     noted += [findings.Repeat(line, tuple(outputs)) for line, outputs in lines.items()]
 
     def each(kind: Any) -> tuple[Any, ...]:
@@ -225,7 +226,8 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]
     if name == tags.SUMMED_FOR_A_VARIABLE:
-        scale = scale_of_summed(eqn.invars[0], mark.scale, context.num_towers)
+        of_towers = context.num_towers, context.varying
+        scale = scale_of_summed(eqn, 0, mark.scale, *of_towers)
         return [mark._replace(scale=scale)]
     of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
     site = eqn, context.outer

@@ -19,7 +19,13 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.findings import Collective, Hang, Repeat
-from towerjax.proof.scale import CONSTANT, Scale, scale_of_equation, scale_of_sum
+from towerjax.proof.scale import (
+    CONSTANT,
+    Scale,
+    scale_of_equation,
+    scale_of_sum,
+    scale_of_summed,
+)
 
 
 class Coordinate(NamedTuple):
@@ -211,6 +217,20 @@ class Context(NamedTuple):
         scopes = [str(x.source_info.name_stack) for x in around]
         return any("transpose(" in x or tags.SUMMED_BY_STEP in x for x in scopes)
 
+    def is_derived_in_tower(self, eqn: JaxprEqn) -> bool:
+        """Whether the derivative is one that a tower function takes by itself."""
+        around = [str(x.source_info.name_stack) for x in outwards((eqn, self.outer))]
+        before, derived, _ = "/".join(around[::-1]).partition("transpose(")
+        return bool(derived) and tags.DIFFERENTIATED not in before
+
+
+def line_of_sum(site: Site) -> str:
+    """The line of a sum over towers, and whether a derivative there is what adds up."""
+    line, stack = user_line(site), str(site[0].source_info.name_stack)
+    if not line or "transpose(" not in stack:
+        return line
+    return f"{line}, by a derivative in a tower, which is that of all towers' sum"
+
 
 # No later division is right once a value counted T times is added to one that differs.
 _ADDITIONS = frozenset("add add_any sub max min select_n".split())
@@ -226,7 +246,7 @@ def mark_of_equation(eqn: JaxprEqn, ins: Sequence[Mark], context: Context) -> Ma
     mark, site = join(ins), (eqn, context.outer)
     if scale.site and eqn.primitive.name in _ADDITIONS and not context.is_derived(eqn):
         if any(m.along and m.scale.site is None for m in ins):
-            context.noted.append(Repeat(user_line(scale.site), (), _A_MIXTURE))
+            context.noted.append(Repeat(line_of_sum(scale.site), (), _A_MIXTURE))
             scale = scale.once()
     weight = _use_of_weight(eqn, ins) if mark.weight else 0
     if not scale.is_constant or mark.along or weight:
@@ -249,14 +269,14 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
         if tags.SUMMED_BY_STEP in str(eqn.source_info.name_stack):
             for line in {user_line(m.added) for m in ins if _counts_again(m)}:
                 context.noted.append(Repeat(line, (), _IN_BACKWARD))
-    name = eqn.primitive.name.removesuffix("_start")
+    name = _kind_of(eqn)
     num_towers = context.num_towers if names == (context.axis,) else 0
     given = groups(eqn, num_towers)
     over = None
     if given is not None and num_towers:
         over = coordinate_of(given, num_towers)
     if name in REDUCTIONS and (given is None or over):
-        return [_reduce_mark(eqn, name, mark, over, context) for mark in ins]
+        return [_reduce_mark(eqn, i, x, over, context) for i, x in enumerate(ins)]
     # Sums over groups of unequal size differ even when their operands are equal.
     even = given is not None and len({len(group) for group in given}) == 1
     is_same = name in REDUCTIONS and even
@@ -276,9 +296,10 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
 
 
 def _reduce_mark(
-    eqn: JaxprEqn, name: str, mark: Mark, over: Coordinate | None, context: Context
+    eqn: JaxprEqn, at: int, mark: Mark, over: Coordinate | None, context: Context
 ) -> Mark:
-    """The mark after a reduction in the groups of a coordinate; for None, in one."""
+    """The mark of operand ``at`` reduced in a coordinate's groups; for None, in one."""
+    name = _kind_of(eqn)
     new = mark._replace(weight=_weight_of_sum(mark), added=None)
     if context.axis in named_axes(eqn):
         along = without_coordinate(mark.along, over) if over else NOTHING
@@ -286,7 +307,7 @@ def _reduce_mark(
         new = new._replace(along=along, rows=rows)
         if name in SUMS and context.num_towers > 1:
             is_whole = over is None
-            new = new._replace(scale=_scale_of_sum(eqn, mark, is_whole, context))
+            new = new._replace(scale=_scale_of_sum(eqn, at, mark, is_whole, context))
             if context.is_derived(eqn) and is_in_backward(eqn):
                 # What may have counted towers before is no division of this sum.
                 scale = mark.scale if mark.scale.site else Scale(sums=1.0)
@@ -296,13 +317,26 @@ def _reduce_mark(
     return new
 
 
-def _scale_of_sum(eqn: JaxprEqn, mark: Mark, is_whole: bool, context: Context) -> Scale:
-    """The scale of a sum over towers, of all of them or in groups."""
-    if mark.along or mark.scale.is_constant or not is_whole:
-        # Values that differ may be meant to be summed, or averaged by a later division.
-        return mark.scale.times(Scale(sums=1.0))
-    scale = mark.scale.times(Scale(low=1.0, high=1.0))
-    if context.is_derived(eqn):
+def _kind_of(eqn: JaxprEqn) -> str:
+    return eqn.primitive.name.removesuffix("_start")
+
+
+def _scale_of_sum(
+    eqn: JaxprEqn, at: int, mark: Mark, is_whole: bool, context: Context
+) -> Scale:
+    """The scale of the sum over towers of operand ``at``, of all or in groups.
+
+    Values that differ may be meant to be summed, or averaged by a later division, and
+    constants to be counted, but not in a derivative that a tower takes: of what is the
+    same on all towers it begins with one number, which all of them add up.
+    """
+    in_tower, scale = context.is_derived_in_tower(eqn), mark.scale
+    if mark.along or not is_whole or (scale.is_constant and not in_tower):
+        return scale.times(Scale(sums=1.0))
+    if scale.is_constant:
+        scale = scale_of_summed(eqn, at, scale, context.num_towers, context.varying)
+    scale = scale.times(Scale(low=1.0, high=1.0))
+    if context.is_derived(eqn) and not in_tower:
         return scale._replace(site=None)
     site = scale.site or (eqn, context.outer)
     return scale._replace(site=site) if scale.low > 0 else scale

@@ -168,11 +168,18 @@ def _scale_of_constant(var: Any, scale: Scale, num_towers: int) -> Scale:
     return scale
 
 
-def scale_of_summed(var: Any, scale: Scale, num_towers: int) -> Scale:
-    """The scale of a value that towers assign and that is added up; 0 stays 0."""
-    if isinstance(var, Literal):
-        if not np.any(var.val):
-            return scale
+def scale_of_summed(
+    eqn: JaxprEqn,
+    at: int,
+    scale: Scale,
+    num_towers: int,
+    varying: Container[tuple[int, int]] | None = None,
+) -> Scale:
+    """The scale of operand ``at``, which towers assign and add up; 0 stays 0."""
+    var = eqn.invars[at]
+    if isinstance(var, Literal) and not np.any(var.val):
+        return scale
+    if isinstance(var, Literal) and (varying is None or (id(eqn), at) in varying):
         scale = _scale_of_constant(var, scale, num_towers)
     return scale._replace(is_constant=False)
 

@@ -3,6 +3,9 @@
 # Scope of the sums that a step itself makes: losses, gradients, metrics.
 SUMMED_BY_STEP = "towerjax.sums"
 
+# Scope of the derivative that a step makes of a loss.
+DIFFERENTIATED = "towerjax.gradient"
+
 # Scope of the loops over a device's towers, and over a tower's micro-batches.
 IN_TURN = "towerjax.in_turn"
 
