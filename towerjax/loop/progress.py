@@ -1,6 +1,7 @@
 """Show the progress of a run: a bar on a terminal or in a notebook, or lines."""
 
 import dataclasses
+import datetime
 import functools
 import os
 import sys
@@ -76,11 +77,8 @@ def _notebook_bar() -> Display:
         row.add_row(*([] if total is None else [bar]), Text(text))
         return drawn(row)
 
-    display, first = (
-        sys.modules["IPython"].display.display,
-        bundle(0, None, "starting"),
-    )
-    handle = display(first, raw=True, display_id=True)
+    display = sys.modules["IPython"].display.display
+    handle = display(bundle(0, None, "starting"), raw=True, display_id=True)
 
     def show(*shown: Any) -> None:
         handle.update(bundle(*shown), raw=True)
@@ -172,7 +170,7 @@ class Progress:
                 text += f"  {name} {format_value(metrics[name])}"
         text += f"  {rate:.1f} steps/s"
         if left and rate > 0:
-            text += f"  {format_seconds(left / rate)} left"
+            text += f"  {datetime.timedelta(seconds=int(left / rate))} left"
         text, self._took = text + self._took, ""
         self._display.show(number - self._start, self._steps, text + self._evaluated)
 
@@ -200,12 +198,6 @@ class Progress:
             self._show()
         finally:
             self._display.close()
-
-
-def format_seconds(seconds: float) -> str:
-    """Hours, minutes and seconds."""
-    whole = int(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def format_value(value: Any) -> str:

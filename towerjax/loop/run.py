@@ -148,28 +148,25 @@ def _run_loop(
 ) -> tuple[TrainState, History]:
     loop, saving, shown, steps = None, None, None, options.steps
     try:
-        try:
-            with contextlib.ExitStack() as stack:
-                if options.checkpointer is not None:
-                    given = options.checkpointer, step, point.state, source, stack
-                    saving = Saving(*given)
-                    steps = saving.resume(point, steps)
-                number = point.number
-                with uninterrupted():
-                    shown = Progress(options.progress, number, steps)
-                stack.callback(shown.close)
-                if saving is not None and saving.is_resumed:
-                    shown.note(f"goes on after step {number}, from its checkpoint")
-                loop = Loop(step, options, point, source, steps, saving, shown)
-                with loop.guard.installed():
-                    loop.run()
-        finally:
-            if shown is not None:  # another Ctrl-C may have come before it was closed
-                shown.close()
+        with contextlib.ExitStack() as stack:
+            if options.checkpointer is not None:
+                given = options.checkpointer, step, point.state, source, stack
+                saving = Saving(*given)
+                steps = saving.resume(point, steps)
+            with uninterrupted():
+                shown = Progress(options.progress, point.number, steps)
+            stack.callback(shown.close)
+            if saving is not None and saving.is_resumed:
+                shown.note(f"goes on after step {point.number}, from its checkpoint")
+            loop = Loop(step, options, point, source, steps, saving, shown)
+            with loop.guard.installed():
+                loop.run()
         return point.state, loop.history()
     except BaseException as error:  # one in the line above, too
         if loop is not None:
             loop.attach_results(error)
+        if shown is not None:  # another Ctrl-C may have come before it was closed
+            shown.close()
         raise
 
 

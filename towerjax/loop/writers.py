@@ -325,16 +325,12 @@ class TensorBoard:
         if not is_on_disk(logdir):
             # By this name tensorboardX opens a file; its own take other packages.
             files = require("tensorboardX.record_writer", *needs)
-            stored = types.SimpleNamespace(open=_stored)
-            files.register_writer_factory("towerjax", stored)
+            stored = lambda at: StoredFile(epath.Path(at.partition(":")[2]))  # noqa: E731
+            made = types.SimpleNamespace(open=stored)
+            files.register_writer_factory("towerjax", made)
             path = "towerjax:" + path
         events = writer.EventsWriter(path, suffix)
         return OpenTensorBoard(self, events, proto, start)
-
-
-def _stored(path: str) -> StoredFile:
-    """How tensorboardX opens a file that is not of this machine."""
-    return StoredFile(epath.Path(path.partition(":")[2]))
 
 
 class OpenTensorBoard:

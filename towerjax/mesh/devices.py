@@ -97,11 +97,10 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 
 def owners_of(names: Sequence[str]) -> set[int]:
     """The processes that own the devices; none where a device is missing."""
-    pairs = [name.split(":") for name in names]
-    present = {platform: platform_devices(platform) for platform, _ in pairs}
-    if any(int(index) >= len(present[platform]) for platform, index in pairs):
+    try:
+        return {find_device(name).process_index for name in names}
+    except ValueError:
         return set()
-    return {present[platform][int(index)].process_index for platform, index in pairs}
 
 
 def find_device(name: str) -> Device:

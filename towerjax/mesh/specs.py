@@ -43,9 +43,12 @@ class Specs:
         if callable(given):
             by_name: Any = given
             return cls(by_name=by_name)
-        flat = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_spec)
+
+        def is_spec(x: Any) -> bool:
+            return x is None or isinstance(x, PartitionSpec) or hasattr(x, "spec")
+
         pairs = []
-        for path, x in flat:
+        for path, x in jax.tree_util.tree_leaves_with_path(given, is_leaf=is_spec):
             spec = getattr(x, "spec", x)  # of a NamedSharding
             if not isinstance(spec, PartitionSpec | None):
                 raise ValueError(
@@ -92,10 +95,6 @@ class Specs:
             )
         entry, spec = max(fits, key=lambda x: len(x[0]))
         return spec, entry
-
-
-def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec) or hasattr(x, "spec")
 
 
 def _keys(path: tuple[Any, ...]) -> Keys:

@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from types import FrameType
 
 # Frames of decorators, cached properties and finalizers lie between, too.
 _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
@@ -11,10 +10,8 @@ _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn with the line that called towerjax, however many calls lie between."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back and _package(frame) in _NOT_THE_USERS:
+    while frame.f_back:
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
+            break
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
-
-
-def _package(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").split(".")[0]

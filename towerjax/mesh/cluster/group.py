@@ -240,7 +240,11 @@ class _Job:
             for worker in sorted(over, key=_is_consequence):
                 self._handle_end(worker)
             if self.running and time.monotonic() >= self.kill_at:
-                self._kill()
+                names = ", ".join(str(worker.index) for worker in self.running)
+                say(f"still running: {names}; ended with SIGKILL")
+                self.kill_at = math.inf
+                self.end.code = self.end.code or 128 + signal.SIGKILL
+                self._send(signal.SIGKILL)
         return self.end
 
     def _send(self, number: int) -> None:
@@ -310,10 +314,3 @@ class _Job:
         seconds = time.monotonic() - worker.started
         say(f"process {worker.index} {why} after {seconds:.1f} s{others}")
         self._send(signal.SIGTERM)
-
-    def _kill(self) -> None:
-        self.kill_at = math.inf
-        names = ", ".join(str(worker.index) for worker in self.running)
-        say(f"still running: {names}; ended with SIGKILL")
-        self.end.code = self.end.code or 128 + signal.SIGKILL
-        self._send(signal.SIGKILL)

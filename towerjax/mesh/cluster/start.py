@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import sys
+import types
 from typing import Any
 
 import jax
@@ -16,15 +17,8 @@ _SILENCE_S = 5
 _NOWHERE = "nothing says how they connect"
 
 
-@dataclasses.dataclass
-class _Process:
-    """The state of `initialize`, which like JAX's own is one per process."""
-
-    cluster: spec.Cluster | None = None
-    excepthook: Any = None
-
-
-_process = _Process()
+# The state of `initialize`, which like JAX's own is one per process.
+_process = types.SimpleNamespace(cluster=None, excepthook=None)
 
 
 def initialize(

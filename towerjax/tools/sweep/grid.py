@@ -1,6 +1,7 @@
 """What both sweeps share: a grid, a file of results that goes on, and a table."""
 
 import contextlib
+import datetime
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from towerjax.loop.files import append_line, checked_path, opened_after, read_lines
-from towerjax.loop.progress import choose_display, format_seconds
+from towerjax.loop.progress import choose_display
 from towerjax.loop.writers import as_json
 from towerjax.tools.sweep.turns import Interval
 from towerjax.types.options import check_choice, check_list, check_methods, require
@@ -115,7 +116,8 @@ def counted(
         text = f"{what} {min(done + 1, total)}/{total}  {text}"
         if before < done < total:
             each_s = (time.monotonic() - start_s) / (done - before)
-            text += f"  {format_seconds(each_s * (total - done))} left"
+            left = datetime.timedelta(seconds=int(each_s * (total - done)))
+            text += f"  {left} left"
         display.show(done, total, text)
 
     with contextlib.closing(choose_display(progress, **how)) as display:
