@@ -18,7 +18,7 @@ from towerjax.mesh.cluster.group import (
     Timeouts,
     _Job,
     _process_group,
-    _start_worker,
+    _Worker,
     write,
 )
 from towerjax.mesh.cluster.launcher import _collect_signals
@@ -133,7 +133,7 @@ def test_the_last_words_come_before_the_news_of_the_end(capfd):
     program = "print('why', file=sys.stderr, end=''); sys.exit(3)"
     environ = {**os.environ, "TOWERJAX_PROCESS_ID": "0"}
     with _process_group() as group:
-        worker = _start_worker(0, child(program), environ, group)
+        worker = _Worker(0, child(program), environ, group)
         wait_until(lambda: not is_alive(worker.popen.pid))
         assert _Job(group, [worker], Timeouts(1, 1), []).run().code == 3
     words, news = capfd.readouterr().err.splitlines()

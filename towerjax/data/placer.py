@@ -23,7 +23,13 @@ from towerjax.mesh.transfer import (
     place_rows,
 )
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import is_key, native, refuse_traced, refuse_unheld
+from towerjax.types.leaves import (
+    held_dtype,
+    is_key,
+    native,
+    refuse_traced,
+    refuse_unheld,
+)
 from towerjax.types.options import check_whole
 
 BATCH_LAYOUT = {
@@ -212,12 +218,20 @@ class Placer:
 
     def shapes(self, batch: PyTree) -> tuple[PyTree, ...]:
         """The shapes of a program's arguments for one batch; nothing is placed."""
-        batch, shared = shard.without_shared(batch)
-        shard.refuse_other_than_rows(batch)
-        rows = shard.fit_shapes(batch, self.shares, self._remainder)
-        count = jax.ShapeDtypeStruct((self.placement.num_towers,), jnp.int32)
-        shared = jax.eval_shape(lambda x: jax.tree.map(jnp.asarray, x), shared)
-        return rows, count, shared
+        rows, shared = shard.without_shared(batch)
+        shard.refuse_other_than_rows(rows)
+        shard.count_examples(rows, shapes=True)
+        shard.refuse_wrapping(rows)
+
+        def fit(rows: PyTree, shared: PyTree) -> tuple[PyTree, ...]:
+            rows, _ = shard.fit_batch(rows, self.shares, self._remainder)
+            counts = jnp.zeros(self.placement.num_towers, jnp.int32)
+            return rows, counts, jax.tree.map(jnp.asarray, shared)
+
+        held = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), rows
+        )
+        return jax.eval_shape(fit, held, shared)
 
     def fit_traced(self, batch: PyTree) -> PlacedBatch:
         """One batch of arrays or tracers for one step; nothing is placed."""

@@ -17,7 +17,6 @@ from towerjax.types import PyTree, Whole, named_leaves
 from towerjax.types.leaves import (
     changes,
     few,
-    held_dtype,
     key_data,
     listed,
     map_parts,
@@ -157,30 +156,10 @@ def fit_batch(
     size = count_examples(batch)
     if size < shares and remainder == "drop" and may_drop_all:
         return batch, 0
-    rows, num_valid = _fitted_rows(batch, size, shares, remainder)
     refuse_wrapping(batch)
-    if remainder == "pad":
-        rows = max(rows, full_size)
-    return resize(batch, rows), num_valid
-
-
-def fit_shapes(batch: PyTree, shares: int, remainder: Remainder) -> PyTree:
-    """The shapes that `fit_batch` would give."""
-    size = count_examples(batch, shapes=True)
-    rows, _ = _fitted_rows(batch, size, shares, remainder)
-    refuse_wrapping(batch)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), held_dtype(x.dtype)), batch
-    )
-
-
-def _fitted_rows(
-    batch: PyTree, size: int, shares: int, remainder: str
-) -> tuple[int, int]:
-    """To how many rows a batch is padded or cut, and how many of them are examples."""
     over = size % shares
     if remainder == "pad":
-        return size + -size % shares, size
+        return resize(batch, max(size + -size % shares, full_size)), size
     if over and remainder == "error":
         name = named_leaves("batch", batch)[0][0]
         raise ValueError(
@@ -193,7 +172,7 @@ def _fitted_rows(
             f"remainder='drop' leaves nothing of a batch of {size} examples for"
             f" {shares} towers (times micro-batches). Use remainder='pad'."
         )
-    return size - over, size - over
+    return resize(batch, size - over), size - over
 
 
 def resize(batch: PyTree, rows: int) -> PyTree:

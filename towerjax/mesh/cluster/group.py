@@ -96,19 +96,34 @@ def _signal_name(number: int) -> str:
     return next((x.name for x in signal.Signals if x == number), "no name")
 
 
-@dataclasses.dataclass
 class _Worker:
     """One process, what it has told so far, and the threads that read its pipes."""
 
-    index: int
-    popen: subprocess.Popen
-    readers: list[threading.Thread] = dataclasses.field(default_factory=list)
-    started: float = dataclasses.field(default_factory=time.monotonic)
-    why_hung: str | None = None
-    steps: int = 0
-
-    def __post_init__(self) -> None:
-        self.last_sign = self.last_step = self.started
+    def __init__(
+        self, index: int, command: Sequence[str], environ: Mapping[str, str], group: int
+    ) -> None:
+        """Start it in the group, with a pipe for its heartbeat."""
+        read_end, write_end = os.pipe()
+        self.popen = popen = subprocess.Popen(
+            list(command),
+            env={**environ, heartbeat.VARIABLE: heartbeat.pipe_name(write_end)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=group,
+            pass_fds=(write_end,),
+        )
+        os.close(write_end)
+        self.index, self.steps, self.why_hung = index, 0, ""
+        self.started = self.last_sign = self.last_step = time.monotonic()
+        self.readers: list[threading.Thread] = []
+        for read, *args in (
+            (_forward, popen.stdout, sys.stdout, f"[{index}] "),
+            (_forward, popen.stderr, sys.stderr, f"[{index}] "),
+            (self.listen, os.fdopen(read_end, "rb")),
+        ):
+            self.readers.append(threading.Thread(target=read, args=args, daemon=True))
+            self.readers[-1].start()
 
     def listen(self, pipe: IO[bytes]) -> None:
         """Count its steps and date its signs of life, to its end."""
@@ -131,37 +146,6 @@ class _Worker:
         return number if number in signal.valid_signals() else None
 
 
-def _is_consequence(worker: _Worker) -> int:
-    """How likely, of two that ended in one moment, it did because the other did."""
-    return {None: 1, signal.SIGABRT: 2}.get(worker.signal, 0)
-
-
-def _start_worker(
-    index: int, command: Sequence[str], environ: Mapping[str, str], group: int
-) -> _Worker:
-    """Start a process in the group, with a pipe for its heartbeat."""
-    read_end, write_end = os.pipe()
-    popen = subprocess.Popen(
-        list(command),
-        env={**environ, heartbeat.VARIABLE: heartbeat.pipe_name(write_end)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        process_group=group,
-        pass_fds=(write_end,),
-    )
-    os.close(write_end)
-    worker, prefix = _Worker(index, popen), f"[{index}] "
-    for read, *args in (
-        (_forward, popen.stdout, sys.stdout, prefix),
-        (_forward, popen.stderr, sys.stderr, prefix),
-        (worker.listen, os.fdopen(read_end, "rb")),
-    ):
-        worker.readers.append(threading.Thread(target=read, args=args, daemon=True))
-        worker.readers[-1].start()
-    return worker
-
-
 def run_group(
     command: Sequence[str],
     environs: Sequence[Mapping[str, str]],
@@ -173,7 +157,7 @@ def run_group(
     with _process_group() as group:
         try:
             for index, environ in enumerate(environs):
-                workers.append(_start_worker(index, command, environ, group))
+                workers.append(_Worker(index, command, environ, group))
             return _Job(group, list(workers), timeouts, arrived).run()
         finally:
             _send(group, signal.SIGKILL)
@@ -237,7 +221,9 @@ class _Job:
                 self._look_for_hangs()
                 self._end_to_regrow()
             over = [x for x in self.running if x.popen.poll() is not None]
-            for worker in sorted(over, key=_is_consequence):
+            # Of two that ended in one moment one may have because the other did.
+            likely = {None: 1, signal.SIGABRT: 2}
+            for worker in sorted(over, key=lambda x: likely.get(x.signal, 0)):
                 self._handle_end(worker)
             if self.running and time.monotonic() >= self.kill_at:
                 names = ", ".join(str(worker.index) for worker in self.running)
