@@ -56,8 +56,9 @@ class Loop:
         self.guard = InterruptGuard(None if saving is None else saving.exit_code)
         self.point, self._source, self._steps = point, source, steps
         self._step, self._options = step, options
+        self._raises = step.options.on_nonfinite == "raise"
         self._saving, self._progress, self._writers = saving, progress, Writers()
-        self._profiler = Profiler(options.profile)
+        self._profiler = Profiler(options.profile, progress.note)
         self._log, self._hooked = HistoryLog(point.number), point.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
@@ -130,25 +131,26 @@ class Loop:
     def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
         point, options, number = self.point, self._options, len(placed.num_examples)
         before, after = point.number, point.number + number
-        is_first = self._profiler.begins(before, after)
-        self._fetch(0 if is_first else options.in_flight - 1)
+        self._fetch(options.in_flight - 1)
         if placed.signature not in self._compiled:
             if not self._compiled:
                 self._audit(placed)
             self._compile(placed)
-        with self._profiler.step(before, after), self.guard:
+        with self._profiler.step(before, after, self._wait), self.guard:
             point.state, metrics, guarded = self._step.dispatch(point.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, wait_s))
             send_to_host((metrics, guarded), placed.placement)
             every = None if self._saving is None else self._saving.options.every
             point.advance(number, options.eval_every, every)
             self._source.use(stream.get_state())
-        is_traced = self._profiler.ends(after)
         hooks = options.with_state
-        if is_traced or any(reaches_multiple(x.every, before, after) for x in hooks):
+        if any(reaches_multiple(x.every, before, after) for x in hooks):
             self._fetch(0)
-        if is_traced:
-            self._progress.note(self._profiler.stop(point.state))
+
+    def _wait(self) -> None:
+        """Wait until nothing runs on the devices."""
+        self._fetch(0)
+        jax.block_until_ready(self.point.state)
 
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
@@ -216,10 +218,6 @@ class Loop:
             with self.guard.holding_sigterm():
                 self._process_oldest()
 
-    @property
-    def _raises(self) -> bool:
-        return self._step.options.on_nonfinite == "raise"
-
     def _process_oldest(self) -> None:
         before, call = self._log.number, self._in_flight[0]
         rows, refused = self._record_oldest()
@@ -255,11 +253,9 @@ class Loop:
         none, but later steps may have.
         """
         error, state = NonFiniteError(number % 2**32), self.point.state
-        locate = getattr(self._step, "locate", None)
-        if locate is None:
-            return error
+        where = {"number": error.step, "index": index}
         try:
-            places = locate(state, placed, number=error.step, index=index)
+            places = self._step.locate(state, placed, **where)
         except RuntimeError as failure:  # such as too little memory
             error.add_note(f"Looking for the place failed: {failure}")
             return error

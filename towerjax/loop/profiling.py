@@ -1,8 +1,9 @@
 """Trace some steps of a run with JAX's profiler, and name every step in a trace."""
 
+import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,35 +32,29 @@ def check_profile(profile: Any) -> tuple[int, int, str] | None:
 class Profiler:
     """Traces the steps from ``first`` to ``last`` of a run, on process 0."""
 
-    def __init__(self, profile: tuple[int, int, str] | None) -> None:
+    def __init__(
+        self, profile: tuple[int, int, str] | None, note: Callable[[str], None]
+    ) -> None:
         self._first, self._last, self._folder = profile or (math.inf, 0, "")
-        self._is_tracing = False
+        self._is_tracing, self._note = False, note
 
-    def begins(self, before: int, after: int) -> bool:
-        """Whether the trace is to start with a call of the steps after ``before``."""
-        is_inside = before < self._last and self._first <= after
-        return is_inside and not self._is_tracing
+    @contextlib.contextmanager
+    def step(self, before: int, after: int, wait: Callable[[], None]) -> Iterator[None]:
+        """The context of a call, which a trace shows by the number of its last step.
 
-    def step(self, before: int, after: int) -> Any:
-        """The context of such a call, which a trace shows by the number of its step.
-
-        Starts the trace, if it is time; nothing may be in flight then.
+        Where the trace begins or ends with the call, all calls are waited for.
         """
-        if self.begins(before, after):
+        if not self._is_tracing and before < self._last and self._first <= after:
+            wait()
             self._is_tracing = True
             if jax.process_index() == 0:
                 jax.profiler.start_trace(self._folder)
-        return jax.profiler.StepTraceAnnotation("train", step_num=after)
-
-    def ends(self, after: int) -> bool:
-        """Whether the trace is to stop after a call up to this step."""
-        return self._is_tracing and after >= self._last
-
-    def stop(self, state: Any) -> str:
-        """Write the trace, when the state is there; return what to say of it."""
-        jax.block_until_ready(state)
-        self.close()
-        return f"trace written to {self._folder!r}"
+        with jax.profiler.StepTraceAnnotation("train", step_num=after):
+            yield
+        if self._is_tracing and after >= self._last:
+            wait()
+            self.close()
+            self._note(f"trace written to {self._folder!r}")
 
     def close(self) -> None:
         """Write the trace if it was begun, as where the run ends before it."""

@@ -203,12 +203,16 @@ class JsonLines:
                 repeated = kept if is_last else None
                 kept += length
         if start == 0 and last > 0 and not self.replace:
-            raise ValueError(
-                f"JsonLines: {str(path)!r} holds an earlier run up to step {last}, but"
-                " this one starts at step 0. Use another path, go on with that run's"
-                " state, or say JsonLines(path, replace=True)."
-            )
+            raise _earlier("JsonLines", path, f"an earlier run up to step {last}")
         return kept, repeated
+
+
+def _earlier(writer: str, path: epath.Path, what: str) -> ValueError:
+    return ValueError(
+        f"{writer}: {str(path)!r} holds {what}, but this one starts at step 0. Use"
+        " another path, go on with that run's state, or say"
+        f" {writer}(path, replace=True)."
+    )
 
 
 class OpenJsonLines:
@@ -314,11 +318,7 @@ class TensorBoard:
         there = logdir.iterdir() if logdir.exists() else ()
         has_events = any("tfevents" in path.name for path in there)
         if start == 0 and not self.replace and has_events:
-            raise ValueError(
-                f"TensorBoard: {str(logdir)!r} holds event files of an earlier run, but"
-                " this one starts at step 0. Use another folder, go on with that run's"
-                " state, or say TensorBoard(logdir, replace=True)."
-            )
+            raise _earlier("TensorBoard", logdir, "event files of an earlier run")
         # tensorboardX puts the second into the name, which two runs may share.
         suffix = f".{os.getpid()}.{time.time_ns()}"
         path = os.fspath(logdir / "events")

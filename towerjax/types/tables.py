@@ -33,17 +33,17 @@ class Table:
 
 def as_text(tables: Sequence[Table]) -> str:
     """Tables as plain lines."""
-    return "\n\n".join(_text_of(table) for table in tables)
-
-
-def _text_of(table: Table) -> str:
-    lines, grid = [table.title], [table.head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    for row in grid:
-        cells = zip(row, widths, table.is_number, strict=True)
-        shown = [cell.rjust(w) if right else cell.ljust(w) for cell, w, right in cells]
-        lines.append(("  " + "  ".join(shown)).rstrip())
-    return "\n".join([*lines, *([f"  {table.note}"] if table.note else [])])
+    lines = []
+    for table in tables:
+        lines += ["", table.title] if lines else [table.title]
+        grid, rights = [table.head, *table.rows], table.is_number
+        widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+        for row in grid:
+            cells = zip(row, widths, rights, strict=True)
+            shown = [x.rjust(w) if right else x.ljust(w) for x, w, right in cells]
+            lines.append(("  " + "  ".join(shown)).rstrip())
+        lines += [f"  {table.note}"] if table.note else []
+    return "\n".join(lines)
 
 
 def by_rich(tables: Sequence[Table]) -> dict[str, str]:

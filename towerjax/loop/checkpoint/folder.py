@@ -26,10 +26,6 @@ MANIFEST = "manifest.json"
 ARRAYS = "default"  # what Orbax's CheckpointManager calls the one item of a step
 # Where no folder can be renamed, the last file of a checkpoint, as Orbax has it.
 _COMMITTED = "commit_success.txt"
-_REPAIR = (
-    "Restore these files; or delete the whole folder to go on from the checkpoint"
-    " before."
-)
 _WHOLE = re.compile(r"0|[1-9][0-9]*")
 _PARTIAL = re.compile(r"[0-9]+\.partial")
 
@@ -119,11 +115,15 @@ def read_manifest(folder: epath.Path) -> dict[str, Any]:
             f" towerjax reads format {FORMAT}. Use the towerjax that wrote it."
         )
     if version is None or digest is None:
-        raise CheckpointError(
-            f"The checkpoint {str(folder)!r} is not what was written: {MANIFEST} is"
-            f" missing, cut or changed. {_REPAIR}"
-        )
+        raise _damaged(folder, f"{MANIFEST} is missing, cut or changed")
     return table
+
+
+def _damaged(folder: epath.Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {str(folder)!r} is not what was written: {how}. Restore these"
+        " files; or delete the whole folder to go on from the checkpoint before."
+    )
 
 
 def check_manifest(folder: epath.Path) -> None:
@@ -144,10 +144,7 @@ def check_manifest(folder: epath.Path) -> None:
             problems.append(f"{name} has been changed")
     problems += [f"{name} does not belong there" for name in there - files.keys()]
     if problems:
-        raise CheckpointError(
-            f"The checkpoint {str(folder)!r} is not what was written:"
-            f" {listed(sorted(problems))}. {_REPAIR}"
-        )
+        raise _damaged(folder, listed(sorted(problems)))
 
 
 def _sync_folder(path: epath.Path) -> None:

@@ -1,6 +1,5 @@
 """Time the steps of a grid, each in a process of its own, in turns with peers."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -218,23 +217,12 @@ class Contender:
         return float("nan") if loss is None else float(np.mean(np.asarray(loss, float)))
 
 
-@contextlib.contextmanager
-def _jax_events() -> Iterator[list[str]]:
-    """Collect what JAX reports inside the ``with``."""
-    events: list[str] = []
+def _timed(job: Line) -> Line:
+    config, contenders, measured, events = job["config"], {}, {}, []
 
     def listen(event: str, **_: Any) -> None:
         events.append(event)
 
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
-
-
-def _timed(job: Line) -> Line:
-    config, contenders, measured = job["config"], {}, {}
     for name, builder in job["builders"].items():
         built = resolve(builder)(**config)
         if isinstance(built, Mapping):
@@ -242,8 +230,11 @@ def _timed(job: Line) -> Line:
         call, state, batch = built
         place, start = getattr(call, "place_batch", lambda x: x), time.perf_counter()
         contenders[name] = own = Contender(call, state, place(batch))
-        with _jax_events() as events:
+        jax.monitoring.register_event_listener(listen)
+        try:
             losses = [own.loss()]
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
         if not name:
             measured["first_call_s"] = time.perf_counter() - start
             measured["from_cache"] = _CACHE_HIT in events

@@ -300,18 +300,6 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
         ) from error
 
 
-def _with_states(error: Any, left: list[tuple[Config, TrainState]]) -> BaseException:
-    """The error of an evaluation, with the states that have none."""
-    error.states = left
-    configs = listed([str(config) for config, _ in left])
-    error.add_note(
-        f"There is no evaluation of {configs}, but training has ended: its metrics are"
-        " recorded, and error.states has (configuration, state) of each. The same"
-        " sweep trains these again, or without evaluate leaves them as they are."
-    )
-    return error
-
-
 @dataclasses.dataclass(frozen=True)
 class _Trainings:
     """The program of all members that differ in traced numbers alone."""
@@ -378,7 +366,14 @@ class _Trainings:
                 "evaluation": evaluation,
             }
         if failed is not None:
-            raise _with_states(failed, left)
+            vars(failed)["states"] = left
+            failed.add_note(
+                f"There is no evaluation of {listed(x for x, _ in left)}, but training"
+                " has ended: its metrics are recorded, and error.states has"
+                " (configuration, state) of each. The same sweep trains these again,"
+                " or without evaluate leaves them as they are."
+            )
+            raise failed
 
     def _evaluate(self, state: TrainState, config: Config) -> Line:
         if self.evaluate is None:
