@@ -48,8 +48,8 @@ LEAST_PART, placement.LEAST_PART = placement.LEAST_PART, 1
 
 
 # Files that compare bits throughout, with other processes too, or look at programs.
-OPTIMIZED = "absent all_or_nothing bench checkpoint compiled going_on processes report"
-OPTIMIZED = {f"test_{name}" for name in f"{OPTIMIZED} profile same_bits".split()}
+OPTIMIZED = "absent bench compiled going_on processes report same_bits"
+OPTIMIZED = {f"test_{name}" for name in OPTIMIZED.split()}
 
 
 @pytest.hookimpl(tryfirst=True)

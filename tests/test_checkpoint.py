@@ -1035,9 +1035,9 @@ def test_train_and_evaluate_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_go_on_where_one_stopped_and_sigterm_to_one_ends_both(step, tmp_path):
-    """After the same step."""
-    saving = tj.Checkpointer(tmp_path)
+def test_two_go_on_to_the_same_bits_and_sigterm_to_one_ends_both(tmp_path):
+    """After the same step, where one has stopped."""
+    step, saving = model.build(2), tj.Checkpointer(tmp_path)
     train(step, saving, 3)
     worker, flags = TESTS / "workers" / "checkpoint_run.py", (str(tmp_path), "90")
     forked.told_by_all(forked.program, str(worker), str(tmp_path), flags, code=75)
