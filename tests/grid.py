@@ -375,7 +375,7 @@ def drawn(seed, number):
     """The draw of this number.
 
     In no draw do towers meet in a loss of the original's numbers whose gradients are
-    computed and applied by themselves.
+    computed and applied by themselves, which is refused.
     """
 
     def deal(name, cards, number=number):

@@ -69,6 +69,7 @@ EXTRA = r"params\['ids'\] is int.*TrainState\.create\(\.\.\., extra=.*tower\.ext
 BATCH = r"batch .* is a {}; write \{{'features': .*train_and_evaluate"
 PAIR, DICT = [(X, Y)], [{"x": X, "y": Y}]
 WRAP, SPEC = tj.estimator.replicate_model_fn, tj.estimator.ModelSpec
+Kind = tj.estimator.LossReduction
 ABSENT = WRAP(model_fn, devices=["cpu:0", "cpu:77"])
 WEIGHTED = tj.Weighted(start().params, np.float32(4))
 
@@ -102,7 +103,7 @@ MISTAKES = {
     "a dict to evaluate": (evaluate(DICT), BATCH.format("dict")),
     "a pair to train": (run(PAIR), BATCH.format("tuple")),
     "a dict to train": (run(DICT), BATCH.format("dict")),
-    "reduction none": (wrap(loss_reduction=tj.estimator.LossReduction.NONE),
+    "reduction none": (wrap(loss_reduction=Kind.NONE),
         r"Tower losses need to be reduced in some way, yet none reduction is"
         r" specified\. Write tj\.estimator\.LossReduction\.SUM_BY_NONZERO_WEIGHTS"),
     "reduction text": (wrap(loss_reduction="sum"),
@@ -440,6 +441,31 @@ def test_an_update_without_its_loss_is_refused(compiled):
 
     text = r"update got no loss.*optimizer\.update\(grads, .*loss=loss\)"
     refused(compiled, text, replicated(fn), start(), X, Y)
+
+
+@pytest.mark.parametrize("kind", ["mean", "scalar", "stopped"])
+def test_a_gradient_of_a_sum_where_towers_meet_is_not_the_originals(kind, compiled):
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(params):
+            out = features @ params["w"]
+            middle = tower.reduce(tj.Reduction.SUM, out.sum()) / 8  # they meet
+            middle = jax.lax.stop_gradient(middle) if kind == "stopped" else middle
+            losses = (out - middle - labels) ** 2
+            mean = tj.Weighted.mean(losses, tower.weight)
+            return losses.mean() if kind == "scalar" else mean
+
+        loss, grads = OPTIMIZER.compute_gradients(loss_fn, variables.params)
+        given = grads, variables.opt_state, variables.params
+        params, opt_state = OPTIMIZER.apply_gradients(*given, loss=loss)
+        after = dataclasses.replace(variables, params=params, opt_state=opt_state)
+        return SPEC(mode, loss=loss, train_op=after)
+
+    model = replicated(fn, Kind.MEAN, compat="tf1")
+    if kind == "mean":
+        text = rf"towers meet in a loss, at .*{HERE}:\d+.*optimizer\.minimize\(loss_fn"
+        refused(compiled, text, model, start(), X, Y)
+    else:
+        assert model(start(), X, Y).train_op is not None
 
 
 # Where towers would part.

@@ -20,7 +20,7 @@ from towerjax.estimator.model_fn import (
     concat_outputs,
     typed_rows,
 )
-from towerjax.estimator.optimizer import set_towers
+from towerjax.estimator.optimizer import refuse_met_sums, set_towers
 from towerjax.estimator.split_program import SplitProgram
 from towerjax.estimator.variables import (
     VariablePlacement,
@@ -87,6 +87,8 @@ class ModelTower:
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
             parts = *make(*shapes), *counts
+            if self.options.compat == "tf1" and tower.num_towers > 1:
+                refuse_met_sums(parts[0], axes.tower_axis)
             self._programs[key] = split = SplitProgram(*parts, axis=axes.tower_axis)
             if tower.micro_batches > 1:
                 split.refuse_changed_local()

@@ -15,9 +15,11 @@ from jax import lax
 
 from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.losses import TowersOfStep
+from towerjax.estimator.losses import TowersOfStep, has_denominator
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
+from towerjax.proof import tags
+from towerjax.proof.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.step.gradient import part_of, refuse_moving_weights
 from towerjax.step.state import TrainState
 from towerjax.step.update import OF_MODELS, check_types, pass_loss, trainable_flags
@@ -272,7 +274,26 @@ def _differentiate(
         return differentiated(loss), out
 
     value, pull_back, out = vjp(of_loss, params)
-    return (value, out), pull_back(jnp.ones_like(value))
+    is_mean = has_denominator(out[0] if has_aux else out)
+    of_sum = is_mean and differentiated is _summed_loss
+    with jax.named_scope(tags.OF_A_SUM if of_sum else tags.DIFFERENTIATED):
+        return (value, out), pull_back(jnp.ones_like(value))
+
+
+def refuse_met_sums(jaxpr: Any, tower_axis: str) -> None:
+    """Raise where towers meet in a loss of whose sum a gradient is computed.
+
+    The original's is of each tower's own mean: of a sum it is divided by the tower's
+    own weight, and so would be what others have added to it.
+    """
+    for site in all_sites(jaxpr):
+        if tower_axis in named_axes(site[0]) and tags.OF_A_SUM in scopes_of(site):
+            raise ValueError(
+                f"compat='tf1': towers meet in a loss, at {user_line(site)}, of which"
+                " compute_gradients gives the gradient of each tower's sum. Write"
+                " optimizer.minimize(loss_fn, variables), which differentiates each"
+                " tower's mean; return a scalar loss; or leave compat= out."
+            )
 
 
 def _summed_loss(loss: Any) -> jax.Array:

@@ -222,8 +222,7 @@ def replicate_model_fn(
       remainder: For a batch that ``T`` does not divide: ``"pad"`` with rows of weight
         0, ``"drop"`` the last rows, or ``"error"``.
       compat: ``"tf1"`` gives the original's numbers: every reduction but SUM divides
-        the towers' losses by the number of towers, and classes are stacked. Where
-        towers meet in a loss, only ``minimize`` has its gradient.
+        the towers' losses by the number of towers, and classes are stacked.
       donate: Whether ``train_op`` may reuse the buffers of ``variables``.
       max_programs: How many batch signatures may compile for each mode; None: 8.
       audit: As for ``tj.build_train_step``, of the first call of each mode.

@@ -346,6 +346,12 @@ def outwards(site: Site | None) -> Iterator[JaxprEqn]:
         yield eqn
 
 
+def scopes_of(site: Site) -> str:
+    """The name stacks of a site's equations, "outer/.../inner"."""
+    stacks = [str(x.source_info.name_stack) for x in outwards(site)]
+    return "/".join(stacks[::-1])
+
+
 def user_line(site: Site | None) -> str:
     """The innermost line of user code around an equation; "" if there is none."""
     for eqn in outwards(site):

@@ -16,6 +16,7 @@ from towerjax.proof.equation import (
     is_in_backward,
     named_axes,
     outwards,
+    scopes_of,
     user_line,
 )
 from towerjax.proof.findings import Collective, Hang, Repeat
@@ -213,14 +214,12 @@ class Context(NamedTuple):
 
     def is_derived(self, eqn: JaxprEqn) -> bool:
         """Whether a derivative or a step, and not the user, wrote the equation."""
-        around = outwards((eqn, self.outer))
-        scopes = [str(x.source_info.name_stack) for x in around]
-        return any("transpose(" in x or tags.SUMMED_BY_STEP in x for x in scopes)
+        scopes = scopes_of((eqn, self.outer))
+        return "transpose(" in scopes or tags.SUMMED_BY_STEP in scopes
 
     def is_derived_in_tower(self, eqn: JaxprEqn) -> bool:
         """Whether the derivative is one that a tower function takes by itself."""
-        around = [str(x.source_info.name_stack) for x in outwards((eqn, self.outer))]
-        before, derived, _ = "/".join(around[::-1]).partition("transpose(")
+        before, derived, _ = scopes_of((eqn, self.outer)).partition("transpose(")
         return bool(derived) and tags.DIFFERENTIATED not in before
 
 

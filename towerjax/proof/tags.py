@@ -6,6 +6,9 @@ SUMMED_BY_STEP = "towerjax.sums"
 # Scope of the derivative that a step makes of a loss.
 DIFFERENTIATED = "towerjax.gradient"
 
+# Scope of a gradient that `TowerOptimizer.compute_gradients` gives of a mean's sum.
+OF_A_SUM = "towerjax.gradient_of_sum"
+
 # Scope of the loops over a device's towers, and over a tower's micro-batches.
 IN_TURN = "towerjax.in_turn"
 
