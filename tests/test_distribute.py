@@ -346,7 +346,7 @@ def test_each_process_is_told_which_part_is_its_own(monkeypatch):
     vars(placement)["num_processes"] = 2
     options = distribute.InputOptions("batch", "error", 1, 0)
     dataset = distribute.DistributedDataset(placement, source, options)
-    build = dataset._rounds.build
+    build = dataset._build
     dataset._place = lambda taken, rows, counts: (build(taken, rows), counts)
     (tree, counts), *none = dataset
     assert asked == [tj.towers.InputContext(1, num_processes=2, num_towers=4)]

@@ -667,7 +667,8 @@ INPUT = (
        "step.one_pass:_check_micro_batch", " and x.name in tags.TOWER_CALLS",
        " and x.name not in tags.TOWER_CALLS", "test_bad_input.py::"
        "test_what_micro_batches_tell_each_other_alone_is_warned_of[of_reduced-2]"),
-    _m("I06", "the towers' elements change places", "data.distribute:_Rounds.build",
+    _m("I06", "the towers' elements change places",
+       "data.distribute:DistributedDataset._build",
        "trees = [shard.resize(tree, size) for tree in taken.trees]",
        "trees = [shard.resize(tree, size) for tree in taken.trees][::-1]",
        "test_distribute.py::test_each_tower_takes_an_element[3-1]"),

@@ -57,111 +57,6 @@ class _Pulled(NamedTuple):
     shared: Sequence[PyTree] = ()  # the values of the `Whole` leaves of one for all
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rounds:
-    """How the elements of a source become the rounds of some towers."""
-
-    towers: int
-    options: InputOptions
-    may_be_empty: bool  # of rows, where other processes have the rest of a round
-    capacities: list[Capacity] = dataclasses.field(default_factory=list)
-
-    def pull(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        """The next round; None at the end of the data."""
-        if self.options.split == "elements":
-            return self._pull_for_each_tower(elements)
-        shares, remainder = self.shares, self.options.remainder
-        for element in elements:
-            whole, shared = shard.without_shared(element)
-            leaves = jax.tree.leaves(whole)
-            if leaves and not any(map(np.ndim, leaves)):
-                raise ValueError(
-                    f"An element is a global batch of arrays, but is {whole!r}. Say"
-                    " split='elements' where each tower takes an element."
-                )
-            if self.may_be_empty:  # sparse leaves: no process knows others' capacities
-                shard.refuse_other_than_rows(whole)
-            sparse, batch = SparseRows.put_aside(whole)
-            if self.may_be_empty and {np.shape(x)[:1] for x in leaves} == {(0,)}:
-                return _Pulled([batch], [0], shared=shared)
-            batch, num_valid = shard.fit_batch(
-                batch, shares, remainder, may_drop_all=True
-            )
-            if num_valid == 0:
-                continue
-            return _Pulled([batch], [num_valid], sparse=sparse, shared=shared)
-        return None
-
-    def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
-        # Each copied at once: a loader may reuse its buffer for the next element.
-        taken = itertools.islice(elements, self.towers)
-        taken = [jax.tree.map(own_copy, x) for x in taken]
-        bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
-        for i in np.flatnonzero(bare):
-            taken[i] = jax.tree.map(
-                lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None],
-                taken[i],
-            )
-        for tree in taken:
-            shard.refuse_other_than_rows(tree)
-            shard.refuse_wrapping(tree)
-        sizes = [shard.count_examples(tree) for tree in taken]
-        _refuse_unlike_elements(taken)
-        missing, remainder = self.towers - len(taken), self.options.remainder
-        if not taken or (missing and remainder == "drop"):
-            return None
-        if remainder != "pad" and (missing or len(set(sizes)) > 1):
-            if remainder == "drop" and not any(True for _ in elements):
-                return None  # at the end of the data
-            raise ValueError(
-                f"{self.towers} towers take an element each, but got {len(taken)} of"
-                f" sizes {sizes}. Give elements of one size, or say remainder='pad', or"
-                " 'drop' for the end."
-            )
-        taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
-        return _Pulled(taken, sizes, all(bare))
-
-    @property
-    def shares(self) -> int:
-        """What divides the rows of a round."""
-        return self.towers * self.options.micro_batches
-
-    def rows(self, sizes: list[int]) -> int:
-        """The rows that each tower needs."""
-        shares = self.shares // len(sizes)
-        return max(-(-n // shares) for n in sizes) * self.options.micro_batches
-
-    def build(self, taken: _Pulled, rows: int) -> PyTree:
-        """The round, leaves ``[towers * rows, ...]``."""
-        size = rows * self.towers // len(taken.trees)
-        trees = [shard.resize(tree, size) for tree in taken.trees]
-        if len(trees) > 1:
-            return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
-        if taken.sparse is None:
-            return trees[0]
-        parts = self.options.micro_batches
-        capacity = capacity_for(taken.sparse.needed(rows // parts), self.capacities)
-        return taken.sparse.put_back(trees[0], self.towers, parts, capacity)
-
-    def counts(self, sizes: list[int], rows: int) -> np.ndarray:
-        """``[towers]``: how many of each tower's rows are examples."""
-        each = self.towers // len(sizes)
-        return np.concatenate([shard.counts_of_towers(n, rows, each) for n in sizes])
-
-
-def _refuse_unlike_elements(elements: list[PyTree]) -> None:
-    """Raise unless elements differ only in dim 0."""
-    kinds = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), elements
-    )
-    for tower, kind in enumerate(kinds):
-        if kind != kinds[0] and (differing := changes("element", kinds[0], kind)):
-            raise ValueError(
-                "The elements of one step may differ in dim 0 only, but from tower 0"
-                f" to tower {tower} {listed(differing)}."
-            )
-
-
 class DistributedDataset:
     """Placed batches, one a step: what ``strategy.distribute_dataset`` returns.
 
@@ -185,9 +80,10 @@ class DistributedDataset:
         here = jax.process_index() if processes > 1 else 0
         context = sources.InputContext(here, processes, placement.num_towers)
         self._open_with = [context] if own_part else []  # arguments of the source
-        towers = placement.num_towers // (processes if own_part else 1)
+        # Of this process's part of a round, which may be empty.
+        self._towers = placement.num_towers // (processes if own_part else 1)
         self._asks_peers = own_part and processes > 1
-        self._rounds = _Rounds(towers, options, self._asks_peers)
+        self._capacities: list[Capacity] = []
         remainder, parts = options.remainder, options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
         self._passes = 0
@@ -210,7 +106,7 @@ class DistributedDataset:
             elements.set_state(at["elements"])
         rows = 0 if at is None else at["rows"]
         if isinstance(self._source, Batches):  # it may be at a smaller last one
-            rows = max(rows, self._rounds.rows([self._source.most_rows]))
+            rows = max(rows, self._rows_for([self._source.most_rows]))
         return self._placed_rounds(number, stopped, elements, rows)
 
     def per_tower(self) -> Iterator[PyTree]:
@@ -236,14 +132,100 @@ class DistributedDataset:
             if rows == 0:  # the round is empty, or "drop" leaves nothing of it
                 continue
             most_rows = max(rows, most_rows)
-            counts = [self._rounds.counts(sizes or [0], rows) for sizes in sizes_of_all]
+            counts = [
+                shard.counts_of_towers(n, rows, self._towers // len(sizes))
+                for sizes in ([0] if x is None else x for x in sizes_of_all)
+                for n in sizes
+            ]
             after = None
             if peers is None and has_cursor(source):
                 after = {"elements": source.get_state(), "rows": most_rows}
             yield self._place(taken, rows, np.concatenate(counts)), after
 
+    def _own_part(self, elements: Iterator[PyTree]) -> _Pulled | None:
+        """What this process has of the next round; None at the end of the data."""
+        if self._options.split == "elements":
+            return self._pull_for_each_tower(elements)
+        remainder, parts = self._options.remainder, self._options.micro_batches
+        for element in elements:
+            whole, shared = shard.without_shared(element)
+            leaves = jax.tree.leaves(whole)
+            if leaves and not any(map(np.ndim, leaves)):
+                raise ValueError(
+                    f"An element is a global batch of arrays, but is {whole!r}. Say"
+                    " split='elements' where each tower takes an element."
+                )
+            if self._asks_peers:  # sparse leaves: no process knows others' capacities
+                shard.refuse_other_than_rows(whole)
+            sparse, batch = SparseRows.put_aside(whole)
+            if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
+                return _Pulled([batch], [0], shared=shared)
+            shares = self._towers * parts  # what divides the rows
+            batch, num_valid = shard.fit_batch(
+                batch, shares, remainder, may_drop_all=True
+            )
+            if num_valid == 0:
+                continue
+            return _Pulled([batch], [num_valid], sparse=sparse, shared=shared)
+        return None
+
+    def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
+        # Each copied at once: a loader may reuse its buffer for the next element.
+        taken = itertools.islice(elements, self._towers)
+        taken = [jax.tree.map(own_copy, x) for x in taken]
+        bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
+        for i in np.flatnonzero(bare):
+            taken[i] = jax.tree.map(
+                lambda x: (x if isinstance(x, jax.Array) else np.asarray(x))[None],
+                taken[i],
+            )
+        for tree in taken:
+            shard.refuse_other_than_rows(tree)
+            shard.refuse_wrapping(tree)
+        sizes = [shard.count_examples(tree) for tree in taken]
+        kinds = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), taken
+        )
+        for tower, kind in enumerate(kinds):
+            if kind != kinds[0] and (differing := changes("element", kinds[0], kind)):
+                raise ValueError(
+                    "The elements of one step may differ in dim 0 only, but from tower"
+                    f" 0 to tower {tower} {listed(differing)}."
+                )
+        missing, remainder = self._towers - len(taken), self._options.remainder
+        if not taken or (missing and remainder == "drop"):
+            return None
+        if remainder != "pad" and (missing or len(set(sizes)) > 1):
+            if remainder == "drop" and not any(True for _ in elements):
+                return None  # at the end of the data
+            raise ValueError(
+                f"{self._towers} towers take an element each, but got {len(taken)} of"
+                f" sizes {sizes}. Give elements of one size, or say remainder='pad', or"
+                " 'drop' for the end."
+            )
+        taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
+        return _Pulled(taken, sizes, all(bare))
+
+    def _rows_for(self, sizes: list[int]) -> int:
+        """The rows that each tower needs."""
+        parts = self._options.micro_batches
+        shares = self._towers * parts // len(sizes)
+        return max(-(-n // shares) for n in sizes) * parts
+
+    def _build(self, taken: _Pulled, rows: int) -> PyTree:
+        """The round, leaves ``[towers * rows, ...]``."""
+        size = rows * self._towers // len(taken.trees)
+        trees = [shard.resize(tree, size) for tree in taken.trees]
+        if len(trees) > 1:
+            return jax.tree.map(lambda *leaves: np.concatenate(leaves), *trees)
+        if taken.sparse is None:
+            return trees[0]
+        parts = self._options.micro_batches
+        capacity = capacity_for(taken.sparse.needed(rows // parts), self._capacities)
+        return taken.sparse.put_back(trees[0], self._towers, parts, capacity)
+
     def _place(self, taken: _Pulled, rows: int, counts: np.ndarray) -> PlacedBatch:
-        tree, bare = self._rounds.build(taken, rows), rows == 1 and taken.bare
+        tree, bare = self._build(taken, rows), rows == 1 and taken.bare
         if self._asks_peers:
             arrays, whole = place_own_rows(tree, self._placement), None
         else:
@@ -258,7 +240,7 @@ class DistributedDataset:
     ) -> tuple[_Pulled | None, list[Any]]:
         """This process's part of the next round, and the sizes of all parts."""
         try:
-            pulled = self._rounds.pull(elements)
+            pulled = self._own_part(elements)
         except Exception as error:
             if peers is not None:  # they wait for this part
                 peers.all_gather({"failed": f"{type(error).__name__}: {error}"})
@@ -279,7 +261,7 @@ class DistributedDataset:
     ) -> int | None:
         """How many rows each tower gets in a round; None at the end of the data."""
         ended = [p for p, sizes in enumerate(sizes_of_all) if sizes is None]
-        needed = [self._rounds.rows(sizes) for sizes in sizes_of_all if sizes]
+        needed = [self._rows_for(sizes) for sizes in sizes_of_all if sizes]
         remainder = self._options.remainder
         if len(ended) == len(sizes_of_all) or (ended and remainder == "drop"):
             return None
