@@ -1207,7 +1207,7 @@ WITHIN = (
        "towers.strategies:on_one_group", "within=placement.within", "within=()",
        f"{_WIDE}_the_audit_padding_evaluation_and_prediction_of_wide_towers"),
     _m("L06", "a spec of no parameter is overlooked", "mesh.specs:Specs.table",
-       "if keys not in used", "if False",
+       "if x not in used", "if False",
        f"{_WIDE}_what_wide_towers_cannot_be_is_refused[entries of no parameter: w3]"),
     _m("L07", "a state that is split otherwise is taken",
        "step.state_checks:check_made_for", "(strategy), state, state.params",

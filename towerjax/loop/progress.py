@@ -133,6 +133,7 @@ class Progress:
             self._names = tuple(dict.fromkeys(("loss", *progress)))
             self._display = choose_display(None)
         self._start, self._steps, self._took = start, steps, ""
+        self.note = self._display.note  # adds a line that stays
         self._next_s, self._evaluated = 0.0, ""
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
@@ -183,14 +184,10 @@ class Progress:
             self._show()  # not always: a log would hold two lines for each evaluation
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
-        self._display.note(f"evaluation after step {number}  {shown}")
+        self.note(f"evaluation after step {number}  {shown}")
         self._evaluated = f"  {in_short}" if in_short else ""
         if stopped is not None:
-            self._display.note(f"stopped after step {number}: {stopped}")
-
-    def note(self, text: str) -> None:
-        """Add a line that stays."""
-        self._display.note(text)
+            self.note(f"stopped after step {number}: {stopped}")
 
     def close(self) -> None:
         """Show the last step, and end the display."""

@@ -156,23 +156,14 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """What a rule of early stopping has counted of the evaluations of a run.
+    """What a rule of early stopping has counted of the evaluations of a run."""
 
-    Attributes:
-      metric: As the rule has it.
-      mode: As the rule has it.
-      lowest: The lowest cost so far.
-      lowest_after: The step before that.
-      without: How many evaluations came since.
-      counted_after: The step before the last evaluation.
-    """
-
-    metric: str
+    metric: str  # this and the mode as the rule has them
     mode: Direction
-    lowest: float = math.inf
-    lowest_after: int | None = None
-    without: int = 0
-    counted_after: int = -1
+    lowest: float = math.inf  # the lowest cost so far
+    lowest_after: int | None = None  # the step before that
+    without: int = 0  # how many evaluations came since
+    counted_after: int = -1  # the step before the last evaluation
 
     def after(self, rule: EarlyStopping, number: int, cost: float) -> "Count":
         """The count with another evaluation, which counts once."""

@@ -18,14 +18,11 @@ Keys: TypeAlias = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Specs:
-    """`PartitionSpec`s of parameters, by the way to them or by a function.
+    """`PartitionSpec`s of parameters, by the way to them or by a function."""
 
-    Attributes:
-      by_keys: ``(keys, spec)`` of a leaf, or of all leaves below.
-      by_name: ``(name, leaf) -> PartitionSpec``; None where ``by_keys`` says it.
-    """
-
+    # Of a leaf, or of all leaves below.
     by_keys: tuple[tuple[Keys, PartitionSpec], ...] = ()
+    # Of a name and a leaf; None where ``by_keys`` says it.
     by_name: Callable[[str, Any], PartitionSpec] | None = None
 
     def __repr__(self) -> str:
@@ -76,13 +73,11 @@ class Specs:
                 used.add(entry)
             check_split(leaf_name("params", path), shape, spec, sizes)
             table[keys] = shape, spec
-        if self.by_name is None:
-            names = ["/".join(keys) for keys, _ in self.by_keys if keys not in used]
-            if names:
-                raise ValueError(
-                    f"specs= has entries of no parameter: {listed(names)}. Give a tree"
-                    " like params, or its upper part."
-                )
+        if names := ["/".join(x) for x, _ in self.by_keys if x not in used]:
+            raise ValueError(
+                f"specs= has entries of no parameter: {listed(names)}. Give a tree"
+                " like params, or its upper part."
+            )
         return table
 
     def _spec_of(self, keys: Keys, name: str) -> tuple[PartitionSpec, Keys]:
