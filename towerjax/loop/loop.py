@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -86,10 +85,15 @@ class Loop:
                     self._save()
                 if point.watch.stopped is not None:
                     break
-                placed, wait_s = self._next(stream)
+                start_s = time.perf_counter()
+                try:
+                    placed = next(stream, None)
+                except Exception:  # the steps before a broken batch are done
+                    self._fetch(0)
+                    raise
                 if placed is None:
                     break
-                self._dispatch(placed, wait_s, stream)
+                self._dispatch(placed, time.perf_counter() - start_s, stream)
                 self.guard.raise_missed()
                 if self._saving is not None:
                     self._saving.check_preempted(point.number)
@@ -110,23 +114,12 @@ class Loop:
         step, size = self._step, self._options.steps_per_call
 
         def place(group: list[Any]) -> PlacedBatch:
-            if size == 1:
-                return step.place_batch(*group)
-            return step.place_batches(group, size)
+            one = size == 1
+            return step.place_batch(*group) if one else step.place_batches(group, size)
 
         depth = 0 if self._source.prefetches else self._options.prefetch
         cut = {"size": size, "before": self.point.number, "most": self._steps}
         return self._source.stream(place, depth, **cut)
-
-    def _next(self, batches: Iterator[PlacedBatch]) -> tuple[PlacedBatch | None, float]:
-        """The next batch, if there is one, and how many seconds it took."""
-        start_s = time.perf_counter()
-        try:
-            return next(batches, None), time.perf_counter() - start_s
-        except Exception:
-            # The steps before the broken batch are done: call their hooks first.
-            self._fetch(0)
-            raise
 
     def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
         point, options, number = self.point, self._options, len(placed.num_examples)

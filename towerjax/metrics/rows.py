@@ -97,14 +97,6 @@ def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:
     return have_one_sign, a.astype(unsigned), b.astype(unsigned)
 
 
-def number_of_rows(leaves: list[jax.Array]) -> int:
-    """``b``, the size of dim 0; raise unless all arrays have the same."""
-    shapes = [x.shape for x in leaves]
-    if len({x[:1] for x in shapes} - {()}) != 1 or () in shapes:
-        raise ValueError(f"With axis=0 leaves must be [b, ...], one b, got {shapes}.")
-    return shapes[0][0]
-
-
 def element_weights(
     name: str,
     shape: tuple[int, ...],

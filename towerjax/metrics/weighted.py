@@ -145,7 +145,12 @@ class Weighted(_LossTerm):
         else:
             values = jax.tree.map(as_floats, values)
         leaves = jax.tree.leaves(values)
-        shape = leaves[0].shape if axis is None else (rows.number_of_rows(leaves),)
+        shapes = [x.shape for x in leaves]
+        if axis == 0 and (len({x[:1] for x in shapes} - {()}) != 1 or () in shapes):
+            raise ValueError(
+                f"With axis=0 leaves must be [b, ...], one b, got {shapes}."
+            )
+        shape = shapes[0][:1] if axis == 0 else shapes[0]
         dtype = jnp.finfo(jnp.result_type(*leaves)).dtype
         if weight is None:
             total = jax.tree.map(lambda x: x.sum(axis), values)
