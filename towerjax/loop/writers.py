@@ -1,4 +1,4 @@
-"""Write the metrics of a run while it is under way: `JsonLines` and `TensorBoard`."""
+"""Write a run's metrics while it is under way: `JsonLines`, `TensorBoard`, `WandB`."""
 
 import dataclasses
 import math
@@ -257,17 +257,21 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
     return array.astype(np.float64)
 
 
-def curves(writer: str, tag: str, value: Any, most: int = 64) -> dict[str, float]:
-    """The number of each curve of a metric, which has one for each element."""
-    array = real_numbers(writer, tag, value)
-    if array.size > most:
-        raise ValueError(
-            f"{writer}: the metric {tag!r} has {array.size} elements, each a curve, and"
-            f" may have {most}. Use tj.JsonLines(path), or give TensorBoard a larger"
-            " max_elements."
-        )
-    elements = np.ndenumerate(array.astype(np.float64))
-    return {"/".join([tag, *map(str, i)]): float(x) for i, x in elements}
+def curves(writer: str, record: Record, most: int = 64) -> dict[str, float]:
+    """The number of each curve; a metric has one for each of its elements."""
+    numbers = {}
+    for name, value in record.metrics.items():
+        tag = f"{record.kind}/{name}"
+        array = real_numbers(writer, tag, value)
+        if array.size > most:
+            raise ValueError(
+                f"{writer}: the metric {tag!r} has {array.size} elements, each a curve,"
+                f" and may have {most}. Use tj.JsonLines(path), or give TensorBoard a"
+                " larger max_elements."
+            )
+        for place, x in np.ndenumerate(array.astype(np.float64)):
+            numbers["/".join([tag, *map(str, place)])] = float(x)
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,12 +350,9 @@ class OpenTensorBoard:
     def write(self, record: Record) -> None:
         """Append an event with all scalars of a record."""
         event = self._proto.Event(wall_time=record.time_s, step=record.step)
-        for name, value in record.metrics.items():
-            tag = f"{record.kind}/{name}"
-            numbers = curves("TensorBoard", tag, value, self._most)
-            with np.errstate(over="ignore"):  # beyond float32 they become infinite
-                for tag, number in numbers.items():
-                    event.summary.value.add(tag=tag, simple_value=np.float32(number))
+        with np.errstate(over="ignore"):  # beyond float32 they become infinite
+            for tag, number in curves("TensorBoard", record, self._most).items():
+                event.summary.value.add(tag=tag, simple_value=np.float32(number))
         self._events.write_event(event)
         if record.kind == "eval" or time.monotonic() >= self._flush_at_s:
             self._events.flush()
@@ -360,3 +361,40 @@ class OpenTensorBoard:
     def close(self) -> None:
         """Write the rest, and close the file."""
         self._events.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class WandB:
+    """A run of Weights & Biases: ``train/loss`` and ``eval/loss`` over the step number.
+
+    Needs ``wandb``. A metric that is an array has a curve for each element, at most 64.
+    Of several processes the first alone starts and ends the run of W&B. An ``id`` goes
+    on with an earlier one, of which W&B ignores steps that are done again.
+
+    Attributes:
+      init: The arguments of ``wandb.init``, such as ``project``, ``config``, ``mode``.
+
+    Example:
+      >>> WandB({"project": "digits", "mode": "offline"})
+      WandB(init={'project': 'digits', 'mode': 'offline'})
+    """
+
+    init: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.init, Mapping):
+            raise ValueError(
+                f"WandB.init={self.init!r:.200} must be the arguments of wandb.init by"
+                " name, such as WandB({'project': 'digits', 'mode': 'offline'})."
+            )
+
+    def open(self, start: int) -> Any:
+        """A started run; a ``ValueError`` without ``wandb``."""
+        wandb = require("wandb", "WandB, other than tj.JsonLines(path),", "wandb")
+        resume = {"resume": "allow"} if start and "id" in self.init else {}
+        run = wandb.init(**{**resume, **self.init})
+
+        def write(record: Record) -> None:
+            run.log(curves("WandB", record), step=record.step)
+
+        return types.SimpleNamespace(write=write, close=run.finish)
