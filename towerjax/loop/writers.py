@@ -289,10 +289,6 @@ class TensorBoard:
       logdir: The folder, local or such as ``"gs://bucket/logs"``; it is made.
       max_elements: The most curves of one metric.
       replace: Whether a run that starts at step 0 may hide earlier runs.
-
-    Example:
-      >>> TensorBoard("logs", replace=True)
-      TensorBoard(logdir='logs', max_elements=64, replace=True)
     """
 
     logdir: str | os.PathLike[str]
