@@ -157,20 +157,6 @@ def test_a_sum_of_zero_or_on_one_tower_is_no_question():
         assert float(out.value) == value
 
 
-def test_towers_make_variables():
-    def tower_fn(tower):
-        own = tj.TowerLocal(tower.id * 2, R.SUM, "own")
-        same = tj.TowerLocal(jnp.float32(3), R.MEAN)
-        v = tj.towers.MirroredVar(jnp.ones(2), name="v")
-        return {"v": v, "own": own, "same": same}
-
-    out = mirrored(T, D).call_for_each_tower(tower_fn)
-    assert out["v"].value.tolist() == [1, 1]
-    assert out["own"].value.tolist() == [2 * t for t in range(T)]
-    assert (out["own"].name, out["own"].reduction) == ("own", R.SUM)
-    assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
-
-
 def test_variables_meet_in_a_merge_as_such():
     strategy = mirrored(T, D)
     v = strategy.create_var("v", (1.0, 2.0))
