@@ -257,6 +257,25 @@ def test_the_tolerance_is_that_of_the_narrowest_dtype():
 
 
 @pytest.mark.slow
+def test_rows_that_a_loss_returns_are_compared_in_the_order_of_the_batch():
+    x = np.random.default_rng(0).normal(size=(11, 2)).astype(np.float32)
+
+    def returns(rows_of):
+        def loss_fn(w, batch, tower):
+            kept = {"x": rows_of(batch), "c": 1j * batch, "weight": tower.weight}
+            loss = tj.Weighted.mean(((w - batch) ** 2).sum(axis=1), tower.weight)
+            return tj.TowerOutput(loss, extra=tj.Rows(kept))
+
+        return loss_fn
+
+    report = assert_replicates(returns(lambda x: x + 1), np.float32(1), x, (2, 3))
+    assert {"extra['x']", "extra['c']", "extra['weight']"} <= {*report.compared}
+    wrong = returns(lambda x: x - x.max(axis=0, keepdims=True))
+    _, found = refused(assert_replicates, wrong, np.float32(1), x, (2,))
+    assert found.keys() == {"extra['x']"}
+
+
+@pytest.mark.slow
 def test_the_numbers_of_a_finding_are_those_of_numpy():
     """Of a batch in another byte order, with a shared value and a complex metric."""
     x = np.array([1, 2, 4, 8, 16], ">f4")

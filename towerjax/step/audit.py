@@ -32,7 +32,7 @@ from towerjax.step.trace import trace
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local
-from towerjax.types import PerTower, PyTree, Reduction, Whole, named_leaves
+from towerjax.types import PerTower, PyTree, Reduction, Rows, Whole, named_leaves
 from towerjax.types.leaves import is_key, listed, map_parts
 
 DRAWS = 0x45A319E6, 0xD413A7C2
@@ -63,8 +63,10 @@ class Towers:
         self.jaxpr: Any = None
         self._proof: Any = None
 
-    def __call__(self, state: TrainState, rows: PyTree) -> Leaves:
-        """What is merged of these rows, by leaf."""
+    def __call__(
+        self, state: TrainState, rows: PyTree, order: np.ndarray | None = None
+    ) -> Leaves:
+        """What is merged of these rows, by leaf; ``Rows`` without their ``order``."""
         state = place(state, self._placement, STATE_LAYOUT, state.params)
         donated, kept = split_state(state)
         placed = self._placer.place(rows)
@@ -78,7 +80,7 @@ class Towers:
                 merged = self._fn(*args)
         self.lints |= dict.fromkeys(str(warning.message) for warning in caught)
         refuse_unread_weight(placed, self._proof)
-        return _leaves_of(merged, placed)
+        return _leaves_of(merged, placed, order)
 
     def _merge_all(self, *args: PyTree) -> list[PyTree]:
         """What is merged by each pass, in a trace, which proves it."""
@@ -184,12 +186,19 @@ def rounded(state: TrainState) -> TrainState:
     return dataclasses.replace(state, params=jax.tree.map(near, state.params))
 
 
-def _leaves_of(merged: Sequence[PyTree], placed: PlacedBatch) -> Leaves:
+def _leaves_of(
+    merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
+) -> Leaves:
     """What each pass merged, by leaf name, on the host."""
     leaves: Leaves = {}
+    sort = slice(None) if order is None else np.argsort(order)
+
+    def in_order(rows: Rows) -> PyTree:
+        return jax.tree.map(lambda x: x[sort], without_padding(rows, placed))
+
     for number, tree in enumerate(merged, 1):
         prefix = f"pass {number}: " if len(merged) > 1 else ""
-        tree = without_padding(tree, placed)
+        tree = map_parts(Rows, in_order, tree)
         pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_one)
         for path, leaf in pairs:
             first = key_name(path[0]) if path else "result"

@@ -92,9 +92,10 @@ def assert_replicates(
     check_flag("padding", padding)
     check_flag("permuted", permuted)
     examples = len(feed.batches(batch, 1))
-    orders = {"in order": batch}
+    orders: dict[str, tuple[PyTree, Any]] = {"in order": (batch, None)}
     if permuted:
-        orders["permuted"] = next(feed.batches(batch, examples, seed=0))
+        both = (batch, np.arange(examples))
+        orders["permuted"] = next(feed.batches(both, examples, seed=0))
 
     def step_of(towers: int) -> Step:
         strategy = Mirrored(devices=(jax.local_devices()[0],), towers=towers)
@@ -121,9 +122,9 @@ def assert_replicates(
         # A mean of means is right for equal row counts.
         rows = number * (examples // number + 1) if padding and number > 1 else examples
         several, state = towers_of(number, rows)
-        for word, (order, given) in zip(itertools.cycle(DRAWS), orders.items()):
-            got = several(_drawing(state, word), given)
-            runs.append(Compared(number, order, got, want[word], near[word]))
+        for word, (name, given) in zip(itertools.cycle(DRAWS), orders.items()):
+            got = several(_drawing(state, word), *given)
+            runs.append(Compared(number, name, got, want[word], near[word]))
     return judge(runs, single.jaxpr, examples, rtol)
 
 
