@@ -100,6 +100,38 @@ def test_place_moves_a_state_and_leaves_the_old_one():
     assert np.asarray(moved.local["last"].value).tolist() == [2] * 4
 
 
+def collected(w, batch, tower):
+    """What each tower has of its own, with the rows that it has seen."""
+    own = {**tower.local, "seen": tower.local["seen"] + tower.weight @ batch}
+    return tj.TowerOutput(tj.Weighted.mean((w - batch) ** 2, tower.weight), local=own)
+
+
+@pytest.mark.parametrize("options", [{}, {"local": "scan"}, {"state": "sharded"}])
+def test_each_tower_may_start_with_its_own_value(options):
+    """An array, a tuple, or parts of one variable beside what all towers share."""
+    rows = np.arange(4, dtype=np.float32)
+    step = tj.build_train_step(collected, optax.sgd(0.1), strategy(4, 2, options))
+    own = {"by": tj.PerTower(tuple(rows[:, None] + [0, 5])), "all": np.float32(3)}
+    local = {
+        "own": tj.TowerLocal(own, tj.Reduction.NONE),
+        "seen": tj.TowerLocal(tj.PerTower(10 * rows), tj.Reduction.SUM),
+    }
+    step.check(np.float32(0), jax.ShapeDtypeStruct((8,), jnp.float32), local=local)
+    state, _ = step(step.init(np.float32(0), local=local), np.ones(8, np.float32))
+    assert state.local["seen"].value.tolist() == [2, 12, 22, 32]
+    kept = jax.tree.map(np.asarray, state.local["own"].value)
+    assert kept["by"].tolist() == [[0, 5], [1, 6], [2, 7], [3, 8]]
+    assert kept["all"].tolist() == [3] * 4
+
+
+def test_own_values_are_as_many_as_the_towers():
+    step = tj.build_train_step(collected, optax.sgd(0.1), strategy(4, 2, {}))
+    for values in (np.zeros((3, 2)), (0.0, 1.0, 2.0)):
+        local = tj.TowerLocal(tj.PerTower(values), tj.Reduction.NONE)
+        with pytest.raises(ValueError, match="dim 0 runs over the 4 towers"):
+            step.init(np.float32(0), local=local)
+
+
 def mean_square(params, batch, tower):
     return tj.Weighted.mean((params["w"] - batch) ** 2, tower.weight)
 

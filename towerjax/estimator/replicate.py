@@ -33,8 +33,8 @@ from towerjax.mesh.transfer import place
 from towerjax.step.engine import StepOptions
 from towerjax.step.state import state_layout
 from towerjax.step.step import Step
+from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Mirrored, Strategy
-from towerjax.towers.variables import stack_local
 from towerjax.types import PyTree
 from towerjax.types.door import doors
 from towerjax.types.leaves import refuse_unheld

@@ -29,7 +29,8 @@ from towerjax.step.state_checks import (
     place_others,
     with_numbers_placed,
 )
-from towerjax.towers.variables import is_never_read, stack_local
+from towerjax.towers.cross_tower.values import stack_local
+from towerjax.towers.variables import is_never_read
 from towerjax.types import PyTree
 from towerjax.types.leaves import refuse_traced, refuse_unheld
 

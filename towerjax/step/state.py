@@ -17,8 +17,9 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place
 from towerjax.step.update import OF_MODELS, trainable_flags
+from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.variables import check_tower_local, stack_local
+from towerjax.towers.variables import check_tower_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import is_key, native, own_array, refuse_unheld, shown
 from towerjax.types.missing import explain_missing, frozen

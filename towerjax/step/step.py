@@ -133,7 +133,7 @@ class Step(Examined):
           opt_state: What ``update_fn`` keeps, such as ``optimizer.init(params)``;
             copied. A train step makes it, where none is given.
           local: Tower-local variables: a pytree of ``TowerLocal`` of the value that
-            each tower's copy starts with.
+            each tower's copy starts with; of a ``PerTower`` in it, its own.
           extra: Mirrored values that do not train, ``state.extra``: any pytree.
           rng: One key; None is ``jax.random.key(0)``.
 

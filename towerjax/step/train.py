@@ -266,9 +266,10 @@ def build_train_step(
         as ``"dense/kernel"``, or a tree of bool like ``params`` or its upper part; None
         trains the floating and complex ones. The loss alone sees the others.
       update_extra: ``(state, merged) -> extra``, once a step: the next ``state.extra``
-        from the next state, which still has the old one, and from what towers returned
-        as ``TowerOutput(extra=...)``, merged as in `build_step` (None where nothing):
-        a target network, a queue of ``tj.Rows``, centres. None keeps the merged values.
+        from the state with new parameters, the old ``extra`` and this step's number,
+        and from what towers returned as ``TowerOutput(extra=...)``, merged as in
+        `build_step` (None where nothing): a target network, a queue of ``tj.Rows``,
+        centres. None keeps the merged values.
       micro_batches: ``A``: each tower's rows are processed in so many parts.
         ``tower.reduce`` and ``tower.all_gather`` then see one part's rows.
       remainder: For a batch that ``T * A`` does not divide: ``"pad"`` with rows of

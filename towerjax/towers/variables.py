@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 
 from towerjax.collectives.ops import CrossTowerOps, sum_rows_over_towers
 from towerjax.collectives.reduce import (
@@ -77,8 +76,9 @@ class TowerLocal(Variable):
 
     Attributes:
       value: For ``step.init``, and inside a tower function: one tower's value, a
-        pytree. In a ``TrainState`` and from ``strategy.create_var``: leaves
-        ``[T, ...]``, split over the devices.
+        pytree; of a ``PerTower`` in it, ``step.init`` gives each tower its own. In a
+        ``TrainState`` and from ``strategy.create_var``: leaves ``[T, ...]``, split over
+        the devices.
       reduction: How it is read as one value; NONE when it never is.
       name: Its name in error messages.
 
@@ -289,20 +289,6 @@ def with_local_values(local: PyTree, values: PyTree) -> PyTree:
         values,
         is_leaf=is_local,
     )
-
-
-def stack_local(local: PyTree, num_towers: int, *, shapes: bool = False) -> PyTree:
-    """Copy initial tower-local variables for each tower, to leaves ``[T, ...]``."""
-
-    def stack(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x.update(shape=(num_towers, *x.shape))
-        is_host = not (is_key(x) or isinstance(x, Tracer))
-        x = native(np.asarray(x)) if is_host else x
-        broadcast = np.broadcast_to if is_host else jnp.broadcast_to
-        return broadcast(x, (num_towers, *x.shape))
-
-    return jax.tree.map(stack, check_tower_local(local, shapes=shapes))
 
 
 def check_tower_local(local: PyTree, *, shapes: bool = False) -> PyTree:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.placer import PlacedBatch
@@ -23,6 +24,7 @@ from towerjax.towers.fields import StrategyFields
 from towerjax.types import Layout, PerTower, PyTree, leaf_name
 from towerjax.types.leaves import (
     has_tracers,
+    is_key,
     is_traced,
     key_data,
     map_parts,
@@ -78,6 +80,29 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
                 " list is a tree of such arrays."
             )
     return rows
+
+
+def stack_local(local: PyTree, num_towers: int, *, shapes: bool = False) -> PyTree:
+    """Initial tower-local variables with a copy for each tower, in leaves ``[T, ...]``.
+
+    Of a ``PerTower`` each tower gets its own.
+    """
+
+    def as_array(x: Any) -> Any:
+        is_made = is_key(x) or isinstance(x, jax.ShapeDtypeStruct | Tracer)
+        return x if is_made else native(np.asarray(x))
+
+    def stack(x: Any) -> Any:
+        if isinstance(x, PerTower):
+            rows = stack_towers(x, num_towers, "A PerTower of a tower-local variable")
+            return jax.tree.map(as_array, rows)
+        if isinstance(x := as_array(x), jax.ShapeDtypeStruct):
+            return x.update(shape=(num_towers, *x.shape))
+        broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
+        return broadcast(x, (num_towers, *x.shape))
+
+    local = variables.check_tower_local(local, shapes=shapes)
+    return jax.tree.map(stack, local, is_leaf=lambda x: isinstance(x, PerTower))
 
 
 def is_tuple(values: Any) -> bool:
