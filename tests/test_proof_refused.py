@@ -128,10 +128,19 @@ class Repeated:
         rows = tj.Weighted.mean(jax.grad(energy)(batch["x"]) ** 2, tower.weight)
         return output(params, batch, tower, {"m": rows})
 
+    def forces_of_the_mean_of_all(params, batch, tower):
+        def energy(x):
+            own = jnp.tanh(x @ params["w"])
+            return tower.mean(own, tower.weight)  # here
+
+        rows = tj.Weighted.mean(jax.grad(energy)(batch["x"]) ** 2, tower.weight)
+        return output(params, batch, tower, {"m": rows})
+
 
 REPEATS = {"sum_returned": "metrics['m'], a tj.Sum (at"}
 REPEATS["decay_counted_by_each"] = "a value that differs from tower to tower, to which"
-REPEATS["forces_of_the_energy_of_all"] = "by a derivative in a tower, which is that of"
+IN_TOWER = "by a derivative in a tower, which is that of all towers' sum"
+REPEATS |= dict.fromkeys((x for x in vars(Repeated) if "forces" in x), IN_TOWER)
 
 # The backward of a custom_vjp adds up over towers, as the step does again.
 
@@ -271,6 +280,44 @@ def test_a_sum_of_what_is_the_same_is_refused(loss_fn):
     [line] = [line for line in text.splitlines() if line.startswith("  - ")]
     assert REPEATS.get(loss_fn.__name__, summed) in line and marked(loss_fn) in line
     assert "value * tower.num_towers" in text
+
+
+def mean_of_all(x, params, tower):
+    return tower.mean(jnp.tanh(x @ params["w"]), tower.weight) / tower.num_towers
+
+
+def mean_of_all_by_hand(x, params, tower):
+    own = jnp.tanh(x @ params["w"]) * tower.weight
+    total, weight = (tower.reduce(R.SUM, v.sum()) for v in (own, tower.weight))
+    return total / weight / tower.num_towers
+
+
+def own_rows(x, params, tower):
+    weight = tower.reduce(R.SUM, tower.weight.sum())
+    return (jnp.tanh(x @ params["w"]) * tower.weight).sum() / weight
+
+
+@pytest.mark.parametrize("energy", [mean_of_all, mean_of_all_by_hand, own_rows])
+def test_forces_of_a_share_or_of_ones_own_rows_are_those_of_one_tower(energy):
+    def loss_fn(params, batch, tower):
+        forces = 13 * jax.grad(energy)(batch["x"], params, tower)
+        squares = ((forces - batch["x"]) ** 2).sum(1)
+        return tj.Weighted.mean(squares, tower.weight)
+
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=3), rng.normal(size=(13, 3))
+
+    def of_one(w):  # in NumPy's float64
+        forces = (1 - np.tanh(x @ w) ** 2)[:, None] * w
+        return ((forces - x) ** 2).sum(1).mean()
+
+    with jax.enable_x64(True):
+        near = [of_one(w + 1e-6 * e) - of_one(w - 1e-6 * e) for e in np.eye(3)]
+        how = optax.sgd(1.0), tj.Mirrored(towers=4)
+        step = tj.build_train_step(loss_fn, *how, remainder="pad")
+        state, metrics = step(step.init({"w": w}), {"x": x})
+        np.testing.assert_allclose(metrics["loss"], of_one(w), rtol=1e-12)
+        np.testing.assert_allclose(w - state.params["w"], np.array(near) / 2e-6, 1e-6)
 
 
 # A mean times a number, which is to be the same on all towers.

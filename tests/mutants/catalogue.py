@@ -283,6 +283,11 @@ PROOF = (
        "mark.along or not is_whole or (scale.is_constant and not in_tower)",
        "mark.along or not is_whole or scale.is_constant",
        "test_proof_scale.py::test_a_sum_of_equals_is_too_much[derivative by rows]"),
+    _m("P32", "proof: the weight of all rows may stand for the number of towers",
+       "towers.tower:Tower.mean",
+       "checkpoint_name(total.weight, tags.OF_ALL_ROWS)", "total.weight",
+       "test_proof_refused.py::test_a_sum_of_what_is_the_same_is_refused"
+       "[forces_of_the_mean_of_all]"),
     _m("P31", "proof: a step's own derivative is one that a tower takes",
        "proof.marks:Context.is_derived_in_tower",
        "bool(derived) and tags.DIFFERENTIATED not in before", "bool(derived)",

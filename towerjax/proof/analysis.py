@@ -225,6 +225,8 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [FIXED]
     if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]
+    if name == tags.OF_ALL_ROWS:
+        return [mark._replace(scale=mark.scale.once())]
     if name == tags.SUMMED_FOR_A_VARIABLE:
         of_towers = context.num_towers, context.varying
         scale = scale_of_summed(eqn, 0, mark.scale, *of_towers)

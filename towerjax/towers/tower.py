@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.collectives.reduce import (
     check_joins,
@@ -108,8 +109,7 @@ class Tower:
         """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
         # Computed on access, so that a step that pads can see that nothing reads it.
         num_valid = _require_step(self._num_valid, "weight", "weights (ctx.weight)")
-        where = self._first_row, self._rows, self._of_rows
-        return row_weights(num_valid, *where)
+        return row_weights(num_valid, self._first_row, self._rows, self._of_rows)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -222,8 +222,7 @@ class Tower:
     ) -> PyTree:
         """The mean over all towers' rows, the same on each tower.
 
-        ``reduce(Reduction.SUM, Weighted.mean(values, weight)).value``: what `reduce`
-        says of micro-batches and of ``jax.grad`` inside a tower holds here too.
+        ``reduce(Reduction.SUM, Weighted.mean(values, weight)).value``: see `reduce`.
 
         Args:
           values: This tower's, as for ``Weighted.mean``, with ``axis`` as there.
@@ -241,8 +240,9 @@ class Tower:
           3.0
         """
         _check_meeting(self._axes, "tower.mean", (values, weight))
-        mean = Weighted.mean(values, weight, axis=axis)
-        return self.reduce(Reduction.SUM, mean).value
+        total = self.reduce(Reduction.SUM, Weighted.mean(values, weight, axis=axis))
+        weight = checkpoint_name(total.weight, tags.OF_ALL_ROWS)
+        return checkpoint_name(Weighted(total.sum, weight).value, tags.OF_ALL_ROWS)
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
         """All towers' values stacked, or joined along a dim.
