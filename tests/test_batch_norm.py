@@ -50,8 +50,8 @@ def moments(h, weight):
     return mean, weight @ (h - mean) ** 2 / weight.sum()
 
 
-def stats_of():
-    return {"mean": np.zeros(OUT, np.float32), "var": np.ones(OUT, np.float32)}
+def stats_of(width=OUT):
+    return {"mean": np.zeros(width, np.float32), "var": np.ones(width, np.float32)}
 
 
 def apply_linen(params, stats, h, tower, mask=None, **options):
@@ -123,23 +123,39 @@ def trained(strategy, batches, **options):
 # Statistics that are mirrored, of one tower, or frozen
 
 
+def mirrored_metric_step(strategy, statistics):
+    def loss_fn(params, rows, tower):
+        h = rows["x"] @ params["w"]
+        y, stats = apply_linen(params, stats_of(), h, tower, statistics=statistics)
+        loss = tj.Weighted.mean((y * rows["c"]).sum(-1), tower.weight)
+        return tj.TowerOutput(loss, metrics=dict(stats))
+
+    return tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [11, 9])
-def test_local_statistics_are_those_of_each_tower(size):
-    """Of nine rows the last of four towers has none, and keeps its own."""
-    rows = batch(size)
-    losses, state = trained(towers(4, 2), [rows], statistics="local")
-    assert np.isfinite(losses).all()
+def test_synchronised_statistics_are_proved_the_same_on_all_towers():
+    strategy = towers(4096, 1)
+    rows = jax.eval_shape(lambda: batch(8192))
+    proof = mirrored_metric_step(strategy, "synchronised").check(start(), rows)
+    names = [c.primitive for c in proof.analysis.collectives]
+    # Two forward, two backward, and those of the step itself.
+    assert names.count("psum") >= 4
+    with pytest.raises(tj.ReplicationError, match=r"metrics\['mean'\]"):
+        mirrored_metric_step(strategy, "local").check(start(), rows)
+
+
+@pytest.mark.slow
+def test_local_statistics_are_those_of_each_tower_and_send_nothing():
+    rows = batch(11)
+    _, state = trained(towers(4, 2), [rows], statistics="local")
     h = rows["x"].astype(np.float64) @ start()["w"].astype(np.float64)
     for tower in range(4):
-        own = slice(tower * 3, tower * 3 + 3)
-        mean, var = np.zeros(OUT), np.ones(OUT)
-        if len(h[own]):
-            mean, var = moments(h[own], rows["weight"][own].astype(np.float64))
-            mean, var = 0.1 * mean, 0.9 + 0.1 * var
+        own = slice(tower * 3, min(tower * 3 + 3, 11))
+        mean, var = moments(h[own], rows["weight"][own].astype(np.float64))
         got = {name: x[tower] for name, x in state.local.value.items()}
-        np.testing.assert_allclose(got["mean"], mean, **CLOSE)
-        np.testing.assert_allclose(got["var"], var, **CLOSE)
+        np.testing.assert_allclose(got["mean"], 0.1 * mean, **CLOSE)
+        np.testing.assert_allclose(got["var"], 0.9 + 0.1 * var, **CLOSE)
 
 
 def test_towers_that_never_meet_take_local_statistics():
@@ -153,6 +169,15 @@ def test_towers_that_never_meet_take_local_statistics():
     with pytest.raises(ValueError, match="tower.reduce"):
         check()
     check(statistics="local")
+
+
+@pytest.mark.slow
+def test_an_empty_tower_keeps_its_local_statistics():
+    losses, state = trained(towers(4, 2), [batch(9)], statistics="local")
+    assert np.isfinite(losses).all()
+    np.testing.assert_array_equal(state.local.value["mean"][3:], np.zeros((1, OUT)))
+    np.testing.assert_array_equal(state.local.value["var"][3:], np.ones((1, OUT)))
+    assert (np.asarray(state.local.value["mean"][:3]) != 0).all()
 
 
 @pytest.mark.few_fast(1)

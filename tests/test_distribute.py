@@ -49,6 +49,14 @@ def examples_of(placed):
 # Whole batches, split over the towers.
 
 
+@pytest.mark.few_fast(1)
+@LAYOUTS
+def test_global_batches_are_split_in_order_and_none_is_lost(T, D):
+    dataset = mirrored(T, D).distribute_dataset(tj.batches(np.arange(23), 7))
+    steps = [list(itertools.chain(*examples_of(placed))) for placed in dataset]
+    assert steps == [list(range(i, min(i + 7, 23))) for i in range(0, 23, 7)]
+
+
 @pytest.mark.slow
 def test_a_distributed_data_set_trains_to_the_bits_of_its_batches():
     strategy = mirrored(4, 2)
@@ -66,6 +74,17 @@ def test_a_distributed_data_set_trains_to_the_bits_of_its_batches():
         assert abs(expected).min() > 1e-3
         distributed = strategy.distribute_dataset(batches)
         np.testing.assert_array_equal(trained(distributed, steps_per_call), expected)
+
+
+@pytest.mark.parametrize(
+    "remainder, expected",
+    [("pad", [8, 8, 3]), ("drop", [8, 8])],  # 3 rows are too few for 4 towers
+)
+def test_the_remainder_of_the_data(remainder, expected):
+    dataset = mirrored(4).distribute_dataset(
+        tj.batches(np.arange(19), 8), remainder=remainder
+    )
+    assert [sum(placed.num_examples) for placed in dataset] == expected
 
 
 @pytest.mark.slow

@@ -44,6 +44,23 @@ def test_the_first_towers_value_comes_bit_for_bit():
         assert out[name].dtype == first.dtype and bits(out[name]) == bits(first), name
 
 
+@pytest.mark.slow
+def test_the_first_towers_value_is_differentiable():
+    T, D = 4, 2
+    strategy = mirrored(T, D)
+
+    def total(rows):
+        def tower_fn(tower, x):
+            return (tower.id + 1.0) * tower.reduce(R.ONLY_FIRST_TOWER, x) ** 2
+
+        return strategy.call_for_each_tower(tower_fn, tj.PerTower(rows)).values.sum()
+
+    rows = jnp.arange(T) + 3.0
+    expected = [2 * 3.0 * T * (T + 1) / 2, 0, 0, 0]
+    np.testing.assert_allclose(jax.grad(total)(rows), expected)
+    np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
+
+
 @pytest.mark.parametrize(
     "T, D, options",
     [

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from layouts import mirrored as towers
 from layouts import rows
 
 import towerjax as tj
+from towerjax.estimator.replicate import _SPEC_PARTS
 from towerjax.estimator.variables import variable_devices
 
 SUM, EXACT = (
@@ -190,6 +192,29 @@ def test_one_step_at_a_time_and_its_hooks():
 
 
 @pytest.mark.slow
+def test_evaluation_and_prediction_of_a_whole_data_set():
+    model = shared(4, 2)
+    state = model.init(start())
+    batches = [batch(8, 0), batch(5, 1), batch(2, 2)]
+    found = tj.evaluate(model.eval_step(), state, batches)
+    features = {
+        k: np.concatenate([b["features"][k] for b in batches]).astype(float)
+        for k in ("x", "weight")
+    }
+    y = np.concatenate([b["labels"] for b in batches]).astype(float)
+    w, weight = start().params["w"].astype(float), features["weight"]
+    logits = features["x"] @ np.asarray(w) + 0.5
+    loss = (weight * (logits - y) ** 2).sum() / weight.sum()
+    np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
+    mean = (weight * logits).sum() / weight.sum()
+    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5)
+    assert found.keys() == {"loss", "mean"}
+    predict = model.predict_step()
+    got = [predict(state, {"features": b["features"]})["logits"] for b in batches]
+    np.testing.assert_allclose(np.concatenate(got), logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_scalar_loss_is_averaged_over_batches():
     model = shared(2, 1, reduction=SUM)
     batches = [batch(8, 0), batch(4, 1)]
@@ -328,6 +353,44 @@ def test_a_lone_gpu_holds_the_one_copy_and_several_share_none():
 
 # What is compiled.
 
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter",
+               "collective-permute", "collective-broadcast")  # fmt: skip
+
+
+def collectives(model, mode):
+    step = model._step(mode, _SPEC_PARTS[mode], params=None, config=None)
+    text = step.program(model.init(start()), batch(16)).call.as_text()
+    names = "|".join(COLLECTIVES)
+    return re.findall(rf" ({names})(?:-start)?\(", text), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ops", "towers_each", "expected"),
+    [
+        (tj.AllReduce(), 1, ["all-reduce"]),
+        (tj.PinnedTree(), 1, ["all-gather", "all-to-all"]),
+    ],
+    ids=repr,
+)
+def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
+    ops, towers_each, expected
+):
+    strategy = tj.Mirrored(towers=8 * towers_each, cross_tower_ops=ops)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
+    # The gradients with the loss they are of, the loss, the metric: one sum of all.
+    found, text = collectives(model, tj.estimator.Mode.TRAIN)
+    if expected == ["all-reduce"]:
+        assert found == expected
+        [shapes] = re.findall(r"= (.*) all-reduce\(", text)
+        numbers = sum(int(n or 1) for n in re.findall(r"f32\[(\d*)\]", shapes))
+        assert numbers == WIDTH + 1 + 2 + 2 + 2
+    else:
+        assert sorted(found) == expected
+    if expected == ["all-reduce"]:
+        # The loss and the metric; and the tower-local variable's aggregate is not read.
+        assert collectives(model, tj.estimator.Mode.EVAL)[0] == expected
+
 
 def test_the_steps_refuse_what_the_model_does_not_ask_for():
     def fn(variables, features, labels, mode):
@@ -340,6 +403,18 @@ def test_the_steps_refuse_what_the_model_does_not_ask_for():
             step(np.float32(1), {"features": rows(4)})
     with pytest.raises(ValueError, match="on_nonfinite='warn' must be one of"):
         model.train_step(on_nonfinite="warn")
+
+
+@pytest.mark.slow
+def test_a_state_that_is_none_is_refused():
+    model = shared(4, 2)
+    step = model.train_step()
+    with pytest.raises(ValueError, match="is a dict, not a tj.TrainState"):
+        tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
+    state = model.init(start())
+    step(state, batch(8))
+    with pytest.raises(ValueError, match="donated to an earlier"):
+        step(state, batch(8))
 
 
 def test_params_reach_the_steps():

@@ -415,6 +415,26 @@ def test_an_error_after_the_last_step_says_so(steps, note):
     assert f"after step {note}" in caught.value.__notes__[-1]
 
 
+@pytest.mark.slow
+def test_hooks_are_called_in_order_for_every_step():
+    cut, seen = list(batches(make_data(112), 16)), []
+    _, history = train(
+        cut,
+        steps_per_call=2,
+        hooks=[
+            lambda number, metrics: seen.append((number, "first", metrics["loss"])),
+            lambda number, metrics: seen.append((number, "second", metrics["loss"])),
+        ],
+    )
+    expected = [
+        (number, who, loss)
+        for number, loss in zip(history.steps, history.metrics["loss"], strict=True)
+        for who in ("first", "second")
+    ]
+    assert seen == expected
+    assert isinstance(seen[0][2], np.float32)
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
 def test_a_hook_sees_the_state_before_the_next_step_takes_it(steps_per_call, every):

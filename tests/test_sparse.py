@@ -43,6 +43,21 @@ def assert_joined(out, towers, reduction):
     np.testing.assert_allclose(dense(jax.device_get(out)), total, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "T, D, reduction", [(1, 1, R.SUM), (4, 2, R.MEAN), (3, 3, R.ONLY_FIRST_TOWER)]
+)
+def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
+    towers = [of_tower(t) for t in range(T)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *towers)
+    out = mirrored(T, D).reduce(
+        reduction, {"rows": tj.PerTower(stacked), "n": tj.PerTower(np.arange(T))}
+    )
+    assert_joined(out["rows"], towers, reduction)
+    expected = {R.SUM: sum(range(T)), R.MEAN: (T - 1) / 2, R.ONLY_FIRST_TOWER: 0}
+    assert float(out["n"]) == expected[reduction]
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "T, D, reduction", [(3, 3, R.SUM), (4, 2, R.MEAN), (3, 3, R.ONLY_FIRST_TOWER)]
@@ -172,6 +187,21 @@ def test_gradients_pass_through_a_reduction_of_rows():
     expected = 2 * values.sum(0) * sum(range(1, T + 1))
     for x in mirrored(T, D).unwrap(out) if isinstance(out, tj.PerTower) else [out]:
         np.testing.assert_allclose(x, expected, rtol=1e-6)
+
+
+def test_a_step_can_update_rows_alone():
+    """Each tower's gradient with regard to its rows, applied to the whole table."""
+    table = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    ids = np.array([[0, 3], [3, 5], [3, 3]])
+
+    def tower_fn(tower, table, ids):
+        rows = jax.grad(lambda rows: (rows**2).sum() / 2)(table[ids])
+        grads = tower.reduce(R.MEAN, tj.sparse.IndexedRows(-0.5 * rows, ids, SHAPE))
+        return grads.add_to(table)
+
+    out = mirrored(3, 3).call_for_each_tower(tower_fn, table, tj.PerTower(ids))
+    counts = np.bincount(ids.ravel(), minlength=6)[:, None]
+    np.testing.assert_allclose(out, table * (1 - 0.5 * counts / 3), rtol=1e-6)
 
 
 @pytest.mark.slow

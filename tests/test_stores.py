@@ -70,6 +70,15 @@ def test_the_best_stays_in_a_store(light):
 
 
 @pytest.mark.slow
+def test_towers_and_devices_are_others_in_a_store(tmp_path):
+    step, other = model.build(2), model.build(4)
+    saving = tj.Checkpointer(epath.Path("fake://bucket"))
+    state, _ = train(step, saving, 3)
+    expected = model.bits(state)
+    model.assert_same_bits(saving.restore(other, model.init(other)), expected)
+
+
+@pytest.mark.slow
 def test_killed_at_any_write_it_goes_on_from_what_counts(light, light_bits):
     path = "fake://bucket/run"
     train(light, tj.Checkpointer(path, every=4, keep=1))

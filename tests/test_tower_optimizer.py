@@ -14,7 +14,10 @@ from layouts import rows
 
 import towerjax as tj
 
-SUM = tj.estimator.LossReduction.SUM
+SUM, EXACT = (
+    tj.estimator.LossReduction.SUM,
+    tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
+)
 INNER = {
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": optax.adamw(0.01, weight_decay=0.1),
@@ -321,6 +324,96 @@ def test_gradients_are_added_in_float32_and_keep_their_dtype():
     after = model(start, np.array([256] + [1] * 7, np.float32)).train_op.params
     for x, dtype in zip(after, dtypes, strict=True):
         assert x.dtype == dtype and float(x) == float(np.asarray(-263, dtype))
+
+
+def two_losses(optimizers):
+    """A generator and a critic, each with an optimizer and a loss of its own."""
+
+    def model_fn(variables, features, labels, mode, tower):
+        weights, slots = dict(variables["params"]), dict(variables["slots"])
+
+        def made(g):
+            return features @ g
+
+        def critic_loss(c):
+            losses = (made(weights["g"]) @ c) ** 2 - labels @ c
+            return tj.Weighted.mean(losses, tower.weight)
+
+        def generator_loss(g):
+            return tj.Weighted.mean(-(made(g) @ weights["c"]), tower.weight)
+
+        losses = {}
+        for name, loss_fn in [("c", critic_loss), ("g", generator_loss)]:
+            loss, grads = optimizers[name].compute_gradients(loss_fn, weights[name])
+            weights[name], slots[name] = optimizers[name].apply_gradients(
+                grads, slots[name], weights[name], loss=loss
+            )
+            losses[name] = loss
+        return tj.estimator.ModelSpec(
+            mode,
+            loss=losses["g"],
+            train_op={"params": weights, "slots": slots},
+            eval_metrics={"critic": losses["c"]},
+        )
+
+    return model_fn
+
+
+@pytest.mark.slow
+def test_two_optimizers_and_two_losses():
+    optimizers = {
+        "c": tj.estimator.TowerOptimizer(optax.sgd(0.1)),
+        "g": tj.estimator.TowerOptimizer(optax.sgd(0.3, momentum=0.5)),
+    }
+    strategy = towers(4, 2, local="scan")
+    model = tj.estimator.replicate_model_fn(two_losses(optimizers), devices=strategy)
+    weights = {"c": rows(2, seed=1), "g": rows(3, 2, seed=2)}
+    slots = {name: optimizers[name].init(x) for name, x in weights.items()}
+    variables = {"params": weights, "slots": slots}
+    x, y = rows(12, 3, seed=3), rows(12, 2, seed=4)
+    c, g, trace = (
+        weights["c"].astype(float),
+        weights["g"].astype(float),
+        np.zeros((3, 2)),
+    )
+    for size in (12, 11, 12):
+        spec = model(variables, x[:size], y[:size])
+        variables = spec.train_op
+        a, b = x[:size].astype(float), y[:size].astype(float)
+        made = a @ g
+        critic = ((made @ c) ** 2 - b @ c).mean()
+        c = c - 0.1 * (2 * made * (made @ c)[:, None] - b).mean(0)
+        loss = -(made @ c).mean()  # of the new critic
+        trace = 0.5 * trace - np.einsum("bf,c->fc", a, c) / size
+        g = g - 0.3 * trace
+        np.testing.assert_allclose(spec.loss.value, loss, rtol=1e-4, atol=1e-5)
+        got = spec.eval_metrics["critic"].value
+        np.testing.assert_allclose(got, critic, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(variables["params"]["c"], c, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(variables["params"]["g"], g, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_value_that_line_searches_see_is_the_one_loss():
+    def update(updates, state, params=None, *, value, **extra_args):
+        return updates, {"value": value}
+
+    probe = optax.GradientTransformationExtraArgs(
+        lambda params: {"value": jnp.float32(0)}, update
+    )
+    optimizer = tj.estimator.TowerOptimizer(probe)
+
+    def model_fn(variables, features, labels, mode, tower):
+        def loss_fn(w):
+            return tj.Weighted.mean(w * features, tower.weight)
+
+        loss, after = optimizer.minimize(loss_fn, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    x = np.array([1, 2, 3, 4, 10], np.float32)
+    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(3, 1))
+    after = model(tj.TrainState.create(np.float32(1), optimizer), x).train_op
+    np.testing.assert_allclose(after.opt_state.inner["value"], 4.0, rtol=1e-6)
 
 
 def test_what_is_natural_and_wrong_is_named():

@@ -91,6 +91,20 @@ def test_statistics_are_those_of_numpy(T, D, local, A, size):
     assert np.isnan(metrics["gradient/noise"]) and metrics["gradient/norm"] > 0
 
 
+def test_the_noise_is_that_of_two_batch_sizes():
+    """Appendix A.1 of McCandlish et al., for parts of one size."""
+    batch = {**data(20), "weight": np.ones(20, np.float32)}
+    parts = [
+        sums_of({k: x[i : i + 5] for k, x in batch.items()}) for i in (0, 5, 10, 15)
+    ]
+    small = np.mean([((g / w) ** 2).sum() for w, _, g in parts])
+    large = ((sum(g for *_, g in parts) / 20) ** 2).sum()
+    of = expected(batch, 4, 1)
+    np.testing.assert_allclose(of["gradient/noise"], (small - large) / (1 / 5 - 1 / 20))
+    signal = (20 * large - 5 * small) / (20 - 5)
+    np.testing.assert_allclose(of["gradient/signal"], signal)
+
+
 def collectives(text):
     found = re.findall(rf"= (\S.*?) ({'|'.join(NAMES)})(?:-start)?\(", text)
     return [(name, shapes.count("[")) for shapes, name in found]

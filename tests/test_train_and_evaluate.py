@@ -1,6 +1,7 @@
 """train_and_evaluate and predict: how long, of what data, and what is refused."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import operator
@@ -238,6 +239,34 @@ def test_evaluations_are_those_of_numpy(model):
         ]
         expected = np.concatenate(squares).mean()
         np.testing.assert_allclose(values["loss"], expected, rtol=500 * EPS)
+
+
+@pytest.mark.slow
+def test_another_model_may_evaluate_on_other_towers(model):
+    """As RunConfig(train_distribute=..., eval_distribute=...) of the original."""
+
+    def model_fn(variables, features, labels, mode, tower):
+        losses = losses_of(variables.params, {"features": features, "labels": labels})
+        seen = {"towers": tj.Weighted(tower.num_towers * 1.0, 1.0)}
+        loss = tj.Weighted.mean(losses - tower.local["moved"], tower.weight)
+        return tj.estimator.ModelSpec(mode, loss=loss, eval_metrics=seen)
+
+    three = tj.Mirrored(("cpu:5",), towers=3)
+    other = tj.estimator.replicate_model_fn(model_fn, devices=three)
+    local = {"moved": tj.TowerLocal(np.arange(8, dtype="f4"), tj.Reduction.MEAN)}
+
+    def moved(state):
+        state = dataclasses.replace(state, local=local)
+        return tj.towers.restored_values(three, state, tj.towers.saved_values(state))
+
+    data, held_out = pairs(), pairs(29, 10, seed=1)
+    _, plain = train(model, data, held_out)
+    _, history = train(
+        model, data, held_out, evaluate=other.eval_step(), eval_params=moved
+    )
+    assert history.final["towers"] == 3
+    expected = plain.final["loss"] - np.arange(8).mean()
+    np.testing.assert_allclose(history.final["loss"], expected, rtol=50 * EPS)
 
 
 def test_evaluation_data_may_be_distributed(model):

@@ -95,6 +95,29 @@ def test_variables_are_made_and_changed_inside_jit():
 # Assigned in a tower.
 
 
+def test_towers_assign_to_a_mirrored_variable():
+    strategy = mirrored(T, D)
+    rows = np.stack([ROWS[:T], 2 * ROWS[:T]], axis=1)
+    vs = [
+        strategy.create_var("v", {"x": np.float32([2, 5])}, reduction=reduction)
+        for reduction in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
+    ]
+
+    def tower_fn(tower, vs, x):
+        methods = (tower.assign, tower.assign_add, tower.assign_sub)
+        return [[method(v, {"x": x}) for method in methods] for v in vs]
+
+    found = strategy.call_for_each_tower(tower_fn, vs, tj.PerTower(rows))
+    for v, news in zip(vs, found, strict=True):
+        total = np.array([expected_of(v.reduction, rows[:, i]) for i in (0, 1)])
+        all_expected = (total, [2, 5] + total, [2, 5] - total)
+        for new, expected in zip(news, all_expected, strict=True):
+            assert isinstance(new, tj.towers.MirroredVar)
+            assert (new.name, new.reduction) == ("v", v.reduction)
+            assert new.value["x"].sharding.is_fully_replicated
+            np.testing.assert_allclose(new.value["x"], expected, atol=8 * EPS)
+
+
 def test_towers_assign_to_their_own_copies():
     strategy = mirrored(T, D)
     own = [strategy.create_var("n", 10, reduction=r, tower_local=True) for r in R]
@@ -157,6 +180,20 @@ def test_a_sum_of_zero_or_on_one_tower_is_no_question():
         assert float(out.value) == value
 
 
+def test_towers_make_variables():
+    def tower_fn(tower):
+        own = tj.TowerLocal(tower.id * 2, R.SUM, "own")
+        same = tj.TowerLocal(jnp.float32(3), R.MEAN)
+        v = tj.towers.MirroredVar(jnp.ones(2), name="v")
+        return {"v": v, "own": own, "same": same}
+
+    out = mirrored(T, D).call_for_each_tower(tower_fn)
+    assert out["v"].value.tolist() == [1, 1]
+    assert out["own"].value.tolist() == [2 * t for t in range(T)]
+    assert (out["own"].name, out["own"].reduction) == ("own", R.SUM)
+    assert out["same"].value.tolist() == [3] * T  # a copy a tower, though all equal
+
+
 def test_variables_meet_in_a_merge_as_such():
     strategy = mirrored(T, D)
     v = strategy.create_var("v", (1.0, 2.0))
@@ -204,6 +241,21 @@ def test_assigning_is_differentiable():
 
 
 # Assigned across towers.
+
+
+def test_a_mirrored_variable_is_assigned_to_everywhere():
+    strategy = mirrored(T, D)
+    v = strategy.create_var("v", {"x": np.float32([1, 2])})
+    value = {"x": np.float32([6, -1])}
+    for method, expected in [
+        (strategy.assign, [6, -1]),
+        (strategy.assign_add, [7, 1]),
+        (strategy.assign_sub, [-5, 3]),
+    ]:
+        new = method(v, value)
+        shards = [shard.data.tolist() for shard in new.value["x"].addressable_shards]
+        assert shards == [expected] * D
+        assert new.value["x"].sharding == v.value["x"].sharding
 
 
 @pytest.mark.few_fast(1)
@@ -278,6 +330,12 @@ def test_in_a_tower_a_mirrored_variable_is_every_towers():
     strategy, v = mirrored(2), mirrored(2).create_var("v", 1.0)
     out = strategy.call_for_each_tower(lambda _, v: strategy.select_tower(v, 1), v)
     assert float(out.value) == 1
+
+
+def test_variables_move_to_another_number_of_copies():
+    n = mirrored(2).create_var("n", 1.0, reduction=R.MEAN, tower_local=True)
+    moved = tj.towers.restored_values(mirrored(3), n, tj.towers.saved_values(n))
+    assert mirrored(3).assign(moved, 1.0).value.tolist() == [1.0] * 3
 
 
 # update, read_var and fetch.
