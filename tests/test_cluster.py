@@ -10,15 +10,13 @@ import subprocess
 import pytest
 
 from towerjax.mesh.cluster.spec import (
+    _launcher_pid,
     find_cluster,
     free_port,
     is_free,
     is_loopback,
-    parse_spec,
-)
-from towerjax.mesh.cluster.started import (
-    _launcher_pid,
     own_devices,
+    parse_spec,
     refusal,
     started_cluster,
 )

@@ -1057,12 +1057,12 @@ _STEPS = "test_steps_of_one_slurm_job_and_other_jobs_have_ports_of_their_own"
 _ABORTED = "test_going_on.py::test_those_whom_jax_aborts_since_one_ended_are_not_lost"
 JOBS = (
     _m("J01", "steps of one Slurm job meet at one port",
-       "mesh.cluster.started:_coordinator", "_port(61 * job + step)", "_port(job)",
+       "mesh.cluster.spec:_coordinator", "_port(61 * job + step)", "_port(job)",
        f"test_cluster.py::{_STEPS}"),
     _m("J02", "each process of several trains by itself",
-       "mesh.cluster.started:refusal", "if name is None:", "if launched:", _STARTED),
+       "mesh.cluster.spec:refusal", "if name is None:", "if launched:", _STARTED),
     _m("J03", "processes of an mpirun meet those of the Slurm step around it",
-       "mesh.cluster.started:_coordinator", "if is_of_step and", "if", _STARTED),
+       "mesh.cluster.spec:_coordinator", "if is_of_step and", "if", _STARTED),
     _m("J04", "those whom JAX aborts are counted as lost",
        "mesh.cluster.group:_Job._handle_end",
        "{signal.SIGABRT} if self.end.code else set()", "set()",

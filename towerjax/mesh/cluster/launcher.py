@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from towerjax.mesh.cluster import spec
 from towerjax.mesh.cluster.group import AGAIN, FORWARDED, End, Timeouts, run_group, say
-from towerjax.mesh.cluster.spec import LOOPBACK, VARIABLES, free_port, is_free
-from towerjax.mesh.cluster.started import refusal
 from towerjax.types.options import check_choice, check_list, check_number, check_whole
 
 NOT_FOUND = 127
@@ -131,12 +130,12 @@ def launch(
     check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
     check_number("step_timeout_s", step_timeout_s, _SECONDS, math.inf)
     multiple = _multiple_of_counts(towers, processes, devices_per_process)
-    if port is not None and not is_free(port):
+    if port is not None and not spec.is_free(port):
         raise ValueError(
             f"port={port} is in use. Choose another, or leave it out to get a free one."
         )
     environ = {**os.environ, **(env or {}), "PYTHONUNBUFFERED": "1"}
-    if text := refusal(environ, "towerjax launch starts all processes of its job"):
+    if text := spec.refusal(environ, "towerjax launch starts all processes of its job"):
         raise ValueError(text)
     environ |= _device_variables(devices_per_process, environ)
     if shutil.which(command[0], path=environ.get("PATH")) is None:
@@ -150,9 +149,9 @@ def launch(
             count = plan.count(time.monotonic())
             now = dataclasses.replace(timeouts, regrow_at=plan.grows_at(count))
             environs = [environ.copy() for _ in range(count)]
-            address = f"{LOOPBACK}:{port or free_port()}"
+            address = f"{spec.LOOPBACK}:{port or spec.free_port()}"
             for i, each in enumerate(environs):
-                each |= zip(VARIABLES, (address, str(count), str(i)), strict=True)
+                each |= zip(spec.VARIABLES, (address, str(count), str(i)), strict=True)
             end = run_group(command, environs, now, arrived)
             after = plan.after(end, time.monotonic())
             if after is None:

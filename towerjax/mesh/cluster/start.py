@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from towerjax.mesh.cluster import heartbeat, spec, started
+from towerjax.mesh.cluster import heartbeat, spec
 from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_flag, check_whole
 
@@ -122,8 +122,8 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
     how = "JAX, which was initialized before"
     if not jax.distributed.is_initialized():
         how = "a cluster that JAX detected"
-        if named is None and (named := started.started_cluster(os.environ)):
-            options = {**options, "local_device_ids": started.own_devices(os.environ)}
+        if named is None and (named := spec.started_cluster(os.environ)):
+            options = {**options, "local_device_ids": spec.own_devices(os.environ)}
         if not _has_joined(named, options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
     # All have joined. Starting the devices may take longer than the timeout.
@@ -141,7 +141,7 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
 
 
 def _refuse_to_be_alone(but: str, cause: Exception | None = None) -> None:
-    if text := started.refusal(os.environ, but):
+    if text := spec.refusal(os.environ, but):
         raise RuntimeError(text) from cause
 
 
@@ -162,7 +162,7 @@ def _has_joined(named: spec.Cluster | None, options: dict[str, Any]) -> bool:
                 f"process 0 is to listen at {address}, but something on this machine"
                 " does already. End it, or choose another port for all processes."
             )
-    elif started.is_lone_step(os.environ):
+    elif spec.is_lone_step(os.environ):
         _refuse_to_be_alone(_NOWHERE)
         return False
     try:
