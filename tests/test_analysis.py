@@ -8,7 +8,6 @@ import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
@@ -808,25 +807,3 @@ def test_groups_of_unequal_size_are_no_grid(groups, size):
     for program in (tower, scanned):
         [dependence] = study(program, num_towers=size).outputs
         assert dependence is not None and dependence.source == "psum"
-
-
-def test_mirrored_variable_and_metric_of_unequal_groups_are_refused():
-    strategy = tj.Mirrored([f"cpu:{i}" for i in range(3)])
-
-    def summed(value, tower):
-        groups = [[0, 2], [1]]
-        return lax.psum(value, tower.axis_names, axis_index_groups=groups)
-
-    def tower_fn(tower, v):
-        return tj.towers.MirroredVar(summed(v.value, tower), name="v")
-
-    with pytest.raises(ReplicationError, match="variable 'v'"):
-        strategy.call_for_each_tower(tower_fn, strategy.create_var("v", 1.0))
-
-    def loss_fn(params, batch, tower):
-        loss = tj.Weighted.mean(batch * params)
-        return tj.TowerOutput(loss=loss, metrics={"m": summed(params, tower)})
-
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-    with pytest.raises(ReplicationError, match="'m'"):
-        step(step.init(np.float32(1)), np.ones(3, np.float32))
