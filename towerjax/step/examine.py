@@ -77,9 +77,8 @@ class Examined:
           >>> strategy = tj.Mirrored(towers=4096)
           >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
           >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
-          >>> proof = step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
-          >>> proof.analysis.collectives[0].primitive
-          'psum'
+          >>> step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+          Proof(collectives: psum of 16 bytes)
         """
         state = params
         if not isinstance(state, TrainState):

@@ -34,6 +34,10 @@ class Proof:
     # padding, which are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
 
+    def __repr__(self) -> str:
+        found = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
+        return f"Proof(collectives: {', '.join(found) or 'none'})"
+
 
 def prove(traced: Traced) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
