@@ -573,7 +573,8 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
     error = caught.value
     assert error.step == 2
     assert seen == [1, 2]
-    # Index 2 is the third step, which the history counts as 3.
+    # Index 2 is the third step, which the history counts as 3, and so the error says.
+    assert "history, which count from 1, call it step 3." in str(error)
     assert error.history.skipped == (3,)
     done = int(error.state.step)
     _, w = oracle(broken(2)[:done], skip={2})

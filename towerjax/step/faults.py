@@ -193,9 +193,10 @@ class NonFiniteError(Portable, FloatingPointError):
     def __init__(self, step: int, places: Sequence[Place] = ()) -> None:
         what = f"The loss or a gradient of step {step} was not finite."
         advice = (
-            "What was not finite changed nothing. Lower the learning rate, clip"
-            " gradients, or look at the batch; on_nonfinite='skip' goes on without such"
-            " batches, 'ignore' updates all the same."
+            f"Hooks and history, which count from 1, call it step {step + 1}. What was"
+            " not finite changed nothing. Lower the learning rate, clip gradients, or"
+            " look at the batch; on_nonfinite='skip' goes on without such batches,"
+            " 'ignore' updates all the same."
         )
         where = f"Found: {places_text(places)}. " if places else ""
         super().__init__(f"{what} {where}{advice}")
