@@ -196,6 +196,22 @@ def test_no_more_is_sent_and_held_than_by_hand(program):
         assert sum(found.beside for found in ours.collectives) > 2**30
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_a_pinned_tree_sends_the_bytes_that_it_promises():
+    strategy = tj.Mirrored(
+        devices=H200S, towers=16, local="scan", cross_tower_ops=tj.PinnedTree()
+    )
+    step, params, batch = make_step(strategy)
+    found = step.report(params, batch)
+    share = -(-(LAYERS * WIDTH * WIDTH + 2) // 8)
+    to_all, gather = found.collectives
+    assert (to_all.opcode, to_all.bytes) == ("all-to-all", 4 * share * 8)
+    assert (gather.opcode, gather.bytes) == ("all-gather", 4 * share)
+    assert found.bytes_sent == 2 * 4 * share * 7
+    assert (found.towers, found.devices) == (16, 8)
+
+
 def bytes_of(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 

@@ -148,6 +148,30 @@ def test_weights_may_be_of_local_variables_and_of_another_loss():
     np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
 
 
+@pytest.mark.slow
+def test_a_mean_of_all_towers_is_a_factor_as_the_error_says():
+    def product(params, batch, tower):
+        first, second = losses(params, batch)
+        mean = tj.Weighted.mean(first, batch["labelled"] * tower.weight)
+        mean = tower.reduce(tj.Reduction.SUM, mean).value
+        return mean * tj.Weighted.mean(second, batch["weight"] * tower.weight)
+
+    def in_float64(w):
+        (first, second, shared), _ = oracle(w, data())
+        return first * second / FACTOR
+
+    step = tj.build_train_step(
+        product, optax.sgd(RATE), mirrored(4, 2), remainder="pad"
+    )
+    state, metrics = step(step.init(params()), data())
+    w, h = params()["w"].astype(float), 1e-5 * np.eye(5)
+    grad = [(in_float64(w + d) - in_float64(w - d)) / 2e-5 for d in h]
+    np.testing.assert_allclose(metrics["loss"], in_float64(w), rtol=200 * EPS)
+    np.testing.assert_allclose(
+        state.params["w"], w - RATE * np.array(grad), atol=400 * EPS
+    )
+
+
 def test_several_means_cost_one_small_reduction_more():
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
     found = step.check(params(), data()).analysis.collectives

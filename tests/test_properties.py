@@ -181,6 +181,26 @@ def check_reduced(reduction, values, found):
             assert (error <= allowed).all(), (name, x, exact)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ops, towers, reductions",
+    [(tj.AllReduce(), 4, (R.SUM, R.MEAN)), (tj.PinnedTree(), 6, (R.MEAN,))],
+)
+@few(4)
+@given(seed=seeds, kind=kinds)
+def test_every_op_reduces_as_numpy_does(ops, towers, reductions, seed, kind):
+    strategy = mirrored(towers, 2, cross_tower_ops=ops)
+    values = towers_values(seed, kind, towers)
+    per_tower = jax.tree.map(tj.PerTower, values)
+    for reduction in reductions:
+        found = strategy.reduce(reduction, per_tower)
+        check_reduced(reduction, values, found)
+        for x in jax.tree.leaves(found):
+            copies = [np.asarray(shard.data) for shard in x.addressable_shards]
+            for other in copies[1:]:
+                assert_same_bits(other, copies[0])
+
+
 # In a tower: reductions, and values that are merged and handed back.
 
 

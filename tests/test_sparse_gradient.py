@@ -265,8 +265,9 @@ OPTIMIZER = optax.chain(
 )
 GRID = [
     (4, 2, {}, 2, True),
-    (4, 2, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}, 2, False),
+    (4, 2, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}, 2, True),
     (2, 2, {"state": "sharded"}, 1, True),
+    (2, 2, {"state": "sharded"}, 1, False),
 ]
 
 
