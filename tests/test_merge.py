@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from layouts import mirrored
 
 import towerjax as tj
 from towerjax.collectives.sparse_rows import IndexedRows
@@ -14,13 +15,7 @@ from towerjax.layers.batch_norm.linen import TowerBatchNorm
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-# (T, D): an odd number on one device, and 2 x 2.
-every_layout = pytest.mark.parametrize("T, D", [(3, 1), (4, 2)])
 T, D = 4, 2
-
-
-def mirrored(T, D, **options):
-    return tj.Mirrored(devices=[f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def values(T):

@@ -10,15 +10,12 @@ import numpy as np
 import optax
 import pytest
 from layouts import mirrored as towers
+from layouts import rows
 
 import towerjax as tj
 
 RATE = 0.1
 SGD = tj.estimator.TowerOptimizer(optax.sgd(RATE, momentum=0.5))
-
-
-def rows(count, *width, seed=0):
-    return np.random.default_rng(seed).normal(size=(count, *width)).astype(np.float32)
 
 
 def batch(size, number=0):

@@ -9,6 +9,7 @@ import optax
 import pytest
 import scipy.sparse
 from jax.experimental import sparse
+from layouts import mirrored
 
 import towerjax as tj
 from towerjax.data.sparse_rows import Entries
@@ -67,10 +68,6 @@ def next_w(w, x, batch, rate=0.1):
     """One step of gradient descent by hand, in float64."""
     x, y, weight = (np.float64(a) for a in (x, batch["y"], batch["weight"]))
     return w - rate * 2 * (weight * (x @ w - y)) @ x / weight.sum()
-
-
-def mirrored(T, D, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(D)], towers=T, **options)
 
 
 def training(strategy, **options):

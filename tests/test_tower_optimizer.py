@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from layouts import mirrored as towers
 from layouts import rows
 
 import towerjax as tj
@@ -193,10 +194,6 @@ def of_one_gradient(optimizers, steps=3):
     for number in range(steps):
         variables = step(variables, rows(12, 3, seed=number))
     return variables
-
-
-def towers(count, devices, **options):
-    return tj.Mirrored([f"cpu:{i}" for i in range(devices)], towers=count, **options)
 
 
 SGD, MOMENTUM = optax.sgd(0.1), INNER["momentum"]
