@@ -114,8 +114,9 @@ class Loop:
         step, size = self._step, self._options.steps_per_call
 
         def place(group: list[Any]) -> PlacedBatch:
-            one = size == 1
-            return step.place_batch(*group) if one else step.place_batches(group, size)
+            if size == 1:
+                return step.place_batch(*group)
+            return step.place_batches(group, size)
 
         depth = 0 if self._source.prefetches else self._options.prefetch
         cut = {"size": size, "before": self.point.number, "most": self._steps}

@@ -143,13 +143,13 @@ def _read_arrays(arrays: epath.Path, shapes: PyTree) -> dict[int, Any]:
     """What Orbax reads for each shape of a `_plain` tree, by the shape's ``id``."""
     try:
         with array_checkpointer() as files:
-            found = files.restore(arrays, shapes)
+            read = files.restore(arrays, shapes)
     except Exception as error:  # of many kinds; also of too little memory
         raise CheckpointError(
             f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
         ) from error
     asked, read = (
-        jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (shapes, found)
+        jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (shapes, read)
     )
     return dict(zip(map(id, asked), read, strict=True))
 
@@ -185,7 +185,7 @@ def restore_leaves(
         dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
         like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         shapes.append(like if x.size else None)
-    found = _read_arrays(arrays, _plain(treedef.unflatten(shapes)))
+    read = _read_arrays(arrays, _plain(treedef.unflatten(shapes)))
 
     def restored(like: jax.Array, x: jax.Array | None) -> jax.Array:
         if x is None:
@@ -193,7 +193,7 @@ def restore_leaves(
         return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
 
     pairs = zip(leaves, map(id, shapes), strict=True)
-    new = treedef.unflatten([restored(x, found.get(place)) for x, place in pairs])
+    new = treedef.unflatten([restored(x, read.get(place)) for x, place in pairs])
     if not resized:
         return new
     there, values = parts_of(TowerLocal, state), parts_of(TowerLocal, new)
