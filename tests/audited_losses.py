@@ -53,6 +53,10 @@ class Wrong:
     def sum_with_weight_1(p, b, t):
         return tj.Weighted((errors(p, b) * t.weight).sum(), 1.0)
 
+    def penalty_in_the_sum(p, b, t):
+        total = (errors(p, b) * t.weight).sum() + 0.1 * (p["w"] ** 2).sum()
+        return tj.Weighted(total, t.weight.sum())
+
     def mean_of_masked_means(p, b, t):
         m = b["mask"][:, 0] * t.weight
         return tj.Weighted((errors(p, b) * m).sum() / m.sum(), 1.0)
@@ -243,6 +247,9 @@ class Right:
 
     def penalised(p, b, t):
         return mean(errors(p, b), t) + 0.1 * tj.penalty((p["w"] ** 2).sum())
+
+    def penalised_rows(p, b, t):
+        return mean(errors(p, b) + 0.1 * (p["w"] ** 2).sum(), t)
 
     def two_means(p, b, t):
         token = tj.Weighted.mean(

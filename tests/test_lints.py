@@ -453,12 +453,59 @@ def test_a_function_of_sums_is_no_sum(name, is_no_sum):
         assert all(re.match(text, x) for x in told)
 
 
+def norm(w):
+    return 0.1 * (w**2).sum()
+
+
+# The sum over a tower's rows, its weight, the parameters and the tower: a loss.
+TERMS = {
+    "beside the sum": lambda s, n, w, t: tj.Weighted(s + norm(w), n),
+    "before it": lambda s, n, w, t: tj.Weighted(norm(w) + s, n),
+    "taken off": lambda s, n, w, t: tj.Weighted(s - jnp.log(1 + norm(w)), n),
+    "of a half": lambda s, n, w, t: tj.Weighted(0.5 * (s + norm(w)) / 3, n),
+    "among others": lambda s, n, w, t: tj.Weighted(s + 1e-6 + norm(w) + n, n),
+    "merged before": lambda s, n, w, t: tj.Weighted(s + t.mean(s / n, n), n),
+    "for each row": lambda s, n, w, t: tj.Weighted(s + norm(w) * n, n),
+    "to the mean": lambda s, n, w, t: tj.Weighted((s / n + norm(w)) * n, n),
+    "of a number of rows": lambda s, n, w, t: tj.Weighted(s + t.rows * norm(w), n),
+    "of rows, divided": lambda s, n, w, t: tj.Weighted(s + norm(w) / (1 / t.rows), n),
+    "of a tower's mean": lambda s, n, w, t: tj.Weighted(s / t.rows + norm(w), 1.0),
+    "a share": lambda s, n, w, t: tj.Weighted(s + norm(w) / t.num_towers, n),
+    "a constant": lambda s, n, w, t: tj.Weighted(s + 1e-9, n),
+    "of the penalty": lambda s, n, w, t: tj.Weighted(s, n) + tj.penalty(norm(w)),
+}
+
+
+@pytest.mark.few_fast(3)
+@pytest.mark.parametrize("name", TERMS)
+def test_a_shared_term_is_warned_of_where_it_counts_more_than_once(name):
+    def loss_fn(params, batch, tower):
+        losses = (batch["x"][:, 0] @ params["w"] - batch["y"]) ** 2
+        total, weight = (losses * tower.weight).sum(), tower.weight.sum()
+        return TERMS[name](total, weight, params["w"], tower)
+
+    losses = []
+    for towers in 1, 4:
+        strategy = tj.Mirrored(["cpu:0"], towers=towers)
+        step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+        told = check(step)
+        state = step.init({"w": np.ones(F, np.float32)})
+        with warnings.catch_warnings(action="ignore"):
+            losses.append(float(step(state, batch())[1]["loss"]))
+    is_other = abs(losses[1] - losses[0]) > 1e-5 * losses[0]
+    assert len(told) == is_other, told
+    text = (
+        r"A term that is the same on all towers .* at \S*test_lints.py:\d+ .*tj.penalty"
+    )
+    assert all(re.match(text, x) for x in told)
+
+
 # Of the audit's wrong losses, those that are warned of; the audit sees all.
 SEEN = """
 advantage_less_its_mean class_balance_by_counts contrast_with_own_rows dice
 masked_mean_with_the_number_of_rows mean_of_masked_means normalised_by_the_rows
-root_of_a_mean scan_along_rows softmax_over_rows weights_divided_by_their_own_mean
-weights_divided_by_their_own_sum
+penalty_in_the_sum root_of_a_mean scan_along_rows softmax_over_rows
+weights_divided_by_their_own_mean weights_divided_by_their_own_sum
 """.split()
 
 
@@ -469,7 +516,8 @@ def test_what_is_warned_of_among_the_losses_of_the_audit(name):
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(["cpu:0", "cpu:1"]))
     with jax.numpy_rank_promotion("allow"):
         told = check(step, audited_losses.PARAMS, audited_losses.BATCH)
-    assert any("Rows of a tower" in x for x in told) == (name in SEEN), told
+    kinds = "Rows of a tower", "A term that is the same on all"
+    assert any(x.startswith(kinds) for x in told) == (name in SEEN), told
 
 
 def centred(params, rows, tower):

@@ -288,6 +288,21 @@ PROOF = (
        "checkpoint_name(total.weight, tags.OF_ALL_ROWS)", "total.weight",
        "test_proof_refused.py::test_a_sum_of_what_is_the_same_is_refused"
        "[forces_of_the_mean_of_all]"),
+    _m("P33", "proof: a total times its rows still has a term that counts once",
+       "proof.scale:terms_of_equation", "len(own) > 1", "False",
+       "test_lints.py::test_a_shared_term_is_warned_of_where_it_counts_more_than_once"
+       "[to the mean]"),
+    _m("P34", "proof: a share of a term counts as the whole",
+       "proof.scale:_may_be_shared",
+       "not mark.scale.is_constant and mark.scale.low >= 0",
+       "not mark.scale.is_constant",
+       "test_lints.py::test_a_shared_term_is_warned_of_where_it_counts_more_than_once"
+       "[a share]"),
+    _m("P35", "proof: a term that is subtracted is none",
+       "proof.scale:terms_of_equation", "name in SUMS_OF_TERMS",
+       'name in ("add", "add_any")',
+       "test_lints.py::test_a_shared_term_is_warned_of_where_it_counts_more_than_once"
+       "[taken off]"),
     _m("P31", "proof: a step's own derivative is one that a tower takes",
        "proof.marks:Context.is_derived_in_tower",
        "bool(derived) and tags.DIFFERENTIATED not in before", "bool(derived)",

@@ -51,7 +51,9 @@ from towerjax.proof.marks import (
 )
 from towerjax.proof.scale import (
     MAY_COUNT_TOWERS,
+    LossPart,
     scale_of_summed,
+    terms_of_loss,
     varying_constants,
 )
 
@@ -84,7 +86,7 @@ def analyse(
     if of_more_towers is None:
         return _analyse_once(body, ins, context)
     strict = _analyse_once(body, ins, context._replace(varying=()))  # no literal is T
-    if not strict.repeats:
+    if not strict.repeats and not any([x.line for x in strict.terms]):
         return strict
     try:
         varying = varying_constants(jaxpr, of_more_towers())
@@ -125,6 +127,7 @@ def _analyse_once(body: Jaxpr, ins: _Marks, context: Context) -> findings.Analys
         factors=each(findings.Dependence),
         changed=each(findings.Changed),
         lints=(*sorted(join(outs).rows.met), *each(lints.OwnRows)),
+        terms=each(LossPart),
         rows=tuple(mark.rows.dims for mark in outs),
         meshes=each(findings.OwnMesh),
         tower_calls=each(findings.TowerCall),
@@ -234,7 +237,7 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     of = "loss" if name == tags.LOSS_WEIGHT else name.partition(tags.WEIGHT_OF)[2]
     site = eqn, context.outer
     own_rows = lints.of_named(name, mark.rows, lambda: origin_line(mark), site)
-    context.noted.extend(own_rows)
+    context.noted.extend([*own_rows, *terms_of_loss(name, mark, is_flag)])
     if name == tags.GRADIENT_WEIGHT:
         return [mark._replace(weight=1)]
     if name == tags.SHARED and mark.along:

@@ -85,6 +85,7 @@ class Analysis:
     factors: tuple[Dependence, ...] = ()
     changed: tuple[Changed, ...] = ()
     lints: tuple[Any, ...] = ()  # see `towerjax.proof.lints`, as of the next
+    terms: tuple[Any, ...] = ()  # `LossPart`, of `towerjax.proof.scale`
     rows: tuple[Any, ...] = ()  # of each output, where they lie
     meshes: tuple[OwnMesh, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone

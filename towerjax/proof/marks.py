@@ -22,10 +22,14 @@ from towerjax.proof.equation import (
 from towerjax.proof.findings import Collective, Hang, Repeat
 from towerjax.proof.scale import (
     CONSTANT,
+    PRODUCTS,
+    SUMS_OF_TERMS,
     Scale,
+    Terms,
     scale_of_equation,
     scale_of_sum,
     scale_of_summed,
+    terms_of_equation,
 )
 
 
@@ -83,6 +87,7 @@ class Mark(NamedTuple):
     rows: lints.Lint = lints.Lint()  # what it has of the tower's rows
     # The sum over towers, in the backward of a `custom_vjp`, that a gradient is.
     added: Site | None = None
+    terms: Terms = frozenset()  # the same on all towers, in a sum of a tower's rows
 
 
 FIXED = Mark(scale=CONSTANT)
@@ -113,9 +118,9 @@ def _join_two(first: Mark, second: Mark) -> Mark:
     if scale != second.scale:
         scale = scale_of_sum(scale, second.scale)
     weight, added = max(first.weight, second.weight), first.added or second.added
-    rows = lints.either(first.rows, second.rows)
+    rows, terms = lints.either(first.rows, second.rows), first.terms | second.terms
     return origin._replace(
-        along=along, scale=scale, weight=weight, rows=rows, added=added
+        along=along, scale=scale, weight=weight, rows=rows, added=added, terms=terms
     )
 
 
@@ -253,6 +258,10 @@ def mark_of_equation(eqn: JaxprEqn, ins: Sequence[Mark], context: Context) -> Ma
         mark = mark._replace(site=site, before=mark)
     added = _sum_in_backward(eqn, ins) if mark.added else None
     rows = lints.of_equation(eqn, [m.rows for m in ins], site, context.is_derived)
+    name = eqn.primitive.name
+    is_product = name in PRODUCTS and bool(mark.terms or not mark.along)
+    if is_product or (name in SUMS_OF_TERMS and mark.along):
+        mark = mark._replace(terms=terms_of_equation(eqn, ins, site))
     return mark._replace(scale=scale, weight=weight, rows=rows, added=added)
 
 
@@ -299,7 +308,7 @@ def _reduce_mark(
 ) -> Mark:
     """The mark of operand ``at`` reduced in a coordinate's groups; for None, in one."""
     name = _kind_of(eqn)
-    new = mark._replace(weight=_weight_of_sum(mark), added=None)
+    new = mark._replace(weight=_weight_of_sum(mark), added=None, terms=frozenset())
     if context.axis in named_axes(eqn):
         along = without_coordinate(mark.along, over) if over else NOTHING
         rows = lints.merged(mark.rows, is_whole=not along)

@@ -6,20 +6,29 @@ elsewhere it is a mistake that no shape shows. So every value carries the least 
 greatest power of ``T`` that it may hold. In doubt the program is taken to be right: a
 constant that ``T`` divides may stand for ``T``, unless the same program for another
 number of towers has it too.
+
+A loss that is a mean is a sum and a weight, and what is the same on all towers may
+stand in a tower's sum beside its rows, such as a penalty of the parameters. Each tower
+and each micro-batch adds it, where one tower adds it once. What the weight counts
+decides: in the means of towers, each of weight 1, such a term is right.
 """
 
 import functools
 import math
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from towerjax.proof.equation import Site, all_jaxprs, open_jaxpr
+from towerjax.proof import lints, tags
+from towerjax.proof.equation import Site, all_jaxprs, open_jaxpr, user_line
+from towerjax.types.leaves import listed
+from towerjax.types.warning import warn
 
-_PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
+PRODUCTS = frozenset("mul div dot_general conv_general_dilated".split())
+SUMS_OF_TERMS = frozenset("add add_any sub".split())
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 # The result is the same for T times the operand.
 _SCALE_FREE = frozenset("sign argmax argmin is_finite axis_index".split())
@@ -127,7 +136,7 @@ def scale_of_equation(
         for i, (v, scale) in enumerate(zip(eqn.invars, scales, strict=False))
     ]
     result = scales[0] if len(scales) == 1 else _scale_of_numbers(eqn, scales)
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         result = scales[0].times(scales[1].inverse() if name == "div" else scales[1])
     elif name == "integer_pow":
         result = _scale_of_power(scales[0], eqn.params["y"])
@@ -208,3 +217,70 @@ def _is_bool(var: Any) -> bool:
 def _is_real(var: Any) -> bool:
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+Terms: TypeAlias = frozenset[str]
+"""The lines that added such a term to a value; and `COUNTED`."""
+
+COUNTED = ""
+"""A whole number, as of rows, is a factor: a term for each row is right."""
+
+
+class LossPart(NamedTuple):
+    """Of a loss: the ``line`` that adds a term to it, or "" for a weight of rows."""
+
+    line: str
+
+
+def terms_of_equation(eqn: JaxprEqn, ins: Sequence[Any], site: Site) -> Terms:
+    """The terms of the results of a sum or a product; ``ins`` are operands' marks."""
+    terms: Terms = frozenset().union(*[m.terms for m in ins])
+    name, own = eqn.primitive.name, [m for m in ins if m.along]
+    if name in SUMS_OF_TERMS:
+        totals = [m for m in own if m.rows.dims == lints.TOTAL]
+        shared = [m for m in ins if not m.along and _may_be_shared(m)]
+        return terms | {user_line(site)} if totals and shared else terms
+    if len(own) > 1:  # A total times the number of its rows.
+        return frozenset()
+    pairs = zip(eqn.invars, ins, strict=True)
+    counts = any([m.scale.is_constant and _may_count(name, v) for v, m in pairs])
+    return terms | {COUNTED} if counts and not own else terms
+
+
+def _may_be_shared(mark: Any) -> bool:
+    """Whether towers add the value as often as there are towers."""
+    is_computed = not mark.scale.is_constant and mark.scale.low >= 0
+    return is_computed and COUNTED not in mark.terms
+
+
+def _may_count(name: str, var: Any) -> bool:
+    """Whether a constant may be a number of rows."""
+    if not isinstance(var, Literal):
+        return True
+    value = np.abs(np.asarray(var.val, np.complex128))
+    value = 1 / np.maximum(value, 1e-300) if name == "div" else value
+    return bool(np.any((value > 1) & np.isclose(value, np.round(value), atol=0)))
+
+
+def terms_of_loss(
+    name: str, mark: Any, is_flag: Callable[[Any], bool]
+) -> list[LossPart]:
+    """What is found in the sum or the weight of a loss, by the name it has."""
+    if name == tags.LOSS_WEIGHT and mark.along and not is_flag(mark):
+        return [LossPart("")]
+    if name == tags.LOSS_SUM and mark.rows.dims == lints.TOTAL:
+        return [LossPart(line) for line in sorted(mark.terms - {COUNTED})]
+    return []
+
+
+def warn_of_terms(parts: Sequence[LossPart]) -> None:
+    """Warn where a sum over rows, with the weight of these, holds such a term."""
+    lines = dict.fromkeys(x.line for x in parts)
+    if "" in lines and len(lines) > 1:
+        warn(
+            "A term that is the same on all towers is added to a tower's sum of losses,"
+            f" at {listed([x for x in lines if x])}: each tower and micro-batch counts"
+            " it, and one tower once. Write mean + tj.penalty(term), or add it to each"
+            " row's loss; a share of it, divided by tower.num_towers, is right without"
+            " micro-batches."
+        )

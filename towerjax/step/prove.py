@@ -16,6 +16,7 @@ from towerjax.proof import findings, lints, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update, refuse_mapped
+from towerjax.proof.scale import warn_of_terms
 from towerjax.step.accumulators import layouts_of
 from towerjax.step.one_pass import Pass
 from towerjax.step.trace import Traced
@@ -77,6 +78,8 @@ def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     is_cut = placement.num_towers * pass_.micro_batches > 1
     if is_cut and not jax.tree.leaves(args[0].local):
         lints.warn_of_own_rows(analysis.lints)
+    if is_cut:
+        warn_of_terms(analysis.terms)
     unmasked = functools.cache(lambda: _unmasked(pass_, args, towers.axes))
     proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
