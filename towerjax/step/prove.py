@@ -36,8 +36,8 @@ class Proof:
     unmasked: Callable[[], list[str]]
 
     def __repr__(self) -> str:
-        found = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
-        return f"Proof(collectives: {', '.join(found) or 'none'})"
+        calls = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
+        return f"Proof(collectives: {', '.join(calls) or 'none'})"
 
 
 def prove(traced: Traced) -> Proof:
