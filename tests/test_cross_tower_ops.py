@@ -120,7 +120,7 @@ def assert_is_the_sum(found, values):
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "towers, devices, executor",
-    [(5, 5, "shard_map"), (1, 1, "shard_map"), (4, 4, "shard_map"), (6, 3, "pmap")],
+    [(5, 5, "shard_map"), (1, 1, "shard_map"), (8, 8, "shard_map"), (6, 3, "pmap")],
 )
 def test_every_op_is_the_sum(towers, devices, executor):
     values = values_of(towers)
