@@ -50,6 +50,7 @@ def muon():
 OPTIMIZERS = {
     "muon": muon,
     "adamw": lambda: optax.adamw(0.01),
+    "momentum": lambda: optax.sgd(optax.linear_schedule(0.1, 0, 9), momentum=0.9),
 }
 
 
@@ -70,6 +71,7 @@ def trained(name, state, owned, devices=4):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, state", [
     ("muon", "sharded"), ("muon", "mirrored"), ("adamw", "sharded_optimizer"),
+    ("momentum", "sharded"),
 ])  # fmt: skip
 def test_the_numbers_are_those_of_the_optimizer(name, state):
     _, found = trained(name, state, True)

@@ -263,6 +263,32 @@ def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("eval_every", "steps_per_call", "expected"),
+    [
+        (None, 1, [7]),
+        (7, 1, [7]),  # not twice at the end
+        (4, 2, [4, 7]),
+    ],
+)
+def test_evaluations_come_when_asked_and_at_the_end(
+    eval_step, eval_every, steps_per_call, expected
+):
+    cut, data = list(batches(make_data(112), 16)), eval_data(20)
+    _, history = train(
+        cut,
+        evaluate=eval_step,
+        eval_batches=lambda: batches(data, 16),
+        eval_every=eval_every,
+        steps_per_call=steps_per_call,
+    )
+    assert [number for number, _ in history.evaluations] == expected
+    for number, values in history.evaluations:
+        mse, _ = exact_metrics(data, oracle(cut[:number])[1])
+        np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
+
+
+@pytest.mark.slow
 def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train_step):
     cut, data = list(batches(make_data(48), 16)), eval_data(16)
     build = functools.partial(tj.build_eval_step, metric_fn)
