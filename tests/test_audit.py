@@ -15,7 +15,7 @@ from audited_losses import RIGHT, WRONG, WRONG_STEPS, errors, scores
 
 import towerjax as tj
 from towerjax.step.audit import of_towers, rounded
-from towerjax.step.comparison import Compared, _gap_of_leaf, _rtol
+from towerjax.step.comparison import Compared, Finding, _gap_of_leaf, _rtol
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 
@@ -641,6 +641,12 @@ def test_the_command_says_what_is_wrong(shell):
     assert {"gradient['w']", "loss"} <= {x["leaf"] for x in found["findings"]}
     code, out, _ = shell("audit", "of_user:make_bad")
     assert code == 1 and "tj.Weighted.mean(" in out
+
+
+def test_how_many_leaves_depend_is_said():
+    one = Finding("loss", 2, "evenly", 1.0, 2.0, 1.0, 0.5)
+    assert str(SplitError([one])).startswith("1 leaf depends on how the batch is split")
+    assert str(SplitError([one, one])).startswith("2 leaves depend on how the batch is")
 
 
 def test_the_command_refuses_wrong_arguments(shell):

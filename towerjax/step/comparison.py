@@ -92,9 +92,10 @@ class SplitError(Portable, ReplicationError):
         shown = "".join(f"\n  * {finding}" for finding in self.findings[:8])
         shown += "\n  * ..." * (len(self.findings) > 8)
         told = "".join(f"\n{sentence}" for sentence in advice)
+        number = len(self.findings)
+        depend = "leaf depends" if number == 1 else "leaves depend"
         super().__init__(
-            f"{len(self.findings)} leaves depend on how the batch is split over"
-            f" towers:{shown}{told}"
+            f"{number} {depend} on how the batch is split over towers:{shown}{told}"
         )
 
 
