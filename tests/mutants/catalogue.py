@@ -737,10 +737,10 @@ VALUES = (
     _m("V11", "each micro-batch divides by its own weights", "step.trace:_with_weights",
        "weights[0]", "jax.tree.map(lambda w: w / 3 if hasattr(w, 'aval') else w,"
        " weights[0])",
-       f"{_ONE_TOWER}[6]"),
+       f"{_ONE_TOWER}[15]"),
     _m("V12", "what all towers share is counted by each micro-batch",
        "towers.tower:Tower.weights_of_all", "self.micro_batches * self.num_towers",
-       "self.num_towers", f"{_ONE_TOWER}[6]"),
+       "self.num_towers", f"{_ONE_TOWER}[15]"),
     _m("V13", "what all towers share is counted by each row",
        "metrics.weighted:one_mean", "term.sum + term.weight * loss.penalty",
        "term.sum + loss.penalty",
