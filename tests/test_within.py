@@ -369,6 +369,33 @@ def test_a_model_function_of_wide_towers():
         assert float(spec.loss.value) == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("devices", [8, 2])
+@pytest.mark.parametrize("state", ["mirrored", "sharded"])
+def test_a_model_function_undoes_an_update_that_is_not_finite(state, devices):
+    optimizer = TowerOptimizer(ADAM)
+
+    def model_fn(variables, features, labels, mode, tower):
+        def of_params(params):
+            return loss_fn(params, {**features, "y": labels}, tower)
+
+        loss, train_op = optimizer.minimize(of_params, variables)
+        return ModelSpec(mode, loss=loss, train_op=train_op)
+
+    with jax.enable_x64(True):
+        model = replicate_model_fn(model_fn, devices=wide(4, devices, state=state))
+        step = model.train_step(on_nonfinite="skip")
+        now = model.init(tj.TrainState.create(start(), optimizer))
+        for number in range(4):
+            batch = rows()
+            labels = batch.pop("y") * (np.nan if number == 1 else 1.0)
+            now, metrics = step(now, {"features": batch, "labels": labels})
+            assert np.isfinite(metrics["loss"]) == (number != 1)
+        loss, wanted = expected(3)
+        assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-12)
+        assert_near(now.params, wanted)
+
+
 @pytest.mark.slow
 def test_the_verbs_of_towers_of_several_devices():
     strategy = wide(4, specs=None)

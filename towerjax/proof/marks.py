@@ -230,8 +230,8 @@ class Context(NamedTuple):
 
 def line_of_sum(site: Site) -> str:
     """The line of a sum over towers, and whether a derivative there is what adds up."""
-    line, stack = user_line(site), str(site[0].source_info.name_stack)
-    if not line or "transpose(" not in stack:
+    line = user_line(site)
+    if not line or "transpose(" not in scopes_of(site):
         return line
     return f"{line}, by a derivative in a tower, which is that of all towers' sum"
 
