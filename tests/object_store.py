@@ -12,6 +12,7 @@ from etils import epath
 FILES: dict[str, bytes] = {}
 CHANGES: list[str] = []
 LIMIT = [10**9]  # of changes, after which none can be made
+REFUSED: list[str] = []  # those that could not
 
 
 class GoneError(OSError):
@@ -20,6 +21,7 @@ class GoneError(OSError):
 
 def changes(text):
     if len(CHANGES) >= LIMIT[0]:
+        REFUSED.append(text)
         raise GoneError("the store cannot be reached")
     CHANGES.append(text)
 

@@ -252,6 +252,21 @@ def test_towers_are_called_in_a_merge(T, D, executor):
     close(gradients, [10 + t.sum() + 1] * T)
 
 
+def test_all_gather_of_vectors_is_differentiable():
+    """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""
+    T, rng = 4, np.random.default_rng(0)
+    x, c = rng.normal(size=(T, 3)), rng.normal(size=(T, T, 3))
+
+    def tower_fn(tower, x, c):
+        return jax.grad(lambda x: (tower.all_gather(x) ** 2 * c).sum())(x)
+
+    out = mirrored(T, 2).call_for_each_tower(
+        tower_fn, tj.PerTower(np.float32(x)), tj.PerTower(np.float32(c))
+    )
+    expected = 2 * x * c.sum(axis=0)
+    np.testing.assert_allclose(out.values, expected, rtol=16 * EPS, atol=16 * EPS)
+
+
 def test_a_total_is_differentiated_in_a_tower_by_its_share():
     """Of `w sum_tj x_tj^2` by a tower's own `x`: `2 w x`; by `w` the tower's part."""
     x = np.random.default_rng(0).normal(size=(4, 3))

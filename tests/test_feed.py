@@ -208,6 +208,20 @@ def test_order_is_kept(depth):
     assert list(prefetch(range(40), place, depth=depth)) == [i * i for i in range(40)]
 
 
+@pytest.mark.slow
+def test_loading_overlaps_with_the_consumer():
+    def loader():
+        for i in range(10):
+            time.sleep(0.03)
+            yield i
+
+    start_s = time.perf_counter()
+    for _ in prefetch(loader(), lambda i: i, depth=2):
+        time.sleep(0.03)
+    # In line it would be 20 * 0.03 = 0.6 s, overlapped 11 * 0.03 = 0.33 s.
+    assert time.perf_counter() - start_s < 0.5
+
+
 @pytest.mark.parametrize("depth", [1, 3])
 def test_no_more_than_depth_wait(depth):
     placed = []

@@ -392,7 +392,7 @@ def test_n_towers_are_one_tower(number):
         check_metrics(draw, found, metrics)
         assert int(state.step) == STEPS
         moves = jax.tree.map(lambda x, y: np.abs(x - y).max(), params, draw.params())
-        assert max(jax.tree.leaves(moves)) > 1e-4, "the test would prove nothing"
+        assert max(jax.tree.leaves(moves)) > 1e-3, "the test would prove nothing"
         assert_near(state.params, params, "params")
         assert_near(state.opt_state, opt_state, "opt_state")
         if "local" in draw.has:

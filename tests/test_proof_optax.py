@@ -29,7 +29,10 @@ def every_other(step, *args, **kwargs):
     return step % 2 == 0
 
 
-NOISE = dict(l2_norm_clip=1.0, noise_multiplier=0.1)
+NOISE, MUON = (
+    dict(l2_norm_clip=1.0, noise_multiplier=0.1),
+    contrib.MuonDimensionNumbers(),
+)
 PARTS = dict(transforms={True: SGD, False: optax.adam(0.1)}, param_labels=MASK)
 # What those that need arguments are given. A callable is called with the function.
 ARGUMENTS = {
@@ -178,14 +181,17 @@ def mean_loss(params):
     return jnp.mean(jnp.sum((errors - DISTINCT["y"]) ** 2, axis=1))
 
 
-def by_plain_optax(name, optimizer, params, loss=mean_loss):
+mean_loss_and_grads = jax.value_and_grad(mean_loss)
+
+
+def by_plain_optax(name, optimizer, params):
     """Three steps by hand; only sam does not take the loss."""
     optimizer = optax.with_extra_args_support(optimizer)
     state = optimizer.init(params)
 
     @jax.jit
     def step(params, state):
-        value, grads = jax.value_and_grad(loss)(params)
+        value, grads = mean_loss_and_grads(params)
         extra = {} if name == "sam" else {"value": value}
         updates, state = optimizer.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
@@ -288,9 +294,17 @@ def test_transformations_of_optax_train_as_with_plain_optax():
     def total(params):
         return sum(mean_loss(own) for own in params.values())
 
+    @jax.jit
+    def by_hand(params, state):
+        value, grads = jax.value_and_grad(total)(params)
+        updates, state = optimizer.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
     with jax.numpy_rank_promotion("allow"):
         optimizer = side_by_side({name: made(name) for name in names})
-        expected = by_plain_optax("several", optimizer, params, total)
+        expected, state = params, optimizer.init(params)
+        for _ in range(STEPS):
+            expected, state = by_hand(expected, state)
         optimizer = side_by_side({name: made(name) for name in names})
         got = by_step(optimizer, params, 4, mean)
     for name in names:
@@ -360,7 +374,7 @@ def test_lookahead_trains_as_its_refusal_says():
     got = by_step(optimizer, params, 4, loss)
     state = pair.init(params)
     for _ in range(STEPS):
-        _, grads = jax.jit(jax.value_and_grad(mean_loss))(params.fast)
+        _, grads = jax.jit(mean_loss_and_grads)(params.fast)
         updates, state = pair.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     for part in ("fast", "slow"):

@@ -126,21 +126,29 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step():
 
     def split_fn(variables, features, labels, mode, tower):
         key, own = jax.random.split(variables.rng)
+        noise = 1 + jax.random.key_data(own)[0] % 8
 
         def loss_fn(p):
-            return tj.Weighted.mean(features["x"] @ p["w"], tower.weight)
+            return tj.Weighted.mean(features["x"] @ (p["w"] * noise), tower.weight)
 
         loss, after = sgd.minimize(loss_fn, variables)
-        drawn = {"drawn": tj.Weighted(jax.random.uniform(own), 1.0)}
-        after = dataclasses.replace(after, rng=key)
-        return tj.estimator.ModelSpec(mode, None, loss, after, drawn)
+        return tj.estimator.ModelSpec(
+            mode, loss=loss, train_op=dataclasses.replace(after, rng=key)
+        )
 
-    model, key = replicated(2, 1, fn=split_fn), jax.random.key(0)
-    step, state = model.train_step(), model.init(start(sgd))
+    w, key, losses = rows(WIDTH, seed=3).astype(np.float64), jax.random.key(0), []
+    model = replicated(2, 1, fn=split_fn)
+    step, state, found = model.train_step(), model.init(start(sgd)), []
     for one in BATCHES[:2]:
         state, metrics = step(state, one)
+        found.append(metrics["loss"])
         key, own = jax.random.split(key)
-        assert float(metrics["drawn"]) == pytest.approx(float(jax.random.uniform(own)))
+        noise = 1.0 + jax.random.key_data(own).tolist()[0] % 8
+        x = one["features"]["x"].astype(np.float64)
+        losses.append((x @ (w * noise)).mean())
+        w = w - 0.1 * x.mean(axis=0) * noise
+    np.testing.assert_allclose(found, losses, rtol=1e-4)
+    np.testing.assert_allclose(state.params["w"], w, rtol=1e-4)
     assert np.array_equal(*map(jax.random.key_data, (state.rng, key)))
 
 

@@ -395,9 +395,9 @@ def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, name, options, tm
         inside = hasattr(
             error, "state"
         )  # not before the first step, nor after the last
-        if saving and saving.steps:
-            assert not inside or max(saving.steps) == int(error.state.step)
         is_saved = bool(saving and saving.steps)
+        if is_saved:
+            assert not inside or max(saving.steps) == int(error.state.step)
         # In the loop, and not yet where it saves: then no step is lost.
         assert is_saved or not (saving and inside) or not error.state.step
         if is_saved or (inside and not saving):

@@ -14,7 +14,19 @@ from towerjax.mesh import placement
 
 SHARDED = ("sharded_optimizer", "sharded")
 EVEN = 6 * 16 + 16 + 16  # what four devices divide; 4 numbers are not even
-MOMENTUM = optax.sgd(0.01, momentum=0.9)
+KINDS = {
+    "clipped adamw": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1)
+    ),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "every second": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+}
+OWN = {"w1": "adafactor", "b1": "clipped adamw", "b2": "every second"}
+OWN |= {"odd": "clipped adamw", "n": "every second"}
+OPTIMIZERS = {
+    "momentum": optax.sgd(0.01, momentum=0.9),
+    "each its own": optax.partition(KINDS, OWN),
+}
 
 
 def mirrored(state="mirrored", towers=8, devices=4, **options):
@@ -29,25 +41,30 @@ def start():
     return {n: np.asarray(x, np.float32) for n, x in draw.items()}
 
 
-def rows(seed=1):
+def rows(size=48, seed=1):
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(48, 6)).astype(np.float32)
-    y = rng.normal(size=(48, 16)).astype(np.float32)
-    return {"x": x, "y": y, "weight": rng.uniform(0.05, 1, 48).astype(np.float32)}
+    x = rng.normal(size=(size, 6)).astype(np.float32)
+    y = rng.normal(size=(size, 16)).astype(np.float32)
+    return {"x": x, "y": y, "weight": rng.uniform(0.05, 1, size).astype(np.float32)}
+
+
+def losses_of(np, params, batch):
+    hidden = np.tanh(batch["x"] @ params["w1"] + params["b1"][None])
+    out = hidden * params["b2"][None] * (1 + params["n"])
+    out = out + params["odd"] @ np.arange(1.0, 4.0)
+    return ((out - batch["y"]) ** 2).sum(-1)
 
 
 def loss_fn(params, batch, tower):
-    hidden = jnp.tanh(batch["x"] @ params["w1"] + params["b1"][None])
-    out = hidden * params["b2"][None] * (1 + params["n"])
-    out = out + params["odd"] @ jnp.arange(1.0, 4.0)
-    losses = ((out - batch["y"]) ** 2).sum(-1)
+    losses = losses_of(jnp, params, batch)
     return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
 
 
 @functools.cache
-def build(state="mirrored", devices=4):
+def build(state="mirrored", optimizer="momentum", devices=4):
     """A step, whose programs all tests share."""
-    return tj.build_train_step(loss_fn, MOMENTUM, mirrored(state, devices=devices))
+    strategy = mirrored(state, devices=devices)
+    return tj.build_train_step(loss_fn, OPTIMIZERS[optimizer], strategy)
 
 
 def assert_same(state, expected):

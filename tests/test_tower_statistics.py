@@ -216,3 +216,9 @@ def test_noise_scale_refuses_what_it_cannot_smooth(smoothing):
         TowerStatistics.noise_scale({}, smoothing=smoothing)
     with pytest.raises(ValueError, match="no 'gradient/noise': build the step with"):
         TowerStatistics.noise_scale({})
+
+
+@pytest.mark.parametrize("per_tower", [1, None, "yes"])
+def test_a_choice_that_is_none_is_refused(per_tower):
+    with pytest.raises(ValueError, match=r"per_tower=.* must be True or False\."):
+        TowerStatistics(per_tower=per_tower)

@@ -140,6 +140,18 @@ def test_what_is_written_is_the_history_and_gradient_descent(
     assert [x["step"] for x in lines] == sorted(x["step"] for x in lines)
 
 
+@pytest.mark.slow
+def test_what_is_not_finite_is_a_string_that_float_reads(tmp_path):
+    step, path = build(on_nonfinite="skip"), tmp_path / "run.jsonl"
+    cut = data(4)
+    cut[1], cut[2] = np.full(5, np.nan, np.float32), np.full(5, np.inf, np.float32)
+    options = {"writers": [tj.JsonLines(path)], "progress": False}
+    _, history = run(step, init(step), cut, **options)
+    losses = [line["metrics"]["loss"] for line in read_lines(path)]
+    assert losses[1:3] == ["NaN", "Infinity"]
+    np.testing.assert_array_equal([*map(float, losses)], history.metrics["loss"])
+
+
 @pytest.mark.parametrize("value, written", [
     (np.float32(0.1), float(np.float32(0.1))),
     (np.float64(0.1), 0.1),
@@ -149,7 +161,6 @@ def test_what_is_written_is_the_history_and_gradient_descent(
     (True, True),
     (np.bool_(False), False),
     (7.5, 7.5),
-    (np.float32(np.nan), "NaN"),
     (np.array([[1, 2], [3, 4]], np.int8), [[1, 2], [3, 4]]),
     (np.array([[0.5, -math.inf]], np.float16), [[0.5, "-Infinity"]]),
     (np.zeros((0, 2)), []),
@@ -406,17 +417,15 @@ def test_extreme_scalars_and_arrays(tmp_path):
     assert told == {**scalars, **matrix, "eval/yes": 1.0}
 
 
-def test_events_are_flushed_with_each_evaluation_and_in_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("towerjax.loop.writers._STORED_EVERY_S", 1e6)
-    writer = tj.TensorBoard(tmp_path).open(0)
+def test_events_are_flushed_with_each_evaluation_and_in_time(tmp_path):
+    writer = tj.TensorBoard(tmp_path, flush_s=1e6).open(0)
     [path] = tmp_path.iterdir()
     writer.write(Record("train", 1, 1.0, {"x": 1.0}))
     assert path.stat().st_size == 0
     writer.write(Record("eval", 1, 1.0, {"x": 1.0}))
     assert len(events_of(path)) == 4
     writer.close()
-    monkeypatch.setattr("towerjax.loop.writers._STORED_EVERY_S", 0)
-    writer = tj.TensorBoard(tmp_path).open(1)
+    writer = tj.TensorBoard(tmp_path, flush_s=0).open(1)
     writer.write(Record("train", 2, 1.0, {"x": 1.0}))
     assert sum(len(events_of(path)) for path in tmp_path.iterdir()) == 4 + 3
     writer.close()
@@ -437,6 +446,7 @@ def test_without_tensorboardx_it_says_what_to_install(step, tmp_path, monkeypatc
     [
         ({"logdir": ""}, "TensorBoard.logdir='' must be the path of a folder"),
         ({"logdir": "x", "max_elements": 0}, "max_elements=0 must be a whole number"),
+        ({"logdir": "x", "flush_s": -1}, "flush_s=-1 must be seconds >= 0"),
     ],
 )
 def test_bad_options_of_tensorboard_are_refused(options, text):

@@ -111,13 +111,7 @@ class SparseRows:
         refuse_unheld("batch", batch)
         for i, leaf in sparse.items():
             if getattr(leaf, "n_batch", 0):
-                arrays, rows = (
-                    map(np.asarray, (leaf.data, leaf.indices)),
-                    leaf.shape[:1],
-                )
-                leaves[i] = tuple(
-                    np.broadcast_to(x, rows + x.shape[1:]) for x in arrays
-                )
+                leaves[i] = _row_by_row(leaf)
             else:
                 sparse[i] = Entries.from_leaf(named[i][0], leaf)
                 leaves[i] = np.zeros(sparse[i].shape[0], np.bool_)
@@ -165,6 +159,12 @@ def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
         capacity[i] = max(capacity.get(i, 1), 1 << (count - 1).bit_length())
     capacities.append(capacity)
     return capacity
+
+
+def _row_by_row(leaf: Any) -> tuple[np.ndarray, ...]:
+    """The arrays of a ``BCOO`` with batch dims, with a row for each example."""
+    arrays = map(np.asarray, (leaf.data, leaf.indices))
+    return tuple(np.broadcast_to(x, (leaf.shape[0], *x.shape[1:])) for x in arrays)
 
 
 def _refuse_formats(named: list[tuple[str, Any]]) -> None:

@@ -28,12 +28,13 @@ from towerjax.types.options import (
     check_flag,
     check_list,
     check_methods,
+    check_number,
     check_whole,
     opening,
     require,
 )
 
-_STORED_EVERY_S = 10.0  # curves, and lines where a file is replaced as a whole
+_STORED_EVERY_S = 10.0  # lines of steps, where a file is replaced as a whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +280,7 @@ class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
     Needs ``tensorboardX``. Values are float32. A metric that is an array has a curve
-    for each element, ``eval/confusion/1/2``. A killed process may lose 10 s of them.
+    for each element, ``eval/confusion/1/2``.
 
     Each run writes its own file, which begins with a mark that the steps from its
     start are done again, so that TensorBoard hides those that a lost run wrote. A run
@@ -288,16 +289,19 @@ class TensorBoard:
     Attributes:
       logdir: The folder, local or such as ``"gs://bucket/logs"``; it is made.
       max_elements: The most curves of one metric.
+      flush_s: How many seconds of curves a killed process may lose.
       replace: Whether a run that starts at step 0 may hide earlier runs.
     """
 
     logdir: str | os.PathLike[str]
     max_elements: int = 64
+    flush_s: float = 10.0
     replace: bool = False
 
     def __post_init__(self) -> None:
         checked_path("TensorBoard.logdir", self.logdir, "a folder")
         check_whole("max_elements", self.max_elements, 1)
+        check_number("flush_s", self.flush_s, "seconds >= 0")
         check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> "OpenTensorBoard":
@@ -326,7 +330,7 @@ class TensorBoard:
             files.register_writer_factory("towerjax", made)
             path = "towerjax:" + path
         events = writer.EventsWriter(path, suffix)
-        return OpenTensorBoard(self.max_elements, events, proto, start)
+        return OpenTensorBoard(self, events, proto, start)
 
 
 class OpenTensorBoard:
@@ -336,23 +340,26 @@ class OpenTensorBoard:
     raises nothing and the run waits for ever.
     """
 
-    def __init__(self, max_elements: int, events: Any, proto: Any, start: int) -> None:
-        self._most, self._events, self._proto = max_elements, events, proto
-        self._flush_at_s = time.monotonic() + _STORED_EVERY_S
+    def __init__(
+        self, options: TensorBoard, events: Any, proto: Any, start: int
+    ) -> None:
+        self._options, self._events, self._proto = options, events, proto
+        self._flush_at_s = time.monotonic() + options.flush_s
         mark = proto.SessionLog(status=proto.SessionLog.START)
         event = proto.Event(wall_time=time.time(), step=start + 1, session_log=mark)
         self._events.write_event(event)
 
     def write(self, record: Record) -> None:
         """Append an event with all scalars of a record."""
+        most = self._options.max_elements
         event = self._proto.Event(wall_time=record.time_s, step=record.step)
         with np.errstate(over="ignore"):  # beyond float32 they become infinite
-            for tag, number in curves("TensorBoard", record, self._most).items():
+            for tag, number in curves("TensorBoard", record, most).items():
                 event.summary.value.add(tag=tag, simple_value=np.float32(number))
         self._events.write_event(event)
         if record.kind == "eval" or time.monotonic() >= self._flush_at_s:
             self._events.flush()
-            self._flush_at_s = time.monotonic() + _STORED_EVERY_S
+            self._flush_at_s = time.monotonic() + self._options.flush_s
 
     def close(self) -> None:
         """Write the rest, and close the file."""

@@ -141,8 +141,11 @@ def bound_in_flight(devices: tuple[str, ...], *results: PyTree) -> None:
         any(_waits_for(x) for x in before)
     # What has run is let go: calls run in turn, and predictions may be large.
     with _LOCK:
-        numbers = range(len(running), 0, -1)
-        ran = next((n for n in numbers if _has_run(running[n - 1])), 0)
+        ran = 0
+        for count, x in enumerate(running, 1):
+            if (has_run := _has_run(x)) is False:
+                break
+            ran = count if has_run else ran
         del running[:ran]
 
 
@@ -161,9 +164,9 @@ def _waits_for(x: Any) -> bool:
     return True
 
 
-def _has_run(x: Any) -> bool:
-    """Whether a result is known to be computed; a donated one cannot be asked."""
+def _has_run(x: Any) -> bool | None:
+    """Whether a result is computed; None where it cannot be asked, since donated."""
     try:
-        return not x.is_deleted() and x.is_ready()
+        return None if x.is_deleted() else x.is_ready()
     except RuntimeError:  # another thread donates it right now
-        return False
+        return None

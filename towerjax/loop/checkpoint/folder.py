@@ -26,6 +26,8 @@ MANIFEST = "manifest.json"
 ARRAYS = "default"  # what Orbax's CheckpointManager calls the one item of a step
 # Where no folder can be renamed, the last file of a checkpoint, as Orbax has it.
 _COMMITTED = "commit_success.txt"
+_UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
+_UNREADABLE += (RecursionError,)
 _WHOLE = re.compile(r"0|[1-9][0-9]*")
 _PARTIAL = re.compile(r"[0-9]+\.partial")
 
@@ -104,7 +106,7 @@ def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 def read_manifest(folder: epath.Path) -> dict[str, Any]:
     """The manifest of a folder; raise unless it is what was written."""
     path, digest, version = folder / MANIFEST, None, None
-    with contextlib.suppress(Exception):  # of many kinds: it may hold anything
+    with contextlib.suppress(*_UNREADABLE):
         table = json.loads(path.read_text() if _is_file(path) else "{}")
         digest, version = table.pop("sha256"), table["format"]
         if digest != _hash_of_table(table):
