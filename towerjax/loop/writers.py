@@ -1,4 +1,4 @@
-"""Write a run's metrics while it is under way: `JsonLines`, `TensorBoard`, `WandB`."""
+"""Write a run's metrics while it is under way: `JsonLines` and `TensorBoard`."""
 
 import dataclasses
 import math
@@ -364,40 +364,3 @@ class OpenTensorBoard:
     def close(self) -> None:
         """Write the rest, and close the file."""
         self._events.close()
-
-
-@dataclasses.dataclass(frozen=True)
-class WandB:
-    """A run of Weights & Biases: ``train/loss`` and ``eval/loss`` over the step number.
-
-    Needs ``wandb``. A metric that is an array has a curve for each element, at most 64.
-    Of several processes the first alone starts and ends the run of W&B. An ``id`` goes
-    on with an earlier one, of which W&B ignores steps that are done again.
-
-    Attributes:
-      init: The arguments of ``wandb.init``, such as ``project``, ``config``, ``mode``.
-
-    Example:
-      >>> WandB({"project": "digits", "mode": "offline"})
-      WandB(init={'project': 'digits', 'mode': 'offline'})
-    """
-
-    init: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.init, Mapping):
-            raise ValueError(
-                f"WandB.init={self.init!r:.200} must be the arguments of wandb.init by"
-                " name, such as WandB({'project': 'digits', 'mode': 'offline'})."
-            )
-
-    def open(self, start: int) -> Any:
-        """A started run; a ``ValueError`` without ``wandb``."""
-        wandb = require("wandb", "WandB, other than tj.JsonLines(path),", "wandb")
-        resume = {"resume": "allow"} if start and "id" in self.init else {}
-        run = wandb.init(**{**resume, **self.init})
-
-        def write(record: Record) -> None:
-            run.log(curves("WandB", record), step=record.step)
-
-        return types.SimpleNamespace(write=write, close=run.finish)
