@@ -20,7 +20,7 @@ pytestmark = [
 ]
 MEASURE = """async () => {
   await new Promise(requestAnimationFrame);  // the menu moves aside
-  await Promise.all(document.getAnimations().map(x => x.finished));
+  document.getAnimations().forEach(x => x.finish());
   document.querySelectorAll("details").forEach(x => { x.open = true; });
   const code = document.querySelectorAll("article .highlight:not(.language-text) code");
   return {
