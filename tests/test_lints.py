@@ -453,6 +453,61 @@ def test_a_function_of_sums_is_no_sum(name, is_no_sum):
         assert all(re.match(text, x) for x in told)
 
 
+class MeanOfTower:
+    def by_its_weights(losses, mask, tower):
+        return tj.Weighted(tower.weight @ losses / tower.weight.sum(), 1)
+
+    def at_least_one(losses, mask, tower):
+        return tj.Weighted(ASum.mean_of_rows(losses, mask, tower).sum, 1)
+
+    def by_its_average(losses, mask, tower):
+        return tj.Weighted(jnp.average(losses, weights=tower.weight), 1)
+
+
+class MeanOfAll:
+    def times_its_weight(losses, mask, tower):
+        count = tower.weight.sum()
+        return tj.Weighted(tower.weight @ losses / count * count, count)
+
+    def by_the_weights_of_all(losses, mask, tower):
+        count = tower.reduce(R.SUM, tower.weight.sum())
+        return tj.Weighted(tower.weight @ losses / count, 1 / tower.num_towers)
+
+    def centred_by_all(losses, mask, tower):
+        centred = losses - tower.mean(losses, tower.weight)
+        return tj.Weighted.mean(losses + centred**2, tower.weight)
+
+    def masked(losses, mask, tower):
+        weights = mask * tower.weight
+        total = jnp.where(weights.sum() > 0, weights @ losses, 0.0)
+        return tj.Weighted(total, weights.sum())
+
+
+@pytest.mark.parametrize("name", cases(MeanOfTower) | cases(MeanOfAll))
+def test_a_mean_by_a_towers_own_weights_is_warned_of_once_rows_are_padded(name):
+    fn = (cases(MeanOfTower) | cases(MeanOfAll))[name]
+
+    def loss_fn(params, batch, tower):
+        losses = (batch["x"][:, 0] @ params["w"]) ** 2
+        return fn(losses, (batch["y"] > 0).astype(np.float32), tower)
+
+    for towers, parts in (2, 1), (1, 2), (1, 1):
+        strategy = tj.Mirrored([f"cpu:{i}" for i in range(towers)])
+        options = {"micro_batches": parts, "remainder": "pad"}
+        step = tj.build_train_step(loss_fn, optax.sgd(0.0), strategy, **options)
+        state = step.init({"w": np.ones(F, np.float32)})
+        said = []
+        for rows in (B, B - 1, B - 1):  # towers of as many, and padded ones, twice
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                state, _ = step(state, jax.tree.map(lambda x: x[:rows], batch()))  # noqa: B023
+            texts = [str(x.message) for x in told]
+            said.append([x for x in texts if not x.startswith("Each of 2 micro-")])
+        is_wrong = name in cases(MeanOfTower) and towers * parts > 1
+        assert [len(x) for x in said] == [0, is_wrong, 0], said
+        assert all(re.match(r"Rows of a tower make a loss .* at", x) for x in said[1])
+
+
 def norm(w):
     return 0.1 * (w**2).sum()
 

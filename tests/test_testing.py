@@ -115,7 +115,8 @@ def test_the_oracle_shows_what_is_wrong():
         bad, optax.sgd(0.1), tj.Mirrored(towers=4), remainder="pad"
     )
     batch = np.arange(6, dtype=np.float32)
-    ends = [s(s.init(np.float32(1)), batch)[0] for s in (step, one_tower(step))]
+    with pytest.warns(UserWarning, match=r"a loss that is a function .* \(bad\)"):
+        ends = [s(s.init(np.float32(1)), batch)[0] for s in (step, one_tower(step))]
     with pytest.raises(AssertionError, match="a.params is .* and should be"):
         assert_same(*ends)
 

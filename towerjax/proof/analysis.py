@@ -228,6 +228,10 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [FIXED]
     if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]
+    if name == tags.ROW_WEIGHTS and lints.NUM_VALID in mark.rows.leaves:
+        weights: Any = eqn.outvars[0].aval
+        rows = lints.of_batch("tower.weight", weights.shape)
+        return [mark._replace(rows=rows)]
     if name == tags.OF_ALL_ROWS:
         return [mark._replace(scale=mark.scale.once())]
     if name == tags.SUMMED_FOR_A_VARIABLE:

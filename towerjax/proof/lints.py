@@ -58,6 +58,7 @@ class Lint(NamedTuple):
 
 
 _NOTHING = Lint()
+NUM_VALID = "batch: how many rows are examples"  # the name where that is asked for
 
 
 def of_batch(name: str, shape: tuple[int, ...]) -> Lint:
@@ -184,6 +185,15 @@ def warn_of_own_rows(own_rows: Sequence[OwnRows]) -> None:
                 f" towers or micro-batches may give other numbers. {advice} If its own"
                 " are meant, say warnings.filterwarnings('ignore', 'Rows of a tower')."
             )
+
+
+def functions_of_weights(
+    padded: Sequence[OwnRows], whole: Sequence[OwnRows]
+) -> list[OwnRows]:
+    """Losses that are functions of sums only where towers have padding."""
+    known = {x.line for x in whole if x.how == "function"}
+    kinds = "function", "weight"
+    return [x for x in padded if x.how in kinds and x.line not in known]
 
 
 def refuse_squares(own_rows: Sequence[OwnRows]) -> None:

@@ -33,6 +33,9 @@ ONE = "towerjax.one"
 # The weight of a mean that a tower returns; the mean's own name follows.
 WEIGHT_OF = "towerjax.weight_of:"
 
+# The weights of a tower's own rows.
+ROW_WEIGHTS = "towerjax.row_weights"
+
 # The weight of all rows, and a mean over it: neither is counted once a tower.
 OF_ALL_ROWS = "towerjax.of_all_rows"
 

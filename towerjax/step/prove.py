@@ -34,6 +34,8 @@ class Proof:
     # Names the sums that depend on the batch's rows and not on which of them are
     # padding, which are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
+    # Warns of losses that divide by a tower's own weights, then too, and once.
+    warn_of_padding: Callable[[], None]
 
     def __repr__(self) -> str:
         calls = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
@@ -52,7 +54,13 @@ def prove(traced: Traced) -> Proof:
     if traced.update_on_devices:
         refuse_mapped(traced.finish)
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
-    return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
+
+    def warn_of_padding() -> None:
+        for each in proofs:
+            each.warn_of_padding()
+
+    unmasked = lambda: [x for each in proofs for x in each.unmasked()]  # noqa: E731
+    return Proof(analysis, unmasked, warn_of_padding)
 
 
 def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
@@ -76,12 +84,19 @@ def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     lints.refuse_squares(analysis.lints)
     # Tower-local variables are for what towers have of their own, such as statistics.
     is_cut = placement.num_towers * pass_.micro_batches > 1
-    if is_cut and not jax.tree.leaves(args[0].local):
+    is_split = is_cut and not jax.tree.leaves(args[0].local)
+    if is_split:
         lints.warn_of_own_rows(analysis.lints)
     if is_cut:
         warn_of_terms(analysis.terms)
+
+    def warn_of_padding() -> None:
+        names = [lints.NUM_VALID if x == "tower.weight" else x for x in inputs]
+        padded = towers.analyse(names, is_free=is_free).lints if is_split else ()
+        lints.warn_of_own_rows(lints.functions_of_weights(padded, analysis.lints))
+
     unmasked = functools.cache(lambda: _unmasked(pass_, args, towers.axes))
-    proof = Proof(analysis, unmasked)
+    proof = Proof(analysis, unmasked, functools.cache(warn_of_padding))
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof
