@@ -71,6 +71,13 @@ def in_place(state):
     return lambda: used()[0](state(), good())
 
 
+@dataclasses.dataclass
+class Rows:
+    """A class that JAX does not know as a tree."""
+
+    x: np.ndarray
+
+
 # Batches that are none, and batches unlike the first one.
 BATCHES = {
     "indivisible": (good(5), r"batch\['x'\] has 5 examples, which 2 towers.*remainder"),
@@ -84,6 +91,8 @@ BATCHES = {
     "empty": ({"x": np.ones((0, 3))}, r"batch is empty: batch\['x'\] has shape"),
     "no leaves": ({}, "holds no arrays"),
     "no rows": (tj.Whole(np.ones(3)), "holds no arrays: .* draw .*np.arange"),
+    "dataclass": ({"x": Rows(np.ones((4, 3)))},
+        r"batch\['x'\] is a Rows: register the class, jax\.tree_util\.reg.*a dict\. W"),
     "many": ([0.5] * 100, r"batch\[7\] is .* float; and 92 more\. Wrap"),
     "long": ({"x": SimpleNamespace(x=np.ones((100, 3)))},
         r"batch\['x'\] is namespace.{47} \.\.\. of type SimpleNamespace\. Wrap"),
@@ -286,7 +295,7 @@ CALLS = {
     "batches: one": (measure(good()), "^batches is one batch.* tj.batches"),
     "batches: a number": (measure(3), "^batches is a int.* tj.batches"),
     "batches: a function": (lambda: tj.run(build(), used()[1], lambda: [good()]),
-        "^batches is a function, but is to be an ite"),
+        "^batches is a function, but is to be an ite.* Call it, or pass "),
     "in a jit": (lambda: jax.jit(build())(used()[1], good()), INSIDE),
     "in eval_shape": (
         lambda: jax.eval_shape(lambda x: build()(x, good()), used()[1]), INSIDE),

@@ -417,7 +417,9 @@ def test_the_steps_refuse_what_the_model_does_not_ask_for():
 def test_a_state_that_is_none_is_refused():
     model = shared(4, 2)
     step = model.train_step()
-    with pytest.raises(ValueError, match="is a dict, not a tj.TrainState"):
+    with pytest.raises(
+        ValueError, match="is a dict, not a tj.TrainState.* several opt"
+    ):
         tj.run(step, {"w": np.ones(3)}, BATCHES, progress=False)
     state = model.init(start())
     step(state, batch(8))

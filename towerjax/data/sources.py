@@ -48,9 +48,10 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
     if is_one or not (can_iterate or (or_function and callable(batches))):
         kind = f"a {type(batches).__name__}"
         more = ", or a function that gives one" * or_function
+        instead = "Call it, or pass" if callable(batches) else "Pass"
         raise ValueError(
             f"{name} is {f'one batch ({kind})' if is_one else kind}, but is to be an"
-            f" iterable of batches{more}. Pass [batch], or tj.batches(data,"
+            f" iterable of batches{more}. {instead} [batch], or tj.batches(data,"
             " batch_size)."
         )
 

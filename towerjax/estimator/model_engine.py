@@ -57,8 +57,9 @@ with tower.reduce(tj.Reduction.MEAN, value), or return them as tj.Weighted(sum, 
 or tj.Sum(x) in train_op.extra."""
 
 MAKE_STATE = (
-    "model.init(tj.TrainState.create(params, optimizer)), in which steps are counted; a"
-    " model called by itself takes any tree."
+    "model.init(tj.TrainState.create(params, optimizer)), in which steps are counted;"
+    " of several optimizers its params and opt_state are dicts of their parts. A model"
+    " called by itself takes any tree."
 )
 
 

@@ -91,7 +91,7 @@ def compile_step(
     check: Callable[[Proof], None] | None = None,
 ) -> Program:
     """Trace, prove, lower and compile the step; ``check`` may refuse its proof."""
-    _require_jit()
+    require_jit()
     start, args = time.perf_counter(), executors.shapes_of(args)
     with _collector_paused():
         traced = trace(engine, _of_one_step(args))
@@ -207,7 +207,7 @@ def _steps(traced: Traced) -> Callable[..., Outcome]:
     return run
 
 
-def _require_jit() -> None:
+def require_jit() -> None:
     """Raise under ``jax.disable_jit``, in which nothing can be compiled."""
     config: Any = jax.config  # whose options are not in the stub
     if config.jax_disable_jit:

@@ -16,7 +16,7 @@ from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
-from towerjax.step.compile import Program, compile_step, inline
+from towerjax.step.compile import Program, compile_step, inline, require_jit
 from towerjax.step.engine import Engine
 from towerjax.step.prove import Proof
 from towerjax.towers import executors
@@ -136,6 +136,7 @@ class Programs:
         try:
             out = program.call(*first, *batch.args)
         except (RuntimeError, ValueError):
+            require_jit()
             known = self._on_cpus or not donates
             donated = () if known else jax.tree.leaves(first[0])
             # If all are deleted, the devices failed after they had taken the state.

@@ -1,5 +1,6 @@
 """Check which leaves devices can hold; refuse the others by name, with a remedy."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -72,6 +73,10 @@ _OF_ROWS: list[tuple[Callable[[Any], bool], str]] = [
     (
         lambda x: hasattr(x, "to_numpy"),  # of pandas or Polars
         "pass x.to_numpy(), or a dict of columns, each to_numpy()",
+    ),
+    (
+        dataclasses.is_dataclass,
+        "register the class, jax.tree_util.register_dataclass, or pass a dict",
     ),
 ]
 
