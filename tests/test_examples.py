@@ -372,7 +372,7 @@ def check_language_model(notebook):
     text = text_of(notebook)
     assert "more than 30,000 windows to train on: True\n" in text
     single, pair = map(float, re.findall(r"^\w.* (\S+) bits per byte$", text, re.M))
-    assert 4 < single < 5 and 3 < pair < 4
+    assert 4 < single < 6 and 3 < pair < single - 0.5  # of this Python's library
     assert "there are checkpoints after the steps 20 26\n" in text
     assert "every bit of the state is the same after step 50\n" in text
     whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
