@@ -1,9 +1,12 @@
 """Drawn mistakes: each a sentence of ours before anything compiles, nothing lost."""
 
 import collections
+import enum
 import functools
 import inspect
+import math
 import pathlib
+import re
 import traceback
 import warnings
 
@@ -394,15 +397,42 @@ UNLIKE = {
 }
 
 
+# What a user gets unasked: who changes one, changes what programs do that are written.
+UNASKED = {
+    "micro_batches": 1, "steps_per_call": 1, "prefetch": 2, "prefetch_on_device": 2,
+    "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
+    "per_example": False, "per_tower": True, "lazy": False,
+    # Of stopping and of files.
+    "min_delta": 0.0, "min_steps": 0, "restore": False, "replace": False,
+    "max_elements": 64, "flush_s": 10.0, "iterations": 0,
+    # How long processes wait for one another, in seconds, and their exit code.
+    "exit_code": 75, "grace_s": 5.0, "regrow_s": 60.0, "heartbeat_timeout_s": 100,
+    "initialization_timeout_s": 300, "shutdown_timeout_s": 300,
+    "exit_on_exception": True, "hang_timeout_s": math.inf, "step_timeout_s": math.inf,
+    # What is sent, in bytes and in parts.
+    "pack_below_bytes": 2**18, "above_bytes": 2**17, "block": 256, "fragments": 1,
+    "overlap": 0, "error_feedback": True,
+    # Of measures: the thresholds of TensorFlow, a sweep of timings.
+    "num_thresholds": 200, "rounds": 11, "seconds_per_round": 0.25,
+    "timeout_s": 1800.0, "retry_failed": False,
+}  # fmt: skip
+
+
 def test_an_option_has_one_default_wherever_it_stands():
     modules = tj, contrib, tj.cluster, tj.collectives, tj.estimator, tj.metrics
     modules += tj.testing, tj.tools, tj.towers
     found = collections.defaultdict(set)
-    for value in [x for module in modules for x in vars(module).values()]:
+    values = [getattr(module, name) for module in modules for name in dir(module)]
+    for value in values:
         own = str(getattr(value, "__module__", "")).startswith("towerjax.")
-        if own and not (inspect.isclass(value) and issubclass(value, Exception)):
+        is_class = own and inspect.isclass(value)
+        if own and not (is_class and issubclass(value, Exception | enum.Enum)):
             for x in inspect.signature(value).parameters.values():
                 if x.default is not x.empty:
                     found[x.name].add(repr(x.default))
     several = {name: " ".join(sorted(x)) for name, x in found.items() if len(x) > 1}
     assert several == UNLIKE
+    numbers = re.compile("True|False|inf|-?[0-9.]+(e[-+]?[0-9]+)?")
+    shown = {name: x for name, [x, *more] in found.items() if not more}
+    shown = {name: x for name, x in shown.items() if numbers.fullmatch(x)}
+    assert shown == {name: repr(x) for name, x in UNASKED.items()}

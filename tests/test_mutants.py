@@ -1,5 +1,6 @@
 """The score of the suite is itself tested: what is killed, and what only seems so."""
 
+import dataclasses
 import re
 import textwrap
 
@@ -8,7 +9,14 @@ import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.covers import Covered
 from mutants.equivalent import SAME
-from mutants.generated import all_mutants, changes_of, rounds_of, run_rounds, sample
+from mutants.generated import (
+    OF_DEFAULTS,
+    all_mutants,
+    changes_of,
+    rounds_of,
+    run_rounds,
+    sample,
+)
 from mutants.mutant import Mutant, MutantError, apply
 from mutants.runner import ROOT, Job, jobs_of, run_all
 
@@ -231,6 +239,9 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     assert rounds_of(mutant, {"b.py::x": covers["b.py::x"]}) == []
     [job] = rounds_of(mutant, covers)
     assert job.tests == tuple(f"a.py::{i}" for i in range(10))
+    # Of a default, one looks at the signature at last.
+    default = dataclasses.replace(mutant, killed_by=(file, "0", first, last))
+    assert rounds_of(default, covers)[0].tests == (*job.tests, OF_DEFAULTS)
 
 
 def test_the_lines_of_a_mutant_are_those_that_run_with_it():

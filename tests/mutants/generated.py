@@ -24,6 +24,10 @@ DECORATORS = ("property", "staticmethod", "classmethod", "functools.cache")
 DECORATORS += ("functools.cached_property", "contextlib.contextmanager", "door")
 # What tells of a mistake of ours, or tells a reader sooner: nothing else.
 UNSEEN_KEYWORDS = ("strict", "flush")
+# Looks at the defaults of public functions, and runs none of their lines.
+OF_DEFAULTS = (
+    "tests/test_malformed.py::test_an_option_has_one_default_wherever_it_stands"
+)
 FIRST_ROUND, SECOND_ROUND = 10, 40
 MOST_SECONDS = 60.0
 
@@ -203,17 +207,20 @@ def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
     Returns:
       At most three jobs; none if no test runs the lines.
     """
-    file, _, first, last = mutant.killed_by
-    at = {(file, line) for line in range(int(first), int(last) + 1)}
+    file, line, *lines = mutant.killed_by
+    first, last = map(int, lines)
+    is_default = int(line) < first
+    at = {(file, line) for line in range(first, last + 1)}
     found = [test for test, covered in covers.items() if at & covered.lines]
     found.sort(key=lambda test: (len(covers[test].lines), test))
     files: dict[str, int] = {}
     for test in found:
         files[test.partition("::")[0]] = files.get(test.partition("::")[0], 0) + 1
     own = sorted(files, key=lambda file: (-files[file], file))[:2]
-    first = [test for test in found if test.partition("::")[0] in own][:FIRST_ROUND]
-    rest = [test for test in found if test not in first]
-    rounds, spent = [first, rest[:SECOND_ROUND], []], 0.0
+    begin = [test for test in found if test.partition("::")[0] in own][:FIRST_ROUND]
+    rest = [test for test in found if test not in begin]
+    begin += [OF_DEFAULTS] if begin and is_default else []
+    rounds, spent = [begin, rest[:SECOND_ROUND], []], 0.0
     for test in rest[SECOND_ROUND:]:
         spent += covers[test].seconds
         if spent > MOST_SECONDS:
