@@ -36,6 +36,9 @@ def product(x):
     return x.T @ x
 
 
+NUMBERS = np.arange(16, dtype=np.float32).reshape(4, 4)  # that programs close over
+
+
 def scanned(x, start=0):
     """The product, added up row by row."""
     first = jnp.full((4, 4), start, jnp.float32)
@@ -105,6 +108,7 @@ PROGRAMS = {
     "named": Row(lambda w, x: named(summed(named(product(x), "a")), "b"), "scatter"),
     "scan": Row(lambda w, x: summed(scanned(x)), "scan scatter"),
     "scan, named": Row(lambda w, x: summed(named(scanned(x), "a")), "scan scatter"),
+    "closed over": Row(lambda w, x: summed(product(x) * jnp.array(NUMBERS)), "scatter"),
     "jit": Row(lambda w, x: summed(jax.jit(product)(x)), "scatter"),
     "scan in jit": Row(lambda w, x: summed(jax.jit(scanned)(x)), "scan scatter"),
     # A sum is scattered once, but where an addend is better scattered inside.

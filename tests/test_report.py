@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.hlo import Shape, collectives_of, parse, ring_bytes
+from towerjax.step.hlo import (
+    CompiledCollective,
+    Shape,
+    collectives_of,
+    parse,
+    ring_bytes,
+)
 from towerjax.step.report import time_calls
 from towerjax.types.tables import Table, as_text
 
@@ -325,3 +331,18 @@ def test_sizes_of_element_types():
 
 def test_rings_of_one_send_nothing():
     assert {ring_bytes(op, 100, 1) for op in ("all-reduce", "all-gather")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("end", "trips_known", "shown"),
+    [
+        (5, True, ("3", "at 5 of 9, exposed")),  # nothing runs meanwhile
+        (6, True, ("3", "5 to 6 of 9, beside 64 B read and written")),
+        (5, False, ("unknown", "at 5 of 9, exposed")),
+    ],
+)
+def test_a_collective_shows_when_it_runs(end, trips_known, shown):
+    sizes = ("all-reduce", 8, 8, ("f32",), 2, 3, trips_known, 5, end, 9, 64, "a.py:1")
+    kind, _, _, trips, _, when, line = CompiledCollective(*sizes).cells()
+    assert (kind, line) == ("all-reduce", "a.py:1")
+    assert (trips, when) == shown

@@ -976,7 +976,9 @@ def test_a_history_is_a_picture(eval_step, monkeypatch):
         eval_every=3,
     )
     pytest.importorskip("matplotlib")
-    panels = {panel.get_ylabel(): panel.lines for panel in history.plot().axes}
+    axes = history.plot().axes
+    assert {panel.get_xlabel() for panel in axes} == {"step"}
+    panels = {panel.get_ylabel(): panel.lines for panel in axes}
     (loss,) = panels["loss"]
     np.testing.assert_array_equal(loss.get_xdata(), history.steps)
     np.testing.assert_array_equal(loss.get_ydata(), history.metrics["loss"])

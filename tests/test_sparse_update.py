@@ -194,6 +194,20 @@ def test_a_narrow_state_takes_rows_of_float32_without_a_warning():
     assert state.trace["t"].dtype == jnp.bfloat16
 
 
+def test_a_row_that_is_given_twice_is_its_sum():
+    """Also to an optimizer of norms: no row that is none stands beside the others."""
+    optimizer, params = optax.lamb(0.1, weight_decay=0.1), {"t": jnp.ones((N, 1))}
+    values, state = np.array([[1.0], [2.0], [4.0]], np.float32), optimizer.init(params)
+    updates = []
+    for rows, indices in [(values, [3, 1, 3]), (values[1:] + [[0], [1]], [1, 3])]:
+        rows = tj.sparse.IndexedRows(np.float32(rows), np.array(indices), (N, 1))
+        given = optimizer, {"t": rows}, state, params
+        update, _ = tj.sparse.update_with_rows(*given, lazy=True)
+        updates.append(jax.device_get(optax.apply_updates(params, update)["t"]))
+    assert (updates[1] != 1).sum() == 2
+    np.testing.assert_allclose(*updates, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_rows_by_index():
     rng = np.random.default_rng(0)
