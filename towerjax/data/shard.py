@@ -234,7 +234,7 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
 
 def counts_of_towers(num_valid: int, rows: int, num_towers: int) -> np.ndarray:
     """``[T]``: how many of each tower's rows are examples, with padding rows last."""
-    left = num_valid - rows * np.arange(num_towers, dtype=np.int32)
+    left = num_valid - rows * np.arange(num_towers)
     return np.clip(left, 0, rows).astype(np.int32)
 
 
