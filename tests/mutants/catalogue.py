@@ -303,6 +303,16 @@ PROOF = (
        'name in ("add", "add_any")',
        "test_lints.py::test_a_shared_term_is_warned_of_where_it_counts_more_than_once"
        "[taken off]"),
+    _m("P36", "proof: the weights of a tower's rows are no rows once these are padded",
+       "proof.analysis:_checkpoint_name", "lints.NUM_VALID in mark.rows.leaves",
+       "False", "test_lints.py::"
+       "test_a_mean_by_a_towers_own_weights_is_warned_of_once_rows_are_padded"
+       "[by_its_weights]"),
+    _m("P37", "proof: each padded batch is warned of anew",
+       "step.prove:_prove_pass", "functools.cache(warn_of_padding)",
+       "warn_of_padding", "test_lints.py::"
+       "test_a_mean_by_a_towers_own_weights_is_warned_of_once_rows_are_padded"
+       "[by_its_average]"),
     _m("P31", "proof: a step's own derivative is one that a tower takes",
        "proof.marks:Context.is_derived_in_tower",
        "bool(derived) and tags.DIFFERENTIATED not in before", "bool(derived)",
