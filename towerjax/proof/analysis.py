@@ -230,7 +230,7 @@ def _checkpoint_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]
     if name == tags.ROW_WEIGHTS and lints.NUM_VALID in mark.rows.leaves:
         weights: Any = eqn.outvars[0].aval
-        rows = lints.of_batch("tower.weight", weights.shape)
+        rows = lints.of_batch(lints.WEIGHTS, weights.shape)
         return [mark._replace(rows=rows)]
     if name == tags.OF_ALL_ROWS:
         return [mark._replace(scale=mark.scale.once())]

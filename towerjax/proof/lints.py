@@ -58,7 +58,8 @@ class Lint(NamedTuple):
 
 
 _NOTHING = Lint()
-NUM_VALID = "batch: how many rows are examples"  # the name where that is asked for
+# The name of this number, and of the weights made of it, where it is asked for.
+NUM_VALID, WEIGHTS = "batch: how many rows are examples", "tower.weight"
 
 
 def of_batch(name: str, shape: tuple[int, ...]) -> Lint:
@@ -136,7 +137,14 @@ def of_equation(
         rows = rows._replace(met=rows.met | {OwnRows(met, line)})
     if name in ("div", "integer_pow") and dims == FUNCTION:
         rows = rows._replace(over=rows.over | ins[-1].leaves)
+    if name in ("div", "mul") and any([_is_of_all(x) for x in ins]):
+        rows = rows._replace(over=rows.over | {WEIGHTS})
     return rows
+
+
+def _is_of_all(rows: Lint) -> bool:
+    """Whether a value is made of the weights of all towers' rows."""
+    return rows.dims == NO_ROWS and WEIGHTS in rows.leaves
 
 
 def of_named(name: str, rows: Lint, line: Callable[[], str], site: Site) -> list[Any]:
@@ -144,6 +152,9 @@ def of_named(name: str, rows: Lint, line: Callable[[], str], site: Site) -> list
     dims = rows.dims
     if name == tags.LOSS_SUM and dims == FUNCTION:
         return [OwnRows("function", line(), rows.over)]
+    is_masked = WEIGHTS in rows.leaves - rows.over
+    if name == tags.LOSS_SUM and dims == TOTAL and is_masked:
+        return [OwnRows("padding", line())]
     if name == tags.LOSS_WEIGHT and dims != NO_ROWS:
         return [OwnRows("weight", "", rows.leaves)]
     if name == tags.SQUARE and dims and (are_pairs(dims) or dims[0].at > 0):
@@ -167,6 +178,11 @@ _OWN_ROWS = {
         "Return a sum and its weight, tj.Weighted((losses * mask).sum(), mask.sum());"
         f" others: {page('how_to/several_losses', 'A function of a mean')}",
     ),
+    "padding": (
+        "are padded, and make a loss with a weight that counts the padding",
+        "Return tj.Weighted.mean(losses, tower.weight), or another sum and the weights"
+        " of the same rows.",
+    ),
 }
 
 
@@ -187,13 +203,14 @@ def warn_of_own_rows(own_rows: Sequence[OwnRows]) -> None:
             )
 
 
-def functions_of_weights(
+def wrong_where_padded(
     padded: Sequence[OwnRows], whole: Sequence[OwnRows]
 ) -> list[OwnRows]:
-    """Losses that are functions of sums only where towers have padding."""
+    """Losses that are wrong only where towers have padding."""
     known = {x.line for x in whole if x.how == "function"}
-    kinds = "function", "weight"
-    return [x for x in padded if x.how in kinds and x.line not in known]
+    weights = [x for x in padded if x.how == "weight"]
+    kinds = ("function",) if weights else ("function", "padding")
+    return weights + [x for x in padded if x.how in kinds and x.line not in known]
 
 
 def refuse_squares(own_rows: Sequence[OwnRows]) -> None:

@@ -93,7 +93,7 @@ def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     def warn_of_padding() -> None:
         names = [lints.NUM_VALID if x == "tower.weight" else x for x in inputs]
         padded = towers.analyse(names, is_free=is_free).lints if is_split else ()
-        lints.warn_of_own_rows(lints.functions_of_weights(padded, analysis.lints))
+        lints.warn_of_own_rows(lints.wrong_where_padded(padded, analysis.lints))
 
     unmasked = functools.cache(lambda: _unmasked(pass_, args, towers.axes))
     proof = Proof(analysis, unmasked, functools.cache(warn_of_padding))
