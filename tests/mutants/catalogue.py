@@ -313,6 +313,15 @@ PROOF = (
        "warn_of_padding", "test_lints.py::"
        "test_a_mean_by_a_towers_own_weights_is_warned_of_once_rows_are_padded"
        "[by_its_average]"),
+    _m("P38", "proof: a sum over the weights of all towers' rows counts padding",
+       "proof.lints:_is_of_all", "WEIGHTS in rows.leaves", "False", "test_lints.py::"
+       "test_a_mean_by_a_towers_own_weights_is_warned_of_once_rows_are_padded"
+       "[each_by_the_weights_of_all]"),
+    _m("P39", "proof: a loss's weight may count padding",
+       "proof.lints:wrong_where_padded", '("function", "padding")', '("function",)',
+       "test_lints.py::"
+       "test_a_mean_by_a_towers_own_weights_is_warned_of_once_rows_are_padded"
+       "[by_a_number]"),
     _m("P31", "proof: a step's own derivative is one that a tower takes",
        "proof.marks:Context.is_derived_in_tower",
        "bool(derived) and tags.DIFFERENTIATED not in before", "bool(derived)",
