@@ -98,8 +98,7 @@ class Programs:
         key = batch.signature, len(batch.args), kind
         program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
-            if batch.padded:
-                _check_padding(batch, program.proof)
+            _check_padding(batch, program.proof)
             return program
         seen = self._seen.setdefault((batch.num_steps, kind), [])
         signature = admit(batch, seen, self.max_programs)
@@ -190,8 +189,8 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
 
 def _check_padding(batch: PlacedBatch, proof: Proof) -> None:
     """Refuse and warn of what is wrong of a padded batch alone."""
-    refuse_unread_weight(batch, proof)
     if batch.padded:
+        refuse_unread_weight(batch, proof)
         proof.warn_of_padding()
 
 
