@@ -1191,7 +1191,7 @@ AUDITS = (
        "(1, 2))\n    second", "(2, 2))\n    second", f"{_HABITS}[sum_with_weight_1]"),
     _m("U05", "a step that was refused by its audit trains at the next call",
        "step.step:Step.outputs", "self.audit(state, batch)",
-       "(vars(self).update(_audits=False), self.audit(state, batch))",
+       "(vars(self).update(audits=False), self.audit(state, batch))",
        f"{_HABITS}[sum_with_weight_1]"),
 )
 

@@ -1,4 +1,7 @@
-"""Look into a step: prove it, compile it, audit it, report on it, find what failed."""
+"""Look into a step: prove it, compile it, audit it, report on it, find what failed.
+
+Methods of `Step`, written as functions of it.
+"""
 
 import dataclasses
 import functools
@@ -7,211 +10,195 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch, Placer
+from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.mesh.transfer import place, readable
 from towerjax.step.audit import run_audit
 from towerjax.step.comparison import AuditReport
 from towerjax.step.compile import Program, compile_step
-from towerjax.step.engine import Engine
 from towerjax.step.faults import Place
-from towerjax.step.policies import StatePolicy
-from towerjax.step.programs import Programs, send_shared
+from towerjax.step.programs import send_shared
 from towerjax.step.prove import Proof, prove
 from towerjax.step.report import StepReport, report_on
 from towerjax.step.state import TrainState, split_state, step_number
 from towerjax.step.state_checks import check_made
 from towerjax.step.trace import trace
-from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
-from towerjax.types.door import doors
 from towerjax.types.options import check_whole
 
 
-@doors
-class Examined:
-    """Methods of a `Step` that look into it."""
+def check(
+    self: Any,
+    params: PyTree,
+    batch: PyTree,
+    *,
+    opt_state: PyTree = (),
+    local: PyTree = None,
+    extra: PyTree = None,
+) -> Proof:
+    """The proof that the step's towers stay the same, without any device.
 
-    engine: Engine
-    strategy: Strategy
-    policy: StatePolicy
-    programs: Programs
-    num_parts: int
-    is_audited: bool
-    _audits: bool
-    _placer: Placer
-    start: Any
-    shapes: Any
-    place_batch: Any
+    Args:
+      params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
+      batch: A global batch, arrays or shapes ``[B, ...]``.
+      opt_state: As for `init`, arrays or shapes; a train step makes it.
+      local: Tower-local variables, as for ``init``, arrays or shapes.
+      extra: As for `init`, arrays or shapes.
 
-    def check(
-        self,
-        params: PyTree,
-        batch: PyTree,
-        *,
-        opt_state: PyTree = (),
-        local: PyTree = None,
-        extra: PyTree = None,
-    ) -> Proof:
-        """The proof that the step's towers stay the same, without any device.
+    Returns:
+      The ``Proof``, with the collectives of the step.
 
-        Args:
-          params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
-          batch: A global batch, arrays or shapes ``[B, ...]``.
-          opt_state: As for `init`, arrays or shapes; a train step makes it.
-          local: Tower-local variables, as for ``init``, arrays or shapes.
-          extra: As for `init`, arrays or shapes.
+    Raises:
+      ReplicationError: A result depends on the tower, or a collective could
+        hang; names leaf and line.
+      ValueError: The batch is malformed, or does not divide.
 
-        Returns:
-          The ``Proof``, with the collectives of the step.
+    Example:
+      >>> import jax.numpy as jnp, optax, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
+      >>> strategy = tj.Mirrored(towers=4096)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+      >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
+      >>> step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+      Proof(collectives: psum of 16 bytes)
+    """
+    state = params
+    if not isinstance(state, TrainState):
+        state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
+    check_made(state, self.policy.made(self, state.params))
+    state = self.policy.shapes(self, state)
+    traced = trace(self.engine, (*split_state(state), *self.placer.shapes(batch)))
+    for traced_pass in traced.passes:
+        traced_pass.towers.rehearse()
+    return prove(traced)
 
-        Raises:
-          ReplicationError: A result depends on the tower, or a collective could
-            hang; names leaf and line.
-          ValueError: The batch is malformed, or does not divide.
 
-        Example:
-          >>> import jax.numpy as jnp, optax, towerjax as tj
-          >>> def loss_fn(params, batch, tower):
-          ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
-          >>> strategy = tj.Mirrored(towers=4096)
-          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-          >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
-          >>> step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
-          Proof(collectives: psum of 16 bytes)
-        """
-        state = params
-        if not isinstance(state, TrainState):
-            state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
-        check_made(state, self.policy.made(self, state.params))
-        state = self.policy.shapes(self, state)
-        traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
-        for traced_pass in traced.passes:
-            traced_pass.towers.rehearse()
-        return prove(traced)
+def program(self: Any, state: Any, batch: PyTree) -> Program:
+    """The compiled program for such a batch; compiles it if need be.
 
-    def program(self, state: Any, batch: PyTree) -> Program:
-        """The compiled program for such a batch; compiles it if need be.
+    Args:
+      state: The state; for absent devices its shapes, or those of parameters.
+      batch: A global batch, or one placed before; for absent devices shapes.
 
-        Args:
-          state: The state; for absent devices its shapes, or those of parameters.
-          batch: A global batch, or one placed before; for absent devices shapes.
+    Returns:
+      A ``Program``: ``.call.as_text()`` is the compiler's own text.
+    """
+    placement = self.strategy.placement
+    if placement.absent is None:
+        state, placed = self.start(state), self.place_batch(batch)
+        kind = self.policy.kind(state)
+        return self.programs.program(split_state(state), placed, kind)
+    first = split_state(self.policy.shapes(self, state))
+    rows, *others = self.placer.shapes(batch)
+    full_rows = None
+    if self.programs.leaves_out_weights and not self.placer.may_pad:
+        full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
+    args = (*first, rows, *others)
+    return compile_step(self.engine, placement, args, full_rows=full_rows)
 
-        Returns:
-          A ``Program``: ``.call.as_text()`` is the compiler's own text.
-        """
-        placement = self.strategy.placement
-        if placement.absent is None:
-            state, placed = self.start(state), self.place_batch(batch)
-            kind = self.policy.kind(state)
-            return self.programs.program(split_state(state), placed, kind)
-        first = split_state(self.policy.shapes(self, state))
-        rows, *others = self._placer.shapes(batch)
-        full_rows = None
-        if self.programs.leaves_out_weights and not self._placer.may_pad:
-            full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
-        args = (*first, rows, *others)
-        return compile_step(self.engine, placement, args, full_rows=full_rows)
 
-    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
-        """What the compiler made of the step for such a batch.
+def report(self: Any, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
+    """What the compiler made of the step for such a batch.
 
-        Args:
-          state: The state; it is kept. For absent devices shapes: of parameters, or
-            what ``step.shapes`` gives.
-          batch: A global batch, or one placed before; for absent devices shapes.
-          timed_calls: So many calls are timed, on a copy of the state, which needs
-            its memory once more; 0 times none.
+    Args:
+      state: The state; it is kept. For absent devices shapes: of parameters, or
+        what ``step.shapes`` gives.
+      batch: A global batch, or one placed before; for absent devices shapes.
+      timed_calls: So many calls are timed, on a copy of the state, which needs
+        its memory once more; 0 times none.
 
-        Returns:
-          A `StepReport`: collectives, FLOPs, memory, times.
+    Returns:
+      A `StepReport`: collectives, FLOPs, memory, times.
 
-        Raises:
-          ValueError: As a step's call.
-        """
-        return report_on(self, state, batch, timed_calls)
+    Raises:
+      ValueError: As a step's call.
+    """
+    return report_on(self, state, batch, timed_calls)
 
-    def audit(self, state: Any, batch: PyTree) -> AuditReport:
-        """Run two towers and one tower of the same rows, and compare what is merged.
 
-        On one device, with so many rows for each of the two as a tower function gets;
-        where batches may be padded, once more with half as many for the second. Loss,
-        gradients, metrics and every other merged value are compared; ``tower.rng``
-        draws the same for all rows. Nothing is updated, and the state is kept.
+def audit(self: Any, state: Any, batch: PyTree) -> AuditReport:
+    """Run two towers and one tower of the same rows, and compare what is merged.
 
-        Args:
-          state: As for a call.
-          batch: A global batch of at least two examples, or one placed before.
+    On one device, with so many rows for each of the two as a tower function gets;
+    where batches may be padded, once more with half as many for the second. Loss,
+    gradients, metrics and every other merged value are compared; ``tower.rng``
+    draws the same for all rows. Nothing is updated, and the state is kept.
 
-        Returns:
-          An `AuditReport` of what was compared.
+    Args:
+      state: As for a call.
+      batch: A global batch of at least two examples, or one placed before.
 
-        Raises:
-          SplitError: A leaf depends on how the rows were split: names the leaf, both
-            numbers, and what to write instead.
-          ValueError: As a step's call.
+    Returns:
+      An `AuditReport` of what was compared.
 
-        Example:
-          >>> import numpy as np, optax, towerjax as tj
-          >>> def loss_fn(w, batch, tower):
-          ...     return tj.Weighted(((w - batch) ** 2).sum(), 1.0)
-          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
-          >>> try:
-          ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
-          ... except tj.testing.SplitError as error:
-          ...     [finding.leaf for finding in error.findings]
-          ['gradient', 'loss']
-        """
-        engine, state = self.policy.audited(self, self.start(state))
-        state = jax.tree.map(readable, state)
-        how = {"parts": self.num_parts, "pads": self._placer.may_pad}
-        report = run_audit(engine, self.strategy, state, batch, **how)
-        self._audits, self.is_audited = False, True
-        return report
+    Raises:
+      SplitError: A leaf depends on how the rows were split: names the leaf, both
+        numbers, and what to write instead.
+      ValueError: As a step's call.
 
-    def locate(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        *,
-        number: int | None = None,
-        index: int = 0,
-    ) -> tuple[Place, ...]:
-        """Which towers' values of a step are not finite, before any reduction.
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> def loss_fn(w, batch, tower):
+      ...     return tj.Weighted(((w - batch) ** 2).sum(), 1.0)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+      >>> try:
+      ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
+      ... except tj.testing.SplitError as error:
+      ...     [finding.leaf for finding in error.findings]
+      ['gradient', 'loss']
+    """
+    engine, state = self.policy.audited(self, self.start(state))
+    state = jax.tree.map(readable, state)
+    how = {"parts": self.num_parts, "pads": self.placer.may_pad}
+    compared = run_audit(engine, self.strategy, state, batch, **how)
+    self.audits, self.is_audited = False, True
+    return compared
 
-        Runs the towers once more, in a program of its own, without an update.
 
-        Args:
-          state: The state before the step, or after it if it was refused.
-          batch: The step's batch.
-          number: The step's number; None is the state's.
-          index: Which batch, of several that were placed together.
+def locate(
+    self: Any,
+    state: TrainState,
+    batch: PyTree,
+    *,
+    number: int | None = None,
+    index: int = 0,
+) -> tuple[Place, ...]:
+    """Which towers' values of a step are not finite, before any reduction.
 
-        Returns:
-          The places, pass after pass: after one, all towers may have what one had.
+    Runs the towers once more, in a program of its own, without an update.
 
-        Example:
-          >>> import numpy as np, optax, towerjax as tj
-          >>> def loss_fn(params, batch, tower):
-          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
-          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
-          >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
-          >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
-          >>> place.tower, place.leaf, place.part, place.kind
-          (1, 'params/w', 'gradient', 'infinity')
-        """
-        placement = self.strategy.placement
-        state, placed = self.start(state), send_shared(self.place_batch(batch))
-        number = step_number(state) if number is None else number
-        at = place(np.asarray(number).astype(np.int32), placement, Layout.MIRRORED)
-        if placed.num_steps is not None:
-            placed = _one_of_several(placed, index)
-        donated_kept = split_state(dataclasses.replace(state, step=at))
-        locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
-        program = locator.program(donated_kept, placed)
-        (flags,) = locator(program, donated_kept, placed)
-        places = [place for x in jax.device_get(flags) for place in x.places(number)]
-        return tuple(dict.fromkeys(places))  # each pass has the parameters
+    Args:
+      state: The state before the step, or after it if it was refused.
+      batch: The step's batch.
+      number: The step's number; None is the state's.
+      index: Which batch, of several that were placed together.
+
+    Returns:
+      The places, pass after pass: after one, all towers may have what one had.
+
+    Example:
+      >>> import numpy as np, optax, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+      >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
+      >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
+      >>> place.tower, place.leaf, place.part, place.kind
+      (1, 'params/w', 'gradient', 'infinity')
+    """
+    placement = self.strategy.placement
+    state, placed = self.start(state), send_shared(self.place_batch(batch))
+    number = step_number(state) if number is None else number
+    at = place(np.asarray(number).astype(np.int32), placement, Layout.MIRRORED)
+    if placed.num_steps is not None:
+        placed = _one_of_several(placed, index)
+    donated_kept = split_state(dataclasses.replace(state, step=at))
+    locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
+    program = locator.program(donated_kept, placed)
+    (flags,) = locator(program, donated_kept, placed)
+    places = [place for x in jax.device_get(flags) for place in x.places(number)]
+    return tuple(dict.fromkeys(places))  # each pass has the parameters
 
 
 def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:

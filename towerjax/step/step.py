@@ -10,8 +10,8 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
+from towerjax.step import examine
 from towerjax.step.engine import Engine, StepOptions
-from towerjax.step.examine import Examined
 from towerjax.step.policies import StatePolicy, Trained, state_taken_by
 from towerjax.step.programs import Programs
 from towerjax.step.state import (
@@ -40,7 +40,7 @@ from towerjax.types.missing import explain_missing
 
 
 @doors
-class Step(Examined):
+class Step:
     """A pure step: ``(state, batch) -> (state, metrics)``.
 
     Made by `build_train_step` and `build_step`; those of `build_eval_step` and
@@ -61,17 +61,20 @@ class Step(Examined):
         self.engine, self.strategy, self.options = engine, strategy, options
         self.policy, self.remake = policy, remake
         placement, remainder = strategy.placement, options.remainder
-        self._placer = placer or Placer(
+        self.placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_parts = self._placer.shares  # T A: how many tower calls share a batch
-        self._audits = options.audit and self.num_parts > 1  # before the next call
+        self.num_parts = self.placer.shares  # T A: how many tower calls share a batch
+        self.audits = options.audit and self.num_parts > 1  # before the next call
         self.is_audited = False
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
         refusals = options.on_nonfinite == "raise"
         self._verdicts = Verdicts(placement, refusals=refusals)
+
+    check, program, report = examine.check, examine.program, examine.report
+    audit, locate = examine.audit, examine.locate
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing()
@@ -101,7 +104,7 @@ class Step(Examined):
 
         def fn(state: TrainState, batch: PyTree) -> Any:
             given = self.policy.in_trace(self, state)
-            placed = self._placer.fit_traced(batch)
+            placed = self.placer.fit_traced(batch)
             out = self.programs.trace(split_state(given), placed)
             return self.policy.result(self, given, out, placed)[0]
 
@@ -243,7 +246,7 @@ class Step(Examined):
         Raises:
           ValueError: The batch is malformed, or does not divide.
         """
-        return self._placer.place(batch)
+        return self.placer.place(batch)
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call that does them all.
@@ -258,12 +261,12 @@ class Step(Examined):
         Raises:
           ValueError: A batch is malformed, does not divide, or is unlike the others.
         """
-        return self._placer.place_several(batches, steps)
+        return self.placer.place_several(batches, steps)
 
     @property
     def batch_rows(self) -> frozenset[int]:
         """The sizes of batches so far to which smaller ones are padded."""
-        return frozenset(self._placer.full_sizes.values())
+        return frozenset(self.placer.full_sizes.values())
 
     def expect_batch_rows(self, sizes: Iterable[int]) -> None:
         """Pad smaller batches as if batches of these sizes had been placed before.
@@ -271,7 +274,7 @@ class Step(Examined):
         Args:
           sizes: As ``batch_rows`` of the step in another process, of any towers.
         """
-        self._placer.expect(sizes)
+        self.placer.expect(sizes)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -293,7 +296,7 @@ class Step(Examined):
 
     def outputs(self, state: Any, batch: PlacedBatch) -> tuple[TrainState, Any]:
         """The state as it was given to the program, and the program's results."""
-        if self._audits:
+        if self.audits:
             self.audit(state, batch)
         policy, programs = self.policy, self.programs
         state = policy.take(self, state)
@@ -336,7 +339,7 @@ class Step(Examined):
             step changed nothing, and ``state`` is still usable.
         """
         self._verdicts.check()
-        placed = self._placer.place(batch, by_call=True)
+        placed = self.placer.place(batch, by_call=True)
         placed.refuse_several()
         before, out = self.outputs(state, placed)
         result, guarded = self.policy.result(self, before, out, placed)
