@@ -27,11 +27,36 @@ OLDER = "--xla_cpu_use_fusion_emitters=false"
 OLDER = {"XLA_FLAGS": OLDER} if jax.version.__version_info__ < (0, 11) else {}
 
 
+class First(list):
+    """Functions that are called where a process receives them."""
+
+    def __reduce__(self):
+        return call_each, tuple(self)
+
+
+def call_each(*functions):
+    for function in functions:
+        function()
+
+
+# What each process calls before it looks up anything else: `tests.mutants` does so.
+FIRST = First()
+
+
 def context():
     """That of the server, which another user of it may have started."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload([*PRELOAD, __name__])
     return found
+
+
+def process(target, *args, **options):
+    """A process that is still to be started, and calls a function."""
+    return context().Process(target=begin, args=(FIRST, target, args, options))
+
+
+def begin(_, target, args, options):
+    target(*args, **options)
 
 
 def in_child(output, run, *args, devices=8, compiled="as by users", **variables):
@@ -97,14 +122,13 @@ def _outputs(calls, timeout_s, code=0):
         started = []
         for output, (target, run, args, options) in zip(outputs, calls, strict=True):
             output.touch()
-            args = (str(output), run, *args)
-            started.append(context().Process(target=target, args=args, kwargs=options))
+            started.append(process(target, str(output), run, *args, **options))
             started[-1].start()
-        for process in started:
-            process.join(timeout_s)
-        codes = [process.exitcode for process in started]
-        for process in started:
-            process.kill()
+        for one in started:
+            one.join(timeout_s)
+        codes = [one.exitcode for one in started]
+        for one in started:
+            one.kill()
         texts = [output.read_text() for output in outputs]
         assert codes == [code] * len(codes), (codes, *texts)
         return texts

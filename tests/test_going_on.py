@@ -139,7 +139,7 @@ def read(path):
 def test_a_launcher_that_is_killed_leaves_nobody_and_goes_on_when_started(tmp_path):
     def run(seed, folder):
         command, options = moment(seed, folder, "launcher")
-        first = forked.context().Process(target=launch, args=(command,), kwargs=options)
+        first = forked.process(launch, command, **options)
         first.start()
         first.join(60)
         assert first.exitcode == -9

@@ -136,9 +136,8 @@ class Member:
     def __init__(self, path, run, arguments, options):
         self.path = path
         path.touch()
-        args = (str(path), run, arguments)
-        made = {"target": forked.member, "args": args, "kwargs": options}
-        self.process = forked.context().Process(**made)
+        args = str(path), run, arguments
+        self.process = forked.process(forked.member, *args, **options)
         self.process.start()
 
     @property

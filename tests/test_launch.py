@@ -282,7 +282,7 @@ def launched(pipe, options):
 def launcher(command, **options):
     reading, writing = forked.context().Pipe(duplex=False)
     options |= {"command": command, "processes": 2}
-    process = forked.context().Process(target=launched, args=(writing, options))
+    process = forked.process(launched, writing, options)
     process.start()
     writing.close()
     try:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import re
-import textwrap
+import sys
 
 import numpy as np
 import pytest
 from mutants.catalogue import MUTANTS, REGISTRY
-from mutants.covers import Covered
+from mutants.covers import Covered, record
 from mutants.equivalent import SAME
 from mutants.generated import (
     OF_DEFAULTS,
@@ -45,6 +45,8 @@ CASES = {
         "raise TypeError(\n            f\"{self!r}",
         "test_positive",
     ),
+    "killed in a child": (PACK_SIZES, REST, "[size]", "test_in_a_child"),
+    "survived in a child": (PACK_SIZES, REST, f"{REST} ", "test_in_a_child"),
     "broken: it crashes": (PACK_SIZES, REST, "[total.size]", "test_rest"),
     "broken: the test crashes": (PACK_SIZES, REST, "[]", "test_last"),
     "broken: no such text": (PACK_SIZES, "no such text", "", "test_rest"),
@@ -54,26 +56,33 @@ CASES = {
 }  # fmt: skip
 
 
+TINY = """
+import forked
+from towerjax.collectives.ops import Packed, pack_sizes
+
+forked.PRELOAD = ["towerjax"]  # no more than is needed here
+
+def test_rest():
+    assert pack_sizes(10, 3) == [3, 3, 4]
+
+def test_last():
+    assert pack_sizes(10, 1)[0] == 10
+
+def test_positive():
+    assert Packed(1, None, None) == Packed(1)
+
+def test_wrong():
+    assert pack_sizes(10, 3) == [4, 3, 3]
+
+def test_in_a_child():
+    assert forked.called(pack_sizes, 10, 3) == [3, 3, 4]
+"""
+
+
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
     file = tmp_path_factory.mktemp("scored") / "test_tiny.py"
-    file.write_text(
-        textwrap.dedent("""
-            from towerjax.collectives.ops import Packed, pack_sizes
-
-            def test_rest():
-                assert pack_sizes(10, 3) == [3, 3, 4]
-
-            def test_last():
-                assert pack_sizes(10, 1)[0] == 10
-
-            def test_positive():
-                assert Packed(1, None, None) == Packed(1)
-
-            def test_wrong():
-                assert pack_sizes(10, 3) == [4, 3, 3]
-        """)
-    )
+    file.write_text(TINY)
     jobs = [
         Job(name, (f"{file}::{test}",), Mutant(name, "", where, old, new, ()))
         for name, (where, old, new, test) in CASES.items()
@@ -93,6 +102,20 @@ def test_what_becomes_of_a_mutant(verdicts, name):
     assert verdicts[name].outcome == outcome, verdicts[name]
     assert verdicts[name].is_good == (outcome == "killed")
     assert verdicts[name].detail
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="sys.monitoring")
+def test_lines_that_a_child_runs_are_of_the_test_that_started_it(tmp_path):
+    (tmp_path / "test_tiny.py").write_text(TINY)
+    lines = {
+        test.rpartition("::")[2]: [number for _, number in sorted(covered.lines)]
+        for test, covered in record([tmp_path / "test_tiny.py"], 1).items()
+    }
+    first = ops.pack_sizes.__code__.co_firstlineno
+    assert first < lines["test_rest"][0] < lines["test_rest"][-1] < first + 30
+    assert lines["test_in_a_child"] == lines["test_rest"] != lines["test_positive"]
+    assert "test_wrong" not in lines
 
 
 @pytest.mark.slow

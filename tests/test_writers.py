@@ -303,9 +303,7 @@ def test_a_killed_process_leaves_whole_lines(step, tmp_path):
     program.write_text(PROGRAM)
     output.write_text("")
     of_program = str(program), str(tmp_path), (str(path),)
-    process = forked.context().Process(
-        target=forked.in_child, args=(str(output), forked.program, *of_program)
-    )
+    process = forked.process(forked.in_child, str(output), forked.program, *of_program)
     process.start()
     while output.read_text() != "go\n":
         assert process.is_alive() or output.read_text() == "go\n"

@@ -1,17 +1,25 @@
-"""Which lines of towerjax each test runs, and how long it takes (Python 3.12)."""
+"""Which lines of towerjax each test runs, and how long it takes (Python 3.12).
 
+What the processes of `tests/forked.py` run counts for the test that started them, also
+where they are killed; programs that are started in another way are not looked at.
+"""
+
+import contextlib
+import functools
 import multiprocessing
 import os
 import pathlib
 import pickle
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
 
-from .runner import PRELOAD, ROOT
+from .runner import PRELOAD, ROOT, first_in_children
 
 PACKAGE = f"{ROOT / 'towerjax'}{os.sep}"
 
@@ -20,7 +28,7 @@ class Covered(NamedTuple):
     """What one test that passes runs.
 
     Attributes:
-      seconds: How much of a core it takes.
+      seconds: How long it takes.
       lines: Pairs of a file's path below the root and a line's number.
     """
 
@@ -28,39 +36,69 @@ class Covered(NamedTuple):
     lines: frozenset[tuple[str, int]]
 
 
-class _Lines:
-    """A plugin of pytest: the lines that run between a test's setup and its end."""
+def _watch(run: Callable[[str, int], object]) -> None:
+    """Call a function once for each line of towerjax that this process runs."""
+    monitor, tool = sys.monitoring, sys.monitoring.COVERAGE_ID
+
+    def start(code: Any, _: int) -> object:
+        if code.co_filename.startswith(PACKAGE):
+            monitor.set_local_events(tool, code, monitor.events.LINE)
+        return monitor.DISABLE
+
+    def line(code: Any, number: int) -> object:
+        run(code.co_filename.removeprefix(f"{ROOT}{os.sep}"), number)
+        return monitor.DISABLE
+
+    monitor.use_tool_id(tool, "towerjax")
+    monitor.register_callback(tool, monitor.events.PY_START, start)
+    monitor.register_callback(tool, monitor.events.LINE, line)
+    monitor.set_events(tool, monitor.events.PY_START)
+
+
+def watch_into(path: str) -> None:
+    """Write each line of towerjax that this process runs into a file, at once.
+
+    Args:
+      path: The file, of which each line is a number and a path below the root.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def run(name: str, number: int) -> None:
+        with contextlib.suppress(OSError):  # a test may forbid to write
+            os.write(file, f"{number} {name}\n".encode())
+
+    _watch(run)
+
+
+class Lines:
+    """A plugin of pytest: the lines that run between a test's setup and its end.
+
+    Attributes:
+      tests: What each test that passed runs, by node id.
+    """
 
     def __init__(self) -> None:
         self.tests: dict[str, Covered] = {}
         self._lines: set[tuple[str, int]] = set()
         self._passed: set[str] = set()
-        self._monitor = monitor = sys.monitoring
-        events = monitor.events
-        monitor.use_tool_id(monitor.COVERAGE_ID, "towerjax")
-        monitor.register_callback(monitor.COVERAGE_ID, events.PY_START, self._start)
-        monitor.register_callback(monitor.COVERAGE_ID, events.LINE, self._line)
-        monitor.set_events(monitor.COVERAGE_ID, events.PY_START)
+        self._of_children = tempfile.NamedTemporaryFile("r")
+        _watch(lambda name, number: self._lines.add((name, number)))
 
-    def _start(self, code: Any, _: int) -> object:
-        if code.co_filename.startswith(PACKAGE):
-            events = self._monitor.events.LINE
-            self._monitor.set_local_events(self._monitor.COVERAGE_ID, code, events)
-        return self._monitor.DISABLE
-
-    def _line(self, code: Any, line: int) -> object:
-        self._lines.add((code.co_filename.removeprefix(f"{ROOT}{os.sep}"), line))
-        return self._monitor.DISABLE
+    def pytest_collection_finish(self) -> None:
+        first_in_children(functools.partial(watch_into, self._of_children.name))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
         self._lines = set()
-        self._monitor.restart_events()
-        start = time.process_time()
+        self._of_children.read()
+        sys.monitoring.restart_events()
+        start = time.monotonic()
         yield
         if item.nodeid in self._passed:
-            seconds = time.process_time() - start
-            self.tests[item.nodeid] = Covered(seconds, frozenset(self._lines))
+            seconds = time.monotonic() - start
+            of_children = (line.split() for line in self._of_children)
+            lines = {(name, int(number)) for number, name in of_children}
+            self.tests[item.nodeid] = Covered(seconds, frozenset(self._lines | lines))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.passed:
@@ -69,26 +107,26 @@ class _Lines:
             self._passed.discard(report.nodeid)
 
 
-def _child(file: str, options: list[str], answer: Any) -> None:
+def _child(file: str, answer: Any) -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.chdir(ROOT)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    plugin = _Lines()
-    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", *options]
+    plugin = Lines()
+    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     pytest.main([*options, file], plugins=[plugin])
     answer.send(plugin.tests)
     answer.close()
     os._exit(0)
 
 
-def record(workers: int, options: list[str]) -> dict[str, Covered]:
-    """Run the suite, each file in a process of its own.
+def record(files: Sequence[pathlib.Path], workers: int) -> dict[str, Covered]:
+    """Run files of tests, each in a process of its own.
 
     Args:
+      files: The files.
       workers: How many at a time.
-      options: More options of pytest.
 
     Returns:
       What each test that passes runs, by node id.
@@ -100,8 +138,7 @@ def record(workers: int, options: list[str]) -> dict[str, Covered]:
 
     def run(file: pathlib.Path) -> dict[str, Covered]:
         mine, theirs = context.Pipe(duplex=False)
-        args = (str(file.relative_to(ROOT)), options, theirs)
-        process = context.Process(target=_child, args=args)
+        process = context.Process(target=_child, args=(str(file), theirs))
         process.start()
         theirs.close()
         try:
@@ -113,7 +150,6 @@ def record(workers: int, options: list[str]) -> dict[str, Covered]:
             process.join()
 
     found: dict[str, Covered] = {}
-    files = sorted((ROOT / "tests").glob("test_*.py"))
     with ThreadPoolExecutor(workers) as pool:
         for tests in pool.map(run, files):
             found |= tests
@@ -134,7 +170,7 @@ def kept(file: str | None, workers: int) -> dict[str, Covered]:
         with open(file, "rb") as opened:
             found = pickle.load(opened)
         return {test: Covered(*values) for test, values in found.items()}
-    covers = record(workers, [])
+    covers = record(sorted((ROOT / "tests").glob("test_*.py")), workers)
     if file:
         with open(file, "wb") as opened:
             pickle.dump(

@@ -1,7 +1,9 @@
 """Run mutants against their tests, one forked process for each."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 import gc
 import multiprocessing
 import os
@@ -68,11 +70,15 @@ class Verdict:
 class _Recorder:
     """A plugin of pytest: what passed, and how the first test failed."""
 
-    def __init__(self, mutated_file: str) -> None:
+    def __init__(self, mutated_file: str, first: Callable[[], None]) -> None:
+        self._first = first
         self.passed: list[str] = []
         self.failed: str | None = None
         self.detail, self.is_fair = "", True
         self._mutated_file = mutated_file
+
+    def pytest_collection_finish(self) -> None:
+        first_in_children(self._first)
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Any:
@@ -98,6 +104,16 @@ class _Recorder:
         return own_type or (raised and isinstance(error.value, ValueError))
 
 
+def first_in_children(call: Callable[[], None]) -> None:
+    """Have each process of `tests/forked.py` that tests start call a function first.
+
+    Args:
+      call: The function, of a module of this package.
+    """
+    if forked := sys.modules.get("forked"):  # tests were collected that import it
+        forked.FIRST.append(call)
+
+
 def run_here(job: Job) -> Verdict:
     """Run the job's tests in this process, which must not have run any before.
 
@@ -107,26 +123,43 @@ def run_here(job: Job) -> Verdict:
     Returns:
       The verdict.
     """
-    counts = [0]
-
-    def live() -> None:
-        counts[0] += 1
-
-    recorder = _Recorder(f"<mutant {job.mutant.id}>" if job.mutant else "-")
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     options += [] if job.mutant is None else ["-x"]
-    with pytest.MonkeyPatch.context() as patch:
-        if job.mutant is not None:
-            try:
-                apply(job.mutant, patch, live)
-            except MutantError as error:
-                return Verdict("broken", str(error))
+    with tempfile.NamedTemporaryFile() as is_live:
+        first = functools.partial(begin, job.mutant, is_live.name)
+        recorder = _Recorder(f"<mutant {job.mutant.id}>" if job.mutant else "-", first)
+        try:
+            first()
+        except MutantError as error:
+            return Verdict("broken", str(error))
         code = int(pytest.main([*options, *job.tests], plugins=[recorder]))
-    verdict = _verdict(job, recorder, code, counts[0])
+        verdict = _verdict(job, recorder, code, bool(is_live.read()))
     return dataclasses.replace(verdict, failed=recorder.failed)
 
 
-def _verdict(job: Job, recorder: _Recorder, code: int, lives: int) -> Verdict:
+def begin(mutant: Mutant | None, is_live: str) -> None:
+    """Put a mutant into this process for good.
+
+    Args:
+      mutant: The mutant, or None.
+      is_live: A file, into which it is written that the changed statement ran.
+
+    Raises:
+      MutantError: It cannot be made.
+    """
+    if mutant is None:
+        return
+    file, ran = os.open(is_live, os.O_WRONLY | os.O_APPEND), list[int]()
+
+    def live() -> None:
+        with contextlib.suppress(OSError):  # a test may forbid to write
+            if not ran:
+                ran.append(os.write(file, b"ran"))
+
+    apply(mutant, pytest.MonkeyPatch(), live)
+
+
+def _verdict(job: Job, recorder: _Recorder, code: int, is_live: bool) -> Verdict:
     bad = "failed" if job.mutant is None else "broken"
     if code not in (0, 1):
         why = {4: "no such test, or it cannot be collected", 5: "no tests"}
@@ -135,7 +168,7 @@ def _verdict(job: Job, recorder: _Recorder, code: int, lives: int) -> Verdict:
         if recorder.failed or not recorder.passed:
             return Verdict("failed", recorder.detail or "nothing was run")
         return Verdict("passed", f"{len(recorder.passed)} tests")
-    if not lives:
+    if not is_live:
         return Verdict("not live", f"its statement never ran under {job.tests}")
     if recorder.failed is None:
         return Verdict("survived", f"{', '.join(job.tests)} passed")
