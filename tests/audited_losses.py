@@ -178,6 +178,31 @@ def _normalise(_, g):
 _divided_by_the_norm_of_rows.defvjp(lambda x: (x, None), _normalise)
 
 
+class WrongWherePadded:
+    """Without padding each is right on towers of as many rows."""
+
+    def penalised_by_a_mean_of_rows(p, b, t):
+        own = (errors(p, b) * t.weight).mean()
+        return mean(errors(p, b), t) + tj.penalty(t.reduce(tj.Reduction.MEAN, own))
+
+    def less_the_mean_of_all_rows(p, b, t):
+        own = (scores(p, b) * t.weight).mean()
+        center = t.reduce(tj.Reduction.MEAN, own)
+        return mean((scores(p, b) - center) ** 2 + errors(p, b), t)
+
+    def sum_over_the_number_of_rows(p, b, t):
+        total = t.reduce(tj.Reduction.SUM, errors(p, b) @ t.weight)
+        own = total / (t.num_towers * t.weight.size)
+        return mean(errors(p, b), t) + tj.penalty(own)
+
+    def share_of_rows(p, b, t):
+        share = t.reduce(tj.Reduction.MEAN, t.weight.mean())
+        return mean(errors(p, b) * share, t)
+
+
+WRONG_WHERE_PADDED = cases(WrongWherePadded)
+
+
 class Right:
     def plain_mean(p, b, t):
         return mean(errors(p, b), t)

@@ -11,7 +11,14 @@ import optax
 import pytest
 from audited_losses import BATCH as ROWS
 from audited_losses import PARAMS as MODEL
-from audited_losses import RIGHT, WRONG, WRONG_STEPS, errors, scores
+from audited_losses import (
+    RIGHT,
+    WRONG,
+    WRONG_STEPS,
+    WRONG_WHERE_PADDED,
+    errors,
+    scores,
+)
 
 import towerjax as tj
 from towerjax.step.audit import of_towers, rounded
@@ -359,6 +366,33 @@ def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     jax.tree.map(np.testing.assert_array_equal, state.params, MODEL)
     assert all(x in str(error) for x in ("on 2 towers", "on one", "tj.Weighted.mean("))
     assert "as many rows each" not in str(error)  # ROWS are shared evenly
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.filterwarnings("ignore:.*padded")
+@pytest.mark.parametrize("name", WRONG_WHERE_PADDED)
+def test_what_counts_padding_is_refused_where_batches_are_padded(name):
+    loss_fn = WRONG_WHERE_PADDED[name]
+    full = train_step(loss_fn)
+    full.audit(full.init(MODEL), ROWS)
+    step = train_step(loss_fn, remainder="pad")
+    text = "gradient.*loss: padded rows count"
+    error, _ = refused(step, step.init(MODEL), ROWS, text=text)
+    assert "as many rows each" not in str(error) and not step.is_audited
+
+
+def test_a_metric_that_counts_padding_is_refused_where_batches_are_padded():
+    def metric_fn(params, batch, tower):
+        own = (errors(params, batch) * tower.weight).mean()
+        return {"mean": tower.reduce(tj.Reduction.MEAN, own)}
+
+    how = {"audit": True, "remainder": "pad"}
+    step = tj.build_eval_step(metric_fn, tj.Mirrored(towers=4), **how)
+    _, found = refused(step, MODEL, ROWS, text=r"\['mean'\]: padded rows count")
+    (mean,) = found.values()
+    # Nine rows, in two towers of six, and in one of 18.
+    total = np.asarray(errors(MODEL, ROWS), float)[:9].sum()
+    np.testing.assert_allclose((mean.value, mean.one_tower), total / [12, 18], 1e-5)
 
 
 @pytest.mark.few_fast(1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ class Towers:
         self, engine: Any, strategy: Strategy, towers: int, *, shares: int, rows: int
     ) -> None:
         alike = on_one_group(strategy, towers)
-        self.towers, self._placement = towers, alike.placement
+        self.rows, self._placement = rows, alike.placement
         self._placer = Placer(self._placement, remainder="pad", shares=shares)
         self._placer.expect([rows])
         self._engine = engine.on(alike)
@@ -102,7 +102,8 @@ def run_audit(
 
     The rows are the batch's first, for each of the two so many as a tower function is
     called with, in one of ``parts`` calls. Where batches may be padded, they are
-    compared once more with half as many for the second.
+    compared once more with half as many for the second, and with more padding on the
+    one tower: what counts padding differs.
     """
     rows = _on_host(batch)
     total = len(feed.batches(rows, 1))
@@ -111,12 +112,12 @@ def run_audit(
         raise ValueError(
             "The audit compares two towers, and the batch has one example. Give two."
         )
-    how: Any = {"shares": 2, "rows": 2 * each}
-    of_one, of_two = (Towers(engine, strategy, number, **how) for number in (1, 2))
+    of_one = Towers(engine, strategy, 1, shares=1, rows=(3 if pads else 2) * each)
+    of_two = Towers(engine, strategy, 2, shares=2, rows=2 * each)
     second = ("unevenly", each + each // 2) if pads else ("evenly", 2 * each)
     splits = [("evenly", 2 * each), second]
 
-    def runs(**draws: Any) -> Iterator[Compared]:
+    def runs(of_one: Towers = of_one, **draws: Any) -> Iterator[Compared]:
         for (name, count), word in zip(splits, DRAWS, strict=True):
             given = next(iter(feed.batches(rows, count)))
             key = row_free_key(word, **draws)
@@ -127,8 +128,14 @@ def run_audit(
     try:
         return judge([*runs()], of_one.jaxpr, 2 * each)
     except SplitError as error:
-        told = _advise(error, runs, of_one, of_two, each)
-        raise SplitError(error.findings, told) from None
+        without = {_FROM_SHARED: runs(shared=False)}
+        if pads:
+            as_two = Towers(engine, strategy, 1, shares=1, rows=2 * each)
+            without[_OF_PADDING] = runs(as_two)
+        told, left = _advise_by_runs(error.findings, of_one.jaxpr, without)
+        told += [*_advise_by_numbers(left), *of_two.lints]
+        told += _advise_by_lines(of_one.jaxpr, of_one.rows)
+        raise SplitError(error.findings, [*told, _INSTEAD]) from None
 
 
 def _on_host(batch: PyTree) -> PyTree:
@@ -258,37 +265,31 @@ _ALONG |= dict.fromkeys(
 )
 
 
-def _advise(
-    error: SplitError,
-    runs: Callable[..., Iterator[Compared]],
-    of_one: Towers,
-    of_two: Towers,
-    each: int,
-) -> list[str]:
-    """What may be the cause, and what to write instead."""
-    told = _advise_by_draws(error, runs, of_one.jaxpr, each)
-    told += _advise_by_numbers(error.findings)
-    told += of_two.lints
-    told += _advise_by_lines(of_one.jaxpr, 2 * each)
-    return [*told, _INSTEAD]
+_FROM_SHARED = (
+    "rows draw from tower.shared_rng, of which all towers draw the same. Draw what rows"
+    " have of their own from tower.rng."
+)
+_OF_PADDING = (
+    "padded rows count, of which the one tower has more. Divide sums of rows by the sum"
+    " of tower.weight, and not by a number of rows, as .mean() does."
+)
 
 
-def _advise_by_draws(
-    error: SplitError, runs: Callable[..., Iterator[Compared]], jaxpr: Any, each: int
-) -> list[str]:
-    """Whether all is the same with keys that draw the same for all rows."""
-    names = {finding.leaf for finding in error.findings}
-    try:
-        judge([*runs(shared=False)], jaxpr, 2 * each)
-        left = set[str]()
-    except SplitError as other:
-        left = {finding.leaf for finding in other.findings}
-    if not (mended := sorted(names - left)):
-        return []
-    return [
-        f"{listed(mended)}: rows draw from tower.shared_rng, of which all towers draw"
-        " the same. Draw what rows have of their own from tower.rng."
-    ]
+def _advise_by_runs(
+    findings: Sequence[Finding], jaxpr: Any, without: dict[str, Iterator[Compared]]
+) -> tuple[list[str], list[Finding]]:
+    """The causes without which leaves are the same; the findings that have none."""
+    told, left = [], [*findings]
+    for cause, runs in without.items():
+        differ = set[str]()
+        try:
+            judge([*runs], jaxpr, 0)
+        except SplitError as other:
+            differ = {finding.leaf for finding in other.findings}
+        if mended := sorted({x.leaf for x in findings} - differ):
+            told.append(f"{listed(mended)}: {cause}")
+            left = [x for x in left if x.leaf in differ]
+    return told, left
 
 
 def _advise_by_numbers(findings: Sequence[Finding]) -> list[str]:
@@ -303,7 +304,7 @@ def _advise_by_numbers(findings: Sequence[Finding]) -> list[str]:
     }.items():
         names = [x.leaf for x in findings if _is_times(x, factor)]
         told += [f"{listed(names)}: {text}."] if names else []
-    if all(x.split == "unevenly" for x in findings):
+    if findings and all(x.split == "unevenly" for x in findings):
         told.append(
             "Where towers have as many rows each they agree: a mean of each tower's"
             " mean counts a tower of few rows as much as one of many."
