@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import checkpoint_model as model
@@ -369,6 +370,23 @@ def told_without_room(path, bytes, after):
 def test_a_system_that_refuses_to_write_is_told(tmp_path, bytes, after, text):
     told = forked.called(told_without_room, tmp_path, bytes, after)
     assert re.search(text, told)
+
+
+def test_ctrl_c_while_a_checkpoint_fails_is_not_told_that_it_is_saved(
+    light, tmp_path, monkeypatch
+):
+    def refuse(partial, target, fields):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # the run waits again
+        raise OSError("no space is left")
+
+    monkeypatch.setattr(folder, "commit", refuse)
+    saving = tj.Checkpointer(tmp_path)
+    with pytest.raises((tj.CheckpointError, KeyboardInterrupt)) as failure:
+        train(light, saving, 2)
+    assert failure.type is tj.CheckpointError
+    assert "KeyboardInterrupt() had asked the run to end." in failure.value.__notes__
+    assert saving.steps == ()
 
 
 def test_a_last_checkpoint_that_cannot_be_committed_is_told(

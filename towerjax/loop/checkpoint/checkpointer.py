@@ -372,7 +372,6 @@ class Saving:
         try:
             yield
         except Exception as error:
-            self._saved = -1, {}
             if self._is_first:
                 with contextlib.suppress(Exception):  # the cause is raised
                     folder.discard(self._written_to, number)
@@ -384,9 +383,9 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is committed."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if self._writing is not None:
+            self._writing.result()  # again where Ctrl-C ends this
+            self._writing = None
 
     def check_preempted(self, number: int) -> None:
         """Raise on all of several processes if one of them was sent SIGTERM.
