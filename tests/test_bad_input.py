@@ -706,6 +706,21 @@ def test_as_many_features_as_rows_are_no_pairs_of_rows(fn, towers):
     check(fn, on_one(towers), good(3 * towers))()
 
 
+def test_values_of_rows_in_another_dim_are_refused_if_they_may_be_pairs():
+    def weighed(params, batch, tower):
+        gaps = (batch["x"] @ params["w"])[:, None] - batch["x"][:, 0][None]
+        weight = tower.weight[:, None] * tower.weight[None]
+        return tj.Weighted.mean(gaps**2, weight)  # of pairs: they are meant
+
+    def by_feature(params, batch, tower):
+        return tj.Weighted.mean((batch["x"] * params["w"][None]).T ** 2)
+
+    check(weighed, on_one(1), good(4))()
+    check(by_feature, on_one(2), good(8))()
+    with pytest.raises(tj.ReplicationError, match=r"by_feature.* along dim 1"):
+        check(by_feature, on_one(2), good(6))()
+
+
 def of_six(params, batch, tower):
     return tj.Weighted(((batch["x"] @ params["w"]) ** 2).sum(), 6)
 

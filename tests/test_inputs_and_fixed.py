@@ -302,8 +302,16 @@ def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
 
 def test_placed_batches_of_a_model_keep_what_their_shared_leaves_are():
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), mirrored(2, 2))
-    kinds = [
-        as_batch(step.place_batch({"x": rows()["x"], "scale": tj.Whole(x)})).signature
+    batches = [
+        {"x": rows()["x"], "scale": tj.Whole(x)}
         for x in (np.float32(1), np.float32(2), np.ones(2, np.float32))
     ]
+    kinds = [as_batch(step.place_batch(batch)).signature for batch in batches]
     assert kinds[0] == kinds[1] != kinds[2]
+    # That of a batch which becomes the model's before it is placed.
+    for given in (batches[0], (batches[0], rows()["x"])):
+        for how in ({}, {"with_labels": False}):
+            placed = as_batch(step.place_batch(given), **how)
+            expected = step.place_batch(as_batch(given, **how))
+            assert placed.signature == expected.signature
+            assert jax.tree.structure(placed.args) == jax.tree.structure(expected.args)

@@ -159,6 +159,25 @@ def test_an_unknown_function_of_equals_is_the_same_and_of_others_is_not():
     assert source_of(lambda w, x: psum(primitive.bind(x))) is None
 
 
+def test_code_that_a_primitive_hides_may_be_that_primitive():
+    """It is opened as often as its params differ, and not for ever."""
+    primitive, opened = made_up("towerjax_test_nested"), []
+
+    def code(x, code, left):
+        opened.append(left)
+        left = max(left - 1, -1)
+        return primitive.bind(x + 1, code=code, left=left) if left else x
+
+    primitive.def_impl(code)
+    given = {"code": code, "left": 3}
+    assert source_of(lambda w, x: primitive.bind(w, **given)) is None
+    assert source_of(lambda w, x: primitive.bind(x, **given)) == "batch['x']"
+    opened.clear()
+    endless = {"code": code, "left": -1}
+    assert source_of(lambda w, x: primitive.bind(w, **endless)) == primitive.name
+    assert opened == [-1]
+
+
 @pytest.mark.parametrize(
     "params",
     [

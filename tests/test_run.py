@@ -28,6 +28,7 @@ from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import HistoryLog
 from towerjax.loop.loop import Loop
 from towerjax.loop.run import run
+from towerjax.mesh import devices
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 
 EPS = np.finfo(np.float32).eps
@@ -163,6 +164,53 @@ def test_a_second_run_compiles_nothing(compiled):
     _, history = train(cut, state=state)
     assert compiled == []
     assert history.summary.compile_seconds < 0.05
+
+
+def test_of_calls_on_several_cpus_at_most_sixteen_are_in_flight(monkeypatch):
+    class Result:
+        ran = is_gone = fails = False
+
+        def is_deleted(self):
+            return self.is_gone
+
+        def is_ready(self):
+            return self.ran
+
+        def block_until_ready(self):
+            waited.append(calls.index(self))
+            self.ran = not self.is_gone
+            if self.is_gone or self.fails:
+                raise RuntimeError
+
+    def call(number, cpus="cpu:0 cpu:1"):
+        results = {"first": calls[number], "of the host": 1.0, "next": Result()}
+        devices.bound_in_flight(tuple(cpus.split()), 0, results)
+
+    def kept():
+        return [calls.index(x) for x in running["cpu:0", "cpu:1"]]
+
+    calls, waited, running = [Result() for _ in range(22)], [], {}
+    monkeypatch.setattr(devices, "DeviceArray", Result)
+    monkeypatch.setattr(devices, "_RUNNING", running)
+    for number in range(16):
+        call(number)
+    call(21, "cpu:2 cpu:3")
+    assert waited == [] and kept() == [*range(16)]
+    call(16)
+    assert waited == [0] and kept() == [*range(1, 17)]
+    calls[1].is_gone = True  # a later step took it
+    calls[4].ran = True  # as a call of one device may have, in another order
+    call(17)
+    assert waited == [0, 1, 2] and kept() == [3, *range(4, 18)]
+    calls[3].ran = True
+    call(18)
+    assert waited == [0, 1, 2] and kept() == [*range(5, 19)]
+    calls[5].fails = True  # which is for who asks for its results
+    call(19), call(20)
+    assert waited == [0, 1, 2] and kept() == [*range(5, 21)]
+    calls.append(Result())
+    call(22)
+    assert waited == [0, 1, 2, 5] and kept() == [*range(6, 21), 22]
 
 
 def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):

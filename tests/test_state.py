@@ -204,6 +204,8 @@ def test_steps_and_a_donated_state_say_what_they_are():
         loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2), remainder="pad"
     )
     assert repr(step) == "Step(Mirrored(towers=2), StepOptions(remainder='pad'))"
+    evaluates = repr(tj.build_eval_step(loss_fn, tj.Mirrored(towers=2)))
+    assert "on_nonfinite='ignore', donate=False, max_programs=None" in evaluates
     state = step.init({"w": np.ones((2, 3), np.float32)[0, 0]})
     assert "Shaped" not in repr(state) and "w': Array(1., dtype=float32" in repr(state)
     step(state, {"x": np.ones(4, np.float32)})

@@ -293,6 +293,23 @@ def test_towers_lie_in_order_and_mirrored_values_on_every_device(executor):
         assert found == dict(zip([CPUS[i] for i in (5, 1, 3)], parts, strict=True))
 
 
+def test_a_placement_has_each_option_of_its_strategy():
+    options = {"axis_name": "batch", "executor": "pmap"}
+    place = tj.Mirrored(devices=FOUR, towers=8, **options).placement
+    assert {name: getattr(place, name) for name in options} == options
+    assert (place.devices, place.num_towers, place.part_run) == (FOUR, 8, 1)
+    options = {"local": "scan", "within": (("model", 2),), "rows": "model"}
+    others = {"specs": {"w": jax.P("model")}, "cross_tower_ops": tj.PinnedTree()}
+    place = tj.Mirrored(devices=FOUR, **options, **others).placement
+    assert {name: getattr(place, name) for name in options} == options
+    assert place.num_towers == 2 and place.part_run > 1
+    assert place.specs is not None and place.absent is None
+    absent = tj.Absent("a100", 2)
+    assert tj.Mirrored(devices=absent).placement.absent == absent
+    one = tj.OneDevice("cpu:5", axis_name="batch").placement
+    assert (one.devices, one.num_towers, one.axis_name) == (("cpu:5",), 1, "batch")
+
+
 def test_one_device_lies_where_it_says():
     strategy = tj.OneDevice("cpu:5")
     ids = strategy.call_for_each_tower(lambda tower: tower.id)

@@ -103,7 +103,7 @@ class _EpochsIterator(Iterator[PyTree]):
     def __init__(self, source: Epochs) -> None:
         self._source, self._epoch, self._left = source, 0, source.most
         self._elements: Iterator[Any] | None = None  # of this epoch
-        self._taken: int | None = 0  # of this epoch; None once the data has raised
+        self._taken: int | None = None  # of this epoch; None once the data has raised
 
     def __next__(self) -> PyTree:
         """The next batch; begins the next epoch where one has ended."""

@@ -166,8 +166,8 @@ class History:
         last = len(self.steps) - 1
         chosen = np.linspace(0, last, min(rows, last + 1)).astype(int)
         shown = {*self.steps[chosen].tolist(), *dict(self.evaluations)}
-        evaluated = {f"evaluated {k}": 0 for _, x in self.evaluations for k in x}
-        names = {"step": 0, **self.metrics, **evaluated}
+        evaluated = (f"evaluated {k}" for _, x in self.evaluations for k in x)
+        names = dict.fromkeys(["step", *self.metrics, *evaluated])
         cells = [
             tuple(format_value(row[x]) if x in row else "" for x in names)
             for row in self.rows()

@@ -82,8 +82,8 @@ def floats_of(x: Any) -> jax.Array:
 
 def named_if_square(values: jax.Array, weight: Any) -> jax.Array:
     """The values of a mean, with a name where they may be rows by rows, ``[b, b]``."""
-    b, *others = values.shape or (0,)
-    is_square = b in others and np.ndim(weight) < 2
+    is_square = any(n == values.shape[0] for n in values.shape[1:])
+    is_square &= np.ndim(weight) < 2
     return checkpoint_name(values, tags.SQUARE) if is_square else values
 
 
