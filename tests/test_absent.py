@@ -30,7 +30,7 @@ from towerjax.step.compile import compile_step
 from towerjax.step.hlo import collectives_of, parse
 from towerjax.step.state import split_state
 from towerjax.towers.strategies import StateLayout
-from towerjax.towers.xla import compile_on_devices
+from towerjax.towers.xla import compile_on_devices, lower_on_devices
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 needs_compiler = pytest.mark.skipif(
@@ -124,6 +124,17 @@ def test_the_shapes_of_tower_local_variables_are_enough():
         for values in (arrays, jax.eval_shape(lambda: arrays))
     ]
     assert told[0] == told[1] and told[0].local.value["mean"].shape == (8, 3)
+
+
+@pytest.mark.parametrize(
+    "devices, own", [(None, "cosine"), (H200S, "sine"), (tj.Absent("v5e:2x4"), "tanh")]
+)
+def test_a_program_is_lowered_for_the_platform_of_its_devices(devices, own):
+    codes = {"cpu": jnp.cos, "cuda": jnp.sin, "tpu": jnp.tanh}
+    traced = jax.jit(lambda x: jax.lax.platform_dependent(x, **codes)).trace(1.0)
+    placement = tj.Mirrored(devices).placement
+    lowered = lower_on_devices(traced, placement).as_text()
+    assert re.findall(r"stablehlo\.(cosine|sine|tanh)", lowered) == [own]
 
 
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
