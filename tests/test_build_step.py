@@ -462,11 +462,13 @@ def test_the_tangent_of_a_mean_has_no_weight():
         zero = jnp.zeros(())
         right = {"none": tj.Weighted(zero, zero), "loss": loss}
         right["curved"] = tj.Weighted(curved.sum, grads.weight)
-        return right | {name: curved for name in wrong}
+        slope = jax.jvp(lambda p: loss_fn(p, batch, tower), point, point)[1]
+        tangents = {"curved": curved, "slope": slope}
+        return right | {name: tangents[name] for name in wrong}
 
-    wrong = ["curved"]
-    refused(tower_fn, "curved is a mean whose weight is the constant 0")
-    wrong.clear()
+    for wrong in (["curved"], ["slope"]):
+        refused(tower_fn, f"{wrong[0]} is a mean whose weight is the constant 0")
+    wrong = []
     step = tj.build_step(tower_fn, sgd(0.1, "curved"), mirrored(2, 2))
     step.check(params(), data(8))
 

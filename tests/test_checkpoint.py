@@ -285,6 +285,8 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
     )
     with pytest.raises(tj.CheckpointError, match="MB are free. Make room"):
         train(light, tj.Checkpointer(tmp_path / "full"))
+    with folder.lock(tj.Checkpointer(tmp_path / "just enough").path, needed=9):
+        pass
 
     def full(_):
         raise OSError(errno.EDQUOT, "Over the quota")
@@ -292,6 +294,24 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
     monkeypatch.setattr(folder.shutil, "disk_usage", full)
     with pytest.raises(tj.CheckpointError, match=r"quota \(EDQUOT\)\. Make room\."):
         train(light, tj.Checkpointer(tmp_path / "full"))
+
+
+def test_a_checkpoint_counts_once_all_of_it_is_on_the_disk(
+    light, tmp_path, monkeypatch
+):
+    def noted(file, fsync=os.fsync):
+        path = os.readlink(f"/proc/self/fd/{file}")
+        synced[target.exists()].add(path.removesuffix(".json.partial"))
+        fsync(file)
+
+    target, synced = tmp_path / "1", {False: set(), True: set()}
+    being_made = str(folder.partial_path_of(tmp_path, 1))
+    monkeypatch.setattr(os, "fsync", noted)
+    train(light, tj.Checkpointer(tmp_path), 1)
+    found = [str(path).removesuffix(".json") for path in (target, *target.rglob("*"))]
+    assert len(found) > 3
+    assert {x.replace(str(target), being_made) for x in found} <= synced[False]
+    assert synced[True] == {str(tmp_path)}  # in which it has its name
 
 
 @pytest.mark.slow

@@ -238,6 +238,10 @@ def test_a_function_of_ones_own_has_a_report():
     of_any = jax.jit(lambda first, *others: first + sum(others))
     found = tj.tools.report_of(of_any, (np.float32(1),) * 4, strategy)
     assert found.memory.by_kind["other"] == 16
+    of_any = jax.jit(lambda params, *batch: params + sum(batch))
+    found = tj.tools.report_of(of_any, (np.float32(1),) * 4, strategy)
+    kinds = found.memory.by_kind
+    assert (kinds["parameters"], kinds["batch"]) == (4, 12)
 
 
 # Text of other compilers, written by hand after theirs.

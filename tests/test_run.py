@@ -30,6 +30,7 @@ from towerjax.loop.loop import Loop
 from towerjax.loop.run import run
 from towerjax.mesh import devices
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
+from towerjax.step import programs
 
 EPS = np.finfo(np.float32).eps
 LEARNING_RATE = 0.05
@@ -211,6 +212,16 @@ def test_of_calls_on_several_cpus_at_most_sixteen_are_in_flight(monkeypatch):
     calls.append(Result())
     call(22)
     assert waited == [0, 1, 2, 5] and kept() == [*range(6, 21), 22]
+
+
+def test_calls_are_counted_on_several_cpus_alone(monkeypatch):
+    counted = []
+    count = lambda cpus, *results: counted.append(cpus)  # noqa: E731
+    monkeypatch.setattr(programs, "bound_in_flight", count)
+    for cpus in (["cpu:0"], ["cpu:0", "cpu:1"]):
+        step = tj.build_eval_step(metric_fn, tj.Mirrored(devices=cpus))
+        step({"w": np.ones(3, np.float32)}, eval_data(16))
+    assert counted == [("cpu:0", "cpu:1")]
 
 
 def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):

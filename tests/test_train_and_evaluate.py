@@ -383,6 +383,14 @@ class Shaky:
         return self.left.pop(0)
 
 
+def test_batches_that_were_used_are_those_that_the_data_says():
+    class Rest(list):
+        used_before = 3
+
+    assert Epochs("data", ["a", "b"]).used_before == 0
+    assert Epochs("data", Rest("ab")).used_before == 3
+
+
 def test_data_that_raises_and_can_go_on_is_gone_on_with():
     made = iter([Shaky("abc", 2), Shaky("de", None)])
     passes = iter(Epochs("data", lambda: next(made), epochs=2))

@@ -121,6 +121,10 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: a < 0 -> a <= 0",
     ): "the loop is over where it is 0",
     (
+        "towerjax.loop.writers:as_json",
+        "flipped: value > 0 -> value >= 0",
+    ): "it is not finite, so that it is not 0",
+    (
         "towerjax.proof.lints:_moves",
         "flipped: fewer > 0 -> fewer >= 0",
     ): "it is read where it is not 0",

@@ -61,7 +61,7 @@ class PlacedBatch:
 
     def __post_init__(self) -> None:
         """Count the examples once: loops read them at each step."""
-        steps = self.counts.reshape(-1, self.counts.shape[-1])
+        steps = np.atleast_2d(self.counts)
         examples = tuple(int(n) for n in steps.sum(axis=1))
         object.__setattr__(self, "num_examples", examples)
         object.__setattr__(self, "padded", bool((steps < self.rows).any()))

@@ -364,7 +364,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Kernels, Refs, unknown control flow: every result depends on every operand."""
 
     def trip(marks: _Marks) -> _Marks:
-        choice = {"cond": ins[:1], "while": marks}.get(eqn.primitive.name, [FIXED])
+        choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [FIXED])
         inner = context.enter(eqn, trips=None, predicate=choice[0])
         for jaxpr in sub_jaxprs(eqn):
             env = _propagate(jaxpr, marks * len(jaxpr.invars), inner)[1]
