@@ -10,7 +10,7 @@ import sys
 
 import jax
 import pytest
-from jax._src import compiler
+import quickly
 
 from towerjax.mesh import placement
 
@@ -25,24 +25,7 @@ sys.dont_write_bytecode = False
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # tests may look at all frames
-# LLVM's optimizations take longer than most programs of tests run.
-jax.config.update("jax_disable_most_optimizations", True)
-make_options = compiler.get_compile_options
-
-
-def with_older_emitters(*args, env_options_overrides=None, **kwargs):
-    """Options of a compilation; not optimized, by the emitters that JAX 0.10 has still.
-
-    They take half as long as those that came after them.
-    """
-    more = dict(env_options_overrides or {})
-    if jax.config.read("jax_disable_most_optimizations"):
-        more["xla_cpu_use_fusion_emitters"] = False
-    return make_options(*args, env_options_overrides=more, **kwargs)
-
-
-if jax.version.__version_info__ < (0, 11):
-    compiler.get_compile_options = with_older_emitters
+quickly.compiled()
 # The models of tests are small, and are split all the same.
 LEAST_PART, placement.LEAST_PART = placement.LEAST_PART, 1
 
@@ -60,7 +43,7 @@ def pytest_runtest_setup(item):
     """
     is_optimized = re.search("bits|hash|in_place", item.name) is not None
     is_optimized |= item.module.__name__.rpartition(".")[2] in OPTIMIZED
-    jax.config.update("jax_disable_most_optimizations", not is_optimized)
+    quickly.compiled(not is_optimized)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import tempfile
 import warnings
 
 import jax
+import quickly
 
 PRELOAD = """
     numpy jax optax flax.linen flax.nnx towerjax matplotlib.pyplot rich sklearn.datasets
@@ -69,7 +70,7 @@ def in_child(output, run, *args, devices=8, compiled="as by users", **variables)
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": f"{devices}"}
     os.environ["NPROC"] = "8"  # threads, as docs/same_bits.md says
     os.environ |= variables | ({} if compiled == "as by users" else OLDER)
-    jax.config.update("jax_disable_most_optimizations", compiled == "unoptimized")
+    quickly.compiled(compiled == "unoptimized")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     run(*args)

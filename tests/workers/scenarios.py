@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import quickly
 import writes
 
 import towerjax as tj
@@ -546,6 +547,7 @@ def told(folder):
     named["folders_of_each"] = lambda me: folders_of_each(me, folder)
     named["written"] = lambda me: writes.written(me, pathlib.Path(folder))
     for name, scenario in named.items():
+        quickly.compiled("bits" not in name)
         try:
             told[name] = scenario(me)
         except ValueError as error:

