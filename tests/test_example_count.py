@@ -114,3 +114,15 @@ def test_a_refused_step_has_not_seen_its_examples():
     expected = np.ones(N)
     expected[16:24], expected[:8] = 0, 3
     np.testing.assert_array_equal(seen_by(state), expected)
+
+
+def test_a_tower_without_examples_has_no_part_in_the_mean_of_towers():
+    step = tj.build_train_step(
+        lambda w, batch, tower: 3 * w,
+        optax.sgd(0.5),
+        tj.Mirrored(towers=2),
+        remainder="pad",
+        loss_reduction=tj.Reduction.MEAN,
+    )
+    state, metrics = step(step.init(np.float32(1)), np.ones(1, np.float32))
+    assert float(metrics["loss"]) == 3 and float(state.params) == 1 - 0.5 * 3

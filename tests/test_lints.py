@@ -894,6 +894,35 @@ OPERATIONS = {
 }  # fmt: skip
 
 
+ROW = lints.RowDim
+PAIRS = (ROW(0, 4), ROW(1, 4, is_other=True))
+# Shapes before and after, and where rows lie in them; an outer dim of 1 may be groups.
+RESHAPED = [
+    ((6,), (1, 6), (), ()),
+    ((6, 2), (6, 1, 2), [ROW(0, 6)], (ROW(0, 6),)),
+    ((6, 4), (6, 2, 2), [ROW(0, 6)], (ROW(0, 6),)),
+    ((2, 3), (2, 1, 3), [ROW(0, 2)], (ROW(0, 2),)),
+    ((4,), (2, 2), [ROW(0, 2)], (ROW(0, 2),)),
+    ((6, 2), (1, 6, 2), [ROW(0, 6)], (ROW(0, 1), ROW(1, 6))),
+    ((2, 6), (1, 2, 6), [ROW(1, 6)], (ROW(0, 1), ROW(2, 6))),
+    ((1, 6), (1, 1, 6), [ROW(1, 6)], (ROW(2, 6),)),
+    ((6,), (2, 1, 3), [ROW(0, 6)], (ROW(0, 2, 3), ROW(2, 3))),
+    ((6, 2), (3, 4), [ROW(0, 6)], (ROW(0, 3, 2), ROW(1, 2))),
+    ((2, 3, 2), (6, 2), [ROW(0, 2, 3), ROW(1, 3)], (ROW(0, 6),)),
+    ((3, 2, 2), (6, 2), [ROW(0, 3), ROW(1, 2, 3)], None),
+    ((4, 3), (6, 2), [ROW(0, 4)], None),
+    ((2, 6), (3, 4), [ROW(1, 6)], None),
+    ((4, 4), (16,), PAIRS, None),
+    ((4, 4), (2, 2, 4), PAIRS, lints.MIXED),
+    ((4, 4), (4, 1, 4), PAIRS, (ROW(0, 4), ROW(2, 4, is_other=True))),
+]
+
+
+@pytest.mark.parametrize("given, out, dims, expected", RESHAPED)
+def test_where_rows_lie_in_another_shape(given, out, dims, expected):
+    assert lints._reshape(given, out, dims) == expected
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_operation_takes_rows_along_by_their_dim(name):
     fn, followed = OPERATIONS[name]

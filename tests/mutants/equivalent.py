@@ -118,8 +118,8 @@ SAME: dict[tuple[str, str], str] = {
     ): "shapes of as many elements end at once",
     (
         "towerjax.proof.lints:_reshape",
-        "flipped: a < 0 -> a <= 0",
-    ): "the loop is over where it is 0",
+        "flipped: a < b -> a <= b",
+    ): "the loop is over where they are the same",
     (
         "towerjax.loop.writers:as_json",
         "flipped: value > 0 -> value >= 0",

@@ -325,8 +325,8 @@ def _reshape(given: Sequence[int], out: Sequence[int], dims: Any) -> Dims:
     moved: list[RowDim] = []
     while olds and news:  # the shortest runs of dims of as many elements in both
         old, new = [olds.pop(0)], [news.pop(0)]
-        while a := _size(given, old) - _size(out, new):
-            run, rest = (old, olds) if a < 0 else (new, news)
+        while (a := _size(given, old)) != (b := _size(out, new)):
+            run, rest = (old, olds) if a < b else (new, news)
             run.append(rest.pop(0))
         own = [x for x in dims if x.at in old]
         is_outer = [x.at for x in own] == old[: len(own)]
