@@ -305,6 +305,13 @@ def read_pids(output, count):
 
 
 @pytest.mark.slow
+def test_before_each_process_did_a_step_none_is_told_to_hang(capfd):
+    """As while they compile."""
+    assert launch(child("time.sleep(1)"), processes=2, step_timeout_s=0.1) == 0
+    assert "began no step" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
 def test_a_second_signal_does_not_wait():
     program = "signal.signal(15, signal.SIG_IGN); print('pid', os.getpid());"
     with launcher(child(program + "time.sleep(60)"), grace_s=50) as (job, output):

@@ -1,6 +1,7 @@
 """The state in parts: the same numbers, less on each device."""
 
 import functools
+import types
 
 import conftest
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.mesh import placement
+from towerjax.step.trace import Traced
 
 SHARDED = ("sharded_optimizer", "sharded")
 EVEN = 6 * 16 + 16 + 16  # what four devices divide; 4 numbers are not even
@@ -150,3 +152,32 @@ def test_small_leaves_stay_whole(monkeypatch):
     for tree in (state.params, state.opt_state[0].mu):
         sizes = [x.addressable_shards[0].data.size for x in tree.values()]
         assert sizes == [508, 128]
+
+
+EXACT = {"state": "sharded", "cross_tower_ops": tj.PinnedTree(), "local": "scan"}
+WITHIN = {"within": {"model": 2}}
+
+
+@pytest.mark.parametrize(
+    "options, devices, goes_again, expected",
+    [
+        ({}, 2, False, False),
+        ({}, 2, True, False),
+        (WITHIN, 4, False, False),
+        (WITHIN, 4, True, True),
+        (EXACT, 2, False, True),
+        (EXACT, 1, False, False),
+        (EXACT | {"state": "mirrored"}, 2, False, False),
+        ({"state": "sharded"}, 2, False, False),
+    ],
+)
+def test_which_updates_each_device_runs(options, devices, goes_again, expected):
+    names = [f"cpu:{i}" for i in range(devices)]
+    engine = types.SimpleNamespace(
+        strategy=tj.Mirrored(names, towers=2, **options),
+        again=bool if goes_again else None,
+    )
+    for accepts in (True, False):  # one that accepts nothing has no update
+        engine.accepts = accepts
+        traced = Traced(engine, (), None, None)
+        assert traced.update_on_devices == (expected and accepts)
