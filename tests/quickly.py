@@ -9,10 +9,12 @@ make_options = compiler.get_compile_options
 def with_older_emitters(*args, env_options_overrides=None, **kwargs):
     """Options of a compilation; not optimized, by the emitters that JAX 0.10 has still.
 
-    They take half as long as those that came after them.
+    They take half as long as those that came after them. The programs of an audit are
+    not optimized by users, either.
     """
     more = dict(env_options_overrides or {})
-    if jax.config.read("jax_disable_most_optimizations"):
+    is_audit = more.get("xla_backend_optimization_level") == 0
+    if is_audit or jax.config.read("jax_disable_most_optimizations"):
         more["xla_cpu_use_fusion_emitters"] = False
     return make_options(*args, env_options_overrides=more, **kwargs)
 
