@@ -26,7 +26,12 @@ import towerjax as tj
 from towerjax.collectives.ops import pack_sizes, sum_rows_over_towers
 from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
-from towerjax.data.shard import counts_of_towers, fit_batch, row_weights
+from towerjax.data.shard import (
+    counts_of_towers,
+    fingerprint_of,
+    fit_batch,
+    row_weights,
+)
 
 R = tj.Reduction
 kinds = st.sampled_from(["ones", "plain", "spread"])
@@ -419,3 +424,11 @@ def test_a_pinned_tree_has_the_bits_of_numpys(towers, devices, seed, kind):
         for x in jax.tree.leaves(found):
             for shard in x.addressable_shards:
                 assert_same_bits(np.asarray(shard.data), np.asarray(x))
+
+
+def test_what_processes_compare_of_a_batch_tells_its_values_and_its_kind():
+    x = np.arange(4, dtype=np.float32)
+    others = [{"x": x + 1}, {"x": x[None]}, {"x": x.view(np.int32)}, {"y": x}, [x]]
+    told = [fingerprint_of(batch) for batch in ({"x": x}, *others)]
+    assert len(set(told)) == len(told)
+    assert fingerprint_of({"x": x.copy()}) == told[0]

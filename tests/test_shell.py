@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from towerjax.loop.writers import as_json
-from towerjax.tools.shell import show
+from towerjax.tools.shell import resolve, show
 
 PROGRAM = """
 value = 3
@@ -68,3 +68,12 @@ def test_what_is_not_finite_is_json_too(capsys):
     show("for a person", {"a": np.nan}, True)
     assert json.loads(capsys.readouterr().out) == {"a": "NaN"}
     assert text == '{"a": [1.5, "Infinity", ["-Infinity"]], "b": null, "c": "NaN"}'
+
+
+def test_what_a_named_module_misses_is_no_wrong_name(tmp_path, monkeypatch):
+    (tmp_path / "needs_other.py").write_text("import towerjax_of_nobody")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="towerjax_of_nobody"):
+        resolve("needs_other:value")
+    with pytest.raises(ValueError, match="of_nobody.*; set PYTHONPATH"):
+        resolve("towerjax_of_nobody:value")
