@@ -62,6 +62,7 @@ def train(step, checkpointer, steps=model.STEPS, batches=None, state=None, **opt
         steps=steps,
         checkpointer=checkpointer,
         progress=False,
+        audit=False,  # the variables of the model are of each tower
         **options,
     )
 
