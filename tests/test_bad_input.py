@@ -312,6 +312,9 @@ CALLS = {
         r"^Devices hold arrays of numbers, but opt_state\['mode'\] is a str"),
     "shared weights": (init(SHARED), TWINS),
     "shared weights of a state": (lambda: tj.TrainState.create(SHARED, SGD), TWINS),
+    "a text to keep in a state": (
+        lambda: tj.TrainState.create(start(), SGD, extra={"mode": "a"}),
+        r"^Devices hold arrays of numbers, but extra\['mode'\] is a str"),
     "swapped": (lambda: tj.build_train_step(loss_fn, S, SGD), SWAPPED),
     "a device": (lambda: tj.build_train_step(loss_fn, SGD, "cpu:0"),
         r"strategy is a str. Write .*tj.Mirrored\(\)"),

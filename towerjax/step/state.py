@@ -108,7 +108,8 @@ class TrainState:
         params = check_params(params)
         trainable_flags(params, True, advice=OF_MODELS)
         local = check_tower_local(local)
-        key = _one_key(rng)
+        refuse_unheld("extra", extra)
+        extra, key = jax.tree.map(native, extra), _one_key(rng)
         opt_state = optimizer.init(params)
         return cls(jnp.int32(0), params, opt_state, local, key, extra=extra)
 
