@@ -151,6 +151,24 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
             devices.jax_devices()
 
 
+def test_a_product_that_fits_no_kernel_is_compiled_for_cublas():
+    class Lowered:
+        text = "the output tile sizes are too large"
+
+        def compile(self, options=None):
+            if options is None:
+                raise jax.errors.JaxRuntimeError(self.text)
+            return options
+
+    placement = tj.Mirrored(devices=tj.Absent("h100", 1)).placement
+    with pytest.warns(UserWarning, match="No GPU is here to try kernels on"):
+        found = compile_on_devices(Lowered(), placement)
+    assert found == {"xla_gpu_enable_triton_gemm": False}
+    Lowered.text = "no room"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+        compile_on_devices(Lowered(), placement)
+
+
 def test_only_a_traceback_about_gpus_that_are_not_there_is_kept_back(monkeypatch):
     def record(name, failed):
         info = (ValueError, ValueError(), None) if failed else None

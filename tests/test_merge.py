@@ -409,6 +409,11 @@ def sends_the_first_rows(w, batch, tower):
     return batch @ lax.pbroadcast(batch.mean(0), tower.axis_names, 0) * w
 
 
+def adds_by_name_and_counts(w, batch, tower):
+    total = lax.psum(batch.sum(0), tower.axis_names)
+    return batch @ total * w / lax.psum(tower.weight.sum(), tower.axis_names)
+
+
 def adds_rows_of_a_table(w, batch, tower):
     indices = batch[:, 0].astype(jnp.int32)
     rows = IndexedRows(batch * tower.weight[:, None], indices, (2, 3))
@@ -447,6 +452,7 @@ def asks_what_a_copy_does_not_change(w, batch, tower):
     (swaps_rows, "all_to_all"),
     (swaps_rows_and_weights, None),
     (sends_the_first_rows, "pbroadcast"),
+    (adds_by_name_and_counts, "psum"),
     (adds_rows_of_a_table, None),
     (asks_what_a_copy_does_not_change, None),
 ])  # fmt: skip

@@ -857,6 +857,7 @@ def test_lines_without_a_terminal(train_step, eval_step, capsys):
         steps=5,
         evaluate=eval_step,
         eval_batches=list(batches(eval_data(16), 16)),
+        audit=False,  # of which a line would tell
     )
     out, err = capsys.readouterr()
     assert out == ""

@@ -228,3 +228,22 @@ def test_steps_and_a_donated_state_say_what_they_are():
     assert "params={'w': ShapedArray(float32[])}" in text
     assert "rng=Array(()" in text  # kept
     assert text == f"{state}"
+
+
+def test_an_evaluation_reads_variables_that_are_no_dict():
+    def metric_fn(params, batch, tower):
+        (scale,) = tower.local
+        return {"mean": tj.Weighted.mean(scale * params * batch, tower.weight)}
+
+    strategy = tj.Mirrored(towers=2)
+    scales = tj.PerTower(values=jnp.array([1.0, 3.0]))
+    local = [tj.TowerLocal(scales, tj.Reduction.MEAN)]
+
+    def loss_fn(params, batch, tower):
+        return metric_fn(params, batch, tower)["mean"]
+
+    train = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    state = train.init(jnp.float32(2), local=local)
+    step = tj.build_eval_step(metric_fn, strategy)
+    found = step(state, np.array([1, 2, 3, 4], np.float32))["mean"]
+    assert float(found.value) == 2 * 2 * 2.5  # by the mean of the variable

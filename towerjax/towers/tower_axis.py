@@ -277,7 +277,7 @@ class _Lowering:
             tower = jnp.asarray(order % size)[tower]
             params["axis_index_groups"] = None
         collective = functools.partial(eqn.primitive.bind, **params)
-        is_one = eqn.primitive.name == "all_gather" and groups is None
+        is_one = eqn.primitive.name == "all_gather"  # the same for each of the group
         over = {"axis_name": axes.tower_axis, "axis_size": size}
         out = jax.vmap(collective, out_axes=None if is_one else 0, **over)(*rows)
         return [x if is_one else x[tower] for x in jax.tree.leaves(out)]
