@@ -1187,17 +1187,17 @@ AUDITS = (
     _m("U03", "towers of unequally many rows are not compared", "step.audit:run_audit",
        "each + each // 2", "2 * each",
        "test_audit.py::test_uneven_towers_are_compared_where_batches_are_padded"),
-    _m("U06", "one tower is padded as two are", "step.audit:run_audit",
-       "(3 if pads else 2)", "2", "test_audit.py"
-       "::test_what_counts_padding_is_refused_where_batches_are_padded"
-       "[sum_over_the_number_of_rows]"),
     _m("U04", "two towers are compared with themselves", "step.audit:run_audit",
        "strategy, 1, shares=1, rows=(", "strategy, 2, shares=2, rows=(",
        f"{_HABITS}[sum_with_weight_1]"),
     _m("U05", "a step that was refused by its audit trains at the next call",
        "step.step:Step.outputs", "self.audit(state, batch)",
-       "(vars(self).update(audits=False), self.audit(state, batch))",
+       "(vars(self).update(_audits=False), self.audit(state, batch))",
        f"{_HABITS}[sum_with_weight_1]"),
+    _m("U06", "one tower is padded as two are", "step.audit:run_audit",
+       "(3 if pads else 2)", "2", "test_audit.py"
+       "::test_what_counts_padding_is_refused_where_batches_are_padded"
+       "[sum_over_the_number_of_rows]"),
 )
 
 OUTSIDE = (

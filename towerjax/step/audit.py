@@ -283,7 +283,7 @@ def _advise_by_runs(
     for cause, runs in without.items():
         differ = set[str]()
         try:
-            judge([*runs], jaxpr, 0)
+            judge([*runs], jaxpr, examples=0)  # whose report nobody reads
         except SplitError as other:
             differ = {finding.leaf for finding in other.findings}
         if mended := sorted({x.leaf for x in findings} - differ):

@@ -68,7 +68,7 @@ def check(
         state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
     check_made(state, self.policy.made(self, state.params))
     state = self.policy.shapes(self, state)
-    traced = trace(self.engine, (*split_state(state), *self.placer.shapes(batch)))
+    traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
     for traced_pass in traced.passes:
         traced_pass.towers.rehearse()
     return prove(traced)
@@ -90,9 +90,9 @@ def program(self: Any, state: Any, batch: PyTree) -> Program:
         kind = self.policy.kind(state)
         return self.programs.program(split_state(state), placed, kind)
     first = split_state(self.policy.shapes(self, state))
-    rows, *others = self.placer.shapes(batch)
+    rows, *others = self._placer.shapes(batch)
     full_rows = None
-    if self.programs.leaves_out_weights and not self.placer.may_pad:
+    if self.programs.leaves_out_weights and not self._placer.may_pad:
         full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
     args = (*first, rows, *others)
     return compile_step(self.engine, placement, args, full_rows=full_rows)
@@ -121,9 +121,10 @@ def audit(self: Any, state: Any, batch: PyTree) -> AuditReport:
     """Run two towers and one tower of the same rows, and compare what is merged.
 
     On one device, with so many rows for each of the two as a tower function gets;
-    where batches may be padded, once more with half as many for the second. Loss,
-    gradients, metrics and every other merged value are compared; ``tower.rng``
-    draws the same for all rows. Nothing is updated, and the state is kept.
+    where batches may be padded, once more with half as many for the second, and with
+    more padding on the one. Loss, gradients, metrics and every other merged value are
+    compared; ``tower.rng`` draws the same for all rows. Nothing is updated, and the
+    state is kept.
 
     Args:
       state: As for a call.
@@ -150,9 +151,9 @@ def audit(self: Any, state: Any, batch: PyTree) -> AuditReport:
     """
     engine, state = self.policy.audited(self, self.start(state))
     state = jax.tree.map(readable, state)
-    how = {"parts": self.num_parts, "pads": self.placer.may_pad}
+    how = {"parts": self.num_parts, "pads": self._placer.may_pad}
     compared = run_audit(engine, self.strategy, state, batch, **how)
-    self.audits, self.is_audited = False, True
+    self._audits, self.is_audited = False, True
     return compared
 
 

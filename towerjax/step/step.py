@@ -61,11 +61,11 @@ class Step:
         self.engine, self.strategy, self.options = engine, strategy, options
         self.policy, self.remake = policy, remake
         placement, remainder = strategy.placement, options.remainder
-        self.placer = placer or Placer(
+        self._placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_parts = self.placer.shares  # T A: how many tower calls share a batch
-        self.audits = options.audit and self.num_parts > 1  # before the next call
+        self.num_parts = self._placer.shares  # T A: how many tower calls share a batch
+        self._audits = options.audit and self.num_parts > 1  # before the next call
         self.is_audited = False
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
@@ -104,7 +104,7 @@ class Step:
 
         def fn(state: TrainState, batch: PyTree) -> Any:
             given = self.policy.in_trace(self, state)
-            placed = self.placer.fit_traced(batch)
+            placed = self._placer.fit_traced(batch)
             out = self.programs.trace(split_state(given), placed)
             return self.policy.result(self, given, out, placed)[0]
 
@@ -246,7 +246,7 @@ class Step:
         Raises:
           ValueError: The batch is malformed, or does not divide.
         """
-        return self.placer.place(batch)
+        return self._placer.place(batch)
 
     def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
         """Up to ``steps`` batches stacked, for one call that does them all.
@@ -261,12 +261,12 @@ class Step:
         Raises:
           ValueError: A batch is malformed, does not divide, or is unlike the others.
         """
-        return self.placer.place_several(batches, steps)
+        return self._placer.place_several(batches, steps)
 
     @property
     def batch_rows(self) -> frozenset[int]:
         """The sizes of batches so far to which smaller ones are padded."""
-        return frozenset(self.placer.full_sizes.values())
+        return frozenset(self._placer.full_sizes.values())
 
     def expect_batch_rows(self, sizes: Iterable[int]) -> None:
         """Pad smaller batches as if batches of these sizes had been placed before.
@@ -274,7 +274,7 @@ class Step:
         Args:
           sizes: As ``batch_rows`` of the step in another process, of any towers.
         """
-        self.placer.expect(sizes)
+        self._placer.expect(sizes)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -296,7 +296,7 @@ class Step:
 
     def outputs(self, state: Any, batch: PlacedBatch) -> tuple[TrainState, Any]:
         """The state as it was given to the program, and the program's results."""
-        if self.audits:
+        if self._audits:
             self.audit(state, batch)
         policy, programs = self.policy, self.programs
         state = policy.take(self, state)
@@ -339,7 +339,7 @@ class Step:
             step changed nothing, and ``state`` is still usable.
         """
         self._verdicts.check()
-        placed = self.placer.place(batch, by_call=True)
+        placed = self._placer.place(batch, by_call=True)
         placed.refuse_several()
         before, out = self.outputs(state, placed)
         result, guarded = self.policy.result(self, before, out, placed)
