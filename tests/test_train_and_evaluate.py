@@ -571,7 +571,7 @@ def test_endless_data_gives_endless_predictions(model):
         try:
             for number in itertools.count():
                 taken.append(number)
-                yield {"x": np.full((8, 3), number, np.float32)}
+                yield {"x": np.full((16, 3), number, np.float32)}
         finally:
             closed.append(1)
 
