@@ -259,8 +259,8 @@ def test_a_function_gives_its_data_anew_each_time():
 
 @pytest.mark.parametrize("source, text", [
     ({"x": np.zeros(4)}, r"is one batch \(a dict\), .* Pass \[batch\], or tj.b"),
-    (np.zeros(4), r"is one batch \(a ndarray\)"),
-    (7, "is a int, but is to be an iterable of batches, or a fun"),
+    (np.zeros(4), r"is one batch \(an ndarray\)"),
+    (7, "is an int, but is to be an iterable of batches, or a fun"),
     (lambda a, b: [],
         r"cannot be called as source\(context\): missing a required arg.*'b'"),
 ])  # fmt: skip
@@ -273,7 +273,7 @@ def test_what_cannot_be_fed_is_refused_at_once(source, text):
 def test_elements_without_rows_are_told_of_the_other_split(source):
     with pytest.raises(ValueError, match="split='elements'.* where each tower takes"):
         next(iter(mirrored(2).distribute_dataset(source)))
-    with pytest.raises(ValueError, match="data set returned is a int, but is to"):
+    with pytest.raises(ValueError, match="data set returned is an int, but is to"):
         list(mirrored(2).distribute_dataset(lambda: len(source)))
 
 

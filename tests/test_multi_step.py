@@ -206,9 +206,9 @@ def test_of_containers_the_one_that_changed_is_told():
         strategy.run_steps_on_dataset(lambda *_: again, feed(strategy, 1), 1, first)
 
 
-@pytest.mark.parametrize("iterator, kind", [([X], "list"), (iter([X]), "ndarray")])
+@pytest.mark.parametrize("iterator, kind", [([X], "a list"), (iter([X]), "an ndarray")])
 def test_what_is_no_iterator_of_placed_batches(iterator, kind):
-    text = f"takes an iterator of placed batches, so .* but got a {kind}. Write"
+    text = f"takes an iterator of placed batches, so .* but got {kind}. Write"
     with pytest.raises(ValueError, match=text):
         mirrored(2).run_steps_on_dataset(descend, iterator, 1, 0.0)
 

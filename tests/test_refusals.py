@@ -452,7 +452,7 @@ VERBS = {
                     "has shape (3, 2), but dim 0 runs over the 2 towers"),
                 (R.SUM, tj.PerTower(rows()), "indices [T, r], and these have shape"),
                 (R.SUM, tj.PerTower((rows(), np.ones(()))),
-                    "Tower 1 has a ndarray where others have")]],
+                    "Tower 1 has an ndarray where others have")]],
         (lambda: rows().add_to(np.ones((6, 3))), r"added to an array of shape \(6, 3"),
         (lambda: np.zeros((3, 2), np.float32) + rows(), r"to an array of shape \(3,"),
         (lambda: np.zeros(SHAPE, int) + rows(), "of float32 cannot be added to an arr"),

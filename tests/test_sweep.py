@@ -373,7 +373,7 @@ def refused_by_numpy(rate, seed):
     (refused_by_control_flow, {"rate": [0.1]}, {}, "traces rate: build gets arrays"),
     (refused_by_the_proof, {"rate": [0.1]}, {}, r"metrics\['own'\]"),
     (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
-    (refused_by_state, {"rate": [0.1]}, {}, "is a int, not a"),
+    (refused_by_state, {"rate": [0.1]}, {}, "is an int, not a"),
     (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
     (small, {"rate": [0.1]}, {"evaluate": 7}, "evaluate=7 is not a function"),
     (small, {"rate": [0.1]}, {"evaluate": lambda state: {}},

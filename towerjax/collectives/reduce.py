@@ -20,7 +20,7 @@ from towerjax.collectives.sparse_rows import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.types import PyTree, Reduction, named_leaves
-from towerjax.types.leaves import is_key, key_data, like_key
+from towerjax.types.leaves import a_type, is_key, key_data, like_key
 from towerjax.types.options import is_whole, refuse_option
 
 
@@ -71,7 +71,7 @@ def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
         is_array = isinstance(x, jax.Array | np.ndarray) and np.ndim(x)
         if not (is_rows(x) or is_array):
             raise ValueError(
-                f"Tower {tower} has a {type(x).__name__} where others have IndexedRows."
+                f"Tower {tower} has {a_type(x)} where others have IndexedRows."
                 " Give IndexedRows, or an array [N, ...] for all its rows."
             )
     rows = [x if is_rows(x) else all_rows_of(x) for x in towers]

@@ -12,6 +12,7 @@ import numpy as np
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
+from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_flag, check_whole
 
 
@@ -158,7 +159,7 @@ def as_reusable(name: str, data: Any, why: str) -> Any:
         return functools.partial(data.at, data.position)
     if hasattr(data, "__next__"):
         raise ValueError(
-            f"{name} is a {type(data).__name__}, which can be gone through only once,"
+            f"{name} is {a_type(data)}, which can be gone through only once,"
             f" but {why}. Pass a list, or {name}=lambda: tj.batches(data, batch_size)."
         )
     return data

@@ -17,6 +17,7 @@ from towerjax.mesh.private_jax import DeviceArray
 from towerjax.proof import tags
 from towerjax.types import PyTree, Whole, named_leaves
 from towerjax.types.leaves import (
+    a_type,
     changes,
     few,
     key_data,
@@ -129,7 +130,7 @@ def refuse_other_than_rows(rows: PyTree, root: str = "batch") -> None:
         " it dense: x.todense(), or x.to_dense() of IndexedRows."
     )
     for is_other, rule in ((is_shared, f"which {whole}"), (is_sparse, sparse)):
-        bad = [f"{n} is a {type(x).__name__}" for n, x in leaves if is_other(x)]
+        bad = [f"{n} is {a_type(x)}" for n, x in leaves if is_other(x)]
         if bad:
             raise ValueError(f"{listed(bad)}, {rule}")
 

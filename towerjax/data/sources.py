@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch
+from towerjax.types.leaves import a_type
 from towerjax.types.options import check_takes
 
 
@@ -46,7 +47,7 @@ def check_batches(name: str, batches: Any, *, or_function: bool = False) -> None
     is_one = isinstance(batches, Mapping | PlacedBatch | np.ndarray | jax.Array | str)
     can_iterate = not is_function(batches) or hasattr(batches, "__getitem__")
     if is_one or not (can_iterate or (or_function and callable(batches))):
-        kind = f"a {type(batches).__name__}"
+        kind = a_type(batches)
         more = ", or a function that gives one" * or_function
         instead = "Call it, or pass" if callable(batches) else "Pass"
         raise ValueError(

@@ -11,7 +11,7 @@ import numpy as np
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows, is_sparse, rebuild
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import listed, refuse_unheld
+from towerjax.types.leaves import a_type, listed, refuse_unheld
 
 Capacity = dict[int, int]
 """Index of a leaf -> capacity: the entries that each part of the batch is padded to."""
@@ -169,7 +169,7 @@ def _row_by_row(leaf: Any) -> tuple[np.ndarray, ...]:
 
 def _refuse_formats(named: list[tuple[str, Any]]) -> None:
     bad = [
-        f"{name} is a {type(leaf).__name__}"
+        f"{name} is {a_type(leaf)}"
         for name, leaf in named
         if not is_rows(leaf) and type(leaf).__name__ != "BCOO"
     ]

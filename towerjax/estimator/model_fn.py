@@ -24,7 +24,7 @@ from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves
-from towerjax.types.leaves import listed, map_parts, refuse_unheld
+from towerjax.types.leaves import a_type, listed, map_parts, refuse_unheld
 from towerjax.types.options import check_choice, check_function
 
 Compat = Literal["tf1"]
@@ -159,11 +159,10 @@ _NEEDED = {
 def check_spec(spec: Any, mode: Mode) -> ModelSpec:
     """What a model function returned; raise unless it is a whole spec of the mode."""
     if not isinstance(spec, ModelSpec) or spec.mode is not mode:
-        kind = type(spec).__name__
         of_mode = f" of {spec.mode!r}" if isinstance(spec, ModelSpec) else ""
         raise ValueError(
-            f"model_fn was called in {mode!r} and returned a {kind}{of_mode}. Return"
-            " tj.estimator.ModelSpec(mode, ...) in each mode."
+            f"model_fn was called in {mode!r} and returned {a_type(spec)}{of_mode}."
+            " Return tj.estimator.ModelSpec(mode, ...) in each mode."
         )
     if missing := [name for name in _NEEDED[mode] if getattr(spec, name) is None]:
         raise ValueError(
@@ -180,13 +179,13 @@ def check_spec(spec: Any, mode: Mode) -> ModelSpec:
         parts = getattr(spec, name)
         if not isinstance(parts, Mapping | None):
             raise ValueError(
-                f"{name} is a {type(parts).__name__}, which has no names; return a"
+                f"{name} is {a_type(parts)}, which has no names; return a"
                 f" dict, {name}={{'name': ...}}."
             )
     for name, output in (spec.export_outputs or {}).items():
         if not isinstance(output, ExportOutput):
             raise ValueError(
-                f"export_outputs[{name!r}] is a {type(output).__name__}; write"
+                f"export_outputs[{name!r}] is {a_type(output)}; write"
                 " tj.estimator.PredictOutput, RegressionOutput or ClassificationOutput."
             )
     return dataclasses.replace(spec, hooks=check_hooks(spec.hooks))
@@ -269,7 +268,7 @@ class ModelFn:
         """Call the function for one tower; raise unless it returns a fitting spec."""
         if not isinstance(batch, Mapping) or "features" not in batch:
             raise ValueError(
-                f"A batch of a model's step is a {type(batch).__name__}; write"
+                f"A batch of a model's step is {a_type(batch)}; write"
                 " {'features': ..., 'labels': ...}; only the functions of tj.estimator,"
                 " such as train_and_evaluate, take pairs (features, labels)."
             )

@@ -25,7 +25,13 @@ from towerjax.step.state import TrainState
 from towerjax.step.update import OF_MODELS, check_types, pass_loss, trainable_flags
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import has_tracers, map_parts, refuse_unheld, widen_dtype
+from towerjax.types.leaves import (
+    a_type,
+    has_tracers,
+    map_parts,
+    refuse_unheld,
+    widen_dtype,
+)
 from towerjax.types.options import check_flag, check_takes
 
 
@@ -219,7 +225,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """
         if not isinstance(state, TrainState):
             raise ValueError(
-                f"TowerOptimizer.minimize got a {type(state).__name__}, not a"
+                f"TowerOptimizer.minimize got {a_type(state)}, not a"
                 " tj.TrainState. Of others use compute_gradients and apply_gradients."
             )
         towers = getattr(state.opt_state, "towers", None)
@@ -248,7 +254,7 @@ def _differentiate(
     """``((differentiated(loss), loss_fn's result), gradient)``."""
     if not callable(loss_fn):
         raise ValueError(
-            f"TowerOptimizer: the loss is a {type(loss_fn).__name__}, but JAX"
+            f"TowerOptimizer: the loss is {a_type(loss_fn)}, but JAX"
             " differentiates functions. Write def loss_fn(params), which computes it,"
             " and optimizer.minimize(loss_fn, variables)."
         )
@@ -266,7 +272,7 @@ def _differentiate(
         out = loss_fn(params)
         if isinstance(out, tuple) != has_aux:
             raise ValueError(
-                f"loss_fn returned a {type(out).__name__}. Return (loss, aux) and"
+                f"loss_fn returned {a_type(out)}. Return (loss, aux) and"
                 " say has_aux=True, or the loss alone and has_aux=False."
             )
         loss = out[0] if has_aux else out

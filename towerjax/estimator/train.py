@@ -24,6 +24,7 @@ from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree, named_leaves
+from towerjax.types.leaves import a_type
 from towerjax.types.options import check_flag, check_methods, check_whole
 
 _OF_STEP = ("micro_batches", "on_nonfinite", "guard", "donate")
@@ -43,7 +44,7 @@ def as_batch(element: Any, *, with_labels: bool = True) -> PyTree:
     is_dict = isinstance(element, Mapping) and set(element) == {"features", "labels"}
     if is_dict or (isinstance(element, list) and len(element) == 2):
         raise ValueError(
-            f"A batch is a {type(element).__name__} of two, features and labels or"
+            f"A batch is {a_type(element)} of two, features and labels or"
             " features alone? Pass the tuple (features, labels), or (batch, None)."
         )
     is_pair = isinstance(element, tuple) and len(element) == 2

@@ -17,6 +17,7 @@ from towerjax.metrics.state import add_batch, value_on_host
 from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
+from towerjax.types.leaves import a_type
 from towerjax.types.options import check_methods, check_whole
 
 AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
@@ -91,7 +92,7 @@ def evaluated(
         for metrics in outputs:
             if not isinstance(metrics, Mapping):
                 raise ValueError(
-                    f"evaluate returned a {type(metrics).__name__} instead of metrics"
+                    f"evaluate returned {a_type(metrics)} instead of metrics"
                     " by name. Pass a step of tj.build_eval_step."
                 )
             totals = totals or {}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from towerjax.loop.progress import format_value
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.step.state import TrainState
+from towerjax.types.leaves import a_type
 from towerjax.types.options import (
     check_choice,
     check_flag,
@@ -264,8 +265,8 @@ def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> flo
         raise ValueError(f"{what}: the evaluation has no such metric, but {names}.")
     value = values[metric]
     if not is_one_real(value):
-        kind = f"{type(value).__name__}{getattr(value, 'shape', '')}"
-        raise ValueError(f"{what}: its value is a {kind}, not one real number.")
+        kind = f"{a_type(value)}{getattr(value, 'shape', '')}"
+        raise ValueError(f"{what}: its value is {kind}, not one real number.")
     return sign_of(option.mode) * float(value)
 
 

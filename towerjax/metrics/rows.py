@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from towerjax.proof import tags
 from towerjax.types import ArrayLike
 from towerjax.types.leaves import (
+    a_type,
     native,
     overflow_of,
     promote_dtypes,
@@ -67,7 +68,7 @@ def as_floats(x: Any) -> jax.Array:
     """`floats_of` what a mean is taken of; raise unless it is an array of numbers."""
     if not (is_known(x) or jax.tree_util.all_leaves([x])):
         raise ValueError(
-            f"A mean is of one array, not a {type(x).__name__}. The mean of each leaf's"
+            f"A mean is of one array, not {a_type(x)}. The mean of each leaf's"
             " rows is tj.Weighted.mean(tree, weight, axis=0)."
         )
     refuse_no_numbers("What a mean is taken of", x)

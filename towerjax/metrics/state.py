@@ -14,6 +14,7 @@ from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.weighted import Additive, Means, Weighted, widen
 from towerjax.types import Sum
 from towerjax.types.leaves import (
+    a_type,
     changes,
     listed,
     parts_of,
@@ -206,7 +207,7 @@ def check_metric(name: str, x: Any) -> Any:
 def _check_weighted(name: str, x: Weighted) -> Weighted:
     if not jax.tree_util.all_leaves([x.weight]):
         raise ValueError(
-            f"{name}.weight is a {type(x.weight).__name__}, and a mean has one array as"
+            f"{name}.weight is {a_type(x.weight)}, and a mean has one array as"
             " its weight. Take derivatives of the sum alone, and return"
             " tj.Weighted(derivative, loss.weight)."
         )
@@ -236,10 +237,10 @@ def explain_misuse(x: Any) -> str:
         )
     if looks_like_state(x):
         return (
-            f"a {type(x).__name__} with merge and compute that is no pytree: make it a"
+            f"{a_type(x)} with merge and compute that is no pytree: make it a"
             " subclass of tj.metrics.Additive, or register its class"
         )
-    return f"a {type(x).__name__}, which is no metric state"
+    return f"{a_type(x)}, which is no metric state"
 
 
 def _misused(function: str, role: str, x: Any) -> ValueError:
@@ -300,8 +301,8 @@ def merge(first: Any, second: Any) -> Any:
         if not is_metric(state):
             raise _misused("merge", f"as {name} ", state)
     if isinstance(first, Weighted | Sum | Additive) and type(first) is not type(second):
-        names = f"{type(first).__name__} and a {type(second).__name__}"
-        raise ValueError(f"merge got a {names}; merge states that the same call made.")
+        names = f"{a_type(first)} and {a_type(second)}"
+        raise ValueError(f"merge got {names}; merge states that the same call made.")
     return first.merge(second)
 
 

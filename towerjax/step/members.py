@@ -18,6 +18,7 @@ from towerjax.step.state_checks import check_is_state
 from towerjax.step.step import Step
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PyTree
+from towerjax.types.leaves import a_type
 
 Numbers: TypeAlias = Mapping[str, Any]
 BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]
@@ -46,8 +47,8 @@ class Members:
         def begin(numbers: Numbers) -> TrainState:
             made = build(numbers)
             if not isinstance(made, tuple) or len(made) != 2:
-                kind = type(made).__name__
-                raise ValueError(f"build returned a {kind}: write return step, state.")
+                kind = a_type(made)
+                raise ValueError(f"build returned {kind}: write return step, state.")
             step, state = made
             check_is_state(state)
             built.append(step)

@@ -20,7 +20,7 @@ from towerjax.step.state import TrainState, split_state
 from towerjax.step.update import check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PerTower
-from towerjax.types.leaves import is_key
+from towerjax.types.leaves import a_type, is_key
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
@@ -147,9 +147,9 @@ def _value_of_metric(name: str, x: Any) -> Any:
     if isinstance(x, PerTower):
         value = vmap_members(compute)(x.values) if has_value(x.values) else x.values
     if is_key(value) or not (hasattr(value, "dtype") or isinstance(value, int | float)):
-        kind = "random key" if is_key(value) else type(value).__name__
+        kind = "a random key" if is_key(value) else a_type(value)
         raise ValueError(
-            f"metrics[{name!r}] is a {kind}. A metric of a step is one array of numbers"
+            f"metrics[{name!r}] is {kind}. A metric of a step is one array of numbers"
             " or one state of one array, tj.Sum or tj.PerTower: make one of each part;"
             " of tj.Rows pass the .value, [B, ...], padded rows included."
         )

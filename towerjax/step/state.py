@@ -21,7 +21,14 @@ from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import check_tower_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
-from towerjax.types.leaves import is_key, native, own_array, refuse_unheld, shown
+from towerjax.types.leaves import (
+    a_type,
+    is_key,
+    native,
+    own_array,
+    refuse_unheld,
+    shown,
+)
 from towerjax.types.missing import explain_missing, frozen
 from towerjax.types.options import check_function, check_methods
 from towerjax.types.tables import by_rich, leaf_table
@@ -263,7 +270,7 @@ def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
         if isinstance(params, TrainState):
             further = "or go on from the state itself, step.place(state)"
         raise ValueError(
-            f"params is a {type(params).__name__}, not parameters. Begin anew with"
+            f"params is {a_type(params)}, not parameters. Begin anew with"
             f" step.init(state.params), {further}."
         )
     if not jax.tree.leaves(params):

@@ -12,7 +12,7 @@ from towerjax.mesh.transfer import has_sharding, place
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import changes, listed, refuse_traced, refuse_unheld
+from towerjax.types.leaves import a_type, changes, listed, refuse_traced, refuse_unheld
 from towerjax.types.tables import layout_of
 
 
@@ -103,8 +103,7 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
     """Raise unless it is a ``TrainState``; ``make`` says how one is made."""
     if not isinstance(state, TrainState):
         raise ValueError(
-            f"The state is a {type(state).__name__}, not a tj.TrainState. Make it with"
-            f" {make}"
+            f"The state is {a_type(state)}, not a tj.TrainState. Make it with {make}"
         )
 
 

@@ -14,7 +14,7 @@ from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
-from towerjax.types.leaves import changes, listed, widen_dtype
+from towerjax.types.leaves import a_type, changes, listed, widen_dtype
 
 
 def as_tower_output(
@@ -34,7 +34,7 @@ def as_tower_output(
             )
     elif not _is_array(loss):
         raise ValueError(
-            f"The loss that the loss function returned is a {type(loss).__name__}."
+            f"The loss that the loss function returned is {a_type(loss)}."
             " Return tj.Weighted, or tj.TowerOutput(loss=tj.Weighted(...),"
             " metrics={...}, local=...)."
         )

@@ -19,6 +19,7 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.mesh.specs import Specs
 from towerjax.towers.cross_tower.methods import StrategyMethods
+from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
 # Compilers fuse the additions and products of a few elements otherwise than those of
@@ -272,7 +273,7 @@ def check_roles(builder: str, **given: Any) -> None:
         for role in given.keys() & {"loss_fn", "metric_fn", "predict_fn"}:
             check_takes(f"{role}(params, batch, tower)", given[role])
         return
-    shown = ", ".join(f"{role} is a {type(given[role]).__name__}" for role in wrong)
+    shown = ", ".join(f"{role} is {a_type(given[role])}" for role in wrong)
     swapped = any(fits(a, given[b]) for a in wrong for b in wrong if a != b)
     are = "a strategy such as tj.Mirrored()"
     if "optimizer" in wrong:

@@ -113,17 +113,17 @@ def problem_of(leaf: Any, *, shapes: bool = True) -> str | None:
         return "a shape alone: pass an array (step.check takes shapes)"
     if problem := next((text for is_so, text in _OF_LEAF if is_so(leaf)), None):
         return problem
-    kind, is_array = type(leaf).__name__, isinstance(leaf, _WITH_DTYPE)
+    is_array = isinstance(leaf, _WITH_DTYPE)
     try:
         dtype = leaf.dtype if is_array else np.asarray(leaf).dtype
     except ValueError:
         return (
-            f"a {kind} of rows of several lengths: make them as long as the longest,"
-            " and give what is added the weight 0"
+            f"{a_type(leaf)} of rows of several lengths: make them as long as the"
+            " longest, and give what is added the weight 0"
         )
     if not is_array and dtype.kind not in "biufc":
         is_wide = isinstance(leaf, int)  # of more than 64 bits
-        return f"a {kind}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
+        return f"{a_type(leaf)}: {_TOO_WIDE if is_wide else _NO_ARRAY}"
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     advice = _advice_on(dtype)
@@ -136,7 +136,7 @@ def problem_of_rows(leaf: Any, *, shapes: bool) -> str | None:
         scalar = None if leaf.ndim else f"a scalar of dtype {leaf.dtype}"
         return problem_of(leaf, shapes=shapes) or scalar
     advice = next((text for is_so, text in _OF_ROWS if is_so(leaf)), None)
-    return f"a {type(leaf).__name__}: {advice}" if advice else shown(leaf)
+    return f"{a_type(leaf)}: {advice}" if advice else shown(leaf)
 
 
 @functools.cache
@@ -178,6 +178,13 @@ def refuse_no_numbers(name: str, x: Any) -> None:
     is_ours = not is_array or isinstance(x, ours)
     if problem := is_ours and problem_of(x, shapes=False):
         raise ValueError(f"{name} is {problem}.")
+
+
+def a_type(x: Any) -> str:
+    """The name of a value's type, with its article: ``"an int"``."""
+    name = type(x).__name__
+    article = "an" if name.startswith((*"aeioAEIO", "nd")) else "a"
+    return f"{article} {name}"
 
 
 def shown(x: Any) -> str:

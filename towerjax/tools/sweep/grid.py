@@ -16,6 +16,7 @@ from towerjax.loop.files import append_line, checked_path, opened_after, read_li
 from towerjax.loop.progress import choose_display
 from towerjax.loop.writers import as_json
 from towerjax.tools.sweep.turns import Interval
+from towerjax.types.leaves import a_type
 from towerjax.types.options import check_choice, check_list, check_methods, require
 from towerjax.types.tables import Shown, Table
 
@@ -47,7 +48,7 @@ def _as_plain(name: str, value: Any) -> Any:
         value = value.item()
     if not isinstance(value, str | int | float | bool | None):
         raise ValueError(
-            f"grid: {name}={value!r} is a {type(value).__name__}, not a number, text,"
+            f"grid: {name}={value!r} is {a_type(value)}, not a number, text,"
             " bool or None: write a text, and look the rest up in build."
         )
     return value

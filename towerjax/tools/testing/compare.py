@@ -15,7 +15,7 @@ from towerjax.step.step import Step
 from towerjax.towers.strategies import OneDevice, Strategy, on_one_group
 from towerjax.towers.variables import read_local
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import few, key_data
+from towerjax.types.leaves import a_type, few, key_data
 from towerjax.types.options import check_flag, check_number
 
 
@@ -159,7 +159,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
         return ReplicatedModel(step.model_fn, _one_tower(step.strategy), options)
     if not isinstance(step, Step) or step.remake is None:
         raise ValueError(
-            f"one_tower got a {type(step).__name__}. Pass what tj.build_train_step,"
+            f"one_tower got {a_type(step)}. Pass what tj.build_train_step,"
             " tj.build_step or tj.estimator.replicate_model_fn returned."
         )
     strategy = _one_tower(step.strategy)

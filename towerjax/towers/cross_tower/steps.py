@@ -23,6 +23,7 @@ from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import (
+    a_type,
     changes,
     has_tracers,
     listed,
@@ -223,7 +224,7 @@ def run_steps_on_dataset(
     if wrong := [x for x in batches if not isinstance(x, PlacedBatch)]:
         raise ValueError(
             "run_steps_on_dataset takes an iterator of placed batches, so that the next"
-            f" call continues where this one ends, but got a {type(wrong[0]).__name__}."
+            f" call continues where this one ends, but got {a_type(wrong[0])}."
             " Write iterator = iter(strategy.distribute_dataset(...)) before the loop."
         )
     if not batches:

@@ -23,6 +23,7 @@ from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.fields import StrategyFields
 from towerjax.types import Layout, PerTower, PyTree, leaf_name
 from towerjax.types.leaves import (
+    a_type,
     has_tracers,
     is_key,
     is_traced,
@@ -203,7 +204,7 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
     if not isinstance(nests, Sequence) or len(nests) != self.num_towers:
         size = len(nests) if isinstance(nests, Sized) else "no length"
         raise ValueError(
-            f"regroup: got a {type(nests).__name__} of {size}, expected a list of"
+            f"regroup: got {a_type(nests)} of {size}, expected a list of"
             f" {self.num_towers} trees, one for each tower, in the order of the towers."
         )
 
