@@ -262,6 +262,8 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     assert rounds_of(mutant, {"b.py::x": covers["b.py::x"]}) == []
     [job] = rounds_of(mutant, covers)
     assert job.tests == tuple(f"a.py::{i}" for i in range(10))
+    many = {f"a.py::{i:02}": Covered(25, lines(i)) for i in range(56)}
+    assert [len(job.tests) for job in rounds_of(mutant, many)] == [10, 40, 2, 2, 2]
     # Of a default, one looks at the signature at last.
     default = dataclasses.replace(mutant, killed_by=(file, "0", first, last))
     assert rounds_of(default, covers)[0].tests == (*job.tests, OF_DEFAULTS)

@@ -29,7 +29,7 @@ OF_DEFAULTS = (
     "tests/test_malformed.py::test_an_option_has_one_default_wherever_it_stands"
 )
 FIRST_ROUND, SECOND_ROUND = 10, 40
-MOST_SECONDS = 60.0
+ROUND_SECONDS = 60.0  # of each later round
 
 
 def all_mutants(under: str = "towerjax") -> list[Mutant]:
@@ -196,7 +196,7 @@ def sample(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
 
 
 def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
-    """The jobs that try to kill a mutant: of the tests that run its lines, some each.
+    """The jobs that try to kill a mutant: all tests that run its lines, some in each.
 
     Those that run few lines come first, and of few files, since each is imported.
 
@@ -205,7 +205,7 @@ def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
       covers: What each test runs.
 
     Returns:
-      At most three jobs; none if no test runs the lines.
+      The jobs; none if no test runs the lines.
     """
     file, line, *lines = mutant.killed_by
     first, last = map(int, lines)
@@ -223,9 +223,10 @@ def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
     rounds, spent = [begin, rest[:SECOND_ROUND], []], 0.0
     for test in rest[SECOND_ROUND:]:
         spent += covers[test].seconds
-        if spent > MOST_SECONDS:
-            break
-        rounds[2].append(test)
+        if spent > ROUND_SECONDS:
+            rounds.append([])
+            spent = covers[test].seconds
+        rounds[-1].append(test)
     return [Job(mutant.id, tuple(tests), mutant) for tests in rounds if tests]
 
 
