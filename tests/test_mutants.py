@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from mutants import runner
 from mutants.catalogue import MUTANTS, REGISTRY
 from mutants.covers import Covered, record
 from mutants.equivalent import SAME
@@ -283,13 +284,22 @@ def test_the_lines_of_a_mutant_are_those_that_run_with_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sizes, became", [("3, 3, 4", "killed"), ("4, 3, 3", "survived")]
+    "sizes, new, became",
+    [
+        ("3, 3, 4", "[size]", "killed"),
+        ("4, 3, 3", "[size]", "survived"),
+        ("3, 3, 4", "[__import__('time').sleep(99)]", "killed"),
+    ],
 )
-def test_a_test_that_fails_anyway_kills_nothing(tmp_path, sizes, became):
+def test_a_test_that_fails_anyway_kills_nothing(
+    tmp_path, monkeypatch, sizes, new, became
+):
+    """What only a mutant's tests do not end with is killed, too."""
+    monkeypatch.setattr(runner, "TIMEOUT_S", 12.0)
     file = tmp_path / "test_tiny.py"
     call = "from towerjax.collectives.ops import pack_sizes as sizes"
     file.write_text(f"{call}\ndef test_all():\n    assert sizes(10, 3) == [{sizes}]\n")
-    mutant = Mutant("a", "", PACK_SIZES, REST, "[size]", ("ops.py", "1", "1", "1"))
+    mutant = Mutant("a", "", PACK_SIZES, REST, new, ("ops.py", "1", "1", "1"))
     covers = {f"{file}::test_all": Covered(0, frozenset([("ops.py", 1)]))}
     assert run_rounds([mutant], covers, 1, lambda *_: None) == {became: [mutant]}
 

@@ -278,17 +278,25 @@ def run_rounds(
 def _confirmed(
     jobs: Sequence[Job], verdicts: Sequence[Verdict], workers: int
 ) -> list[Verdict]:
-    """The verdicts; that of a test which fails without the mutant, too, is none."""
+    """The verdicts; that of a test which fails without the mutant, too, is none.
+
+    Tests that end only without the mutant kill it.
+    """
     plain: dict[int, Job] = {}
     for i, (job, verdict) in enumerate(zip(jobs, verdicts, strict=True)):
-        if verdict.failed is not None:
+        if verdict.detail.startswith("no answer"):
+            plain[i] = dataclasses.replace(job, mutant=None)
+        elif verdict.failed is not None:
             last = [*job.tests, verdict.failed].index(verdict.failed)
             tests = job.tests[: last + 1]
             plain[i] = Job(f"{job.name}, as it is", tests, None)
     found = list(verdicts)
     again = run_all([*plain.values()], workers, lambda job, verdict: None)
     for i, verdict in zip(plain, again, strict=True):
-        if verdict.outcome == "failed":
+        if found[i].detail.startswith("no answer"):
+            if verdict.outcome == "passed":
+                found[i] = dataclasses.replace(found[i], detail="it does not end")
+        elif verdict.outcome == "failed":
             print(f"fails without a mutant, too: {verdict.detail}", flush=True)
             found[i] = dataclasses.replace(verdict, outcome="survived")
     return found

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 from typing import Any
 
@@ -130,7 +131,8 @@ class Loop:
             if not self._compiled:
                 self._audit(placed)
             self._compile(placed)
-        with self._profiler.step(before, after, self._wait), self.guard:
+        wait = functools.partial(self._fetch, 0)
+        with self._profiler.step(before, after, wait), self.guard:
             point.state, metrics, guarded = self._step.dispatch(point.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, wait_s))
             send_to_host((metrics, guarded), placed.placement)
@@ -140,11 +142,6 @@ class Loop:
         hooks = options.with_state
         if any(reaches_multiple(x.every, before, after) for x in hooks):
             self._fetch(0)
-
-    def _wait(self) -> None:
-        """Wait until nothing runs on the devices."""
-        self._fetch(0)
-        jax.block_until_ready(self.point.state)
 
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
