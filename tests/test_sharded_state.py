@@ -129,6 +129,30 @@ def test_a_state_of_another_layout_is_refused_and_placed():
         mirrored_step(step.init(start()), rows())
 
 
+@pytest.mark.parametrize("state, ops", [
+    ("mirrored", tj.AllReduce()),
+    ("mirrored", tj.collectives.Hierarchical(2)),
+    ("sharded", tj.AllReduce()),
+])  # fmt: skip
+def test_a_complex_parameter_without_use_keeps_its_bits(state, ops):
+    """Its gradient is one constant, of which XLA aborts where it is added as it is."""
+
+    def loss_fn(params, batch, tower):
+        zeros = tower.reduce(tj.Reduction.SUM, jnp.zeros(3, jnp.complex64))
+        losses = (batch["x"] @ params["w"] - 1) ** 2 + zeros.real.sum()
+        return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
+
+    strategy = mirrored(state, cross_tower_ops=ops)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, micro_batches=2)
+    z = np.full((8, 4), 2 - 3j, np.complex64)
+    start, batch = {"w": np.ones(6, np.float32), "z": z}, rows()
+    after, _ = step(step.init(start), batch)
+    x, weight = batch["x"], batch["weight"]
+    slope = np.average(2 * (x.sum(1) - 1)[:, None] * x, axis=0, weights=weight)
+    np.testing.assert_allclose(after.params["w"], 1 - 0.1 * slope, rtol=2e-6)
+    np.testing.assert_array_equal(after.params["z"], z)
+
+
 @pytest.mark.parametrize("state, options, text", [
     ("no", {}, "state='no' must be one of"),
     ("sharded", {"executor": "pmap"}, "executor='shard_map'"),

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import PACK_BELOW_BYTES, Packing, Sums, sum_packed
-from towerjax.collectives.reduce import add_pairwise, add_rows, take_first
+from towerjax.collectives.reduce import (
+    add_pairwise,
+    add_rows,
+    hide_complex,
+    take_first,
+)
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof import tags
@@ -91,6 +96,7 @@ class AllReduce:
 
 
 def _all_reduce(buffers: list[Any]) -> list[Any]:
+    buffers = jax.tree.map(hide_complex, buffers)
     return lax.psum(buffers, DEVICE_AXIS)
 
 
@@ -241,7 +247,7 @@ def _check_group_size(size: int, num_devices: int) -> None:
 
 def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
     """A buffer, added over all devices."""
-    buffer = buffer.reshape(-1)
+    buffer = hide_complex(buffer.reshape(-1))
     if size == 1:
         return lax.psum(buffer, DEVICE_AXIS)
     starts = range(0, num_devices, size)

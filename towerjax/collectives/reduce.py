@@ -103,7 +103,7 @@ def reduce_over_towers(
         if is_first:
             return take_first(x, tower_id, axes.names) if axes.names else x
         # JAX would add bfloat16 in bfloat16 under vmap, and in float32 elsewhere.
-        total = as_addend(reduction, x)
+        total = hide_complex(as_addend(reduction, x))
         total = lax.psum(total, axes.names) if axes.names else total
         return from_total(reduction, total, axes.num_towers, x.dtype)
 
@@ -111,6 +111,13 @@ def reduce_over_towers(
         return like_key(reduce_leaf(key_data(x)), x)
 
     return jax.tree.map(with_keys, value, is_leaf=None if is_first else is_rows)
+
+
+def hide_complex(x: jax.Array) -> jax.Array:
+    """An addend of a sum over devices, a complex one hidden from constant folding."""
+    # XLA aborts the process where all its elements are one constant, as the gradient
+    # of a parameter without use (JAX 0.10 to 0.12).
+    return lax.optimization_barrier(x) if jnp.iscomplexobj(x) else x
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
+from towerjax.collectives.reduce import hide_complex
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, split_spec
 from towerjax.proof.equation import IDENTITIES
 from towerjax.proof.interpreter import evaluate_eqn
@@ -189,7 +190,8 @@ def as_shards(
 
 def scatter(x: Any, dim: int) -> Shard:
     """The sum over devices of a value, each device with its own part."""
-    parts = lax.psum_scatter(whole(x), DEVICE_AXIS, scatter_dimension=dim, tiled=True)
+    x = hide_complex(whole(x))
+    parts = lax.psum_scatter(x, DEVICE_AXIS, scatter_dimension=dim, tiled=True)
     return Shard(parts, dim)
 
 

@@ -43,6 +43,7 @@ from towerjax.towers.parts import (
     with_barrier,
 )
 
+_COPIES = ("name", "copy", "optimization_barrier")
 _ENTERED = ("jit", "checkpoint", "remat2", "closed_call", "core_call", "custom_lin")
 
 
@@ -114,7 +115,7 @@ class _Body:
         eqn = self._made.get(value) if isinstance(value, Var) else None
         if eqn is None or self._uses[value] > 1:
             return
-        if eqn.primitive.name in ("name", "copy"):
+        if eqn.primitive.name in _COPIES and len(eqn.invars) == 1:
             self._added.add(value)
             self._push(eqn.invars[0], dim)
         elif is_addition(eqn) and any(map(self._may_open, eqn.invars)):
