@@ -379,21 +379,29 @@ def test_anything_odd_is_refused_at_the_door_by_name(argument):
         refuse(functools.partial(call, value), argument)
 
 
-# Options that are not the same wherever they stand: what their defaults are.
+# Options that are not the same wherever they stand: the defaults of each.
+TRAINS, READS = "build_step build_train_step", "build_eval_step build_predict_step"
+MODEL = "replicate_model_fn"  # as in TensorFlow
 UNLIKE = {
-    "remainder": "'error' 'pad'",  # of a training, of a reading
-    "max_programs": "1 None",
-    "donate": "False True",  # of a model function, as in TensorFlow
-    "loss_reduction": "LossReduction.SUM_BY_NONZERO_WEIGHTS None",
-    "audit": "False None",  # of a step, and of a run, where None is by its size
-    "epochs": "1 None",
+    "remainder": {"'error'": TRAINS, "'pad'": f"{READS} {MODEL}"},
+    "max_programs": {"1": TRAINS, "None": f"{READS} {MODEL}"},
+    "donate": {"True": TRAINS, "False": MODEL},
+    "loss_reduction": {
+        "None": "assert_replicates build_train_step value_and_grad",
+        "LossReduction.SUM_BY_NONZERO_WEIGHTS": MODEL,
+    },
+    "audit": {"False": f"build_eval_step {TRAINS} {MODEL}", "None": "run"},  # by size
+    "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
-    "bits": "8 False",
-    "keep": "'devices' 0.0 3",
-    "local": "'vmap' None",
-    "reduction": "LossReduction.SUM_BY_NONZERO_WEIGHTS Reduction.NONE",
-    "rtol": "0.0001 1e-05 None",
-    "towers": "(1, 2, 3, 4, 8) None",
+    "bits": {"8": "Compressed", "False": "assert_same"},
+    "keep": {"'devices'": "Best", "0.0": "DiLoCo", "3": "Checkpointer"},
+    "local": {"'vmap'": "Mirrored", "None": "TowerOutput assert_replicates"},
+    "reduction": {
+        "LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
+        "Reduction.NONE": "MirroredVar",
+    },
+    "rtol": {"0.0001": "bench", "1e-05": "assert_same", "None": "assert_replicates"},
+    "towers": {"(1, 2, 3, 4, 8)": "assert_replicates", "None": "Mirrored launch"},
 }
 
 
@@ -421,7 +429,7 @@ UNASKED = {
 def test_an_option_has_one_default_wherever_it_stands():
     modules = tj, contrib, tj.cluster, tj.collectives, tj.estimator, tj.metrics
     modules += tj.testing, tj.tools, tj.towers
-    found = collections.defaultdict(set)
+    found = collections.defaultdict(lambda: collections.defaultdict(set))
     values = [getattr(module, name) for module in modules for name in dir(module)]
     for value in values:
         own = str(getattr(value, "__module__", "")).startswith("towerjax.")
@@ -429,8 +437,12 @@ def test_an_option_has_one_default_wherever_it_stands():
         if own and not (is_class and issubclass(value, Exception | enum.Enum)):
             for x in inspect.signature(value).parameters.values():
                 if x.default is not x.empty:
-                    found[x.name].add(repr(x.default))
-    several = {name: " ".join(sorted(x)) for name, x in found.items() if len(x) > 1}
+                    found[x.name][repr(x.default)].add(value.__name__)
+    several = {
+        name: {default: " ".join(sorted(of)) for default, of in x.items()}
+        for name, x in found.items()
+        if len(x) > 1
+    }
     assert several == UNLIKE
     numbers = re.compile("True|False|inf|-?[0-9.]+(e[-+]?[0-9]+)?")
     shown = {name: x for name, [x, *more] in found.items() if not more}
