@@ -4,6 +4,7 @@ import importlib
 import json
 import pathlib
 import re
+import threading
 from types import SimpleNamespace
 
 import forked
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from towerjax.mesh import processes
 from towerjax.mesh.transfer import _place_on_processes
 from towerjax.towers.executors import fingerprint_of_program
 
@@ -268,3 +270,27 @@ def test_every_process_hears_of_a_writer_and_of_another_patience(told):
     for me, one in enumerate(told):
         assert "What tj.run does must be the same" in one["differs"]
         assert f"patience={1 + me}" in one["differs"]
+
+
+def test_one_line_tells_of_a_peer_that_is_late(monkeypatch, capfd):
+    class Client:
+        """Of the coordinator: the other's value comes in the 13th second."""
+
+        asked, key_value_set = 0, staticmethod(lambda key, value: None)
+
+        def blocking_key_value_get(self, key, milliseconds):
+            assert milliseconds == 1000
+            self.asked += 1
+            if self.asked < 13:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+            return json.dumps([key.rpartition("/")[2]])
+
+    monkeypatch.setattr(processes, "coordinator_client", Client)
+    stopped = threading.Event()
+    exchange = processes.Exchange("data", "a batch", stopped)
+    assert exchange.all_gather(["0"]) == [["0"]]
+    text = "towerjax: process 0 waits for a batch of process 0\n"
+    assert capfd.readouterr().err == text
+    stopped.set()
+    with pytest.raises(processes.Stopped):
+        exchange.all_gather(["0"])

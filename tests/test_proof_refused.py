@@ -14,6 +14,7 @@ from layouts import cases
 
 import towerjax as tj
 from towerjax.contrib import LocalSGD
+from towerjax.proof import findings
 
 R = tj.Reduction
 S = jax.ShapeDtypeStruct
@@ -490,3 +491,12 @@ def test_a_function_for_so_many_towers_alone_is_proved_with_its_numbers(by):
             step.check(PARAMS, BATCH)
     else:
         step.check(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("number, rest", [(1, ""), (4, ""), (5, " and 1 more")])
+def test_four_leaves_are_named_and_more_are_counted(number, rest):
+    names = [f"loss.{i}" for i in range(4)]
+    repeat = findings.Repeat("a.py:3", tuple(range(number)))
+    told = findings._describe_repeat(repeat, [*names, None])
+    shown = ", ".join(names[:number]) + rest
+    assert told == f"  - {shown}: the sum over towers is made at a.py:3"

@@ -176,6 +176,13 @@ def test_counts_of_another_rule_are_not_gone_on_from():
         assert watch.stopped is None
 
 
+def test_without_a_rule_the_loss_is_told_or_the_first_name():
+    watch = Watch((), None)
+    assert watch.describe(4, {"a": 1.0, "loss": 2.0}) == "evaluated loss 2.000 after 4"
+    assert watch.describe(4, {"b": 1.0, "a": 2.0}) == "evaluated a 2.000 after 4"
+    assert watch.describe(4, {}) == ""
+
+
 def test_a_goal_ends_a_run_and_is_said(steps):
     early = tj.EarlyStopping("told", goal=1)
     state, history = train(steps, [NAN, 3, 1, 0], 9, early_stopping=early)

