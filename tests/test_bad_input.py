@@ -651,6 +651,7 @@ def test_denominators_that_count_padding_are_refused(compiled):
             "share": tj.Weighted.mean(tower.weight),
             "columns": tj.Weighted.mean(columns**2),
             "tower": tj.Weighted(columns.sum(), 1.0),
+            "none": Mean(columns.sum(), jnp.zeros(0)),  # no element counts a row
         }
         return tj.TowerOutput(loss_fn(params, batch, tower), metrics)
 
