@@ -16,6 +16,7 @@ from etils import epath
 from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
+from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.files import absolute_path, checked_path
 from towerjax.loop.point import Point
 from towerjax.loop.stopping import Direction, cost_of, sign_of
@@ -117,7 +118,7 @@ class Checkpointer:
         costs = _costs(self)
         return min(costs, key=costs.__getitem__, default=None)
 
-    def record(self, number: int) -> record.CheckpointRecord:
+    def record(self, number: int) -> CheckpointRecord:
         """The record of a checkpoint.
 
         Args:
@@ -129,7 +130,7 @@ class Checkpointer:
         Raises:
           CheckpointError: There is none, or it cannot be read.
         """
-        return record.CheckpointRecord.read(self._folder(number))
+        return CheckpointRecord.read(self._folder(number))
 
     def restore(
         self, step: Step, state: TrainState, *, number: int | None = None
@@ -164,12 +165,12 @@ class Checkpointer:
                 raise CheckpointError(f"There is no checkpoint in {str(self.path)!r}.")
             where = self._folder(chosen)
             folder.check_manifest(where)
-            saved = record.CheckpointRecord.read(where)
+            saved = CheckpointRecord.read(where)
             record.check_same_model(saved.leaves, state, where)
             return chosen
 
         where = folder.path_of(self.path, call_on_first_process(choose))
-        leaves = record.CheckpointRecord.read(where).leaves
+        leaves = CheckpointRecord.read(where).leaves
         with folder.for_orbax(where) as here:
             if here != where:
                 folder.copy_files(where, here)
@@ -281,7 +282,7 @@ class Saving:
         self.is_resumed = True
         return left
 
-    def _seek(self, saved: record.CheckpointRecord) -> None:
+    def _seek(self, saved: CheckpointRecord) -> None:
         used, cursor = saved.batches["used"], saved.batches["cursor"]
         if self.options.batches == "anew":
             return
@@ -319,7 +320,7 @@ class Saving:
         check_mirrored(state)
         self.wait()
         strategy, last = self._step.strategy, self._source.last
-        new = record.CheckpointRecord(
+        new = CheckpointRecord(
             step=number,
             strategy=repr(strategy),
             towers=strategy.placement.num_towers,
@@ -344,7 +345,7 @@ class Saving:
         self._saved = number, evaluation
 
     def _finish(
-        self, new: record.CheckpointRecord, is_new: bool, held: contextlib.ExitStack
+        self, new: CheckpointRecord, is_new: bool, held: contextlib.ExitStack
     ) -> None:
         """In the thread: wait for the arrays, then commit the checkpoint."""
         directory, number = self.options.path, new.step
