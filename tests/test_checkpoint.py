@@ -695,6 +695,9 @@ def test_batches_that_do_not_know_where_they_are(light, light_bits, tmp_path):
         train(light, tj.Checkpointer(tmp_path), batches=generator())
     anew = tj.Checkpointer(tmp_path / "anew", batches="anew")
     train(light, anew, 3, generator())
+    text = "which those of the checkpoint of step 3 had not. Pass those, or say"
+    with pytest.raises(tj.CheckpointError, match=text):
+        train(light, tj.Checkpointer(tmp_path / "anew"), batches=model.batches())
     source = model.batches().at(3)
     state, _ = train(light, anew, batches=(b for b in source))
     model.assert_same_bits(state, light_bits)

@@ -9,14 +9,16 @@ import os
 import pathlib
 import random
 import re
+import signal
 import sys
 import time
+import types
 
 import forked
 import pytest
 
 from benchmarks import duel, faults
-from towerjax.mesh.cluster import launch, launcher
+from towerjax.mesh.cluster import group, launch, launcher
 from towerjax.mesh.cluster.group import End
 from towerjax.mesh.cluster.launcher import RestartPlan
 
@@ -66,6 +68,21 @@ def test_what_an_end_leads_to(end, left, code):
     assert last.after(end, 0) is (last if left == 2 else None)
     if end.lost:
         assert RestartPlan(2, 2, restarts=None).code(end) == end.code
+
+
+def test_a_job_is_asked_once_to_end_where_more_fit_again(monkeypatch, capfd):
+    sent = []
+    monkeypatch.setattr(group, "_send", lambda *what: sent.append(what))
+    running = [types.SimpleNamespace(steps=steps) for steps in (3, 0)]
+    job = group._Job(7, running, group.Timeouts(1, 1, regrow_at=0), [])
+    job._end_to_regrow()
+    assert not job.end.regrows and sent == []  # one has not begun
+    running[1].steps = 1
+    for _ in range(2):
+        job._end_to_regrow()
+    assert job.end.regrows and sent == [(7, signal.SIGTERM)]
+    text = "more processes fit again; 2 that run are asked to save and end"
+    assert capfd.readouterr().err == f"towerjax launch: {text}\n"
 
 
 def moment(seed, folder, fault):
