@@ -657,6 +657,14 @@ def test_denominators_that_count_padding_are_refused(compiled):
 
     assert check(right, batch=good(5), remainder="pad")().unmasked() == []
 
+    def means(params, batch, tower):
+        weight = batch["x"][:, 0] ** 2 * tower.weight
+        second = tj.Weighted.mean(batch["x"] @ params["w"], weight)
+        return loss_fn(params, batch, tower) + second
+
+    step = build(means, remainder="pad")  # the gradient of z is a complex 0
+    assert step.check(start(z=np.complex64(1j)), good(5)).unmasked() == []
+
 
 def gaps_of(params, batch):  # as where predictions [b] meet labels [b, 1]
     return (batch["x"] @ params["w"])[None] - batch["x"][:, :1]

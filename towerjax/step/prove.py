@@ -157,7 +157,8 @@ def _counts_of_padding(
         is_sum = name[len(parent[i]) + 1 :].startswith("sum")  # a gradient that is 0
         if own > 1 and parent[i] in masked and not (rows or count or is_sum):
             value = _constant(jaxpr, i)
-            if value is None or not value.size:  # without elements it counts nothing
+            # Without elements it counts nothing, nor does a complex number.
+            if value is None or not value.size or np.iscomplexobj(value):
                 continue
             if np.all((value != 0) & (value % own == 0)):
                 counting.append(name)
