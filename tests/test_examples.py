@@ -381,15 +381,19 @@ def bits_by_counting():
     return -np.log2(share).mean(), -np.log2(share_after).mean()
 
 
+def bits_counted(notebook):
+    """As `bits_by_counting`, which the notebook prints."""
+    return re.findall(r"^\w.* (\S+) bits per byte$", text_of(notebook), re.M)
+
+
 def check_language_model(notebook):
     """Interrupted and resumed is as undisturbed; better than counting."""
     check_outputs(notebook, [["50/50"], ["26/50"], ["50/50"]], figures=2)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     text = text_of(notebook)
     assert "more than 30,000 windows to train on: True\n" in text
-    counting = re.findall(r"^\w.* (\S+) bits per byte$", text, re.M)
-    single, pair = bits_by_counting()  # of this Python's library
-    assert counting == [f"{single:.2f}", f"{pair:.2f}"], counting
+    single, pair = map(float, bits_counted(notebook))
+    assert pair < single < 8
     assert "there are checkpoints after the steps 20 26\n" in text
     assert "every bit of the state is the same after step 50\n" in text
     whole, resumed = re.search(r"test set: (\S+) and (\S+)$", text, re.M).groups()
@@ -507,6 +511,8 @@ def test_notebooks_run(path, tmp_path):
     options = {"compiled": how}
     found = forked.called(executed, notebook, str(tmp_path), options=options)
     CHECKS[path.stem](found)
+    if path.stem == "05_language_model":  # of this Python's library
+        assert bits_counted(found) == [f"{bits:.2f}" for bits in bits_by_counting()]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
