@@ -257,11 +257,11 @@ class Draw:
 
     @property
     def shares(self):
-        return self.towers * self.micro_batches
+        return self.towers * self.micro_batches * self.strategy.placement.row_parts
 
     @property
     def full(self):
-        return self.shares * (2 if self.shares > 6 or self.strategy.rows else 3)
+        return self.shares * (2 if self.shares > 6 else 3)
 
     def rng(self, *of):
         return np.random.default_rng([self.seed, *of])

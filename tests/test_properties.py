@@ -116,7 +116,7 @@ def test_placed_batches_lie_on_their_towers_padded_to_few_sizes(
 ):
     towers, devices = grid
     placement = mirrored(towers, devices).placement
-    placer = Placer(placement, shares=towers * parts, remainder="pad")
+    placer = Placer(placement, calls=towers * parts, remainder="pad")
     known = set()
     for size in sizes:
         batch = batch_of(seed, size)

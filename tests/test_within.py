@@ -206,6 +206,44 @@ def test_the_audit_padding_evaluation_and_prediction_of_wide_towers():
         assert_near(trained(one, size=13)[0].params, params)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("towers, parts", [(2, 1), (1, 3)])
+def test_rows_are_padded_to_the_devices_that_split_them(towers, parts):
+    """13 to 16 of 2 towers, and to 24 of 3 micro-batches of one, on 4 devices each."""
+    within = {"within": {"data": 4}, "rows": "data", "specs": None}
+    strategy = wide(towers, 4 * towers, **within)
+    options = {"remainder": "pad", "micro_batches": parts}
+    with jax.enable_x64(True):
+        step = tj.build_train_step(plain_loss_fn, ADAM, strategy, audit=True, **options)
+        assert_near(trained(step, size=13)[0].params, expected(3, 13)[1])
+        assert step.is_audited
+        whole = -(-13 // (4 * towers * parts)) * 4 * towers * parts
+        data = strategy.distribute_dataset([rows(13)] * 3, **options)
+        for placed in (step.place_batch(rows(13)), next(iter(data))):
+            assert (placed.rows * towers, placed.num_examples) == (whole, (13,))
+        state = step.init(start())
+        for placed in data:
+            state, _ = step(state, placed)
+        assert_near(state.params, expected(3, 13)[1])
+        one = tj.testing.one_tower(step)
+        assert_near(trained(one, size=13)[0].params, expected(3, 13)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [5, 13])
+def test_what_counts_the_padding_of_split_rows_is_refused(size):
+    def of_padding(params, batch, tower):
+        mean = (batch["x"][:, 0] * tower.weight).mean()  # of a call's rows, padded
+        mean = tower.reduce(tj.Reduction.MEAN, mean)
+        return plain_loss_fn(params, batch, tower) + tj.penalty(mean * params["b"][0])
+
+    strategy = wide(2, within={"data": 4}, rows="data", specs=None)
+    options = {"remainder": "pad", "audit": True}
+    step = tj.build_train_step(of_padding, ADAM, strategy, **options)
+    with pytest.raises(tj.testing.SplitError, match="padded rows count"):
+        trained(step, size=size)
+
+
 @pytest.mark.parametrize("options", [{"local": "scan"}, {"axis_name": "batch"}])
 def test_towers_of_several_devices_go_to_the_first_of_them(options):
     options |= {"within": {"model": 2}, "specs": SPECS, "rows": "model"}
@@ -489,7 +527,7 @@ REFUSED = [
         r"w1'\]\[8, 16\], but 16, the size of dim 1, is not a multiple of the 3 .* 18"),
     (lambda: checked(wide(4, within={"data": 2}, specs=None, rows="data"),
                      plain_loss_fn, size=12),
-        "over 2 devices, and a tower function is called with 3"),
+        "12 examples, which 8 towers .times micro-batches, and devices that split"),
 ]  # fmt: skip
 
 

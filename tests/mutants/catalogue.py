@@ -1191,7 +1191,7 @@ AUDITS = (
        "each + each // 2", "2 * each",
        "test_audit.py::test_uneven_towers_are_compared_where_batches_are_padded"),
     _m("U04", "two towers are compared with themselves", "step.audit:run_audit",
-       "strategy, 1, shares=1, rows=(", "strategy, 2, shares=2, rows=(",
+       "strategy, 1, calls=1, rows=(", "strategy, 2, calls=2, rows=(",
        f"{_HABITS}[sum_with_weight_1]"),
     _m("U05", "a step that was refused by its audit trains at the next call",
        "step.step:Step.outputs", "self.audit(state, batch)",

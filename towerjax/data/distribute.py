@@ -160,7 +160,7 @@ class DistributedDataset:
             sparse, batch = SparseRows.put_aside(whole)
             if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
                 return _Pulled([batch], [0], shared=shared)
-            shares = self._towers * parts  # what divides the rows
+            shares = self._towers * parts * self._placement.row_parts
             batch, num_valid = shard.fit_batch(
                 batch, shares, remainder, may_drop_all=True
             )
@@ -208,7 +208,7 @@ class DistributedDataset:
 
     def _rows_for(self, sizes: list[int]) -> int:
         """The rows that each tower needs."""
-        parts = self._options.micro_batches
+        parts = self._options.micro_batches * self._placement.row_parts
         shares = self._towers * parts // len(sizes)
         return max(-(-n // shares) for n in sizes) * parts
 

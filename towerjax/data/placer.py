@@ -162,11 +162,12 @@ class Placer:
         *,
         remainder: shard.Remainder,
         micro_batches: int = 1,
-        shares: int | None = None,
+        calls: int | None = None,
     ) -> None:
         self.placement, self._micro_batches = placement, micro_batches
-        # What divides the rows: None is towers times micro-batches.
-        self.shares: int = shares or placement.num_towers * micro_batches
+        # How many calls share the rows; None is towers times micro-batches.
+        self.calls: int = calls or placement.num_towers * micro_batches
+        self.shares = self.calls * placement.row_parts  # what divides the rows
         self._remainder: shard.Remainder = remainder
         self.may_pad = remainder == "pad"
         # Padded size -> most examples, over all batches so far, refused ones included.

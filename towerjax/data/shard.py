@@ -147,6 +147,9 @@ def refuse_wrapping(batch: PyTree) -> None:
         refuse_unheld("batch", batch)
 
 
+_TIMES = "times micro-batches, and devices that split a tower's rows"
+
+
 def fit_batch(
     batch: PyTree,
     shares: int,
@@ -166,14 +169,14 @@ def fit_batch(
     if over and remainder == "error":
         name = named_leaves("batch", batch)[0][0]
         raise ValueError(
-            f"{name} has {size} examples, which {shares} towers (times micro-batches)"
-            f" cannot share evenly. Use a multiple of {shares}, or say remainder='pad'"
-            " (rows of weight 0) or remainder='drop'."
+            f"{name} has {size} examples, which {shares} towers ({_TIMES}) cannot share"
+            f" evenly. Use a multiple of {shares}, or say remainder='pad' (rows of"
+            " weight 0) or remainder='drop'."
         )
     if size < shares:
         raise ValueError(
             f"remainder='drop' leaves nothing of a batch of {size} examples for"
-            f" {shares} towers (times micro-batches). Use remainder='pad'."
+            f" {shares} towers ({_TIMES}). Use remainder='pad'."
         )
     return resize(batch, size - over), size - over
 

@@ -112,6 +112,11 @@ class Placement:
         return math.prod(size for _, size in self.within)
 
     @functools.cached_property
+    def row_parts(self) -> int:
+        """Over how many devices of a tower its rows are split."""
+        return dict(self.within).get(self.rows or "", 1)
+
+    @functools.cached_property
     def num_devices(self) -> int:
         """``D``: devices, or groups of devices where a tower is of several."""
         return len(self.devices) // self.devices_each
@@ -259,7 +264,7 @@ class Placement:
 
     def split_rows(self, rows: PyTree) -> PyTree:
         """A tower's rows, split over its devices if they are; in a tower function."""
-        size = dict(self.within).get(self.rows or "", 1)
+        size = self.row_parts
 
         def split(x: Any) -> Any:
             if is_key(x) or not jnp.ndim(x):

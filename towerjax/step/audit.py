@@ -43,15 +43,15 @@ class Towers:
     """The passes of a step on so many towers of one device; their merged values.
 
     Each tower function is called once a tower: micro-batches are towers in turn. Rows
-    are padded to so many that ``shares`` divides, at least to ``rows``.
+    are padded to so many that ``calls`` share, at least to ``rows``.
     """
 
     def __init__(
-        self, engine: Any, strategy: Strategy, towers: int, *, shares: int, rows: int
+        self, engine: Any, strategy: Strategy, towers: int, *, calls: int, rows: int
     ) -> None:
         alike = on_one_group(strategy, towers)
         self.rows, self._placement = rows, alike.placement
-        self._placer = Placer(self._placement, remainder="pad", shares=shares)
+        self._placer = Placer(self._placement, remainder="pad", calls=calls)
         self._placer.expect([rows])
         self._engine = engine.on(alike)
         # A few runs of few rows: what XLA would gain by optimising, it takes to do so.
@@ -112,8 +112,9 @@ def run_audit(
         raise ValueError(
             "The audit compares two towers, and the batch has one example. Give two."
         )
-    of_one = Towers(engine, strategy, 1, shares=1, rows=(3 if pads else 2) * each)
-    of_two = Towers(engine, strategy, 2, shares=2, rows=2 * each)
+    padded = each + -each % strategy.placement.row_parts
+    of_one = Towers(engine, strategy, 1, calls=1, rows=(3 if pads else 2) * padded)
+    of_two = Towers(engine, strategy, 2, calls=2, rows=2 * padded)
     second = ("unevenly", each + each // 2) if pads else ("evenly", 2 * each)
     splits = [("evenly", 2 * each), second]
 
@@ -130,7 +131,7 @@ def run_audit(
     except SplitError as error:
         without = {_FROM_SHARED: runs(shared=False)}
         if pads:
-            as_two = Towers(engine, strategy, 1, shares=1, rows=2 * each)
+            as_two = Towers(engine, strategy, 1, calls=1, rows=2 * padded)
             without[_OF_PADDING] = runs(as_two)
         told, left = _advise_by_runs(error.findings, of_one.jaxpr, without)
         told += [*_advise_by_numbers(left), *of_two.lints]

@@ -64,7 +64,7 @@ class Step:
         self._placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_parts = self._placer.shares  # T A: how many tower calls share a batch
+        self.num_parts = self._placer.calls  # T A: how many tower calls share a batch
         self._audits = options.audit and self.num_parts > 1  # before the next call
         self.is_audited = False
         # Not where the bits of a sum have to be those that other programs give.

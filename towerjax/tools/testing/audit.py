@@ -107,7 +107,7 @@ def assert_replicates(
         step = step_of(number)
         step.place_batch(batch)  # which refuses what these towers cannot share
         state = step.init(params, local=local, extra=extra)
-        how = {"shares": number, "rows": rows}
+        how = {"calls": number, "rows": rows}
         towers = Towers(step.engine, step.strategy, number, **how)
         return towers, state
 

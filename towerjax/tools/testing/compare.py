@@ -165,7 +165,7 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     strategy = _one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
     # It takes the batches of a step of several towers.
-    how: Any = {"shares": step.num_parts, "remainder": options.remainder}
+    how: Any = {"calls": step.num_parts, "remainder": options.remainder}
     return step.remake(strategy, options, placer=Placer(strategy.placement, **how))
 
 
