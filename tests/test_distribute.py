@@ -131,6 +131,9 @@ def test_each_tower_takes_an_element(T, D):
         (2, [4, 4, 3], {"remainder": "drop"}, [[4, 4]]),
         (2, [4, 2, 4, 4], {"remainder": "drop"}, r"2 towers take .* of sizes \[4, 2\]"),
         (2, [4, 5], {"micro_batches": 3}, [[4, 5]]),
+        (2, [5, 5], {"micro_batches": 2, "remainder": "drop"}, [[4, 4]]),
+        (2, [3, 3], {"micro_batches": 2, "remainder": "error"}, "Use a multiple of 2"),
+        (2, [1, 1], {"micro_batches": 2, "remainder": "drop"}, "leaves nothing of"),
     ],
 )
 def test_elements_left_over_and_of_unequal_size(towers, sizes, options, expected):
@@ -144,6 +147,8 @@ def test_elements_left_over_and_of_unequal_size(towers, sizes, options, expected
     placed = list(dataset)
     assert [each.counts.tolist() for each in placed] == expected
     assert placed[0].rows % options.get("micro_batches", 1) == 0
+    assert placed[0].padded == (placed[0].rows > min(expected[0]))
+    assert options.get("remainder", "pad") == "pad" or not placed[0].padded
 
 
 def test_elements_of_two_kinds_are_refused():
