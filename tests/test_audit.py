@@ -459,7 +459,7 @@ def test_one_tower_needs_no_audit_unless_it_is_asked_for():
     assert not step.is_audited
     step.audit(state, ROWS)
     first = jax.tree.map(lambda x: x[:1], ROWS)
-    with pytest.raises(ValueError, match="has one example"):
+    with pytest.raises(ValueError, match="batch has 1 rows, too few for both. Give 2"):
         step.audit(state, first)
 
 

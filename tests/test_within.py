@@ -230,6 +230,16 @@ def test_rows_are_padded_to_the_devices_that_split_them(towers, parts):
 
 
 @pytest.mark.slow
+def test_the_audit_of_split_rows_pads_none_where_they_are_dropped():
+    def of_rows(params, batch, tower):  # needs no tower.weight
+        return tj.Weighted.mean((batch["x"] @ params).sum(-1))
+
+    strategy = wide(2, within={"data": 4}, rows="data", specs=None)
+    step = tj.build_train_step(of_rows, ADAM, strategy, remainder="drop")
+    assert step.audit(step.init(start()["w1"]), rows(13)).examples == 8
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [5, 13])
 def test_what_counts_the_padding_of_split_rows_is_refused(size):
     def of_padding(params, batch, tower):
@@ -527,7 +537,7 @@ REFUSED = [
         r"w1'\]\[8, 16\], but 16, the size of dim 1, is not a multiple of the 3 .* 18"),
     (lambda: checked(wide(4, within={"data": 2}, specs=None, rows="data"),
                      plain_loss_fn, size=12),
-        "12 examples, which 8 towers .times micro-batches, and devices that split"),
+        "12 examples, which 8 towers .times micro-batches and devices of rows="),
 ]  # fmt: skip
 
 

@@ -103,8 +103,8 @@ def reduce_over_towers(
         if is_first:
             return take_first(x, tower_id, axes.names) if axes.names else x
         # JAX would add bfloat16 in bfloat16 under vmap, and in float32 elsewhere.
-        total = hide_complex(as_addend(reduction, x))
-        total = lax.psum(total, axes.names) if axes.names else total
+        total = as_addend(reduction, x)
+        total = lax.psum(hide_complex(total), axes.names) if axes.names else total
         return from_total(reduction, total, axes.num_towers, x.dtype)
 
     def with_keys(x: Any) -> Any:

@@ -75,7 +75,6 @@ class DistributedDataset:
         self, placement: Placement, source: Any, options: InputOptions
     ) -> None:
         processes, own_part = placement.num_processes, sources.check_source(source)
-        remainder, parts = options.remainder, options.micro_batches
         self._placement, self._source, self._options = placement, source, options
         self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
@@ -83,10 +82,12 @@ class DistributedDataset:
         self._open_with = [context] if own_part else []  # arguments of the source
         # Of this process's part of a round, which may be empty.
         self._towers = placement.num_towers // (processes if own_part else 1)
-        self._calls = parts * placement.row_parts  # what divides a tower's rows
         self._asks_peers = own_part and processes > 1
         self._capacities: list[Capacity] = []
+        remainder, parts = options.remainder, options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
+        # What divides a tower's rows.
+        self._divisor = self._placer.shares // placement.num_towers
         self._passes = 0
         if self._asks_peers:  # the name of what the processes tell each other
             self._name = call_on_first_process(lambda: uuid.uuid4().hex)
@@ -147,7 +148,7 @@ class DistributedDataset:
         """What this process has of the next round; None at the end of the data."""
         if self._options.split == "elements":
             return self._pull_for_each_tower(elements)
-        remainder = self._options.remainder
+        remainder, shares = self._options.remainder, self._towers * self._divisor
         for element in elements:
             whole, shared = shard.without_shared(element)
             leaves = jax.tree.leaves(whole)
@@ -161,7 +162,6 @@ class DistributedDataset:
             sparse, batch = SparseRows.put_aside(whole)
             if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
                 return _Pulled([batch], [0], shared=shared)
-            shares = self._towers * self._calls
             batch, num_valid = shard.fit_batch(
                 batch, shares, remainder, may_drop_all=True
             )
@@ -205,15 +205,15 @@ class DistributedDataset:
                 " 'drop' for the end."
             )
         if remainder != "pad":
-            fitted = [shard.fit_batch(x, self._calls, remainder) for x in taken]
+            fitted = [shard.fit_batch(x, self._divisor, remainder) for x in taken]
             taken, sizes = map(list, zip(*fitted, strict=True))
         taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
         return _Pulled(taken, sizes, all(bare))
 
     def _rows_for(self, sizes: list[int]) -> int:
         """The rows that each tower needs."""
-        shares = self._towers * self._calls // len(sizes)
-        return max(-(-n // shares) for n in sizes) * self._calls
+        shares = self._towers * self._divisor // len(sizes)
+        return max(-(-n // shares) for n in sizes) * self._divisor
 
     def _build(self, taken: _Pulled, rows: int) -> PyTree:
         """The round, leaves ``[towers * rows, ...]``."""

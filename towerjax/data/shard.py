@@ -147,7 +147,7 @@ def refuse_wrapping(batch: PyTree) -> None:
         refuse_unheld("batch", batch)
 
 
-_TIMES = "times micro-batches, and devices that split a tower's rows"
+_TIMES = "times micro-batches and devices of rows="
 
 
 def fit_batch(

@@ -107,12 +107,14 @@ def run_audit(
     """
     rows = _on_host(batch)
     total = len(feed.batches(rows, 1))
-    each = min(-(-total // parts), total // 2)
+    each, split = min(-(-total // parts), total // 2), strategy.placement.row_parts
+    each -= 0 if pads else each % split  # what is dropped is not padded
     if not each:
         raise ValueError(
-            "The audit compares two towers, and the batch has one example. Give two."
+            f"The audit compares two towers, and the batch has {total} rows, too few"
+            f" for both. Give {2 * split}."
         )
-    padded = each + -each % strategy.placement.row_parts
+    padded = each + -each % split
     of_one = Towers(engine, strategy, 1, calls=1, rows=(3 if pads else 2) * padded)
     of_two = Towers(engine, strategy, 2, calls=2, rows=2 * padded)
     second = ("unevenly", each + each // 2) if pads else ("evenly", 2 * each)
