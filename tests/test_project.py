@@ -126,7 +126,7 @@ def test_one_module_imports_what_jax_keeps_private():
 def test_a_module_is_short_and_says_what_it_does(name):
     module = importlib.import_module(name)
     lines = pathlib.Path(module.__file__).read_text().splitlines()
-    assert len(lines) <= 400
+    assert len(lines) <= 450
     first = module.__doc__.splitlines()[0]
     assert len(first) <= 88 and "?" not in first
 
@@ -226,7 +226,7 @@ def test_the_python_body_of_a_function_is_short():
                 has_text = ast.get_docstring(node) and len(node.body) > 1
                 first = node.body[1 if has_text else 0]
                 lines = node.end_lineno - first.lineno + 1
-                if lines > 40:
+                if lines > 60:
                     long.append(f"{path.name}: {node.name} has {lines} lines")
     assert long == []
 
