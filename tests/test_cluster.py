@@ -9,9 +9,13 @@ import subprocess
 
 import pytest
 
+import towerjax as tj
+from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import (
+    Cluster,
     _launcher_pid,
     find_cluster,
+    forgotten,
     free_port,
     is_free,
     is_loopback,
@@ -234,7 +238,58 @@ def test_several_that_do_not_meet_are_refused(environ, says):
 ])  # fmt: skip
 def test_one_process_is_no_job_of_several(environ):
     assert started_cluster(environ) is refusal(environ, "x") is own_devices(environ)
+    assert forgotten(environ) is None
     assert started_cluster(environ) is None
+
+
+WAY_OUT = "Call tj.cluster.initialize() at the start, before JAX is used. If each"
+
+
+@pytest.mark.parametrize("environ, names", [
+    (LAUNCHED, "TOWERJAX_COORDINATOR, TOWERJAX_NUM_PROCESSES, TOWERJAX_PROCESS_ID"),
+    (TF_CONFIG, "TF_CONFIG"),
+    ({"TF_CONFIG": json.dumps(whole({**WORKERS, "ps": ["p:1"]}, {"type": "ps"}))},
+        "TF_CONFIG"),
+    (torchrun("0", "2", "0", "2", "a", "5"), "WORLD_SIZE"),
+    (started(OPEN_MPI, "1", "4", "1", "2"), "OMPI_COMM_WORLD_SIZE"),
+    ({"PMIX_RANK": "1"}, "PMIX_RANK"),
+    (started(MPICH, "0", "4", "0", "2"), "PMI_SIZE"),
+    (slurm("0", "2", "0", "2"), "SLURM_STEP_NUM_TASKS"),
+    (slurm("1", "2", "0", "2", SLURM_PTY_PORT="5"), "SLURM_STEP_NUM_TASKS"),
+])  # fmt: skip
+def test_several_of_which_none_joined_are_refused_by_a_strategy(
+    environ, names, monkeypatch
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    text = forgotten(environ)
+    for strategy in (tj.Mirrored(towers=2), tj.OneDevice(), tj.OneDevice("cpu:0")):
+        with pytest.raises(RuntimeError, match=re.escape(WAY_OUT)) as caught:
+            _ = strategy.placement
+        assert str(caught.value) == text
+    assert f"set {names} to nothing." in text
+    assert re.match(r"\w+=\d is the n|TF_CONFIG names [23] processes of one", text)
+    assert tj.Mirrored(devices=tj.Absent("h100", 2)).placement.num_towers == 2
+    joined = Cluster(0, 1, "a:1", "explicit arguments")
+    monkeypatch.setattr(start._process, "cluster", joined)
+    assert tj.Mirrored(towers=2).placement
+    monkeypatch.undo()
+    for name in names.split(", "):
+        monkeypatch.setenv(name, "")
+    assert tj.Mirrored(towers=2).placement
+
+
+@pytest.mark.parametrize("environ", [
+    {"TF_CONFIG": "{"},
+    {"TF_CONFIG": json.dumps(whole({"master": ["a:1"]}, {"type": "master"}))},
+    {"TF_CONFIG": json.dumps(whole(WORKERS, {"type": "evaluator", "index": 0}))},
+    {"TF_CONFIG": json.dumps(whole({"chief": ["a:1"], "evaluator": ["b:1"]}, {}))},
+    {"TOWERJAX_COORDINATOR": "a:1", "TOWERJAX_NUM_PROCESSES": "1"},
+    {"JOB_COMPLETION_INDEX": "3"},  # of an Indexed Job of independent pods
+    slurm("0", "4", "0", "4", SLURM_PTY_PORT="5"),  # a shell's
+])  # fmt: skip
+def test_one_process_that_need_not_join_is_not_refused(environ):
+    assert forgotten(environ) is None
 
 
 def test_steps_of_one_slurm_job_and_other_jobs_have_ports_of_their_own():

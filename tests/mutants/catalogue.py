@@ -1090,6 +1090,9 @@ SWEEPS = (
 
 # Several processes that are no job, or the wrong one.
 _STARTED = "test_cluster.py::test_several_that_do_not_meet_are_refused"
+_FORGOTTEN = (
+    "test_cluster.py::test_several_of_which_none_joined_are_refused_by_a_strategy"
+)
 _STEPS = "test_steps_of_one_slurm_job_and_other_jobs_have_ports_of_their_own"
 _ABORTED = "test_going_on.py::test_those_whom_jax_aborts_since_one_ended_are_not_lost"
 JOBS = (
@@ -1097,13 +1100,17 @@ JOBS = (
        "mesh.cluster.spec:_coordinator", "_port(61 * job + step)", "_port(job)",
        f"test_cluster.py::{_STEPS}"),
     _m("J02", "each process of several trains by itself",
-       "mesh.cluster.spec:refusal", "if name is None:", "if launched:", _STARTED),
+       "mesh.cluster.spec:_sign_of_several", "(launched := _innermost(environ))",
+       "(launched := _innermost({}))", _STARTED),
     _m("J03", "processes of an mpirun meet those of the Slurm step around it",
        "mesh.cluster.spec:_coordinator", "if is_of_step and", "if", _STARTED),
     _m("J04", "those whom JAX aborts are counted as lost",
        "mesh.cluster.group:_Job._handle_end",
        "{signal.SIGABRT} if self.end.code else set()", "set()",
        f"{_ABORTED}[os.kill(os.getpid(), 9)-137-1]"),
+    _m("J05", "each process trains by itself where initialize() was forgotten",
+       "mesh.cluster.start:require_joined", "text is not None and", "False and",
+       f"{_FORGOTTEN}[environ3-WORLD_SIZE]"),
 )
 
 # One for each file that no other names: what that file alone would show.

@@ -11,6 +11,7 @@ import jax
 from towerjax.collectives import AllReduce, CrossTowerOps, PinnedTree
 from towerjax.collectives.ops import ChecksDevices
 from towerjax.mesh.absent import Absent
+from towerjax.mesh.cluster.start import require_joined
 from towerjax.mesh.devices import (
     canonical_device_name,
     canonical_device_names,
@@ -116,6 +117,8 @@ class Mirrored(StrategyMethods):
     @functools.cached_property
     def placement(self) -> Placement:
         """Where the towers are, by name: the devices need not be on this machine."""
+        if not isinstance(self.devices, Absent):
+            require_joined()
         devices, each = self._devices(), self._each
         groups = _count_groups(len(devices), each)
         _check_ops(self.cross_tower_ops, devices[::each])
@@ -219,6 +222,8 @@ class OneDevice(StrategyMethods):
     def placement(self) -> Placement:
         """Where the tower is, by name."""
         absent = self.device if isinstance(self.device, Absent) else None
+        if absent is None:
+            require_joined()
         name = self.device or canonical_device_name(jax.local_devices()[0])
         names = absent.names if absent else (str(name),)
         return Placement(names, 1, axis_name=self.axis_name, absent=absent)

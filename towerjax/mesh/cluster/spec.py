@@ -8,7 +8,7 @@ import pathlib
 import re
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from towerjax.types.options import check_whole
 
@@ -202,6 +202,11 @@ _LAUNCHERS = {
 }
 # They say which process this is, and not how many there are.
 _RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
+_MEET = (
+    "Set MASTER_ADDR and MASTER_PORT alike in all, to the host of process 0 and a free"
+    " port there, and RANK and WORLD_SIZE if they are not set. On Kubernetes install"
+    " jax[k8s]."
+)
 
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
@@ -215,18 +220,60 @@ def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
     """Why this process, ``but`` ..., may not work by itself; None if it may."""
-    launched = _innermost(environ)
-    number = (x for x in _RANKS if (n := environ.get(x, "")).isdecimal() and int(n))
-    name = launched[1][1] if launched else next(number, None)
-    if name is None:
+    return _alone(_sign_of_several(environ, _RANKS), but, _MEET)
+
+
+def forgotten(environ: Mapping[str, str]) -> str | None:
+    """Why a process that joined no other may not work by itself; None if it may."""
+    count = environ.get(VARIABLES[1], "")
+    if count.isdecimal() and int(count) > 1:
+        sign = f"{VARIABLES[1]}={count} {_COUNTS}", VARIABLES
+    elif (tasks := _count_tasks(environ)) > 1:
+        sign = f"TF_CONFIG names {tasks} processes of one job", ("TF_CONFIG",)
+    else:  # the index of a pod may number jobs of their own
+        sign = _sign_of_several(environ, _RANKS[:1])
+    # Of `srun --pty` the first task alone has the terminal, such as a shell's.
+    is_shell = "SLURM_PTY_PORT" in environ and environ.get("SLURM_PROCID") == "0"
+    if is_shell and sign is not None and sign[1][0] in _LAUNCHERS["Slurm"]:
         return None
-    what = "the number of processes" if launched else "the number of this process"
+    how = "Call tj.cluster.initialize() at the start, before JAX is used."
+    return _alone(sign, "JAX knows of this one alone", how)
+
+
+_COUNTS = "is the number of processes in a job of several"
+# What says that there are several processes, in words, and the variables that do.
+_Sign: TypeAlias = tuple[str, tuple[str, ...]] | None
+
+
+def _sign_of_several(environ: Mapping[str, str], ranks: tuple[str, ...]) -> _Sign:
+    if (launched := _innermost(environ)) is not None:
+        name = launched[1][1]
+        return f"{name}={environ[name]} {_COUNTS}", (name,)
+    for name in ranks:
+        if (number := environ.get(name, "")).isdecimal() and int(number):
+            what = "is the number of this process in a job of several"
+            return f"{name}={number} {what}", (name,)
+    return None
+
+
+def _count_tasks(environ: Mapping[str, str]) -> int:
+    """How many processes ``TF_CONFIG`` names as this one's job."""
+    try:
+        jobs, task = _jobs_and_task(json.loads(environ.get("TF_CONFIG", "")), "")
+    except ValueError:  # `initialize` says what is wrong with it
+        return 0
+    if task.get("type") == "evaluator":
+        return 1
+    return sum(len(tasks) for job, tasks in jobs.items() if job != "evaluator")
+
+
+def _alone(sign: _Sign, but: str, how: str) -> str | None:
+    if sign is None:
+        return None
+    what, names = sign
     return (
-        f"{name}={environ[name]} is {what} in a job of several, but {but}: each would"
-        " be a job of its own, and write the same files. Set MASTER_ADDR and"
-        " MASTER_PORT alike in all, to the host of process 0 and a free port there, and"
-        " RANK and WORLD_SIZE if they are not set. On Kubernetes install jax[k8s]. If"
-        f" each is to be a job of its own, set {name} to nothing."
+        f"{what}, but {but}: each would be a job of its own, and write the same files."
+        f" {how} If each is to be a job of its own, set {', '.join(names)} to nothing."
     )
 
 

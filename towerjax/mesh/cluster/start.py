@@ -117,6 +117,15 @@ def is_chief() -> bool:
     return jax.process_index() == 0
 
 
+def require_joined() -> None:
+    """Raise if a launcher started several processes and this one joined no other."""
+    if _process.cluster is not None or jax.distributed.is_initialized():
+        return
+    text = spec.forgotten(os.environ)
+    if text is not None and jax.process_count() == 1:
+        raise RuntimeError(text)
+
+
 def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.Cluster:
     """Join the named cluster, else what a launcher started, else what JAX detects."""
     how = "JAX, which was initialized before"
