@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -157,6 +158,7 @@ REFUSED = cases(Refused) | dict(
     custom_vjp_value=lambda w, x: clipped(w, x),
     library_jit=lambda w, x: jnp.argsort(x[0]),  # here
     stateful_random=lambda w, x: lax.rng_uniform(w[0], w[1], (3,)),  # here
+    a_name_like_ours=lambda w, x: checkpoint_name(x.sum(), "towerjax.one"),  # here
 )
 
 

@@ -414,6 +414,15 @@ def adds_by_name_and_counts(w, batch, tower):
     return batch @ total * w / lax.psum(tower.weight.sum(), tower.axis_names)
 
 
+def adds_in_a_scope_called(name):
+    def losses(w, batch, tower):
+        with jax.named_scope(name):
+            total = lax.psum(batch.sum(0), tower.axis_names)
+        return batch @ total * w
+
+    return losses
+
+
 def adds_rows_of_a_table(w, batch, tower):
     indices = batch[:, 0].astype(jnp.int32)
     rows = IndexedRows(batch * tower.weight[:, None], indices, (2, 3))
@@ -453,6 +462,8 @@ def asks_what_a_copy_does_not_change(w, batch, tower):
     (swaps_rows_and_weights, None),
     (sends_the_first_rows, "pbroadcast"),
     (adds_by_name_and_counts, "psum"),
+    (adds_in_a_scope_called("towerjax.sums"), "psum"),
+    (adds_in_a_scope_called("transpose("), "psum"),
     (adds_rows_of_a_table, None),
     (asks_what_a_copy_does_not_change, None),
 ])  # fmt: skip

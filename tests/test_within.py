@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import re
 import types
 
@@ -170,6 +171,79 @@ def nested_loss_fn(params, x):
     specs = {"in_specs": (P(None, "model"), P("model"), P()), "out_specs": P()}
     mapped = jax.shard_map(layer, axis_names={"model"}, check_vma=False, **specs)
     return mapped(params["w1"], params["w2"], x)
+
+
+ALIKE = P()
+
+
+def by_hand(fn, outs=ALIKE, ins=ALIKE):
+    specs = {"in_specs": ins, "out_specs": outs, "check_vma": False}
+    return jax.shard_map(fn, axis_names={"model"}, **specs)
+
+
+@loss_by
+def forgotten_sum(params, x):
+    fn = lambda w1, w2, x: jnp.tanh(x @ w1) @ w2  # noqa: E731  # here
+    whole = by_hand(fn, ins=(P(None, "model"), P("model"), P()))
+    return whole(params["w1"], params["w2"], x)
+
+
+@jax.custom_vjp
+def own_in_backward(x):
+    return x
+
+
+def _own_part(_, g):
+    own = by_hand(lambda g: g * (1.0 + jax.lax.axis_index("model")))
+    return (own(g),)
+
+
+own_in_backward.defvjp(lambda x: (x, None), _own_part)
+
+
+@loss_by
+def drifting_backward(params, x):
+    w2 = own_in_backward(params["w2"])  # here
+    return jnp.tanh(x @ params["w1"]) @ w2
+
+
+@loss_by
+def some_hang(params, x):
+    def fn(x):
+        first = jax.lax.axis_index("model") == 0
+        x = jax.lax.cond(first, lambda: jax.lax.pmean(x, "model"), lambda: x)  # here
+        return jax.lax.pmean(x, "model")
+
+    return jnp.tanh(by_hand(fn)(x) @ params["w1"]) @ params["w2"]
+
+
+@loss_by
+def in_a_loop(params, x):
+    def turn(x, _):
+        fn = lambda x: x * (1.0 + jax.lax.axis_index("model"))  # noqa: E731  # here
+        return by_hand(fn)(x), None
+
+    x = jax.lax.scan(turn, x, length=2)[0]
+    return jnp.tanh(x @ params["w1"]) @ params["w2"]
+
+
+@pytest.mark.parametrize(("two_layers", "text"), [
+    (forgotten_sum, "drift apart: result .*, of what in_specs split at"),
+    (drifting_backward, "drift apart: result 0, of axis_index at"),
+    (some_hang, "would hang"),
+    (in_a_loop, "drift apart: result 0, of axis_index at"),
+])  # fmt: skip
+@pytest.mark.parametrize("towers, devices", [(4, 8), (1, 2)])
+def test_copies_within_a_tower_that_would_differ_are_refused(
+    two_layers, text, towers, devices
+):
+    fn = inspect.getclosurevars(two_layers).nonlocals["two_layers"]
+    lines, first = inspect.getsourcelines(fn)
+    [here] = [first + i for i, line in enumerate(lines) if "# here" in line]
+    with pytest.raises(tj.ReplicationError, match=text) as caught:
+        checked(wide(towers, devices), two_layers)
+    assert f"test_within.py:{here}" in str(caught.value)
+    assert "in a tower" in str(caught.value) and "'model'" in str(caught.value)
 
 
 @pytest.mark.few_fast(1)

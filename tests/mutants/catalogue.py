@@ -324,7 +324,7 @@ PROOF = (
        "[by_a_number]"),
     _m("P31", "proof: a step's own derivative is one that a tower takes",
        "proof.marks:Context.is_derived_in_tower",
-       "bool(derived) and tags.DIFFERENTIATED not in before", "bool(derived)",
+       "derived and tags.DIFFERENTIATED not in before", "bool(derived)",
        "test_proof_scale.py::"
        "test_a_sum_that_a_division_follows_is_right[derivative by a step]"),
     _m("P16", "proof: a sum over one group of all towers is taken for one over a part",
@@ -624,15 +624,20 @@ INPUT = (
        " apart: result 0, of axis_index at]"),
     _m("M26",
        "what a mesh of the update's own splits counts as the same on all devices",
-       "proof.meshes:_prove_mapped",
-       'inputs = ["what in_specs split" if x else None for x in split]',
-       "inputs = [None for x in split]", "test_proof_meshes.py::"
+       "proof.analysis:along_each_axis",
+       '"what in_specs split" if is_split else None', "None", "test_proof_meshes.py::"
        "test_an_update_whose_copies_would_differ_is_refused[False-own_part_alone-drift"
        " apart: result 0, of what in_specs split at]"),
     _m("M27", "a mesh of a tower's own is only known on a device that is another",
        "proof.meshes:refuse_in_towers", "(on > 1 or x.size > 1)",
        "(on > 1 and x.size > 1)", "test_proof_meshes.py::"
        "test_what_towers_cannot_run_is_refused[shard_map, one device]"),
+    _m("M36", "copies within a tower are not analysed",
+       "proof.meshes:refuse_in_towers", "in x.along.items()", "in ()",
+       "test_within.py::test_copies_within_a_tower_that_would_differ_are_refused"),
+    _m("M37", "a name that a user gives is one of ours", "proof.tags:Tag.__eq__",
+       "self is other", "str(self) == str(other)",
+       "test_analysis.py::test_dependent_output_is_refused[a_name_like_ours-2]"),
     _m("M28", "a gradient that its backward has added up is added up again",
        "proof.marks:_reduce_mark", "is_in_backward(eqn)", "not is_in_backward(eqn)",
        "test_proof_refused.py::test_a_gradient_that_its_backward_adds_up_is_refused"

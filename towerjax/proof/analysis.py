@@ -8,6 +8,7 @@ and ends at a reduction over all towers, or at two that together are one: see
 and sums of values that are the same on all: see `towerjax.proof.scale`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,8 +29,10 @@ from towerjax.proof.equation import (
     loop_sizes,
     meshes_of,
     named_axes,
+    names_in,
     open_jaxpr,
     refs,
+    scopes_of,
     sub_jaxprs,
     trace_hidden,
     user_line,
@@ -176,14 +179,14 @@ def _rule_of(
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    name, stack = eqn.primitive.name, str(eqn.source_info.name_stack)
+    name, scopes = eqn.primitive.name, scopes_of((eqn, None))
     is_sum = name in SUMS or name == "reduce_scatter"
     is_over = {DEVICE_AXIS, TOWER_AXIS}.intersection(named_axes(eqn))
     over_towers = is_over and name not in EXTREMES
     if context.axis == _NO_AXIS and over_towers and not context.is_derived(eqn):
         line = user_line((eqn, context.outer))
         known = (tags.BATCH_NORM, *tags.TOWER_CALLS)
-        what = next((x for x in known if x in stack), name)
+        what = next((x for x in known if x in scopes), name)
         for m in ins:
             passes = not m.along or (what not in tags.TOWER_CALLS and is_flag(m))
             source = "" if passes else m.source
@@ -273,10 +276,34 @@ def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A program's own `shard_map`, or sharding."""
     name, line = eqn.primitive.name, user_line((eqn, context.outer))
+    is_map = name == "shard_map"
+    along = along_each_axis(eqn) if is_map and context.axis != _NO_AXIS else {}
     for mesh in meshes_of(eqn):
-        own_mesh = findings.OwnMesh(name, mesh.axis_names, mesh.size, line)
+        own_mesh = findings.OwnMesh(name, mesh.axis_names, mesh.size, line, along)
         context.noted.append(own_mesh)
-    return _call(eqn, ins, context) if name == "shard_map" else ins
+    return _call(eqn, ins, context) if is_map else ins
+
+
+def along_each_axis(eqn: JaxprEqn) -> dict[str, findings.Analysis]:
+    """What a `shard_map` does along each of its axes, as towers do along theirs.
+
+    An output that ``out_specs`` split may differ.
+    """
+    params, found = eqn.params, {}
+    manual = params.get("newly_manual_axes", params.get("manual_axes"))
+    for axis, size in params["mesh"].shape.items():
+        if axis not in manual or size == 1:
+            continue
+        ins, outs = (
+            [axis in names_in(spec) for spec in params[name]]
+            for name in ("in_specs", "out_specs")
+        )
+        inputs = ["what in_specs split" if is_split else None for is_split in ins]
+        analysis = analyse(params["jaxpr"], inputs, axis, size)
+        pairs = zip(analysis.outputs, outs, strict=True)
+        alike = tuple([None if is_split else x for x, is_split in pairs])
+        found[axis] = dataclasses.replace(analysis, outputs=alike)
+    return found
 
 
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:

@@ -17,7 +17,9 @@ from jax.extend.core import (
     Primitive,
     primitives,
 )
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, PartitionSpec, Sharding
+
+from towerjax.proof import tags
 
 # Primitives of JAX whose params hold code: of derivatives, of partitioning, of random
 # keys, or code that the params hold as a jaxpr too.
@@ -188,6 +190,12 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple([axis for axis in axes if isinstance(axis, str)])
 
 
+def names_in(spec: PartitionSpec) -> set[str]:
+    """The axes along which a value of a `shard_map` may differ."""
+    parts = [x if isinstance(x, tuple) else (x,) for x in spec]
+    return {*spec.unreduced, *[name for part in parts for name in part]}
+
+
 def meshes_of(eqn: JaxprEqn) -> list[Any]:
     """The meshes, of an axis at least, among the params of an equation."""
     leaves = [getattr(x, "mesh", x) for x in param_leaves(eqn.params)]
@@ -346,10 +354,16 @@ def outwards(site: Site | None) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def scopes_of(site: Site) -> str:
-    """The name stacks of a site's equations, "outer/.../inner"."""
-    stacks = [str(x.source_info.name_stack) for x in outwards(site)]
-    return "/".join(stacks[::-1])
+def scopes_of(site: Site) -> list[str]:
+    """The scopes that a site's equations stand in, from the outermost."""
+    stacks = [x.source_info.name_stack.stack for x in outwards(site)]
+    return [
+        (tags.TRANSPOSED if x.name == "transpose" else "")
+        if type(x).__name__ == "Transform"
+        else x.name
+        for stack in stacks[::-1]
+        for x in stack
+    ]
 
 
 def user_line(site: Site | None) -> str:

@@ -1,7 +1,7 @@
 """The findings of the analysis of a tower function; errors and warnings for them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from towerjax.types.leaves import few, listed
@@ -62,6 +62,7 @@ class OwnMesh(NamedTuple):
     axes: tuple[str, ...]
     size: int  # how many devices
     line: str
+    along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
 
 
 class TowerCall(NamedTuple):

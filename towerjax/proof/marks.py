@@ -220,18 +220,20 @@ class Context(NamedTuple):
     def is_derived(self, eqn: JaxprEqn) -> bool:
         """Whether a derivative or a step, and not the user, wrote the equation."""
         scopes = scopes_of((eqn, self.outer))
-        return "transpose(" in scopes or tags.SUMMED_BY_STEP in scopes
+        return tags.TRANSPOSED in scopes or tags.SUMMED_BY_STEP in scopes
 
     def is_derived_in_tower(self, eqn: JaxprEqn) -> bool:
         """Whether the derivative is one that a tower function takes by itself."""
-        before, derived, _ = scopes_of((eqn, self.outer)).partition("transpose(")
-        return bool(derived) and tags.DIFFERENTIATED not in before
+        scopes = scopes_of((eqn, self.outer))
+        derived = tags.TRANSPOSED in scopes
+        before = scopes[: scopes.index(tags.TRANSPOSED)] if derived else []
+        return derived and tags.DIFFERENTIATED not in before
 
 
 def line_of_sum(site: Site) -> str:
     """The line of a sum over towers, and whether a derivative there is what adds up."""
     line = user_line(site)
-    if not line or "transpose(" not in scopes_of(site):
+    if not line or tags.TRANSPOSED not in scopes_of(site):
         return line
     return f"{line}, by a derivative in a tower, which is that of all towers' sum"
 
@@ -274,7 +276,7 @@ def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[M
     context.noted.append(call)
     if over_towers := context.axis in names:
         note_hang(eqn, context)
-        if tags.SUMMED_BY_STEP in str(eqn.source_info.name_stack):
+        if tags.SUMMED_BY_STEP in scopes_of((eqn, None)):
             for line in {user_line(m.added) for m in ins if _counts_again(m)}:
                 context.noted.append(Repeat(line, (), _IN_BACKWARD))
     name = _kind_of(eqn)

@@ -6,13 +6,13 @@ towers are. What its ``out_specs`` call the same along an axis may not differ al
 or copies of the parameters would drift apart.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import PartitionSpec
 
 from towerjax.mesh.placement import DEVICE_AXIS
-from towerjax.proof.analysis import analyse
+from towerjax.proof.analysis import along_each_axis
 from towerjax.proof.equation import (
     Site,
     all_sites,
@@ -59,6 +59,11 @@ def refuse_in_towers(
                 f" {x.line or 'a line of a library'} lays its values over a mesh of"
                 f" axes {x.axes}. {_WITHIN}"
             )
+        for axis, found in x.along.items():
+            # A derivative adds up what is the same, of which each has its share.
+            if told := mistakes(dataclasses.replace(found, repeats=()), axis):
+                line = x.line or "a line of a library"
+                raise ReplicationError(f"shard_map at {line} in a tower: {told}")
 
 
 def refuse_kept_axis(jaxpr: ClosedJaxpr, axis: str, *, shared: bool) -> None:
@@ -124,20 +129,14 @@ def _prove_mapped(site: Site, on: int) -> None:
             f"The update runs on the devices of the step, {on}, but shard_map at {line}"
             f" on {mesh.size}. Make its mesh of those, or leave it out."
         )
-    manual = params.get("newly_manual_axes", params.get("manual_axes"))
-    for axis in [x for x in mesh.axis_names if x in manual and mesh.shape[x] > 1]:
-        split = [axis in _names_in(spec) for spec in params["in_specs"]]
-        inputs = ["what in_specs split" if x else None for x in split]
-        analysis = analyse(params["jaxpr"], inputs, axis, mesh.shape[axis])
-        outs = [axis in _names_in(spec) for spec in params["out_specs"]]
-        if told := _mistakes(analysis, outs, axis):
+    for axis, analysis in along_each_axis(site[0]).items():
+        if told := mistakes(analysis, axis):
             raise ReplicationError(f"shard_map at {line} in the update: {told}")
 
 
-def _mistakes(analysis: Analysis, are_split: Sequence[bool], axis: str) -> str:
+def mistakes(analysis: Analysis, axis: str) -> str:
     """What devices along an axis do wrong, and what to write; "" if nothing."""
-    pairs = zip(analysis.outputs, are_split, strict=True)
-    differ = [(i, x) for i, (x, is_split) in enumerate(pairs) if x and not is_split]
+    differ = [(i, x) for i, x in enumerate(analysis.outputs) if x]
     if differ:
         lines = [
             f"result {i}, of {x.source.replace('tower.id', 'axis_index')}"
@@ -146,9 +145,8 @@ def _mistakes(analysis: Analysis, are_split: Sequence[bool], axis: str) -> str:
         ]
         return (
             "its out_specs call the same on all devices what differs along"
-            f" {axis!r}, and copies of the parameters would drift apart:"
-            f" {listed(lines)}. Say out_specs=P({axis!r}), or reduce it,"
-            f" jax.lax.pmean(x, {axis!r})."
+            f" {axis!r}, and copies of it would drift apart: {listed(lines)}. Say"
+            f" out_specs=P({axis!r}), or reduce it, jax.lax.psum or pmean(x, {axis!r})."
         )
     if analysis.repeats:
         lines = [x.line or "a line of a library" for x in analysis.repeats]
@@ -165,11 +163,6 @@ def _mistakes(analysis: Analysis, are_split: Sequence[bool], axis: str) -> str:
             " would hang. Make the predicate the same on all."
         )
     return ""
-
-
-def _names_in(spec: PartitionSpec) -> set[str]:
-    parts = [x if isinstance(x, tuple) else (x,) for x in spec]
-    return {name for part in parts for name in part}
 
 
 def _is_of_towers(eqn: JaxprEqn) -> bool:

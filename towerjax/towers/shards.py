@@ -24,7 +24,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
-from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr
+from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr, scopes_of
 from towerjax.proof.interpreter import eqn_context, evaluate_eqn
 from towerjax.towers.additions import are_zeros, carried_sums, is_addition, uses_in
 from towerjax.towers.parts import (
@@ -303,7 +303,7 @@ def _is_all_reduce(eqn: JaxprEqn) -> bool:
 
 def is_of_towers(eqn: JaxprEqn) -> bool:
     """Whether a loop runs a device's towers, or a tower's micro-batches, in turn."""
-    return tags.IN_TURN in str(eqn.source_info.name_stack)
+    return tags.IN_TURN in scopes_of((eqn, None))
 
 
 def _inner(eqn: JaxprEqn) -> Any:
