@@ -505,3 +505,11 @@ def test_curves_reach_a_library_without_a_network(library, tmp_path, monkeypatch
     while b"train/loss" not in kept.read_bytes():
         assert time.monotonic() < end_s
         time.sleep(0.1)
+
+
+def test_both_sides_of_from_jit_have_as_many_lines_as_it_says():
+    page = TEXTS["from_jit.md"]
+    told = re.findall(r"^## .*: (\d+) lines$", page, re.MULTILINE)
+    _, *sides = [text for _, text, _ in PROGRAM.findall(page)]
+    counts = [sum(bool(line.strip()) for line in x.splitlines()) for x in sides]
+    assert [int(x) for x in told] == counts and 2 * counts[1] < counts[0]
