@@ -45,7 +45,6 @@ class Case:
       name: For the table.
       model: Of `MODELS`.
       optimizer: Of `OPTIMIZERS`.
-      steps_per_call: Steps of a program.
       by_model_fn: Is it trained by ``replicate_model_fn``?
       dtype: Of the parameters.
       options: For ``build_train_step``.
@@ -54,7 +53,6 @@ class Case:
     name: str
     model: str = "mlp, dropout"
     optimizer: str = "clip, adam"
-    steps_per_call: int = 1
     by_model_fn: bool = False
     dtype: str = "float32"
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -74,8 +72,6 @@ class Case:
 _OPTIONS = (
     Case("2 micro-batches", options={"micro_batches": 2}),
     Case("3 micro-batches", options={"micro_batches": 3}),
-    Case("5 steps a call", steps_per_call=5),
-    Case("5 steps a call, conv", "conv 8", "momentum", steps_per_call=5),
     Case("guard gradients", options={"guard": "gradients"}),
     Case("non-finite ignored", options={"on_nonfinite": "ignore"}),
     Case(
@@ -121,8 +117,7 @@ def _step_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:
     step = train_step(case, strategy)
     state = step.init(case.params(), local=LOCAL, rng=jax.random.key(7))
     batches = case.batches(strategy.num_towers, steps)
-    each = case.steps_per_call
-    return run(step, state, batches, steps_per_call=each, progress=False, audit=False)
+    return run(step, state, batches, progress=False, audit=False)
 
 
 def _model_state(case: Case, strategy: Mirrored, steps: int) -> tuple[Any, Any]:

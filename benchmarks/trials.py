@@ -45,7 +45,6 @@ class Trial:
     cross_tower_ops: str = "AllReduce"
     dtype: str = "float32"
     micro_batches: int = 1  # A
-    steps_per_call: int = 1  # K
 
 
 def build(**config: Any) -> Any:
@@ -100,7 +99,6 @@ class Work:
     params: PyTree  # on the host
     batch: PyTree  # on the host
     micro_batches: int = 1  # A
-    steps_per_call: int = 1  # K, each of the same batch
     optimizer: optax.GradientTransformation = dataclasses.field(
         default_factory=lambda: optax.sgd(LEARNING_RATE, MOMENTUM)
     )
@@ -155,16 +153,11 @@ def by_hand(work: Work, placement: Placement, way: str = "shard_map") -> Contend
         args = found.state, found.batch
         args = jax.device_put(args, found.call.input_shardings[0])
         return dataclasses.replace(found, state=args[0], batch=args[1])
-    host_batch, layout = work.batch, Layout.PER_TOWER
-    if work.steps_per_call > 1:
-        layout, copies = Layout.PER_TOWER_STEPS, [work.batch] * work.steps_per_call
-        host_batch = jax.tree.map(lambda *leaves: np.stack(leaves), *copies)
-        step = functools.partial(lax.scan, step)
-    layouts = (Layout.MIRRORED, layout)
+    layouts = (Layout.MIRRORED, Layout.PER_TOWER)
     if way == "shard_map":
         step = over_devices(step, placement, layouts, _OUT)
     state = place(work.init(), placement, Layout.MIRRORED)
-    batch = place(host_batch, placement, layout)
+    batch = place(work.batch, placement, Layout.PER_TOWER)
     return _compiled(_jitted(step, placement, layouts), state, batch)
 
 
@@ -188,18 +181,14 @@ def by_towerjax(work: Work, strategy: Strategy) -> Contender:
     step = build_train_step(
         loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches
     )
-    state, steps, call = step.init(work.params), work.steps_per_call, step
-    if steps > 1:
-        batch, call = step.place_batches([work.batch] * steps, steps), step.dispatch
-    else:
-        batch = step.place_batch(work.batch)
+    state, batch = step.init(work.params), step.place_batch(work.batch)
     start = time.perf_counter()
     program = step.program(state, batch)
     seconds = time.perf_counter() - start
 
     def run(state: Any, batch: Any) -> tuple[Any, jax.Array]:
         # As `run` calls it: verdicts are read later, once they are there.
-        state, metrics, *_ = call(state, batch)
+        state, metrics = step(state, batch)
         return state, metrics["loss"]
 
     return Contender(run, state, batch, seconds, program=program.call.as_text())
@@ -225,4 +214,4 @@ def work_of(trial: Trial) -> Work:
     model = MODELS[trial.model](jnp.dtype(trial.dtype))
     params = jax.tree.map(np.asarray, model.init(0))  # contenders donate theirs
     batch = model.make_batch(1, trial.batch)
-    return Work(model, params, batch, trial.micro_batches, trial.steps_per_call)
+    return Work(model, params, batch, trial.micro_batches)

@@ -5,7 +5,6 @@ import pathlib
 import threading
 
 import checkpoint_model as model
-import chex
 import forked
 import jax
 import numpy as np
@@ -40,19 +39,6 @@ def test_batches_are_set_back_where_a_run_stops_early(evaluate):
         progress=False,
     )
     assert history.stopped and source.position == int(state.step) == 4
-
-
-def test_what_one_step_a_call_left_several_steps_take():
-    """A run of one step a call leaves batches that it had placed, then the rest."""
-    step, batches = model.build(None), batches_of(3)  # the last is ragged
-    for is_placed in ([1, 0, 0], [0, 1, 0], [1, 1, 1]):
-        left = [
-            step.place_batch(batch) if placed else batch
-            for batch, placed in zip(batches, is_placed, strict=True)
-        ]
-        got, expected = step.place_batches(left, 4), step.place_batches(batches, 4)
-        np.testing.assert_array_equal(got.counts, expected.counts)
-        chex.assert_trees_all_equal(got.args, expected.args, strict=True)
 
 
 @pytest.mark.slow

@@ -526,7 +526,6 @@ def test_a_placed_batch_and_its_shared_values_are_audited():
     for given in (batch, step.place_batch(short)):
         report = step.audit(state, given)
         assert report.examples == 12 and report.largest < 1e-5
-    step.audit(state, step.place_batches([batch, batch], 3))
 
 
 @pytest.mark.slow

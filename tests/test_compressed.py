@@ -194,7 +194,7 @@ def test_error_feedback_learns_what_rounding_alone_hides():
     )
     batches = [np.ones(4, np.float32)] * 600
     state = step.init(np.zeros(32, np.float32))
-    state, _ = tj.run(step, state, batches, steps_per_call=100, progress=False)
+    state, _ = tj.run(step, state, batches, progress=False)
     gap = abs(np.asarray(state.params[1:8]) - 1).max()
     assert gap < 0.5
 

@@ -253,7 +253,7 @@ def test_run_looks_for_the_place_of_a_refused_step():
     data = [bad_batch() for _ in range(6)]
     data[2]["one"][13] = -np.inf
     with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
-        tj.run(step, step.init(BAD_PARAMS), data, steps_per_call=4, progress=False)
+        tj.run(step, step.init(BAD_PARAMS), data, progress=False)
     error = caught.value
     assert [(p.tower, p.step, p.leaf, p.part) for p in error.places] == [
         (3, 2, "loss/sum", "loss"),

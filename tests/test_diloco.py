@@ -257,7 +257,7 @@ def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_pat
     quiet = {"progress": False, "checkpointer": store}
     state, _ = tj.run(streaming, streaming.init(START), given[:at], steps=at, **quiet)
     other = build(SYNCS["streaming"], 2)
-    quiet |= {"steps": STEPS, "steps_per_call": 4}  # in one program
+    quiet |= {"steps": STEPS}
     state, history = tj.run(other, other.init(START), given, **quiet)
     assert int(state.step) == STEPS and len(history.metrics["loss"]) == STEPS - at
     _, told = expected(SYNCS["streaming"])

@@ -208,7 +208,6 @@ CALLS = {
     "start: opt_state": ("state.opt_state",
         lambda x: step().start(dataclasses.replace(state(), opt_state=x)), NO_TREES),
     "place_batch": ("batch", lambda x: step().place_batch(x), NO_TREES),
-    "place_batches": ("batches", lambda x: step().place_batches(x, 2), NO_LISTS),
     "program": ("state", lambda x: step().program(x, good()), ANYTHING),
     "report": ("state", lambda x: step().report(x, good()), ANYTHING),
     "report: timed_calls": ("timed_calls",
@@ -218,9 +217,6 @@ CALLS = {
     "check: batch": ("batch", lambda x: step().check(PARAMS, x), NO_TREES),
     "shapes": ("params", lambda x: step().shapes(x), NO_TREES),
     "locate": ("state", lambda x: step().locate(x, good()), ANYTHING),
-    "locate: index": ("index",
-        lambda x: step().locate(state(), step().place_batches([good()], 2), index=x),
-        [-1, 2, None, *ODD_COUNTS]),
     "fn": ("state", lambda x: step().fn(x, good()), ANYTHING),
 }
 # fmt: on

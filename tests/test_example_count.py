@@ -93,11 +93,11 @@ STRATEGIES = {
     ("name", "way"), [*zip(STRATEGIES, WAYS, strict=True)], ids=lambda x: x
 )
 def test_each_example_counts_once(name, way):
-    micro_batches, per_call = (2, 1) if name == "pmap scan" else (1, 3)
+    micro_batches = 2 if name == "pmap scan" else 1
     step, state = build(way, STRATEGIES[name], micro_batches=micro_batches)
     before = np.asarray(state.params["w"])
     cut = tj.batches(make_data(), 16, epochs=2, seed=1)  # two of 16, one of 5; twice
-    state, _ = tj.run(step, state, cut, steps_per_call=per_call, progress=False)
+    state, _ = tj.run(step, state, cut, progress=False)
     np.testing.assert_array_equal(seen_by(state), 2)
     assert (np.asarray(state.params["w"]) != before).all()
 

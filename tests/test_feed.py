@@ -139,28 +139,12 @@ def test_a_cursor_of_other_batches_is_refused():
 # Groups
 
 
-def groups(source, size, **options):
-    return Source(source).stream(lambda group: [*group], 0, size=size, **options)
-
-
-def test_groups_end_at_multiples_and_take_no_more_than_they_give():
-    assert list(groups(range(7), 3)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(groups(range(6), 3, most=4)) == [[0, 1, 2], [3]]
-    assert list(groups(range(2, 8), 3, before=2)) == [[2], [3, 4, 5], [6, 7]]
+def test_a_stream_takes_no_more_than_it_gives():
     source = iter(range(10))
-    assert next(groups(source, 4)) == [0, 1, 2, 3]
+    assert list(Source(source).stream(str, 0, most=4)) == ["0", "1", "2", "3"]
     assert next(source) == 4
-
-
-def test_groups_own_their_rows_when_the_loader_reuses_its_buffer():
-    def loader():
-        buffer = np.empty(4)
-        for i in range(4):
-            buffer[:] = i
-            yield {"x": buffer}
-
-    [group] = groups(loader(), 4)
-    assert [batch["x"][0] for batch in group] == [0, 1, 2, 3]
+    assert next(Source(source).stream(str, 0)) == "5"
+    assert next(source) == 6
 
 
 @pytest.mark.parametrize(
@@ -177,9 +161,9 @@ def test_a_placed_batch_that_was_used_is_not_kept(data):
     assert placed() is None
 
 
-def test_groups_give_what_came_before_an_exception_first():
-    made = groups(failing_loader(5), 4)
-    assert [len(next(made)), len(next(made))] == [4, 1]
+def test_what_came_before_an_exception_comes_first():
+    made = Source(failing_loader(5)).stream(lambda x: x[0], 0)
+    assert [next(made) for _ in range(5)] == [*range(5)]
     with pytest.raises(LoaderError):
         next(made)
 

@@ -212,8 +212,10 @@ def trained(draw):
         batches = jax.tree.map(lambda *x: np.stack(x), *batches)
         state, found = jax.jit(lambda *x: jax.lax.scan(step.fn, *x))(state, batches)
     elif draw.door == "dispatch":
-        placed = step.place_batches(batches, STEPS)
-        state, found, _ = step.dispatch(state, placed)
+        for batch in batches:
+            state, metrics, _ = step.dispatch(state, step.place_batch(batch))
+            found.append(metrics)
+        return state, found
     else:
         for batch in batches:
             state, metrics = step(state, batch)

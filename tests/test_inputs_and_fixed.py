@@ -100,10 +100,15 @@ def test_evaluation_and_model_functions_take_shared_leaves():
 def test_rows_may_be_keys_of_several_steps_too():
     bits = np.arange(16, dtype=np.uint32).reshape(8, 2)
     keys = jax.random.wrap_key_data(bits)
-    step = tj.build_train_step(averaging, optax.sgd(RATE), mirrored(2, 2))
-    placed = step.place_batches([{"key": keys[:4]}, {"key": keys[4:]}], 3)
-    found = np.asarray(jax.random.key_data(placed.arrays["key"]))[:2]
-    np.testing.assert_array_equal(found.reshape(8, 2), bits)
+    strategy = mirrored(2, 2)
+
+    def add(ctx, total, batch):
+        return total + jax.random.key_data(batch["key"].values).reshape(4, 2)
+
+    parts = strategy.distribute_dataset([{"key": keys[:4]}, {"key": keys[4:]}])
+    start = jnp.zeros((4, 2), jnp.uint32)
+    found = strategy.run_steps_on_dataset(add, iter(parts), 3, start).final
+    np.testing.assert_array_equal(found, bits[:4] + bits[4:])
 
 
 # state.extra: one value for all towers, which does not train.
@@ -293,11 +298,11 @@ def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
     text = r"batch\['scale'\] is a Whole, .* Pass its value as an argument"
     with pytest.raises(ValueError, match=text):
         next(iter(strategy.distribute_dataset([batch], split="elements")))
-    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy)
     longer = {**batch, "scale": tj.Whole({"by": np.ones(2, np.float32)})}
     text = r"batch\['scale'\]\['by'\] was float32\[\] and is float32\[2\]"
     with pytest.raises(ValueError, match=text):
-        step.place_batches([batch, longer], 2)
+        parts = iter(strategy.distribute_dataset([batch, longer]))
+        strategy.run_steps_on_dataset(lambda ctx, carry, batch: carry, parts, 2, 0.0)
 
 
 def test_placed_batches_of_a_model_keep_what_their_shared_leaves_are():

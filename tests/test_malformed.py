@@ -149,9 +149,6 @@ class Steps:
             "run": lambda batch: tj.run(
                 self.train, self.state, [batch], prefetch=0, progress=False
             ),
-            "several steps a call": lambda batch: self.train.program(
-                self.state, self.train.place_batches([good(), batch], 2)
-            ),
         }
 
 
@@ -327,19 +324,15 @@ def test_odd_options_of_a_loop_are_refused_by_name(steps):
     def evaluate(evaluate=steps.evaluate, **options):
         tj.evaluate(evaluate, steps.state, [good()], **options)
 
-    place, batch = steps.train.place_batches, good()
     drawn = [
         *[(run, name, x) for name in LOOP for x in NUMBERS.values()],
         *[(evaluate, name, x) for name in LOOP for x in NUMBERS.values()],
         *[(run, "steps", x) for x in some(NUMBERS).values()],
         *[(run, "step", x) for x in (None, 3, "step", tj.run, steps.evaluate)],
         *[(evaluate, "evaluate", x) for x in (None, 3, "step", metric_fn)],
-        *[(functools.partial(place, [batch]), "steps", x) for x in NUMBERS.values()],
     ]
     for call, name, value in drawn:
         refuse(functools.partial(call, **{name: value}), f"{name}=")
-    for batches in ([], (), "ab", None, batch, [batch] * 3):
-        refuse(functools.partial(place, batches, 2), "batches must be")
 
 
 ANYTHING = [None, "x", b"x", -1, 1.5, float("nan"), [], {}, [None], object(), {1}, int]
@@ -407,7 +400,7 @@ UNLIKE = {
 
 # What a user gets unasked: who changes one, changes what programs do that are written.
 UNASKED = {
-    "micro_batches": 1, "steps_per_call": 1, "prefetch": 2, "prefetch_on_device": 2,
+    "micro_batches": 1, "prefetch": 2, "prefetch_on_device": 2,
     "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
     "per_example": False, "per_tower": True, "lazy": False,
     # Of stopping and of files.

@@ -47,18 +47,12 @@ def traced(folder):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    ("profile", "steps_per_call", "expected"),
-    [
-        ((3, 4), 1, [3, 4]),
-        ((3, 3), 2, [4]),  # the call of the steps 3 and 4, by its last
-        ((6, 99), 1, [6]),  # the run ends first
-    ],
+    ("profile", "expected"),
+    [((3, 4), [3, 4]), ((3, 3), [3]), ((6, 99), [6])],  # in the last the run ends first
 )
-def test_a_trace_has_the_steps_that_are_asked_for(
-    tmp_path, profile, steps_per_call, expected
-):
+def test_a_trace_has_the_steps_that_are_asked_for(tmp_path, profile, expected):
     folder = tmp_path / "traces"
-    run(profile=(*profile, folder), steps_per_call=steps_per_call)
+    run(profile=(*profile, folder))
     assert traced(folder) == expected
 
 

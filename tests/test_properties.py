@@ -124,7 +124,7 @@ def test_placed_batches_lie_on_their_towers_padded_to_few_sizes(
         larger = [n for n in known if n >= size]
         rows = min(larger, default=math.ceil(size / (towers * parts)) * towers * parts)
         known.add(rows)
-        assert placed.rows * towers == rows and placed.num_examples == (size,)
+        assert placed.rows * towers == rows and placed.num_examples == size
         np.testing.assert_array_equal(np.asarray(placed.args[1]), placed.counts)
         shards = placed.arrays["number"].addressable_shards
         assert [s.device.id for s in shards] == list(range(devices))

@@ -73,9 +73,9 @@ def options_of(evaluates):
 
 
 @functools.cache
-def undisturbed(name, size, evaluates):
+def undisturbed(name, evaluates):
     step, batches = step_of(name), model.batches()
-    options = {"steps": STEPS, "steps_per_call": size, **options_of(evaluates)}
+    options = {"steps": STEPS, **options_of(evaluates)}
     state, history = run(step, model.init(step), batches, **options)
     assert len(set(history.metrics["loss"].tolist())) == STEPS
     assert bool(history.stopped) == evaluates
@@ -208,9 +208,7 @@ def at_a_call_of(name, number):
     return where
 
 
-placing, placing_several = (
-    at_a_call_of(x, 2) for x in ("place_batch", "place_batches")
-)
+placing = at_a_call_of("place_batch", 2)
 compiling = at_a_call_of("program", 1)
 
 
@@ -219,34 +217,31 @@ def in_the_loader(act, step, patch):
 
 
 HANDED_ON = [
-    ("batches", in_a_hook, raises, {"steps_per_call": 3}),
+    ("batches", in_a_hook, raises, {}),
     ("list", in_a_hook, raises, {}),
-    ("generator", in_a_hook, raises, {"steps_per_call": 3}),
     ("generator", in_a_hook, raises, {}),
     ("generator", in_a_hook, raises, {"prefetch": 0}),
     ("grain", in_a_hook, raises, {}),
-    ("distributed, cursor", in_a_hook, raises, {"steps_per_call": 3}),
+    ("distributed, cursor", in_a_hook, raises, {}),
     ("distributed list", in_a_hook, raises, {}),
-    ("batches", in_a_hook, raises, {"steps_per_call": 2, "step": "8"}),
+    ("batches", in_a_hook, raises, {"step": "8"}),
     ("batches", in_a_hook_with_state, raises, {}),
-    ("batches", in_a_hook_with_state, raises, {"steps_per_call": 4}),
     ("batches", in_a_writer, raises, {}),
     ("batches", in_an_evaluation, raises, {}),
     ("iterator", placing, raises, {}),
-    ("iterator", placing_several, raises, {"steps_per_call": 3}),
     ("iterator", in_the_loader, raises, {}),
-    ("iterator", in_the_loader, raises, {"prefetch": 0, "steps_per_call": 2}),
+    ("iterator", in_the_loader, raises, {"prefetch": 0}),
     ("iterator", in_the_loader, ctrl_c, {"prefetch": 0}),
     ("distributed", in_the_loader, ctrl_c, {}),
 ]
 SAVED = [
     ("batches", in_a_hook, raises, {"every": 2, "step": "2", "then": "4"}),
-    ("batches", in_a_later_hook, raises, {"every": 4, "steps_per_call": 2}),
+    ("batches", in_a_later_hook, raises, {"every": 4}),
     ("generator", in_a_hook, raises, {"every": 2, "batches": "count"}),
     ("batches", in_a_hook, ctrl_c, {}),
     ("batches", in_a_hook, sigterm, {}),
     ("list", in_a_hook, sigterm, {}),
-    ("generator", in_a_hook, sigterm, {"batches": "count", "steps_per_call": 3}),
+    ("generator", in_a_hook, sigterm, {"batches": "count"}),
     ("grain", in_a_hook, sigterm, {}),
     ("bytes", in_a_hook, sigterm, {}),
     ("distributed, cursor", in_a_hook, sigterm, {}),
@@ -257,7 +252,7 @@ SAVED = [
     ("batches", placing, raises, {"every": 1}),
     ("batches", in_a_hook, ctrl_c, {"evaluates": True}),
     ("batches", in_a_later_hook, raises, {"evaluates": True, "every": 4}),
-    ("batches", in_an_evaluation, sigterm, {"evaluates": True, "steps_per_call": 3}),
+    ("batches", in_an_evaluation, sigterm, {"evaluates": True}),
 ]
 OF_SAVING = ("every", "batches", "exit_code")
 ROWS = [(*row, False) for row in HANDED_ON] + [(*row, True) for row in SAVED]
@@ -293,7 +288,6 @@ def assert_as_undisturbed(found, expected):
     state, losses, history, start = found
     bits, whole = expected
     model.assert_same_bits(state, bits)
-    # Where several steps are one program, their losses are rounded as there.
     expected = whole.metrics["loss"].tolist()[start:]
     np.testing.assert_allclose(losses, expected, rtol=2.4e-7, atol=0)
     after = [x for x in whole.evaluations if x[0] >= start]
@@ -311,7 +305,7 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
     kept = {x: options.pop(x) for x in OF_SAVING if x in options}
     saving = tj.Checkpointer(tmp_path, **kept) if saved else None
     step, source = step_of(first), SOURCES[name]()
-    size, evaluates = options.get("steps_per_call", 1), options.pop("evaluates", False)
+    evaluates = options.pop("evaluates", False)
     options |= options_of(evaluates)
     with monkeypatch.context() as patch:
         stop = where(act, step, patch)
@@ -331,7 +325,7 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
         assert error.batches is source and source.position == done
     again = SOURCES[name]() if saved else None
     found = gone_on(error, then, again, saving, **options)
-    assert_as_undisturbed(found, undisturbed(first, size, evaluates))
+    assert_as_undisturbed(found, undisturbed(first, evaluates))
 
 
 # At any moment
@@ -372,14 +366,13 @@ def signalled_at(event_number, act, run):
     [
         (ctrl_c, "batches", {}),
         (ctrl_c, "iterator", {"prefetch": 0}),
-        (ctrl_c, "iterator", {"prefetch": 0, "steps_per_call": 3}),
         (sigterm, "batches", {}),
     ],
-    ids=["ctrl_c", "ctrl_c without a thread", "ctrl_c in calls of 3", "sigterm"],
+    ids=["ctrl_c", "ctrl_c without a thread", "sigterm"],
 )
 def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, name, options, tmp_path):
     step = step_of("light")
-    expected = undisturbed("light", options.get("steps_per_call", 1), False)
+    expected = undisturbed("light", False)
 
     def stopped_at(event_number):
         saving, source, state = None, SOURCES[name](), model.init(step)

@@ -118,16 +118,14 @@ def oracle(cut, skip=()):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("prefetch, steps_per_call", [(0, 4), (2, 7)])
-def test_any_steps_per_call_equals_gradient_descent(steps_per_call, prefetch, compiled):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_run_equals_gradient_descent(prefetch, compiled):
     # 10 steps of 16 examples, the last of 9: rows of weight 0 fill it up.
     cut = list(batches(make_data(153), 16))
     step = build_step()
     state = init(step)
     compiled.clear()
-    state, history = train(
-        cut, state=state, step=step, steps_per_call=steps_per_call, prefetch=prefetch
-    )
+    state, history = train(cut, state=state, step=step, prefetch=prefetch)
     assert len(compiled) == 1
     losses, w = oracle(cut)
     np.testing.assert_array_equal(history.steps, np.arange(1, 11))
@@ -323,23 +321,20 @@ def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("eval_every", "steps_per_call", "expected"),
+    ("eval_every", "expected"),
     [
-        (None, 1, [7]),
-        (7, 1, [7]),  # not twice at the end
-        (4, 2, [4, 7]),
+        (None, [7]),
+        (7, [7]),  # not twice at the end
+        (4, [4, 7]),
     ],
 )
-def test_evaluations_come_when_asked_and_at_the_end(
-    eval_step, eval_every, steps_per_call, expected
-):
+def test_evaluations_come_when_asked_and_at_the_end(eval_step, eval_every, expected):
     cut, data = list(batches(make_data(112), 16)), eval_data(20)
     _, history = train(
         cut,
         evaluate=eval_step,
         eval_batches=lambda: batches(data, 16),
         eval_every=eval_every,
-        steps_per_call=steps_per_call,
     )
     assert [number for number, _ in history.evaluations] == expected
     for number, values in history.evaluations:
@@ -402,25 +397,15 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     one_shot = iter([eval_data(16)])
     table = [
         ({"steps": 0}, "steps=0 must be a whole number >= 1"),
-        ({"steps_per_call": 0}, "steps_per_call=0 must"),
         ({"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
         ({"in_flight": 0}, "in_flight=0 must"),
-        ({"steps_per_call": 10**30}, "0 must be a whole number <= 65536"),
-        ({"steps_per_call": True}, "steps_per_call=True must be a whole number >= 1"),
+        ({"in_flight": 10**30}, "0 must be a whole number <= 65536"),
+        ({"in_flight": True}, "in_flight=True must be a whole number >= 1"),
         ({"evaluate": eval_step}, "only evaluate was given"),
         ({"eval_batches": data}, "only eval_batches was given"),
         ({"eval_every": 2}, "without anything to evaluate"),
         ({"evaluate": eval_step, "eval_batches": one_shot},
             "eval_batches is a list_iterator, which can be gone through only once"),
-        (
-            {
-                "evaluate": eval_step,
-                "eval_batches": data,
-                "eval_every": 3,
-                "steps_per_call": 2,
-            },
-            "eval_every=3 must be a multiple of steps_per_call=2",
-        ),
         ({"progress": "bar"}, "progress='bar' must be"),
         ({"eval_params": lambda s: s}, "without anything to evaluate"),
         ({"evaluate": eval_step, "eval_batches": make_data(8)},
@@ -430,8 +415,6 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
         ({"hooks": print}, "must be a list: write hooks=[<built-in function print>]."),
         ({"hooks": 3}, "hooks=3 must be a list: write hooks=[3]."),
         ({"hooks": ["print"]}, "hooks[0]='print' is not a function"),
-        ({"hooks": [tj.loop.WithState(print, every=3)], "steps_per_call": 2},
-            "WithState.every=3 must be a multiple of steps_per_call=2"),
     ]  # fmt: skip
     for arguments, message in table:
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -505,7 +488,6 @@ def test_hooks_are_called_in_order_for_every_step():
     cut, seen = list(batches(make_data(112), 16)), []
     _, history = train(
         cut,
-        steps_per_call=2,
         hooks=[
             lambda number, metrics: seen.append((number, "first", metrics["loss"])),
             lambda number, metrics: seen.append((number, "second", metrics["loss"])),
@@ -521,9 +503,8 @@ def test_hooks_are_called_in_order_for_every_step():
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("steps_per_call, every", [(1, 3), (2, 4)])
-def test_a_hook_sees_the_state_before_the_next_step_takes_it(steps_per_call, every):
-    cut, seen, plain = list(batches(make_data(160), 16)), [], []
+def test_a_hook_sees_the_state_before_the_next_step_takes_it():
+    cut, every, seen, plain = list(batches(make_data(160), 16)), 3, [], []
 
     def hook(number, state, metrics):
         assert plain[-1] == number == int(state.step)
@@ -531,7 +512,6 @@ def test_a_hook_sees_the_state_before_the_next_step_takes_it(steps_per_call, eve
 
     state, history = train(
         cut,
-        steps_per_call=steps_per_call,
         hooks=[
             lambda number, metrics: plain.append(number),
             tj.loop.WithState(hook, every=every),
@@ -643,16 +623,12 @@ def test_other_parameters_are_evaluated_and_the_best_state_is_the_state(
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_a_step_that_is_not_finite_is_named_and_changes_nothing(
-    train_step, steps_per_call
-):
+def test_a_step_that_is_not_finite_is_named_and_changes_nothing(train_step):
     step, seen = train_step, []
     with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
         train(
             broken(2),
             step=step,
-            steps_per_call=steps_per_call,
             hooks=[lambda number, metrics: seen.append(number)],
         )
     error = caught.value
@@ -671,7 +647,7 @@ def test_skipped_steps_are_counted():
     step = step_with(on_nonfinite="skip")
     cut = broken(1)
     cut[3] = cut[1]
-    state, history = train(cut, step=step, steps_per_call=2)
+    state, history = train(cut, step=step)
     assert history.skipped == (2, 4)
     assert np.isnan(history.metrics["loss"]).tolist() == [False, True] * 2 + [False]
     _, w = oracle(cut, skip={1, 3})
@@ -686,12 +662,11 @@ def test_a_step_that_is_not_finite_and_counts_is_not_skipped():
     assert np.isnan(state.params["w"]).any()
 
 
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_too_little_data_is_told_of_and_nothing_is_lost(steps_per_call):
+def test_too_little_data_is_told_of_and_nothing_is_lost():
     with pytest.raises(
         ValueError, match="after step 9, but .* ended after 5"
     ) as caught:
-        train(batches(make_data(80), 16), steps=9, steps_per_call=steps_per_call)
+        train(batches(make_data(80), 16), steps=9)
     assert int(caught.value.state.step) == 5
     assert len(caught.value.history.steps) == 5
 
@@ -822,15 +797,6 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
     ) == as_before
     assert "\x1b[?25l" not in screen.getvalue()  # the cursor is never hidden
     run(train_step, init(train_step), batches(make_data(64), 16), progress=True)
-
-
-@pytest.mark.parametrize("seen", [(), (8, 16)])
-def test_batches_of_one_call_are_padded_alike(seen):
-    step = build_step(max_programs=2, remainder="pad")
-    for rows in seen:
-        step.place_batch(make_data(rows))
-    placed = step.place_batches([make_data(3), make_data(16)], 2)
-    assert (placed.rows, placed.counts.tolist()) == (2, [[2, 1] + [0] * 6, [2] * 8])
 
 
 def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
@@ -1049,17 +1015,15 @@ def test_a_history_is_a_picture(eval_step, monkeypatch):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("steps_per_call", [1, 2])
-def test_the_wait_for_each_batch_is_in_the_history(steps_per_call):
+def test_the_wait_for_each_batch_is_in_the_history():
     def slow_at_the_third():
         for number, batch in enumerate(batches(make_data(16), 16, epochs=5)):
             time.sleep(0.2 * (number == 2))
             yield batch
 
-    _, history = train(slow_at_the_third(), steps_per_call=steps_per_call, prefetch=0)
+    _, history = train(slow_at_the_third(), prefetch=0)
     assert history.input_wait_s.shape == (5,)
     assert history.input_wait_s.argmax() == 2 and history.input_wait_s[2] >= 0.2
-    assert (history.input_wait_s[1:2] == 0) == (steps_per_call == 2)
 
 
 @pytest.mark.slow

@@ -152,11 +152,11 @@ def test_each_tower_has_its_entries_and_padding_as_jax_pads():
 
 @pytest.mark.slow
 def test_data_is_cut_by_rows():
-    """Shuffled, prefetched, two steps a call, an uneven end."""
+    """Shuffled, prefetched, an uneven end."""
     data, x = batch_of(23)
     step = training(mirrored(4, 2), remainder="pad")
     source = tj.batches(data, 6, epochs=2, seed=3)
-    state, _ = tj.run(step, step.init(W), source, steps_per_call=2, progress=False)
+    state, _ = tj.run(step, step.init(W), source, progress=False)
     rows = {**data, "x": x}
     expected = np.float64(W)
     for batch in tj.batches(rows, 6, epochs=2, seed=3):

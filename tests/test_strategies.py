@@ -357,7 +357,7 @@ def test_numbers_of_numpy_become_those_of_python():
         extend=TowerStatistics(),
     )
     placed = step.place_batch(np.ones(200, np.float32))
-    assert placed.num_examples == (200,)
+    assert placed.num_examples == 200
     for options in (
         step.strategy,
         step.options,

@@ -81,14 +81,13 @@ def compiled():
 
 @pytest.fixture(scope="module")
 def swept(compiled):
-    """The sweep by ``vmap``, two steps a call, or one after another; each compiled."""
+    """The sweep by ``vmap``, or one after another; each compiled."""
 
     @functools.cache
     def swept(order):
         compiled.steps()
         options = {"order": order, "evaluate": evaluated, "progress": False}
-        steps_per_call = 2 if order == "together" else 1
-        found = tj.sweep(build, GRID, BATCHES, steps_per_call=steps_per_call, **options)
+        found = tj.sweep(build, GRID, BATCHES, **options)
         assert compiled.steps() == 1, f"{order} compiled more than one program"
         return found
 
@@ -281,7 +280,7 @@ def test_configurations_are_one_where_the_file_has_one():
 
 @pytest.mark.parametrize("returned", [None, {"v": {"a": 1}}])
 def test_an_evaluation_of_something_else_is_refused(returned):
-    program = _Trainings(small, {}, {}, FEW, None, 1, lambda state, **_: returned)
+    program = _Trainings(small, {}, {}, FEW, None, lambda state, **_: returned)
     text = re.escape(f"evaluate returned {returned} for {{'rate': 0.1}}; it returns {{")
     with pytest.raises(ValueError, match=text):
         program._evaluate(None, {"rate": 0.1})

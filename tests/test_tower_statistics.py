@@ -125,12 +125,10 @@ def test_two_numbers_more_travel_and_no_collective():
 
 
 @pytest.mark.slow
-def test_several_steps_in_one_program_tell_of_each():
+def test_a_run_tells_of_each_step():
     step = step_of(4, 2)
     batches = [data(20, seed) for seed in range(3)]
-    state, history = tj.run(
-        step, step.init(W), batches, steps_per_call=3, progress=False
-    )
+    state, history = tj.run(step, step.init(W), batches, progress=False)
     assert history.metrics["towers/cosine"].shape == (3, 4)
     close({k: x[0] for k, x in history.metrics.items()}, expected(batches[0], 4, 1))
 

@@ -215,12 +215,6 @@ def test_data_that_can_be_gone_through_once_is(model):
 
 
 @pytest.mark.slow
-def test_an_epoch_may_end_within_a_call(model):
-    data = pairs()
-    check(train(model, data, epochs=3, steps_per_call=4), data * 3)
-
-
-@pytest.mark.slow
 def test_without_labels_there_are_none():
     model, data = Model(), [(features, None) for features, _ in pairs()]
     mixed = [data[0], *(features for features, _ in data[1:])]

@@ -294,7 +294,7 @@ def test_rows_are_padded_to_the_devices_that_split_them(towers, parts):
         whole = -(-13 // (4 * towers * parts)) * 4 * towers * parts
         data = strategy.distribute_dataset([rows(13)] * 3, **options)
         for placed in (step.place_batch(rows(13)), next(iter(data))):
-            assert (placed.rows * towers, placed.num_examples) == (whole, (13,))
+            assert (placed.rows * towers, placed.num_examples) == (whole, 13)
         state = step.init(start())
         for placed in data:
             state, _ = step(state, placed)

@@ -99,10 +99,7 @@ def steps_of(lines, kind="train"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_what_is_written_is_the_history_and_gradient_descent(
-    step, evaluate, tmp_path, steps_per_call
-):
+def test_what_is_written_is_the_history_and_gradient_descent(step, evaluate, tmp_path):
     path, before_s = tmp_path / "new" / "run.jsonl", time.time()
     _, history = run(
         step,
@@ -111,7 +108,6 @@ def test_what_is_written_is_the_history_and_gradient_descent(
         evaluate=evaluate,
         eval_batches=data(2),
         eval_every=6,
-        steps_per_call=steps_per_call,
         writers=[tj.JsonLines(path)],
         progress=False,
     )
@@ -553,9 +549,8 @@ def hook_that_fails(at, error):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 3])
 @pytest.mark.parametrize("where", ["loader", "interrupt", "evaluation", "none"])
-def test_writers_have_the_history_and_are_closed(step, evaluate, where, steps_per_call):
+def test_writers_have_the_history_and_are_closed(step, evaluate, where):
     spy, other, error = Spy(), Spy(), LookupError("gone")
     error = KeyboardInterrupt() if where == "interrupt" else error
     batches = failing_data(7, error) if where == "loader" else data(7)
@@ -567,7 +562,7 @@ def test_writers_have_the_history_and_are_closed(step, evaluate, where, steps_pe
         return data(1)
 
     options = {"evaluate": evaluate, "eval_batches": eval_batches, "eval_every": 6}
-    options |= {"steps_per_call": steps_per_call, "in_flight": 3, "hooks": hooks}
+    options |= {"in_flight": 3, "hooks": hooks}
     options |= {"writers": [spy, other], "progress": False}
     if where == "none":
         state, history = run(step, init(step), batches, **options)
@@ -585,12 +580,9 @@ def test_writers_have_the_history_and_are_closed(step, evaluate, where, steps_pe
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_a_writer_that_fails_loses_neither_state_nor_the_others_records(
-    step, steps_per_call
-):
+def test_a_writer_that_fails_loses_neither_state_nor_the_others_records(step):
     spy, failing, last = Spy(), Spy(fail_at=3), Spy()
-    options = {"steps_per_call": steps_per_call, "in_flight": 3, "progress": False}
+    options = {"in_flight": 3, "progress": False}
     with pytest.raises(OSError, match="disk full") as caught:
         run(step, init(step), data(20), writers=[spy, failing, last], **options)
     done = int(caught.value.state.step)
@@ -618,12 +610,11 @@ def test_a_writer_that_does_not_open_changes_nothing(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps_per_call", [1, 3])
-def test_a_refused_step_is_written_before_the_error(step, steps_per_call):
+def test_a_refused_step_is_written_before_the_error(step):
     spy = Spy()
     cut = data(4)
     cut[2] = np.full(5, np.nan, np.float32)
-    options = {"steps_per_call": steps_per_call, "in_flight": 1, "progress": False}
+    options = {"in_flight": 1, "progress": False}
     with pytest.raises(tj.NonFiniteError) as caught:
         run(step, init(step), cut, writers=[spy], **options)
     trained = [number for _, number in spy.records]

@@ -83,7 +83,7 @@ def train(devices):
     state = step.init(params, local=local, rng=jax.random.key(jax.process_index()))
     batches = input_of(strategy)
     # The model's run is audited.
-    options = {"steps_per_call": 5, "audit": False, "progress": False}
+    options = {"audit": False, "progress": False}
     state, history = tj.run(step, state, batches, **options)
     return {
         "devices": strategy.placement.num_devices,

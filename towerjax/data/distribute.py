@@ -19,7 +19,7 @@ from towerjax.data import shard, sources
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
-from towerjax.data.stream import Stream, has_cursor, own_copy
+from towerjax.data.stream import Stream, has_cursor
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Exchange, call_on_first_process
 from towerjax.mesh.transfer import place_own_rows, place_rows
@@ -173,7 +173,7 @@ class DistributedDataset:
     def _pull_for_each_tower(self, elements: Iterator[PyTree]) -> _Pulled | None:
         # Each copied at once: a loader may reuse its buffer for the next element.
         taken = itertools.islice(elements, self._towers)
-        taken = [jax.tree.map(own_copy, x) for x in taken]
+        taken = [jax.tree.map(_own_copy, x) for x in taken]
         bare = [any(np.ndim(x) == 0 for x in jax.tree.leaves(tree)) for tree in taken]
         for i in np.flatnonzero(bare):
             taken[i] = jax.tree.map(
@@ -282,3 +282,8 @@ class DistributedDataset:
                 " batches, or remainder='pad'."
             )
         return min(needed)
+
+
+def _own_copy(leaf: Any) -> Any:
+    """A copy of a NumPy array, whose memory a loader may overwrite."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -1,15 +1,12 @@
 """Check, pad and place global batches on the devices of their towers."""
 
 import dataclasses
-import functools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from towerjax.collectives.sparse_rows import is_sparse, num_rows, splits_entries
 from towerjax.data import shard
@@ -25,12 +22,10 @@ from towerjax.mesh.transfer import (
 from towerjax.types import Layout, PerTower, PyTree
 from towerjax.types.leaves import (
     held_dtype,
-    is_key,
     native,
     refuse_traced,
     refuse_unheld,
 )
-from towerjax.types.options import check_whole
 
 BATCH_LAYOUT = {
     "batch": Layout.PER_TOWER,
@@ -42,13 +37,11 @@ BATCH_LAYOUT = {
 
 @dataclasses.dataclass(frozen=True)
 class PlacedBatch:
-    """A global batch, or several stacked ones, on the devices of its towers."""
+    """A global batch on the devices of its towers."""
 
-    # A program's arguments: (arrays [B, ...], num_valid [T] int32, values of Whole);
-    # for K steps (arrays [K, B, ...], num_valid [K, T], shared [K, ...], count ()).
-    args: tuple[PyTree, ...]
-    # [T], or [count, T] for several steps: how many of each tower's rows are examples.
-    counts: np.ndarray
+    # A program's arguments: (arrays [B, ...], num_valid [T] int32, values of Whole).
+    args: tuple[PyTree, PyTree, PyTree]
+    counts: np.ndarray  # [T]: how many of each tower's rows are examples
     rows: int  # b, the rows of each tower
     signature: shard.Signature  # of arrays and shared
     placement: Placement  # the towers and devices that it was placed for
@@ -61,12 +54,10 @@ class PlacedBatch:
 
     def __post_init__(self) -> None:
         """Count the examples once: loops read them at each step."""
-        steps = np.atleast_2d(self.counts)
-        examples = tuple(int(n) for n in steps.sum(axis=1))
-        object.__setattr__(self, "num_examples", examples)
-        object.__setattr__(self, "padded", bool((steps < self.rows).any()))
+        object.__setattr__(self, "num_examples", int(self.counts.sum()))
+        object.__setattr__(self, "padded", bool((self.counts < self.rows).any()))
 
-    num_examples: tuple[int, ...] = dataclasses.field(init=False)  # of each step
+    num_examples: int = dataclasses.field(init=False)
     padded: bool = dataclasses.field(init=False)  # has padding rows
 
     def with_arrays(self, arrays: PyTree) -> "PlacedBatch":
@@ -79,11 +70,6 @@ class PlacedBatch:
     def arrays(self) -> PyTree:
         """The batch itself, on the devices."""
         return self.args[0]
-
-    @property
-    def num_steps(self) -> int | None:
-        """``K``, the steps of one call; None for a batch of a single step."""
-        return None if len(self.args) == 3 else self.args[1].shape[0]
 
     def check_placement(self, placement: Placement, micro_batches: int = 1) -> None:
         """Raise unless it was placed for these towers, devices and micro-batches."""
@@ -107,15 +93,6 @@ class PlacedBatch:
                 "The placed batch has sparse leaves, split for"
                 f" micro_batches={self.micro_batches}. Say"
                 f" micro_batches={micro_batches} where it is placed."
-            )
-
-    def refuse_several(self) -> None:
-        """Raise where it holds the batches of several steps."""
-        if self.num_steps is not None:
-            raise ValueError(
-                f"The placed batch holds the batches of {self.num_steps} steps, and a"
-                " call is one. Place each with place_batch, or say"
-                " tj.run(..., steps_per_call=...)."
             )
 
     def per_tower(self) -> PerTower:
@@ -205,7 +182,7 @@ class Placer:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
             return template.with_arrays(arrays)
         refuse_traced(batch)
-        [(rows, counts, shared)] = self._fit([batch])
+        rows, counts, shared = self._fit(batch)
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, shared, rows)
         is_same = key is not None and shard.flatten_with_key(rows)[2] == key
@@ -237,7 +214,6 @@ class Placer:
     def fit_traced(self, batch: PyTree) -> PlacedBatch:
         """One batch of arrays or tracers for one step; nothing is placed."""
         if isinstance(batch, PlacedBatch):
-            batch.refuse_several()
             batch.check_placement(self.placement, self._micro_batches)
             return batch
         rows, shared = shard.without_shared(batch)
@@ -260,53 +236,8 @@ class Placer:
         placed = self._place_counts(counts, Layout.PER_TOWER)
         return self._wrap((arrays, placed, [*shared]), counts, batch)
 
-    def place_several(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
-        """Up to ``steps`` batches stacked, for one call of that many steps."""
-        check_whole("steps", steps, 1)
-        if not isinstance(batches, list | tuple) or not 1 <= len(batches) <= steps:
-            raise ValueError(
-                f"batches must be a list of 1 to {steps} batches (steps={steps}), but"
-                f" is {batches!r}."
-            )
-        if on_devices := any(isinstance(batch, PlacedBatch) for batch in batches):
-            placed = [self.place(batch) for batch in batches]
-            for batch in placed:
-                batch.refuse_several()
-            signatures = [batch.signature for batch in placed]
-            parts = [(x.arrays, x.counts, x.args[2]) for x in placed]
-        else:
-            parts = self._fit(batches)
-            signatures = [shard.batch_signature(x, held) for x, _, held in parts]
-        shard.refuse_unlike(signatures)
-        return self._stack(parts, steps, on_devices=on_devices)
-
-    def _stack(
-        self, parts: list[tuple[Any, ...]], steps: int, *, on_devices: bool
-    ) -> PlacedBatch:
-        """The ``(rows, counts, shared)`` of each step, stacked on the devices."""
-        layout = Layout.PER_TOWER_STEPS
-        filled = parts + parts[-1:] * (steps - len(parts))
-        rows, counts, shared = zip(*filled, strict=True)
-        counts = np.stack(counts[: len(parts)])
-        if on_devices:
-            host, sharding = None, self.placement.sharding(layout)
-            arrays = jax.tree.map(
-                lambda *x: _stack_on_devices(x, sharding=sharding), *rows
-            )
-        else:
-            host = jax.tree.map(
-                lambda *x: (jnp if is_key(x[0]) else np).stack(x), *rows
-            )
-            arrays = place_rows(host, self.placement, layout)
-        num_valid = np.zeros((steps, counts.shape[1]), np.int32)
-        num_valid[: len(counts)] = counts
-        num_valid = place_rows(num_valid, self.placement, layout)
-        held = jax.tree.map(lambda *leaves: jnp.stack(leaves), *shared)
-        number = self._place_counts(np.array(len(counts), np.int32), Layout.MIRRORED)
-        return self._wrap((arrays, num_valid, held, number), counts, host)
-
     def _wrap(
-        self, args: tuple[PyTree, ...], counts: np.ndarray, batch: PyTree
+        self, args: tuple[PyTree, PyTree, PyTree], counts: np.ndarray, batch: PyTree
     ) -> PlacedBatch:
         """A `PlacedBatch`, with ``batch``'s fingerprint if first of its signature."""
         new = shard.batch_signature(args[0], args[2])
@@ -316,37 +247,31 @@ class Placer:
         first = jax.tree.leaves(args[0], is_leaf=is_sparse)[0]
         if is_sparse(first):
             rows = num_rows(first)
-        else:  # counts.ndim - 1 dims over steps come first
-            rows = first.shape[counts.ndim - 1] // self.placement.num_towers
+        else:
+            rows = first.shape[0] // self.placement.num_towers
         given = args, counts, rows, signature, self.placement, fingerprint
         return PlacedBatch(*given, self.may_pad, micro_batches=self._micro_batches)
 
-    def _fit(self, batches: Sequence[PyTree]) -> list[tuple[PyTree, np.ndarray, Any]]:
-        """The ``(rows, counts, shared)`` of each batch, of the least earlier size."""
-        apart = [shard.without_shared(batch) for batch in batches]
-        shared = [self.place_shared(held, rows) for rows, held in apart]
-        aside = [SparseRows.put_aside(rows) for rows, _ in apart]
-        leaves = jax.tree.leaves([dense for _, dense in aside])
+    def _fit(self, batch: PyTree) -> tuple[PyTree, np.ndarray, list[PyTree]]:
+        """The batch's ``(rows, counts, shared)``, of the least earlier size."""
+        rows, held = shard.without_shared(batch)
+        shared = self.place_shared(held, rows)
+        sparse, dense = SparseRows.put_aside(rows)
+        leaves = jax.tree.leaves(dense)
         arrays = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
         most = max((x.shape[0] for x in arrays if x.ndim), default=0)
         sizes = [n for n in self.full_sizes if n >= most]
         size = min(sizes, default=most + -most % self.shares)
+        dense, num_valid = shard.fit_batch(
+            dense, self.shares, self._remainder, full_size=size
+        )
+        padded = jax.tree.leaves(dense)[0].shape[0]
+        self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
         towers, parts = self.placement.num_towers, self._micro_batches
-        needed, fitted = Counter[int](), []
-        for (sparse, dense), held in zip(aside, shared, strict=True):
-            dense, num_valid = shard.fit_batch(
-                dense, self.shares, self._remainder, full_size=size
-            )
-            padded = jax.tree.leaves(dense)[0].shape[0]
-            self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
-            needed |= Counter(sparse.needed(padded // (towers * parts)))
-            counts = shard.counts_of_towers(num_valid, padded // towers, towers)
-            fitted.append((sparse, dense, counts, held))
-        split = towers, parts, capacity_for(needed, self._capacities)
-        return [
-            (sparse.put_back(dense, *split), counts, held)
-            for sparse, dense, counts, held in fitted
-        ]
+        needed = sparse.needed(padded // (towers * parts))
+        capacity = capacity_for(needed, self._capacities)
+        counts = shard.counts_of_towers(num_valid, padded // towers, towers)
+        return sparse.put_back(dense, towers, parts, capacity), counts, shared
 
     def place_shared(self, held: list[PyTree], rows: PyTree) -> list[PyTree]:
         """The values of `Whole` leaves, on all devices; copies only where needed."""
@@ -371,9 +296,3 @@ class Placer:
                 self._counts.clear()
             self._counts[key] = place_rows(counts, self.placement, layout)
         return self._counts[key]
-
-
-@functools.partial(jax.jit, static_argnames="sharding")
-def _stack_on_devices(leaves: tuple[jax.Array, ...], *, sharding: Any) -> jax.Array:
-    """Stack arrays on the devices, without a copy to the host."""
-    return lax.with_sharding_constraint(jnp.stack(leaves), sharding)

@@ -231,8 +231,8 @@ def refuse_unlike(signatures: Sequence[Signature]) -> None:
     for other in (x for x in signatures if x != signatures[0]):
         raise ValueError(
             "A call of several steps takes batches of one kind, but one changed:\n"
-            f"{explain_change(signatures[0], other)}\nMake all batches alike, or do one"
-            " step a call."
+            f"{explain_change(signatures[0], other)}\nMake all batches alike, or say"
+            " iterations=1."
         )
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 
 from towerjax.types import PyTree
 from towerjax.types.warning import warn
@@ -90,49 +89,25 @@ class Source(Iterator[PyTree]):
 
     def stream(
         self,
-        place: Callable[[list[PyTree]], Placed],
+        place: Callable[[PyTree], Placed],
         depth: int,
         *,
-        size: int = 1,
-        before: int = 0,
         most: int | None = None,
     ) -> "Stream[Placed]":
-        """At most so many batches, placed in groups of ``size``.
-
-        Where the first is ``before``, groups end at multiples of ``size``. The state of
-        the stream is the `Position` after the last group.
-        """
+        """At most so many batches, placed; its state is the `Position` after each."""
         first, keeps = self.used_before + 1, not self.has_cursor
 
-        def take(number: int) -> PyTree:
+        def placed(number: int) -> tuple[Placed, Position]:
             batch = self._take(number)
             self._taken = number
-            if size > 1:
-                batch = jax.tree.map(own_copy, batch)
-                if keeps:
-                    self._kept[number] = batch
-            return batch
-
-        def put(group: list[PyTree], number: int) -> tuple[Placed, Position]:
-            placed = place(group)
-            if keeps and size == 1:  # in place of the loader's arrays
-                self._kept[number] = placed
-            return placed, self._position(number)
+            made = place(batch)
+            if keeps:  # in place of the loader's arrays
+                self._kept[number] = made
+            return made, self._position(number)
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
-            taken = map(take, itertools.islice(itertools.count(first), most))
-            number, wanted, group = first - 1, size - before % size, []
-            while True:
-                try:
-                    for batch in itertools.islice(taken, wanted):
-                        group.append(batch)
-                finally:  # also before an exception of the source
-                    number, is_last = number + len(group), len(group) < wanted
-                    if group:  # what is put is on the devices: no name holds it
-                        yield put(group, number)
-                if is_last:
-                    return
-                wanted, group = size, []
+            numbers = itertools.islice(itertools.count(first), most)
+            yield from map(placed, numbers)  # none of which a name here would hold
 
         return Stream(begin, depth, self.last)
 
@@ -161,11 +136,6 @@ class Source(Iterator[PyTree]):
         """Drop the kept batches and close their source."""
         self._kept.clear()
         close(self._elements)
-
-
-def own_copy(leaf: Any) -> Any:
-    """A copy of a NumPy array, whose memory a loader may overwrite."""
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 def has_cursor(iterator: Any) -> bool:

@@ -67,7 +67,7 @@ class History:
       skipped: The numbers of the steps that left the parameters as they were,
         because a loss or gradient was not finite.
       input_wait_s: ``[n]``, seconds that this process waited for each step's batch,
-        while dispatched calls ran; of several steps a call, at the first.
+        while dispatched calls ran.
       summary: How much and how fast.
       best: The best evaluation and a copy of its state, if `run` was given ``best``
         and one evaluation was not NaN.

@@ -112,35 +112,25 @@ class Loop:
             point.state = point.watch.final_state(point.state)
 
     def _placed_batches(self) -> Stream[PlacedBatch]:
-        step, size = self._step, self._options.steps_per_call
-
-        def place(group: list[Any]) -> PlacedBatch:
-            if size == 1:
-                return step.place_batch(*group)
-            return step.place_batches(group, size)
-
         depth = 0 if self._source.prefetches else self._options.prefetch
-        cut = {"size": size, "before": self.point.number, "most": self._steps}
-        return self._source.stream(place, depth, **cut)
+        return self._source.stream(self._step.place_batch, depth, most=self._steps)
 
     def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
-        point, options, number = self.point, self._options, len(placed.num_examples)
-        before, after = point.number, point.number + number
+        point, options, after = self.point, self._options, self.point.number + 1
         self._fetch(options.in_flight - 1)
         if placed.signature not in self._compiled:
             if not self._compiled:
                 self._audit(placed)
             self._compile(placed)
         wait = functools.partial(self._fetch, 0)
-        with self._profiler.step(before, after, wait), self.guard:
+        with self._profiler.step(after, wait), self.guard:
             point.state, metrics, guarded = self._step.dispatch(point.state, placed)
             self._in_flight.append(Call(metrics, guarded, placed, wait_s))
             send_to_host((metrics, guarded), placed.placement)
             every = None if self._saving is None else self._saving.options.every
-            point.advance(number, options.eval_every, every)
+            point.advance(options.eval_every, every)
             self._source.use(stream.get_state())
-        hooks = options.with_state
-        if any(reaches_multiple(x.every, before, after) for x in hooks):
+        if any(after % hook.every == 0 for hook in options.with_state):
             self._fetch(0)
 
     def _compile(self, placed: PlacedBatch) -> None:
@@ -210,21 +200,19 @@ class Loop:
                 self._process_oldest()
 
     def _process_oldest(self) -> None:
-        before, call = self._log.number, self._in_flight[0]
-        rows, refused = self._record_oldest()
+        placed = self._in_flight[0].placed
+        row, refused = self._record_oldest()
         self._writers.raise_failure()
-        number, last = before, self._log.number
-        for index, row in enumerate(rows):
-            if refused[index] and self._raises:
-                raise self._located(number, call.placed, index)
-            number += 1
-            for hook in self._options.hooks:
-                if not isinstance(hook, WithState):
-                    hook(number, row)
-                elif number == last and reaches_multiple(hook.every, before, last):
-                    self._call_with_state(hook, row)
-        self._hooked = last
-        self._progress.step(number, rows[-1], self._log.steps_per_second)
+        number = self._log.number
+        if refused and self._raises:
+            raise self._located(number - 1, placed)
+        for hook in self._options.hooks:
+            if not isinstance(hook, WithState):
+                hook(number, row)
+            elif number % hook.every == 0:
+                self._call_with_state(hook, row)
+        self._hooked = number
+        self._progress.step(number, row, self._log.steps_per_second)
 
     def _call_with_state(self, hook: WithState, row: dict[str, Any]) -> None:
         state = self.point.state
@@ -237,16 +225,15 @@ class Loop:
             after = dataclasses.replace(after, step=state.step)
             self.point.state = self._step.start(after)
 
-    def _located(self, number: int, placed: PlacedBatch, index: int) -> NonFiniteError:
+    def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
         """The error of a refused step, with the tower and leaf that was not finite.
 
         The step's batch is run again, with the present parameters: the step changed
         none, but later steps may have.
         """
         error, state = NonFiniteError(number % 2**32), self.point.state
-        where = {"number": error.step, "index": index}
         try:
-            places = self._step.locate(state, placed, **where)
+            places = self._step.locate(state, placed, number=error.step)
         except RuntimeError as failure:  # such as too little memory
             error.add_note(f"Looking for the place failed: {failure}")
             return error
@@ -258,25 +245,18 @@ class Loop:
         )
         return located
 
-    def _record_oldest(self) -> tuple[list[dict[str, Any]], list[bool]]:
-        """Put a call's steps into the history and the files; which were refused."""
-        call, first = self._in_flight[0], self._log.number + 1
-        examples = call.placed.num_examples
+    def _record_oldest(self) -> tuple[dict[str, Any], bool]:
+        """Put a step into the history and the files; whether it was refused."""
+        call = self._in_flight[0]
         metrics, guarded = jax.device_get((call.metrics, call.guarded))
-        # One step has scalars, several have a dim of steps, of which not all are used.
-        indices: Any = range(len(examples)) if guarded.ndim else [()]
-        looks = self._step.options.on_nonfinite != "ignore"
-        rows = [{name: x[i] for name, x in metrics.items()} for i in indices]
-        refused = [looks and is_refused(guarded[i]) for i in indices]
-        time_s, waits_s = time.time(), [call.wait_s] + [0.0] * (len(rows) - 1)
+        row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
+        refused = self._step.options.on_nonfinite != "ignore" and is_refused(guarded)
+        time_s = time.time()
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()
-            for step in zip(rows, refused, examples, waits_s, strict=True):
-                self._log.add(*step)
-            self._writers.write(
-                [Record("train", n, time_s, row) for n, row in enumerate(rows, first)]
-            )
-        return rows, refused
+            self._log.add(row, refused, call.placed.num_examples, call.wait_s)
+            self._writers.write([Record("train", self._log.number, time_s, row)])
+        return row, refused
 
     def _evaluate(self) -> None:
         options, point = self._options, self.point

@@ -100,7 +100,6 @@ class RunOptions:
     eval_params: Callable[[TrainState], PyTree] | None
     early_stopping: EarlyStopping | Sequence[EarlyStopping] | None
     best: Best | None
-    steps_per_call: int
     prefetch: int
     in_flight: int
     checkpointer: Checkpointer | None
@@ -114,19 +113,9 @@ class RunOptions:
         """Check that the options fit together."""
         check_whole("steps", self.steps, or_none=True)
         check_whole("eval_every", self.eval_every, or_none=True)
-        check_whole("steps_per_call", self.steps_per_call, 1, 2**16)
         check_whole("prefetch", self.prefetch, 0, 2**16)
         check_whole("in_flight", self.in_flight, 1, 2**16)
         cast_ints(self)
-        intervals = [("eval_every", self.eval_every)]
-        intervals += [("WithState.every", hook.every) for hook in self.with_state]
-        size = self.steps_per_call
-        for name, every in intervals:
-            if every is not None and every % size:
-                raise ValueError(
-                    f"{name}={every} must be a multiple of steps_per_call={size}: there"
-                    " is no state between the steps of a call."
-                )
         check_choice("audit", self.audit, (None, True, False))
         check_progress(self.progress)
         object.__setattr__(self, "profile", check_profile(self.profile))

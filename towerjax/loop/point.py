@@ -26,8 +26,8 @@ class Point:
         """Count from the state's number on."""
         self.number = step_number(self.state)
 
-    def advance(self, steps: int, eval_every: int | None, every: int | None) -> None:
-        """Count dispatched steps; ``every``: of a `Checkpointer`."""
-        before, self.number = self.number, self.number + steps
+    def advance(self, eval_every: int | None, every: int | None) -> None:
+        """Count a dispatched step; ``every``: of a `Checkpointer`."""
+        before, self.number = self.number, self.number + 1
         self.is_evaluation_due |= reaches_multiple(eval_every, before, self.number)
         self.is_saving_due |= reaches_multiple(every, before, self.number)

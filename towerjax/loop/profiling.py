@@ -39,19 +39,19 @@ class Profiler:
         self._is_tracing, self._note = False, note
 
     @contextlib.contextmanager
-    def step(self, before: int, after: int, wait: Callable[[], None]) -> Iterator[None]:
-        """The context of a call, which a trace shows by the number of its last step.
+    def step(self, number: int, wait: Callable[[], None]) -> Iterator[None]:
+        """The context of a step, which a trace shows by its number.
 
-        Where the trace begins or ends with the call, all calls are waited for.
+        Where the trace begins or ends with the step, all calls are waited for.
         """
-        if not self._is_tracing and before < self._last and self._first <= after:
+        if not self._is_tracing and self._first <= number <= self._last:
             wait()
             self._is_tracing = True
             if jax.process_index() == 0:
                 jax.profiler.start_trace(self._folder)
-        with jax.profiler.StepTraceAnnotation("train", step_num=after):
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
-        if self._is_tracing and after >= self._last:
+        if self._is_tracing and number >= self._last:
             wait()
             self.close()
             self._note(f"trace written to {self._folder!r}")

@@ -39,7 +39,6 @@ def run(
     eval_params: Callable[[TrainState], PyTree] | None = None,
     early_stopping: EarlyStopping | Sequence[EarlyStopping] | None = None,
     best: Best | None = None,
-    steps_per_call: int = 1,
     prefetch: int = 2,
     in_flight: int = 2,
     checkpointer: Checkpointer | None = None,
@@ -72,9 +71,6 @@ def run(
       early_stopping: Ends the run when evaluations stop improving; of several, the
         first that does.
       best: Keeps the state of the best evaluation, as ``history.best``.
-      steps_per_call: ``K`` optimizer steps in one program, for small models whose
-        steps are shorter than a call. Calls end at multiples of it; the first and the
-        last may be shorter, and need no other program.
       prefetch: How many placed batches may wait; 0 places them without a thread.
       in_flight: How many dispatched calls may run before one is waited for.
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
@@ -176,7 +172,7 @@ def _require_same_work(
     """Raise, on every process, unless all processes will make the same calls."""
     if placement.num_processes == 1:
         return
-    names = ("steps", "eval_every", "early_stopping", "best", "steps_per_call")
+    names = ("steps", "eval_every", "early_stopping", "best")
     given = {name: getattr(options, name) for name in names}
     given["evaluate"] = options.evaluate is not None
     given["eval_params"] = options.eval_params is not None

@@ -167,10 +167,12 @@ def values_of(tree: PyTree) -> PyTree:
     return map_parts(Returned, lambda x: x.value, tree)
 
 
-def layouts_of(tree: PyTree, own: Layout = Layout.PER_TOWER) -> PyTree:
+def layouts_of(tree: PyTree) -> PyTree:
     """A prefix tree of the layouts of merged values."""
     return jax.tree.map(
-        lambda x: own if is_own(x) else Layout.MIRRORED, tree, is_leaf=is_own
+        lambda x: Layout.PER_TOWER if is_own(x) else Layout.MIRRORED,
+        tree,
+        is_leaf=is_own,
     )
 
 

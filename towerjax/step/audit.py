@@ -145,17 +145,13 @@ def _on_host(batch: PyTree) -> PyTree:
     """The examples of a batch, as they were before they were placed."""
     if not isinstance(batch, PlacedBatch):
         return batch
-    arrays, _, held = jax.tree.map(copy_to_host, batch.args[:3])
-    counts = batch.counts
-    if batch.num_steps is not None:
-        arrays, held = jax.tree.map(lambda x: x[0], (arrays, held))
-        counts = counts[0]
+    arrays, _, held = jax.tree.map(copy_to_host, batch.args)
     if splits_entries(arrays):
         raise ValueError(
             "The audit of a placed batch with sparse leaves, whose entries are split."
             " Give the batch as it was before, step.audit(state, batch)."
         )
-    is_example = (np.arange(batch.rows) < counts[:, None]).reshape(-1)
+    is_example = (np.arange(batch.rows) < batch.counts[:, None]).reshape(-1)
     arrays = jax.tree.map(lambda x: x[is_example], arrays)
     values = iter(held)
     return map_parts(Whole, lambda _: Whole(next(values)), arrays)

@@ -10,20 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 
-from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
-from towerjax.step.accumulators import layouts_of
 from towerjax.step.engine import Engine
-from towerjax.step.next_state import Outcome
 from towerjax.step.prove import Proof, prove
 from towerjax.step.trace import Traced, trace
 from towerjax.towers import executors, xla
-from towerjax.types import Layout, PyTree
+from towerjax.types import PyTree
 from towerjax.types.leaves import listed
 
 
@@ -47,15 +43,13 @@ def lower(
 ) -> Any:
     """The step lowered to its devices, for arguments of these shapes.
 
-    With ``full_rows`` it is for so many rows of each tower, all of them examples. A
-    fourth argument of a batch says how many of several stacked batches there are.
+    With ``full_rows`` it is for so many rows of each tower, all of them examples.
     """
-    engine, several = traced.engine, len(args) > len(traced.engine.ins)
-    ins, outs = (_in_steps if several else _in_one_step)(traced)
+    engine, ins = traced.engine, traced.engine.ins
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
-    run = _steps(traced) if several else traced
+    run: Callable[..., PyTree] = traced
     if full_rows is not None:
         run = _with_full_rows(run, [*ins].index("num_valid"), full_rows)
     state = ins["state"]
@@ -65,7 +59,7 @@ def lower(
         # The next state lies as the state does.
         out_shardings=jax.tree.map(
             lambda x: shardings["state"] if x is state else placement.sharding(x),
-            outs,
+            traced.outs,
             is_leaf=lambda x: x is state,
         ),
         donate_argnums=(0,) if engine.donate else (),
@@ -94,7 +88,7 @@ def compile_step(
     require_jit()
     start, args = time.perf_counter(), executors.shapes_of(args)
     with _collector_paused():
-        traced = trace(engine, _of_one_step(args))
+        traced = trace(engine, args)
         _refuse_stored_tracers(traced)
         proof = prove(traced)
     if check is not None:
@@ -157,52 +151,6 @@ def _with_full_rows(
     def run(*args: PyTree) -> PyTree:
         counts = jnp.full_like(args[at], full_rows)
         return fn(*args[:at], counts, *args[at + 1 :])
-
-    return run
-
-
-def _of_one_step(args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
-    """The arguments of one step, of those of one or of several."""
-    donated, kept, *batch = args
-    if len(batch) == len(BATCH_LAYOUT):
-        return args
-    first = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)  # noqa: E731
-    return donated, kept, *jax.tree.map(first, batch[:-1])
-
-
-def _in_one_step(traced: Traced) -> tuple[dict[str, PyTree], PyTree]:
-    return traced.engine.ins, traced.outs
-
-
-def _in_steps(traced: Traced) -> tuple[dict[str, PyTree], PyTree]:
-    """The layouts of a program of several steps."""
-    stacked = dict.fromkeys(("batch", "num_valid"), Layout.PER_TOWER_STEPS)
-    ins = {**traced.engine.ins, **stacked, "count": Layout.MIRRORED}
-    metrics = layouts_of(traced.out.metrics, own=Layout.PER_TOWER_STEPS)
-    return ins, traced.engine.outs._replace(metrics=metrics)
-
-
-def _steps(traced: Traced) -> Callable[..., Outcome]:
-    """Up to ``K`` steps, of stacked batches, in one program."""
-
-    def run(donated: Any, kept: Any, *args: PyTree) -> Outcome:
-        *batches, count = args
-        size, (_, now, *shapes) = batches[1].shape[0], traced.out
-        now = {name: kept[name] for name in now}
-        rows = jax.tree.map(lambda s: jnp.zeros((size, *s.shape), s.dtype), shapes)
-
-        def body(i: jax.Array, done: Any) -> Any:
-            donated, now, rows = done
-            batch = jax.tree.map(lambda x: x[i], batches)
-            donated, now, *results = traced(donated, {**kept, **now}, *batch)
-            rows = jax.tree.map(
-                lambda all_rows, x: all_rows.at[i].set(x), rows, results
-            )
-            return donated, now, rows
-
-        # The count is a value and not a shape, so a shorter last call compiles nothing.
-        donated, now, rows = lax.fori_loop(0, count, body, (donated, now, rows))
-        return Outcome(donated, now, *rows)
 
     return run
 

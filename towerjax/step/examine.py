@@ -4,14 +4,11 @@ Methods of `Step`, written as functions of it.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import numpy as np
 
-from towerjax.data.placer import BATCH_LAYOUT, PlacedBatch
-from towerjax.data.shard import batch_signature
 from towerjax.mesh.transfer import place, readable
 from towerjax.step.audit import run_audit
 from towerjax.step.comparison import AuditReport
@@ -24,7 +21,6 @@ from towerjax.step.state import TrainState, split_state, step_number
 from towerjax.step.state_checks import check_made
 from towerjax.step.trace import trace
 from towerjax.types import Layout, PyTree
-from towerjax.types.options import check_whole
 
 
 def check(
@@ -163,7 +159,6 @@ def locate(
     batch: PyTree,
     *,
     number: int | None = None,
-    index: int = 0,
 ) -> tuple[Place, ...]:
     """Which towers' values of a step are not finite, before any reduction.
 
@@ -173,7 +168,6 @@ def locate(
       state: The state before the step, or after it if it was refused.
       batch: The step's batch.
       number: The step's number; None is the state's.
-      index: Which batch, of several that were placed together.
 
     Returns:
       The places, pass after pass: after one, all towers may have what one had.
@@ -192,20 +186,9 @@ def locate(
     state, placed = self.start(state), send_shared(self.place_batch(batch))
     number = step_number(state) if number is None else number
     at = place(np.asarray(number).astype(np.int32), placement, Layout.MIRRORED)
-    if placed.num_steps is not None:
-        placed = _one_of_several(placed, index)
     donated_kept = split_state(dataclasses.replace(state, step=at))
     locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
     program = locator.program(donated_kept, placed)
     (flags,) = locator(program, donated_kept, placed)
     places = [place for x in jax.device_get(flags) for place in x.places(number)]
     return tuple(dict.fromkeys(places))  # each pass has the parameters
-
-
-def _one_of_several(placed: PlacedBatch, index: int) -> PlacedBatch:
-    """One of several batches that were placed together."""
-    check_whole("index", index, 0, (placed.num_steps or 1) - 1)
-    shardings = tuple(map(placed.placement.sharding, BATCH_LAYOUT.values()))
-    take = functools.partial(jax.tree.map, lambda x: x[index])
-    args = jax.jit(take, out_shardings=shardings)(placed.args[:3])
-    return dataclasses.replace(placed, args=args, signature=batch_signature(*args[::2]))

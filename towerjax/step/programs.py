@@ -31,7 +31,7 @@ def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
     """The batch's signature; raise where ``seen`` are as many as may compile."""
-    towers = batch.counts.shape[-1]
+    towers = len(batch.counts)
     dense = functools.partial(_shape_over_towers, towers=towers)
     arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
     signature = batch_signature(arrays, batch.args[2])
@@ -89,18 +89,18 @@ class Programs:
 
     def known(self, batch: PlacedBatch, kind: Any) -> Program | None:
         """The program for such a batch, if it is made."""
-        return self.made.get((batch.signature, len(batch.args), kind))
+        return self.made.get((batch.signature, kind))
 
     def program(
         self, first: tuple[PyTree, ...], batch: PlacedBatch, kind: Any = None
     ) -> Program:
         """The program for such a batch, compiled if it is the first of its kind."""
-        key = batch.signature, len(batch.args), kind
+        key = batch.signature, kind
         program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
             _check_padding(batch, program.proof)
             return program
-        seen = self._seen.setdefault((batch.num_steps, kind), [])
+        seen = self._seen.setdefault(kind, [])
         signature = admit(batch, seen, self.max_programs)
         if self.placement.num_processes > 1:
             require_same(
@@ -170,7 +170,7 @@ def send_shared(batch: PlacedBatch) -> PlacedBatch:
         return batch
     for i, x in wait_on_cpus(_first_of(own, placement)).items():
         leaves[i] = x
-    args = (*batch.args[:2], treedef.unflatten(leaves), *batch.args[3:])
+    args = (*batch.args[:2], treedef.unflatten(leaves))
     return dataclasses.replace(batch, args=args)
 
 
@@ -199,9 +199,8 @@ def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
     if batch.padded and (unmasked := proof.unmasked()):
         unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
         shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
-        number = min(batch.num_examples)
         raise ValueError(
-            f"A batch of {number} examples was padded, but {shown} does not"
+            f"A batch of {batch.num_examples} examples was padded, but {shown} does not"
             " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
             "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
             " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), and"

@@ -149,7 +149,7 @@ def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> Step
     if timed_calls:
         batch = send_shared(step.place_batch(batch))
     program, placement = step.program(state, batch), step.strategy.placement
-    names = [*program.engine.ins, "count"]  # the last where a call is several steps
+    names = [*program.engine.ins]
     report = _make_report(program.call, names, placement, program.seconds)
     if not timed_calls:
         return report

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -248,21 +248,6 @@ class Step:
         """
         return self._placer.place(batch)
 
-    def place_batches(self, batches: Sequence[PyTree], steps: int) -> PlacedBatch:
-        """Up to ``steps`` batches stacked, for one call that does them all.
-
-        Args:
-          batches: One to ``steps`` batches.
-          steps: ``K``, the most steps of a call; one program serves any number.
-
-        Returns:
-          A ``PlacedBatch`` for ``dispatch``.
-
-        Raises:
-          ValueError: A batch is malformed, does not divide, or is unlike the others.
-        """
-        return self._placer.place_several(batches, steps)
-
     @property
     def batch_rows(self) -> frozenset[int]:
         """The sizes of batches so far to which smaller ones are padded."""
@@ -283,12 +268,11 @@ class Step:
 
         Args:
           state: The state; donated.
-          batch: A placed batch, or several stacked.
+          batch: A placed batch.
 
         Returns:
           ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool, and
-          NaN, infinite or False when the step was refused. For stacked batches metrics
-          and what is guarded are ``[K]``, of which the first so many count.
+          NaN, infinite or False when the step was refused.
         """
         before, out = self.trained.outputs(state, batch)
         (after, metrics), guarded = self.policy.result(self, before, out, batch)
@@ -340,7 +324,6 @@ class Step:
         """
         self._verdicts.check()
         placed = self._placer.place(batch, by_call=True)
-        placed.refuse_several()
         before, out = self.outputs(state, placed)
         result, guarded = self.policy.result(self, before, out, placed)
         if guarded is not None:

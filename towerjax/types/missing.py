@@ -23,6 +23,8 @@ _NAMES = {
     "batch_size": "It is of the batches: tj.batches(data, batch_size, epochs=3).",
     "validation_data": "Write evaluate=tj.build_eval_step(metric_fn, strategy),"
     " eval_batches=lambda: tj.batches(data, batch_size).",
+    "steps_per_call": "Several steps in one program are jax.lax.scan(step.fn, state,"
+    " batches), of stacked batches; each step's metrics come back stacked.",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
 }
 """By a name, or a keyword argument, of other libraries: what to write here."""

@@ -166,7 +166,6 @@ def sweep(
     order: Order = "in_turn",
     evaluate: Callable[..., Mapping[str, Any]] | None = None,
     results: str | os.PathLike[str] | None = None,
-    steps_per_call: int = 1,
     progress: bool | None = None,
 ) -> Sweep:
     """Train every configuration of a grid; those of one program compile once.
@@ -194,7 +193,6 @@ def sweep(
       results: A file of JSON lines, written as members end. Those that it has are not
         trained again, so that a killed sweep can be continued; but those without an
         evaluation are, with ``evaluate``.
-      steps_per_call: As for `run`.
       progress: As for `run`.
 
     Returns:
@@ -248,7 +246,7 @@ def sweep(
         with of_grid.counted(progress, "member", done, total) as (show, _):
             for fixed, members in programs.values():
                 todo = [config for config in members if not is_done(config)]
-                about = build, fixed, traced, batches, steps, steps_per_call, evaluate
+                about = build, fixed, traced, batches, steps, evaluate
                 show(done, of_grid.describe(fixed))
                 for record in _Trainings(*about).train_members(todo, order):
                     file.add(record)
@@ -309,7 +307,6 @@ class _Trainings:
     traced: Mapping[str, Any]  # name -> dtype
     source: Any
     steps: int | None
-    steps_per_call: int
     evaluate: Callable[..., Mapping[str, Any]] | None
 
     def train_members(self, members: Sequence[Config], order: str) -> Iterator[Line]:
@@ -333,9 +330,8 @@ class _Trainings:
         batches: Any = as_reusable("batches", source, "every training needs all of it")
         if callable(batches):
             batches = batches(**(self.fixed if batches is source else {}))
-        options = {"steps": self.steps, "steps_per_call": self.steps_per_call}
         with _explain_tracing(self.traced):
-            return run(step, state, batches, **options, progress=False)
+            return run(step, state, batches, steps=self.steps, progress=False)
 
     def _train_and_record(
         self, members: Members, numbers: Any, configs: Sequence[Config], order: str

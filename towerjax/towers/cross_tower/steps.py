@@ -3,15 +3,21 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import row_weights, split_rows, with_shared
+from towerjax.data.placer import PlacedBatch
+from towerjax.data.shard import (
+    refuse_unlike,
+    row_weights,
+    split_rows,
+    with_shared,
+)
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.towers import executors
@@ -128,7 +134,7 @@ _Steps: TypeAlias = tuple[StrategyFields, Callable[..., PyTree], bool]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _run_steps(
-    steps: _Steps, carry: PyTree, arrays: list[PyTree], count: Any
+    steps: _Steps, carry: PyTree, arrays: tuple[PyTree, ...], count: Any
 ) -> tuple[PyTree, dict[str, Any], executors.TracedCall]:
     """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
     strategy, fn, bare = steps
@@ -163,6 +169,14 @@ def _run_steps(
     # Placed as before, so that the next call needs no other program.
     shardings = strategy.placement.shardings(_layouts_of(carry), carry)
     return lax.with_sharding_constraint(carry, shardings), outputs, kept
+
+
+@functools.partial(jax.jit, static_argnames="placement")
+def _stack(batches: Sequence[Any], *, placement: Placement) -> tuple[PyTree, ...]:
+    """The parts of several batches, ``[steps, ...]``, on the same devices."""
+    layouts = Layout.PER_TOWER_STEPS, Layout.PER_TOWER_STEPS, Layout.MIRRORED
+    parts = jax.tree.map(lambda *x: jnp.stack(x), *batches)
+    return lax.with_sharding_constraint(parts, tuple(map(placement.sharding, layouts)))
 
 
 def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
@@ -229,8 +243,12 @@ def run_steps_on_dataset(
         )
     if not batches:
         raise ValueError("run_steps_on_dataset: the iterator has no batch left.")
-    placer = Placer(self.placement, remainder="error")
-    *arrays, count = placer.place_several(batches, iterations).args
+    for batch in batches:
+        batch.check_placement(self.placement)
+    refuse_unlike([batch.signature for batch in batches])
+    filled = batches + batches[-1:] * (iterations - len(batches))
+    arrays = _stack([batch.args for batch in filled], placement=self.placement)
+    count = place(np.int32(len(batches)), self.placement, Layout.MIRRORED)
     carry = _place_carry(_stack_own(initial, self.num_towers), self.placement)
     given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
     carry, outputs, values = executors.run_traced(_run_steps, *given)
