@@ -302,6 +302,11 @@ VERBS = {
         *[(in_towers(lambda t, x=x: t.reduce(R.SUM, t.id) + lax.psum(t.id, x), T=4,
             devices=D), f"axis.*{x}", (ValueError, NameError))
             for x in ("towerjax_device", "towerjax_local") for D in (1, 2, 4)],
+        *[(in_towers(fn, T=4, devices=D, local="scan", cross_tower_ops=op),
+            "names the axis 'towerjax_device', .*Write tower.id. With local='scan' tow")
+            for D in (1, 2, 4) for op in (tj.AllReduce(), tj.PinnedTree())
+            for fn in (lambda t: t.id + lax.axis_index("towerjax_device"),
+                lambda t: lax.all_gather(t.id, "towerjax_device"))],
     ],
     # All towers' values from outside.
     "reduce": [

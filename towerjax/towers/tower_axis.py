@@ -14,7 +14,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
 
 from towerjax.collectives.reduce import gather_over_towers
@@ -29,6 +29,7 @@ from towerjax.proof.equation import (
 )
 from towerjax.towers.additions import uses_in
 from towerjax.towers.in_turn import map_in_turn, scan_and_add
+from towerjax.towers.rewrite import as_call, with_programs
 from towerjax.towers.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
@@ -99,7 +100,7 @@ def _lower_program(
         program = jax.make_jaxpr(of_leaves, axis_env=axes_in_tower(axes))(*leaves)
         if not has_tracers(program.consts):
             cache[key] = program, tree
-    return _Lowering(axes).lower(program) if _has_tower_axis(axes) else program, tree
+    return _Lowering(axes).lower(program), tree
 
 
 class _Lowering:
@@ -138,14 +139,18 @@ class _Lowering:
                 return self._rename_axis(eqn)
             if self.axes.names == (DEVICE_AXIS,):
                 return self._rename_axis(eqn)
-            return self._as_call(eqn, lambda *x: self._emulate(eqn, x))
+            return as_call(eqn, lambda *x: self._emulate(eqn, x), self._env)
         own = {DEVICE_AXIS, LOCAL_AXIS}.intersection(axes)
         if own:
-            raise ValueError(_OWN.format(axis=own.pop(), line=user_line((eqn, None))))
+            instead = _ALONE if self.axes.in_turn else _TOGETHER
+            raise ValueError(
+                f"{user_line((eqn, None))} names the axis {own.pop()!r}, which is not"
+                f" all towers where several share a device. {instead}"
+            )
         if eqn.primitive.name == "custom_vmap_call":
             # Its vmap rule may compute something else than its call for one tower.
-            return self._as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])))
-        params = {key: self._lower_param(value) for key, value in eqn.params.items()}
+            return as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])), self._env)
+        params = dict(with_programs(eqn, self.lower).params)
         if eqn.primitive.name in _CUSTOM:
             for key in self._rules.keys() & params.keys():
                 new = functools.partial(self._rules[key], params[key])
@@ -153,16 +158,6 @@ class _Lowering:
         if any([params[key] is not value for key, value in eqn.params.items()]):
             return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
         return self._lower_hidden(eqn) if is_hidden(eqn) else eqn
-
-    def _lower_param(self, value: Any) -> Any:
-        if isinstance(value, (Jaxpr, ClosedJaxpr)):
-            return self.lower(value)
-        if not isinstance(value, tuple):
-            return value
-        parts = [self._lower_param(part) for part in value]
-        if all([a is b for a, b in zip(parts, value, strict=True)]):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
     def _lower_rule(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
         """Lower the program of a custom derivative rule; its other results stay."""
@@ -197,7 +192,7 @@ class _Lowering:
         if program is None or self.lower(program) is program:
             return eqn
         fn = jaxpr_as_fun(self.lower(program))
-        return self._as_call(eqn, self._with_rules(fn, eqn))
+        return as_call(eqn, self._with_rules(fn, eqn), self._env)
 
     def _with_rules(self, fn: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
         """A lowered function with the derivative rules of the primitive it stands for.
@@ -236,16 +231,6 @@ class _Lowering:
             [new] = names
         params = {**eqn.params, key: new}
         return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
-
-    def _as_call(self, eqn: JaxprEqn, fn: Callable[..., Any]) -> JaxprEqn:
-        avals: list[Any] = [v.aval for v in eqn.invars]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        closed = jax.make_jaxpr(fn, axis_env=self._env)(*shapes)
-        return eqn.replace(
-            primitive=primitives.closed_call_p,
-            params={"call_jaxpr": closed},
-            effects=closed.effects,
-        )
 
     def _emulate(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Gather all towers' operands, and compute the collective on each tower."""
@@ -291,10 +276,12 @@ def _scatter(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.
     return x if params["tiled"] else x.squeeze(dim)
 
 
-_OWN = (
-    "{line} names the axis {axis!r}, which is not all towers where several share a"
-    " device. Write tower.axis_names, or a name that you give:"
-    " tj.Mirrored(axis_name='batch')."
+_TOGETHER = (
+    "Write tower.axis_names, or a name that you give: tj.Mirrored(axis_name='batch')."
+)
+_ALONE = (
+    "Write tower.id. With local='scan' towers run one after another, and cannot"
+    " communicate."
 )
 _NO_VMAP = (
     "Towers that share a device run together, by jax.vmap, which JAX does not have of"
