@@ -2,8 +2,8 @@
 
 A linear classifier of 10 classes learns noisy labels from 20 numbers, with each batch
 size, at each of several learning rates, until the loss on all rows is small
-enough; the rate that needs the fewest steps counts. ``TowerStatistics`` reports the
-noise scale at the end.
+enough; the rate that needs the fewest steps counts. ``examples/noise_scale.py`` reports
+the noise scale at the end.
 
 Run: ``python -m benchmarks.batch_size [docs/benchmarks/batch_size.svg]``
 """
@@ -18,8 +18,8 @@ import numpy as np
 import optax
 from jax import lax
 
+from examples.noise_scale import noise_scale, with_statistics
 from towerjax import Mirrored, Weighted, build_train_step
-from towerjax.contrib import TowerStatistics
 from towerjax.types import PyTree
 
 SIZES, RATES = [2**i for i in range(3, 12)], np.geomspace(0.0125, 3.2, 9)
@@ -60,10 +60,10 @@ def loss_fn(params: PyTree, batch: PyTree, tower: Any) -> Weighted:
 
 def learning(size: int) -> Any:
     """``rate -> losses of all rows, noises, signals``, ``[STEPS]`` each."""
-    rows, statistics = data(), TowerStatistics(per_tower=False)
+    rows = data()
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=8)
-    step = build_train_step(loss_fn, optimizer, strategy, extend=statistics)
+    step = build_train_step(loss_fn, optimizer, strategy, extend=with_statistics)
     start = step.init(np.zeros((20, 10), np.float32))
 
     def one(state: Any, key: jax.Array) -> Any:
@@ -90,7 +90,7 @@ def best_of(size: int) -> tuple[int, float]:
         if (smooth < ENOUGH).any():
             told = {"gradient/noise": noise, "gradient/signal": signal}
             number = int((smooth < ENOUGH).argmax()) + 5
-            scales = TowerStatistics.noise_scale(told, smoothing=0.98)
+            scales = noise_scale(told, smoothing=0.98)
             found.append((number, float(scales[number - 1])))
     return min(found)
 

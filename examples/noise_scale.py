@@ -1,47 +1,129 @@
-"""The gradient's noise scale, measured in a step of one's own.
+"""The noise scale of a gradient while a training goes on, and how far towers differ.
+
+A part is one micro-batch of one tower. Two numbers more are added up beside the
+gradient: ``w |g|^2`` over parts, and their number. Noise and signal follow from them by
+the analysis of variance, without bias, as a mean of weight ``w`` has the variance of
+one row divided by ``w`` (McCandlish et al., 2018, https://arxiv.org/abs/1812.06162,
+appendix A.1; here for parts of any weights):
+
+    noise = (sum w |g|^2 - W |G|^2) / (parts - 1)    trace of one row's covariance
+    signal = |G|^2 - noise / W                       square of the true gradient's norm
 
 python examples/noise_scale.py
 """
 
-import dataclasses
-
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 import towerjax as tj
-from towerjax import contrib
 
-jax.config.update("jax_num_cpu_devices", 4)  # a laptop as 4 devices
+ratio = tj.metrics.ratio
 
-rng = np.random.default_rng(0)
-x = rng.normal(size=(2200, 3)).astype(np.float32)
-data = {
-    "x": x,
-    "y": x @ np.array([1, -2, 3], np.float32) + np.float32(rng.normal(size=2200)),
-}
-statistics = contrib.TowerStatistics()
+
+class Parts(tj.metrics.Additive):
+    """What the parts of a batch add up to."""
+
+    counts_towers = True  # by design: an audit leaves it out
+
+    squares: jax.Array  # of each part's gradient, over its weight
+    number: jax.Array  # of parts that have weight
+
+    def compute(self):
+        """The mean square of a part."""
+        return ratio(self.squares, self.number)
+
+
+def dot(x, y):
+    """The inner product of two trees."""
+    products = jax.tree.map(lambda x, y: (x * y.conj()).real.sum(), x, y)
+    return sum(jax.tree.leaves(products))
+
+
+def of_tower(loss, grads):
+    """The leaves that a tower returns beside its loss and gradient."""
+    square = dot(grads.sum, grads.sum)
+    counts = jnp.asarray(grads.weight != 0, square.dtype)
+    own = {"loss": loss, "grads": grads}
+    return {
+        "parts": Parts(ratio(square, grads.weight), counts),
+        "own": tj.PerTower(own),  # these stay on the towers' devices
+    }
+
+
+def metrics_of(merged, grads):
+    """The metrics of a step, of what `of_tower` was merged to and the gradient."""
+    parts, total, weight = merged["parts"], grads.sum, grads.weight
+    square = dot(total, total)
+    large = ratio(square, weight)
+    noise = (parts.squares - large) / jnp.maximum(parts.number - 1, 1)
+    noise = jnp.where(parts.number > 1, noise, jnp.nan)  # of one part it is not known
+    loss, own = (merged["own"].values[name] for name in ("loss", "grads"))
+    norms = jnp.sqrt(jax.vmap(lambda x: dot(x, x))(own.sum))
+    cosines = ratio(jax.vmap(lambda x: dot(x, total))(own.sum), norms)
+    return {
+        "gradient/norm": ratio(jnp.sqrt(square), weight),
+        "gradient/noise": noise,
+        "gradient/signal": ratio(large - noise, weight),
+        "towers/loss": tj.PerTower(loss.value),
+        "towers/norm": tj.PerTower(ratio(norms, own.weight)),
+        "towers/cosine": tj.PerTower(ratio(cosines, jnp.sqrt(square))),
+    }
+
+
+def with_statistics(fns):
+    """For ``build_train_step(..., extend=)``: its functions, whose metrics are more."""
+
+    def tower_fn(*args):
+        out = fns.tower(*args)
+        return {**out, "statistics": of_tower(out["loss"], out["grads"])}
+
+    def update_fn(state, merged):
+        state, metrics = fns.update(state, merged)
+        return state, metrics | metrics_of(merged["statistics"], merged["grads"])
+
+    return fns._replace(tower=tower_fn, update=update_fn)
+
+
+def noise_scale(metrics, smoothing=0.99):
+    """The rows ``noise / signal`` after each step; each is averaged before.
+
+    ``smoothing`` is the decay of the averages: 0 takes each step alone, 1 all alike.
+    """
+    names = "gradient/noise", "gradient/signal"
+    totals = [np.zeros(2)]
+    for row in np.stack([np.asarray(metrics[name], float) for name in names], axis=1):
+        known = np.isfinite(row).all()  # a step that was refused is left out
+        totals.append(smoothing * totals[-1] + row if known else totals[-1])
+    noise, signal = np.array(totals[1:]).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return noise / signal
 
 
 def loss_fn(params, batch, tower):
+    """The squared error of a linear model."""
     errors = batch["x"] @ params - batch["y"]
     return tj.Weighted.mean(errors**2, tower.weight)
 
 
-def tower_fn(state, batch, tower):
-    loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
-    told = statistics.of_tower(loss, grads)
-    return {"loss": loss, "grads": grads, "told": told}
+def main():
+    """Fit noisy data: while the error falls, larger batches begin to pay."""
+    jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(16384, 32)).astype(np.float32)}
+    data["y"] = (data["x"] @ rng.normal(size=32)).astype(np.float32)
+    data["y"] += rng.normal(size=16384).astype(np.float32)
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.02), tj.Mirrored(towers=8), extend=with_statistics
+    )
+    state, batches = step.init(np.zeros(32, np.float32)), tj.batches(data, 64)
+    state, history = tj.run(step, state, batches, progress=False)
+    scale = noise_scale(history.metrics, smoothing=0.9)
+    for number in (0, 31, 63, 127, 255):
+        print(f"step {number + 1:3}: {scale[number]:6.0f} rows")
+    print(history.metrics["towers/cosine"][0].round(2))
 
 
-def update_fn(state, merged):
-    metrics = statistics.metrics(merged["told"], merged["grads"])
-    params = state.params - 0.0 * merged["grads"].value  # your rate or optimizer
-    after = dataclasses.replace(state, params=params)
-    return after, {"loss": merged["loss"], **metrics}
-
-
-step = tj.build_step(tower_fn, update_fn, tj.Mirrored(towers=4), remainder="pad")
-params = np.array([0.8, -1.8, 2.7], np.float32)
-batches = tj.batches(data, 22)  # the statistics depend on the towers: no audit
-state, history = tj.run(step, step.init(params), batches, audit=False, progress=False)
-print(f"noise scale {statistics.noise_scale(history.metrics, smoothing=1)[-1]:.1f}")
+if __name__ == "__main__":
+    main()

@@ -529,6 +529,25 @@ def test_a_placed_batch_and_its_shared_values_are_audited():
 
 
 @pytest.mark.slow
+def test_what_depends_on_the_towers_by_design_is_left_out():
+    class Towers(tj.metrics.Additive):
+        counts_towers = True
+        number: jax.Array
+
+        def compute(self):
+            return self.number
+
+    def loss_fn(params, batch, tower):
+        loss = tj.Weighted.mean(errors(params, batch), tower.weight)
+        return tj.TowerOutput(loss, {"towers": Towers(jnp.float32(1))})
+
+    step = train_step(loss_fn, audit=False)
+    state = step.init(MODEL)
+    assert step.audit(state, ROWS).largest < 1e-5
+    assert float(step(state, ROWS)[1]["towers"]) == step.strategy.num_towers
+
+
+@pytest.mark.slow
 def test_local_and_extra_state_of_towers_that_have_gone_on_are_audited():
     def loss_fn(params, batch, tower):
         count = tower.local["count"] + tower.weight.sum()

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.contrib import Compressed, DiLoCo, LocalSGD
+from towerjax.contrib import DiLoCo, LocalSGD
 
 T, STEPS, INNER, MOMENTUM = 4, 9, 0.1, 0.5
 OUTER, NESTEROV = 0.7, 0.9
@@ -438,7 +438,6 @@ OPTIMIZER = "opt_state=fresh.opt_state"
 SWITCHES = {
     "every step to rounds": (None, SYNCS["local"], f"{OPTIMIZER}, {LOCAL}"),
     "rounds to every step": (SYNCS["local"], None, f"{OPTIMIZER})"),
-    "few bits on": (None, Compressed(above_bytes=4), f"replace(state, {LOCAL}"),
 }
 
 

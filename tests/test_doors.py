@@ -11,7 +11,6 @@ import pytest
 from test_malformed import ANYTHING, STRATEGY, good, loss_fn, refuse, start
 
 import towerjax as tj
-from towerjax.contrib import TowerStatistics
 
 ESTIMATOR, SUM = tj.estimator, tj.Reduction.SUM
 RAGGED = [[1.0], [2.0, 3.0]]
@@ -162,7 +161,6 @@ CALLS = {
     "assert_same: bits": ("bits",
         lambda x: tj.testing.assert_same(TABLE, TABLE, bits=x), NO_FLAGS),
     "one_tower": ("one_tower", tj.testing.one_tower, ANYTHING),
-    "statistics of towers": ("per_tower", TowerStatistics, NO_FLAGS),
     "mean: values": ("mean", tj.metrics.mean, NO_NUMBERS),
     "mean: merge": ("other=", tj.metrics.mean(SCORES).merge, ANYTHING),
     "ratio": ("ratio: total", lambda x: tj.metrics.ratio(x, 1.0), NO_NUMBERS),

@@ -386,7 +386,6 @@ UNLIKE = {
     "audit": {"False": f"build_eval_step {TRAINS} {MODEL}", "None": "run"},  # by size
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
-    "bits": {"8": "Compressed", "False": "assert_same"},
     "keep": {"'devices'": "Best", "0.0": "DiLoCo", "3": "Checkpointer"},
     "local": {"'vmap'": "Mirrored", "None": "TowerOutput assert_replicates"},
     "reduction": {
@@ -402,7 +401,7 @@ UNLIKE = {
 UNASKED = {
     "micro_batches": 1, "prefetch": 2, "prefetch_on_device": 2,
     "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
-    "per_example": False, "per_tower": True, "lazy": False,
+    "per_example": False, "lazy": False,
     # Of stopping and of files.
     "min_delta": 0.0, "min_steps": 0, "restore": False, "replace": False,
     "max_elements": 64, "flush_s": 10.0, "iterations": 0,
@@ -411,8 +410,7 @@ UNASKED = {
     "initialization_timeout_s": 300, "shutdown_timeout_s": 300,
     "exit_on_exception": True, "hang_timeout_s": math.inf, "step_timeout_s": math.inf,
     # What is sent, in bytes and in parts.
-    "pack_below_bytes": 2**18, "above_bytes": 2**17, "block": 256, "fragments": 1,
-    "overlap": 0, "error_feedback": True,
+    "pack_below_bytes": 2**18, "fragments": 1, "overlap": 0,
     # Of measures: the thresholds of TensorFlow, a sweep of timings.
     "num_thresholds": 200, "rounds": 11, "seconds_per_round": 0.25,
     "timeout_s": 1800.0, "retry_failed": False,

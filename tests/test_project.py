@@ -104,8 +104,8 @@ def test_only_four_files_name_the_executors():
     allowed |= {
         f"towers/{name}.py" for name in ("tower_axis", "vmap_sums", "executors")
     }
-    # A sum over the step's devices, and rows of towers, in an update.
-    allowed |= {f"contrib/{name}.py" for name in ("by_owner", "compressed", "diloco")}
+    # Rows of towers, and what devices share, in an update.
+    allowed |= {f"contrib/{name}.py" for name in ("by_owner", "diloco")}
     for path in ROOT.rglob("*.py"):
         found = words.search(path.read_text())
         is_allowed = str(path.relative_to(ROOT)) in allowed

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.contrib import DiLoCo, TowerStatistics
+from towerjax.contrib import DiLoCo
 
 CPUS = jax.devices("cpu")
 FOUR = tuple(f"cpu:{i}" for i in range(4))
@@ -354,7 +354,6 @@ def test_numbers_of_numpy_become_those_of_python():
         tj.Mirrored(devices=FOUR[:1], towers=n),
         micro_batches=n,
         remainder="pad",
-        extend=TowerStatistics(),
     )
     placed = step.place_batch(np.ones(200, np.float32))
     assert placed.num_examples == 200

@@ -31,7 +31,6 @@ _PROCESSES_LOOK = (
 )
 _SHARED_SUM = "test_call.py::test_a_sum_of_what_all_towers_share_is_refused"
 
-_CODES = "test_compressed.py::test_sums_are_those_of_the_same_codes_in_float64"
 
 # What a tower gives to the one reduction of a step: gradient and loss come first.
 _GIVEN = "sums, rest = take_sums(tree)"
@@ -988,24 +987,9 @@ BESIDES = (
        "step.update:trained_part", "x if yes else None",
        "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
        f"{_ONE_TOWER}[5]"),
-    _m("A01",
-       "the noise of parts is divided by their number, with which it is too small",
-       "contrib.tower_statistics:TowerStatistics.metrics", "jnp.maximum(parts - 1, 1)",
-       "parts",
-       "test_tower_statistics.py::test_statistics_are_those_of_numpy[4-4-vmap-1-21]"),
     _m("A05", "an audit compares what depends on the number of towers by design",
        "step.audit:_value_of", 'getattr(leaf, "counts_towers", False)', "False",
-       "test_tower_statistics.py::test_a_run_tells_of_each_step"),
-    _m("A02", "what the code of a device's share loses is never sent",
-       "contrib.compressed:Compressed._sum_encoded", "keepdims=False) + share_lost",
-       "keepdims=False)", f"{_CODES}[4-4-vmap-4-1-True]"),
-    _m("A03", "the certificate forgets what the second code loses",
-       "contrib.compressed:_largest_error", " + jnp.sqrt(squares[:, 1].sum(axis=0))",
-       "", f"{_CODES}[6-3-scan-4-2-False]"),
-    _m("A06", "no guard looks at the gradients that are sent in codes",
-       "contrib.compressed:Compressed.__call__", 'if fns.options.guard == "gradients":',
-       "if False:", "test_compressed.py"
-       "::test_a_gradient_that_is_not_finite_is_guarded_where_the_loss_is"),
+       "test_audit.py::test_what_depends_on_the_towers_by_design_is_left_out"),
 )
 
 _ALONE = "test_diloco.py::test_towers_train_alone_and_the_outer_update_is_made_of_them"

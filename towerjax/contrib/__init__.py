@@ -1,7 +1,5 @@
-"""What is written on the public names alone: rarer, smaller and shared-out work."""
+"""What is written on the public names alone: rarer and shared-out work."""
 
 from towerjax.contrib.by_owner import by_owner as by_owner
-from towerjax.contrib.compressed import Compressed as Compressed
 from towerjax.contrib.diloco import DiLoCo as DiLoCo
 from towerjax.contrib.diloco import LocalSGD as LocalSGD
-from towerjax.contrib.tower_statistics import TowerStatistics as TowerStatistics
