@@ -38,4 +38,5 @@ for number in range(3):
     beta = tj.Whole(0.1 * 0.5**number)  # another number, the same program
     state, metrics = step(state, {**data, "beta": beta})
 step.settle()
-print(state.extra["mean"], x.mean(axis=0), float(state.extra["rows"]))
+means = [np.asarray(mean).round(4) for mean in (state.extra["mean"], x.mean(axis=0))]
+print(*means, float(state.extra["rows"]))

@@ -96,13 +96,13 @@ def program(path, folder, flags):
     runpy.run_path(path, run_name="__main__")
 
 
-def told(run, *args, timeout_s=120, **options):
+def told(run, *args, timeout_s=1800, **options):
     """What it prints to call a function in a process of its own; fails as it does."""
     (text,) = _outputs([(in_child, run, args, options)], timeout_s)
     return text
 
 
-def told_by_all(run, *args, processes=2, devices=2, timeout_s=300, code=0):
+def told_by_all(run, *args, processes=2, devices=2, timeout_s=1800, code=0):
     """What each process of a job prints that calls a function, and ends with a code."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = "127.0.0.1:{1}".format(*server.getsockname())

@@ -17,6 +17,7 @@ from jax._src.monitoring import get_event_listeners
 import towerjax as tj
 from benchmarks.models import MODELS, mlp
 from benchmarks.trials import LEARNING_RATE, MOMENTUM, Trial, strategy_of
+from towerjax.loop.files import read_lines
 from towerjax.tools import cli
 from towerjax.tools.cli import main
 from towerjax.tools.shell import read_toml
@@ -178,7 +179,7 @@ PROGRAMS = {  # what the last record says: the program of a worker
 def test_a_worker_that_dies_or_hangs_is_a_failure(here, capfd, monkeypatch, why):
     program = f"import os, sys, time; {PROGRAMS[why]}"
     monkeypatch.setattr(of_bench, "_WORKER", (sys.executable, "-c", program))
-    options = {"timeout_s": 0.1 if "longer" in why else 60.0, "results": "a/b/r.jsonl"}
+    options = {"timeout_s": 0.1 if "longer" in why else 600.0, "results": "a/b/r.jsonl"}
     for _ in range(2):  # what failed is not run again unasked
         found = tj.tools.bench("mine:build", {"towers": [1, 2]}, **options)
         assert [record["status"] for record in found.records] == ["failed"] * 2
@@ -186,7 +187,7 @@ def test_a_worker_that_dies_or_hangs_is_a_failure(here, capfd, monkeypatch, why)
         again = (sys.executable, "-c", "raise SystemExit('again')")
         monkeypatch.setattr(of_bench, "_WORKER", again)
     assert "towers=2: failed: " in capfd.readouterr().err
-    options |= {"retry_failed": True, "timeout_s": 60.0}
+    options |= {"retry_failed": True, "timeout_s": 600.0}
     found = tj.tools.bench("mine:build", {"towers": [1, 2]}, **options)
     assert all("again" in record["error"] for record in found.records)
 
@@ -216,9 +217,9 @@ def test_other_work_is_not_compared(here):
 
 @pytest.mark.parametrize("build, status, text", [
     ("mine:unwritten", "not available", "one tower is written"),
-    ("mine:nobody", "failed", "has no attribute 'nobody'"),
+    ("mine:nobody", "mistyped", "has no attribute 'nobody'"),
     ("no_such_package:build", "not available", "no_such_package"),
-    ("mine", "failed", "not of the form module:name"),
+    ("mine", "mistyped", "not of the form module:name"),
 ])  # fmt: skip
 def test_what_became_of_a_configuration_is_a_record(here, build, status, text):
     found = recorded(job(build))
@@ -262,6 +263,13 @@ def test_what_a_worker_sees_of_the_environment():
 def test_what_cannot_be_timed_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
         tj.tools.bench(**{"build": "mine:build", "grid": {"towers": [1]}, **options})
+
+
+def test_a_name_that_is_mistyped_is_no_result(here):
+    file = here / "times.jsonl"
+    with pytest.raises(ValueError, match="mine:nobody.*has no attribute 'nobody'"):
+        tj.tools.bench("mine:nobody", {"towers": [1]}, results=file, progress=False)
+    assert not list(read_lines(file, "config", "a sweep"))
 
 
 # The command. All are done before, so that no worker starts.

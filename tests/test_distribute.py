@@ -508,6 +508,6 @@ def test_an_iterator_alive_at_the_end_of_the_program_is_quiet():
         "next(it); print('done')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True
     )
     assert (done.stdout, done.stderr, done.returncode) == ("done\n", "", 0)

@@ -76,6 +76,14 @@ def test_programs_run(page, number, tmp_path):
     assert python(tmp_path, program, compiled) == output
 
 
+def test_no_output_shows_a_digit_that_depends_on_the_processor():
+    """A float32 has 7.2 digits, and each processor rounds sums in its own order."""
+    outputs = {(p[0], p[1]): p[4] for p in programs()}
+    for where, output in outputs.items():
+        for text in re.findall(r"(?<![\w.])\d*\.\d+", output):
+            assert len(text.replace(".", "").lstrip("0")) <= 6, (where, text)
+
+
 @pytest.mark.slow
 def test_a_program_prints_the_same_in_two_processes(tmp_path, capfd, monkeypatch):
     [(program, output)] = [p[3:] for p in programs() if p[2] == "launch"]
@@ -501,7 +509,7 @@ def test_curves_reach_a_library_without_a_network(library, tmp_path, monkeypatch
         assert found["train/loss"] == pytest.approx(7.9524, rel=1e-4)
         return
     [kept] = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    end_s = time.monotonic() + 30  # a process of the library's own writes it
+    end_s = time.monotonic() + 300  # a process of the library's own writes it
     while b"train/loss" not in kept.read_bytes():
         assert time.monotonic() < end_s
         time.sleep(0.1)

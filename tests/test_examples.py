@@ -298,7 +298,7 @@ PRINTED = {
     "audited": "(\"gradient['w']\", 'loss') 4\ngradient['w'] 2 permuted\n"
     "loss 8 in order\n",
     "batch_norm": "".join(f"{t} 222.2 [1.081 1.065 1.032]\n" for t in (1, 3, 8)),
-    "besides_rows": 2 * "[1.6915249 1.6719761 1.5431206] " + "10.0\n",
+    "besides_rows": 2 * "[1.6915 1.672  1.5431] " + "10.0\n",
     "compressed": "3090 bytes, loss 0.000, exact\n 822 bytes, loss 0.000, 4 bits\n"
     " 822 bytes, loss 0.249, no feedback\nerror at most 1.00 in the first step\n",
     "curvature": "-0.8783, of all rows -0.8783\n",

@@ -33,7 +33,7 @@ def feeder_threads():
     return [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
 
 
-def wait_until(condition, timeout_s=5.0):
+def wait_until(condition, timeout_s=60.0):
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:
         time.sleep(0.002)
@@ -192,18 +192,17 @@ def test_order_is_kept(depth):
     assert list(prefetch(range(40), place, depth=depth)) == [i * i for i in range(40)]
 
 
-@pytest.mark.slow
 def test_loading_overlaps_with_the_consumer():
+    loaded = []
+
     def loader():
         for i in range(10):
-            time.sleep(0.03)
+            loaded.append(i)
             yield i
 
-    start_s = time.perf_counter()
-    for _ in prefetch(loader(), lambda i: i, depth=2):
-        time.sleep(0.03)
-    # In line it would be 20 * 0.03 = 0.6 s, overlapped 11 * 0.03 = 0.33 s.
-    assert time.perf_counter() - start_s < 0.5
+    for i in prefetch(loader(), lambda i: i, depth=2):  # the consumer is busy with i
+        wait_until(lambda i=i: len(loaded) >= min(i + 3, 10))
+        assert len(loaded) >= min(i + 3, 10)
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -239,7 +238,7 @@ def test_stopping_early_ends_the_thread_at_once(depth):
     start_s = time.perf_counter()
     feed.close()
     assert feeder_threads() == []
-    assert time.perf_counter() - start_s < 1.0
+    assert time.perf_counter() - start_s < 4  # of the 5 s for a loader that hangs
 
 
 def test_ctrl_c_while_it_starts_ends_the_thread_too(monkeypatch):

@@ -160,7 +160,7 @@ def test_a_launcher_that_is_killed_leaves_nobody_and_goes_on_when_started(tmp_pa
         first.start()
         first.join(60)
         assert first.exitcode == -9
-        until = time.monotonic() + 20
+        until = time.monotonic() + 200
         while alive(folder):
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -266,7 +266,7 @@ def test_who_waits_for_a_lost_one_is_not_waited_for_and_not_lost_itself(
     options = {"restarts": 0, "grace_s": 60, "hang_timeout_s": 1.5}
     began = time.monotonic()
     assert children(waits + killed, **options) == 75
-    assert 2 < time.monotonic() - began < 10
+    assert 2 < time.monotonic() - began < 50
     assert "still running: 0; ended with SIGKILL" in capfd.readouterr().err
 
 

@@ -42,7 +42,7 @@ def is_alive(pid):
     return stat.rpartition(")")[2].split()[0] != "Z"  # nobody may have collected it
 
 
-def wait_until(is_so, timeout_s=10.0):
+def wait_until(is_so, timeout_s=120.0):
     until = time.monotonic() + timeout_s
     while not is_so():
         assert time.monotonic() < until, "it never came"
@@ -51,7 +51,7 @@ def wait_until(is_so, timeout_s=10.0):
 
 def assert_ended(pids):
     assert pids
-    wait_until(lambda: not any(map(is_alive, pids)), timeout_s=1)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_a_job_says_whose_each_line_is_and_leaves_nothing_behind(capfd, monkeypatch):
@@ -117,7 +117,7 @@ def test_the_first_that_fails_gives_the_code_and_ends_the_others(capfd):
     program = "\nif i == '1': sys.exit(7)\ntime.sleep(60)"
     began = time.monotonic()
     assert launch(child(program), processes=3) == 7
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40
     why = r"process 1 exited with code 7 after \d\.\d s; stopping the other 2\n"
     assert re.fullmatch(f"towerjax launch: {why}", capfd.readouterr().err)
 
@@ -150,7 +150,7 @@ def test_what_holds_sigterm_back_is_killed_after_the_grace(capfd):
     )
     began = time.monotonic()
     assert launch(child(program), processes=2, grace_s=0.5) == 5
-    assert 0.8 < time.monotonic() - began < 4
+    assert 0.8 < time.monotonic() - began < 40
     out, err = capfd.readouterr()
     assert "[0] no\n" in out
     assert "still running: 0; ended with SIGKILL\n" in err
@@ -162,8 +162,15 @@ def test_what_a_process_started_ends_with_it(code, capfd):
     began = time.monotonic()
     command = ["sh", "-c", f"sleep 60 & echo pid $!; exit {code}"]
     assert launch(command, processes=2) == code
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40
     assert_ended(re.findall(r"pid (\d+)", capfd.readouterr().out))
+
+
+@pytest.mark.parametrize("given", [(["tr\0ue"], {}), (["true"], {"N": "a\0"})])
+def test_a_null_byte_is_refused(given):
+    command, env = given
+    with pytest.raises(ValueError, match="holds a null byte"):
+        launch(command, processes=1, env=env)
 
 
 def test_a_program_that_is_not_there_is_code_127(capfd):

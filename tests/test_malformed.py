@@ -350,6 +350,8 @@ DOORS = {
     "state": (tj.check_mirrored,
         dict(enumerate(x for x in ANYTHING if not isinstance(x, list | dict)))),
     "mean": (lambda x: tj.metrics.mean(x), dict(enumerate([*TEXTS, object(), {1}]))),
+    "Weighted.mean: weight": (lambda x: tj.Weighted.mean(np.ones(2), x),
+        {"ragged": [[1.0], [2.0, 3.0]], "text": "x"}),
     "weight": (lambda x: tj.metrics.mean(np.ones(2), weight=x),
         dict(enumerate([*TEXTS, object(), {1}]))),
     "rng": (lambda x: tj.TrainState.create(np.float32(1), optax.sgd(1.0), rng=x),

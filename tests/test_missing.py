@@ -13,6 +13,7 @@ from layouts import mirrored
 import towerjax as tj
 
 BATCH, W = np.ones((4, 3), np.float32), np.ones(3, np.float32)
+BY_NAME, SGD = {"x": BATCH}, optax.sgd(0.1)
 
 
 def loss_fn(w, batch, tower):
@@ -67,6 +68,67 @@ def of_another_loss():
     step(build().init(W), BATCH)
 
 
+def by_hand(loss_of):
+    """A step whose tower differentiates a number of its own."""
+
+    def tower_fn(state, batch, tower):
+        loss, grads = jax.value_and_grad(loss_of)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    step = tj.build_step(tower_fn, lambda s, merged: (s, {}), mirrored(2))
+    return step.check(W, BATCH)
+
+
+def of_value(w, batch, tower):
+    return loss_fn(w, batch, tower).value
+
+
+def bare_metric(w, batch, tower):
+    return tj.TowerOutput(loss_fn(w, batch, tower), {"mean": jnp.mean(batch @ w)})
+
+
+def with_l2(w, batch, tower):
+    return loss_fn(w, batch, tower) + 0.1 * jnp.sum(w**2)
+
+
+def of_names(params, batch, tower):
+    return tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)
+
+
+def evaluation(fn=loss_fn):
+    return tj.build_eval_step(lambda *args: {"loss": fn(*args)}, mirrored(2))
+
+
+def evaluate(params, batch):
+    return tj.evaluate(evaluation(of_names), params, [batch])
+
+
+def of_model(way, variables, features):
+    def model_fn(variables, features, labels, mode):
+        return tj.estimator.ModelSpec(mode, predictions=features @ variables.params)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=mirrored(2))
+    return [*getattr(tj.estimator, way)(model, variables, [features])]
+
+
+def leaked():
+    kept = []
+    call(lambda w, batch, tower: (kept.append(w), loss_fn(w, batch, tower))[1])
+    mirrored(2).call_for_each_tower(lambda tower: kept[0] + 1)
+
+
+def donated():
+    step = tj.build_train_step(loss_fn, SGD, mirrored(2, 2))
+    state = step.init(W)
+    step(state, BATCH)
+    return state
+
+
+def given(*batch, **options):
+    step = build(**options)
+    return step.check(W, *batch)
+
+
 def run_out_of_memory():
     def fail(_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
@@ -95,12 +157,44 @@ WRITE = [
     (lambda: tj.MirroredStrategy(), "Write tj.Mirrored();"),
     (lambda: build().fit(BATCH), "tj.run(step, state, batches)"),
     (lambda: build().state, "state, metrics = step(state, batch)"),
-    (assign, "Write state = dataclasses.replace(state, params=...)"),
-    (lambda: build().init(W).replace(params=W), "dataclasses.replace(state, params="),
+    (assign, "Write state = state.replace(params=...)"),
     (lambda: build().init(W).apply_gradients(grads=W), "tj.apply_gradients(optimizer"),
     (lambda: build(Model()), "a module is no loss_fn: write a function that calls it"),
     (lambda: build().init(Model().init(jax.random.key(0), BATCH)),
         "pass variables['params']"),
+    (lambda: tj.Mirrored(num_towers=4), "Write towers=..."),
+    (lambda: build(accumulate=3), "write micro_batches=3"),
+    (lambda: tj.run(build(), build().init(W), [BATCH], 10),
+        "Write run(step, state, batches, steps=...)"),
+    (lambda: tj.build_train_step(loss_fn, optax.adam, mirrored(2)),
+        "tj.Mirrored(); call it, optimizer=adam(...)"),
+    (lambda: tj.build_train_step(loss_fn, SGD, tj.Mirrored),
+        "call it, strategy=Mirrored(...)"),
+    (lambda: by_hand(loss_fn), "tj.value_and_grad(loss_fn) differentiates it"),
+    (lambda: by_hand(of_value), "for gradients call tj.value_and_grad(loss_fn)"),
+    (lambda: call(bare_metric), "Return tj.Weighted.mean(values, tower.weight)"),
+    (lambda: call(with_l2), "A mean and a number: write mean + tj.penalty(number)"),
+    (lambda: given(BATCH[:2], micro_batches=3),
+        "which 2 towers of 3 micro-batches cannot share evenly. Use a multiple of 6"),
+    (lambda: evaluate({"w": W}, {"z": BATCH}), "batch has 'z'."),
+    (lambda: evaluate({"v": W}, BY_NAME), "params has 'v'."),
+    (lambda: evaluate(None, BY_NAME), "params is None here, as the call was given it."),
+    (lambda: of_model("predict", -1, BATCH), "variables is int32[] here"),
+    (lambda: of_model("evaluate", None, (BATCH, BATCH)), "variables is None here"),
+    (lambda: given({"x": BATCH, 0: BATCH}), "make them all texts"),
+    (lambda: tj.batches({"x": BATCH, 0: BATCH}, 2), "which JAX cannot sort"),
+    (leaked, "was put aside, in a list, a global or an attribute"),
+    (lambda: tj.evaluate(evaluation(), donated(), [BATCH]),
+        "The state was donated to step 1. Go on with"),
+    (lambda: tj.check_mirrored(donated()), "A call of a step took over the arrays of"),
+    (lambda: tj.apply_gradients(SGD, donated(), W), "(jnp.copy(x)), or build the step"),
+    (lambda: tj.towers.restored_values("x", W, W),
+        "strategy='x' of type str cannot be used here"),
+    (lambda: mirrored(2).call_for_each_tower(
+        lambda tower: tower.reduce(tj.Reduction.SUM, {"a": "x"})),
+        "tower.reduce: value['a'] is a str"),
+    (lambda: mirrored(2).call_for_each_tower(lambda tower, x: x, tj.PerTower(("x",))),
+        "but a PerTower argument's values[0] is a str"),
 ]  # fmt: skip
 
 

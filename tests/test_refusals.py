@@ -482,7 +482,7 @@ VERBS = {
             for call in (in_towers(lambda tower, x: 1, value),
                 lambda value=value: mirrored(2).reduce(R.SUM, value))],
         (in_towers(lambda tower, x: 1, tj.PerTower(("a", "b"))),
-            r"argument\[0\] is a str: keep apart what"),
+            r"argument's values\[0\] .and 1 more of that list. is a str: keep"),
         (lambda: tj.sparse.IndexedRows(ONE > 0, np.array([0, 1]), (2,)),
             "IndexedRows.values are bool"),
         *[(call, text) for values, dtype, text in [

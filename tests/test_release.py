@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tomllib
 
+import jax
 import pytest
 
 import towerjax as tj
@@ -87,6 +88,25 @@ def test_the_version_is_said_alike():
     assert re.search(rf"^version: {re.escape(tj.__version__)}$", cited, re.MULTILINE)
     assert f"version = {{{tj.__version__}}}" in (ROOT / "README.md").read_text()
     assert f"\n## {tj.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_jax_has_the_bounds_that_are_tested():
+    """CI runs both ends; names of JAX's private modules are looked up in these."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    private = (ROOT / "towerjax" / "mesh" / "private_jax.py").read_text()
+    (ends,) = set(re.findall(r"# 0\.(\d+) to 0\.(\d+)", private))
+    first, last = map(int, ends)
+    assert f"jax>=0.{first},<0.{last + 1}" in project["dependencies"]
+    assert first <= int(jax.__version__.split(".")[1]) <= last
+
+
+def test_ci_runs_the_test_commands_of_the_readme():
+    script, readme = ((ROOT / x).read_text() for x in (".ci/run", "README.md"))
+    found = re.findall(r"grep -m1 -E '(.*)' README\.md", script)
+    commands = [re.findall(pattern, readme, re.MULTILINE) for pattern in found]
+    assert [len(x) for x in commands] == [1, 1]
+    marks = [re.search(r" -m (\S+|\".*\")$", x)[1] for (x,) in commands]
+    assert marks == ['"not slow"', "slow"]  # together all
 
 
 def test_every_extra_that_is_named_is_there():

@@ -471,6 +471,28 @@ def loader_that_fails(cut, error):
     raise error
 
 
+def test_a_loader_that_cannot_begin_leaves_the_state(train_step):
+    class Loader:
+        def __iter__(self):
+            raise LoaderError
+
+    loader = Loader()
+    with pytest.raises(LoaderError) as caught:
+        run(train_step, init(train_step), loader, progress=False)
+    assert int(caught.value.state.step) == 0 and caught.value.batches is loader
+
+
+def test_a_run_without_an_end_says_so(train_step, capsys):
+    def hook(number, metrics):
+        if number == 2:
+            raise LookupError
+
+    data = batches(make_data(64), 16, epochs=None)
+    with pytest.raises(LookupError):
+        run(train_step, init(train_step), data, hooks=[hook], audit=False)
+    assert "endless: tj.batches(..., epochs=None) without" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("steps, note", [(2, "2, the last. e"), (3, "2; go on from")])
 def test_an_error_after_the_last_step_says_so(steps, note):
     def hook(number, metrics):
@@ -838,14 +860,18 @@ def test_lines_without_a_terminal(train_step, eval_step, capsys):
     assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", evaluated)
 
 
+KINDS = {"batches": lambda x: x, "list": list, "generator": lambda x: (y for y in x)}
+
+
 @pytest.mark.parametrize("steps", [None, 4])
-def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps, kind):
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    data = batches(make_data(64), 16)
+    data = KINDS[kind](batches(make_data(64), 16))
     run(train_step, init(train_step), data, steps=steps, progress=True)
-    text = screen.getvalue()
-    assert f"step 4{'' if steps is None else '/4'}  loss " in text
+    text, is_known = screen.getvalue(), steps is not None or kind != "generator"
+    assert f"step 4{'/4' if is_known else ''}  loss " in text
     assert "steps/s" in text
     assert "\x1b[?25l" not in text  # the cursor is not hidden
 
@@ -949,7 +975,7 @@ def test_metrics_are_shown_that_are_asked_for(train_step, capsys):
     _, history = run(train_step, init(train_step), data, progress=["bias"])
     last = capsys.readouterr().err.splitlines()[-1]
     bias = shown.format_value(history.metrics["bias"][1])
-    assert re.match(rf"step 2  loss \S+  bias {re.escape(bias)}  ", last)
+    assert re.match(rf"step 2/2  loss \S+  bias {re.escape(bias)}  ", last)
     with pytest.raises(ValueError, match="names 'mean', and the metrics of step 1 are"):
         run(train_step, init(train_step), data, progress=["mean"])
     for wrong in ([], [1]):
@@ -991,6 +1017,9 @@ def test_a_history_is_a_table(eval_step, monkeypatch):
     assert found == {n: values["mse"] for n, values in history.evaluations}
     monkeypatch.setitem(sys.modules, "pandas", types.SimpleNamespace(DataFrame=list))
     assert history.to_pandas() == rows
+    (line,) = f"{history}".splitlines()
+    assert line.startswith("History(50 steps, 800 examples on 8 towers")
+    assert f"mse {history.final['mse']:#.4g}" in line
 
 
 @pytest.mark.slow
@@ -1012,6 +1041,9 @@ def test_a_history_is_a_picture(eval_step, monkeypatch):
     assert [*evaluated.get_xdata()] == [3, 6]
     expected = [values["mse"] for _, values in history.evaluations]
     np.testing.assert_allclose(evaluated.get_ydata(), expected)
+    made = history.plot()
+    assert made.get_size_inches().tolist() == [max(6.4, 3.2 * len(axes)), 4.0]
+    assert made._repr_png_().startswith(b"\x89PNG")  # without %matplotlib inline
 
 
 @pytest.mark.few_fast(1)

@@ -74,6 +74,6 @@ def test_what_a_named_module_misses_is_no_wrong_name(tmp_path, monkeypatch):
     (tmp_path / "needs_other.py").write_text("import towerjax_of_nobody")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="towerjax_of_nobody"):
-        resolve("needs_other:value")
+        resolve("needs_other:value", "")
     with pytest.raises(ValueError, match="of_nobody.*; set PYTHONPATH"):
-        resolve("towerjax_of_nobody:value")
+        resolve("towerjax_of_nobody:value", "")

@@ -210,6 +210,15 @@ def test_a_state_is_usable_until_it_is_donated(hold):
     assert not is_usable(state)
 
 
+def test_a_state_is_replaced_as_in_flax():
+    state = tj.TrainState.create({"w": 1.0}, optax.sgd(0.1))
+    after = state.replace(params={"w": 2.0}, extra=3)
+    assert (after.params, after.extra) == ({"w": 2.0}, 3)
+    assert after.opt_state is state.opt_state and state.extra is None
+    with pytest.raises(TypeError, match="'weights'"):
+        state.replace(weights=1)
+
+
 def test_steps_and_a_donated_state_say_what_they_are():
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
@@ -227,7 +236,7 @@ def test_steps_and_a_donated_state_say_what_they_are():
     assert text.startswith("TrainState(step=Array(0, dtype=int32")
     assert "params={'w': ShapedArray(float32[])}" in text
     assert "rng=Array(()" in text  # kept
-    assert text == f"{state}"
+    assert f"{state}" == "TrainState(step=0: 3 leaves, 16 B; 12 B on each device)"
 
 
 def test_an_evaluation_reads_variables_that_are_no_dict():

@@ -189,6 +189,7 @@ def build(strategy):
 
 MISSING = [
     (tj.Mirrored(devices=[f"cpu:{i}" for i in range(9)]), "'cpu:8' is not on this"),
+    (tj.Mirrored(devices=[f"cpu:{i}" for i in range(12)]), "'jax_num_cpu_devices', 12"),
     (tj.Mirrored(devices=("cpu:0", "cpu:11")), "'jax_num_cpu_devices', 12) before"),
     (tj.Mirrored(devices=("tpu:0",)), "'tpu:0' is not on this machine, which has 0 of"),
     (tj.OneDevice("tpu:7"), "Name devices that it has, or ask for towers=..."),

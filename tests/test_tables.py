@@ -96,4 +96,5 @@ def test_a_table_takes_no_text_for_markup():
     for text in ("[bold]t", "[red]a", "<b>[/]", "[u]"):
         assert text in bundle["text/plain"] and text in as_text([table])
     assert "<b>" not in bundle["text/html"]
+    assert "font-family:monospace" in bundle["text/html"]
     assert as_text([table]).splitlines()[2:4] == ["  <b>[/]   1", "  x       22"]

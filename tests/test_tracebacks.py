@@ -1,5 +1,8 @@
 """A mistake in a user's function shows the user's lines, and none of ours."""
 
+import _thread
+import itertools
+import statistics
 import subprocess
 import sys
 import traceback
@@ -126,6 +129,36 @@ def test_a_refusal_shows_the_users_call_alone():
         assert [x.name for x in found][1:] == ["<lambda>"], found
 
 
+@pytest.mark.usefixtures("filtering")
+def test_ctrl_c_shows_the_users_line_alone():
+    def batches():
+        for number in itertools.count():
+            if number == 4:  # in the thread that reads in advance
+                _thread.interrupt_main()
+            yield BATCH
+
+    def loss_fn(w, batch, tower):
+        return tj.Weighted.mean(w * batch["x"], tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        tj.run(step, step.init(W[0]), batches(), progress=False, audit=False)
+    found = traceback.extract_tb(caught.value.__traceback__)
+    assert {x.filename for x in found} == {__file__}, found
+    assert int(caught.value.state.step) == len(caught.value.history.steps)
+
+
+@pytest.mark.usefixtures("filtering")
+def test_what_a_user_calls_of_python_is_shown():
+    def loss_fn(w, batch, tower):
+        return statistics.mean([w])
+
+    with pytest.raises(TypeError) as caught:
+        train(tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2)))
+    files = [x.filename for x in traceback.extract_tb(caught.value.__traceback__)]
+    assert files[-1] == statistics.__file__ and files.count(__file__) == 3
+
+
 def test_a_class_has_doors_where_a_user_may_enter():
     @doors
     class Entered:
@@ -135,7 +168,7 @@ def test_a_class_has_doors_where_a_user_may_enter():
         def _inside(self): ...
 
     found = [name for name, x in vars(Entered).items() if hasattr(x, "__wrapped__")]
-    assert found == ["__call__", "opened"]
+    assert found == ["__init__", "__call__", "opened"]
 
 
 def test_all_frames_are_kept_where_jax_keeps_its_own():

@@ -611,7 +611,7 @@ REFUSED = [
         r"w1'\]\[8, 16\], but 16, the size of dim 1, is not a multiple of the 3 .* 18"),
     (lambda: checked(wide(4, within={"data": 2}, specs=None, rows="data"),
                      plain_loss_fn, size=12),
-        "12 examples, which 8 towers .times micro-batches and devices of rows="),
+        "12 examples, which 4 towers on 2 devices along rows= cannot share evenly"),
 ]  # fmt: skip
 
 

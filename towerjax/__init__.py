@@ -66,6 +66,7 @@ __all__ = [
     "check_mirrored",
     "cluster",
     "collectives",
+    "contrib",
     "estimator",
     "evaluate",
     "layers",
@@ -82,12 +83,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from towerjax import estimator, tools
+    from towerjax import contrib, estimator, tools
     from towerjax.tools import testing
     from towerjax.tools.sweep.train import sweep
 else:  # a fifth of the time of the import, for what few programs use
     __getattr__ = _later_in_module(
         __name__,
+        contrib="towerjax.contrib",
         estimator="towerjax.estimator",
         sweep="towerjax.tools.sweep.train:sweep",
         testing="towerjax.tools.testing",

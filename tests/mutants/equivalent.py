@@ -37,10 +37,6 @@ SAME: dict[tuple[str, str], str] = {
         'dropped: open(being_made, "w", encoding="utf-8") -> open(being_made, \'w\')',
     ): "UTF-8, which it is on Linux",
     (
-        "towerjax.loop.history:History.plot",
-        "constant: 3.2 -> 7.4",
-    ): "inches of a picture",
-    (
         "towerjax.step.compile:_named",
         "deleted: run.__signature__ = inspect.Signature(parameters) -> pass",
     ): "names of a program's parameters, for who reads its text",
@@ -57,9 +53,9 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: platform == \"cpu\" -> platform != 'cpu'",
     ): "where a slice begins is hidden from XLA or not, with the same bits",
     (
-        "towerjax.loop.history:History.plot",
-        'dropped: figures.Figure((3.2 * len(curves), 2.6), layout="constrained", '
-        "dpi=70) -> figures.Figure((3.2 * len(curves), 2.6), dpi=70)",
+        "towerjax.types.tables:picture",
+        'dropped: Picture(size, layout="constrained", dpi=100) -> '
+        "Picture(size, dpi=100)",
     ): "how far apart the panels of a picture lie",
     (
         "towerjax.towers.cross_tower.call:call_for_each_tower",

@@ -354,7 +354,7 @@ def left_early(me):
         if i == 3:
             break
     threads = [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
-    return [time.monotonic() - start < 4, len(threads)]
+    return [time.monotonic() - start < 8, len(threads)]
 
 
 def side_by_side(me):

@@ -148,7 +148,7 @@ class DistributedDataset:
         """What this process has of the next round; None at the end of the data."""
         if self._options.split == "elements":
             return self._pull_for_each_tower(elements)
-        remainder, shares = self._options.remainder, self._towers * self._divisor
+        remainder, shared_by = self._options.remainder, self._placer.shared_by
         for element in elements:
             whole, shared = shard.without_shared(element)
             leaves = jax.tree.leaves(whole)
@@ -163,7 +163,7 @@ class DistributedDataset:
             if self._asks_peers and {np.shape(x)[:1] for x in leaves} == {(0,)}:
                 return _Pulled([batch], [0], shared=shared)
             batch, num_valid = shard.fit_batch(
-                batch, shares, remainder, may_drop_all=True
+                batch, shared_by, remainder, may_drop_all=True
             )
             if num_valid == 0:
                 continue
@@ -205,7 +205,8 @@ class DistributedDataset:
                 " 'drop' for the end."
             )
         if remainder != "pad":
-            fitted = [shard.fit_batch(x, self._divisor, remainder) for x in taken]
+            each = self._placer.shared_by._replace(towers=1)
+            fitted = [shard.fit_batch(x, each, remainder) for x in taken]
             taken, sizes = map(list, zip(*fitted, strict=True))
         taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
         return _Pulled(taken, sizes, all(bare))

@@ -12,6 +12,7 @@ import numpy as np
 from towerjax.data.shard import count_examples, with_shared, without_shared
 from towerjax.data.sparse_rows import SparseRows
 from towerjax.types import PyTree, Whole
+from towerjax.types.door import door
 from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_flag, check_whole
 
@@ -107,6 +108,7 @@ class Batches(Iterator[PyTree]):
         self.position = self.at(state["position"]).position
 
 
+@door
 def batches(
     data: PyTree,
     batch_size: int,

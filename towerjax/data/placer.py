@@ -1,6 +1,7 @@
 """Check, pad and place global batches on the devices of their towers."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -144,7 +145,9 @@ class Placer:
         self.placement, self._micro_batches = placement, micro_batches
         # How many calls share the rows; None is towers times micro-batches.
         self.calls: int = calls or placement.num_towers * micro_batches
-        self.shares = self.calls * placement.row_parts  # what divides the rows
+        towers, parts = placement.num_towers, placement.row_parts
+        self.shared_by = shard.Shares(towers, self.calls // towers, parts)
+        self.shares = math.prod(self.shared_by)  # what divides the rows
         self._remainder: shard.Remainder = remainder
         self.may_pad = remainder == "pad"
         # Padded size -> most examples, over all batches so far, refused ones included.
@@ -202,7 +205,7 @@ class Placer:
         shard.refuse_wrapping(rows)
 
         def fit(rows: PyTree, shared: PyTree) -> tuple[PyTree, ...]:
-            rows, _ = shard.fit_batch(rows, self.shares, self._remainder)
+            rows, _ = shard.fit_batch(rows, self.shared_by, self._remainder)
             counts = jnp.zeros(self.placement.num_towers, jnp.int32)
             return rows, counts, jax.tree.map(jnp.asarray, shared)
 
@@ -218,7 +221,7 @@ class Placer:
             return batch
         rows, shared = shard.without_shared(batch)
         shard.refuse_other_than_rows(rows)
-        rows, num_valid = shard.fit_batch(rows, self.shares, self._remainder)
+        rows, num_valid = shard.fit_batch(rows, self.shared_by, self._remainder)
         rows, shared = jax.tree.map(lambda x: jnp.asarray(native(x)), (rows, shared))
         towers = self.placement.num_towers
         each = jax.tree.leaves(rows)[0].shape[0] // towers
@@ -263,7 +266,7 @@ class Placer:
         sizes = [n for n in self.full_sizes if n >= most]
         size = min(sizes, default=most + -most % self.shares)
         dense, num_valid = shard.fit_batch(
-            dense, self.shares, self._remainder, full_size=size
+            dense, self.shared_by, self._remainder, full_size=size
         )
         padded = jax.tree.leaves(dense)[0].shape[0]
         self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))

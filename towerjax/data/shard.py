@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from towerjax.types.leaves import (
     problem_of_rows,
     put_parts,
     refuse_unheld,
+    together,
 )
 from towerjax.types.options import check_choice
 from towerjax.types.version import page
@@ -92,8 +94,7 @@ def count_examples(batch: PyTree, *, shapes: bool = False) -> int:
             " pass their numbers, {'row': np.arange(64)}."
         )
     problems = [(name, problem_of_rows(x, shapes=shapes)) for name, x in leaves]
-    bad = [f"{name} is {problem}" for name, problem in problems if problem]
-    if bad:
+    if bad := together((name, problem) for name, problem in problems if problem):
         raise ValueError(
             "Every leaf of a batch is an array of numbers, a row for each example,"
             f" but {listed(bad)}. Wrap lists in np.asarray, and what is the same for"
@@ -147,19 +148,31 @@ def refuse_wrapping(batch: PyTree) -> None:
         refuse_unheld("batch", batch)
 
 
-_TIMES = "times micro-batches and devices of rows="
+class Shares(NamedTuple):
+    """Who shares the rows of a batch evenly."""
+
+    towers: int
+    micro_batches: int
+    devices: int  # of a tower, along ``rows=``
+
+    def __str__(self) -> str:
+        """Such as ``"4 towers of 3 micro-batches"``."""
+        parts = [f"{self.towers} tower{'s' * (self.towers > 1)}"]
+        parts += [f"of {self.micro_batches} micro-batches"] * (self.micro_batches > 1)
+        parts += [f"on {self.devices} devices along rows="] * (self.devices > 1)
+        return " ".join(parts)
 
 
 def fit_batch(
     batch: PyTree,
-    shares: int,
+    shared_by: Shares,
     remainder: Remainder,
     *,
     full_size: int = 0,
     may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
-    """The batch, so that ``shares`` divides its rows, and how many are examples."""
-    size = count_examples(batch)
+    """The batch, with rows that are shared evenly, and how many are examples."""
+    size, shares = count_examples(batch), math.prod(shared_by)
     if size < shares and remainder == "drop" and may_drop_all:
         return batch, 0
     refuse_wrapping(batch)
@@ -169,14 +182,14 @@ def fit_batch(
     if over and remainder == "error":
         name = named_leaves("batch", batch)[0][0]
         raise ValueError(
-            f"{name} has {size} examples, which {shares} towers ({_TIMES}) cannot share"
-            f" evenly. Use a multiple of {shares}, or say remainder='pad' (rows of"
-            " weight 0) or remainder='drop'."
+            f"{name} has {size} examples, which {shared_by} cannot share evenly. Use a"
+            f" multiple of {shares}, or say remainder='pad' (rows of weight 0) or"
+            " remainder='drop'."
         )
     if size < shares:
         raise ValueError(
             f"remainder='drop' leaves nothing of a batch of {size} examples for"
-            f" {shares} towers ({_TIMES}). Use remainder='pad'."
+            f" {shared_by}. Use remainder='pad'."
         )
     return resize(batch, size - over), size - over
 

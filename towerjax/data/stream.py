@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -48,6 +49,8 @@ class Source(Iterator[PyTree]):
         self.prefetches = bool(getattr(batches, "prefetches", False))
         self.used_before: int = getattr(batches, "used_before", 0)
         self._taken = 0  # the number of the newest batch, from 1
+        length = operator.length_hint(self._elements, operator.length_hint(batches, -1))
+        self._all = None if length < 0 else self.used_before + length
         self._kept: dict[int, PyTree] = {}  # by number
         self.last = self._position(self.used_before)
 
@@ -60,6 +63,10 @@ class Source(Iterator[PyTree]):
         self.used_before += 1
         self._kept.pop(self.used_before, None)
         return batch
+
+    def __length_hint__(self) -> int:
+        """How many batches are left, where that is known."""
+        return NotImplemented if self._all is None else self._all - self.used_before
 
     def _take(self, number: int) -> PyTree:
         if self.has_cursor:

@@ -36,7 +36,7 @@ from towerjax.step.step import Step
 from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.types import PyTree
-from towerjax.types.door import doors
+from towerjax.types.door import door, doors
 from towerjax.types.leaves import refuse_unheld
 
 MAKE_MODEL = "tj.estimator.replicate_model_fn(model_fn)"
@@ -193,6 +193,7 @@ class ReplicatedModel:
         return self._steps[key]
 
 
+@door
 def replicate_model_fn(
     model_fn: Callable[..., ModelSpec],
     loss_reduction: LossReduction = LossReduction.SUM_BY_NONZERO_WEIGHTS,

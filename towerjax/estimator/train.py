@@ -24,6 +24,7 @@ from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree, named_leaves
+from towerjax.types.door import door
 from towerjax.types.leaves import a_type
 from towerjax.types.options import check_flag, check_methods, check_whole
 
@@ -164,6 +165,7 @@ def _check_batches(name: str, data: Any, *, or_function: bool = False) -> None:
     check_batches(name, data[0] if is_pair else data, or_function=or_function)
 
 
+@door
 def train_and_evaluate(
     model: ReplicatedModel,
     train_data: Data,
@@ -268,6 +270,7 @@ def train_and_evaluate(
     )
 
 
+@door
 def evaluate(
     model: ReplicatedModel,
     variables: PyTree,
@@ -316,6 +319,7 @@ def evaluate(
     )
 
 
+@door
 def predict(
     model: ReplicatedModel,
     variables: PyTree,

@@ -12,7 +12,7 @@ from towerjax.loop.stopping import BestEvaluation
 from towerjax.mesh.placement import Placement
 from towerjax.types.missing import Named
 from towerjax.types.options import require
-from towerjax.types.tables import Table, as_text, by_rich
+from towerjax.types.tables import Table, as_text, by_rich, picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RunSummary:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class History:
     """The metrics and evaluations of `run`; ``n`` is the number of its steps.
 
@@ -82,6 +82,10 @@ class History:
     summary: RunSummary
     best: BestEvaluation | None = None
     stopped: str | None = None
+
+    def __repr__(self) -> str:
+        last = [f"{name} {format_value(x)}" for name, x in self.final.items()]
+        return f"History({self.summary}{'; '.join(['', *last])})"
 
     @property
     def final(self) -> dict[str, Any]:
@@ -141,7 +145,6 @@ class History:
         Raises:
           ValueError: Matplotlib is not installed.
         """
-        figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
         curves: dict[str, list[Any]] = {
             name: [(self.steps, x, "-")]
             for name, x in self.metrics.items()
@@ -151,15 +154,14 @@ class History:
             pairs = [(n, v[name]) for n, v in self.evaluations if name in v]
             if all(np.ndim(value) == 0 for _, value in pairs):
                 curves.setdefault(name, []).append((*zip(*pairs, strict=True), "o-"))
-        picture = figures.Figure((3.2 * len(curves), 2.6), layout="constrained", dpi=70)
-        panels = picture.subplots(1, len(curves), squeeze=False)[0] if curves else ()
+        made, panels = picture(len(curves))
         for panel, (name, lines) in zip(panels, curves.items(), strict=True):
             panel.set(xlabel="step", ylabel=name)
             for steps, values, form in lines:
                 label = "a step's" if form == "-" else "evaluated"
                 panel.plot(steps, values, form, markersize=3, lw=1, label=label)
             panel.legend(fontsize=7)
-        return picture
+        return made
 
     def _table(self, rows: int) -> Table:
         """A row of texts for each shown step."""

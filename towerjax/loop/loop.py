@@ -295,7 +295,10 @@ class Loop:
         if self.point.watch.stopped is not None:
             return
         if self._saving is not None and self._saving.is_resumed and not (done or steps):
-            self._progress.note(f"nothing was left to do: finished after step {number}")
+            passed = self._saving.passed_end
+            later = f", and this run ends after step {passed}" if passed else ""
+            finished = f"nothing was left to do: finished after step {number}"
+            self._progress.note(finished + later)
             return
         if done == 0:
             raise ValueError(

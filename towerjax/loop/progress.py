@@ -3,10 +3,11 @@
 import dataclasses
 import datetime
 import functools
+import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,8 +126,15 @@ class Progress:
     """Shows the steps and evaluations of a run, at the pace of its display."""
 
     def __init__(
-        self, progress: bool | Sequence[str] | None, start: int, steps: int | None
+        self,
+        progress: bool | Sequence[str] | None,
+        start: int,
+        steps: int | None,
+        batches: Iterable[Any] | None = None,
     ) -> None:
+        """Of ``steps`` steps after one; None: of the batches, where their number is."""
+        if steps is None and (left := operator.length_hint(batches, -1)) >= 0:
+            steps = left
         if progress is None or isinstance(progress, bool):
             self._names, self._display = ("loss",), choose_display(progress)
         else:

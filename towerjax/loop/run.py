@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from towerjax.data.feed import Batches, as_reusable
 from towerjax.data.sources import check_batches
@@ -136,22 +137,28 @@ def run(
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping), options.best))
-    return _run_loop(step, options, point, Source(batches))
+    return _run_loop(step, options, point, batches)
 
 
 def _run_loop(
-    step: Step, options: RunOptions, point: Point, source: Source
+    step: Step, options: RunOptions, point: Point, batches: Iterable[PyTree]
 ) -> tuple[TrainState, History]:
     loop, saving, shown, steps = None, None, None, options.steps
     try:
+        source = Source(batches)
         with contextlib.ExitStack() as stack:
             if options.checkpointer is not None:
                 given = options.checkpointer, step, point.state, source, stack
                 saving = Saving(*given)
                 steps = saving.resume(point, steps)
             with uninterrupted():
-                shown = Progress(options.progress, point.number, steps)
+                shown = Progress(options.progress, point.number, steps, source)
             stack.callback(shown.close)
+            if steps is None and isinstance(batches, Batches) and not batches.epochs:
+                shown.note(
+                    "endless: tj.batches(..., epochs=None) without steps=...; Ctrl-C"
+                    " ends it, with error.state"
+                )
             if saving is not None and saving.is_resumed:
                 shown.note(f"goes on after step {point.number}, from its checkpoint")
             loop = Loop(step, options, point, source, steps, saving, shown)
@@ -159,7 +166,10 @@ def _run_loop(
                 loop.run()
         return point.state, loop.history()
     except BaseException as error:  # one in the line above, too
-        if loop is not None:
+        if loop is None:  # before the first step
+            attached: Any = error
+            attached.state, attached.batches = point.state, batches
+        else:
             loop.attach_results(error)
         if shown is not None:  # another Ctrl-C may have come before it was closed
             shown.close()

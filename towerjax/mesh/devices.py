@@ -10,6 +10,7 @@ import jax
 
 from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree
+from towerjax.types.leaves import few
 
 Device: TypeAlias = Any
 """A ``jax.Device``, which type checkers take for a variable."""
@@ -98,31 +99,43 @@ def first_of_each_process(gpus: int) -> tuple[str, ...]:
 def owners_of(names: Sequence[str]) -> set[int]:
     """The processes that own the devices; none where a device is missing."""
     try:
-        return {find_device(name).process_index for name in names}
+        return {device.process_index for device in find_devices(names)}
     except ValueError:
         return set()
 
 
-def find_device(name: str) -> Device:
-    """The JAX device with a canonical name."""
-    platform, _, index = name.partition(":")
-    present = platform_devices(platform)
-    if int(index) < len(present):
-        return present[int(index)]
+def find_devices(names: Sequence[str]) -> tuple[Device, ...]:
+    """The JAX devices with these canonical names."""
+    found = []
+    for name in names:
+        platform, _, index = name.partition(":")
+        present = platform_devices(platform)
+        if int(index) >= len(present):
+            _refuse_missing(platform, len(present), names)
+        found.append(present[int(index)])
+    return tuple(found)
+
+
+def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
+    """Raise for names of a platform of which this machine has so many devices."""
+    of_platform = [x for x in names if x.startswith(f"{platform}:")]
+    indices = [int(x.partition(":")[2]) for x in of_platform]
+    missing = [f"{platform}:{i}" for i in indices if i >= present]
     hint = ""
     if platform == "cpu":
         hint = f" Here {_WITHOUT_CPU}"
         if present:
             hint = (
                 " For more CPU devices call"
-                f" jax.config.update('jax_num_cpu_devices', {int(index) + 1}) before"
+                f" jax.config.update('jax_num_cpu_devices', {max(indices) + 1}) before"
                 " JAX is first used."
             )
     raise ValueError(
-        f"devices: {name!r} is not on this machine, which has {len(present)} of"
-        f" platform {platform!r}; the default one is {jax.default_backend()!r} with"
-        f" {len(jax.devices())}. Name devices that it has, or ask for towers=... and"
-        f" let them share a device.{hint}"
+        f"devices: {', '.join(few(map(repr, missing)))}"
+        f" {'is' if len(missing) == 1 else 'are'} not on this machine, which has"
+        f" {present} of platform {platform!r}; the default one is"
+        f" {jax.default_backend()!r} with {len(jax.devices())}. Name devices that it"
+        f" has, or ask for towers=... and let them share a device.{hint}"
     )
 
 

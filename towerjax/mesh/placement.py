@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from towerjax.mesh.absent import Absent
-from towerjax.mesh.devices import Device, find_device, owners_of
+from towerjax.mesh.devices import Device, find_devices, owners_of
 from towerjax.mesh.specs import Specs, specs_like
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import is_key
@@ -187,7 +187,7 @@ class Placement:
     def jax_devices(self) -> tuple[Device, ...]:
         """The devices themselves, in tower order."""
         if self.absent is None:
-            devices = tuple(find_device(name) for name in self.devices)
+            devices = find_devices(self.devices)
             _check_owners(devices, self.devices_each)
         else:
             devices = self.absent.jax_devices()

@@ -16,7 +16,7 @@ from towerjax.metrics import rows
 from towerjax.metrics.rows import as_floats, quotient, ratio
 from towerjax.proof import tags
 from towerjax.types import ArrayLike, Portable, PyTree
-from towerjax.types.leaves import native, problem_of, refuse_no_numbers
+from towerjax.types.leaves import a_type, native, problem_of, refuse_no_numbers
 from towerjax.types.options import check_choice, check_methods
 from towerjax.types.version import page
 
@@ -140,6 +140,8 @@ class Weighted(_LossTerm):
           [2.0, 2.0]
         """
         check_choice("Weighted.mean: axis", axis, (None, 0))
+        if weight is not None:
+            refuse_no_numbers("Weighted.mean: weight", weight)
         if axis is None:
             values = rows.named_if_square(as_floats(values), weight)
         else:
@@ -263,9 +265,10 @@ class Means(_LossTerm):
             other = Means((other,))
         if not isinstance(other, Means):
             raise ValueError(
-                f"A mean + {type(other).__name__}: after the merge write .value, as in"
-                " merged['grads'].value; in a loss add a mean of rows, or one number"
-                " that all towers share, tj.penalty(x)."
+                "A mean and a number: write mean + tj.penalty(number) for one that all"
+                " towers share, such as 0.1 * l2(params), or add a mean of the rows,"
+                " tj.Weighted.mean(values, tower.weight). After the merge write .value,"
+                f" as in merged['loss'].value. It got {a_type(other)}."
             )
         return Means((*self.terms, *other.terms), self.penalty + other.penalty)
 

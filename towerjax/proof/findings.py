@@ -99,9 +99,11 @@ class Analysis:
 
 
 _DIFFERING = "These outputs must be the same on every tower, but are not:"
-_REDUCE = """Return tj.Weighted(sum, weight) or tj.Sum(value), which add up over towers,
-or tower.reduce(tj.Reduction.MEAN, value), or keep it per tower:
-tj.PerTower(value), or TowerOutput(local=...)."""
+_REDUCE = """\
+Return tj.Weighted.mean(values, tower.weight) or tj.Sum(value), which add up over
+towers; for gradients call tj.value_and_grad(loss_fn). Or reduce it,
+tower.reduce(tj.Reduction.MEAN, value), or keep it per tower: tj.PerTower(value), or
+TowerOutput(local=...)."""
 _FACTORS = "A mean's factor, or what tj.penalty is given, differs from tower to tower:"
 _UNIFY = f"""Multiply the rows, tj.Weighted.mean(values * factor, weight). What is meant
 for all towers is drawn with tower.shared_rng; or computed from the mean of all rows,

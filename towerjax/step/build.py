@@ -12,9 +12,11 @@ from towerjax.step.state import TrainState
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import PyTree
+from towerjax.types.door import door
 from towerjax.types.options import check_function
 
 
+@door
 def build_step(
     tower_fn: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
     update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]],

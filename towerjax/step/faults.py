@@ -16,6 +16,7 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import over_devices
 from towerjax.types import Layout, Portable, PyTree, readable_leaves
+from towerjax.types.door import door
 from towerjax.types.leaves import key_data, listed, shown
 
 
@@ -55,6 +56,7 @@ class DesyncError(Portable, RuntimeError):
         self.step, self.differing = step, tuple(differing)
 
 
+@door
 def check_mirrored(state: PyTree) -> None:
     """Raise unless all devices hold the same bits of each mirrored array.
 

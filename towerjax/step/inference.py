@@ -14,6 +14,7 @@ from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
+from towerjax.types.door import door
 
 
 def _reading_step(
@@ -31,6 +32,7 @@ def _reading_step(
     return Step(engine, strategy, of_step, Read())
 
 
+@door
 def build_eval_step(
     metric_fn: MetricFn,
     strategy: Strategy,
@@ -80,6 +82,7 @@ def build_eval_step(
     return _reading_step(tower_fn, with_specs(strategy, specs), **options)
 
 
+@door
 def build_predict_step(
     predict_fn: PredictFn,
     strategy: Strategy,

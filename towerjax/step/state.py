@@ -31,7 +31,7 @@ from towerjax.types.leaves import (
 )
 from towerjax.types.missing import explain_missing, frozen
 from towerjax.types.options import check_function, check_methods
-from towerjax.types.tables import by_rich, leaf_table
+from towerjax.types.tables import Table, by_rich, leaf_table
 
 
 @frozen
@@ -73,13 +73,30 @@ class TrainState:
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
+    def __str__(self) -> str:
+        """One line: how much it holds."""
+        return f"TrainState(step={self.step}: {self._table().note})"
+
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        return by_rich([self._table()])
+
+    def _table(self) -> Table:
         leaves = [
             (*leaf, "per tower" if field.name == "local" else None)
             for field in fields_of(self)
             for leaf in named_leaves(field.name, getattr(self, field.name))
         ]
-        return by_rich([leaf_table("TrainState", leaves)])
+        return leaf_table("TrainState", leaves)
+
+    def replace(self, **fields: Any) -> "TrainState":
+        """A state with other values of some fields, as ``dataclasses.replace``.
+
+        Example:
+          >>> state = TrainState.create(jnp.float32(1.0), optax.sgd(0.1))
+          >>> float(state.replace(params=jnp.float32(2.0)).params)
+          2.0
+        """
+        return dataclasses.replace(self, **fields)
 
     @classmethod
     def create(

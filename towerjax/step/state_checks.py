@@ -12,7 +12,14 @@ from towerjax.mesh.transfer import has_sharding, place
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
-from towerjax.types.leaves import a_type, changes, listed, refuse_traced, refuse_unheld
+from towerjax.types.leaves import (
+    a_type,
+    changes,
+    few,
+    listed,
+    refuse_traced,
+    refuse_unheld,
+)
 from towerjax.types.tables import layout_of
 
 
@@ -196,10 +203,12 @@ def check_not_donated(state: TrainState) -> None:
     ]
     carried = len(jax.tree.leaves(split_state(state)[0]))
     if gone:
-        what = "The state" if len(gone) >= carried else ", ".join(gone)
+        what = "The state" if len(gone) >= carried else ", ".join(few(gone))
+        known = "state.step" not in gone
+        to = f"step {int(state.step) + 1}" if known else "an earlier step"
         raise ValueError(
-            f"{what} was donated to an earlier step. Go on with the state which that"
-            " step returned, after an exception of tj.run with its error.state (in a"
+            f"{what} was donated to {to}. Go on with the state which that step"
+            " returned, after an exception of tj.run with its error.state (in a"
             " notebook sys.last_value.state), or build the step with donate=False."
         )
 

@@ -36,6 +36,7 @@ from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
+from towerjax.types.door import door
 from towerjax.types.leaves import map_parts
 from towerjax.types.options import check_choice, check_function, check_methods
 
@@ -141,6 +142,7 @@ _UPDATE_EXTRA = (
 )
 
 
+@door
 def apply_gradients(
     optimizer: optax.GradientTransformation,
     state: TrainState,
@@ -232,6 +234,7 @@ def _train_step(
     return Step(engine, strategy, options, Trained(makes), remake=remake, **how)
 
 
+@door
 def build_train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,

@@ -90,7 +90,7 @@ def report(
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     """What a named function returns, checked."""
-    if not callable(function := shell.resolve(make_step)):
+    if not callable(function := shell.resolve(make_step, "train:make_step")):
         raise ValueError(f"{make_step} is no function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)

@@ -100,14 +100,18 @@ def run_parsed(options: argparse.Namespace) -> int:
         sys.path.remove("")
 
 
-def resolve(name: str) -> Any:
-    """The object that ``module:name`` names."""
+class NoSuchName(ValueError):
+    """A module is there, and has no such name; or a name is mistyped."""
+
+
+def resolve(name: str, example: str) -> Any:
+    """The object that ``module:name`` names, such as the example."""
     if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
-        raise ValueError(f"{name!r} is not of the form module:name, as train:loss_fn.")
+        raise NoSuchName(f"{name!r} is not of the form module:name, as {example}.")
     try:
         return pkgutil.resolve_name(name)
     except AttributeError as error:
-        raise ValueError(f"{name}: {error}.") from error
+        raise NoSuchName(f"{name}: {error}.") from error
     except ModuleNotFoundError as error:
         if not f"{name.partition(':')[0]}.".startswith(f"{error.name}."):
             raise  # the module is there, and misses another

@@ -20,6 +20,7 @@ from towerjax.mesh.devices import (
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.mesh.specs import Specs
 from towerjax.towers.cross_tower.methods import StrategyMethods
+from towerjax.types.door import doors
 from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole
 
@@ -31,6 +32,7 @@ StateLayout: TypeAlias = Literal["mirrored", "sharded_optimizer", "sharded"]
 """The layout of a step's state between steps; see `Mirrored`."""
 
 
+@doors
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mirrored(StrategyMethods):
     """``T`` towers, mirrored parameters, one reduction a step.
@@ -181,6 +183,7 @@ def _pick_devices(names: tuple[str, ...], towers: int, size: int) -> tuple[str, 
     return tuple(x for i in starts for x in names[i : i + fitting[-1]])
 
 
+@doors
 @dataclasses.dataclass(frozen=True, repr=False)
 class OneDevice(StrategyMethods):
     """One tower on one device: no split, no scaling, no communication.
@@ -263,15 +266,17 @@ def on_one_group(strategy: Strategy, towers: int) -> Mirrored:
 def check_roles(builder: str, **given: Any) -> None:
     """Raise unless each argument of a builder has the type for its position."""
 
+    def is_module(x: Any) -> bool:
+        bases = type(x).__mro__
+        roots = {(y.__module__.partition(".")[0], y.__name__) for y in bases}
+        return ("flax", "Module") in roots
+
     def fits(role: str, x: Any) -> bool:
         if role == "strategy":
             return isinstance(x, Strategy)
         if role == "optimizer":
             return hasattr(x, "init") and hasattr(x, "update")
-        bases = type(x).__mro__
-        roots = {(y.__module__.partition(".")[0], y.__name__) for y in bases}
-        is_module = ("flax", "Module") in roots
-        return callable(x) and not isinstance(x, type) and not is_module
+        return callable(x) and not isinstance(x, type) and not is_module(x)
 
     wrong = [role for role, x in given.items() if not fits(role, x)]
     if not wrong:
@@ -283,11 +288,15 @@ def check_roles(builder: str, **given: Any) -> None:
     are = "a strategy such as tj.Mirrored()"
     if "optimizer" in wrong:
         are = f"an optimizer of optax (of nnx.Optimizer(model, tx) the tx) and {are}"
-    if modules := [r for r in wrong if callable(given[r]) and r != "strategy"]:
-        are += (
-            f"; a module is no {modules[0]}: write a function that calls it, such as"
-            " model.apply({'params': params}, batch['x'])"
-        )
+    for role in wrong:
+        x = given[role]
+        if is_module(x):
+            are += (
+                f"; a module is no {role}: write a function that calls it, such as"
+                " model.apply({'params': params}, batch['x'])"
+            )
+        elif callable(x) and not swapped:
+            are += f"; call it, {role}={getattr(x, '__name__', role)}(...)"
     raise ValueError(
         f"{builder}: {shown}{', as if arguments were swapped' if swapped else ''}."
         f" Write {builder}({', '.join(given)}), with {are}."

@@ -34,7 +34,7 @@ from towerjax.towers.variables import (
     plain,
 )
 from towerjax.types import ArrayLike, PerTower, PyTree, Reduction
-from towerjax.types.leaves import parts_of
+from towerjax.types.leaves import parts_of, refuse_unheld
 
 _STATIC = {"static": True}
 
@@ -179,7 +179,7 @@ class Tower:
                 return jax.tree.map(lambda x: own_row(PerTower(x)), leaf)
             if not isinstance(leaf, PerTower):
                 return leaf
-            what = "A PerTower that merge_fn returned"
+            what = "a PerTower that merge_fn returned"
             return jax.tree.map(row_of, stack_towers(leaf, self.num_towers, what))
 
         # Every tower computes the same function of the same gathered values, so that
@@ -213,6 +213,7 @@ class Tower:
         """
         _check_meeting(self._axes, "tower.reduce", value)
         value = plain(value)
+        refuse_unheld("tower.reduce: value", value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
         with jax.named_scope("tower.first" if is_first else tags.REDUCED):
             return reduce_over_towers(reduction, value, self.id, self._all_axes)
@@ -267,6 +268,7 @@ class Tower:
         """
         _check_meeting(self._axes, "tower.all_gather", value)
         value = plain(value)
+        refuse_unheld("tower.all_gather: value", value)
         if axis is not None:
             check_joins(value, axis)
         with jax.named_scope(tags.GATHERED):

@@ -14,19 +14,23 @@ from towerjax.types import missing
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
 _PACKAGES = pathlib.Path(__file__).parent, pathlib.Path(jax.__file__)
-_OURS = (*(f"{path.parent}/" for path in _PACKAGES), contextlib.__file__)
+_OURS = tuple(f"{path.parent}/" for path in _PACKAGES)
+_PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard library
 
 
 def door(fn: _F) -> _F:
     """The function; its errors leave out frames by ``jax_traceback_filtering``."""
     explain, tidy = missing.explain, _tidy
+    ignored = contextlib.suppress(KeyboardInterrupt)
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except Exception as error:
-            explain(error)
-            tidy(error)
+        except BaseException as error:  # Ctrl-C, too
+            # Another one would take the place of the first, and of its ``state``.
+            with ignored:
+                explain(error, fn)
+                tidy(error)
             raise  # by itself it adds no frame
 
     # With the globals of the function, by which doctest finds it.
@@ -37,7 +41,8 @@ def door(fn: _F) -> _F:
 def doors(cls: _C) -> _C:
     """The class, each of whose own public methods is a `door`."""
     for name, x in vars(cls).items():
-        if isinstance(x, types.FunctionType) and (name[0] != "_" or name == "__call__"):
+        is_open = name[0] != "_" or name in ("__call__", "__init__")
+        if isinstance(x, types.FunctionType) and is_open:
             setattr(cls, name, door(x))
     return cls
 
@@ -52,11 +57,16 @@ def _tidy(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _of_others(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without frames of towerjax and JAX."""
+def _of_others(
+    trace: types.TracebackType | None, below_ours: bool = False
+) -> types.TracebackType | None:
+    """The traceback without frames of towerjax, JAX and what they call of Python."""
     if trace is None:
         return None
-    rest = _of_others(trace.tb_next)
-    if trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    file = trace.tb_frame.f_code.co_filename
+    is_pythons = file.startswith(_PYTHONS) and "site-packages" not in file
+    is_ours = file.startswith(_OURS) or (below_ours and is_pythons)
+    rest = _of_others(trace.tb_next, is_ours)
+    if is_ours:
         return rest
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)

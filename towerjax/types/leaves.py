@@ -1,7 +1,9 @@
 """Check which leaves devices can hold; refuse the others by name, with a remedy."""
 
+import collections
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -166,9 +168,29 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         if problem is None and (x := overflow_of(leaf)) is not None:
             kind = np.asarray(leaf).dtype
             problem = f"an array of {kind} that holds {x} and would wrap: {_TOO_WIDE}"
-        bad += [f"{name} is {problem}"] if problem else []
+        bad += [(name, problem)] if problem else []
     if bad:
-        raise ValueError(f"Devices hold arrays of numbers, but {listed(bad)}.")
+        raise ValueError(
+            f"Devices hold arrays of numbers, but {listed(together(bad))}."
+        )
+
+
+def together(found: Iterable[tuple[str, str]]) -> list[str]:
+    """``"name is problem"`` of each; once for those of one list, or one problem."""
+    first: dict[str, tuple[str, str]] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    for name, problem in found:
+        key = re.sub(r"\[\d+\]$", "[]", name)
+        first.setdefault(key, (name, problem))
+        counts[key] += 1
+    names: dict[str, list[str]] = {}
+    for key, (name, problem) in first.items():
+        more = f" (and {counts[key] - 1} more of that list)" * (counts[key] > 1)
+        names.setdefault(problem, []).append(name + more)
+    return [
+        f"{', '.join(few(x))} {'is' if len(x) == 1 else 'are each'} {problem}"
+        for problem, x in names.items()
+    ]
 
 
 def refuse_no_numbers(name: str, x: Any) -> None:
@@ -274,7 +296,8 @@ def refuse_traced(tree: PyTree) -> None:
     if has_tracers(tree):
         raise ValueError(
             "A step is called from Python, and JAX traces what it was given. Inside of"
-            " jax.jit, scan, vmap or grad write step.fn(state, batch), of a train step."
+            " jax.jit, scan, vmap or grad write step.fn(state, batch), of a train step;"
+            " what a function has computed and put aside is to be returned by it."
         )
 
 

@@ -1,10 +1,13 @@
 """Say what to write where there is no such name, or where JAX says only what failed."""
 
 import contextlib
+import difflib
+import inspect
+import linecache
 import pkgutil
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +18,6 @@ _Class = TypeVar("_Class", bound=type)
 _NAMES = {
     "MirroredStrategy": f"Write tj.Mirrored(); each name: {page('mirrored_strategy')}",
     "fit": "A loop over batches is tj.run(step, state, batches).",
-    "replace": "Write dataclasses.replace(state, params=...), a new state.",
     "apply_gradients": "Write tj.apply_gradients(optimizer, state, grads).",
     "state": "A step holds no state: state = step.init(params), and each call returns"
     " the next one, state, metrics = step(state, batch).",
@@ -26,6 +28,7 @@ _NAMES = {
     "steps_per_call": "Several steps in one program are jax.lax.scan(step.fn, state,"
     " batches), of stacked batches; each step's metrics come back stacked.",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
+    "accumulate": "To process rows in several parts write micro_batches=3.",
 }
 """By a name, or a keyword argument, of other libraries: what to write here."""
 
@@ -40,30 +43,97 @@ _TEXTS = [
         " step.report(state, batch) says what takes the memory.",
     ),
     (
-        r"^Array has been deleted",
+        r"^Array has been deleted|^An array was donated",
         "",
-        "An array was donated to an earlier step: go on with the state that the step"
-        " returned, copy before (jnp.copy(x)), or build the step with donate=False.",
+        "A call of a step took over the arrays of the state that it was given, and this"
+        " is one of them: go on with the state that the step returned, copy before"
+        " (jnp.copy(x)), or build the step with donate=False.",
+    ),
+    (
+        r"^Comparator raised exception while sorting pytree dictionary keys",
+        "",
+        "A dict has keys of several types, such as 0 and 'x', which JAX cannot sort:"
+        " make them all texts.",
+    ),
+    (
+        r"UnexpectedTracerError|unexpected tracer",
+        "",
+        "A value that a tower function has computed was put aside, in a list, a global"
+        " or an attribute, and is read after the function has returned. Return it: of"
+        " a loss function tj.TowerOutput(loss, metrics={...}).",
     ),
     (
         r"'NoneType' object",
-        r"\bextra\b",
+        "extra",
         "extra is None, since it was never given: step.init(params, extra=...).",
     ),
-    (r"unexpected keyword argument '(\w+)'", "", _NAMES),
 ]
 
 
-def explain(error: BaseException) -> None:
-    """Add what to do, where an error of Python or JAX says only what failed."""
+def explain(error: BaseException, fn: Callable[..., Any]) -> None:
+    """Add what to do, where an error of a call says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    for pattern, in_line, note in _TEXTS:
-        match = re.search(pattern, str(error))
-        if match is None or not re.search(in_line, (frames[-1].line or "")):
+    text, line = str(error), frames[-1].line or ""
+    notes = [x for why, where, x in _TEXTS if re.search(why, text) and where in line]
+    if isinstance(error, TypeError):
+        notes.append(_of_arguments(text, fn))
+    if isinstance(error, KeyError | AttributeError | TypeError) and not any(notes):
+        notes.append(_of_value(error))
+    for note in notes:
+        add_note(error, note)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note, once; none where it is empty."""
+    if note and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
+    """Which arguments a function has, where it was called with others."""
+    called, _, rest = text.partition("() ")
+    if called != fn.__qualname__:
+        return ""
+    parameters = [*inspect.signature(fn).parameters.values()]
+    by_name = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
+    if found := re.match(r"got an unexpected keyword argument '(\w+)'", rest):
+        near = difflib.get_close_matches(found[1], [x.name for x in parameters])
+        return _NAMES.get(found[1], f"Write {near[0]}=..." if near else "")
+    if by_name and "positional arguments but" in rest:
+        given = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
+        return (
+            f"Write {called}({', '.join(given)}, {by_name[0]}=...): what follows has a"
+            " name, in any order."
+        )
+    return ""
+
+
+def _of_value(error: Exception) -> str:
+    """What a user's line looks into, where there is no such key, or nothing at all."""
+    inner = [*traceback.walk_tb(error.__traceback__)][::-1]
+    for (frame, _), at in zip(inner, _positions(error)[::-1], strict=True):
+        name = re.match(r"([\w.]+)[.\[]", at)
+        if name is None:
             continue
-        note = note if isinstance(note, str) else note.get(match[1], "")
-        if note and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        first, *fields = name[1].split(".")
+        x = frame.f_locals.get(first, error)
+        for field in fields:
+            x = getattr(x, field, error)
+        if isinstance(error, KeyError) and isinstance(x, Mapping):
+            if error.args and error.args[0] not in x:
+                return f"{name[1]} has {', '.join(map(repr, x)) or 'no keys'}."
+        elif x is None or isinstance(x, jax.core.Tracer):
+            kind = x if x is None else jax.typeof(x)
+            return f"{name[1]} is {kind} here, as the call was given it."
+    return ""
+
+
+def _positions(error: Exception) -> list[str]:
+    """The text that each frame of an error was evaluating."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [linecache.getline(x.filename, x.lineno or 0) for x in frames]
+    pairs = zip(frames, lines, strict=True)
+    return [line[x.colno or 0 : x.end_colno].strip() for x, line in pairs]
 
 
 @contextlib.contextmanager
@@ -129,7 +199,7 @@ def frozen(cls: _Class) -> _Class:
     refuse: Any = cls.__setattr__
 
     def assign(self: Any, name: str, value: Any) -> None:
-        with noted(f"Write state = dataclasses.replace(state, {name}=...), a new one."):
+        with noted(f"Write state = state.replace({name}=...), a new one."):
             refuse(self, name, value)
 
     setattr(cls, "__setattr__", assign)  # noqa: B010

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from towerjax.types.options import require
+
 _MOST_LEAVES, _WIDTH = 40, 120
-_FORM = '<pre style="line-height:normal">{code}</pre>'
+_FORM = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +77,26 @@ def drawn(*values: Any) -> dict[str, str]:
     text = console.export_text(clear=False)
     page = console.export_html(inline_styles=True, code_format=_FORM)
     return {"text/plain": text, "text/html": page}
+
+
+def picture(panels: int = 1) -> Any:
+    """A figure of so many panels side by side, that notebooks show, and the panels.
+
+    Raises ``ValueError`` where Matplotlib is not installed.
+    """
+    figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
+
+    class Picture(figures.Figure):
+        """A figure that a notebook shows, also without ``%matplotlib inline``."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    size = max(6.4, 3.2 * panels), 4.0  # in inches
+    made = Picture(size, layout="constrained", dpi=100)
+    return made, made.subplots(1, panels, squeeze=False)[0] if panels else ()
 
 
 def in_bytes(count: float) -> str:

@@ -27,6 +27,7 @@ from towerjax.mesh.processes import call_on_first_process, is_preempted, require
 from towerjax.step.faults import check_mirrored
 from towerjax.step.state import TrainState
 from towerjax.step.step import Step
+from towerjax.types.door import doors
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -41,6 +42,7 @@ Resume = Literal["cursor", "count", "anew"]
 _ONE_AT_ONCE = threading.Lock()
 
 
+@doors
 @dataclasses.dataclass(frozen=True)
 class Checkpointer:
     """Saves a training into a folder, and resumes it from there.
@@ -234,6 +236,7 @@ class Saving:
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self.is_resumed = False
+        self.passed_end: int | None = None  # of a run that ends before a checkpoint
         self._lowest = call_on_first_process(
             lambda: min(_costs(options).values(), default=math.inf)
         )
@@ -268,12 +271,9 @@ class Saving:
             where = folder.path_of(self.options.path, newest)
             record.check_same_model(saved.leaves, point.state, where)
             return steps
-        left = None if steps is None else start + steps - newest
-        if left is not None and left < 0:
-            raise CheckpointError(
-                f"steps={steps} from step {start} end at {newest + left}, but the"
-                f" newest checkpoint is of step {newest}. Name another folder."
-            )
+        left = None if steps is None else max(start + steps - newest, 0)
+        if steps is not None and start + steps < newest:
+            self.passed_end = start + steps
         point.state = self.options._restore(self._step, point.state, newest)
         point.number, point.is_evaluation_due = newest, saved.evaluation_due
         point.watch.restore_counts(saved.stopping)

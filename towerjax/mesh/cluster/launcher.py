@@ -124,6 +124,9 @@ def launch(
             f"command={command!r} must be a list of a program and its arguments, such"
             " as ['python', 'train.py'], all of them texts."
         )
+    texts = [*map(os.fspath, parts), *(env or {}).values()]
+    if null := [x for x in texts if "\0" in str(x)]:
+        raise ValueError(f"{null[0]!r} holds a null byte, which no argument may.")
     check_whole("restarts", restarts, 0, or_none=True)
     check_number("grace_s", grace_s, _SECONDS)
     check_number("regrow_s", regrow_s, _SECONDS)

@@ -19,7 +19,7 @@ import numpy as np
 
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import checked_path, read_lines
-from towerjax.tools.shell import resolve
+from towerjax.tools.shell import NoSuchName, resolve
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
@@ -99,7 +99,10 @@ def bench(
     with of_grid.counted(progress, "configuration", *counts, job=False) as (show, note):
         for number, config in enumerate(todo, counts[0]):
             show(number, text := of_grid.describe(config))
-            record = file.add({"config": config, **_measured(work, config, timeout_s)})
+            measured = _measured(work, config, timeout_s)
+            if measured["status"] == "mistyped":
+                raise ValueError(measured["error"])
+            record = file.add({"config": config, **measured})
             if error := str(record.get("error", "")).partition("\n")[0]:
                 note(f"{text}: {record['status']}: {error}")
     return Timings(tuple(map(file.get, configs)))
@@ -188,6 +191,8 @@ def recorded(job: Line) -> Line:
     start, load = time.perf_counter(), round(os.getloadavg()[0], 2)
     try:
         record = {"status": "ok", **_timed(job)}
+    except NoSuchName as error:
+        record = {"status": "mistyped", "error": str(error)}
     except Exception as error:  # any error is recorded, and the sweep continues
         cause = error.__cause__ or error  # of a module that cannot be imported
         is_there = not isinstance(cause, ModuleNotFoundError | NotImplementedError)
@@ -224,7 +229,7 @@ def _timed(job: Line) -> Line:
         events.append(event)
 
     for name, builder in job["builders"].items():
-        built = resolve(builder)(**config)
+        built = resolve(builder, "mine:build")(**config)
         if isinstance(built, Mapping):
             return {**built, **_figures({name: np.asarray(built["rounds_s"])[:, None]})}
         call, state, batch = built

@@ -27,8 +27,8 @@ from towerjax.types.options import (
     check_function,
     check_list,
     check_takes,
-    require,
 )
+from towerjax.types.tables import picture
 
 Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]
@@ -135,11 +135,9 @@ class Sweep(RowTable):
         Raises:
           ValueError: Matplotlib is not installed, or the metric has arrays.
         """
-        figures = require("matplotlib.figure", "plot()", "'towerjax[plot]'")
         if over is None:
             over = [name for name in self.configs[0] if name == "seed"]
-        picture = figures.Figure((6.0, 3.4), layout="constrained", dpi=90)
-        panel = picture.subplots()
+        made, (panel,) = picture()
         panel.set(xlabel="step", ylabel=metric)
         for label, rows in self.curves(metric, over=over).items():
             if rows.ndim != 2:
@@ -152,7 +150,7 @@ class Sweep(RowTable):
             panel.plot(steps, rows.mean(0), lw=1.5, label=label)
             panel.fill_between(steps, rows.min(0), rows.max(0), alpha=0.25, lw=0)
         panel.legend(fontsize=8)
-        return picture
+        return made
 
 
 @door

@@ -29,9 +29,10 @@ from towerjax.towers.variables import (
     refuse_per_tower,
 )
 from towerjax.types import Layout, PyTree, Reduction, leaf_name, named_leaves
+from towerjax.types.door import door
 from towerjax.types.leaves import is_traced, listed, native, parts_of, refuse_unheld
 from towerjax.types.missing import noted
-from towerjax.types.options import check_callable
+from towerjax.types.options import check_callable, check_methods
 
 
 def create_var(
@@ -252,6 +253,7 @@ def saved_values(tree: PyTree) -> PyTree:
     return jax.tree.map(readable, read_local(tree))
 
 
+@door
 def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> PyTree:
     """A tree like another, holding saved values, on the strategy's towers.
 
@@ -277,6 +279,7 @@ def restored_values(strategy: StrategyFields, like: PyTree, saved: PyTree) -> Py
       >>> restored_values(strategy, like, 7).value.tolist()
       [3, 2, 2]
     """
+    check_methods("strategy", strategy, "placement", "tj.Mirrored(), or another")
     return restore_on(strategy.placement, like, saved)
 
 

@@ -150,7 +150,7 @@ def call_for_each_tower(
     rows, arrays, kinds = [np.arange(placement.num_towers, dtype=np.int32)], [], []
     for x in leaves:
         if isinstance(x, PerTower):
-            stacked = values.stack_towers(x, self.num_towers, "A PerTower argument")
+            stacked = values.stack_towers(x, self.num_towers, "a PerTower argument")
             rows.append(stacked)
             kinds.append(_ROWS)
         elif values.is_mergeable(x):

@@ -25,7 +25,7 @@ from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import is_traced, map_parts, parts_of, put_parts
 from towerjax.types.options import check_callable, check_list
 
-_VALUE = "The PerTower value"
+_VALUE = "the PerTower value"
 
 
 def reduce_values(
@@ -113,7 +113,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
 
     def stack_field(x: Any) -> Any:
         if isinstance(x, PerTower):
-            return values.stack_towers(x, num_towers, "A field")
+            return values.stack_towers(x, num_towers, "a field")
         return jnp.broadcast_to(x, (num_towers, *np.shape(x)))
 
     def grouped(part: Any) -> Any:

@@ -183,7 +183,7 @@ def _stack_own(carry: PyTree, num_towers: int) -> PyTree:
     """Stack each ``PerTower`` of the carry to leaves ``[T, ...]``."""
 
     def stack(x: PerTower) -> PerTower:
-        return PerTower(stack_towers(x, num_towers, "A PerTower of the carry"))
+        return PerTower(stack_towers(x, num_towers, "a PerTower of the carry"))
 
     return map_parts(PerTower, stack, carry)
 

@@ -13,7 +13,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.devices import (
     canonical_device_name,
     canonical_device_names,
-    find_device,
+    find_devices,
     host_device,
 )
 from towerjax.mesh.placement import Placement
@@ -57,12 +57,13 @@ def unpad_batches(tree: PyTree) -> PyTree:
 
 def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
     """Stack the towers' values to leaves ``[T, ...]``; raise unless there are ``T``."""
+    start = name[0].upper() + name[1:]
 
     def stack(*leaves: Any) -> jax.Array:
         shapes = [np.shape(leaf) for leaf in leaves]
         if len(set(shapes)) > 1:
             raise ValueError(
-                f"{name} holds values of shapes {', '.join(map(str, shapes))}, which"
+                f"{start} holds values of shapes {', '.join(map(str, shapes))}, which"
                 " cannot lie side by side. Pad them, or join them:"
                 " jnp.concatenate(strategy.unwrap(x))."
             )
@@ -70,13 +71,13 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
 
     rows = value.values
     if is_tuple(rows):
-        refuse_unheld(name, rows)
+        refuse_unheld(f"{name}'s values", rows)
         check_structures(rows, name)
         rows = jax.tree.map(stack, *rows) if rows else np.zeros(0)
     for x in jax.tree.leaves(rows):
         if np.shape(x)[:1] != (num_towers,):
             raise ValueError(
-                f"{name} has shape {np.shape(x)}, but dim 0 runs over the {num_towers}"
+                f"{start} has shape {np.shape(x)}, but dim 0 runs over the {num_towers}"
                 " towers. Stack one value for each tower, or pass a tuple of them; a"
                 " list is a tree of such arrays."
             )
@@ -95,7 +96,7 @@ def stack_local(local: PyTree, num_towers: int, *, shapes: bool = False) -> PyTr
 
     def stack(x: Any) -> Any:
         if isinstance(x, PerTower):
-            rows = stack_towers(x, num_towers, "A PerTower of a tower-local variable")
+            rows = stack_towers(x, num_towers, "a PerTower of a tower-local variable")
             return jax.tree.map(as_array, rows)
         if isinstance(x := as_array(x), jax.ShapeDtypeStruct):
             return x.update(shape=(num_towers, *x.shape))
@@ -145,7 +146,7 @@ def _of_tower(value: PyTree, tower: Any, num_towers: int) -> PyTree:
     def value_of(x: PerTower) -> PyTree:
         if is_tuple(x.values):
             return x.values[tower]
-        rows = stack_towers(x, num_towers, "The PerTower value")
+        rows = stack_towers(x, num_towers, "the PerTower value")
         return jax.tree.map(lambda x: x[tower], rows)
 
     return map_parts(PerTower, value_of, value)
@@ -328,7 +329,7 @@ def _names_of(destinations: Any) -> tuple[str, ...]:
         )
     names = canonical_device_names(devices)
     if jax.process_count() > 1 and not isinstance(destinations, jax.Device):
-        owners = [find_device(name).process_index for name in names]
+        owners = [x.process_index for x in find_devices(names)]
         if len({owners.count(p) for p in range(jax.process_count())}) > 1:
             raise ValueError(
                 f"destinations {', '.join(names)} belong to the processes {owners} of"
