@@ -7,10 +7,14 @@ import threading
 import checkpoint_model as model
 import forked
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import towerjax as tj
+from towerjax import estimator
+from towerjax.contrib import DiLoCo, LocalSGD, by_owner
 
 
 def batches_of(number):
@@ -80,3 +84,167 @@ def test_devices_that_fail_in_a_donated_step_say_why(monkeypatch):
         tj.run(step, state, [batch], progress=False)
     assert caught.value.state is None
     assert "The state is lost: the devices failed" in caught.value.__notes__[0]
+
+
+RATE, EPS = 0.1, np.finfo(np.float32).eps
+
+
+def norms(params, batch, tower):
+    """A finite loss, whose gradient is NaN where a row is zero."""
+    norm = jnp.linalg.norm(batch @ params["w"], axis=1)
+    return tj.Weighted.mean(norm, tower.weight)
+
+
+def rows_of_norms(bad=()):
+    """Three batches, of which these have a row of zeros."""
+    batches = np.random.default_rng(0).normal(size=(3, 8, 4)).astype(np.float32)
+    batches[list(bad), 5] = 0
+    return list(batches)
+
+
+FIRST = {"w": np.linspace(-1, 2, 8, dtype=np.float32).reshape(4, 2)}
+
+
+def by_numpy(batches):
+    """The parameters after plain gradient descent, in float64."""
+    w = FIRST["w"].astype(float)
+    for b in batches:
+        out = b.astype(float) @ w
+        norm = np.sqrt((out**2).sum(1, keepdims=True))
+        w = w - RATE * b.T.astype(float) @ (out / norm) / len(b)
+    return w
+
+
+def in_two_passes(strategy, **options):
+    """The gradient is of the first pass, and the loss of the second is finite."""
+
+    def first(state, batch, tower):
+        return tj.value_and_grad(norms)(state.params, batch, tower)
+
+    def second(state, batch, tower, merged):
+        return {"loss": norms(state.params, batch, tower), "grads": merged[1]}
+
+    def update(state, merged):
+        w = state.params["w"] - RATE * merged["grads"].value["w"]
+        return dataclasses.replace(state, params={"w": w}), {"loss": merged["loss"]}
+
+    return tj.build_step((first, second), update, strategy, **options)
+
+
+def of_a_model(strategy, **options):
+    optimizer = estimator.TowerOptimizer(optax.sgd(RATE))
+
+    def model_fn(variables, features, labels, mode, tower):
+        loss, after = optimizer.minimize(lambda p: norms(p, features, tower), variables)
+        return estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = estimator.replicate_model_fn(model_fn, devices=strategy)
+    step = model.train_step(**options)
+    step.init = lambda params: model.init(tj.TrainState.create(params, optimizer))
+    return step
+
+
+def plain(strategy, optimizer=None, **options):
+    optimizer = optimizer or optax.sgd(RATE)
+    return tj.build_train_step(norms, optimizer, strategy, **options)
+
+
+def owned(strategy, **options):
+    optimizer = by_owner(optax.sgd(RATE), strategy, lambda name, x: x.ndim == 3)
+    return plain(strategy, optimizer, **options)
+
+
+def kinds():
+    two, four = ("cpu:0", "cpu:1"), [f"cpu:{i}" for i in range(4)]
+    on_two = tj.Mirrored(two, towers=4)
+    for state in ("mirrored", "sharded_optimizer", "sharded"):
+        yield state, plain, tj.Mirrored(two, towers=4, state=state), {}
+    yield "one device", plain, tj.Mirrored(two[:1], towers=2), {}
+    within = tj.Mirrored(four, towers=2, within={"model": 2})
+    yield "within", plain, within, {}
+    in_turn = tj.Mirrored(
+        two, towers=4, local="scan", cross_tower_ops=tj.PinnedTree(), state="sharded"
+    )
+    yield "in turn", plain, in_turn, {}
+    yield "micro-batches", plain, on_two, {"micro_batches": 2}
+    yield "passes", in_two_passes, on_two, {}
+    yield "model", of_a_model, on_two, {}
+    yield "local", plain, on_two, {"extend": LocalSGD(every=1)}
+    yield "diloco", plain, on_two, {"extend": DiLoCo(every=1)}
+    yield "by owner", owned, on_two, {}
+
+
+KINDS = {name: how for name, *how in kinds()}
+
+
+@pytest.mark.few_fast(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_is_not_finite_is_refused_at_its_step(kind):
+    """Named by the number that history has, and where it came from; the state lives."""
+    build, strategy, options = KINDS[kind]
+    step, batches = build(strategy, **options), rows_of_norms(bad=[1])
+    if kind == "model":
+        batches = [{"features": x} for x in batches]
+    with pytest.raises(tj.NonFiniteError) as caught:
+        tj.run(step, step.init(FIRST), batches, progress=False)
+    error = caught.value
+    assert "a gradient of step 2 was not finite, so it changed nothing" in str(error)
+    assert error.step == 2 and error.history.skipped == (2,)
+    towers = strategy.num_towers
+    named = ("1/w", "value") if kind == "passes" else ("params/w", "gradient")
+    place, *others = error.places  # after a first pass all towers have it
+    assert (place.tower, place.step) == (5 * towers // 8, 2)
+    assert (place.leaf, place.part) == named and bool(others) == (kind == "passes")
+    done = [x for i, x in enumerate(rows_of_norms()) if i != 1]
+    w = jax.device_get(error.state.params)["w"]
+    assert np.isfinite(w).all()
+    if kind not in ("local", "diloco"):  # whose other towers go on
+        done = done[: int(error.state.step) - 1]
+        np.testing.assert_allclose(w, by_numpy(done), rtol=64 * EPS)
+    skips = build(strategy, on_nonfinite="skip", **options)
+    state, history = tj.run(skips, skips.init(FIRST), batches, progress=False)
+    assert history.skipped == (2,)
+    if kind not in ("local", "diloco"):
+        done = rows_of_norms()[::2]
+        np.testing.assert_allclose(state.params["w"], by_numpy(done), rtol=64 * EPS)
+    assert np.isfinite(state.params["w"]).all()
+
+
+def test_a_parameter_that_is_not_finite_came_with_an_earlier_step():
+    """The loss of step 2 is finite, its gradient not: the loss of step 3 tells."""
+    step = plain(tj.OneDevice(), guard="loss")
+    with pytest.raises(tj.NonFiniteError, match="^The loss of step 3 was") as caught:
+        tj.run(step, step.init(FIRST), rows_of_norms(bad=[1]), progress=False)
+    error = caught.value
+    assert {x.step for x in error.places} == {3}
+    told = "params/w, step 3: NaN in the parameter, which came with an earlier step"
+    assert told in str(error) and "go on from a state before that" in str(error)
+    assert str(error).endswith("With guard='loss' no step looks at its gradients.")
+
+
+OVERFLOWS = optax.chain(optax.scale(-3e38), optax.scale(1e3))
+
+
+@pytest.mark.parametrize(
+    "how, first_bad",
+    [
+        ({"on_nonfinite": "ignore"}, 2),
+        ({"guard": "loss"}, 2),
+        ({"optimizer": OVERFLOWS}, 1),
+    ],
+    ids=lambda x: str(*x) if isinstance(x, dict) else "",
+)
+def test_no_checkpoint_is_written_of_parameters_that_are_not_finite(
+    how, first_bad, tmp_path
+):
+    step, saver = plain(tj.OneDevice(), **how), tj.Checkpointer(tmp_path, 1, keep=2)
+    with pytest.raises(tj.CheckpointError) as caught:
+        given = step.init(FIRST), rows_of_norms(bad=[1])
+        tj.run(step, *given, checkpointer=saver, progress=False)
+    text = str(caught.value)
+    assert text.startswith(
+        f"Parameters are not finite after step {first_bad}: params/w. "
+    )
+    good = "the last good one is of step 1" if first_bad == 2 else "none is"
+    assert f"No checkpoint of them is written; {good} in '{tmp_path}'." in text
+    assert saver.steps == ((1,) if first_bad == 2 else ())

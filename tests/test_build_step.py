@@ -350,7 +350,7 @@ def test_an_update_may_guard_itself():
         step.settle()
         assert float(state.params) == 3 and np.isnan(metrics["loss"])
         state, metrics = step(state, np.float32([5, 6]))
-        told = pytest.raises(tj.NonFiniteError, match="step 1 was not finite")
+        told = pytest.raises(tj.NonFiniteError, match="step 2 was not finite")
         with told if mode == "raise" else contextlib.nullcontext():
             step.settle()
         assert float(state.params) == 11 and float(metrics["loss"]) == 1

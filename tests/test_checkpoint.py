@@ -36,6 +36,7 @@ from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.point import Point
+from towerjax.step.faults import nonfinite_leaves
 from towerjax.types.leaves import is_key
 
 TESTS = pathlib.Path(__file__).parent
@@ -179,6 +180,7 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
         state, _ = train(step, None, 1, batches, state)
         kept[number] = model.bits(state)
     tj.check_mirrored(state)
+    assert nonfinite_leaves("params", state.params) == []
     compiled.clear()
     train(step, saving, 3)
     assert compiled == []

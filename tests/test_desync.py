@@ -98,7 +98,7 @@ def test_one_bit_on_one_device_is_named(executor, plain, in_turn):
     for leaf in LEAVES if executor == "shard_map" else LEAVES[:1]:
         error = differing(corrupted(step.init(params()), {leaf: [2]}))
         assert (error.step, error.differing) == (0, (Differing("cpu:2", leaf),))
-        assert f"differed before step 0: cpu:2, {leaf}. " in str(error)
+        assert f"differed after step 0: cpu:2, {leaf}. " in str(error)
     state = step.init(params())
     tj.check_mirrored(state)
     state, _ = step(state, batch())
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_copies_that_differ_is_not_written(plain, tmp_path):
 
     saving = tj.Checkpointer(tmp_path, every=2, batches="count")
     hooks = [tj.loop.WithState(hook, every=1)]
-    with pytest.raises(tj.DesyncError, match="before step 4: cpu:2, params") as caught:
+    with pytest.raises(tj.DesyncError, match="after step 4: cpu:2, params") as caught:
         state, data = plain.init(params()), [batch()] * 6
         tj.run(plain, state, data, checkpointer=saving, hooks=hooks, progress=False)
     assert saving.steps == (2,) and len(caught.value.history.steps) == 4
@@ -218,8 +218,8 @@ def test_the_tower_and_the_leaf_are_named():
         tj.run(step, step.init(BAD_PARAMS), data, progress=False)
     [place] = caught.value.places
     assert (place.tower, place.leaf) == (1, "params/b")
-    assert (place.part, place.kind, place.step) == ("gradient", "infinity", 0)
-    assert "tower 1, params/b, step 0: infinity in the gradient" in str(caught.value)
+    assert (place.part, place.kind, place.step) == ("gradient", "infinity", 1)
+    assert "tower 1, params/b, step 1: infinity in the gradient" in str(caught.value)
 
     places = step.locate(step.init(BAD_PARAMS), bad_batch(zero=[10], infinite=[14]))
     assert [(p.tower, p.leaf, p.kind) for p in places] == [
@@ -242,9 +242,10 @@ def test_a_metric_and_a_parameter_are_named_and_a_refusal_has_the_place(in_turn)
     with pytest.raises(tj.NonFiniteError) as caught:
         tj.run(step, step.init(bad), [batch()], progress=False)
     assert len(caught.value.places) > 8
-    told = "Found: towers 0-7, params/Dense_1/bias, step 0: infinity in the parameter"
-    assert told in str(caught.value)
-    assert f"{told}; towers 0-7, loss/sum, step 0: " in str(caught.value)
+    told = "Found: towers 0-7, params/Dense_1/bias, step 1: infinity in the parameter"
+    told += ", which came with an earlier step"
+    assert f"{told}; towers 0-7, loss/sum, step 1: " in str(caught.value)
+    assert "came with an earlier step: go on from a state before" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -252,12 +253,12 @@ def test_run_looks_for_the_place_of_a_refused_step():
     step = build(STRATEGIES["shard_map"](), fn=bad_loss)
     data = [bad_batch() for _ in range(6)]
     data[2]["one"][13] = -np.inf
-    with pytest.raises(tj.NonFiniteError, match="of step 2 was not finite") as caught:
+    with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as caught:
         tj.run(step, step.init(BAD_PARAMS), data, progress=False)
     error = caught.value
     assert [(p.tower, p.step, p.leaf, p.part) for p in error.places] == [
-        (3, 2, "loss/sum", "loss"),
-        (3, 2, "params/c", "gradient"),
+        (3, 3, "loss/sum", "loss"),
+        (3, 3, "params/c", "gradient"),
     ]
     assert f"after step {int(error.state.step)}." in error.__notes__[0]
     assert len(error.history.steps) == int(error.state.step)
@@ -279,9 +280,9 @@ def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
     of_step = jax.jit(lambda n: jax.random.fold_in(state.rng, n))
     words = jax.jit(jax.vmap(lambda key, t: jax.random.key_data(
         jax.random.fold_in(key, t)), (None, 0)))  # fmt: skip
-    for number in (0, 1, 2**31):  # the int32 of a state wraps round
+    for number in (1, 2, 2**31 + 1):  # the int32 of a state wraps round
         places = step.locate(state, bad_batch(), number=number)
-        odd = np.asarray(words(of_step(np.uint32(number)), np.arange(4)))[:, 0] % 2
+        odd = np.asarray(words(of_step(np.uint32(number - 1)), np.arange(4)))[:, 0] % 2
         assert {place.step for place in places} <= {number}
         seen.append(sorted({place.tower for place in places}))
         assert seen[-1] == np.flatnonzero(odd).tolist()
@@ -295,6 +296,6 @@ def test_a_place_that_cannot_be_looked_for_keeps_the_error(plain, monkeypatch):
 
     monkeypatch.setattr(plain, "locate", locate)
     poisoned = batch() | {"x": np.full((16, 3), np.nan, np.float32)}
-    with pytest.raises(tj.NonFiniteError, match="of step 0 was not") as caught:
+    with pytest.raises(tj.NonFiniteError, match="of step 1 was not") as caught:
         tj.run(plain, plain.init(params()), [poisoned], progress=False)
     assert caught.value.__notes__[0].endswith("failed: out of memory")

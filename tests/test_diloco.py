@@ -337,9 +337,9 @@ def test_it_is_told_when_towers_meet(streaming):
     given = batches()[:2] + spoiled()[1:2] + batches()[3:4]
     for batch in given:
         state, _ = streaming(state, batch)
-    with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as told:
+    with pytest.raises(tj.NonFiniteError, match="of step 4 was not finite") as told:
         streaming.settle()
-    assert told.value.step == 3
+    assert told.value.step == 4
     (here, *_) = streaming.locate(streaming.init(START), given[2])
     assert (here.tower, here.part, here.kind) == (2, "loss", "NaN")
     _, told = expected(SYNCS["streaming"], given)

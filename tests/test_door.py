@@ -227,7 +227,7 @@ def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(
     placement = types.SimpleNamespace(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
-    verdicts = Verdicts(placement, refusals=True)
+    verdicts = Verdicts(placement, refusals=True, guard="loss")
     clock = itertools.count()  # so that each call is a slow one
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     steps = [Verdict(1.0), Verdict(np.nan), Verdict(1.0), Verdict(1.0)]
@@ -236,7 +236,7 @@ def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(
         verdicts.add(number, step)
         verdicts.check()
     steps[-1].has_run = True
-    with pytest.raises(tj.NonFiniteError, match="of step 2 "):
+    with pytest.raises(tj.NonFiniteError, match="of step 3 "):
         verdicts.check()
     nothing = object()  # on CPUs nothing is sent
     send_to_host(nothing, types.SimpleNamespace(platform="cpu"))
@@ -255,25 +255,25 @@ def test_verdicts_of_fast_calls_on_a_gpu_share_their_copies(
     placement = types.SimpleNamespace(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
-    verdicts = Verdicts(placement, refusals=True)
+    verdicts = Verdicts(placement, refusals=True, guard="loss")
     for number in range(20):
         loss = np.float32(np.nan if number == bad else 1)
         verdicts.add(np.int32(number), jax.device_put(loss, sharding))
         if number == 9:  # the first is of a slow call, and the eight after it share one
             assert sent == [(), (8,)]
-    with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
+    with pytest.raises(tj.NonFiniteError, match=f"of step {bad + 1} "):
         verdicts.settle()
     verdicts.settle()  # nothing pends
     # Of several processes one waits for steps, and reads no verdict that none is of.
     several = types.SimpleNamespace(**{**vars(placement), "num_processes": 2})
-    waits, before = Verdicts(several, refusals=False), len(sent)
+    waits, before = Verdicts(several, refusals=False, guard="loss"), len(sent)
     for number in range(20):
         waits.add(np.int32(number), jax.device_put(np.float32(np.nan), sharding))
         waits.check()
     waits.settle()
     assert len(sent) == before
     verdicts.add(np.int32(20), jax.device_put(np.float32(np.inf), sharding))
-    with pytest.raises(tj.NonFiniteError, match="of step 20 "):
+    with pytest.raises(tj.NonFiniteError, match="of step 21 "):
         verdicts.settle()
 
 

@@ -302,8 +302,8 @@ PRINTED = {
     "compressed": "3090 bytes, loss 0.000, exact\n 822 bytes, loss 0.000, 4 bits\n"
     " 822 bytes, loss 0.249, no feedback\nerror at most 1.00 in the first step\n",
     "curvature": "-0.8783, of all rows -0.8783\n",
-    "desync": "cpu:5, params/Dense_2/kernel\ntower 5, loss/sum, step 0: loss\n"
-    "tower 5, params/Dense_2/kernel, step 0: gradient\n",
+    "desync": "cpu:5, params/Dense_2/kernel\ntower 5, loss/sum, step 1: loss\n"
+    "tower 5, params/Dense_2/kernel, step 1: gradient\n",
     "dice": 2 * "0.56629 -0.1728 -0.0115 -0.0488\n",
     "each_example_once": "True\nexample 4 was seen 6 times, not 3\n"
     "example 49 was seen 0 times, not 3\n",

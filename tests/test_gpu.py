@@ -116,7 +116,7 @@ def test_a_refused_step_is_told_within_16_calls_and_changes_nothing(waits):
     assert np.isnan(metrics["loss"])
     np.testing.assert_array_equal(state.params["w"], before)
     calls = 0
-    with pytest.raises(tj.NonFiniteError, match="of step 1 "):
+    with pytest.raises(tj.NonFiniteError, match="of step 2 "):
         for _ in range(20):
             state, metrics = step(state, rows())
             calls += 1

@@ -141,7 +141,7 @@ EXPECTED = {
     # 2 * (0 + ... + 7 + 0 + 1 + 2) / 11; the rows of a batch that 4 does not divide.
     "evaluated_and_predicted": [62 / 11, [0.0, 2.0, 4.0, 6.0, 8.0]],
     "desynced": [0, "cpu:3", "params"],
-    "not_finite": [[1, 2, *x, "NaN"] for x in FAULTS],
+    "not_finite": [[2, 2, *x, "NaN"] for x in FAULTS],
     # In float64: 192.94, with errors one larger in the second step.
     "sharded": [192.94, [1, 2, 2], *[[round(x - 4.61, 2) for x in range(8)]] * 2],
     # By NumPy: 428.786, and w less 1.147 after two steps with momentum.

@@ -206,7 +206,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_named():
     state, metrics = step(state, bad)
     assert np.isfinite(metrics["loss"])
     np.testing.assert_array_equal(state.params["w"], before)
-    with pytest.raises(tj.NonFiniteError, match="step 1 was not finite"):
+    with pytest.raises(tj.NonFiniteError, match="step 2 was not finite"):
         step.settle()
     [place] = step.locate(state, bad)
     found = (place.tower, place.leaf, place.part)

@@ -511,6 +511,19 @@ STATE = (
        "collectives.packing:Packing.leading", "for slot in self.slots[:num_leaves]:",
        "for slot in self.slots[:0]:",
        "test_bad_input.py::test_a_gradient_that_is_not_finite_is_refused_when_guarded"),
+    _m("S38", "steps guard the loss alone", "step.engine:training_engine",
+       'options.guard == "gradients" and', "False and",
+       "test_all_or_nothing.py"
+       "::test_a_gradient_that_is_not_finite_is_refused_at_its_step[mirrored]"),
+    _m("S39", "of leaves of one shape the first is looked at",
+       "collectives.packing:all_finite",
+       "functools.reduce(lax.bitwise_and, x) for x in", "x[0] for x in",
+       "test_bad_input.py"
+       "::test_each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[b]"),
+    _m("S40", "a checkpoint is written of parameters that are NaN",
+       "loop.loop:Loop._save", "self._refuse_to_save_nonfinite(self._saving)",
+       "pass", "test_all_or_nothing.py"
+       "::test_no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
     _m("S05", "early stopping takes more for better", "loop.stopping:sign_of",
        'mode == "min"', 'mode != "min"',
        "test_stopping.py::test_patience_of_any_values_is_as_counted_by_hand"),

@@ -152,6 +152,8 @@ class Sums:
     packing: Packing = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
     platform: str = dataclasses.field(metadata={"static": True})
+    # Whether one device has all, and so nothing is packed.
+    is_alone: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree(self) -> PyTree:
         """The sums as the tree that was packed."""
@@ -160,14 +162,25 @@ class Sums:
 
     def are_finite(self, num_leaves: int) -> jax.Array:
         """Whether the first ``num_leaves`` leaves are all finite."""
-        return all_finite(self.packing.leading(self.buffers, num_leaves))
+        buffers = self.packing.leading(self.buffers, num_leaves)
+        return all_finite(buffers, joins=self.is_alone)
 
 
-def all_finite(tree: PyTree) -> jax.Array:
-    """Whether no leaf holds NaN or infinity."""
-    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
+    """Whether no leaf holds NaN or infinity.
+
+    With ``joins`` small leaves of one shape are looked at by one kernel: 50 kernels
+    more cost a small step on one CPU device a fifth of its time.
+    """
+    groups: dict[Any, list[jax.Array]] = {}
+    for x in jax.tree.leaves(tree):
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            is_joined = joins and x.size * x.dtype.itemsize <= PACK_BELOW_BYTES
+            key = x.shape if is_joined else len(groups)
+            groups.setdefault(key, []).append(jnp.isfinite(x))
     # By lax: each function of jnp is traced by itself, in a step's first call.
-    finite = [lax.reduce_and(jnp.isfinite(x), range(x.ndim)) for x in floats]
+    each = [functools.reduce(lax.bitwise_and, x) for x in groups.values()]
+    finite = [lax.reduce_and(x, range(x.ndim)) for x in each]
     return functools.reduce(lax.bitwise_and, finite, jnp.bool_(True))
 
 
@@ -196,4 +209,5 @@ def sum_packed(
             next(full).reshape(x.shape) if x.size else jnp.zeros_like(x)
             for x in buffers
         ]
-    return Sums(buffers, packing, treedef, axes.platform)
+    is_alone = not (axes.device_axis or axes.mesh.axis_names)
+    return Sums(buffers, packing, treedef, axes.platform, is_alone)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
+from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState, is_to_be_audited
@@ -22,11 +24,12 @@ from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.mesh.processes import require_same
 from towerjax.step.comparison import SplitError
-from towerjax.step.faults import NonFiniteError
+from towerjax.step.faults import NonFiniteError, Place, nonfinite_leaves
 from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import is_computed, place_others
 from towerjax.step.step import Step
 from towerjax.step.verdicts import is_refused, send_to_host
+from towerjax.types.leaves import listed
 from towerjax.types.warning import warn
 
 
@@ -172,9 +175,23 @@ class Loop:
         self._saving.wait()
         with self.guard:
             self.point.is_saving_due = False
+            self._refuse_to_save_nonfinite(self._saving)
             self._saving.save(self.point, self._log.evaluated or {})
         if last:
             self._saving.wait()
+
+    def _refuse_to_save_nonfinite(self, saving: Saving) -> None:
+        """Raise where parameters are not finite: that is no state to go on from."""
+        if names := nonfinite_leaves("params", self.point.state.params):
+            steps = saving.options.steps
+            last = f"the last good one is of step {steps[-1]}" if steps else "none is"
+            raise CheckpointError(
+                f"Parameters are not finite after step {self.point.number}:"
+                f" {listed(names)}. No checkpoint of them is written; {last}"
+                f" in {saving.directory!r}. What lets them"
+                " pass is on_nonfinite='ignore', guard='loss', or an update that"
+                " overflows: lower the learning rate, or clip gradients."
+            )
 
     def _save_at_stop(self, error: BaseException) -> Exception | None:
         """Save the state at SIGTERM and Ctrl-C; return the error if that fails."""
@@ -184,7 +201,7 @@ class Loop:
             return None
         try:
             if self._raises and self._log.skipped:
-                raise NonFiniteError((self._log.skipped[0] - 1) % 2**32)
+                raise self._refused(self._log.skipped[0])
             self._save(last=True)
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
@@ -205,7 +222,7 @@ class Loop:
         self._writers.raise_failure()
         number = self._log.number
         if refused and self._raises:
-            raise self._located(number - 1, placed)
+            raise self._located(number, placed)
         for hook in self._options.hooks:
             if not isinstance(hook, WithState):
                 hook(number, row)
@@ -231,19 +248,22 @@ class Loop:
         The step's batch is run again, with the present parameters: the step changed
         none, but later steps may have.
         """
-        error, state = NonFiniteError(number % 2**32), self.point.state
+        error, state = self._refused(number), self.point.state
         try:
-            places = self._step.locate(state, placed, number=error.step)
+            places = self._step.locate(state, placed, number=number)
         except RuntimeError as failure:  # such as too little memory
             error.add_note(f"Looking for the place failed: {failure}")
             return error
-        located = NonFiniteError(error.step, places)
+        located = self._refused(number, places)
         outcome = "" if places else ": all values were finite"
         after = step_number(state)
         located.add_note(
             f"To find this the batch was run again, after step {after}{outcome}."
         )
         return located
+
+    def _refused(self, number: int, places: Sequence[Place] = ()) -> NonFiniteError:
+        return NonFiniteError(number, places, guard=self._step.options.guard)
 
     def _record_oldest(self) -> tuple[dict[str, Any], bool]:
         """Put a step into the history and the files; whether it was refused."""

@@ -112,8 +112,8 @@ class Weighted(_LossTerm):
 
         ``sum = sum_i w_i v_i`` and ``weight = sum_i w_i``, both at least float32.
         An element of weight 0 is left out even when its value is NaN. Its gradient
-        is not: NaN times 0 is NaN, so replace bad inputs before the model, with
-        ``jnp.where``, or build the step with ``guard="gradients"``.
+        is not: NaN times 0 is NaN, which a step refuses. Replace bad inputs before
+        the model, with ``jnp.where``.
 
         Args:
           values: Shape ``[b, ...]`` or ``()``, numbers or booleans; with ``axis=0`` a

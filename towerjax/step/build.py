@@ -25,7 +25,7 @@ def build_step(
     micro_batches: int = 1,
     remainder: Remainder = "error",
     on_nonfinite: OnNonfinite = "raise",
-    guard: Guard = "loss",
+    guard: Guard = "gradients",
     donate: bool = True,
     max_programs: int = 1,
     audit: bool = False,
@@ -52,9 +52,9 @@ def build_step(
       micro_batches: As for `build_train_step`.
       remainder: As for `build_train_step`.
       on_nonfinite: As for `build_train_step`.
-      guard: What must be finite: ``"loss"`` is ``metrics["loss"]``, or all metrics
-        where none has that name; ``"gradients"`` is also every sum over towers, except
-        those under ``"metrics"``.
+      guard: What must be finite: ``"gradients"`` is every sum over towers, except those
+        under ``"metrics"``, and ``metrics["loss"]``, or all metrics where none has that
+        name; ``"loss"`` is these metrics alone.
       donate: As for `build_train_step`.
       max_programs: As for `build_train_step`.
       audit: As for `build_train_step`; every leaf of what towers return is compared.

@@ -23,7 +23,7 @@ class StepOptions:
     micro_batches: int = 1
     remainder: Remainder = "error"
     on_nonfinite: OnNonfinite = "raise"
-    guard: Guard = "loss"
+    guard: Guard = "gradients"
     donate: bool = True
     max_programs: int | None = 1
     audit: bool = False
@@ -157,8 +157,9 @@ def training_engine(
 ) -> Engine:
     """The engine of these functions; ``of_passes`` are further fields of its passes."""
     how: Any = {"micro_batches": options.micro_batches, **of_passes}
-    how["looks_at"] = "sums" if options.guard == "gradients" else None
     on_nonfinite = options.on_nonfinite
+    looks = options.guard == "gradients" and on_nonfinite != "ignore"
+    how["looks_at"] = "sums" if looks else None
     finish = NextState(update_fn, on_nonfinite, keeps_all, needs_examples, other_losses)
     ins = state_ins(strategy, ("state", "kept"))
     return Engine(

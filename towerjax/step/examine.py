@@ -167,7 +167,7 @@ def locate(
     Args:
       state: The state before the step, or after it if it was refused.
       batch: The step's batch.
-      number: The step's number; None is the state's.
+      number: The step's, as ``error.step`` has it; None is the one after the state's.
 
     Returns:
       The places, pass after pass: after one, all towers may have what one had.
@@ -184,8 +184,9 @@ def locate(
     """
     placement = self.strategy.placement
     state, placed = self.start(state), send_shared(self.place_batch(batch))
-    number = step_number(state) if number is None else number
-    at = place(np.asarray(number).astype(np.int32), placement, Layout.MIRRORED)
+    number = step_number(state) + 1 if number is None else number
+    before = np.asarray(number - 1).astype(np.int32)
+    at = place(before, placement, Layout.MIRRORED)
     donated_kept = split_state(dataclasses.replace(state, step=at))
     locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
     program = locator.program(donated_kept, placed)

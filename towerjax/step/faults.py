@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from towerjax.collectives.packing import all_finite
 from towerjax.collectives.reduce import as_bits
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import Placement
@@ -35,19 +36,19 @@ class DesyncError(Portable, RuntimeError):
     """The devices' copies of a value were not the same, where they have to be.
 
     Attributes:
-      step: Before which step, counted from 0.
+      step: After which step.
       differing: One `Differing` for each device and leaf; of two halves the one
         without the first device is named.
 
     Example:
       >>> error = DesyncError(131, [Differing("cpu:5", "params/w")])
       >>> str(error).split(". ")[0]
-      "The devices' copies differed before step 131: cpu:5, params/w"
+      "The devices' copies differed after step 131: cpu:5, params/w"
     """
 
     def __init__(self, step: int, differing: Sequence[Differing]) -> None:
         super().__init__(
-            f"The devices' copies differed before step {step}: {listed(differing)}."
+            f"The devices' copies differed after step {step}: {listed(differing)}."
             " All other devices agree. Each step since has mixed the copies' gradients,"
             " so go on from an earlier state, such as the newest checkpoint, and look"
             " at that device's memory, at callbacks and foreign kernels that do not"
@@ -174,7 +175,7 @@ KINDS = {1: "NaN", 2: "infinity", 3: "NaN and infinity"}
 class Place:
     """A leaf of one tower that was not finite, before any reduction."""
 
-    step: int  # counted from 0
+    step: int  # counted from 1, as history and hooks do
     tower: int
     leaf: str  # "params/Dense_2/kernel"
     part: str  # "parameter" (before the step), "loss", "gradient", "metric", "value"
@@ -182,26 +183,33 @@ class Place:
 
 
 class NonFiniteError(Portable, FloatingPointError):
-    """The loss, a gradient or a parameter was NaN or infinite, on some tower.
-
-    A refused step changed nothing.
+    """The loss or a gradient of a step was NaN or infinite; it changed nothing.
 
     Attributes:
-      step: Which step, counted from 0.
+      step: Which step, counted from 1, as history and hooks do.
       places: A `Place` for each tower and leaf; empty where not known:
-        ``step.locate(state, batch)`` finds it.
+        ``step.locate(state, batch, number=error.step)`` finds it.
     """
 
-    def __init__(self, step: int, places: Sequence[Place] = ()) -> None:
-        what = f"The loss or a gradient of step {step} was not finite."
+    def __init__(
+        self, step: int, places: Sequence[Place] = (), *, guard: str = "gradients"
+    ) -> None:
+        looked_at = "loss" if guard == "loss" else "loss or a gradient"
+        what = f"The {looked_at} of step {step} was not finite, so it changed nothing."
+        where = f" Found: {places_text(places)}." if places else ""
         advice = (
-            f"Hooks and history, which count from 1, call it step {step + 1}. What was"
-            " not finite changed nothing. Lower the learning rate, clip gradients, or"
-            " look at the batch; on_nonfinite='skip' goes on without such batches,"
-            " 'ignore' updates all the same."
+            "Lower the learning rate, clip gradients, or look at the batch;"
+            " on_nonfinite='skip' goes on without such batches, 'ignore' updates all"
+            " the same."
         )
-        where = f"Found: {places_text(places)}. " if places else ""
-        super().__init__(f"{what} {where}{advice}")
+        if any(place.part == "parameter" for place in places):
+            advice = (
+                "Such a parameter came with an earlier step: go on from a state before"
+                " that, such as the newest checkpoint."
+            )
+        if guard == "loss":
+            advice += " With guard='loss' no step looks at its gradients."
+        super().__init__(f"{what}{where} {advice}")
         self.step, self.places = step, tuple(places)
 
 
@@ -240,6 +248,17 @@ def flag_leaves(parts: Sequence[NamedPart]) -> Flags:
     return Flags(table, tuple((part, name) for part, name, _ in named))
 
 
+def nonfinite_leaves(root: str, tree: PyTree) -> list[str]:
+    """The names of a tree's leaves that hold NaN or infinity."""
+    if jax.device_get(_all_finite(tree)):
+        return []
+    named = readable_leaves(root, tree)
+    return [name for name, x in named if not jax.device_get(_all_finite(x))]
+
+
+_all_finite = jax.jit(all_finite)
+
+
 def join_flags(shared: Flags, own: Flags) -> Flags:
     """Join the flags of leaves that local towers share with each tower's own."""
     rows = jnp.broadcast_to(shared.table, (own.table.shape[0], *shared.table.shape))
@@ -264,8 +283,10 @@ def places_text(places: Sequence[Place]) -> str:
     towers: dict[Place, list[int]] = {}
     for place in places:
         towers.setdefault(dataclasses.replace(place, tower=0), []).append(place.tower)
+    before = ", which came with an earlier step"
     texts = [
         f"{_towers_text(ids)}, {x.leaf}, step {x.step}: {x.kind} in the {x.part}"
+        f"{before * (x.part == 'parameter')}"
         for x, ids in towers.items()
     ]
     return listed(texts)

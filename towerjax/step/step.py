@@ -70,8 +70,8 @@ class Step:
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
-        refusals = options.on_nonfinite == "raise"
-        self._verdicts = Verdicts(placement, refusals=refusals)
+        raises = options.on_nonfinite == "raise"
+        self._verdicts = Verdicts(placement, refusals=raises, guard=options.guard)
 
     check, program, report = examine.check, examine.program, examine.report
     audit, locate = examine.audit, examine.locate
@@ -264,7 +264,7 @@ class Step:
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """The step, without looking at whether its loss was finite.
+        """The step, without looking at whether it was refused.
 
         Args:
           state: The state; donated.
@@ -317,7 +317,7 @@ class Step:
           ValueError: A malformed batch or a state that is not this step's, before
             anything is compiled; nothing is lost.
           NonFiniteError: With ``on_nonfinite="raise"``, at the first call after a
-            step whose loss was not finite has run (on a GPU the two that follow it
+            step that was refused has run (on a GPU the two that follow it
             too), at most 16 calls later; of several processes at the same call on all,
             so up to 16 later; `settle`, for the end of a loop, waits for the last. That
             step changed nothing, and ``state`` is still usable.

@@ -246,7 +246,7 @@ def build_train_step(
     micro_batches: int = 1,
     remainder: Remainder = "error",
     on_nonfinite: OnNonfinite = "raise",
-    guard: Guard = "loss",
+    guard: Guard = "gradients",
     donate: bool = True,
     max_programs: int = 1,
     audit: bool = False,
@@ -281,8 +281,8 @@ def build_train_step(
       on_nonfinite: If what is guarded is not finite, on any tower: ``"raise"`` and
         ``"skip"`` change nothing, and ``"raise"`` raises `NonFiniteError`;
         ``"ignore"`` updates all the same.
-      guard: ``"loss"``, or ``"gradients"``: the loss and every gradient, which
-        reads each gradient once more.
+      guard: ``"gradients"``: the loss and every gradient; or the ``"loss"`` alone, of
+        which a NaN in the gradient of a finite loss is not seen.
       donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
       audit: Whether the first call, before it changes anything, runs `audit`: two

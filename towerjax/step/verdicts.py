@@ -58,8 +58,8 @@ class Verdicts:
     Waiting for each verdict at once would stall the devices at every step.
     """
 
-    def __init__(self, placement: Placement, *, refusals: bool) -> None:
-        self._placement, self._refusals = placement, refusals
+    def __init__(self, placement: Placement, *, refusals: bool, guard: str) -> None:
+        self._placement, self._refusals, self._guard = placement, refusals, guard
         # Several processes would read a verdict at different calls, and the first to
         # raise would leave the others waiting for it in the next step.
         self._is_alone = placement.num_processes == 1
@@ -144,11 +144,11 @@ class Verdicts:
             values = (verdicts.item(),) if size == 1 else verdicts.tolist()[:size]
             for i, value in enumerate(values):
                 if _refuses(value):
-                    number = int(self._pending[i][0]) % 2**32  # as `step_number` counts
+                    before = int(self._pending[i][0]) % 2**32  # as `step_number` counts
                     self._pending.clear()
                     self._copies.clear()
                     self._num_unsent = 0
-                    raise faults.NonFiniteError(number)
+                    raise faults.NonFiniteError(before + 1, guard=self._guard)
         self._copies.popleft()
         for _ in range(size):
             self._pending.popleft()
