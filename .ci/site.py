@@ -1,5 +1,6 @@
 """What does mkdocs need that GitHub does not? Navigation, pages, fewer words."""
 
+import ast
 import itertools
 import json
 import pathlib
@@ -11,10 +12,12 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # Of what lies outside of docs/: its place, and its page of the site.
-OUTSIDE = {"CHANGELOG.md": "changelog.md"} | {
+OUTSIDE = {"CHANGELOG.md": "changelog.md", "examples": "examples.md"} | {
     f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS
 }
-TASKS = ("how_to/", "several_processes")  # what a search is for, most often
+# What a search is for, most often.
+TASKS = ("how_to/", "several_processes", "train_and_evaluate", "same_bits")
+_EDIT = "https://github.com/towerjax/towerjax/edit/main/"
 _FILES = "https://github.com/towerjax/towerjax/blob/main/docs/"
 _PICTURES = "https://raw.githubusercontent.com/towerjax/towerjax/main/docs/"
 
@@ -32,10 +35,17 @@ def navigation(index: str) -> list[Any]:
     """What mkdocs calls ``nav``: each heading of the index with the links below it."""
     nav: list[Any] = [{"Home": "README.md"}]
     for section in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
-        title, _, text = section.partition("\n")
-        links = re.findall(r"^\* \[(.*?)\]\((.*?)\)", text, re.MULTILINE)
-        nav.append({title.strip(): [{name: inside(to)} for name, to in links]})
+        first, *groups = re.split(r"^### ", section, flags=re.MULTILINE)
+        [(title, entries)] = _links(first).items()
+        nav.append({title: [*entries, *map(_links, groups)]})
     return nav
+
+
+def _links(section: str) -> dict[str, Any]:
+    """The links of a section or a group, by its heading, the first line."""
+    title, _, text = section.partition("\n")
+    links = re.findall(r"^\* \[(.*?)\]\((.*?)\)", text, re.MULTILINE)
+    return {title.strip(): [{name: inside(to)} for name, to in links]}
 
 
 def home(readme: str) -> str:
@@ -67,6 +77,15 @@ def with_examples(text: str) -> str:
             parts += [f'??? example "{name}"', textwrap.indent(block, "    ")]
             shown.add(name)
     return "\n\n".join(parts)
+
+
+def gallery() -> str:
+    """The examples as a page: each with its first sentence, and folded."""
+    parts = ["# Examples"]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        says = ast.get_docstring(ast.parse(path.read_text())) or ""
+        parts.append(f"`examples/{path.name}`: {says.partition(chr(10))[0]}")
+    return with_examples("\n\n".join(parts))
 
 
 def of_notebook(text: str) -> str:
@@ -112,7 +131,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for place, page in OUTSIDE.items():
-        text = (ROOT / place).read_text()
+        text = gallery() if place == "examples" else (ROOT / place).read_text()
         text = of_notebook(text) if place.endswith("ipynb") else text
         files.append(File.generated(config, page, content=text))
     return files
@@ -120,9 +139,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Change what GitHub and mkdocs read differently."""
+    places = {page: place for place, page in OUTSIDE.items()} | {
+        "README.md": "README.md"
+    }
+    uri = page.file.src_uri
+    page.edit_url = _EDIT + places.get(uri, f"docs/{uri}")
     if page.is_homepage:
         page.meta["hide"] = ["navigation", "toc"]
         return home((ROOT / "README.md").read_text())
-    if page.file.src_uri.startswith(TASKS):
+    if uri.startswith(TASKS):
         page.meta["search"] = {"boost": 3}
     return for_the_site(markdown)

@@ -45,6 +45,18 @@ SOUGHT = {
     "mixed precision": "how_to/mixed_precision/",
     "Hydra": "how_to/hydra_and_configdict/",
     "Slurm": "how_to/restarts/",
+    "Flax Linen": "how_to/flax_linen/",
+    "dropout": "how_to/flax_linen/",
+    "learning rate schedule": "how_to/schedules/",
+    "gradient norm": "how_to/schedules/",
+    "tokens a second": "how_to/schedules/",
+    "warmup": "how_to/schedules/",
+    "weight decay": "how_to/schedules/",
+    "EMA": "how_to/averages/",
+    "reproducibility": "same_bits/",
+    "validation": "train_and_evaluate/",
+    "tqdm": "train_and_evaluate/",
+    "several hosts": "several_processes/",
 }
 
 

@@ -85,6 +85,15 @@ def test_no_output_shows_a_digit_that_depends_on_the_processor():
 
 
 @pytest.mark.slow
+def test_the_quick_start_goes_on_in_its_folder(tmp_path):
+    """Its second half resumes; started again, all is done and nothing is an error."""
+    page = [p for p in programs() if p[0] == "quick_start.md"]
+    first, second = (python(tmp_path, page[-1][3]) for _ in range(2))
+    done = first.replace("step 20, of which this run did 20", "step 50, of which this")
+    assert second == re.sub(r"this( run did 30)?\n", "this run did 0\n", done)
+
+
+@pytest.mark.slow
 def test_a_program_prints_the_same_in_two_processes(tmp_path, capfd, monkeypatch):
     [(program, output)] = [p[3:] for p in programs() if p[2] == "launch"]
     (tmp_path / "train.py").write_text(program)

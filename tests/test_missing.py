@@ -182,6 +182,9 @@ WRITE = [
     (lambda: of_model("predict", -1, BATCH), "variables is int32[] here"),
     (lambda: of_model("evaluate", None, (BATCH, BATCH)), "variables is None here"),
     (lambda: given({"x": BATCH, 0: BATCH}), "make them all texts"),
+    (lambda: build().init({"a": print, "b": len, "c": [len] * 9}),
+        "params['a'], params['b'], params['c'][0] (and 8 more of that list) are each"),
+    (lambda: build().init({"a": print, "b": len}), "eqx.partition"),  # once
     (lambda: tj.batches({"x": BATCH, 0: BATCH}, 2), "which JAX cannot sort"),
     (leaked, "was put aside, in a list, a global or an attribute"),
     (lambda: tj.evaluate(evaluation(), donated(), [BATCH]),
