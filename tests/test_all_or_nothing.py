@@ -2,9 +2,12 @@
 
 import dataclasses
 import pathlib
+import signal
+import sys
 import threading
 
 import checkpoint_model as model
+import chex
 import forked
 import jax
 import jax.numpy as jnp
@@ -56,6 +59,45 @@ def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread(evaluate):
         tj.evaluate(evaluate, np.float32(0), interrupting)
     names = [x.name for x in threading.enumerate() if x not in before]
     assert "towerjax-prefetch" not in names
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("pressed_before", [True, False])
+def test_ctrl_c_as_a_run_ends_leaves_the_state(pressed_before):
+    """Again, in any function that is called since the first; or once all is done."""
+    source, step = model.batches(), model.build_light()
+    state, states = model.init(step), {}
+    for batch in batches_of(3):
+        state, _ = step(state, batch)
+        states[int(state.step)] = jax.tree.map(jnp.copy, state)
+
+    def trace(frame, event, arg):  # at calls, where Python asks for signals
+        found.append(frame.f_code.co_name)
+        if len(found) == when:
+            signal.raise_signal(signal.SIGINT)
+
+    def hook(number, metrics):
+        if number == (2 if pressed_before else 3):
+            sys.settrace(trace)
+            if pressed_before:
+                raise KeyboardInterrupt
+
+    tracing, ended = sys.gettrace(), 0
+    for when in range(1, 10**6, 5):
+        found, state, source = [], model.init(step), model.batches()
+        try:
+            options = {"progress": False, "hooks": [hook], "steps": 3}
+            state, _ = tj.run(step, state, source, **options)
+            ended += 1
+        except KeyboardInterrupt as error:
+            state = error.state
+        finally:
+            sys.settrace(tracing)
+        assert source.position == int(state.step), found[when - 1]
+        chex.assert_trees_all_equal(state, states[int(state.step)])
+        if when > len(found):
+            break
+    assert when > 50 and ended == (not pressed_before)  # of the last press
 
 
 @pytest.mark.slow

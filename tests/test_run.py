@@ -762,23 +762,32 @@ def test_ctrl_c_that_a_hook_catches_is_raised_once():
 
 
 def test_a_second_ctrl_c_waits_as_the_first():
-    guard, finished = InterruptGuard(), False
-    with pytest.raises(KeyboardInterrupt), guard.installed(), guard:
-        for _ in range(3):
-            signal.raise_signal(signal.SIGINT)
-        finished = True
+    guard, finished = InterruptGuard(), []
+
+    def pressed_three_times():
+        with guard:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            finished.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        guard.call(pressed_three_times)
     assert finished
 
 
 def test_sigterm_is_held_back_while_results_are_read_and_not_after():
     guard, seen = InterruptGuard(7), []
-    with pytest.raises(Terminated), guard.installed():
+
+    def read():
         for number in range(2):
             with guard.holding_sigterm():
                 if number:
                     signal.raise_signal(signal.SIGTERM)
                 seen.append(number)
         seen.append("after")
+
+    with pytest.raises(Terminated):
+        guard.call(read)
     assert seen == [0, 1]
 
 

@@ -5,11 +5,12 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
+from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
@@ -29,6 +30,7 @@ from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import is_computed, place_others
 from towerjax.step.step import Step
 from towerjax.step.verdicts import is_refused, send_to_host
+from towerjax.types import PyTree
 from towerjax.types.leaves import listed
 from towerjax.types.warning import warn
 
@@ -51,20 +53,49 @@ class Loop:
         step: Step,
         options: RunOptions,
         point: Point,
-        source: Source,
-        steps: int | None,
-        saving: Saving | None,
-        progress: Progress,
+        batches: Iterable[PyTree],
+        guard: InterruptGuard,
     ) -> None:
-        self.guard = InterruptGuard(None if saving is None else saving.exit_code)
-        self.point, self._source, self._steps = point, source, steps
-        self._step, self._options = step, options
+        self.guard, self.point, self._batches = guard, point, batches
+        self._step, self._options, self._steps = step, options, options.steps
         self._raises = step.options.on_nonfinite == "raise"
-        self._saving, self._progress, self._writers = saving, progress, Writers()
-        self._profiler = Profiler(options.profile, progress.note)
+        self._saving: Saving | None = None
+        self._progress = Progress(False, point.number, None)
+        self._writers, self._has_begun = Writers(), False
+        self._profiler = Profiler(
+            options.profile, lambda text: self._progress.note(text)
+        )
         self._log, self._hooked = HistoryLog(point.number), point.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
+
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        """Go on from the newest checkpoint, if there is one; show the progress."""
+        options, point, batches = self._options, self.point, self._batches
+        self._source = Source(batches)
+        if options.checkpointer is not None:
+            where = point.state, self._source, stack
+            self._saving = Saving(options.checkpointer, self._step, *where)
+            self._steps = self._saving.resume(point, self._steps)
+            self._log, self._hooked = HistoryLog(point.number), point.number
+        with self.guard:
+            given = options.progress, point.number, self._steps, self._source
+            self._progress = Progress(*given)
+            stack.callback(self._close_progress)
+        is_endless = isinstance(batches, Batches) and not batches.epochs
+        if options.steps is None and is_endless:
+            self._progress.note(
+                "endless: tj.batches(..., epochs=None) without steps=...; Ctrl-C"
+                " ends it, with error.state"
+            )
+        if self._saving is not None and self._saving.is_resumed:
+            text = f"goes on after step {point.number}, from its checkpoint"
+            self._progress.note(text)
+        self._has_begun = True
+
+    def _close_progress(self) -> None:
+        with self.guard:
+            self._progress.close()
 
     def run(self) -> None:
         """Do all steps and evaluations; save at the end, at SIGTERM and at Ctrl-C."""
@@ -72,7 +103,9 @@ class Loop:
             self._run()
         except BaseException as error:
             self.guard.finish()
-            if (failure := self._save_at_stop(error)) is not None:
+            failure = self._save_at_stop(error)
+            self.guard.ended = True
+            if failure is not None:
                 raise failure from error
             raise
 
@@ -340,6 +373,10 @@ class Loop:
 
     def attach_results(self, error: Any) -> None:
         """Attach state, batches and history to an exception: the state was donated."""
+        if not self._has_begun:
+            error.state, error.batches = self.point.state, self._batches
+            error.history = self.history()
+            return
         with contextlib.suppress(Exception):
             while self._in_flight:
                 self._record_oldest()

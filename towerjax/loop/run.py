@@ -3,21 +3,18 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from towerjax.data.feed import Batches, as_reusable
 from towerjax.data.sources import check_batches
-from towerjax.data.stream import Source
-from towerjax.loop.checkpoint.checkpointer import Checkpointer, Saving
+from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
 from towerjax.loop.point import Point
-from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Best, EarlyStopping, Watch, rules_of
 from towerjax.loop.writers import Writer, check_writers
-from towerjax.mesh.interrupt import uninterrupted
+from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.state import TrainState, step_number
@@ -143,37 +140,18 @@ def run(
 def _run_loop(
     step: Step, options: RunOptions, point: Point, batches: Iterable[PyTree]
 ) -> tuple[TrainState, History]:
-    loop, saving, shown, steps = None, None, None, options.steps
-    try:
-        source = Source(batches)
+    # Of several processes JAX is sent SIGTERM, and all end after the same step.
+    saving, alone = options.checkpointer, step.strategy.placement.num_processes == 1
+    guard = InterruptGuard(saving.exit_code if saving and alone else None)
+    loop = Loop(step, options, point, batches, guard)
+
+    def run_all() -> tuple[TrainState, History]:
         with contextlib.ExitStack() as stack:
-            if options.checkpointer is not None:
-                given = options.checkpointer, step, point.state, source, stack
-                saving = Saving(*given)
-                steps = saving.resume(point, steps)
-            with uninterrupted():
-                shown = Progress(options.progress, point.number, steps, source)
-            stack.callback(shown.close)
-            if steps is None and isinstance(batches, Batches) and not batches.epochs:
-                shown.note(
-                    "endless: tj.batches(..., epochs=None) without steps=...; Ctrl-C"
-                    " ends it, with error.state"
-                )
-            if saving is not None and saving.is_resumed:
-                shown.note(f"goes on after step {point.number}, from its checkpoint")
-            loop = Loop(step, options, point, source, steps, saving, shown)
-            with loop.guard.installed():
-                loop.run()
+            loop.begin(stack)
+            loop.run()
         return point.state, loop.history()
-    except BaseException as error:  # one in the line above, too
-        if loop is None:  # before the first step
-            attached: Any = error
-            attached.state, attached.batches = point.state, batches
-        else:
-            loop.attach_results(error)
-        if shown is not None:  # another Ctrl-C may have come before it was closed
-            shown.close()
-        raise
+
+    return guard.call(run_all, loop.attach_results)
 
 
 def _require_same_work(

@@ -5,7 +5,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Terminated(SystemExit):
@@ -36,11 +38,14 @@ def uninterrupted() -> Iterator[None]:
 
 
 class InterruptGuard:
-    """``with guard:`` holds Ctrl-C back until the block is done; SIGTERM too.
+    """``with guard:`` in what it calls holds Ctrl-C back to its end; SIGTERM too.
 
     A step donates the buffers of the state it is given. An interrupt between the
     call and the assignment of its result would lose both states. SIGTERM is handled
     only if there is an ``exit_code``, with which it ends the process.
+
+    Attributes:
+      ended: Whether Ctrl-C is dropped, since what is called is over.
     """
 
     def __init__(self, exit_code: int | None = None) -> None:
@@ -48,39 +53,65 @@ class InterruptGuard:
         self._previous: dict[int, Any] = {}
         self._waiting: set[int] = set()
         self._inside = self._holding = 0
-        self._raised = self._dropped = False
+        self._raised = self._dropped = self.ended = False
+        self._reporter = sys.unraisablehook
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Handle the signals for the length of a block, in the main thread only."""
-        if threading.current_thread() is threading.main_thread():
-            if callable(previous := signal.getsignal(signal.SIGINT)):
-                self._previous[signal.SIGINT] = previous
-            if self._exit_code is not None:
-                # None stands for a handler set from C, such as JAX's own.
-                previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
-                self._previous[signal.SIGTERM] = previous
-        for number in self._previous:
-            signal.signal(number, self._handle)
-        reporter = sys.unraisablehook
-        if signal.SIGINT in self._previous:
-            sys.unraisablehook = lambda x: self._note_dropped(x, reporter)
+    def call(
+        self,
+        body: Callable[[], Result],
+        attach: Callable[[BaseException], None] = lambda _: None,
+    ) -> Result:
+        """What ``body`` returns; ``attach`` is given what ends it, signals included.
+
+        From then on Ctrl-C is dropped: it would end ``attach``. Signals are handled in
+        the main thread only.
+        """
+        seen = 0
+        # Python asks for signals at calls and jumps back, not at assignments.
         try:
             try:
-                yield
+                self._install()
+                result = body()
+                self.raise_missed()
+                return result
+            except BaseException as error:
+                self.ended = True
+                seen = id(error)
+                attach(error)
+                raise
             finally:
-                self._put_back(reporter)
-        finally:  # again, if a Ctrl-C came before it held them back
-            self._put_back(reporter)
-            if signal.SIGTERM in self._waiting:  # held since `finish` or a failed block
-                signal.raise_signal(signal.SIGTERM)
+                self._inside += 1
+                self._put_back()
+        except BaseException as error:
+            if id(error) != seen:  # a Ctrl-C as signals were put back
+                attach(error)
+            raise
 
-    def _put_back(self, reporter: Callable[[Any], Any]) -> None:
-        with uninterrupted():
-            sys.unraisablehook = reporter
+    def _install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._exit_code is not None:
+            # None stands for a handler set from C, such as JAX's own.
+            previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+            self._previous[signal.SIGTERM] = previous
+            signal.signal(signal.SIGTERM, self._handle)
+        if callable(previous := signal.getsignal(signal.SIGINT)):
+            self._previous[signal.SIGINT] = previous
+            reporter = self._reporter
+            sys.unraisablehook = lambda x: self._note_dropped(x, reporter)
+            signal.signal(signal.SIGINT, self._handle)
+
+    def _put_back(self) -> None:
+        if signal.SIGINT in self._previous:
+            sys.unraisablehook = self._reporter
+        try:
             for number, previous in self._previous.items():
-                signal.signal(number, previous)
-            self._previous = {}
+                signal.signal(number, previous)  # SIGINT, which then may come, last
+            if signal.SIGINT in self._waiting and not self.ended:
+                signal.raise_signal(signal.SIGINT)
+        finally:
+            if signal.SIGTERM in self._waiting:  # held since `finish` or an error
+                signal.raise_signal(signal.SIGTERM)
 
     def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:
         """Note a Ctrl-C that Python cannot raise, and have it reported."""
@@ -90,6 +121,8 @@ class InterruptGuard:
     def _handle(self, number: int, frame: Any) -> None:
         if number == signal.SIGTERM and self._raised:
             return  # a second one would interrupt the saving after the first
+        if number == signal.SIGINT and self.ended:
+            return
         # Also a second Ctrl-C: what an exception ends inside of JAX may not work again.
         if self._must_wait(number):
             self._waiting.add(number)
@@ -100,7 +133,7 @@ class InterruptGuard:
         return bool(self._inside or (number == signal.SIGTERM and self._holding))
 
     def finish(self) -> None:
-        """Hold SIGTERM back until `installed` ends: the run saves and cleans up."""
+        """Hold SIGTERM back until `call` ends: the run saves and cleans up."""
         self._holding += 1
 
     def _deliver(self, number: int, frame: Any = None) -> None:

@@ -97,8 +97,12 @@ def compile_step(
         lowered = lower(traced, placement, args, full_rows=full_rows)
     # An interrupt inside the compiler can kill the process (JAX 0.10).
     guard = InterruptGuard()
-    with guard.installed(), guard:
-        compiled = xla.compile_on_devices(lowered, placement)
+
+    def compile() -> Any:
+        with guard:
+            return xla.compile_on_devices(lowered, placement)
+
+    compiled = guard.call(compile)
     seconds = time.perf_counter() - start
     return Program(compiled, proof, traced.engine, seconds, full_rows is not None)
 

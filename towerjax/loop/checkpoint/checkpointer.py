@@ -212,8 +212,6 @@ class Saving:
         self.directory = str(options.path)
         self._is_first = jax.process_index() == 0
         self._several = step.strategy.placement.num_processes > 1
-        # With which SIGTERM ends a lone process; several end at the same step.
-        self.exit_code = None if self._several else options.exit_code
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
