@@ -79,8 +79,8 @@ def _note_start(folder: pathlib.Path) -> str:
 
 
 def _launch(folder: pathlib.Path, steps: int, plain: bool) -> Launched:
-    how: Any = {"towers": TOWERS, "restarts": 1000, "module": "benchmarks.duel"}
-    return Launched(folder, steps, 0.0, **how, options=["--plain"] * plain)
+    how: Any = {"towers": None, "restarts": 1000, "module": "benchmarks.duel"}
+    return Launched(folder, steps, **how, options=["--plain"] * plain)
 
 
 def disturbed(

@@ -149,18 +149,17 @@ class Launched:
         self,
         folder: pathlib.Path,
         steps: int,
-        regrow_s: float,
         *,
-        towers: int = 4,
+        towers: int | None = 4,
         restarts: int = 5,
         module: str = "benchmarks.faults",
         options: Sequence[str] = (),
     ) -> None:
-        launch = [*_LAUNCH, "--towers", str(towers), "--restarts", str(restarts)]
-        launch += ["--regrow-seconds", str(regrow_s), "--"]
+        launch = [*_LAUNCH, "--restarts", str(restarts)]
+        launch += [] if towers is None else ["--towers", str(towers)]
         program = [sys.executable, "-m", module, "--train", str(folder)]
         self.popen = subprocess.Popen(
-            [sys.executable, *launch, *program, "--steps", str(steps), *options],
+            [sys.executable, *launch, "--", *program, "--steps", str(steps), *options],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -235,19 +234,17 @@ def steps_of(folder: pathlib.Path) -> list[DoneStep]:
 def undisturbed() -> str:
     """What the job ends with."""
     with tempfile.TemporaryDirectory() as path:
-        code = Launched(pathlib.Path(path), STEPS, 2).wait()
+        code = Launched(pathlib.Path(path), STEPS).wait()
         if code:
             raise RuntimeError(f"The undisturbed job ended with code {code}.")
         return (pathlib.Path(path) / "digest").read_text()
 
 
-def disturbed(
-    fault: Fault, digest: str, *, steps: int = STEPS, regrow_s: float = 2
-) -> Row:
+def disturbed(fault: Fault, digest: str, *, steps: int = STEPS) -> Row:
     """What a fault does to a job that ends so if nothing happens."""
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(path)
-        job = Launched(folder, steps, regrow_s)
+        job = Launched(folder, steps)
         workers = until(lambda: len(x := job.workers()) == 2 and x, 60)
         until(lambda: len(steps_of(folder)) >= fault.after, 300)
         time.sleep(fault.late_s)
@@ -259,7 +256,7 @@ def disturbed(
             job.wait()
             until(lambda: not any(_is_alive(pid) for pid, _ in workers.values()), 60)
             named = time.time()
-            job = Launched(folder, steps, regrow_s)
+            job = Launched(folder, steps)
             code = job.wait()
         else:
             number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP

@@ -4,21 +4,18 @@ import concurrent.futures
 import hashlib
 import itertools
 import json
-import math
 import os
 import pathlib
 import random
 import re
-import signal
 import sys
 import time
-import types
 
 import forked
 import pytest
 
 from benchmarks import duel, faults
-from towerjax.mesh.cluster import group, launch, launcher
+from towerjax.mesh.cluster import launch, launcher
 from towerjax.mesh.cluster.group import End
 from towerjax.mesh.cluster.launcher import RestartPlan
 
@@ -28,17 +25,17 @@ STEPS = 40
 LIMITS = {"stop": {"hang_timeout_s": 6}, "sleep": {"step_timeout_s": 4}}
 
 
-def test_as_many_go_on_as_are_left_and_fit():
-    whole = RestartPlan(processes=6, multiple=12, restarts=9, regrow_s=10)
-    assert [whole.count(0), whole.grows_at(6)] == [6, math.inf]
-    one = whole.after(End(137, lost=1), now=100)
-    assert [one.restarts, one.count(100), one.count(110)] == [8, 4, 6]
-    assert one.grows_at(4) == 110
-    two = one.after(End(137, lost=1), now=105)  # 4 of 4 places that are left
-    assert [two.count(105), two.grows_at(4), two.count(115)] == [4, 115, 6]
-    none = whole.after(End(137, lost=6), now=0)
-    assert [none.count(0), none.count(10)] == [1, 6]
-    assert RestartPlan(6, 6, 9, 10, (1.0,)).count(0) == 3  # 6 devices for 6 towers
+def test_as_many_go_on_as_are_left_and_divide_the_towers():
+    whole = RestartPlan(processes=6, towers=12, restarts=9)
+    one = whole.after(End(137, lost=1))
+    two = one.after(End(137, lost=1))  # 4 of 4 places that are left
+    assert [plan.count for plan in (whole, one, two)] == [6, 4, 4]
+    assert [one.restarts, two.restarts] == [8, 7]
+    three, none = two.after(End(137, lost=1)), whole.after(End(137, lost=6))
+    assert [three.count, none.count] == [3, 1]
+    assert whole.after(End(75)).count == 6  # each saved and ended by itself
+    assert RestartPlan(6, 6, 9, lost=1).count == 3
+    assert RestartPlan(6, None, 9).after(End(137, lost=6)).count == 6
 
 
 @pytest.mark.parametrize(
@@ -49,10 +46,6 @@ def test_as_many_go_on_as_are_left_and_fit():
         (End(75), 1, 75),
         (End(137, lost=1), 1, 75),
         (End(1, lost=1), 1, 75),  # another failed since one was lost
-        (End(75, regrows=True), 2, 75),
-        (End(143, regrows=True), 2, 143),
-        (End(3, regrows=True), None, 3),
-        (End(137, lost=1, regrows=True), 1, 75),
         (End(75, ended_by=15), None, 75),
         (End(143, ended_by=15), None, 143),
         (End(1, ended_by=2), None, 130),
@@ -60,29 +53,13 @@ def test_as_many_go_on_as_are_left_and_fit():
     ],
 )
 def test_what_an_end_leads_to(end, left, code):
-    plan = RestartPlan(2, 2, restarts=2)
-    after = plan.after(end, 0)
+    plan = RestartPlan(2, restarts=2)
+    after = plan.after(end)
     assert (after and after.restarts) == left
     assert plan.code(end) == code
-    last = RestartPlan(2, 2, restarts=0)
-    assert last.after(end, 0) is (last if left == 2 else None)
+    assert RestartPlan(2, restarts=0).after(end) is None
     if end.lost:
-        assert RestartPlan(2, 2, restarts=None).code(end) == end.code
-
-
-def test_a_job_is_asked_once_to_end_where_more_fit_again(monkeypatch, capfd):
-    sent = []
-    monkeypatch.setattr(group, "_send", lambda *what: sent.append(what))
-    running = [types.SimpleNamespace(steps=steps) for steps in (3, 0)]
-    job = group._Job(7, running, group.Timeouts(1, 1, regrow_at=0), [])
-    job._end_to_regrow()
-    assert not job.end.regrows and sent == []  # one has not begun
-    running[1].steps = 1
-    for _ in range(2):
-        job._end_to_regrow()
-    assert job.end.regrows and sent == [(7, signal.SIGTERM)]
-    text = "more processes fit again; 2 that run are asked to save and end"
-    assert capfd.readouterr().err == f"towerjax launch: {text}\n"
+        assert RestartPlan(2).code(end) == end.code
 
 
 def moment(seed, folder, fault):
@@ -92,7 +69,7 @@ def moment(seed, folder, fault):
     words = folder, STEPS, fault, draw.randrange(2), draw.randrange(1, STEPS + 1)
     command = [sys.executable, "-I", "-S", str(worker), *map(str, words)]
     folder.mkdir()
-    options = {"regrow_s": 0.05, "grace_s": 0.1, **LIMITS.get(fault, {})}
+    options = {"grace_s": 0.1, "towers": [2, None][seed % 2], **LIMITS.get(fault, {})}
     return command, {"processes": 2, "restarts": 9, **options}
 
 
@@ -179,7 +156,7 @@ def test_a_real_training_ends_on_the_bits_of_the_undisturbed(tmp_path, monkeypat
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     fault = faults.Fault("kill", victim=1, after=12)
-    row = faults.disturbed(fault, digest, steps=steps, regrow_s=600)
+    row = faults.disturbed(fault, digest, steps=steps)
     assert row.is_good and row.devices == (4, 2), row
 
 
@@ -206,7 +183,7 @@ def test_a_duel_is_told_from_what_its_processes_wrote(tmp_path):
 def children(program, **options):
     start = "import os, signal, sys, time; me = os.environ['TOWERJAX_PROCESS_ID'];"
     command = [sys.executable, "-I", "-S", "-c", start + program]
-    return launch(command, **{"processes": 2, "regrow_s": 0, "grace_s": 0.1, **options})
+    return launch(command, **{"processes": 2, "grace_s": 0.1, **options})
 
 
 def test_a_program_that_fails_by_itself_is_not_started_again(capfd):

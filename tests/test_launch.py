@@ -80,25 +80,6 @@ def test_a_job_says_whose_each_line_is_and_leaves_nothing_behind(capfd, monkeypa
     assert sorted(err.splitlines()) == [f"[{i}] err {i}" for i in range(3)]
 
 
-def test_the_transports_connections_are_no_output(capfd):
-    whole = "is connected to 3 peer ranks. Expected number of connected peer ranks is :"
-    lines = [
-        f"[Gloo] Rank 1 {whole} 3",
-        f"[Gloo] Rank [Gloo] Rank 4 {whole} 3",  # torn, as threads write them
-        f" 1 {whole} 3",
-        f"[Gloo] Rank 2 {whole} 3[Gloo] Rank 3 {whole} 3",
-        "",
-        f"[Gloo] Rank 2 {whole} [Gloo] Rank 3 {whole} 3",
-        "3",
-        "3",  # and what the program prints
-        "[Gloo] Rank 1 failed",
-        "peer ranks differ",
-    ]
-    launch(child(f"print(*{lines!r}, sep=chr(10))"), processes=1)
-    expected = "[0] 3\n[0] [Gloo] Rank 1 failed\n[0] peer ranks differ\n"
-    assert capfd.readouterr().out == expected
-
-
 def test_no_line_is_torn_and_none_is_lost(capfd):
     program = (
         "\nfor n in range(400):\n"
@@ -188,12 +169,10 @@ def test_a_program_that_is_not_there_is_code_127(capfd):
     ({"grace_s": -1}, "grace_s=-1 must be a number of seconds >= 0"),
     ({"grace_s": float("inf")}, "grace_s=inf must be a number of seconds"),
     ({"restarts": -1}, "restarts=-1 must be a whole number >= 0"),
-    ({"regrow_s": -1}, "regrow_s=-1 must be a number of seconds >= 0"),
     ({"hang_timeout_s": -1}, "hang_timeout_s=-1 must be a number of seconds >= 0"),
     ({"step_timeout_s": -1}, "step_timeout_s=-1 must be a number of seconds >= 0"),
-    ({"towers": 4}, "towers=4 .* Say devices_per_process, so that"),
-    ({"towers": 5, "devices_per_process": 2},
-        "towers=5 cannot be shared out to 1 processes of 2 devices. Say"),
+    ({"towers": 0}, "towers=0 must be a whole number >= 1"),
+    ({"towers": 5, "processes": 2}, "towers=5 cannot be shared out to 2 processes."),
     ({"devices_per_process": 1, "env": {"JAX_PLATFORMS": "cuda,cpu"}},
         "devices_per_process=1 counts CPU devices, but JAX_PLATFORMS is 'cuda,cpu'"),
     ({"env": {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}},

@@ -408,7 +408,7 @@ UNASKED = {
     "min_delta": 0.0, "min_steps": 0, "restore": False, "replace": False,
     "max_elements": 64, "flush_s": 10.0, "iterations": 0,
     # How long processes wait for one another, in seconds, and their exit code.
-    "exit_code": 75, "grace_s": 5.0, "regrow_s": 60.0, "heartbeat_timeout_s": 100,
+    "exit_code": 75, "grace_s": 5.0, "heartbeat_timeout_s": 100,
     "initialization_timeout_s": 300, "shutdown_timeout_s": 300,
     "exit_on_exception": True, "hang_timeout_s": math.inf, "step_timeout_s": math.inf,
     # What is sent, in bytes and in parts.

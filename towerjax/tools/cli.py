@@ -149,11 +149,10 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("--devices-per-process", int, "CPU devices of each; default: JAX's"),
         ("--port", int, "where process 0 listens; default: a free one"),
         ("--restarts", int, "restart after so many losses of a process"),
-        ("--towers", int, "the program's, which the devices left must divide"),
+        ("--towers", int, "the program's: go on without lost processes"),
         ("--grace-seconds=grace_s", float, "SIGTERM to SIGKILL (5)"),
         ("--hang-timeout=hang_timeout_s", float, "seconds of no sign of life"),
         ("--step-timeout=step_timeout_s", float, "seconds without a step"),
-        ("--regrow-seconds=regrow_s", float, "to try the lost again (60)"),
         ("command", str, "after --, with its arguments", _SEVERAL),
     ),
     report: (

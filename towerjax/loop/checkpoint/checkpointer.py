@@ -389,7 +389,7 @@ class Saving:
     def check_preempted(self, number: int) -> None:
         """Raise on all of several processes if one of them was sent SIGTERM.
 
-        Also report a step to the launcher, which waits for one before it regrows.
+        Also report a step to the launcher.
         """
         heartbeat.notify_launcher(heartbeat.STEP)
         if self._several and is_preempted(number):

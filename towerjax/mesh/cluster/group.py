@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -26,22 +25,12 @@ os.write(1, b"!")
 sys.stdin.buffer.read()
 os.killpg(0, signal.SIGKILL)
 """
-# What Gloo, JAX's transport on CPUs, prints of each connection; its threads tear lines.
-_TRANSPORT = re.compile(
-    rb"(\s|\[Gloo\]|Rank|\d|is connected to|peer ranks\.|"
-    rb"Expected number of connected peer ranks is :)*"
-)
 
 
 def _forward(source: IO[bytes], target: Any, prefix: str) -> None:
     """Write each line that a process prints, until it ends or nobody reads them."""
-    owed = 0  # rests of torn lines of the transport, which are still to come
     with source, contextlib.suppress(BrokenPipeError):
         for line in source:
-            begun = line.count(b"[Gloo]")
-            if (begun or owed) and _TRANSPORT.fullmatch(line):
-                owed += begun - 1
-                continue
             write(target, prefix.encode() + line.rstrip(b"\n") + b"\n")
 
 
@@ -73,7 +62,6 @@ class End:
     code: int = 0  # or the code of the first that failed; 128 + n for signal n
     lost: int = 0  # how many were killed by others than the launcher, or hung
     ended_by: int | None = None  # the signal that told the launcher to end
-    regrows: bool = False  # whether the launcher did, since more processes fit again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +72,6 @@ class Timeouts:
     failed_s: float  # the same, after a process has failed
     hang_s: float = math.inf  # without a sign of life of one process
     step_s: float = math.inf  # without a step of any process, once all have begun one
-    regrow_at: float = math.inf  # the time.monotonic from which more would fit
 
 
 def say(text: str) -> None:
@@ -219,7 +206,6 @@ class _Job:
             if self.kill_at == math.inf:
                 # A process that ends, or waits for a lost one, does no steps.
                 self._look_for_hangs()
-                self._end_to_regrow()
             over = [x for x in self.running if x.popen.poll() is not None]
             # Of two that ended in one moment one may have because the other did.
             likely = {None: 1, signal.SIGABRT: 2}
@@ -255,23 +241,14 @@ class _Job:
     def _look_for_hangs(self) -> None:
         now, running = time.monotonic(), self.running
         still_s = now - max((x.last_step for x in running), default=now)
-        stand = still_s > self.timeouts.step_s and self._do_steps()
+        do_steps = all(worker.steps for worker in running)
+        stand = do_steps and still_s > self.timeouts.step_s
         fewest = min((x.steps for x in running), default=0)
         for worker in running:
             if (silent_s := now - worker.last_sign) > self.timeouts.hang_s:
                 worker.kill(f"gave no sign of life for {silent_s:.1f} s")
             elif stand and worker.steps == fewest:
                 worker.kill(f"began no step for {still_s:.1f} s")
-
-    def _do_steps(self) -> bool:
-        return all(worker.steps for worker in self.running)
-
-    def _end_to_regrow(self) -> None:
-        is_due = time.monotonic() >= self.timeouts.regrow_at and self._do_steps()
-        if is_due and not self.end.regrows:
-            self.end.regrows, count = True, len(self.running)
-            say(f"more processes fit again; {count} that run are asked to save and end")
-            self._send(signal.SIGTERM)
 
     def _handle_end(self, worker: _Worker) -> None:
         self.running.remove(worker)
@@ -284,12 +261,10 @@ class _Job:
         if code == 0 or self.end.code:
             return
         self.end.code = code if code > 0 else 128 - code
-        as_asked = self.end.regrows and code in (AGAIN, -signal.SIGTERM)
-        if not self.end.ended_by and not as_asked:
+        if not self.end.ended_by:
             self._fail(worker)
         if self.kill_at == math.inf:
-            grace_s = self.timeouts.grace_s if as_asked else self.timeouts.failed_s
-            self.kill_at = time.monotonic() + grace_s
+            self.kill_at = time.monotonic() + self.timeouts.failed_s
 
     def _fail(self, worker: _Worker) -> None:
         code, rest = worker.popen.returncode, len(self.running)

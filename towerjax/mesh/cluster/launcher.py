@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from towerjax.mesh.cluster import spec
 from towerjax.mesh.cluster.group import AGAIN, FORWARDED, End, Timeouts, run_group, say
@@ -24,35 +22,29 @@ _HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED)
 
 @dataclasses.dataclass(frozen=True)
 class RestartPlan:
-    """How many processes may start now, and how many restarts are left."""
+    """How many processes are to start, and how many restarts are left."""
 
     processes: int  # how many there are without a loss
-    multiple: int  # a multiple of each number of processes that fits
+    towers: int | None = None  # of the program; None: all are always started
     restarts: int | None = None  # how often the job may still be started again
-    regrow_s: float = 60.0  # seconds until the place of a lost process is used again
-    free_at: tuple[float, ...] = ()  # when the place of each may be used again
+    lost: int = 0  # how many processes were
 
-    def count(self, now: float) -> int:
-        """The largest number of processes that fits into the free places; >= 1."""
-        places = self.processes - sum(at > now for at in self.free_at)
-        return max(n for n in range(1, max(places, 1) + 1) if self.multiple % n == 0)
+    @property
+    def count(self) -> int:
+        """The largest number of processes left that divides the towers; >= 1."""
+        if self.towers is None:
+            return self.processes
+        left = max(self.processes - self.lost, 1)
+        return max(n for n in range(1, left + 1) if self.towers % n == 0)
 
-    def grows_at(self, count: int) -> float:
-        """When more than ``count`` processes fit; infinity if never."""
-        times = (at for at in self.free_at if self.count(at) > count)
-        return min(times, default=math.inf)
-
-    def after(self, end: End, now: float) -> "RestartPlan | None":
+    def after(self, end: End) -> "RestartPlan | None":
         """The plan of the restart after an end; None if the job is over."""
         if not end.code or end.ended_by:
             return None
-        if not end.lost and end.regrows and end.code in (AGAIN, 128 + signal.SIGTERM):
-            return self
         if not self.restarts or not (end.lost or end.code == AGAIN):
             return None
-        lost = (now + self.regrow_s,) * end.lost
-        free_at = tuple(at for at in self.free_at if at > now) + lost
-        return dataclasses.replace(self, restarts=self.restarts - 1, free_at=free_at)
+        lost = self.lost + end.lost
+        return dataclasses.replace(self, restarts=self.restarts - 1, lost=lost)
 
     def code(self, end: End) -> int:
         """The exit code of a job that is over."""
@@ -73,7 +65,6 @@ def launch(
     towers: int | None = None,
     hang_timeout_s: float = math.inf,
     step_timeout_s: float = math.inf,
-    regrow_s: float = 60.0,
 ) -> int:
     """Run one command as a job of several local processes; return its exit code.
 
@@ -85,8 +76,8 @@ def launch(
     moved to another process group, and all of them when the launcher is killed.
 
     With ``restarts`` the job is started again after a process is lost, which is killed
-    or hangs, or exits with 75, in as many processes as are left and fit. The program
-    must save itself and resume, as `run` with a `Checkpointer` does.
+    or hangs, or exits with 75. The program must save itself and resume, as `run` with a
+    `Checkpointer` does.
 
     Args:
       command: The program and its arguments.
@@ -97,13 +88,12 @@ def launch(
       env: Variables to add to the environment.
       restarts: How often the job may be started again; None ends it with the first
         loss, with its code, and 0 with 75.
-      towers: The number of towers of the program's strategy: fewer processes fit if
-        their devices divide it; with None, if their number divides ``processes``.
+      towers: The number of towers of the program's strategy, by which the job goes on
+        without lost processes, in the most that divide it; None starts all again.
       hang_timeout_s: Seconds without a sign of life after which a process is killed,
         counted from its start; `initialize` gives the first sign.
       step_timeout_s: Seconds without a step of any process after which those that did
         the fewest are killed, once each did one in a `run` with a `Checkpointer`.
-      regrow_s: Seconds until the place of a lost process is used again.
 
     Returns:
       0 if all returned 0; else the code of the first that failed, 128 + n for signal
@@ -129,10 +119,16 @@ def launch(
         raise ValueError(f"{null[0]!r} holds a null byte, which no argument may.")
     check_whole("restarts", restarts, 0, or_none=True)
     check_number("grace_s", grace_s, _SECONDS)
-    check_number("regrow_s", regrow_s, _SECONDS)
     check_number("hang_timeout_s", hang_timeout_s, _SECONDS, math.inf)
     check_number("step_timeout_s", step_timeout_s, _SECONDS, math.inf)
-    multiple = _multiple_of_counts(towers, processes, devices_per_process)
+    check_whole("processes", processes)
+    check_whole("devices_per_process", devices_per_process, or_none=True)
+    check_whole("towers", towers, or_none=True)
+    if towers is not None and towers % processes:
+        raise ValueError(
+            f"{towers=} cannot be shared out to {processes} processes. Start a number"
+            " of them that divides it."
+        )
     if port is not None and not spec.is_free(port):
         raise ValueError(
             f"port={port} is in use. Choose another, or leave it out to get a free one."
@@ -144,39 +140,21 @@ def launch(
     if shutil.which(command[0], path=environ.get("PATH")) is None:
         say(f"there is no program {command[0]!r}; write its path, or mend $PATH.")
         return NOT_FOUND
-    plan = RestartPlan(processes, multiple, restarts, regrow_s)
+    plan = RestartPlan(processes, towers, restarts)
     failed_s = grace_s if restarts is None else min(grace_s, _LOSS_GRACE_S)
     timeouts = Timeouts(grace_s, failed_s, hang_timeout_s, step_timeout_s)
     with _collect_signals() as arrived:
         while True:
-            count = plan.count(time.monotonic())
-            now = dataclasses.replace(timeouts, regrow_at=plan.grows_at(count))
-            environs = [environ.copy() for _ in range(count)]
             address = f"{spec.LOOPBACK}:{port or spec.free_port()}"
-            for i, each in enumerate(environs):
-                each |= zip(spec.VARIABLES, (address, str(count), str(i)), strict=True)
-            end = run_group(command, environs, now, arrived)
-            after = plan.after(end, time.monotonic())
-            if after is None:
+            environs = [
+                environ | spec.variables_of(address, plan.count, i)
+                for i in range(plan.count)
+            ]
+            end = run_group(command, environs, timeouts, arrived)
+            if (after := plan.after(end)) is None:
                 return plan.code(end)
             plan = after
             say(f"the job goes on; restarts left: {plan.restarts}")
-
-
-def _multiple_of_counts(towers: Any, processes: int, devices: int | None) -> int:
-    """The number that each number of processes that fits divides."""
-    check_whole("processes", processes)
-    check_whole("devices_per_process", devices, or_none=True)
-    check_whole("towers", towers, or_none=True)
-    if towers is None:
-        return processes
-    if devices is None or towers % (processes * devices):
-        raise ValueError(
-            f"towers={towers} cannot be shared out to {processes} processes of"
-            f" {devices} devices. Say devices_per_process, so that the number of all"
-            f" devices divides {towers}, or leave towers out."
-        )
-    return towers // devices
 
 
 def _device_variables(devices: int | None, environ: Mapping[str, str]) -> dict:

@@ -43,6 +43,14 @@ def is_free(port: int) -> bool:
 
 # The variables that `initialize` reads.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
+
+
+def variables_of(coordinator: str, num_processes: int, process_id: int) -> dict:
+    """The variables that make a process one of a cluster."""
+    values = coordinator, str(num_processes), str(process_id)
+    return dict(zip(VARIABLES, values, strict=True))
+
+
 SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
 # Process 0 is the chief, or worker 0 if there is no chief.
 _JOBS = ("chief", "worker")
