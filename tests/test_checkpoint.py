@@ -467,6 +467,14 @@ def test_threads_save_at_once_into_folders_of_their_own(light, tmp_path):
     assert saved == dict.fromkeys("abc", (4, 5, 6))
 
 
+def test_a_resumed_run_knows_how_many_batches_are_left(step, tmp_path, capsys):
+    cut = [next(model.batches().at(i)) for i in range(6)]
+    train(step, tj.Checkpointer(tmp_path), 2, batches=cut)
+    options = {"checkpointer": tj.Checkpointer(tmp_path), "audit": False}
+    tj.run(step, model.init(step), cut, **options)
+    assert "\nstep 6/6  loss " in capsys.readouterr().err
+
+
 def test_a_run_whose_end_has_passed_returns_the_newest_state(step, three, capsys):
     saving, batches = tj.Checkpointer(three), model.batches()
     options = {"steps": 2, "checkpointer": saving, "audit": False}

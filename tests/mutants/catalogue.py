@@ -1278,7 +1278,26 @@ WITHIN = (
        "(strategy), state", f"{_WIDE}_specs_by_a_function_of_the_name"),
 )
 
+_SAYS = "test_missing.py::test_an_error_says_what_to_write"
+PROMPT = (
+    _m("W01", "a loader that cannot begin loses the state", "loop.run:_run_loop",
+       "attached.state, attached.batches = point.state, batches", "pass",
+       "test_run.py::test_a_loader_that_cannot_begin_leaves_the_state"),
+    _m("W02", "the bar of batches with a length has no end",
+       "loop.progress:Progress.__init__", "steps = left", "pass",
+       "test_run.py::test_a_bar_shows_the_last_step[list-None]"),
+    _m("W03", "batches that were used count as left",
+       "data.stream:Source.__length_hint__", " - self.used_before", "",
+       "test_checkpoint.py::test_a_resumed_run_knows_how_many_batches_are_left"),
+    _m("W04", "an option that is not there is not explained",
+       "types.missing:_of_arguments", "called != fn.__qualname__", "True",
+       f"{_SAYS}[Write towers=...]"),
+    _m("W05", "a run whose end has passed does not say so",
+       "loop.checkpoint.checkpointer:Saving.resume", "start + steps < newest", "False",
+       "test_checkpoint.py::test_a_run_whose_end_has_passed_returns_the_newest_state"),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
-MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN
+MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + PROMPT
