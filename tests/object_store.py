@@ -10,20 +10,6 @@ import os
 from etils import epath
 
 FILES: dict[str, bytes] = {}
-CHANGES: list[str] = []
-LIMIT = [10**9]  # of changes, after which none can be made
-REFUSED: list[str] = []  # those that could not
-
-
-class GoneError(OSError):
-    """The store cannot be reached."""
-
-
-def changes(text):
-    if len(CHANGES) >= LIMIT[0]:
-        REFUSED.append(text)
-        raise GoneError("the store cannot be reached")
-    CHANGES.append(text)
 
 
 class Written(io.BytesIO):
@@ -36,8 +22,7 @@ class Written(io.BytesIO):
     def close(self):
         if not self.closed:
             data = self.getvalue()
-            super().close()  # first: what fails is not tried again by the collector
-            changes(self.text)
+            super().close()
             FILES[self.text] = data
 
 
@@ -113,7 +98,6 @@ class FakePath:
         self.write_bytes(text.encode())
 
     def unlink(self):
-        changes(self.text)
         del FILES[self.text]
 
     def rmtree(self, missing_ok=False):

@@ -479,8 +479,7 @@ def test_a_loader_that_cannot_begin_leaves_the_state(train_step):
     loader = Loader()
     with pytest.raises(LoaderError) as caught:
         run(train_step, init(train_step), loader, progress=False)
-    state, left = (vars(caught.value).get(x) for x in ("state", "batches"))
-    assert state is not None and int(state.step) == 0 and left is loader
+    assert int(caught.value.state.step) == 0 and caught.value.batches is loader
 
 
 def test_a_run_without_an_end_says_so(train_step, capsys):

@@ -127,7 +127,7 @@ def main():
             # Of the last line there may be half.
             numbers = [x for x in text.split(b"\n")[:-1] if x.isdigit()]
             said = max([said, *map(int, numbers)])
-            left += bool(list(pathlib.Path(path).glob("*.partial")))
+            left += bool(list(pathlib.Path(path).glob("*.orbax-checkpoint-tmp*")))
         print(
             json.dumps(
                 {

@@ -324,7 +324,7 @@ class Loop:
             self._writers.write([Record("eval", number, time.time(), values)])
             point.watch.add(number, values, point.state)
             point.is_evaluation_due = False
-            if self._saving is not None and self._saving.is_best(values):
+            if self._saving is not None and self._saving.is_best(number, values):
                 point.is_saving_due = True
         self._writers.raise_failure()
         self._log.evaluate_s += time.perf_counter() - start_s

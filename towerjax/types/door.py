@@ -29,8 +29,8 @@ def door(fn: _F) -> _F:
         except BaseException as error:  # Ctrl-C, too
             # Another one would take the place of the first, and of its ``state``.
             with ignored:
-                tidy(error)
                 explain(error, fn)
+                tidy(error)
             raise  # by itself it adds no frame
 
     # With the globals of the function, by which doctest finds it.

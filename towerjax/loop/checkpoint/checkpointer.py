@@ -1,13 +1,13 @@
-"""Save a run between steps, write in a thread, and resume it: `Checkpointer`."""
+"""Save a run between steps, by Orbax, and resume it: `Checkpointer`."""
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import math
 import os
-import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -17,7 +17,7 @@ from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.record import CheckpointRecord
-from towerjax.loop.files import absolute_path, checked_path
+from towerjax.loop.files import absolute_path, checked_path, is_on_disk
 from towerjax.loop.point import Point
 from towerjax.loop.stopping import Direction, cost_of, sign_of
 from towerjax.loop.writers import as_json
@@ -35,11 +35,10 @@ from towerjax.types.options import (
     check_text,
     check_whole,
     is_whole,
+    refuse_option,
 )
 
 Resume = Literal["cursor", "count", "anew"]
-# Orbax counts the saves of a process, and takes two at once for one.
-_ONE_AT_ONCE = threading.Lock()
 
 
 @doors
@@ -94,7 +93,10 @@ class Checkpointer:
     exit_code: int = 75
 
     def __post_init__(self) -> None:
-        checked_path("Checkpointer.directory", self.directory, "a folder")
+        path = checked_path("Checkpointer.directory", self.directory, "a folder")
+        if not (is_on_disk(path) or os.fspath(path).startswith("gs://")):
+            what = "a folder on this machine or gs://, to which alone Orbax writes"
+            refuse_option("Checkpointer.directory", self.directory, what)
         check_whole("every", self.every, or_none=True)
         check_whole("keep", self.keep, 1)
         check_whole("exit_code", self.exit_code, 1, 255)
@@ -166,18 +168,14 @@ class Checkpointer:
             if chosen is None:
                 raise CheckpointError(f"There is no checkpoint in {str(self.path)!r}.")
             where = self._folder(chosen)
-            folder.check_manifest(where)
+            folder.check_files(where)
             saved = CheckpointRecord.read(where)
             record.check_same_model(saved.leaves, state, where)
             return chosen
 
-        where = folder.path_of(self.path, call_on_first_process(choose))
-        leaves = CheckpointRecord.read(where).leaves
-        with folder.for_orbax(where) as here:
-            if here != where:
-                folder.copy_files(where, here)
-            arrays, placement = here / folder.ARRAYS, step.strategy.placement
-            return record.restore_leaves(arrays, leaves, state, placement)
+        where = self.path / str(call_on_first_process(choose))
+        leaves, placement = CheckpointRecord.read(where).leaves, step.strategy.placement
+        return record.restore_leaves(where / folder.ARRAYS, leaves, state, placement)
 
     def _folder(self, number: Any) -> epath.Path:
         if not is_whole(number) or number not in self.steps:
@@ -185,7 +183,7 @@ class Checkpointer:
                 f"There is no checkpoint of step {number} in {str(self.path)!r}, but of"
                 f" {list(self.steps)}."
             )
-        return folder.path_of(self.path, number)
+        return self.path / str(number)
 
 
 def _costs(options: Checkpointer) -> dict[int, float]:
@@ -197,8 +195,42 @@ def _costs(options: Checkpointer) -> dict[int, float]:
     return {number: sign * x for number, x in values.items() if x is not None}
 
 
+def _manager(directory: epath.Path, seal: Any, policy: Any) -> Any:
+    """Orbax's manager, for saving; its import takes longer than that of towerjax."""
+    import orbax.checkpoint as ocp
+
+    in_thread = ocp.AsyncOptions(
+        post_finalization_callback=seal,
+        # Else two managers of one process, each in a thread, wait for each other.
+        create_directories_asynchronously=False,
+    )
+    options = ocp.CheckpointManagerOptions(
+        create=False, async_options=in_thread, preservation_policy=policy
+    )
+    handler = ocp.StandardCheckpointHandler()
+    manager = ocp.CheckpointManager(directory, options=options, item_handlers=handler)
+    # It asks from another thread for an older step, which `is_preempted` may not.
+    manager.reached_preemption = lambda step: False
+    return manager
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Leave out what Orbax logs of failures, which are raised."""
+
+    def is_others(line: logging.LogRecord) -> bool:
+        return "/orbax/" not in line.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_others)
+
+
 class Saving:
-    """Saves and resumes one run; ``stack`` closes its thread, files and lock."""
+    """Saves and resumes one run; ``stack`` closes its files and lock."""
 
     def __init__(
         self,
@@ -210,7 +242,6 @@ class Saving:
     ) -> None:
         self.options, self._step, self._source = options, step, source
         self.directory = str(options.path)
-        self._is_first = jax.process_index() == 0
         self._several = step.strategy.placement.num_processes > 1
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
@@ -223,21 +254,26 @@ class Saving:
             folder.owner(options.path),
             f"Here it is in {self.directory!r}. Name one that all processes see.",
         )
-        written_to = folder.for_orbax(options.path, self._several)
-        self._written_to = stack.enter_context(written_to)
-        self._files = stack.enter_context(record.array_checkpointer())
-        self._thread = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="towerjax-checkpoint"
-        )
+        stack.enter_context(_quiet_orbax())
+        self._files = _manager(options.path, self._seal, self)
+        stack.callback(self._close)
+        # Python takes a thread for ended whose `join` was interrupted by Ctrl-C.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
         stack.callback(self._thread.shutdown)  # called first: no write comes after it
-        self._writing: concurrent.futures.Future[None] | None = None
+        self._writing: CheckpointRecord | None = None
+        self._written: concurrent.futures.Future[None] | None = None
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self.is_resumed = False
         self.passed_end: int | None = None  # of a run that ends before a checkpoint
-        self._lowest = call_on_first_process(
-            lambda: min(_costs(options).values(), default=math.inf)
+        costs = call_on_first_process(lambda: [*_costs(options).items()])
+        self._best, self._lowest = min(
+            costs, key=lambda pair: pair[1], default=(None, math.inf)
         )
+
+    def _close(self) -> None:
+        with contextlib.suppress(Exception):  # told by `wait`, or the run failed before
+            self._files.close()
 
     def _refuse_what_cannot_be_saved(self) -> None:
         if jax.process_count() > 1 and not self._several:
@@ -266,7 +302,7 @@ class Saving:
         if newest >= start:
             self._saved = newest, saved.evaluation
         if newest <= start:
-            where = folder.path_of(self.options.path, newest)
+            where = self.options.path / str(newest)
             record.check_same_model(saved.leaves, point.state, where)
             return steps
         left = None if steps is None else max(start + steps - newest, 0)
@@ -294,13 +330,15 @@ class Saving:
         cursor = record.decode_cursor(cursor) if uses_cursor else None
         self._source.go_to(Position(used, cursor))
 
-    def is_best(self, values: Mapping[str, Any]) -> bool:
+    def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
         """Whether an evaluation is better than all before it, and to be saved."""
         if self.options.best is None:
             return False
-        before, cost = self._lowest, cost_of(values, self.options, "best")
-        self._lowest = cost if cost < before else before
-        return cost < before
+        cost = cost_of(values, self.options, "best")
+        if not cost < self._lowest:
+            return False
+        self._best, self._lowest = number, cost
+        return True
 
     def save(
         self, point: Point, evaluation: Mapping[str, Any] = types.MappingProxyType({})
@@ -318,7 +356,7 @@ class Saving:
         check_mirrored(state)
         self.wait()
         strategy, last = self._step.strategy, self._source.last
-        new = CheckpointRecord(
+        self._writing = CheckpointRecord(
             step=number,
             strategy=repr(strategy),
             towers=strategy.placement.num_towers,
@@ -331,49 +369,55 @@ class Saving:
             stopping=point.watch.counts,
             versions=record.library_versions(),
         )
-        with contextlib.ExitStack() as held, self._explaining(number):
-            if number != newest:  # else only the record changes
-                held.enter_context(_ONE_AT_ONCE)
-                path = folder.partial_path_of(self._written_to, number)
-                if self._is_first:
-                    folder.discard(self._written_to, number)
-                self._files.save(path / folder.ARRAYS, record.arrays_of(state))
-            finish = self._finish, new, number != newest, held.pop_all()
-            self._writing = self._thread.submit(*finish)
+        with self._explaining(number):
+            if number != newest:
+                from orbax.checkpoint.args import StandardSave
+
+                arrays = record.arrays_of(state)
+                self._files.save(number, args=StandardSave(arrays), force=True)
+                self._written = self._thread.submit(self._files.wait_until_finished)
+            else:  # only the record changes
+                self._replace_record(self.options.path / str(number))
         self._saved = number, evaluation
 
-    def _finish(
-        self, new: CheckpointRecord, is_new: bool, held: contextlib.ExitStack
-    ) -> None:
-        """In the thread: wait for the arrays, then commit the checkpoint."""
-        directory, number = self.options.path, new.step
-        with self._explaining(number):
-            with held:
-                self._files.wait_until_finished()
-            if not self._is_first:
-                return
-            fields = as_json(dataclasses.asdict(new))
-            target = folder.path_of(directory, number)
-            if is_new:
-                partial = folder.partial_path_of(self._written_to, number)
-                record.describe_to_orbax(partial, self._files)
-                folder.commit(partial, target, fields)
-            else:
-                table = {**folder.read_manifest(target), "record": fields}
-                folder.write_table(target, table)
-        steps, best = self.options.steps, self.options.best_step
-        for number in steps[: -self.options.keep]:
-            if number != best:
-                folder.remove(directory, number)
+    def _seal(self) -> None:
+        """In Orbax's thread of the first process, before it commits a checkpoint."""
+        (where,) = folder.unfinished(self.options.path)
+        folder.seal(where, as_json(dataclasses.asdict(self._writing)))
+
+    def _replace_record(self, where: epath.Path) -> None:
+        if jax.process_index() == 0:
+            fields = as_json(dataclasses.asdict(self._writing))
+            with folder.explained("written to", where):
+                table = {**folder.read_table(where), "record": fields}
+                folder.write_table(where, table)
+        there = self._files.all_steps()
+        for number, is_kept in zip(there, self._are_kept(there), strict=True):
+            if not is_kept:
+                self._files.delete(number)
+
+    def should_preserve(
+        self, checkpoints: Sequence[Any], *, context: Any
+    ) -> list[bool]:
+        """Which checkpoints stay: Orbax asks as it saves another."""
+        return self._are_kept([x.step for x in checkpoints])
+
+    def _are_kept(self, steps: Sequence[int]) -> list[bool]:
+        kept = {*sorted(steps)[-self.options.keep :], self._best}
+        return [number in kept for number in steps]
 
     @contextlib.contextmanager
-    def _explaining(self, number: int) -> Any:
+    def _explaining(self, number: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if self._is_first:
+            if number in self.options.steps:  # and one before could not be deleted
+                with folder.explained("deleted from", self.options.path):
+                    raise
+            if jax.process_index() == 0:
                 with contextlib.suppress(Exception):  # the cause is raised
-                    folder.discard(self._written_to, number)
+                    for path in folder.unfinished(self.options.path):
+                        path.rmtree()
             raise CheckpointError(
                 f"The checkpoint of step {number} could not be written to"
                 f" {self.directory!r}; those before it are whole."
@@ -382,9 +426,10 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is committed."""
-        if self._writing is not None:
-            self._writing.result()  # again where Ctrl-C ends this
-            self._writing = None
+        with self._explaining(self._saved[0]):
+            if self._written is not None:
+                self._written.result()
+            self._written = None
 
     def check_preempted(self, number: int) -> None:
         """Raise on all of several processes if one of them was sent SIGTERM.

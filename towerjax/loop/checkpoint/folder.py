@@ -1,19 +1,22 @@
-"""Make, commit, check and remove the folders of checkpoints."""
+"""The folder of a run: who has it, which checkpoints it holds, and whether whole ones.
 
-import concurrent.futures
+Orbax writes, commits and deletes checkpoints. It reads a flipped bit of a large array
+as another number, so a table in each has the checksums of its files.
+"""
+
 import contextlib
 import errno
 import fcntl
-import hashlib
+import itertools
 import json
 import math
 import os
-import pathlib
 import re
 import shutil
-import tempfile
+import stat
 import uuid
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterator
 from typing import Any
 
 from etils import epath
@@ -22,216 +25,72 @@ from towerjax.loop.files import is_on_disk
 from towerjax.types.leaves import listed
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+TABLE = "towerjax.json"
 ARRAYS = "default"  # what Orbax's CheckpointManager calls the one item of a step
-# Where no folder can be renamed, the last file of a checkpoint, as Orbax has it.
-_COMMITTED = "commit_success.txt"
-_UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
-_UNREADABLE += (RecursionError,)
-_WHOLE = re.compile(r"0|[1-9][0-9]*")
-_PARTIAL = re.compile(r"[0-9]+\.partial")
+_COMMITTED = "commit_success.txt"  # the last file, where no folder can be renamed
+_METADATA = "_CHECKPOINT_METADATA"  # which Orbax changes last, and restoring needs not
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_UNFINISHED = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
+_TO_WRITE = "Name a folder that this process may write to"
+_REMEDIES = {
+    "written to": _TO_WRITE,
+    "deleted from": _TO_WRITE,
+    "read from": "They need not be damaged: try again, or let this process read them",
+    "restored from": "The files are those that were written",
+}
 
 
 class CheckpointError(ValueError):
     """A checkpoint or its folder cannot be used; says which file or leaf, and why."""
 
 
-def commit(folder: epath.Path, target: epath.Path, record: Any) -> None:
-    """Write the manifest of a folder and sync all to the disk; then let it count.
-
-    The manifest has each file's length and SHA-256, and the record.
-    """
-    files = {name: _checksum(folder / name, sync=True) for name in _files_of(folder)}
-    write_table(folder, {"format": FORMAT, "files": files, "record": record})
-    if is_on_disk(target):
-        for path in {folder, *((folder / name).parent for name in files)}:
-            _sync_folder(path)
-        folder.rename(target)
-        _sync_folder(target.parent)
-        return
-    if folder != target:
-        copy_files(folder, target, (*files, MANIFEST))
-        folder.rmtree()
-    (target / _COMMITTED).write_text("")
-
-
-def copy_files(
-    source: epath.Path, target: epath.Path, names: Iterable[str] = ()
-) -> None:
-    """Copy files into a folder, several at once; all but the manifest by default."""
-
-    def copy(name: str) -> None:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        with (source / name).open("rb") as old, (target / name).open("wb") as new:
-            shutil.copyfileobj(old, new, 2**24)
-
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(copy, names or _files_of(source)))
-
-
 @contextlib.contextmanager
-def for_orbax(folder: epath.Path, several: bool = False) -> Iterator[epath.Path]:
-    """The folder, or a temporary one where TensorStore, Orbax's, has no driver for it.
-
-    To copy what several processes wrote they would need a common folder.
-    """
-    if is_on_disk(folder) or os.fspath(folder).startswith("gs://"):
-        yield folder
-        return
-    if several:
-        raise CheckpointError(
-            f"Several processes cannot save to {str(folder)!r}, which Orbax has no"
-            " driver for. Name a folder that all see, or gs://."
-        )
-    with tempfile.TemporaryDirectory(prefix="towerjax-") as name:
-        yield epath.Path(name)
-
-
-def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
-    """Write a manifest, or replace it as a whole."""
-    table = {**table, "sha256": _hash_of_table(table)}
-    text = json.dumps(table, indent=1, allow_nan=False)
-    if not is_on_disk(folder):  # where a file is replaced as a whole
-        (folder / MANIFEST).write_text(text)
-        return
-    being_made = folder / (MANIFEST + ".partial")
-    with open(being_made, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    being_made.replace(folder / MANIFEST)
-    _sync_folder(folder)
-
-
-def read_manifest(folder: epath.Path) -> dict[str, Any]:
-    """The manifest of a folder; raise unless it is what was written."""
-    path, digest, version = folder / MANIFEST, None, None
-    with contextlib.suppress(*_UNREADABLE):
-        table = json.loads(path.read_text() if _is_file(path) else "{}")
-        digest, version = table.pop("sha256"), table["format"]
-        if digest != _hash_of_table(table):
-            digest = None
-    if version not in (None, FORMAT):
-        raise CheckpointError(
-            f"The checkpoint {str(folder)!r} has format {version!r:.200}, and this"
-            f" towerjax reads format {FORMAT}. Use the towerjax that wrote it."
-        )
-    if version is None or digest is None:
-        raise _damaged(folder, f"{MANIFEST} is missing, cut or changed")
-    return table
-
-
-def _damaged(folder: epath.Path, how: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint {str(folder)!r} is not what was written: {how}. Restore these"
-        " files; or delete the whole folder to go on from the checkpoint before."
-    )
-
-
-def check_manifest(folder: epath.Path) -> None:
-    """Raise unless a folder holds the files of its manifest, and nothing else.
-
-    This finds damage, not forgery: who can write the files can write the manifest.
-    """
-    files = read_manifest(folder)["files"]
-    problems, there = [], set(_files_of(folder))
-    for name, (size, digest) in files.items():
-        if name not in there:
-            problems.append(f"{name} is missing")
-        elif not _is_file(folder / name):
-            problems.append(f"{name} is a pipe, or a link to nothing")
-        elif (now := _checksum(folder / name))[0] != size:
-            problems.append(f"{name} has {now[0]} bytes instead of {size}")
-        elif now[1] != digest:
-            problems.append(f"{name} has been changed")
-    problems += [f"{name} does not belong there" for name in there - files.keys()]
-    if problems:
-        raise _damaged(folder, listed(sorted(problems)))
-
-
-def _sync_folder(path: epath.Path) -> None:
-    """Sync the names in a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
+def explained(done: str, path: epath.Path) -> Iterator[None]:
+    """Raise a `CheckpointError`: that checkpoints cannot be ``done``, and why."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # of many kinds, where it is no local folder
+        code = getattr(error, "errno", None) or 0
+        name, why = errno.errorcode.get(code, type(error).__name__), f"{error!s:.400}"
+        is_full = name in ("ENOSPC", "EDQUOT", "EFBIG")
+        remedy = "Make room" if is_full else _REMEDIES[done]
+        raise CheckpointError(
+            f"Checkpoints cannot be {done} {str(path)!r}:"
+            f" {getattr(error, 'strerror', None) or why} ({name}). {remedy}."
+        ) from error
 
 
-def _is_file(path: epath.Path) -> bool:
-    """Whether a path is a file; to open a pipe would wait for who writes into it."""
-    return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
+def saved_steps(directory: epath.Path) -> tuple[int, ...]:
+    """The steps of the committed checkpoints, ascending."""
+    with explained("read from", directory):
+        try:
+            paths = _those(directory, _NUMBER)
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        return tuple(sorted(int(x.name) for x in paths if _is_committed(x)))
 
 
-def _files_of(folder: epath.Path) -> list[str]:
-    """The files below a folder, without those that say that it is whole."""
-    return sorted({*_files_below(folder)} - {MANIFEST, _COMMITTED})
+def unfinished(directory: epath.Path) -> list[epath.Path]:
+    """The folders of checkpoints that are being written, or were when it was killed."""
+    if is_on_disk(directory):
+        return _those(directory, _UNFINISHED)
+    return [path for path in _those(directory, _NUMBER) if not _is_committed(path)]
 
 
-def _files_below(folder: epath.Path) -> Iterator[str]:
-    for path in folder.iterdir():
-        if path.is_dir() and not (is_on_disk(path) and os.path.islink(path)):
-            yield from (f"{path.name}/{name}" for name in _files_below(path))
-        else:
-            yield path.name
-
-
-def _checksum(path: epath.Path, *, sync: bool = False) -> list[Any]:
-    with path.open("rb") as opened:
-        file: Any = opened
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if sync and is_on_disk(path):
-            os.fsync(file.fileno())
-        return [file.seek(0, os.SEEK_END), digest]
-
-
-def _hash_of_table(table: Any) -> str:
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
-
-
-def path_of(directory: epath.Path, number: int) -> epath.Path:
-    """The folder of a checkpoint, which has the name that Orbax gives it."""
-    return directory / str(number)
-
-
-def partial_path_of(directory: epath.Path, number: int) -> epath.Path:
-    """The folder of a checkpoint that is being written or deleted."""
-    return directory / (f"{number}.partial" if is_on_disk(directory) else str(number))
-
-
-def _is_partial(path: epath.Path) -> bool:
-    if is_on_disk(path):
-        return bool(_PARTIAL.fullmatch(path.name))
-    return bool(_WHOLE.fullmatch(path.name)) and not _is_committed(path)
+def _those(directory: epath.Path, pattern: re.Pattern[str]) -> list[epath.Path]:
+    # fsspec keeps listings of a store, to which others write, and Orbax by TensorStore.
+    if hasattr(backend := getattr(directory, "_backend", None), "fs"):
+        backend.fs(directory).invalidate_cache()
+    return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
 
 def _is_committed(path: epath.Path) -> bool:
     return is_on_disk(path) or (path / _COMMITTED).exists()
 
 
-def discard(directory: epath.Path, number: int) -> None:
-    """Delete what was written of a checkpoint, unless that counts."""
-    path = partial_path_of(directory, number)
-    if _is_partial(path):
-        path.rmtree(missing_ok=True)
-
-
-def saved_steps(directory: epath.Path) -> tuple[int, ...]:
-    """The steps of the committed checkpoints, ascending."""
-    try:
-        paths = [path for path in directory.iterdir() if _WHOLE.fullmatch(path.name)]
-        return tuple(sorted(int(path.name) for path in paths if _is_committed(path)))
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    except Exception as error:  # of many kinds, where it is no local folder
-        raise _unusable("read from", directory, error) from error
-
-
-def remove(directory: epath.Path, number: int) -> None:
-    """Delete a checkpoint, which first ceases to count."""
-    path, partial = path_of(directory, number), partial_path_of(directory, number)
-    path.rename(partial) if is_on_disk(path) else (path / _COMMITTED).unlink()
-    partial.rmtree()
+# Whether a run may use it
 
 
 @contextlib.contextmanager
@@ -241,23 +100,26 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[None]:
     What a killed process left is deleted. ``needed`` bytes must be free. Object stores
     have neither locks nor an end.
     """
+    free, name, is_local = math.inf, uuid.uuid4().hex, is_on_disk(directory)
     with contextlib.ExitStack() as stack:
-        try:
+        with explained("written to", directory):
             directory.mkdir(parents=True, exist_ok=True)
-            free, name = math.inf, uuid.uuid4().hex
-            if is_on_disk(directory):
-                free = _lock_locally(directory / ".lock", name, stack)
+            if is_local:
+                stack.callback(os.close, _lock_locally(directory / ".lock", name))
+                (probe := directory / f".{name}").mkdir()
+                probe.rmdir()
             else:
                 (directory / ".lock").write_text(name)
-            for path in filter(_is_partial, list(directory.iterdir())):
+        with explained("deleted from", directory):
+            paths = _those(directory, _NUMBER) if is_local else ()
+            walks = (os.walk(path, onerror=_raise) for path in paths)
+            for folder, _, _ in itertools.chain.from_iterable(walks):
+                if not os.access(folder, os.W_OK | os.X_OK):
+                    raise PermissionError(errno.EACCES, f"{folder!r} is read-only")
+            for path in unfinished(directory):
                 path.rmtree()
-        except BlockingIOError:
-            raise CheckpointError(
-                f"Another run writes its checkpoints to {str(directory)!r}. Wait for"
-                " its end, or name another folder."
-            ) from None
-        except Exception as error:  # of many kinds, where it is no local folder
-            raise _unusable("written to", directory, error) from error
+        with explained("written to", directory):
+            free = shutil.disk_usage(directory).free if is_local else free
         if free < needed:
             raise CheckpointError(
                 f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
@@ -266,32 +128,133 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[None]:
         yield
 
 
-def _lock_locally(path: epath.Path, name: str, stack: contextlib.ExitStack) -> int:
-    """Lock a file until the stack is closed; how many bytes are free there."""
-    # Without a buffer, which a full disk would refuse again when it is closed; and not
-    # waiting for who reads, if it is a pipe.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK
-    file = os.open(path, flags, 0o666)
-    stack.callback(os.close, file)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.truncate(file, 0)
-    os.write(file, name.encode())
-    os.fsync(file)
-    return shutil.disk_usage(path.parent).free
+def _raise(error: OSError) -> None:
+    raise error
 
 
-def _unusable(done: str, directory: epath.Path, error: Exception) -> CheckpointError:
-    code = getattr(error, "errno", None) or 0
-    name, why = errno.errorcode.get(code, type(error).__name__), f"{error!s:.400}"
-    is_full = name in ("ENOSPC", "EDQUOT", "EFBIG")
-    remedy = "Make room" if is_full else "Name a folder that this process may write to"
-    return CheckpointError(
-        f"Checkpoints cannot be {done} {str(directory)!r}:"
-        f" {getattr(error, 'strerror', None) or why} ({name}). {remedy}."
+def _lock_locally(path: epath.Path, name: str) -> int:
+    """Lock a file, and write a name into it: the open file."""
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise CheckpointError(
+            f"{str(path)!r}, by which a run locks its folder, is no plain file but a"
+            " link, a pipe or a folder. Delete it, or name another folder."
+        )
+    # Without a buffer, which a full disk would refuse again when it is closed.
+    file = os.open(
+        path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o666
     )
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(file, 0)
+        os.write(file, name.encode())
+    except OSError as error:
+        os.close(file)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise CheckpointError(
+            f"Another run writes its checkpoints to {str(path.parent)!r}. Wait for its"
+            " end, or name another folder."
+        ) from None
+    return file
 
 
 def owner(directory: epath.Path) -> str:
     """Who holds the `lock`, as this process sees it."""
-    path = directory / ".lock"
-    return path.read_text() if path.exists() else "nobody"
+    with explained("read from", path := directory / ".lock"):
+        return path.read_text() if path.exists() else "nobody"
+
+
+# Whether a checkpoint is what was written
+
+
+def seal(folder: epath.Path, record: dict[str, Any]) -> None:
+    """Write the table of a checkpoint, of which all else is there."""
+    # With it a manager refuses to restore on any but the same devices.
+    (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
+    files = {name: _checksum(folder / name) for name in _files_below(folder)}
+    write_table(folder, {"format": FORMAT, "files": files, "record": record})
+
+
+def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
+    """Write a table, or replace it as a whole."""
+    text = json.dumps({**table, "crc32": _of_table(table)}, indent=1, allow_nan=False)
+    being_made = folder / f"{TABLE}.tmp" if is_on_disk(folder) else folder / TABLE
+    being_made.write_text(text)
+    if is_on_disk(folder):
+        being_made.replace(folder / TABLE)
+
+
+def read_table(folder: epath.Path) -> dict[str, Any]:
+    """The table of a checkpoint; raise unless it is what was written."""
+    table, kept = {}, None
+    with explained("read from", folder):
+        if _is_file(folder / TABLE):
+            text = (folder / TABLE).read_bytes()
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                table = dict(json.loads(text))
+                kept = table.pop("crc32", None)
+    if table.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(
+            f"The checkpoint {str(folder)!r} has format {table['format']!r:.200}, and"
+            f" this towerjax reads format {FORMAT}. Use the towerjax that wrote it."
+        )
+    if kept != _of_table(table):
+        raise _damaged(folder, f"{TABLE} is missing, cut or changed")
+    return table
+
+
+def check_files(folder: epath.Path) -> None:
+    """Raise unless a checkpoint holds the files of its table.
+
+    This finds damage, not forgery: who can write the files can write the table.
+    """
+    problems = []
+    for name, (size, crc) in read_table(folder)["files"].items():
+        with explained("read from", folder):
+            found = _checksum(folder / name) if _is_file(folder / name) else None
+        if found is None:
+            problems.append(f"{name} is missing, or no file")
+        elif found[0] != size:
+            problems.append(f"{name} has {found[0]} bytes instead of {size}")
+        elif found[1] != crc:
+            problems.append(f"{name} has been changed")
+    if problems:
+        raise _damaged(folder, listed(problems))
+
+
+def _damaged(folder: epath.Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint {str(folder)!r} is not what was written: {how}. Restore these"
+        " files; or delete the whole folder to go on from the checkpoint before."
+    )
+
+
+def _is_file(path: epath.Path) -> bool:
+    """Whether there is a file; to open a pipe would wait for who writes into it."""
+    if not is_on_disk(path):
+        return path.exists()
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _files_below(folder: epath.Path) -> Iterator[str]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from (f"{path.name}/{name}" for name in _files_below(path))
+        elif path.name not in (_COMMITTED, _METADATA):
+            yield path.name
+
+
+def _checksum(path: epath.Path) -> list[int]:
+    """The length of a file and its CRC-32."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while part := file.read(2**24):
+            size, crc = size + len(part), zlib.crc32(part, crc)
+    return [size, crc]
+
+
+def _of_table(table: Any) -> int:
+    return zlib.crc32(json.dumps(table, sort_keys=True).encode())

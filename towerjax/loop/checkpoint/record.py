@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from etils import epath
 
 from towerjax.loop.checkpoint.folder import (
-    ARRAYS,
     CheckpointError,
-    path_of,
-    read_manifest,
+    explained,
+    read_table,
 )
 from towerjax.loop.stopping import Count
 from towerjax.mesh.placement import Placement
@@ -72,6 +71,7 @@ _AS_BITS = {jnp.dtype("float8_e4m3"): jnp.uint8}
 
 def arrays_of(state: PyTree) -> PyTree:
     """The state as Orbax saves it: keys as their data, None for leaves of size 0."""
+    from orbax.checkpoint.tree import serialize_tree  # longer than that of towerjax
 
     def numbers(x: jax.Array) -> Any:
         if not x.size:
@@ -82,20 +82,7 @@ def arrays_of(state: PyTree) -> PyTree:
         x = x.addressable_data(0) if has_copies else x
         return x.view(_AS_BITS[x.dtype]) if x.dtype in _AS_BITS else x
 
-    return _plain(jax.tree.map(numbers, state))
-
-
-def _plain(tree: PyTree) -> PyTree:
-    """The tree with a dict for each node of a class, of which Orbax makes others."""
-    if type(tree) in (list, tuple):
-        return type(tree)(map(_plain, tree))
-    flat = jax.tree_util.tree_leaves_with_path(tree, lambda x: x is not tree)
-    if tree is None or (flat and not flat[0][0]):  # a leaf
-        return tree
-    keys = [path[0] for path, _ in flat]
-    is_dict, simple = type(tree) is dict, jax.tree_util.keystr
-    names = [x.key if is_dict else simple((x,), simple=True) for x in keys]
-    return dict(zip(names, (_plain(x) for _, x in flat), strict=True))
+    return serialize_tree(jax.tree.map(numbers, state), keep_empty_nodes=True)
 
 
 def check_names(state: PyTree) -> None:
@@ -111,21 +98,6 @@ def check_names(state: PyTree) -> None:
             )
 
 
-def array_checkpointer() -> Any:
-    """Orbax's checkpointer; its import takes longer than that of towerjax."""
-    import orbax.checkpoint
-
-    return orbax.checkpoint.StandardCheckpointer()
-
-
-def describe_to_orbax(folder: epath.Path, files: Any) -> None:
-    """Write what a ``CheckpointManager`` needs to restore a step without arguments."""
-    kind = {"item_handlers": {ARRAYS: files.handler.typestr()}}
-    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(kind))
-    # With it a manager refuses to restore on any but the same devices.
-    (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
-
-
 def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -> None:
     """Raise unless the saved leaves are those of the state, for any towers."""
     old, new = (
@@ -139,19 +111,17 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -
         )
 
 
-def _read_arrays(arrays: epath.Path, shapes: PyTree) -> dict[int, Any]:
-    """What Orbax reads for each shape of a `_plain` tree, by the shape's ``id``."""
-    try:
-        with array_checkpointer() as files:
-            read = files.restore(arrays, shapes)
-    except Exception as error:  # of many kinds; also of too little memory
-        raise CheckpointError(
-            f"The arrays in {str(arrays)!r} cannot be restored. {error!s:.400}"
-        ) from error
-    asked, read = (
-        jax.tree.leaves(x, is_leaf=lambda x: x is None) for x in (shapes, read)
-    )
-    return dict(zip(map(id, asked), read, strict=True))
+def _read_arrays(arrays: epath.Path, shapes: PyTree) -> PyTree:
+    """What Orbax reads for a tree of shapes; None where there is None."""
+    import orbax.checkpoint
+    from orbax.checkpoint.tree import deserialize_tree, serialize_tree
+
+    with (
+        explained("restored from", arrays),
+        orbax.checkpoint.StandardCheckpointer() as x,
+    ):
+        read = x.restore(arrays, serialize_tree(shapes, keep_empty_nodes=True))
+    return deserialize_tree(read, shapes, keep_empty_nodes=True)
 
 
 def restore_leaves(
@@ -185,15 +155,14 @@ def restore_leaves(
         dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
         like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         shapes.append(like if x.size else None)
-    read = _read_arrays(arrays, _plain(treedef.unflatten(shapes)))
+    read = _read_arrays(arrays, treedef.unflatten(shapes))
 
     def restored(like: jax.Array, x: jax.Array | None) -> jax.Array:
         if x is None:
             return like
         return like_key(x.view(like.dtype) if like.dtype in _AS_BITS else x, like)
 
-    pairs = zip(leaves, map(id, shapes), strict=True)
-    new = treedef.unflatten([restored(x, read.get(place)) for x, place in pairs])
+    new = jax.tree.map(restored, state, read, is_leaf=lambda x: x is None)
     if not resized:
         return new
     there, values = parts_of(TowerLocal, state), parts_of(TowerLocal, new)
@@ -240,8 +209,8 @@ class CheckpointRecord:
     @classmethod
     def read(cls, folder: epath.Path) -> "CheckpointRecord":
         """The record of a checkpoint; raise `CheckpointError` if it was changed."""
-        fields = read_manifest(folder)["record"]
-        if folder.name != (name := path_of(folder.parent, fields["step"]).name):
+        fields = read_table(folder)["record"]
+        if folder.name != (name := str(fields["step"])):
             raise CheckpointError(
                 f"The checkpoint {str(folder)!r} is by its record of step"
                 f" {fields['step']}: a copy, or renamed. Name it {name!r} or delete it."
