@@ -312,7 +312,7 @@ CALLS = {
     "an optimizer that casts": (check(optimizer=CAST),
         r"state\.opt_state was int32\[\] and is float32\[\]"),
     "an optimizer that needs more": (check(optimizer=optax.chain(NEEDY, SGD)),
-        r"keyword-only argument: 'temperature'\. Call it yourself.*tj\.build_step\("),
+        r"keyword-only argument: 'temperature'\. A step gives it.*tj\.build_step\("),
     "init of a text to keep": (init(opt_state={"mode": "a"}),
         r"^Devices hold arrays of numbers, but opt_state\['mode'\] is a str"),
     "shared weights": (init(SHARED), TWINS),

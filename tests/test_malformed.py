@@ -403,7 +403,7 @@ UNLIKE = {
 UNASKED = {
     "micro_batches": 1, "prefetch": 2, "prefetch_on_device": 2,
     "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
-    "per_example": False, "lazy": False,
+    "per_example": False, "bits": False, "lazy": False,
     # Of stopping and of files.
     "min_delta": 0.0, "min_steps": 0, "restore": False, "replace": False,
     "max_elements": 64, "flush_s": 10.0, "iterations": 0,

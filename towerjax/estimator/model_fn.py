@@ -297,10 +297,10 @@ def static_keys(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Keys of the values, by which programs are cached: values are compiled in."""
     try:
         return tuple(key_of(name, value) for name, value in given.items())
-    except (TypeError, RecursionError) as error:
+    except TypeError as error:
         raise ValueError(
             f"{error}. params and config are plain values, which are compiled in: put"
-            " arrays into variables, or write float(...)."
+            " arrays into variables, or write float(...), vars(...)."
         ) from error
 
 

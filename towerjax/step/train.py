@@ -26,7 +26,6 @@ from towerjax.step.update import (
     check_like_params,
     check_trainable,
     check_types,
-    may_need_more,
     trained_alone,
     trained_part,
     with_trained,
@@ -83,10 +82,6 @@ class Training:
     def init(self, params: PyTree) -> dict[str, Any]:
         """What the first state has besides its parameters: the optimizer's state."""
         part = trained_part(params, self.trainable)
-        needs = jax.eval_shape(self.optimizer.init, part)
-        if may_need_more(needs):
-            update = functools.partial(apply_update, self.optimizer)
-            jax.eval_shape(update, part, needs, part, jnp.float32(0))
         return {"opt_state": self.optimizer.init(part)}
 
     def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map
 from towerjax.proof.interpreter import Interpreter
 from towerjax.types import ArrayLike, PyTree, named_leaves, readable_leaves
 from towerjax.types.leaves import changes, differing_texts, few, listed
+from towerjax.types.version import page
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
 """``(name, leaf) -> bool``, or a tree of bool that is a prefix of ``params``."""
@@ -127,36 +128,17 @@ def _has_gradient(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
-_LINE_SEARCH = (
-    "A line search evaluates the loss function (value_fn) several times in one update."
-    " Write optax.lbfgs(learning_rate, linesearch=None), or another optimizer"
-)
-_NEEDS = {
-    "ScaleByZoomLinesearchState": _LINE_SEARCH,
-    "ScaleByBacktrackingLinesearchState": _LINE_SEARCH,
-    "HutchinsonState": (
-        "sophia differentiates the loss function (obj_fn). Give it a"
-        " hessian_diagonal_fn that does not, or write another optimizer"
-    ),
-    "SAMState": "Write sam(..., opaque_mode=False), which needs no grad_fn",
-    "LookaheadState": (
-        "Write params=optax.LookaheadParams.init_synced(params), read params.fast in"
-        " the loss function, and hand on its part: optax.GradientTransformation("
-        "lookahead.init, lambda grads, state, params: lookahead.update(grads.fast,"
-        " state, params))"
-    ),
-}
-"""By the type of its state: what an optimizer needs, and what to write instead."""
-
-_CALL_YOURSELF = (
-    "Call it yourself, optimizer.update(grads, opt_state, params, ...), in the update"
-    " function of a step of your own, tj.build_step(tower_fn, update_fn, strategy)"
+_NEEDS_MORE = (
+    "A step gives it gradients, parameters and, as tj.apply_gradients(..., loss="
+    "merged['loss']) does, value=loss. What needs more, call in the update of a step of"
+    " your own, tj.build_step(tower_fn, update_fn, strategy), or around step.fn:"
+    f" {page('optimizers')}"
 )
 _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 
 
 def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """Wrap the optimizer: drops ``value=loss`` if it takes none; explains its needs."""
+    """Wrap the optimizer: drops ``value=loss`` if it takes none; says what it lacks."""
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         inner = optax.with_extra_args_support(optimizer)
@@ -164,8 +146,7 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        kinds = _node_types(state)
-        if _OF_EXAMPLES in kinds:
+        if _OF_EXAMPLES in _node_types(state):
             raise ValueError(
                 "differentially_private_aggregate, which dpsgd uses, clips the gradient"
                 " of each example, but the optimizer gets one, of the whole batch:"
@@ -181,24 +162,10 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
                     raise
             extra_args.pop("value")
             return inner.update(updates, state, params, **extra_args)
-        except (AttributeError, TypeError, ValueError) as error:
-            known = [_NEEDS[kind] for kind in _NEEDS if kind in kinds]
-            if not known and "required keyword-only argument" not in str(error):
-                raise
-            needs = next(iter(known), _CALL_YOURSELF)
-            if "argument: 'value'" in str(error):
-                needs = "Write tj.apply_gradients(..., loss=merged['loss'])"
-            raise ValueError(
-                "The optimizer needs more than gradients, parameters and value=loss:"
-                f" {str(error).rstrip('.')}. {needs}."
-            ) from error
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"The optimizer: {error}. {_NEEDS_MORE}.") from error
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
-
-
-def may_need_more(opt_state: Any) -> bool:
-    """Whether `pass_loss` may refuse the update of an optimizer with this state."""
-    return not _node_types(opt_state).isdisjoint({*_NEEDS, _OF_EXAMPLES})
 
 
 def _node_types(tree: Any) -> set[str]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -21,7 +20,7 @@ from towerjax.towers.tower import tower_of
 from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
-from towerjax.types.leaves import has_tracers, is_traced, map_parts
+from towerjax.types.leaves import a_type, has_tracers, is_traced, map_parts
 from towerjax.types.options import check_callable, check_flag, check_takes
 
 _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
@@ -29,14 +28,6 @@ _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as th
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
 # Kinds of array leaves: a row a tower; free to differ; else a mirrored variable's name.
 _ROWS, _FREE = "rows", "free"
-
-
-# Types whose values do not change, or only in what a traced function closes over.
-_LASTING = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_LASTING += (np.ufunc, jax.Device, type(jax.jit(len)), type(None), type(...))
-_SCALARS = (bool, int, float, complex, str, bytes, np.number)
-_TOLD = (functools.partial, types.MethodType, slice, types.SimpleNamespace)
-_HOLDERS = (Mapping, list, tuple, set, frozenset)
 
 
 _Call: TypeAlias = tuple[
@@ -207,7 +198,7 @@ class Constant:
         self.value = value
         try:
             self._key: Any = key_of("", value)
-        except (TypeError, RecursionError):  # equal to no other: each call is traced
+        except TypeError:  # equal to no other: each call is traced
             self._key = object()
 
     def __hash__(self) -> int:
@@ -217,37 +208,24 @@ class Constant:
         return isinstance(other, Constant) and self._key == other._key
 
 
-def key_of(name: str, value: Any) -> tuple[Any, ...]:
-    """A key of what a value holds now; a TypeError where nothing identifies it."""
+def key_of(name: str, value: Any) -> Any:
+    """A key of a value that is compiled in: its hash and ``==``, as ``jax.jit`` has it.
+
+    Containers have the keys of what they hold. A TypeError where there is no hash.
+    """
     kind = type(value)
-    if isinstance(value, jax.Array | np.ndarray | Iterator):
-        what = "iterator" if isinstance(value, Iterator) else "array"
-        raise TypeError(f"{name} is an {what}")
-    if isinstance(value, (*_SCALARS, *_HOLDERS)):
-        more = getattr(value, "__dict__", None)  # attributes of a subclass
-        return kind, _item_keys(name, value), key_of(name, more) if more else None
-    # Whose equality says nothing of what they hold.
-    changes = kind.__hash__ in (None, object.__hash__) or dataclasses.is_dataclass(kind)
-    if isinstance(value, _LASTING) or not (changes or isinstance(value, _TOLD)):
-        return kind, value
-    if isinstance(value, _TOLD):
-        return kind, key_of(name, value.__reduce__())
-    makers = [vars(k).get("__new__") for k in kind.__mro__[:-1]]
-    held, is_of_c = object.__getstate__(value), types.BuiltinFunctionType
-    is_hidden = held is None and kind.__hash__ is None  # as of a dict's keys
-    if is_hidden or any(isinstance(make, is_of_c) for make in makers):
-        raise TypeError(f"{name} is a {kind.__name__}, whose state cannot be read")
-    if isinstance(held, dict):  # but for caches
-        cached, of_kind = functools.cached_property, functools.partial(getattr, kind)
-        held = {n: x for n, x in held.items() if not isinstance(of_kind(n, 0), cached)}
-    return kind, value if held is None else key_of(name, held)
-
-
-def _item_keys(name: str, value: Any) -> Any:
-    if isinstance(value, _SCALARS):
-        return repr(value)  # 0.0 == -0.0, and NaN is not NaN
     if isinstance(value, Mapping):
-        return tuple((k, key_of(f"{name}[{k!r}]", v)) for k, v in value.items())
+        return kind, tuple((k, key_of(f"{name}[{k!r}]", x)) for k, x in value.items())
+    if isinstance(value, list | tuple):
+        return kind, tuple(key_of(f"{name}[{i}]", x) for i, x in enumerate(value))
     if isinstance(value, set | frozenset):
-        return frozenset(key_of(name, x) for x in value)
-    return tuple(key_of(f"{name}[{i}]", x) for i, x in enumerate(value))
+        return kind, frozenset(key_of(name, x) for x in value)
+    if isinstance(value, float | complex | np.number):
+        return kind, repr(value)  # 0.0 == -0.0, and NaN is not NaN
+    if isinstance(value, jax.Array | np.ndarray):
+        raise TypeError(f"{name} is an array")
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(f"{name} is {a_type(value)}, which has no hash") from None
+    return kind, value
