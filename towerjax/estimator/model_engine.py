@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,16 @@ from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.step.accumulators import as_own, owned
-from towerjax.step.engine import Engine, StepOptions, state_ins, training_engine
+from towerjax.step.engine import (
+    Engine,
+    Passes,
+    StepOptions,
+    state_ins,
+    training_engine,
+    training_passes,
+)
 from towerjax.step.next_state import join_metrics
+from towerjax.step.one_pass import Pass
 from towerjax.step.policies import Read, Trained
 from towerjax.step.state import TrainState, split_state
 from towerjax.step.state_checks import check_is_state
@@ -139,54 +147,81 @@ class ModelTower:
         return parts
 
 
-def model_engine(
-    tower_fn: ModelTower,
-    strategy: Strategy,
-    options: StepOptions,
-    hooks: list[Any],
-    *,
-    gives_spec: bool = False,
-) -> Engine:
-    """The engine of a model function; puts those of its spec into ``hooks``.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelPasses(Passes):
+    """One pass of a model function, once for each time that its towers meet."""
 
-    With ``gives_spec`` it returns the spec's parts, else as a train step does.
-    """
-    trains = "train_op" in tower_fn.wanted
-    is_split = strategy.num_towers * options.micro_batches > 1
-    results = functools.partial(_merged_spec, tower_fn.options, is_split, hooks)
+    compat: str | None = None
+    hold_update: ClassVar[bool] = True
+
+    def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
+        """The pass, until the function has come to its end."""
+        yield self.each[0]
+        while len(merged) < merged[0]["split"].num_passes:
+            yield self.each[0]
+
+    def given(self, merged: list[PyTree]) -> PyTree:
+        """All that was merged so far."""
+        return [*merged]
+
+    def compared(self, merged: list[PyTree]) -> list[PyTree]:
+        """The same, with sums of gradients as means over the loss."""
+        if self.compat is not None:
+            raise ValueError(
+                "compat='tf1' divides by the number of towers as the original did, so"
+                " there is nothing to audit. Leave out audit= or compat=."
+            )
+        return [*map(_with_means, merged)]
+
+
+def model_passes(
+    tower_fn: ModelTower, strategy: Strategy, options: StepOptions
+) -> ModelPasses:
+    """The passes of a model function."""
+    reads_local = tower_fn.mode is not Mode.TRAIN
+    how: Any = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
+    one = training_passes((tower_fn,), strategy, options, **how)
+    return ModelPasses(one, tower_fn.options.compat)
+
+
+def model_engine(
+    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
+) -> Engine:
+    """The engine of a model's train step; puts the hooks of its spec into ``hooks``."""
+    passes = model_passes(tower_fn, strategy, options)
+    results = _results(tower_fn, strategy, options, hooks)
 
     def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
         after, parts = results(state, merged)
         return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
+
+    return training_engine(passes, update, options, other_losses=_minimized)
+
+
+def spec_engine(
+    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
+) -> Engine:
+    """The engine of a call of a model, which returns the parts of its spec."""
+    trains = "train_op" in tower_fn.wanted
+    results = _results(tower_fn, strategy, options, hooks)
 
     def finish(donated: Any, kept: Any, merged: list[Any], _: Any) -> tuple[Any, ...]:
         after, parts = results(TrainState(**donated, **kept), merged)
         own = as_own(parts)
         return (*split_state(after), own) if trains else (own,)
 
-    engine = training_engine(
-        (tower_fn,),
-        update,
-        strategy,
-        options,
-        keeps_all=True,
-        other_losses=_minimized,
-        reads_local=tower_fn.mode is not Mode.TRAIN,
-        of_state=True,
-        advice=WRAP,
-    )
-    compared = _with_means if tower_fn.options.compat is None else _refuse_audit
-    changes: Any = {"again": _goes_on, "compared": compared}
-    if gives_spec:
-        ins = state_ins(strategy, ("state", "kept" if trains else "counters"))
-        outs = (ins["state"], ins["kept"]) if trains else ()
-        changes |= {"donate": engine.donate and trains, "accepts": False}
-        changes |= {"finish": finish, "ins": ins, "outs": (*outs, Layout.MIRRORED)}
-    return dataclasses.replace(engine, **changes)
+    ins = state_ins(strategy, ("state", "kept" if trains else "counters"))
+    after = (ins["state"], ins["kept"]) if trains else ()
+    passes = model_passes(tower_fn, strategy, options)
+    outs, donate = (*after, Layout.MIRRORED), options.donate and trains
+    return Engine(passes, finish, ins, outs, donate=donate)
 
 
-def _goes_on(merged: list[Any]) -> bool:
-    return len(merged) < merged[0]["split"].num_passes
+def _results(
+    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
+) -> Callable[[TrainState, list[Any]], tuple[TrainState, dict[str, Any]]]:
+    is_split = strategy.num_towers * options.micro_batches > 1
+    return functools.partial(_merged_spec, tower_fn.options, is_split, hooks)
 
 
 def _merged_spec(
@@ -214,13 +249,6 @@ def _minimized(merged: list[Any]) -> list[Weighted]:
     """The losses of several updates, which guard the step besides the spec's."""
     losses = parts_of(Weighted, [x["minimized"] for x in merged])
     return losses if len(losses) > 1 else []
-
-
-def _refuse_audit(_: Any) -> None:
-    raise ValueError(
-        "compat='tf1' divides by the number of towers as the original did, so there is"
-        " nothing to audit. Leave out audit= or compat=."
-    )
 
 
 def _with_means(merged: dict[str, Any]) -> dict[str, Any]:
@@ -345,7 +373,7 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
     how, options = tower_fn.options, tower_fn.options.step
     policy = _Variables(how.variable_placement, tower_fn.mode)
-    engine = model_engine(tower_fn, strategy, options, policy.hooks, gives_spec=True)
+    engine = spec_engine(tower_fn, strategy, options, policy.hooks)
     return Step(engine, strategy, options, policy, placer=placer)
 
 

@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
-from towerjax.step.engine import StepOptions, training_engine
+from towerjax.step.engine import (
+    Passes,
+    StepOptions,
+    of_last,
+    training_engine,
+    training_passes,
+)
 from towerjax.step.gradient import refusing_tangents
 from towerjax.step.next_state import Guard, OnNonfinite
 from towerjax.step.policies import Trained
@@ -92,9 +98,10 @@ def build_step(
     fns = tuple(map(refusing_tangents, tower_fns))
 
     def make(strategy: Strategy, options: StepOptions, **how: Any) -> Step:
+        each = training_passes(fns, strategy, options, rows_used_later=True)
         # A step without examples is accepted: what it does, update_fn says.
-        of_passes: Any = {"rows_used_later": True, "needs_examples": False}
-        engine = training_engine(fns, update_fn, strategy, options, **of_passes)
+        given = Passes(each), of_last(update_fn), options
+        engine = training_engine(*given, needs_examples=False)
         return Step(engine, strategy, options, Trained(), remake=make, **how)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard

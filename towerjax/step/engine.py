@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any, ClassVar, TypeAlias, get_args
 
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import Remainder, check_remainder
@@ -41,40 +41,76 @@ class StepOptions:
         cast_ints(self)
 
 
+Call: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]]
+"""``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Passes:
+    """Passes one after another, each given the merged result of the one before."""
+
+    each: tuple[Pass, ...]
+    # Of steps that are traced and proved inside the engine's ``finish``.
+    proofs: ClassVar[Sequence[Any]] = ()
+    # Whether the update of the state is a part of what towers trace.
+    hold_update: ClassVar[bool] = False
+
+    def changed(self, **fields: Any) -> Any:
+        """The same with these fields of each pass."""
+        each = tuple(dataclasses.replace(x, **fields) for x in self.each)
+        return dataclasses.replace(self, each=each)
+
+    def run(self, call: Call, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """``(donated, kept, what each merged, what each looked at)``."""
+        donated, kept, *batch = args
+        state = TrainState(**donated, **kept)
+        merged, finite = list[PyTree](), list[Any]()
+        for each in self.in_turn(merged):
+            before = (owned(self.given(merged)),) if merged else ()
+            out = call(each, (state, *batch, before))
+            merged.append(out[0])
+            finite.append(out[1])
+        return donated, kept, merged, finite
+
+    def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
+        """The passes; ``merged`` has what those so far have merged."""
+        return iter(self.each)
+
+    def given(self, merged: list[PyTree]) -> PyTree:
+        """What a pass is given of what those before it have merged."""
+        return merged[-1]
+
+    def compared(self, merged: list[PyTree]) -> list[PyTree]:
+        """All of it."""
+        return merged
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Engine:
-    """Passes of towers, one after another, then once a function of what they merged."""
+    """Passes of towers, then once a function of what they merged."""
 
-    passes: tuple[Pass, ...]  # each is given the merged result of the one before
-    # (donated, kept, merged, finite) -> what the step returns. Both parts of the state
-    # are dicts of its fields; of each pass it gets what was merged, and looked at.
+    passes: Passes
+    # What the step returns, of what the passes give; both parts of the state are dicts
+    # of its fields. `NextState` makes an `Outcome`.
     finish: Callable[..., Any]
     ins: dict[str, PyTree]  # by its name, a prefix tree of layouts for each argument
     outs: PyTree  # such a tree for the results, for those that are not `TowersOwn`
     donate: bool = False  # whether results may take over the first argument's buffers
-    # Whether ``finish`` returns ``(accepted, donated, rest)``, for an `Outcome` that
-    # keeps what is donated unless it is accepted.
-    accepts: bool = False
-    # Whether each pass gets a list of all merged results so far, in place of the last.
-    keeps_all: bool = False
-    # Whether what passes return is used further, and so has to have the same bits.
-    goes_on: bool = True
-    # Whether the last pass runs once more, after what was merged so far.
-    again: Callable[[list[PyTree]], bool] | None = None
-    # Of steps that ``finish`` itself traces and proves, while it is traced.
-    proofs: list[Any] = dataclasses.field(default_factory=list)
-    # What an audit compares of one merged tree.
-    compared: Callable[[PyTree], PyTree] | None = None
 
     @property
     def strategy(self) -> Strategy:
         """That of the towers."""
-        return self.passes[0].strategy
+        return self.passes.each[0].strategy
+
+    @property
+    def accepts(self) -> bool:
+        """Whether what is donated is kept unless the step is accepted."""
+        return isinstance(self.finish, NextState)
 
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
         changes: Any = {"strategy": strategy, "micro_batches": 1, "looks_at": None}
-        return dataclasses.replace(self, passes=self._changed(**changes))
+        return dataclasses.replace(self, passes=self.passes.changed(**changes))
 
     def flagging(self) -> "Engine":
         """The towers once more, without an update, to flag what is not finite."""
@@ -82,52 +118,17 @@ class Engine:
         def finish(*args: Any) -> tuple[Any]:
             return args[-1:]
 
-        passes = self._changed(looks_at="towers")
-        return self._returning(finish, (Layout.MIRRORED,), passes)
+        passes = self.passes.changed(looks_at="towers")
+        outs = (Layout.MIRRORED,)
+        return Engine(passes, finish, self.ins, outs)
 
     def merging(self) -> "Engine":
         """What the towers of each pass return, merged, without an update."""
 
         def finish(_: Any, __: Any, merged: list[PyTree], ___: Any) -> list[PyTree]:
-            return merged if self.compared is None else [*map(self.compared, merged)]
+            return self.passes.compared(merged)
 
-        return self._returning(finish, Layout.MIRRORED, self.passes)
-
-    def run(
-        self,
-        call: Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]],
-        args: Sequence[PyTree],
-    ) -> tuple[PyTree, ...]:
-        """The arguments of ``finish``, of the results of ``call(pass, its arguments)``.
-
-        ``args`` are ``(donated, kept, *batch)``, values or shapes. Without passes they
-        are what ``finish`` gets, which traces a step of its own.
-        """
-        if not self.passes:
-            return (*args,)
-        donated, kept, *batch = args
-        state, before = TrainState(**donated, **kept), ()
-        merged, finite = [], []
-        for each in self._in_turn(merged):
-            out = call(each, (state, *batch, before))
-            merged.append(out[0])
-            finite.append(out[1])
-            before = (owned([*merged] if self.keeps_all else merged[-1]),)
-        return donated, kept, merged, finite
-
-    def _in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        yield from self.passes
-        while self.again is not None and self.again(merged):
-            yield self.passes[-1]
-
-    def _changed(self, **fields: Any) -> tuple[Pass, ...]:
-        return tuple(dataclasses.replace(each, **fields) for each in self.passes)
-
-    def _returning(
-        self, finish: Callable[..., Any], outs: PyTree, passes: tuple[Pass, ...]
-    ) -> "Engine":
-        how: Any = {"finish": finish, "outs": outs, "passes": passes}
-        return dataclasses.replace(self, **how, donate=False, accepts=False)
+        return Engine(self.passes, finish, self.ins, Layout.MIRRORED)
 
 
 def state_ins(
@@ -145,29 +146,34 @@ def outcome_layout(donated: PyTree) -> Outcome:
 
 
 def training_engine(
-    tower_fns: Sequence[Callable[..., PyTree]],
+    passes: Passes,
     update_fn: Callable[..., Any],
-    strategy: Strategy,
     options: StepOptions,
     *,
     needs_examples: bool = True,
-    keeps_all: bool = False,
-    other_losses: Callable[[Any], Sequence[Weighted]] | None = None,
-    **of_passes: Any,
+    other_losses: Callable[[list[PyTree]], Sequence[Weighted]] | None = None,
 ) -> Engine:
-    """The engine of these functions; ``of_passes`` are further fields of its passes."""
-    how: Any = {"micro_batches": options.micro_batches, **of_passes}
+    """The engine whose ``update_fn(state, merged)`` is given what all passes merged."""
     on_nonfinite = options.on_nonfinite
-    looks = options.guard == "gradients" and on_nonfinite != "ignore"
-    how["looks_at"] = "sums" if looks else None
-    finish = NextState(update_fn, on_nonfinite, keeps_all, needs_examples, other_losses)
-    ins = state_ins(strategy, ("state", "kept"))
-    return Engine(
-        tuple(Pass(tower_fn, strategy, **how) for tower_fn in tower_fns),
-        finish,
-        ins,
-        outcome_layout(ins["state"]),
-        donate=options.donate,
-        accepts=True,
-        keeps_all=keeps_all,
-    )
+    finish = NextState(update_fn, on_nonfinite, needs_examples, other_losses)
+    ins = state_ins(passes.each[0].strategy, ("state", "kept"))
+    outs = outcome_layout(ins["state"])
+    return Engine(passes, finish, ins, outs, donate=options.donate)
+
+
+def training_passes(
+    tower_fns: Sequence[Callable[..., PyTree]],
+    strategy: Strategy,
+    options: StepOptions,
+    **fields: Any,
+) -> tuple[Pass, ...]:
+    """The passes of a training; ``fields`` are further ones of each."""
+    looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
+    looks_at = "sums" if looks else None
+    how: Any = {"micro_batches": options.micro_batches, "looks_at": looks_at}
+    return tuple(Pass(fn, strategy, **how, **fields) for fn in tower_fns)
+
+
+def of_last(update_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The update, given what the last pass merged."""
+    return lambda state, merged: update_fn(state, merged[-1])

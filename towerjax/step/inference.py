@@ -5,7 +5,7 @@ from typing import Any
 
 from towerjax.data.shard import Remainder
 from towerjax.step.accumulators import as_own
-from towerjax.step.engine import Engine, StepOptions, state_ins
+from towerjax.step.engine import Engine, Passes, StepOptions, state_ins
 from towerjax.step.one_pass import Pass
 from towerjax.step.policies import Read
 from towerjax.step.state import TrainState
@@ -25,9 +25,9 @@ def _reading_step(
     def finish(_: Any, __: Any, merged: Sequence[PyTree], ___: Any) -> tuple[PyTree]:
         return (as_own(merged[0]),)
 
-    passes = (Pass(tower_fn, strategy, reads_local=True),)
+    passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
     ins = state_ins(strategy, ("state", "counters"))
-    engine = Engine(passes, finish, ins, (Layout.MIRRORED,), goes_on=False)
+    engine = Engine(passes, finish, ins, (Layout.MIRRORED,))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
     return Step(engine, strategy, of_step, Read())
 

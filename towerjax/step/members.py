@@ -1,7 +1,7 @@
 """One program for several trainings, whose hyperparameters are arrays of the state."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from towerjax.mesh.transfer import place
 from towerjax.step.accumulators import owned
 from towerjax.step.compile import inline
-from towerjax.step.engine import Engine, outcome_layout, state_ins
+from towerjax.step.engine import Call, Engine, Passes, outcome_layout, state_ins
 from towerjax.step.next_state import Outcome
+from towerjax.step.one_pass import Pass
 from towerjax.step.policies import Trained
 from towerjax.step.state import TrainState, state_layout
 from towerjax.step.state_checks import check_is_state
@@ -19,6 +20,19 @@ from towerjax.step.step import Step
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import a_type
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _InFinish(Passes):
+    """No passes: ``finish`` traces and proves a step of each member itself."""
+
+    each: tuple[Pass, ...] = ()
+    proofs: list[Any] = dataclasses.field(default_factory=list)  # type: ignore[misc]
+
+    def run(self, call: Call, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+        """The step's own arguments."""
+        return tuple(args)
+
 
 Numbers: TypeAlias = Mapping[str, Any]
 BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]
@@ -71,13 +85,13 @@ class Members:
             changes["on_nonfinite"] = "skip"
         options = dataclasses.replace(options, **changes)
         ins = state_ins(strategy, ("state", "kept"), self._layout)
-        proofs: list[Any] = []
+        passes = _InFinish()
 
         def finish(donated: Any, kept: Any, *batch: PyTree) -> Outcome:
-            return self._train(strategy, proofs, donated, kept, batch)
+            return self._train(strategy, passes.proofs, donated, kept, batch)
 
         outs = outcome_layout(ins["state"])
-        engine = Engine((), finish, ins, outs, donate=True, proofs=proofs)
+        engine = Engine(passes, finish, ins, outs, donate=True)
         self.step = Step(engine, strategy, options, _OfMembers(members=self))
 
     def begin(self, numbers: Numbers) -> TrainState:

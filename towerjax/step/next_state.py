@@ -40,11 +40,9 @@ class NextState:
     """What a training step does once its towers have run: one update, and its guard."""
 
     # (state, merged) -> (state, metrics), of global values; an update that guards
-    # itself also returns whether all was finite. ``merged`` is of the last pass.
+    # itself also returns whether all was finite. ``merged`` is a list, of all passes.
     update_fn: Callable[[TrainState, Any], tuple[Any, ...]]
     on_nonfinite: OnNonfinite
-    # Whether ``merged`` is a list, of all passes.
-    keeps_all: bool = False
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
     # merged -> means that guard the step besides the loss.
@@ -54,11 +52,10 @@ class NextState:
         self,
         donated: dict[str, Any],
         kept: dict[str, Any],
-        merged: Any,
+        merged: list[Any],
         finite: Sequence[Any],
     ) -> tuple[Any, Any, Any]:
         """``(accepted, donated, rest)``, of which an `Outcome` is made."""
-        merged = merged if self.keeps_all else merged[-1]
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
             updated = self.update_fn(before, merged)

@@ -60,7 +60,9 @@ class Pass:
     tower_fn: Callable[..., PyTree]
     strategy: Strategy
     micro_batches: int = 1  # parts of a tower's rows, one after another
-    reads_local: bool = False  # whether towers see local variables reduced
+    # Whether towers see local variables reduced: such a pass evaluates, and what it
+    # merges is returned and not computed with.
+    reads_local: bool = False
     # What to look at and return beside what is merged: "sums", whether all but metrics
     # are finite; "towers", `Flags` of what is not on each of them.
     looks_at: Literal["sums", "towers"] | None = None

@@ -46,8 +46,8 @@ def prove(traced: Traced) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
     passes = [x for each in traced.passes for x in (each.weights, each) if x]
     proofs = [_prove_pass(x.pass_, x.args, x.towers) for x in passes]
-    proofs += traced.engine.proofs
-    if traced.engine.passes:
+    proofs += traced.engine.passes.proofs
+    if traced.passes:
         place = traced.engine.strategy.placement
         counts = place.num_towers, len(place.devices)
         prove_update(traced.finish, place.axis_name, *counts)

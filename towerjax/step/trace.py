@@ -85,7 +85,7 @@ class Traced:
         if not self.engine.accepts:
             return False
         how = self.engine.strategy
-        is_of_towers = self.engine.again is not None and how.placement.within
+        is_of_towers = self.engine.passes.hold_update and how.placement.within
         return bool(is_of_towers) or self._is_exact
 
     @property
@@ -101,9 +101,9 @@ class Traced:
 
         def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
             out = next(passes).run(given)
-            return _pinned(pass_, out) if engine.goes_on else out
+            return out if pass_.reads_local else _pinned(pass_, out)
 
-        given = engine.run(call, args)
+        given = engine.passes.run(call, args)
         if not engine.accepts:
             leaves = jax.tree.leaves(given)
             out = jax.core.eval_jaxpr(self.finish.jaxpr, self.finish.consts, *leaves)
@@ -134,7 +134,7 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     def finish(*given: PyTree) -> PyTree:
         return engine.finish(*owned(given))
 
-    given = engine.run(call, args)
+    given = engine.passes.run(call, args)
     closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
     return Traced(engine, tuple(passes), closed, shapes)
 

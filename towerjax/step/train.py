@@ -12,7 +12,13 @@ import optax
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.engine import StepOptions, training_engine
+from towerjax.step.engine import (
+    Passes,
+    StepOptions,
+    of_last,
+    training_engine,
+    training_passes,
+)
 from towerjax.step.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.next_state import Guard, OnNonfinite, join_metrics
 from towerjax.step.policies import Trained
@@ -220,7 +226,8 @@ def _train_step(
     fns = training.fns(strategy, options)
     uses_rows = training.update_extra is not None
     of_passes: Any = {"rows_used_later": uses_rows}
-    engine = training_engine((fns.tower,), fns.update, strategy, options, **of_passes)
+    passes = Passes(training_passes((fns.tower,), strategy, options, **of_passes))
+    engine = training_engine(passes, of_last(fns.update), options)
     makes: Any = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if training.extend is not None:
         makes["local"] = lambda params: fns.init(params).get("local", {})
