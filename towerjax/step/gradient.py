@@ -18,7 +18,7 @@ from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof import tags
 from towerjax.proof.equation import forwarded_inputs
 from towerjax.towers.outputs import as_tower_output
-from towerjax.towers.tower import Tower
+from towerjax.towers.tower import Denominators, Tower, context_of
 from towerjax.types import (
     PyTree,
     Reduction,
@@ -90,11 +90,11 @@ def value_and_grad(
             return total, (given, weight)
 
         total, pull_back, (given, weight) = vjp(of_sums, params)
-        is_first = tower is None or tower.loss_first
+        is_first = tower is None or context_of(tower).loss_first
         cotangent = _one_after(total) if is_first else jnp.ones_like(total)
         grads = pull_back(checkpoint_name(cotangent, tags.ONE))
-        if tower is not None and tower.note_weights and isinstance(weight, list):
-            tower.note_weights(weight)
+        if isinstance(weight, list) and (note := _note_of(tower)) is not None:
+            note(weight)
             return given, Sum(map_values(_nan_gradient, grads))
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
         if weight is None:
@@ -262,9 +262,16 @@ def _total_and_weight(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
             " towers' weights. Pass it as an argument, and do not close over it:"
             " tj.value_and_grad(loss_fn)(params, batch, tower)."
         )
-    if tower.note_weights:
+    if _note_of(tower) is not None:
         return jnp.zeros(()), [term.weight for term in loss.terms]
-    return part_of(loss, *tower.weights_of_all()), None
+    weights = (context_of(tower).denominators or Denominators()).of_all()
+    return part_of(loss, weights, tower.micro_batches * tower.num_towers), None
+
+
+def _note_of(tower: Tower | None) -> Callable[[list[Any]], None] | None:
+    """What takes a tower's denominators, in the pass that adds them up."""
+    denominators = None if tower is None else context_of(tower).denominators
+    return None if denominators is None else denominators.note
 
 
 def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:

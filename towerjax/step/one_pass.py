@@ -38,7 +38,7 @@ from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.in_turn import scan_in_turn
 from towerjax.towers.parts import Shards, shards_of
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Tower, tower_of
+from towerjax.towers.tower import Denominators, Tower, context_of, tower_of
 from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import (
     TowerLocal,
@@ -66,9 +66,6 @@ class Pass:
     # What to look at and return beside what is merged: "sums", whether all but metrics
     # are finite; "towers", `Flags` of what is not on each of them.
     looks_at: Literal["sums", "towers"] | None = None
-    # Of a loss of several means: "summed" returns the denominators alone; "given" gets
-    # them as the last entry of `merged`.
-    weights: Literal["summed", "given"] | None = None
     # Whether bare and local results are a state that the user's function made. Padding
     # must not count in that state, and that of a single tower needs no proof.
     of_state: bool = False
@@ -87,12 +84,19 @@ class Pass:
     @functools.cached_property
     def for_weights(self) -> "Pass":
         """This pass, returning the weights of a loss of several means alone."""
-        return dataclasses.replace(self, weights="summed", looks_at=None)
+        fn = functools.partial(_weights_of, self.tower_fn)
+        return dataclasses.replace(self, tower_fn=fn, looks_at=None)
 
     @functools.cached_property
     def with_weights(self) -> "Pass":
         """This pass, given the weights as the last entry of ``merged``."""
-        return dataclasses.replace(self, weights="given")
+
+        def tower_fn(state: Any, rows: Any, tower: Tower, *merged: Any) -> PyTree:
+            *merged, known = merged
+            tower = _with_denominators(tower, Denominators(known=known))
+            return self.tower_fn(state, rows, tower, *merged)
+
+        return dataclasses.replace(self, tower_fn=tower_fn)
 
     def on_device(self, axes: TowerAxes) -> Callable[..., tuple[PyTree, Any]]:
         """The function that each device runs: ``(merged, what it looks at)``.
@@ -211,6 +215,7 @@ class Pass:
         def of_part(index: Any, rows: PyTree, local: PyTree) -> PyTree:
             seen = local if read is None else read
             where: Any = {"rows": part, "num_valid": num_valid, "local": seen}
+            where["micro_batches"] = self.micro_batches
             if not self.strategy.cross_tower_ops.needs_every_tower:
                 # The tower's program may depend on the number of devices.
                 where["of_rows"] = part * self.micro_batches
@@ -221,7 +226,8 @@ class Pass:
             tower = tower_of(self.strategy, axes, tower_id, state, **where)
             rows = self.strategy.placement.split_rows(rows)
             rows = with_shared(rows, shared) if shared else rows
-            out = self._call_tower_fn(holding(seen), rows, tower, merged)
+            with in_tower_fn():
+                out = self.tower_fn(holding(seen), rows, tower, *merged)
             return returned.split(out, part, merged)
 
         if several:
@@ -230,36 +236,32 @@ class Pass:
             return _scan_micro_batches(of_part, *args)
         return of_part(0, rows, local)
 
-    def _call_tower_fn(
-        self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree
-    ) -> PyTree:
-        """What the tower function returns; for ``"summed"`` the denominators alone."""
-        noted: list[Sum] = []
-        tower = dataclasses.replace(tower, micro_batches=self.micro_batches)
-        if self.weights == "given":
-            *merged, known = merged
-            tower = dataclasses.replace(tower, _known=iter(known))
-        elif self.weights == "summed":
-            trace = get_opaque_trace_state()
 
-            def note(weights: list[Any]) -> None:
-                if get_opaque_trace_state() != trace:
-                    raise ValueError(
-                        "tj.value_and_grad of a sum of several means stands inside a"
-                        " jit, scan, cond, vmap or jvp, so the step cannot read its"
-                        " weights. Call it outside, or differentiate each mean there"
-                        " alone, and add the .value of the gradients in the update."
-                    )
-                noted.append(Sum(weights))
+def _weights_of(
+    tower_fn: Callable[..., PyTree], state: Any, rows: Any, tower: Tower, *merged: Any
+) -> PyTree:
+    """The denominators that a tower function's sums of means have, as sums."""
+    noted, trace = list[Sum](), get_opaque_trace_state()
 
-            tower = dataclasses.replace(tower, note_weights=note)
-        with in_tower_fn():
-            out = self.tower_fn(state, rows, tower, *merged)
-        if self.weights != "summed":
-            return out
-        # The next micro-batch starts from these, and its weights may depend on them.
-        kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
-        return noted, jax.tree.map(kept, out, is_leaf=is_typed)
+    def note(weights: list[Any]) -> None:
+        if get_opaque_trace_state() != trace:
+            raise ValueError(
+                "tj.value_and_grad of a sum of several means stands inside a jit, scan,"
+                " cond, vmap or jvp, so the step cannot read its weights. Call it"
+                " outside, or differentiate each mean there alone, and add the .value"
+                " of the gradients in the update."
+            )
+        noted.append(Sum(weights))
+
+    out = tower_fn(state, rows, _with_denominators(tower, Denominators(note)), *merged)
+    # The next micro-batch starts from these, and its weights may depend on them.
+    kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
+    return noted, jax.tree.map(kept, out, is_leaf=is_typed)
+
+
+def _with_denominators(tower: Tower, denominators: Denominators) -> Tower:
+    context = dataclasses.replace(context_of(tower), denominators=denominators)
+    return dataclasses.replace(tower, _context=context)
 
 
 def _scan_micro_batches(

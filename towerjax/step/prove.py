@@ -44,8 +44,12 @@ class Proof:
 
 def prove(traced: Traced) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
-    passes = [x for each in traced.passes for x in (each.weights, each) if x]
-    proofs = [_prove_pass(x.pass_, x.args, x.towers) for x in passes]
+    proofs = []
+    for each in traced.passes:
+        if (first := each.weights) is not None:
+            given = first.pass_, first.args, first.towers
+            proofs.append(_prove_pass(*given, of_weights=True))
+        proofs.append(_prove_pass(each.pass_, each.args, each.towers))
     proofs += traced.engine.passes.proofs
     if traced.passes:
         place = traced.engine.strategy.placement
@@ -63,7 +67,9 @@ def prove(traced: Traced) -> Proof:
     return Proof(analysis, unmasked, warn_of_padding)
 
 
-def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
+def _prove_pass(
+    pass_: Pass, args: PyTree, towers: OnTowers, *, of_weights: bool = False
+) -> Proof:
     """Prove what a pass declares mirrored."""
     placement = pass_.strategy.placement
     inputs = _names_where([*pass_.ins], pass_.ins.values(), args, mirrored=False)
@@ -77,7 +83,7 @@ def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
         findings.refuse_factors(analysis)
     findings.refuse_changed(analysis)
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
-    if pass_.weights == "summed":
+    if of_weights:
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
         findings.refuse_unknown([x for x, name in pairs if name is not None])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -39,6 +39,47 @@ from towerjax.types.leaves import parts_of, refuse_unheld
 _STATIC = {"static": True}
 
 
+class Denominators:
+    """Those of a tower's sums of means: noted in one pass, and in the next given."""
+
+    def __init__(
+        self, note: Callable[[list[Any]], None] | None = None, known: Iterable[Any] = ()
+    ) -> None:
+        self.note, self._known = note, iter(known)
+
+    def of_all(self) -> list[Any]:
+        """The next ones, over all towers and micro-batches.
+
+        Raises:
+          UnknownWeights: No pass has added them up; a step then does, and traces again.
+        """
+        if (known := next(self._known, None)) is None:
+            raise UnknownWeights
+        return known.value
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PassContext:
+    """What a pass tells its towers, and `Tower` reads for its function."""
+
+    axes: TowerAxes = dataclasses.field(metadata=_STATIC)
+    # None outside a step: only steps have a number, a key and a batch.
+    step: jax.Array | None = None
+    rng: jax.Array | None = None
+    micro_batch: jax.Array | None = None
+    num_valid: jax.Array | None = None
+    first_row: Any = 0
+    rows: int = dataclasses.field(default=0, metadata=_STATIC)
+    # The rows of all micro-batches, where a program may leave out weights that are 1.
+    of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
+    # Whether the gradient waits for the loss, where a device's updates wait for both.
+    loss_first: bool = dataclasses.field(default=True, metadata=_STATIC)
+    denominators: Denominators | None = dataclasses.field(
+        default=None, metadata=_STATIC
+    )
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tower:
@@ -61,55 +102,43 @@ class Tower:
     local: PyTree
     strategy: StrategyFields = dataclasses.field(metadata=_STATIC)
     extra: PyTree
-    _axes: TowerAxes = dataclasses.field(metadata=_STATIC)
-    # None outside a step: only steps have a number, a key and a batch.
-    _step: jax.Array | None
-    _rng: jax.Array | None
-    _micro_batch: jax.Array | None
-    _num_valid: jax.Array | None
-    _first_row: Any
-    _rows: int = dataclasses.field(metadata=_STATIC)
-    # The rows of all micro-batches, where a program may leave out weights that are 1.
-    _of_rows: int | None = dataclasses.field(metadata=_STATIC)
-    # Whether the gradient waits for the loss, where a device's updates wait for both.
-    loss_first: bool = dataclasses.field(metadata=_STATIC)
-    # For sums of means: what takes a tower's denominators; then those of all towers.
-    note_weights: Any = dataclasses.field(default=None, metadata=_STATIC)
-    _known: Any = dataclasses.field(default=None, metadata=_STATIC)
+    _context: PassContext
     micro_batches: int = dataclasses.field(default=1, metadata=_STATIC)
 
     @property
     def step(self) -> jax.Array:
         """``()`` int32, the number of steps before this one."""
-        return _require_step(self._step, "step", "a counter")
+        return _require_step(self._context.step, "step", "a counter")
 
     @property
     def rng(self) -> jax.Array:
         """A key of this tower, step and micro-batch: the same on any devices."""
-        key = _require_step(self._rng, "rng", "a key, and fold tower.id into it")
+        context = self._context
+        key = _require_step(context.rng, "rng", "a key, and fold tower.id into it")
         key = jax.random.fold_in(jax.random.fold_in(key, self.step), self.id)
-        if self._micro_batch is None:
+        if context.micro_batch is None:
             return key
-        return jax.random.fold_in(key, self._micro_batch)
+        return jax.random.fold_in(key, context.micro_batch)
 
     @property
     def shared_rng(self) -> jax.Array:
         """A key of this step, the same on all towers and micro-batches."""
-        key = _require_step(self._rng, "shared_rng", "a key")
+        key = _require_step(self._context.rng, "shared_rng", "a key")
         return jax.random.fold_in(jax.random.fold_in(key, self.step), ALL_TOWERS)
 
     @property
     def rows(self) -> int:
         """``b``, the number of rows that this tower works on here; static."""
-        _require_step(self._num_valid, "rows", "x.shape[0]")
-        return self._rows
+        _require_step(self._context.num_valid, "rows", "x.shape[0]")
+        return self._context.rows
 
     @property
     def weight(self) -> jax.Array:
         """``[b]`` float32: 1 where the tower's row is an example, 0 where padding."""
         # Computed on access, so that a step that pads can see that nothing reads it.
-        num_valid = _require_step(self._num_valid, "weight", "weights (ctx.weight)")
-        return row_weights(num_valid, self._first_row, self._rows, self._of_rows)
+        context = self._context
+        num_valid = _require_step(context.num_valid, "weight", "weights (ctx.weight)")
+        return row_weights(num_valid, context.first_row, context.rows, context.of_rows)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -124,12 +153,12 @@ class Tower:
         Raises:
           ValueError: Under ``local="scan"``, where towers cannot communicate.
         """
-        _check_meeting(self._axes, "tower.axis_names")
-        return (self._axes.tower_axis,)
+        _check_meeting(self._context.axes, "tower.axis_names")
+        return (self._context.axes.tower_axis,)
 
     @property
     def _all_axes(self) -> TowerAxes:
-        return dataclasses.replace(self._axes, as_one=True)
+        return dataclasses.replace(self._context.axes, as_one=True)
 
     def merge_call(
         self, merge_fn: Callable[..., PyTree], /, *values: PyTree, **named: PyTree
@@ -162,7 +191,7 @@ class Tower:
           >>> out.values.tolist()
           [10, 11]
         """
-        _check_meeting(self._axes, "tower.merge_call", (values, named))
+        _check_meeting(self._context.axes, "tower.merge_call", (values, named))
         axes = self._all_axes
 
         def gather(leaf: Any) -> Any:
@@ -211,7 +240,7 @@ class Tower:
         Raises:
           ValueError: ``reduction`` gives no one value, or ``local="scan"``.
         """
-        _check_meeting(self._axes, "tower.reduce", value)
+        _check_meeting(self._context.axes, "tower.reduce", value)
         value = plain(value)
         refuse_unheld("tower.reduce: value", value)
         is_first = reduction is Reduction.ONLY_FIRST_TOWER
@@ -240,7 +269,7 @@ class Tower:
           >>> float(tj.Mirrored(towers=2).call_for_each_tower(Tower.mean, x, w))
           3.0
         """
-        _check_meeting(self._axes, "tower.mean", (values, weight))
+        _check_meeting(self._context.axes, "tower.mean", (values, weight))
         total = self.reduce(Reduction.SUM, Weighted.mean(values, weight, axis=axis))
         weight = checkpoint_name(total.weight, tags.OF_ALL_ROWS)
         return checkpoint_name(Weighted(total.sum, weight).value, tags.OF_ALL_ROWS)
@@ -266,7 +295,7 @@ class Tower:
           ValueError: Under ``local="scan"``, where towers cannot communicate; a leaf
             has no such dim, or it is not dim 0 of ``IndexedRows``.
         """
-        _check_meeting(self._axes, "tower.all_gather", value)
+        _check_meeting(self._context.axes, "tower.all_gather", value)
         value = plain(value)
         refuse_unheld("tower.all_gather: value", value)
         if axis is not None:
@@ -276,20 +305,6 @@ class Tower:
         if axis is None:
             return rows
         return jax.tree.map(lambda x: join_rows(x, axis), rows, is_leaf=is_rows)
-
-    def weights_of_all(self) -> tuple[list[Any], int]:
-        """The next denominators of a sum of means, over all towers and micro-batches.
-
-        Returns:
-          The sums, and the number of parts that all rows are split into; each part
-          counts a shared term once.
-
-        Raises:
-          UnknownWeights: No pass has added them up; a step then does, and traces again.
-        """
-        if self._known is None:
-            raise UnknownWeights
-        return next(self._known).value, self.micro_batches * self.num_towers
 
     def assign(self, variable: Variable, value: PyTree) -> Any:
         """The variable with a new value.
@@ -354,18 +369,24 @@ def _require_step(value: Any, name: str, instead: str) -> Any:
     return value
 
 
+def context_of(tower: Tower) -> PassContext:
+    """What the pass that calls a tower function has told its tower."""
+    return tower._context
+
+
 def is_in_step(tower: Tower) -> bool:
     """Whether the tower has a step's batch, and so ``weight`` and ``rows``."""
-    return tower._num_valid is not None
+    return tower._context.num_valid is not None
 
 
 def context_args(tower: Tower) -> tuple[TowerAxes, dict[str, Any]]:
     """The axes of all towers, and the arguments of `tower_of` for this tower alone."""
-    return tower._axes, {
+    context = tower._context
+    return context.axes, {
         "tower_id": tower.id,
-        "num_valid": tower._num_valid,
-        "first_row": jnp.int32(tower._first_row),
-        "micro_batch": tower._micro_batch,
+        "num_valid": context.num_valid,
+        "first_row": jnp.int32(context.first_row),
+        "micro_batch": context.micro_batch,
     }
 
 
@@ -376,27 +397,12 @@ def tower_of(
     state: Any = None,
     *,
     local: PyTree = None,
-    num_valid: jax.Array | None = None,
-    rows: int = 0,
-    of_rows: int | None = None,
-    first_row: Any = 0,
-    micro_batch: jax.Array | None = None,
-    loss_first: bool = True,
+    micro_batches: int = 1,
+    **context: Any,
 ) -> Tower:
-    """Make the context of one tower; ``state`` is None outside a step."""
-    return Tower(
-        id=tower_id,
-        num_towers=axes.num_towers,
-        local=local,
-        strategy=strategy,
-        extra=getattr(state, "extra", None),
-        _axes=axes,
-        _step=getattr(state, "step", None),
-        _rng=getattr(state, "rng", None),
-        _micro_batch=micro_batch,
-        _num_valid=num_valid,
-        _first_row=first_row,
-        _rows=rows,
-        _of_rows=of_rows,
-        loss_first=loss_first,
-    )
+    """One tower; ``state`` is None outside a step, ``context`` of a `PassContext`."""
+    if state is not None:
+        context |= {"step": state.step, "rng": state.rng}
+    extra, context = getattr(state, "extra", None), PassContext(axes, **context)
+    given = tower_id, axes.num_towers, local, strategy, extra, context
+    return Tower(*given, micro_batches=micro_batches)
