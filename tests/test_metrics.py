@@ -642,7 +642,7 @@ REFUSED = [
     (lambda: m.mean_iou(I, I, 2.0), "num_classes=2.0"),
     (lambda: m.mean_per_class_accuracy(N, I, 2), "labels of dtype float32"),
     (lambda: m.mean_per_class_accuracy(I, I, 2, absent=0), "absent=0.*left out.*zero"),
-    (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Curves"),
+    (lambda: m.merge(m.mean(N), m.auc(B, N)), "a Weighted and a Tally"),
     (lambda: m.merge(m.auc(B, N), m.auc(B, N, curve="PR")), "different options"),
     (lambda: m.merge(*(m.auc(B, N, thresholds=[x]) for x in (0.3, 0.5))),
         "different options"),

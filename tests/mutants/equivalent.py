@@ -64,7 +64,7 @@ SAME: dict[tuple[str, str], str] = {
         "constant: 1 -> 2",
     ): "-1 or -2 stands for no checkpoint",
     (
-        "towerjax.metrics.means:_is_below",
+        "towerjax.metrics.tf:_is_below",
         "flipped: threshold > limits.max -> threshold >= limits.max",
     ): "a threshold that is the largest number is compared below",
     (

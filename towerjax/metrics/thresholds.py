@@ -1,36 +1,22 @@
 """Metrics of scores over many thresholds: histograms, and curves over them."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from towerjax.metrics import rows
-from towerjax.metrics.classes import share_of
 from towerjax.metrics.rows import Pairs, Values, Weight, quotient
-from towerjax.metrics.weighted import Additive
+from towerjax.metrics.tf import share_of
+from towerjax.metrics.weighted import Tally
 from towerjax.types.leaves import refuse_no_numbers
 from towerjax.types.options import check_choice, check_whole, is_one_real
 
 Curve: TypeAlias = Literal["ROC", "PR"]
 
 
-class Curves(Additive):
-    """Histograms of positives' and negatives' scores over ``n`` thresholds."""
-
-    # [n + 1] each, weights; bucket j: scores above exactly the j lowest thresholds.
-    yes: jax.Array
-    no: jax.Array
-    value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
-    options: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
-    thresholds: int | tuple[float, ...] = dataclasses.field(metadata={"static": True})
-
-    def compute(self) -> jax.Array:
-        """The area, or the rates, that the state was made for."""
-        return self.value(self.yes, self.no, *self.options)
+# Histograms of the scores of positives and negatives over n thresholds are weights
+# ``yes, no``, [n + 1] each: bucket j is of scores above exactly the j lowest.
 
 
 def _outcomes_at_thresholds(yes: Any, no: Any) -> tuple[Any, ...]:
@@ -87,7 +73,7 @@ def _rising(name: str, thresholds: Any) -> tuple[float, ...]:
 
 def _curves(
     pairs: Pairs, thresholds: int | tuple[float, ...], value: Any, *options: Any
-) -> Curves:
+) -> Tally:
     """The histograms over a number of even thresholds, or over those given."""
     edges: Any = thresholds
     if not isinstance(thresholds, tuple):
@@ -107,7 +93,7 @@ def _curves(
     bucket = jnp.searchsorted(jnp.asarray(edges, scores.dtype), scores)
     add = jnp.zeros(len(edges) + 1, weights.dtype).at[bucket].add
     right, wrong = (add(rows.weights_where(which, weights)) for which in (yes, ~yes))
-    return Curves(right, wrong, value, options, thresholds)
+    return Tally((right, wrong), value, options, thresholds)
 
 
 def auc(
@@ -118,7 +104,7 @@ def auc(
     curve: Curve = "ROC",
     num_thresholds: int = 200,
     thresholds: Any = None,
-) -> Curves:
+) -> Tally:
     """The area under the ROC or the precision-recall curve: ``tf.metrics.auc``.
 
     There are ``num_thresholds`` even thresholds from 0 to 1; a score is positive at
@@ -137,7 +123,7 @@ def auc(
         scores and one above all are added. ``num_thresholds`` is not used then.
 
     Returns:
-      A `Curves` of float32 or wider: exact up to ``2**24`` a batch. Without
+      Histograms, float32 or wider: exact up to ``2**24`` a batch. Without
       positives the value is 0; without negatives 0 for ROC and 1 for PR.
 
     Raises:
@@ -161,7 +147,7 @@ def auc(
     return _curves(Pairs("auc", labels, predictions, weight), given, area)
 
 
-def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Curves:
+def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Tally:
     name = pairs.name
     rate, _, given = name.split("_")
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
@@ -176,7 +162,7 @@ def sensitivity_at_specificity(
     weight: Weight = None,
     *,
     num_thresholds: int = 200,
-) -> Curves:
+) -> Tally:
     """The sensitivity at the threshold whose specificity is nearest to a given one.
 
     ``tf.metrics.sensitivity_at_specificity``: of the thresholds whose specificity
@@ -206,7 +192,7 @@ def specificity_at_sensitivity(
     weight: Weight = None,
     *,
     num_thresholds: int = 200,
-) -> Curves:
+) -> Tally:
     """The specificity at the threshold whose sensitivity is nearest to a given one.
 
     ``tf.metrics.specificity_at_sensitivity``; as `sensitivity_at_specificity`, with
@@ -225,7 +211,7 @@ def specificity_at_sensitivity(
 
 def precision_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
-) -> Curves:
+) -> Tally:
     """Precision at several thresholds: ``tf.metrics.precision_at_thresholds``.
 
     The value is ``[n]``; 0 where no score is above. Errors are those of `auc`, and of
@@ -248,7 +234,7 @@ def precision_at_thresholds(
 
 def recall_at_thresholds(
     labels: Values, predictions: Values, thresholds: Any, weight: Weight = None
-) -> Curves:
+) -> Tally:
     """Recall at several thresholds: ``tf.metrics.recall_at_thresholds``.
 
     0 where there are no positives. Arguments, result and errors are those of

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, dataclass_transform
 
 import jax
@@ -376,3 +377,16 @@ class Additive:
     def compute(self) -> Any:
         """The value of the merged state, an array; a subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} has no compute.")
+
+
+class Tally(Additive):
+    """Sums over rows, and the function that gives their value once all are added."""
+
+    sums: tuple[Any, ...]
+    value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
+    counted_by: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    def compute(self) -> Any:
+        """The value of the merged sums."""
+        return self.value(*self.sums, *self.options)

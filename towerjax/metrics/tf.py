@@ -1,19 +1,150 @@
-"""Metrics of predicted classes: counts of two classes, and means over several."""
+"""The metrics of ``tf.metrics``, by name: means over rows, counts and classes."""
 
-import dataclasses
+import math
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from towerjax.metrics import rows
-from towerjax.metrics.rows import Pairs, Values, Weight, quotient
-from towerjax.metrics.weighted import Additive, Weighted, widen
+from towerjax.metrics.rows import (
+    Pairs,
+    Values,
+    Weight,
+    as_array,
+    element_weights,
+    quotient,
+)
+from towerjax.metrics.weighted import Tally, Weighted, mean_of, widen
 from towerjax.types import Sum
+from towerjax.types.leaves import promote_dtypes, refuse_no_numbers
 from towerjax.types.options import check_choice, check_whole
 
 AbsentClasses = Literal["left out", "zero"]
 Cut: TypeAlias = float | None
+
+
+def mean(values: Values, weight: Weight = None) -> Weighted:
+    """The weighted mean of values: ``tf.metrics.mean``.
+
+    Args:
+      values: ``[b, ...]`` or ``()``, numbers or booleans.
+      weight: Of the leading dims of ``values``, ``[b]`` or ``[b, 1]`` for one per
+        example, >= 0; None counts each once. An element of weight 0 is left out even
+        when NaN.
+
+    Returns:
+      A ``Weighted`` of two scalars, float32 or wider.
+
+    Raises:
+      ValueError: The weight has another shape, or is negative where that is known.
+
+    Example:
+      >>> float(mean([1.0, 5.0], [3.0, 1.0]).compute())
+      2.0
+    """
+    refuse_no_numbers("mean: values", values)
+    values = rows.named_if_square(rows.floats_of(as_array(values)), weight)
+    return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
+
+
+def _mean_of(values: jax.Array, weights: jax.Array) -> Weighted:
+    dtype = promote_dtypes(values.dtype, weights.dtype)
+    return mean_of(values.astype(dtype), weights, None, jnp.finfo(dtype).dtype)
+
+
+def percentage_below(
+    values: Values, threshold: float, weight: Weight = None
+) -> Weighted:
+    """The share of values below a threshold: ``tf.metrics.percentage_below``.
+
+    Args:
+      values: ``[b, ...]``.
+      threshold: Values less than it count; a value equal to it does not.
+      weight: As for `mean`, whose errors this function has.
+
+    Example:
+      >>> float(percentage_below([1.0, 2.0, 3.0, 4.0], 2.0).compute())
+      0.25
+    """
+    rows.check_threshold("percentage_below", threshold)
+    refuse_no_numbers("percentage_below: values", values)
+    below = jnp.asarray(_is_below(as_array(values), threshold))
+    weights = element_weights("percentage_below", below.shape, weight, "values")
+    return _mean_of(below, weights)
+
+
+def _is_below(values: Any, threshold: Any) -> Any:
+    """Whether each value is below the threshold, which is not cast to its dtype."""
+    values = widen(values)
+    if not (jnp.issubdtype(values.dtype, jnp.integer) and rows.is_known(threshold)):
+        return values < threshold
+    limits, threshold = np.iinfo(values.dtype), np.asarray(threshold).item()
+    if not limits.min < threshold <= limits.max:  # it may be NaN
+        return np.full(values.shape, threshold > limits.max)
+    return values < np.asarray(math.ceil(threshold), values.dtype)
+
+
+def mean_absolute_error(
+    labels: Values, predictions: Values, weight: Weight = None
+) -> Weighted:
+    """The mean of ``|prediction - label|``: ``tf.metrics.mean_absolute_error``.
+
+    Args:
+      labels: ``[b, ...]`` numbers.
+      predictions: The same shape.
+      weight: As for `mean`.
+
+    Raises:
+      ValueError: Shapes differ, or as for `mean`.
+
+    Example:
+      >>> float(mean_absolute_error([1.0, 2.0], [1.0, 5.0]).compute())
+      1.5
+    """
+    pairs = Pairs("mean_absolute_error", labels, predictions, weight)
+    return _mean_of(pairs.distances(), pairs.weights)
+
+
+def accuracy(labels: Values, predictions: Values, weight: Weight = None) -> Weighted:
+    """The share of predictions that equal the label: ``tf.metrics.accuracy``.
+
+    Both are class ids or booleans, not scores; an id that would wrap round on the
+    devices is refused. Arguments, result and other errors are those of
+    `mean_absolute_error`.
+    """
+    pairs = Pairs("accuracy", labels, predictions, weight)
+    return _mean_of(pairs.are_equal(), pairs.weights)
+
+
+def mean_squared_error(
+    labels: Values, predictions: Values, weight: Weight = None
+) -> Weighted:
+    """The mean of ``(prediction - label)**2``: ``tf.metrics.mean_squared_error``.
+
+    Arguments, result and errors are those of `mean_absolute_error`.
+    """
+    pairs = Pairs("mean_squared_error", labels, predictions, weight)
+    return _mean_of(pairs.distances() ** 2, pairs.weights)
+
+
+def root_mean_squared_error(
+    labels: Values, predictions: Values, weight: Weight = None
+) -> Tally:
+    """The root of `mean_squared_error`: ``tf.metrics.root_mean_squared_error``.
+
+    It is taken once, after all sums are added. Arguments and errors are those of
+    `mean_absolute_error`.
+    """
+    pairs = Pairs("root_mean_squared_error", labels, predictions, weight)
+    return Tally((_mean_of(pairs.distances() ** 2, pairs.weights),), _root_of)
+
+
+def _root_of(mean: Weighted) -> Any:
+    square = mean.compute()
+    return rows.library_of(square).sqrt(square)
+
 
 # Outcomes are the weights of true and false positives, and of false and true negatives.
 # A rate is the share that one of them has in its sum with another.
@@ -131,36 +262,19 @@ def recall(
     return Weighted(*share_of("sensitivity", outcomes))
 
 
-def _mean_over_classes(part: Any, whole: Any) -> Any:
-    """The mean of ``part / whole`` over the classes whose whole is not 0."""
+def _mean_over_classes(part: Any, whole: Any, absent: AbsentClasses) -> Any:
+    """The mean of ``part / whole``, over the classes whose whole is not 0 or all."""
     shares = quotient(part, whole)
+    if absent == "zero":
+        return shares.mean()
     return quotient(shares.sum(), (whole != 0).sum(dtype=shares.dtype))
 
 
-class Confusion(Additive):
-    """A confusion matrix, in weights."""
-
-    matrix: jax.Array  # [C, C], of [label, prediction]
-
-    def compute(self) -> jax.Array:
-        """The mean over classes of intersection over union; see `mean_iou`."""
-        both = rows.library_of(self.matrix).diagonal(self.matrix)
-        either = self.matrix.sum(axis=0) + self.matrix.sum(axis=1) - both
-        return _mean_over_classes(both, either)
-
-
-class ClassHits(Additive):
-    """For each class, the weight of its examples and of those predicted right."""
-
-    hits: jax.Array  # [C]
-    totals: jax.Array  # [C]
-    absent: AbsentClasses = dataclasses.field(metadata={"static": True})
-
-    def compute(self) -> jax.Array:
-        """The mean accuracy over classes; see `mean_per_class_accuracy`."""
-        if self.absent == "zero":
-            return quotient(self.hits, self.totals).mean()
-        return _mean_over_classes(self.hits, self.totals)
+def _mean_iou(matrix: Any) -> Any:
+    """Of weights ``[label, prediction]``."""
+    both = rows.library_of(matrix).diagonal(matrix)
+    either = matrix.sum(axis=0) + matrix.sum(axis=1) - both
+    return _mean_over_classes(both, either, "left out")
 
 
 def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
@@ -178,7 +292,7 @@ def _ids_and_weights(pairs: Pairs, num_classes: int) -> tuple[jax.Array, ...]:
 
 def mean_iou(
     labels: Values, predictions: Values, num_classes: int, weight: Weight = None
-) -> Confusion:
+) -> Tally:
     """Intersection over union, averaged over classes: ``tf.metrics.mean_iou``.
 
     For each class: the weight of elements with this label and this prediction, over
@@ -192,7 +306,7 @@ def mean_iou(
       weight: As for `mean`.
 
     Returns:
-      A `Confusion`, float32 or wider: exact up to ``2**24`` a batch.
+      A confusion matrix, float32 or wider: exact up to ``2**24`` a batch.
 
     Raises:
       ValueError: Shapes differ, ids are no integers or out of range, or a weight is
@@ -206,7 +320,7 @@ def mean_iou(
     pairs = Pairs("mean_iou", labels, predictions, weight)
     labels, predictions, weights = _ids_and_weights(pairs, num_classes)
     matrix = jnp.zeros((num_classes, num_classes), weights.dtype)
-    return Confusion(matrix.at[labels, predictions].add(weights))
+    return Tally((matrix.at[labels, predictions].add(weights),), _mean_iou)
 
 
 def mean_per_class_accuracy(
@@ -216,7 +330,7 @@ def mean_per_class_accuracy(
     weight: Weight = None,
     *,
     absent: AbsentClasses = "left out",
-) -> ClassHits:
+) -> Tally:
     """Accuracy of each class, averaged over those that occur as labels.
 
     ``tf.metrics.mean_per_class_accuracy`` counts a class without examples as 0, as
@@ -238,6 +352,6 @@ def mean_per_class_accuracy(
     check_choice("absent", absent, get_args(AbsentClasses))
     pairs = Pairs("mean_per_class_accuracy", labels, predictions, weight)
     labels, predictions, weights = _ids_and_weights(pairs, num_classes)
-    none = jnp.zeros(num_classes, weights.dtype)
-    hits = rows.weights_where(labels == predictions, weights)
-    return ClassHits(none.at[labels].add(hits), none.at[labels].add(weights), absent)
+    add = jnp.zeros(num_classes, weights.dtype).at[labels].add
+    hits = add(rows.weights_where(labels == predictions, weights))
+    return Tally((hits, add(weights)), _mean_over_classes, (absent,))
