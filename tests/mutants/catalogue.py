@@ -454,7 +454,7 @@ MODELS = (
        "if x.how in (SAME, CARRIED):\n                return x.value if self.of_state",
        "if x.how in (SAME, CARRIED):\n                return x.value if 0",
        "test_replicate_bad_input.py"
-       "::test_padding_that_nothing_masks_is_refused[local]"),
+       "::test_a_mistake_is_refused[padding, local]"),
     _m("M19", "padding may count in rows that go on to the next pass",
        "step.one_pass:Pass.values_to_mask", "weighs if self.rows_used_later else None",
        "None",

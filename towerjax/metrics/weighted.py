@@ -383,7 +383,7 @@ class Tally(Additive):
     """Sums over rows, and the function that gives their value once all are added."""
 
     sums: tuple[Any, ...]
-    value: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+    value: Callable[..., Any] = dataclasses.field(metadata={"static": True}, repr=False)
     options: tuple[Any, ...] = dataclasses.field(default=(), metadata={"static": True})
     counted_by: Any = dataclasses.field(default=None, metadata={"static": True})
 

@@ -9,7 +9,7 @@ from towerjax.data.shard import Remainder, check_remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.accumulators import owned
 from towerjax.step.next_state import Guard, NextState, OnNonfinite, Outcome
-from towerjax.step.one_pass import Pass
+from towerjax.step.one_pass import FiniteSums, Pass, TowersFlags
 from towerjax.step.state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
@@ -118,7 +118,7 @@ class Engine:
         def finish(*args: Any) -> tuple[Any]:
             return args[-1:]
 
-        passes = self.passes.changed(looks_at="towers")
+        passes = self.passes.changed(looks_at=TowersFlags())
         outs = (Layout.MIRRORED,)
         return Engine(passes, finish, self.ins, outs)
 
@@ -169,7 +169,7 @@ def training_passes(
 ) -> tuple[Pass, ...]:
     """The passes of a training; ``fields`` are further ones of each."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
-    looks_at = "sums" if looks else None
+    looks_at = FiniteSums() if looks else None
     how: Any = {"micro_batches": options.micro_batches, "looks_at": looks_at}
     return tuple(Pass(fn, strategy, **how, **fields) for fn in tower_fns)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,44 @@ from towerjax.types.version import page
 from towerjax.types.warning import warn
 
 
+class Look(Protocol):
+    """What a pass looks at, on each tower and where all is merged."""
+
+    def at_tower(self, tree: PyTree) -> PyTree:
+        """What one tower says of the `Returned` that it has."""
+
+    def at_all(
+        self, own: PyTree, params: PyTree, guarded: tuple[Any, ...], axes: TowerAxes
+    ) -> Any:
+        """The result, of what each tower said; ``guarded``: sums, how many, rows."""
+
+
+class FiniteSums:
+    """Whether all that is added up but metrics is finite, rows of tables included."""
+
+    def at_tower(self, tree: PyTree) -> None:
+        """Nothing: what is not finite shows in the sum."""
+
+    def at_all(self, own: Any, params: Any, guarded: Any, axes: Any) -> jax.Array:
+        """``()`` bool."""
+        sums, number, rows = guarded
+        finite = [jnp.isfinite(x.values).all() for x in rows]
+        return functools.reduce(jnp.logical_and, finite, sums.are_finite(number))
+
+
+class TowersFlags:
+    """`Flags` of what is not finite on each tower, before any sum."""
+
+    def at_tower(self, tree: PyTree) -> PyTree:
+        """Those of what the tower returns."""
+        return flag_leaves(returned.parts_of_tower(values_of(tree)))
+
+    def at_all(self, own: Any, params: PyTree, guarded: Any, axes: TowerAxes) -> Any:
+        """Those of all towers, and of the parameters."""
+        common = flag_leaves([("parameter", "params", params)])
+        return all_gather_rows(join_flags(common, own), axes)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
     """Runs all towers once, and merges what they return by its type."""
@@ -63,9 +101,7 @@ class Pass:
     # Whether towers see local variables reduced: such a pass evaluates, and what it
     # merges is returned and not computed with.
     reads_local: bool = False
-    # What to look at and return beside what is merged: "sums", whether all but metrics
-    # are finite; "towers", `Flags` of what is not on each of them.
-    looks_at: Literal["sums", "towers"] | None = None
+    looks_at: Look | None = None  # what it returns beside what is merged
     # Whether bare and local results are a state that the user's function made. Padding
     # must not count in that state, and that of a single tower needs no proof.
     of_state: bool = False
@@ -109,18 +145,14 @@ class Pass:
             sums = sum_over_towers(self.strategy.cross_tower_ops, own, axes)
             added, shown = sums.tree()
             tree = put_sums(tree, (added, shown))
-            finite = None
-            if self.looks_at == "towers":
-                common = flag_leaves([("parameter", "params", args[0].params)])
-                finite = all_gather_rows(join_flags(common, flagged), axes)
-            parts = parts_of(Returned, tree)
+            parts, found = parts_of(Returned, tree), None
             merged = [x.how.merge(x.value, axes) for x in parts]
-            if self.looks_at == "sums":
-                finite = sums.are_finite(len(jax.tree.leaves(added)))
-                for x, rows in zip(parts, merged, strict=True):
-                    if x.how is JOINED:
-                        finite &= jnp.isfinite(rows.values).all()
-            return put_parts(Returned, tree, merged), finite
+            if self.looks_at is not None:
+                pairs = zip(parts, merged, strict=True)
+                rows = [x for part, x in pairs if part.how is JOINED]
+                guarded = sums, len(jax.tree.leaves(added)), rows
+                found = self.looks_at.at_all(flagged, args[0].params, guarded, axes)
+            return put_parts(Returned, tree, merged), found
 
         return run
 
@@ -183,9 +215,8 @@ class Pass:
         def tower_fn(
             tower_id: jax.Array, own: PyTree, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
-            tree, flagged = self._run_tower(axes, tower_id, own, common), None
-            if self.looks_at == "towers":
-                flagged = flag_leaves(returned.parts_of_tower(values_of(tree)))
+            tree = self._run_tower(axes, tower_id, own, common)
+            flagged = self.looks_at and self.looks_at.at_tower(tree)
             sums, rest = take_sums(tree)
             return sums, (rest, flagged)
 
