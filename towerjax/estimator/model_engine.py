@@ -189,7 +189,7 @@ def model_engine(
 ) -> Engine:
     """The engine of a model's train step; puts the hooks of its spec into ``hooks``."""
     passes = model_passes(tower_fn, strategy, options)
-    results = _results(tower_fn, strategy, options, hooks)
+    results = _results_of(tower_fn, strategy, options, hooks)
 
     def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
         after, parts = results(state, merged)
@@ -203,7 +203,7 @@ def spec_engine(
 ) -> Engine:
     """The engine of a call of a model, which returns the parts of its spec."""
     trains = "train_op" in tower_fn.wanted
-    results = _results(tower_fn, strategy, options, hooks)
+    results = _results_of(tower_fn, strategy, options, hooks)
 
     def finish(donated: Any, kept: Any, merged: list[Any], _: Any) -> tuple[Any, ...]:
         after, parts = results(TrainState(**donated, **kept), merged)
@@ -217,7 +217,7 @@ def spec_engine(
     return Engine(passes, finish, ins, outs, donate=donate)
 
 
-def _results(
+def _results_of(
     tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
 ) -> Callable[[TrainState, list[Any]], tuple[TrainState, dict[str, Any]]]:
     is_split = strategy.num_towers * options.micro_batches > 1

@@ -41,7 +41,7 @@ class StepOptions:
         cast_ints(self)
 
 
-Call: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]]
+RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]]
 """``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
 
 
@@ -60,7 +60,7 @@ class Passes:
         each = tuple(dataclasses.replace(x, **fields) for x in self.each)
         return dataclasses.replace(self, each=each)
 
-    def run(self, call: Call, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """``(donated, kept, what each merged, what each looked at)``."""
         donated, kept, *batch = args
         state = TrainState(**donated, **kept)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from towerjax.mesh.transfer import place
 from towerjax.step.accumulators import owned
 from towerjax.step.compile import inline
-from towerjax.step.engine import Call, Engine, Passes, outcome_layout, state_ins
+from towerjax.step.engine import Engine, Passes, RunPass, outcome_layout, state_ins
 from towerjax.step.next_state import Outcome
 from towerjax.step.one_pass import Pass
 from towerjax.step.policies import Trained
@@ -29,7 +29,7 @@ class _InFinish(Passes):
     each: tuple[Pass, ...] = ()
     proofs: list[Any] = dataclasses.field(default_factory=list)  # type: ignore[misc]
 
-    def run(self, call: Call, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """The step's own arguments."""
         return tuple(args)
 
