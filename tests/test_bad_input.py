@@ -18,7 +18,7 @@ from refusals import refused
 
 import towerjax as tj
 from towerjax.loop.options import check_hooks
-from towerjax.step.verdicts import Verdicts
+from towerjax.step.verdicts import NONE, Verdicts
 
 TWO, SGD, SUM = ("cpu:0", "cpu:1"), optax.sgd(0.01), tj.Reduction.SUM
 S = tj.Mirrored(TWO)
@@ -992,35 +992,53 @@ def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
         float(step(step.init(start()), good())[1]["loss"])
 
 
-class Loss:
+def test_a_call_that_fails_keeps_the_verdict_of_those_before(monkeypatch):
+    step = build()
+    state = step.init(start())
+    step(state, poisoned())
+    monkeypatch.setattr(step.verdicts, "check", lambda: None)
+    with pytest.raises(ValueError, match="was donated to"):
+        step(state, good())
+    with pytest.raises(tj.NonFiniteError, match="of step 1 "):
+        step.settle()
+
+
+class Verdict:
     """One that arrives when it is told to, and counts who waits for it."""
 
-    def __init__(self, value):
-        self.value, self.has_arrived, self.waits = value, False, 0
+    def __init__(self, number=NONE):
+        self.number, self.has_arrived, self.waits = number, False, 0
 
     def is_ready(self):
         return self.has_arrived
 
+    def addressable_data(self, index):
+        return self
+
     def __array__(self, dtype=None, copy=None):
         self.waits += not self.has_arrived
-        return np.asarray(self.value, dtype)
+        return np.asarray(self.number, dtype)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(processes):
-    on = {"devices": ("cpu:0",), "num_processes": processes}
-    placement = SimpleNamespace(platform="cpu", **on)
-    verdicts = Verdicts(placement, refusals=True, guard="loss")
-    losses = [Loss(1.0) for _ in range(15)]
-    for i, loss in enumerate(losses):
-        verdicts.add(i, loss)
+    placement = SimpleNamespace(
+        platform="cpu", devices=("cpu:0",) * processes, num_processes=processes
+    )
+    verdicts = Verdicts(placement, raises=True, guard="loss")
+    given = [Verdict() for _ in range(15)] + [Verdict(2)]
+    for i, verdict in enumerate(given):
+        if i == 15:  # a call of 8 before is waited for, so that few are in flight
+            given[6].has_arrived = True
         verdicts.check()
-    assert not any(loss.waits for loss in losses)
-    losses[0].has_arrived = losses[1].has_arrived = True
-    losses[1].value = np.nan
+        if verdicts._newest:
+            verdicts.take()
+        verdicts.put(verdict)
+    assert not any(verdict.waits for verdict in given)
+    given[-1].has_arrived = True
     if processes == 2:
-        verdicts.check()  # the other process may not see it yet
-        verdicts.add(15, Loss(1.0))
+        for _ in range(15):  # the other process may not see it yet
+            verdicts.check()
     with pytest.raises(tj.NonFiniteError, match="of step 2 "):
         verdicts.check()
 

@@ -1,8 +1,6 @@
 """Batches of a kind that was seen before: checked and placed as the first one was."""
 
 import functools
-import itertools
-import time
 import types
 
 import jax
@@ -12,12 +10,10 @@ import optax
 import pytest
 from jax._src.array import ArrayImpl
 from jax._src.config import guard_lib
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.verdicts import Verdicts, send_to_host
+from towerjax.step.verdicts import NONE, Verdicts, next_verdict, send_to_host
 from towerjax.types import Layout
 
 
@@ -206,75 +202,90 @@ def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_verdict_on_a_gpu_is_asked_for_two_steps_after_its_copy_began(
-    num_devices, monkeypatch
+def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
+    num_devices,
 ):
-    class Verdict:
-        def __init__(self, loss):
-            self.loss, self.is_sent, self.has_run = loss, False, True
+    """By an explicit transfer, which a transfer guard allows."""
+    events = []
 
-        def is_ready(self):
-            return self.has_run
+    class Verdict:
+        def __init__(self, number):
+            self.number, self.is_sent = number, False
 
         def copy_to_host_async(self):
             assert asked_for()
             self.is_sent = True
+            events.append(("sent", call))
 
         def __array__(self, dtype=None, copy=None):
             assert asked_for() and self.is_sent
-            return np.asarray(self.loss)
+            events.append(("read", call))
+            return np.asarray(self.number)
 
     placement = types.SimpleNamespace(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
-    verdicts = Verdicts(placement, refusals=True, guard="loss")
-    clock = itertools.count()  # so that each call is a slow one
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    steps = [Verdict(1.0), Verdict(np.nan), Verdict(1.0), Verdict(1.0)]
-    steps[-1].has_run = False
-    for number, step in enumerate(steps, 1):
-        verdicts.add(number, step)
+    verdicts = Verdicts(placement, raises=True, guard="loss")
+    verdicts.put(Verdict(NONE))
+    for call in range(1, 25):  # step 9 is refused, just too late to be asked for
+        if call == 24:
+            with pytest.raises(tj.NonFiniteError, match="of step 9 "):
+                verdicts.check()
+            break
         verdicts.check()
-    steps[-1].has_run = True
-    with pytest.raises(tj.NonFiniteError, match="of step 3 "):
-        verdicts.check()
+        before = verdicts.take().number
+        verdicts.put(Verdict(before if before != NONE or call != 9 else 9))
+    times = [("sent", 8), ("sent", 16), ("read", 16), ("sent", 24), ("read", 24)]
+    assert events == times
+    verdicts.settle()  # it is told once
     nothing = object()  # on CPUs nothing is sent
     send_to_host(nothing, types.SimpleNamespace(platform="cpu"))
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("bad", [0, 6, 8, 18])
-def test_verdicts_of_fast_calls_on_a_gpu_share_their_copies(
-    bad, num_devices, monkeypatch
-):
-    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
-    sent = []
-    monkeypatch.setattr(ArrayImpl, "copy_to_host_async", lambda x: sent.append(x.shape))
-    devices = jax.devices()[:num_devices]
-    sharding = NamedSharding(jax.make_mesh((num_devices,), "d", devices=devices), P())
-    placement = types.SimpleNamespace(
-        platform="cuda", num_processes=1, num_devices=num_devices
-    )
-    verdicts = Verdicts(placement, refusals=True, guard="loss")
+def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
+    placement = tj.Mirrored([f"cpu:{i}" for i in range(num_devices)]).placement
+    verdicts = Verdicts(placement, raises=True, guard="loss")
+    program = jax.jit(next_verdict)
     for number in range(20):
-        loss = np.float32(np.nan if number == bad else 1)
-        verdicts.add(np.int32(number), jax.device_put(loss, sharding))
-        if number == 9:  # the first is of a slow call, and the eight after it share one
-            assert sent == [(), (8,)]
-    with pytest.raises(tj.NonFiniteError, match=f"of step {bad + 1} "):
+        fine = number not in (bad, 19)
+        verdicts.put(program(verdicts.take(), np.bool_(fine), np.int32(number)))
+    with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
         verdicts.settle()
     verdicts.settle()  # nothing pends
-    # Of several processes one waits for steps, and reads no verdict that none is of.
-    several = types.SimpleNamespace(**{**vars(placement), "num_processes": 2})
-    waits, before = Verdicts(several, refusals=False, guard="loss"), len(sent)
-    for number in range(20):
-        waits.add(np.int32(number), jax.device_put(np.float32(np.nan), sharding))
-        waits.check()
-    waits.settle()
-    assert len(sent) == before
-    verdicts.add(np.int32(20), jax.device_put(np.float32(np.inf), sharding))
-    with pytest.raises(tj.NonFiniteError, match="of step 21 "):
+    assert verdicts.take() is verdicts.none
+
+
+def test_threads_that_call_at_once_keep_each_others_verdicts():
+    placement = tj.OneDevice().placement
+    verdicts = Verdicts(placement, raises=True, guard="loss")
+    assert verdicts.take() is verdicts.take() is verdicts.none
+    verdicts.put(jnp.int32(7))
+    verdicts.put(verdicts.none)
+    with pytest.raises(tj.NonFiniteError, match="of step 7 "):
         verdicts.settle()
+
+
+def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
+    """A step may show that another process has died, which no verdict would."""
+
+    class Lost:
+        def copy_to_host_async(self):
+            pass
+
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("Connection closed by peer")
+
+    several = types.SimpleNamespace(platform="cuda", num_processes=2)
+    skips = Verdicts(several, raises=False, guard="loss")
+    skips.put(jnp.int32(3))
+    skips.settle()
+    skips.put(Lost())
+    for _ in range(15):
+        skips.check()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        skips.check()
 
 
 @pytest.mark.slow

@@ -152,8 +152,8 @@ class Sums:
     packing: Packing = dataclasses.field(metadata={"static": True})
     treedef: Any = dataclasses.field(metadata={"static": True})
     platform: str = dataclasses.field(metadata={"static": True})
-    # Whether one device has all, and so nothing is packed.
-    is_alone: bool = dataclasses.field(default=False, metadata={"static": True})
+    # Then nothing is packed.
+    on_one_device: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def tree(self) -> PyTree:
         """The sums as the tree that was packed."""
@@ -163,7 +163,7 @@ class Sums:
     def are_finite(self, num_leaves: int) -> jax.Array:
         """Whether the first ``num_leaves`` leaves are all finite."""
         buffers = self.packing.leading(self.buffers, num_leaves)
-        return all_finite(buffers, joins=self.is_alone)
+        return all_finite(buffers, joins=self.on_one_device)
 
 
 def all_finite(tree: PyTree, *, joins: bool = False) -> jax.Array:
@@ -209,5 +209,5 @@ def sum_packed(
             next(full).reshape(x.shape) if x.size else jnp.zeros_like(x)
             for x in buffers
         ]
-    is_alone = not (axes.device_axis or axes.mesh.axis_names)
-    return Sums(buffers, packing, treedef, axes.platform, is_alone)
+    on_one_device = not (axes.device_axis or axes.mesh.axis_names)
+    return Sums(buffers, packing, treedef, axes.platform, on_one_device)

@@ -300,10 +300,9 @@ class _TrainedModel(Trained):
     def result(
         self, step: Step, state: TrainState, out: Any, batch: PlacedBatch
     ) -> tuple[Any, Any]:
-        """``((state, metrics), guarded)``."""
-        (after, metrics), guarded = super().result(step, state, out, batch)
-        after = store(after, step.strategy.placement, self.kept_at)
-        return (after, metrics), guarded
+        """``(state, metrics)``."""
+        after, metrics = super().result(step, state, out, batch)
+        return store(after, step.strategy.placement, self.kept_at), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,15 +335,15 @@ class _Variables(Read):
 
     def result(
         self, step: Step, state: TrainState, out: Any, batch: PlacedBatch
-    ) -> tuple[Any, None]:
+    ) -> dict[str, Any]:
         """The loss and the metrics, as states to merge; in PREDICT the predictions."""
         spec = self.spec(step, out, batch)
         if spec.mode is Mode.PREDICT:
-            return dict(spec.predictions or {}), None
+            return dict(spec.predictions or {})
         loss = spec.loss
         if not has_denominator(loss):  # averaged over batches, as TensorFlow did
             loss = Weighted(loss, jnp.float32(1))
-        return _with_loss(loss, spec.eval_metrics), None
+        return _with_loss(loss, spec.eval_metrics)
 
     def spec(self, step: Step, out: Any, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""

@@ -29,7 +29,7 @@ from towerjax.step.faults import NonFiniteError, Place, nonfinite_leaves
 from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import is_computed, place_others
 from towerjax.step.step import Step
-from towerjax.step.verdicts import is_refused, send_to_host
+from towerjax.step.verdicts import NONE, send_to_host
 from towerjax.types import PyTree
 from towerjax.types.leaves import listed
 from towerjax.types.warning import warn
@@ -40,7 +40,7 @@ class Call:
     """A dispatched call, which may still be running."""
 
     metrics: dict[str, jax.Array]
-    guarded: jax.Array  # as of `Step.dispatch`
+    verdict: jax.Array  # as of `Step.dispatch`
     placed: PlacedBatch
     wait_s: float = 0.0
 
@@ -160,9 +160,9 @@ class Loop:
             self._compile(placed)
         wait = functools.partial(self._fetch, 0)
         with self._profiler.step(after, wait), self.guard:
-            point.state, metrics, guarded = self._step.dispatch(point.state, placed)
-            self._in_flight.append(Call(metrics, guarded, placed, wait_s))
-            send_to_host((metrics, guarded), placed.placement)
+            point.state, metrics, verdict = self._step.dispatch(point.state, placed)
+            self._in_flight.append(Call(metrics, verdict, placed, wait_s))
+            send_to_host((metrics, verdict), placed.placement)
             every = None if self._saving is None else self._saving.options.every
             point.advance(options.eval_every, every)
             self._source.use(stream.get_state())
@@ -301,9 +301,9 @@ class Loop:
     def _record_oldest(self) -> tuple[dict[str, Any], bool]:
         """Put a step into the history and the files; whether it was refused."""
         call = self._in_flight[0]
-        metrics, guarded = jax.device_get((call.metrics, call.guarded))
+        metrics, verdict = jax.device_get((call.metrics, call.verdict))
         row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
-        refused = self._step.options.on_nonfinite != "ignore" and is_refused(guarded)
+        refused = self._step.options.on_nonfinite != "ignore" and verdict != NONE
         time_s = time.time()
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()

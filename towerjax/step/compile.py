@@ -16,10 +16,12 @@ from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.engine import Engine
+from towerjax.step.next_state import Called, Outcome
 from towerjax.step.prove import Proof, prove
 from towerjax.step.trace import Traced, trace
+from towerjax.step.verdicts import next_verdict
 from towerjax.towers import executors, xla
-from towerjax.types import PyTree
+from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import listed
 
 
@@ -43,23 +45,28 @@ def lower(
 ) -> Any:
     """The step lowered to its devices, for arguments of these shapes.
 
-    With ``full_rows`` it is for so many rows of each tower, all of them examples.
+    With ``full_rows`` it is for so many rows of each tower, all of them examples. The
+    program of a training takes the verdict of the call before as a last argument.
     """
-    engine, ins = traced.engine, traced.engine.ins
+    engine, ins, outs = traced.engine, traced.engine.ins, traced.outs
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
     run: Callable[..., PyTree] = traced
     if full_rows is not None:
         run = _with_full_rows(run, [*ins].index("num_valid"), full_rows)
+    if engine.gives_verdict:
+        run, outs = _with_verdict(run), Called(*outs[:3], Layout.MIRRORED)
+        shardings["verdict"] = placement.sharding(Layout.MIRRORED)
+        args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
     state = ins["state"]
     jitted = jax.jit(
-        _named("step", [*ins], run),
+        _named("step", [*shardings], run),
         in_shardings=tuple(shardings.values()),
         # The next state lies as the state does.
         out_shardings=jax.tree.map(
             lambda x: shardings["state"] if x is state else placement.sharding(x),
-            traced.outs,
+            outs,
             is_leaf=lambda x: x is state,
         ),
         donate_argnums=(0,) if engine.donate else (),
@@ -145,6 +152,17 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _with_verdict(fn: Callable[..., Any]) -> Callable[..., Called]:
+    """The function of a last argument more, the verdict of the call before."""
+
+    def run(*args: PyTree) -> Called:
+        *args, before = args
+        out: Outcome = fn(*args)
+        return Called(*out[:3], next_verdict(before, out.finite, out.now["step"]))
+
+    return run
 
 
 def _with_full_rows(

@@ -98,6 +98,11 @@ class Engine:
     donate: bool = False  # whether results may take over the first argument's buffers
 
     @property
+    def gives_verdict(self) -> bool:
+        """Whether its programs take the verdict of the call before, and give theirs."""
+        return isinstance(self.outs, Outcome)
+
+    @property
     def strategy(self) -> Strategy:
         """That of the towers."""
         return self.passes.each[0].strategy

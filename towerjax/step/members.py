@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from towerjax.mesh.transfer import place
 from towerjax.step.accumulators import owned
@@ -136,10 +135,8 @@ class Members:
             out, proof = inline(engine, placement, given)
             proofs.append(proof)
             now = {name: x for name, x in out.now.items() if name != "step"}
-            metrics, finite = owned(out.metrics), out.finite
-            finite = jnp.isfinite(metrics["loss"]) if finite is None else finite
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
-            return donated, now, metrics, finite
+            return donated, now, owned(out.metrics), out.finite
 
         proofs.clear()
         train = vmap_members(train) if self._together else train

@@ -32,7 +32,16 @@ class Outcome(NamedTuple):
     donated: Any  # the donated fields of the next state
     now: Any  # its other fields, those that changed
     metrics: Any  # name -> its value, or the towers' values as `TowersOwn`
-    finite: Any = None  # whether the guarded values were; None where the loss says so
+    finite: Any  # whether what is guarded was finite
+
+
+class Called(NamedTuple):
+    """What a training step's program returns; or the layouts of this."""
+
+    donated: Any
+    now: Any
+    metrics: Any
+    verdict: Any  # of `verdicts`, on this call and those before
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,9 +74,8 @@ class NextState:
         finite = [x for x in finite if x is not None]
         is_fine = functools.reduce(jnp.logical_and, finite, is_fine)
         accepted = is_fine & (has_examples | (not self.needs_examples))
-        by_loss = "loss" in values and not (values["loss"].ndim or finite or others)
         if told:
-            [is_fine], by_loss = told, False
+            [is_fine] = told
         if told or self.on_nonfinite == "ignore":
             accepted = True
         donated, now = split_state(after)
@@ -80,7 +88,7 @@ class NextState:
         for name, x in metrics.items():
             if isinstance(x, PerTower):
                 values[name] = TowersOwn(values[name])
-        return accepted, donated, (now, values, None if by_loss else is_fine)
+        return accepted, donated, (now, values, is_fine)
 
 
 _UPDATE = (

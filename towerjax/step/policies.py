@@ -11,7 +11,7 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process
 from towerjax.step.accumulators import TowersOwn, owned
 from towerjax.step.compile import Program
-from towerjax.step.next_state import Outcome
+from towerjax.step.next_state import Called, Outcome
 from towerjax.step.returned import without_padding
 from towerjax.step.state import (
     TrainState,
@@ -66,10 +66,8 @@ class StatePolicy:
         """The engine that is audited, and its state."""
         return step.engine, state
 
-    def result(
-        self, step: Any, state: TrainState, out: Any, batch: PlacedBatch
-    ) -> tuple[Any, Any]:
-        """What a call returns of a program's results, and its guarded value, if any."""
+    def result(self, step: Any, state: TrainState, out: Any, batch: PlacedBatch) -> Any:
+        """What a call returns of a program's results."""
         raise NotImplementedError
 
 
@@ -120,16 +118,16 @@ class Trained(StatePolicy):
         return state if isinstance(state, TrainState) else step.shapes(state)
 
     def result(
-        self, step: Any, state: TrainState, out: Outcome, batch: PlacedBatch
-    ) -> tuple[Any, Any]:
-        """``((state, metrics), guarded)``."""
+        self, step: Any, state: TrainState, out: Outcome | Called, batch: PlacedBatch
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """``(state, metrics)``."""
         metrics = out.metrics
         if own := {
             name: x.value for name, x in metrics.items() if isinstance(x, TowersOwn)
         }:
             metrics |= on_every_process(own, step.strategy.placement)
         after = join_state(out.donated, {"rng": state.rng, **out.now})
-        return (after, metrics), metrics["loss"] if out.finite is None else out.finite
+        return after, metrics
 
 
 def state_taken_by(program: Program) -> TrainState:
@@ -172,14 +170,12 @@ class Read(StatePolicy):
         is_state = isinstance(state, TrainState)
         return _model_part(state if is_state else make_state(1, state, (), shapes=True))
 
-    def result(
-        self, step: Any, state: TrainState, out: Any, batch: PlacedBatch
-    ) -> tuple[Any, None]:
+    def result(self, step: Any, state: TrainState, out: Any, batch: PlacedBatch) -> Any:
         """What towers returned under one name, without padding."""
         placement = step.strategy.placement
         (merged,) = owned(out, lambda own: on_every_process(own, placement))
         (result,) = without_padding(merged, batch).values()
-        return result, None
+        return result
 
 
 def _model_part(state: TrainState) -> TrainState:

@@ -126,14 +126,18 @@ class Programs:
         return out
 
     def __call__(
-        self, program: Program, first: tuple[PyTree, ...], batch: PlacedBatch
+        self,
+        program: Program,
+        first: tuple[PyTree, ...],
+        batch: PlacedBatch,
+        *verdict: jax.Array,
     ) -> Any:
         """The results of one of the programs for this batch."""
         batch, donates = send_shared(batch), program.engine.donate
         if donates and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
-            out = program.call(*first, *batch.args)
+            out = program.call(*first, *batch.args, *verdict)
         except (RuntimeError, ValueError):
             require_jit()
             known = self._on_cpus or not donates

@@ -149,14 +149,15 @@ def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> Step
     if timed_calls:
         batch = send_shared(step.place_batch(batch))
     program, placement = step.program(state, batch), step.strategy.placement
-    names = [*program.engine.ins]
+    names = [*program.engine.ins, "verdict"]
     report = _make_report(program.call, names, placement, program.seconds)
     if not timed_calls:
         return report
     first, kept = split_state(step.place(state))
+    verdict = [step.verdicts.none] * program.engine.gives_verdict
 
     def call(first: Any) -> Any:
-        out = program.call(first, kept, *batch.args)
+        out = program.call(first, kept, *batch.args, *verdict)
         return (out[0] if program.engine.donate else first), out
 
     return dataclasses.replace(report, timing=time_calls(call, first, timed_calls))

@@ -71,7 +71,7 @@ class Step:
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
-        self._verdicts = Verdicts(placement, refusals=raises, guard=options.guard)
+        self.verdicts = Verdicts(placement, raises=raises, guard=options.guard)
 
     check, program, report = examine.check, examine.program, examine.report
     audit, locate = examine.audit, examine.locate
@@ -106,7 +106,7 @@ class Step:
             given = self.policy.in_trace(self, state)
             placed = self._placer.fit_traced(batch)
             out = self.programs.trace(split_state(given), placed)
-            return self.policy.result(self, given, out, placed)[0]
+            return self.policy.result(self, given, out, placed)
 
         return door(fn)
 
@@ -271,14 +271,15 @@ class Step:
           batch: A placed batch.
 
         Returns:
-          ``(state, metrics, guarded)``; ``guarded`` is ``()``, the loss or a bool, and
-          NaN, infinite or False when the step was refused.
+          ``(state, metrics, verdict)``; ``verdict`` is ``()`` int32: -1, or the step's
+          number if it was refused.
         """
-        before, out = self.trained.outputs(state, batch)
-        (after, metrics), guarded = self.policy.result(self, before, out, batch)
-        return after, metrics, guarded
+        before, out = self.trained.outputs(state, batch, self.verdicts.none)
+        return *self.policy.result(self, before, out, batch), out.verdict
 
-    def outputs(self, state: Any, batch: PlacedBatch) -> tuple[TrainState, Any]:
+    def outputs(
+        self, state: Any, batch: PlacedBatch, *verdict: jax.Array
+    ) -> tuple[TrainState, Any]:
         """The state as it was given to the program, and the program's results."""
         if self._audits:
             self.audit(state, batch)
@@ -290,7 +291,7 @@ class Step:
         first = split_state(state)
         program = programs.program(first, batch, kind)
         try:
-            return state, programs(program, first, batch)
+            return state, programs(program, first, batch, *verdict)
         except (RuntimeError, TypeError, ValueError):
             if not is_usable(state):  # the devices failed after they had taken it
                 raise
@@ -299,7 +300,7 @@ class Step:
             check_like(placed, state_taken_by(program))
             if placed is state:
                 raise
-            return placed, programs(program, split_state(placed), batch)
+            return placed, programs(program, split_state(placed), batch, *verdict)
 
     def __call__(self, state: Any, batch: PyTree) -> Any:
         """The next state, and the metrics of this step.
@@ -316,19 +317,23 @@ class Step:
         Raises:
           ValueError: A malformed batch or a state that is not this step's, before
             anything is compiled; nothing is lost.
-          NonFiniteError: With ``on_nonfinite="raise"``, at the first call after a
-            step that was refused has run (on a GPU the two that follow it
-            too), at most 16 calls later; of several processes at the same call on all,
-            so up to 16 later; `settle`, for the end of a loop, waits for the last. That
-            step changed nothing, and ``state`` is still usable.
+          NonFiniteError: With ``on_nonfinite="raise"``, at most 16 calls
+            after a step that was refused; on CPUs at the first call after it has run,
+            of several processes at the same call on all. `settle`, for the end of a
+            loop, waits for the last. That step changed nothing, and ``state`` is still
+            usable.
         """
-        self._verdicts.check()
+        self.verdicts.check()
         placed = self._placer.place(batch, by_call=True)
-        before, out = self.outputs(state, placed)
-        result, guarded = self.policy.result(self, before, out, placed)
-        if guarded is not None:
-            self._verdicts.add(before.step, guarded)
-        return result
+        if not self.engine.gives_verdict:
+            return self.policy.result(self, *self.outputs(state, placed), placed)
+        verdict = self.verdicts.take()
+        try:
+            before, out = self.outputs(state, placed, verdict)
+            verdict = out.verdict
+        finally:
+            self.verdicts.put(verdict)
+        return self.policy.result(self, before, out, placed)
 
     def settle(self) -> None:
         """Wait for the steps so far and read their verdicts, at the end of a loop.
@@ -336,4 +341,4 @@ class Step:
         Raises:
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
         """
-        self._verdicts.settle()
+        self.verdicts.settle()
