@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -45,51 +44,10 @@ def traced(folder):
     return sorted(int(each["step_num"]) for each in stats)
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    ("profile", "expected"),
-    [((3, 4), [3, 4]), ((3, 3), [3]), ((6, 99), [6])],  # in the last the run ends first
-)
-def test_a_trace_has_the_steps_that_are_asked_for(tmp_path, profile, expected):
-    folder = tmp_path / "traces"
-    run(profile=(*profile, folder))
-    assert traced(folder) == expected
-
-
-@pytest.mark.slow
-def test_every_step_is_named_in_a_trace_of_ones_own(tmp_path, monkeypatch):
+def test_every_step_is_named_in_a_trace(tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         run()
     assert traced(tmp_path) == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_trace_is_written_where_a_run_fails(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def hook(number, metrics):
-        assert number < 3
-
-    with pytest.raises(AssertionError):
-        run(profile=(2, 5), hooks=[hook])
-    assert traced("profile")[:2] == [2, 3]
-
-
-def test_a_trace_of_no_step_is_told(tmp_path):
-    with pytest.warns(UserWarning, match=r"profile=\(9, 9\): the run did none"):
-        run(profile=(9, 9, tmp_path / "none"))
-    assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(("profile", "text"), [
-    (5, "profile=5 must be None, (first, last) or"),
-    ((1,), "or (first, last, folder)"),
-    ((0, 1), "profile[0], the first step,=0 must be"),
-    ((2, 1), "profile[1], the last step,=1 must be"),
-    ((1, 2, ""), "profile[2]='' must be the path of a folder"),
-])  # fmt: skip
-def test_a_wrong_profile_is_refused(profile, text):
-    with pytest.raises(ValueError, match=re.escape(text)):
-        run(profile=profile)
 
 
 ENDLESS = """

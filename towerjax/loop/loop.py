@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState, is_to_be_audited
 from towerjax.loop.point import Point, reaches_multiple
-from towerjax.loop.profiling import Profiler
 from towerjax.loop.progress import Progress
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
@@ -62,9 +60,6 @@ class Loop:
         self._saving: Saving | None = None
         self._progress = Progress(False, point.number, None)
         self._writers, self._has_begun = Writers(), False
-        self._profiler = Profiler(
-            options.profile, lambda text: self._progress.note(text)
-        )
         self._log, self._hooked = HistoryLog(point.number), point.number
         self._in_flight: collections.deque[Call] = collections.deque()
         self._compiled: set[Any] = set()
@@ -113,7 +108,7 @@ class Loop:
         placement, point = self._step.strategy.placement, self.point
         self._writers.open(self._options.writers, self._log.number, placement)
         stream = self._placed_batches()
-        with contextlib.closing(stream), contextlib.closing(self._profiler):
+        with contextlib.closing(stream):
             while True:
                 # Before the first step: the resumed run may have ended here.
                 if point.is_evaluation_due:
@@ -137,7 +132,6 @@ class Loop:
         self._fetch(0)
         self.guard.raise_missed()
         self._check_enough()
-        self._profiler.warn_unused()
         self._source.settle()
         if self._log.evaluated is None:
             self._evaluate()
@@ -158,8 +152,7 @@ class Loop:
             if not self._compiled:
                 self._audit(placed)
             self._compile(placed)
-        wait = functools.partial(self._fetch, 0)
-        with self._profiler.step(after, wait), self.guard:
+        with jax.profiler.StepTraceAnnotation("train", step_num=after), self.guard:
             point.state, metrics, verdict = self._step.dispatch(point.state, placed)
             self._in_flight.append(Call(metrics, verdict, placed, wait_s))
             send_to_host((metrics, verdict), placed.placement)

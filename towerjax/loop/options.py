@@ -9,7 +9,6 @@ import jax
 from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
-from towerjax.loop.profiling import check_profile
 from towerjax.loop.progress import check_progress
 from towerjax.loop.stopping import Best, EarlyStopping, rules_of
 from towerjax.loop.writers import Writer
@@ -107,7 +106,6 @@ class RunOptions:
     progress: bool | Sequence[str] | None
     hooks: tuple[Hook | WithState, ...]
     writers: tuple[Writer, ...]
-    profile: tuple[Any, ...] | None
 
     def __post_init__(self) -> None:
         """Check that the options fit together."""
@@ -118,7 +116,6 @@ class RunOptions:
         cast_ints(self)
         check_choice("audit", self.audit, (None, True, False))
         check_progress(self.progress)
-        object.__setattr__(self, "profile", check_profile(self.profile))
         rules_of(self.early_stopping)
         for name, kind in {"best": Best, "checkpointer": Checkpointer}.items():
             value = getattr(self, name)

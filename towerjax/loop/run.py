@@ -44,7 +44,6 @@ def run(
     progress: bool | Sequence[str] | None = None,
     hooks: Sequence[Hook | WithState] = (),
     writers: Sequence[Writer] = (),
-    profile: tuple[int, int] | tuple[int, int, str] | None = None,
 ) -> tuple[TrainState, History]:
     """Train for a number of steps; return the last state and the history.
 
@@ -86,8 +85,6 @@ def run(
         the state, too, every so many steps.
       writers: Such as `JsonLines`; each is given every step and every evaluation, on
         process 0.
-      profile: ``(first, last)`` or ``(first, last, folder)``: process 0 writes a trace
-        of these steps into the folder, else ``profile``, for XProf or TensorBoard.
 
     Returns:
       ``(state, history)``.
