@@ -109,7 +109,6 @@ def told(together):
     ("other_numbers_of_steps", "What tj.run does .* {steps} batches, from st"),
     ("other_numbers_of_batches", "The data to evaluate .* {me}: {more} batches"),
     ("checkpoints_of_one_process", "all processes of a job .* with safetensors"),
-    ("a_state_from_one_hook", "Whether .* returns a state must .* on every proc"),
     ("folders_of_each", "Who has locked the folder .* Here .*own {me}'. Name one"),
     ("one_is_empty", r"The input of the processes \[0\] ended before .* Give each"),
     ("one_ends_early", r"input of the processes \[0\] ended before that of the"),

@@ -253,13 +253,6 @@ def other_numbers_of_batches(me):
     tj.evaluate(predict, np.float32(2), [rows(8)] * (2 + me))
 
 
-def a_state_from_one_hook(me):
-    step = step_of(tj.Mirrored(towers=4))
-    hook = tj.loop.WithState(lambda number, state, _: None if me else state, every=1)
-    state = step.init(np.float32(0))
-    tj.run(step, state, [rows(4)] * 2, hooks=[hook], progress=False)
-
-
 def other_numbers_in_the_optimizer(me):
     strategy = tj.Mirrored(towers=4)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), strategy)
@@ -499,7 +492,6 @@ SCENARIOS = [
     other_numbers_in_the_optimizer,
     other_numbers_of_steps,
     other_numbers_of_batches,
-    a_state_from_one_hook,
     work_of_one_process,
     restored_from_the_chief,
     alone_between_meetings,

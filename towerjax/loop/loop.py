@@ -21,7 +21,6 @@ from towerjax.loop.point import Point, reaches_multiple
 from towerjax.loop.progress import Progress
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.mesh.processes import require_same
 from towerjax.step.comparison import SplitError
 from towerjax.step.faults import NonFiniteError, Place, nonfinite_leaves
 from towerjax.step.state import TrainState, state_layout, step_number
@@ -258,15 +257,13 @@ class Loop:
         self._progress.step(number, row, self._log.steps_per_second)
 
     def _call_with_state(self, hook: WithState, row: dict[str, Any]) -> None:
-        state = self.point.state
-        after = hook.function(self._log.number, state, row)
-        changes = isinstance(after, TrainState)
-        if self._step.strategy.placement.num_processes > 1:
-            what = "Whether a WithState hook returns a state"
-            require_same(what, f"{changes}", "Return it on every process.")
-        if changes:
-            after = dataclasses.replace(after, step=state.step)
-            self.point.state = self._step.start(after)
+        after = hook.function(self._log.number, self.point.state, row)
+        if isinstance(after, TrainState):
+            raise ValueError(
+                f"{hook} returned a state, from which a run does not go on. Run in"
+                " pieces and change the state between: state, _ = tj.run(step, state,"
+                f" batches, steps={hook.every})."
+            )
 
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
         """The error of a refused step, with the tower and leaf that was not finite.

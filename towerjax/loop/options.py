@@ -34,8 +34,7 @@ class WithState:
     state: copy what you keep (``jax.tree.map(jnp.copy, state.params)``).
 
     Attributes:
-      function: If it returns a ``TrainState``, the run continues with that state,
-        except for its step number; other returned values are ignored.
+      function: What it returns is ignored; a ``TrainState`` is refused.
       every: The number of steps between two calls.
 
     Example:
