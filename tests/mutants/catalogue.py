@@ -173,7 +173,7 @@ REGISTRY = (
        "step.policies:Read.result",
        "on_every_process(own, placement)",
        "jax.tree.map(lambda x: jnp.concatenate(\n"
-       "        jnp.split(x, step.strategy.num_towers)[::-1]), own)",
+       "        jnp.split(x, self.strategy.num_towers)[::-1]), own)",
        f"{_ONE_TOWER}[6]"),
     _m("B30", "ONLY_FIRST_TOWER returns each tower's own value",
        "collectives.reduce:reduce_over_towers",

@@ -286,23 +286,23 @@ class _TrainedModel(Trained):
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
     hooks: list[Any] = dataclasses.field(default_factory=list)  # of the last spec
 
-    def start(self, step: Step, state: Any) -> TrainState:
+    def start(self, given: Any, expected: TrainState | None) -> TrainState:
         """As of any training; variables that are kept elsewhere are copied first."""
-        check_is_state(state, MAKE_STATE)
-        return super().start(step, spread(state, step.strategy, self.kept_at))
+        check_is_state(given, MAKE_STATE)
+        return super().start(spread(given, self.strategy, self.kept_at), expected)
 
-    def take(self, step: Step, state: Any) -> Any:
+    def take(self, given: Any) -> Any:
         """The state on all devices."""
         if self.kept_at is not VariablePlacement.MIRRORED:
-            state = spread(state, step.strategy, self.kept_at)
-        return super().take(step, state)
+            given = spread(given, self.strategy, self.kept_at)
+        return super().take(given)
 
     def result(
-        self, step: Step, state: TrainState, out: Any, batch: PlacedBatch
+        self, state: TrainState, out: Any, batch: PlacedBatch
     ) -> tuple[Any, Any]:
         """``(state, metrics)``."""
-        after, metrics = super().result(step, state, out, batch)
-        return store(after, step.strategy.placement, self.kept_at), metrics
+        after, metrics = super().result(state, out, batch)
+        return store(after, self.strategy.placement, self.kept_at), metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,31 +313,24 @@ class _Variables(Read):
     mode: Mode
     hooks: list[Any] = dataclasses.field(default_factory=list)  # of the last spec
 
-    def start(self, step: Step, state: Any) -> TrainState:
+    def start(self, given: Any, expected: TrainState | None) -> TrainState:
         """The variables as a state, on all devices."""
-        return spread(as_state(state, *step.counters), step.strategy, self.kept_at)
-
-    def take(self, step: Step, state: Any) -> Any:
-        """The same."""
-        return self.start(step, state)
+        return spread(as_state(given, *self.counters), self.strategy, self.kept_at)
 
     def kind(self, state: Any) -> Any:
         """The types of the variables."""
         return batch_signature(state)
 
-    def in_trace(self, step: Step, state: Any) -> TrainState:
+    def as_state(self, given: Any) -> TrainState:
         """The variables as a state."""
-        return as_state(state, jnp.int32(0), jax.random.key(0))
+        return as_state(given, jnp.int32(0), jax.random.key(0))
 
-    def shapes(self, step: Step, state: Any) -> TrainState:
-        """The shapes of a state."""
-        return state
+    def take(self, given: Any) -> None:
+        """Nothing: each call looks at the variables."""
 
-    def result(
-        self, step: Step, state: TrainState, out: Any, batch: PlacedBatch
-    ) -> dict[str, Any]:
+    def result(self, state: TrainState, out: Any, batch: PlacedBatch) -> dict[str, Any]:
         """The loss and the metrics, as states to merge; in PREDICT the predictions."""
-        spec = self.spec(step, out, batch)
+        spec = self.spec(out, batch)
         if spec.mode is Mode.PREDICT:
             return dict(spec.predictions or {})
         loss = spec.loss
@@ -345,9 +338,9 @@ class _Variables(Read):
             loss = Weighted(loss, jnp.float32(1))
         return _with_loss(loss, spec.eval_metrics)
 
-    def spec(self, step: Step, out: Any, batch: PlacedBatch) -> ModelSpec:
+    def spec(self, out: Any, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
-        (*after, parts), placement = out, step.strategy.placement
+        (*after, parts), placement = out, self.strategy.placement
         parts = owned(parts, lambda own: on_every_process(own, placement))
         parts = concat_outputs(parts, batch)
         if after:
@@ -363,7 +356,7 @@ def model_train_step(
 
     The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
     """
-    policy = _TrainedModel(kept_at=tower_fn.options.variable_placement)
+    policy = _TrainedModel(strategy, kept_at=tower_fn.options.variable_placement)
     engine = model_engine(tower_fn, strategy, options, policy.hooks)
     return Step(engine, strategy, options, policy)
 
@@ -371,7 +364,7 @@ def model_train_step(
 def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step:
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
     how, options = tower_fn.options, tower_fn.options.step
-    policy = _Variables(how.variable_placement, tower_fn.mode)
+    policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
     engine = spec_engine(tower_fn, strategy, options, policy.hooks)
     return Step(engine, strategy, options, policy, placer=placer)
 
@@ -381,4 +374,4 @@ def model_spec(step: Step, variables: PyTree, batch: PyTree) -> ModelSpec:
     placed = step.place_batch(batch)
     _, out = step.outputs(variables, placed)
     policy: Any = step.policy
-    return policy.spec(step, out, placed)
+    return policy.spec(out, placed)

@@ -102,7 +102,7 @@ def build_step(
         # A step without examples is accepted: what it does, update_fn says.
         given = Passes(each), of_last(update_fn), options
         engine = training_engine(*given, needs_examples=False)
-        return Step(engine, strategy, options, Trained(), remake=make, **how)
+        return Step(engine, strategy, options, Trained(strategy), remake=make, **how)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)

@@ -18,6 +18,7 @@ from towerjax.mesh.processes import require_same
 from towerjax.step.engine import Engine
 from towerjax.step.next_state import Called, Outcome
 from towerjax.step.prove import Proof, prove
+from towerjax.step.state import TrainState, join_state
 from towerjax.step.trace import Traced, trace
 from towerjax.step.verdicts import next_verdict
 from towerjax.towers import executors, xla
@@ -34,6 +35,11 @@ class Program:
     engine: Engine
     seconds: float
     is_full: bool  # whether it takes all rows for examples
+
+    @property
+    def state(self) -> TrainState:
+        """The shapes of the state that it was compiled for."""
+        return join_state(*self.call.args_info[0][:2])
 
 
 def lower(

@@ -18,7 +18,6 @@ from towerjax.step.programs import send_shared
 from towerjax.step.prove import Proof, prove
 from towerjax.step.report import StepReport, report_on
 from towerjax.step.state import TrainState, split_state, step_number
-from towerjax.step.state_checks import check_made
 from towerjax.step.trace import trace
 from towerjax.types import Layout, PyTree
 
@@ -62,8 +61,7 @@ def check(
     state = params
     if not isinstance(state, TrainState):
         state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
-    check_made(state, self.policy.made(self, state.params))
-    state = self.policy.shapes(self, state)
+    state = self.policy.as_state(state)
     traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
     for traced_pass in traced.passes:
         traced_pass.towers.rehearse()
@@ -85,7 +83,8 @@ def program(self: Any, state: Any, batch: PyTree) -> Program:
         state, placed = self.start(state), self.place_batch(batch)
         kind = self.policy.kind(state)
         return self.programs.program(split_state(state), placed, kind)
-    first = split_state(self.policy.shapes(self, state))
+    state = state if isinstance(state, TrainState) else self.shapes(state)
+    first = split_state(self.policy.as_state(state))
     rows, *others = self._placer.shapes(batch)
     full_rows = None
     if self.programs.leaves_out_weights and not self._placer.may_pad:
@@ -145,7 +144,7 @@ def audit(self: Any, state: Any, batch: PyTree) -> AuditReport:
       ...     [finding.leaf for finding in error.findings]
       ['gradient', 'loss']
     """
-    engine, state = self.policy.audited(self, self.start(state))
+    engine, state = self.policy.audited(self.engine, self.start(state))
     state = jax.tree.map(readable, state)
     how = {"parts": self.num_parts, "pads": self._placer.may_pad}
     compared = run_audit(engine, self.strategy, state, batch, **how)

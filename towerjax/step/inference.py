@@ -29,7 +29,7 @@ def _reading_step(
     ins = state_ins(strategy, ("state", "counters"))
     engine = Engine(passes, finish, ins, (Layout.MIRRORED,))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
-    return Step(engine, strategy, of_step, Read())
+    return Step(engine, strategy, of_step, Read(strategy))
 
 
 @door

@@ -91,7 +91,7 @@ class Members:
 
         outs = outcome_layout(ins["state"])
         engine = Engine(passes, finish, ins, outs, donate=True)
-        self.step = Step(engine, strategy, options, _OfMembers(members=self))
+        self.step = Step(engine, strategy, options, _OfMembers(strategy, members=self))
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""
@@ -151,11 +151,11 @@ class _OfMembers(Trained):
 
     members: Any = None
 
-    def start(self, step: Step, state: Any) -> TrainState:
+    def start(self, given: Any, expected: TrainState | None) -> TrainState:
         """The state itself: nothing needs checking."""
-        return state
+        return given
 
-    def audited(self, step: Step, state: TrainState) -> tuple[Any, TrainState]:
+    def audited(self, engine: Engine, state: TrainState) -> tuple[Engine, TrainState]:
         """The first member's engine and state."""
         engine = self.members.first_engine(state.extra[0])
         return engine, self.members.member(state, 0)

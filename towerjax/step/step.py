@@ -1,18 +1,16 @@
 """`Step`: an engine, its programs and the verdicts on its calls."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
 from towerjax.step import examine
 from towerjax.step.engine import Engine, StepOptions
-from towerjax.step.policies import StatePolicy, Trained, state_taken_by
+from towerjax.step.policies import StatePolicy, Trained
 from towerjax.step.programs import Programs
 from towerjax.step.state import (
     TrainState,
@@ -34,7 +32,7 @@ from towerjax.step.state_checks import (
 )
 from towerjax.step.verdicts import Verdicts
 from towerjax.towers.strategies import Strategy
-from towerjax.types import Layout, PyTree
+from towerjax.types import PyTree
 from towerjax.types.door import door, doors
 from towerjax.types.missing import explain_missing
 
@@ -103,20 +101,12 @@ class Step:
         """
 
         def fn(state: TrainState, batch: PyTree) -> Any:
-            given = self.policy.in_trace(self, state)
+            given = self.policy.as_state(state)
             placed = self._placer.fit_traced(batch)
             out = self.programs.trace(split_state(given), placed)
-            return self.policy.result(self, given, out, placed)
+            return self.policy.result(given, out, placed)
 
         return door(fn)
-
-    @functools.cached_property
-    def counters(self) -> PyTree:
-        """The step number and the key that go with what is no state."""
-        # The value is cached, so it must not be traced. A key has no explicit transfer.
-        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-            counters = (np.int32(0), jax.random.key(0))
-            return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     @jax.transfer_guard("allow")  # a call that places, which a guard cannot see
     def init(
@@ -186,7 +176,8 @@ class Step:
           ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
             variables have another number of towers.
         """
-        return self.policy.start(self, state)
+        last = self.programs.last
+        return self.policy.start(state, None if last is None else last.state)
 
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
@@ -227,7 +218,7 @@ class Step:
         towers = self.strategy.num_towers
         state = make_state(towers, params, opt_state, local, extra=extra, shapes=True)
         self.strategy.placement.specs_within((), state.params)
-        made = self.policy.made(self, state.params)
+        made = self.policy.made(state.params)
         if jax.tree.leaves(opt_state):
             made["opt_state"] = state.opt_state
         if "local" in made:
@@ -275,7 +266,7 @@ class Step:
           number if it was refused.
         """
         before, out = self.trained.outputs(state, batch, self.verdicts.none)
-        return *self.policy.result(self, before, out, batch), out.verdict
+        return *self.policy.result(before, out, batch), out.verdict
 
     def outputs(
         self, state: Any, batch: PlacedBatch, *verdict: jax.Array
@@ -284,7 +275,9 @@ class Step:
         if self._audits:
             self.audit(state, batch)
         policy, programs = self.policy, self.programs
-        state = policy.take(self, state)
+        if (taken := policy.take(state)) is None:
+            taken = self.start(state)
+        state = taken
         kind = policy.kind(state)
         if programs.known(batch, kind) is None or not is_usable(state):
             state = self.start(state)
@@ -297,7 +290,7 @@ class Step:
                 raise
             # JAX refuses a wrong state before it runs: name the leaf and the remedy.
             placed = self.start(state)
-            check_like(placed, state_taken_by(program))
+            check_like(placed, program.state)
             if placed is state:
                 raise
             return placed, programs(program, split_state(placed), batch, *verdict)
@@ -326,14 +319,14 @@ class Step:
         self.verdicts.check()
         placed = self._placer.place(batch, by_call=True)
         if not self.engine.gives_verdict:
-            return self.policy.result(self, *self.outputs(state, placed), placed)
+            return self.policy.result(*self.outputs(state, placed), placed)
         verdict = self.verdicts.take()
         try:
             before, out = self.outputs(state, placed, verdict)
             verdict = out.verdict
         finally:
             self.verdicts.put(verdict)
-        return self.policy.result(self, before, out, placed)
+        return self.policy.result(before, out, placed)
 
     def settle(self) -> None:
         """Wait for the steps so far and read their verdicts, at the end of a loop.

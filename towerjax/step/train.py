@@ -233,7 +233,8 @@ def _train_step(
         makes["local"] = lambda params: fns.init(params).get("local", {})
     alike = dataclasses.replace(training, extend=None)
     remake = functools.partial(_train_step, alike)
-    return Step(engine, strategy, options, Trained(makes), remake=remake, **how)
+    policy = Trained(strategy, makes)
+    return Step(engine, strategy, options, policy, remake=remake, **how)
 
 
 @door
