@@ -21,16 +21,18 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard librar
 def door(fn: _F) -> _F:
     """The function; its errors leave out frames by ``jax_traceback_filtering``."""
     explain, tidy = missing.explain, _tidy
-    ignored = contextlib.suppress(KeyboardInterrupt)
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
         except BaseException as error:  # Ctrl-C, too
-            # Another one would take the place of the first, and of its ``state``.
-            with ignored:
+            # Another one would take the place of the first, and of its ``state``. At
+            # the calls of `contextlib.suppress` it would, too.
+            try:
                 explain(error, fn)
                 tidy(error)
+            except KeyboardInterrupt:
+                pass
             raise  # by itself it adds no frame
 
     # With the globals of the function, by which doctest finds it.
