@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
 import re
 import socket
-import subprocess
 
 import pytest
 
@@ -13,7 +11,7 @@ import towerjax as tj
 from towerjax.mesh.cluster import start
 from towerjax.mesh.cluster.spec import (
     Cluster,
-    _launcher_pid,
+    detection,
     find_cluster,
     forgotten,
     free_port,
@@ -156,7 +154,6 @@ MPICH = "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"
 SLURM = "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_NUM_NODES"
 STEP = "SLURM_JOB_ID SLURM_STEP_ID SLURM_STEP_NODELIST"
 MASTER = {"MASTER_ADDR": "host-a", "MASTER_PORT": "29500"}
-PORT = {"JAX_COORDINATOR_PORT": "2222"}
 
 
 def torchrun(*values, **more):
@@ -172,39 +169,49 @@ def slurm(*values, of=("7", "0", "gpu[007-009],x1"), **more):
     (torchrun("3", "4", "0", "1", "a", "5"), (3, 4, "a:5", "torchrun", None)),
     (torchrun("0", "2", "0", "2", "a", "5", TORCHELASTIC_USE_AGENT_STORE="True"),
         (0, 2, "127.0.0.1:6", "torchrun", [0])),
-    (started("RANK WORLD_SIZE", "1", "2", MASTER_ADDR="fd::1", **PORT),
+    (started("RANK WORLD_SIZE", "1", "2", MASTER_ADDR="fd::1", MASTER_PORT="2222"),
         (1, 2, "[fd::1]:2222", "torchrun", None)),
     (started(OPEN_MPI, "1", "4", "1", "2", **MASTER),
         (1, 4, "host-a:29500", "Open MPI", [1])),
-    (started(OPEN_MPI, "1", "2", "1", "2", **PORT),
-        (1, 2, "127.0.0.1:2222", "Open MPI", [1])),
-    (started(MPICH, "1", "2", "1", "2", JAX_COORDINATOR_ADDRESS="a:1"),
+    (started(MPICH, "1", "2", "1", "2", JAX_COORDINATOR_ADDRESS="a:1", **MASTER),
         (1, 2, "a:1", "MPICH", [1])),
-    (slurm("2", "3", "1", "2"), (2, 3, "gpu007:61867", "Slurm", [1])),
-    (slurm("2", "3", "0", "3"), (2, 3, "gpu007:61867", "Slurm", None)),
-    (slurm("0", "2", "0", "2", of=("7", "0", "n1,n2")),
-        (0, 2, "n1:61867", "Slurm", None)),
-    (slurm("1", "2", "1", "1", of=("8", "0", "a-1")),
-        (1, 2, "127.0.0.1:61928", "Slurm", [1])),
+    (slurm("2", "3", "1", "2", **MASTER), (2, 3, "host-a:29500", "Slurm", [1])),
     # One process a device, which the launcher has chosen; or the user.
-    (slurm("2", "3", "1", "2", CUDA_VISIBLE_DEVICES="1"),
-        (2, 3, "gpu007:61867", "Slurm", None)),
-    (slurm("2", "3", "1", "2", JAX_LOCAL_DEVICE_IDS="3"),
-        (2, 3, "gpu007:61867", "Slurm", None)),
+    (slurm("2", "3", "1", "2", CUDA_VISIBLE_DEVICES="1", **MASTER),
+        (2, 3, "host-a:29500", "Slurm", None)),
+    (slurm("2", "3", "1", "2", JAX_LOCAL_DEVICE_IDS="3", **MASTER),
+        (2, 3, "host-a:29500", "Slurm", None)),
     # srun --mpi=pmi2, and mpirun or torchrun in each task of a step of two.
-    (slurm("2", "3", "1", "2", PMI_RANK="2", PMI_SIZE="3"),
-        (2, 3, "gpu007:61867", "MPICH", None)),
+    (slurm("2", "3", "1", "2", PMI_RANK="2", PMI_SIZE="3", **MASTER),
+        (2, 3, "host-a:29500", "Slurm", [1])),
     (slurm("1", "2", "0", "2", **torchrun("5", "8", "1", "4", "a", "5")),
         (5, 8, "a:5", "torchrun", [1])),
     # What started one process alone is no launcher.
     (slurm("1", "2", "0", "2", **torchrun("0", "1", "0", "1", "a", "5")),
-        (1, 2, "gpu007:61867", "Slurm", None)),
+        (1, 2, "a:5", "Slurm", [0])),
 ])  # fmt: skip
 def test_what_a_launcher_says_is_a_cluster(environ, expected):
     assert refusal(environ, "this is none")
     found, devices = started_cluster(environ), own_devices(environ)
     place = found.process_id, found.num_processes, found.coordinator, found.how
     assert (*place, devices) == expected
+
+
+@pytest.mark.parametrize("environ, method", [
+    (slurm("0", "2", "0", "2"), "slurm"),
+    (slurm("0", "2", "0", "2", PMI_RANK="0", PMI_SIZE="2"), "slurm"),
+    (started(OPEN_MPI, "1", "4", "1", "2"), "ompi"),
+    ({}, None),
+    ({"PMIX_RANK": "1"}, None),
+    (started(MPICH, "0", "4", "0", "2"), "deactivate"),
+    (torchrun("0", "2", "0", "1", "", ""), "deactivate"),
+    # Several mpirun do not meet where Slurm's step does, which counts others.
+    (slurm("0", "2", "0", "2", **started(MPICH, "0", "4", "0", "2")), "deactivate"),
+    (slurm("0", "2", "0", "2", PMI_RANK="3", PMI_SIZE="4"), "deactivate"),
+])  # fmt: skip
+def test_what_jax_detects_is_left_to_it(environ, method):
+    assert detection(environ) == method
+    assert started_cluster(environ) is None
 
 
 @pytest.mark.parametrize("environ, says", [
@@ -214,9 +221,6 @@ def test_what_a_launcher_says_is_a_cluster(environ, expected):
         " Set MASTER_ADDR and MASTER_PORT"),
     (started(MPICH, "0", "4", "0", "2"), "set PMI_SIZE to nothing."),
     (torchrun("0", "2", "0", "1", "", ""), "WORLD_SIZE=2 is the number of proc"),
-    # Several mpirun do not meet where Slurm's step does, which counts others.
-    (slurm("0", "2", "0", "2", **started(MPICH, "0", "4", "0", "2")), "PMI_SIZE=4"),
-    (slurm("0", "2", "0", "2", PMI_RANK="3", PMI_SIZE="4"), "PMI_SIZE=4"),
     ({"PMIX_RANK": "1"}, "PMIX_RANK=1 is the number of this process in a job of"),
     ({"JOB_COMPLETION_INDEX": "3"}, "On Kubernetes install jax[k8s]."),
 ])  # fmt: skip
@@ -290,23 +294,3 @@ def test_several_of_which_none_joined_are_refused_by_a_strategy(
 ])  # fmt: skip
 def test_one_process_that_need_not_join_is_not_refused(environ):
     assert forgotten(environ) is None
-
-
-def test_steps_of_one_slurm_job_and_other_jobs_have_ports_of_their_own():
-    steps = [(job, step) for job in range(70, 110) for step in range(60)]
-    environs = [slurm("0", "2", "0", "2", of=(f"{j}", f"{s}", "a")) for j, s in steps]
-    ports = [started_cluster(environ).coordinator for environ in environs]
-    assert len({*ports}) == len(steps)
-    assert all(61440 <= int(port.partition(":")[2]) < 2**16 for port in ports)
-
-
-def test_who_started_a_process_is_found_behind_shells():
-    command = ["sh", "-c", "sh -c 'echo $$; read x'; exit 0"]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, env={"PMI_RANK": "0"}, **pipes) as process:
-        pid = int(process.stdout.readline())
-        assert pid != process.pid
-        assert _launcher_pid("PMI_RANK", pid) == os.getpid()
-        assert _launcher_pid("PMI_SIZE", pid) == pid
-        process.communicate(b"\n")
-    assert _launcher_pid("PMI_RANK", pid) is None

@@ -192,8 +192,7 @@ def named_by_tf_config(**arguments):
 
 def named_by(rank, size, **arguments):
     """As a launcher names the processes of one machine."""
-    both = {size: "2", "JAX_COORDINATOR_PORT": str(free_port())}
-    both |= {"SLURM_STEP_NUM_NODES": "1", "MASTER_ADDR": "127.0.0.1"}
+    both = {size: "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [(both | {rank: i}, arguments) for i in ("0", "1")]
 
 
@@ -295,7 +294,6 @@ def test_what_cannot_be_is_refused(job):
     host, port = taken["coordinator"].split(":")
     address = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}
     one_of_several = {"PMI_RANK": "1", "PMI_SIZE": "4"}
-    # Which JAX finds by mpi4py, or not.
     open_mpi = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     of_two_machines = {f"OMPI_COMM_WORLD_{x}": n for x, n in open_mpi.items()}
     late = "RuntimeError: jax.distributed.initialize() must be called before any JAX"

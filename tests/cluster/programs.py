@@ -8,6 +8,8 @@ import sys
 import forked
 import pytest
 
+from towerjax.mesh.cluster.spec import free_port
+
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = str(pathlib.Path(__file__).parent / "train.py")
 STEPS = 12
@@ -28,6 +30,12 @@ def page(name):
     return (ROOT / "docs" / name).read_text()
 
 
+def on_loopback(port):
+    """Variables by which JAX's coordinator listens there, wherever it is found."""
+    bound = f"127.0.0.1:{port}"
+    return {"JAX_COORDINATOR_PORT": f"{port}", "JAX_COORDINATOR_BIND_ADDRESS": bound}
+
+
 def of_two_devices(folder, path=os.environ["PATH"]):
     """Variables by which `python` and `towerjax`, put there, are ours."""
     for name, module in (("python", ""), ("towerjax", "-m towerjax ")):
@@ -38,4 +46,5 @@ def of_two_devices(folder, path=os.environ["PATH"]):
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": "2",
+        **on_loopback(free_port()),
     }

@@ -1114,17 +1114,17 @@ _STARTED = "test_cluster.py::test_several_that_do_not_meet_are_refused"
 _FORGOTTEN = (
     "test_cluster.py::test_several_of_which_none_joined_are_refused_by_a_strategy"
 )
-_STEPS = "test_steps_of_one_slurm_job_and_other_jobs_have_ports_of_their_own"
+_DETECTION = "test_cluster.py::test_what_jax_detects_is_left_to_it"
 _ABORTED = "test_going_on.py::test_those_whom_jax_aborts_since_one_ended_are_not_lost"
 JOBS = (
-    _m("J01", "steps of one Slurm job meet at one port",
-       "mesh.cluster.spec:_coordinator", "_port(61 * job + step)", "_port(job)",
-       f"test_cluster.py::{_STEPS}"),
+    _m("J01", "processes of an mpirun are taken for those of the Slurm step around it",
+       "mesh.cluster.spec:detection", '_DETECTED.get(launched[0], "deactivate")',
+       "_DETECTED.get(launched[0])", _DETECTION),
     _m("J02", "each process of several trains by itself",
        "mesh.cluster.spec:_sign_of_several", "(launched := _innermost(environ))",
        "(launched := _innermost({}))", _STARTED),
     _m("J03", "processes of an mpirun meet those of the Slurm step around it",
-       "mesh.cluster.spec:_coordinator", "if is_of_step and", "if", _STARTED),
+       "mesh.cluster.spec:_innermost", "mpich == slurm", "True", _DETECTION),
     _m("J04", "those whom JAX aborts are counted as lost",
        "mesh.cluster.group:_Job._handle_end",
        "{signal.SIGABRT} if self.end.code else set()", "set()",

@@ -1,11 +1,12 @@
 """All uses of JAX's private modules, each with the versions that have it."""
 
 import functools
+import os
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import api_util, distributed  # 0.10 to 0.12
+from jax._src import api_util, clusters, distributed  # 0.10 to 0.12
 from jax._src.array import ArrayImpl  # 0.10 to 0.12
 from jax._src.config import explicit_device_put_scope  # 0.10 to 0.12
 from jax._src.core import extend_axis_env_nd  # 0.10 to 0.12
@@ -69,6 +70,17 @@ def bind_axis(name: str) -> Any:
 def coordinator_client() -> Any:
     """JAX's client of the job's key-value store."""
     return distributed.global_state.client
+
+
+def detects_cluster(method: str | None) -> bool:
+    """Does JAX find that it was started as one of several, by a method or by any?"""
+    if os.environ.get("JAX_COORDINATOR_ADDRESS") and method != "deactivate":
+        return True
+    return any(  # 0.10 to 0.12
+        kind.is_env_present()
+        for kind in clusters.ClusterEnv._cluster_types
+        if (kind.name == method if method else not kind.opt_in_only_method)
+    )
 
 
 def read_arguments(compiled: Any) -> list[int]:

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import json
-import os
-import pathlib
 import re
 import socket
 from collections.abc import Mapping
@@ -208,6 +206,8 @@ _LAUNCHERS = {
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
 }
+# What JAX calls its detection of these.
+_DETECTED = {"Slurm": "slurm", "Open MPI": "ompi"}
 # They say which process this is, and not how many there are.
 _RANKS = ("PMIX_RANK", "JOB_COMPLETION_INDEX")
 _MEET = (
@@ -219,11 +219,16 @@ _MEET = (
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
     """The innermost launcher that started several, and its variables."""
-    for launcher, names in _LAUNCHERS.items():
-        me, count = (environ.get(name, "") for name in names[:2])
-        if me.isdecimal() and count.isdecimal() and int(count) > 1:
-            return launcher, names
-    return None
+    found = [x for x in _LAUNCHERS.items() if _counts_several(environ, x[1])]
+    if len(found) > 1 and found[0][0] == "MPICH":  # such as of srun --mpi=pmi2
+        mpich, slurm = ([environ[x] for x in names[:2]] for _, names in found)
+        found = found[mpich == slurm :]
+    return found[0] if found else None
+
+
+def _counts_several(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    me, count = (environ.get(name, "") for name in names[:2])
+    return me.isdecimal() and count.isdecimal() and int(count) > 1
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
@@ -286,14 +291,28 @@ def _alone(sign: _Sign, but: str, how: str) -> str | None:
 
 
 def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
-    """The cluster of the innermost launcher; None if it does not say where it is."""
+    """The cluster of the innermost launcher; None if nothing says where it is."""
     if (launched := _innermost(environ)) is None:
         return None
     launcher, names = launched
-    if (coordinator := _coordinator(environ, names)) is None:
+    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    address = environ.get("JAX_COORDINATOR_ADDRESS")
+    if not address and host and port.isdecimal():
+        # There torchrun itself may listen.
+        port = int(port) + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        is_here = environ.get(names[3]) == environ[names[1]]  # all are on this machine
+        host = LOOPBACK if is_here else f"[{host}]" if ":" in host else host
+        address = f"{host}:{port}"
+    if not address:
         return None
-    three = {"coordinator": coordinator, **{x: environ[x] for x in names[1::-1]}}
+    three = {"coordinator": address, **{x: environ[x] for x in names[1::-1]}}
     return cluster_of_three(three, launcher)
+
+
+def detection(environ: Mapping[str, str]) -> str | None:
+    """JAX's way to find the cluster of the innermost launcher; None: any, if at all."""
+    launched = _innermost(environ)
+    return _DETECTED.get(launched[0], "deactivate") if launched else None
 
 
 def is_lone_step(environ: Mapping[str, str]) -> bool:
@@ -305,55 +324,8 @@ def own_devices(environ: Mapping[str, str]) -> list[int] | None:
     """Which of its machine's accelerators a process takes that shares it; None: all."""
     if (launched := _innermost(environ)) is None or environ.get("JAX_LOCAL_DEVICE_IDS"):
         return None
-    _, (_, count, local, local_count) = launched
+    local, local_count = (environ.get(name, "") for name in launched[1][2:])
     has_one = re.fullmatch("[^,]+", environ.get("CUDA_VISIBLE_DEVICES", ""))
-    is_alone = environ.get(local_count) == "1" or (
-        environ.get("SLURM_STEP_NUM_NODES") == environ[count] and not local_count
-    )
-    if has_one or is_alone or not environ.get(local, "").isdecimal():
+    if has_one or local_count == "1" or not local.isdecimal():
         return None
-    return [int(environ[local])]
-
-
-def _coordinator(environ: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    """The address where process 0 is to listen, the same in all; None if unknown."""
-    if address := environ.get("JAX_COORDINATOR_ADDRESS"):
-        return address
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
-    is_here = environ.get(names[3]) == environ[names[1]]  # all are on this machine
-    # The processes of a step may have PMI's variables too.
-    slurm = zip(names[:2], _LAUNCHERS["Slurm"], strict=False)
-    is_of_step = all(environ[own] == environ.get(of_step) for own, of_step in slurm)
-    if is_of_step and names[3] not in environ:
-        is_here = environ.get("SLURM_STEP_NUM_NODES") == "1"
-        # Of node1,x2 and of gpu[007-009],x1 the first.
-        nodes = re.match(r"([^,[]*)\[?(\w*)", environ.get("SLURM_STEP_NODELIST", ""))
-        host = nodes and nodes[1] + nodes[2]
-        job, step = (int(environ.get(f"SLURM_{x}_ID", 0)) for x in ("JOB", "STEP"))
-        port = _port(61 * job + step)
-    elif port.isdecimal():  # there torchrun itself may listen
-        port = int(port) + (environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
-    elif is_here and (pid := _launcher_pid(names[0], os.getpid())):
-        port = _port(pid)
-    host = LOOPBACK if is_here else host
-    port = environ.get("JAX_COORDINATOR_PORT") or port
-    return f"{f'[{host}]' if ':' in host else host}:{port}" if host and port else None
-
-
-def _port(number: int) -> int:
-    """A port above those that systems give out; of steps of one job not the same."""
-    return 61440 + number % 4096
-
-
-def _launcher_pid(name: str, pid: int) -> int | None:
-    """The ancestor that started all on this machine, which lacks the variable."""
-    start = f"{name}=".encode()
-    while True:
-        try:
-            own = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if not any(variable.startswith(start) for variable in own):
-                return pid
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        except OSError:  # no such system, or another user's process
-            return None
-        pid = int(stat.rpartition(")")[2].split()[1])
+    return [int(local)]

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from towerjax.mesh.cluster import heartbeat, spec
+from towerjax.mesh.private_jax import detects_cluster
 from towerjax.mesh.processes import calls_after, print_line
 from towerjax.types.options import check_flag, check_whole
 
 _SILENCE_S = 5
-_NOWHERE = "nothing says how they connect"
 
 
 # The state of `initialize`, which like JAX's own is one per process.
@@ -34,10 +34,11 @@ def initialize(
     """Join this process to the others of its job; JAX then has the devices of all.
 
     The cluster is taken from the first of: the arguments; what ``towerjax launch`` set;
-    ``TF_CONFIG``; the variables of torchrun, Open MPI, MPICH and Slurm; what JAX
-    detects (Kubernetes, TPU). If none of them names one, this is a job of one process
-    and nothing is started, so that the same program runs everywhere. Where JAX is
-    initialized already, and at a second call, it is the running one.
+    ``TF_CONFIG``; the variables of a launcher with ``MASTER_ADDR`` and ``MASTER_PORT``,
+    as torchrun sets them; what JAX detects (Slurm, Open MPI 4, Kubernetes, TPU). If
+    none of them names one, this is a job of one process and nothing is started, so that
+    the same program runs everywhere. Where JAX is initialized already, and at a second
+    call, it is the running one.
 
     Call it before JAX is used, after changes of ``jax.config``. Process 0 listens at
     the coordinator's port; at a loopback address to this machine only.
@@ -156,6 +157,7 @@ def _refuse_to_be_alone(but: str, cause: Exception | None = None) -> None:
 
 def _has_joined(named: spec.Cluster | None, options: dict[str, Any]) -> bool:
     """Join the named cluster or what JAX detects; False if that is none."""
+    finds_none = False
     if named is not None:
         address = str(named.coordinator)
         options = {
@@ -171,16 +173,19 @@ def _has_joined(named: spec.Cluster | None, options: dict[str, Any]) -> bool:
                 f"process 0 is to listen at {address}, but something on this machine"
                 " does already. End it, or choose another port for all processes."
             )
-    elif spec.is_lone_step(os.environ):
-        _refuse_to_be_alone(_NOWHERE)
-        return False
+    else:
+        method = spec.detection(os.environ)
+        finds_none = spec.is_lone_step(os.environ) or not detects_cluster(method)
+        method = "deactivate" if finds_none else method
+        options = {**options, "cluster_detection_method": method}
     try:
         _initialize_jax(named, options)
     except (ValueError, RuntimeError) as error:
-        finds_none = "coordinator_address should be defined" in str(error)
+        # It is a RuntimeError that JAX was used before.
+        finds_none &= isinstance(error, ValueError)
         if named is None:
-            why = _NOWHERE if finds_none else f"{error}".rstrip(".")
-            _refuse_to_be_alone(why, error)
+            why = "nothing says how they connect" if finds_none else f"{error}"
+            _refuse_to_be_alone(why.rstrip("."), error)
         if finds_none:
             return False
         raise
