@@ -90,6 +90,7 @@ def test_ctrl_c_as_a_run_ends_leaves_the_state(pressed_before):
             state, _ = tj.run(step, state, source, **options)
             ended += 1
         except KeyboardInterrupt as error:
+            assert hasattr(error, "state"), found[when - 1 :]
             state = error.state
         finally:
             sys.settrace(tracing)
