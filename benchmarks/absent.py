@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import pathlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -87,10 +86,6 @@ class _Bottleneck(nn.Module):
         if x.shape != y.shape:
             x = norm()(conv(4 * self.width, (1, 1), strides)(x))
         return nn.relu(x + y)
-
-
-# ResNet-50 normalises each tower's rows, as it does by hand.
-warnings.filterwarnings("ignore", "Rows of a tower")
 
 
 def _norm(**options: Any) -> Any:

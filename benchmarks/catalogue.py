@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -95,10 +94,6 @@ def _convolved(
         x = jax.nn.relu(x)
     x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     return _labelled((x.mean((1, 2)) @ p["w"]).astype(jnp.float32), batch)
-
-
-# The batch norm is of each tower's rows.
-warnings.filterwarnings("ignore", "Rows of a tower")
 
 
 def _batch_norm(p: PyTree, batch: PyTree, tower: Any) -> jax.Array:

@@ -787,13 +787,6 @@ def test_a_solver_of_what_differs_is_refused():
     assert (hang.primitive, hang.control) == ("psum", "while")
 
 
-def test_a_sum_of_equals_over_one_group_of_all_is_too_much():
-    def tower(w, x):
-        return lax.psum(w, AXIS, axis_index_groups=[[0, 1, 2]])
-
-    assert study(tower, num_towers=3).repeats
-
-
 @pytest.mark.parametrize(
     "groups, size",
     [([[0], [1, 2]], 3), ([[0, 2], [1]], 3), ([[0, 2, 4], [1, 3]], 5)]
@@ -810,3 +803,26 @@ def test_groups_of_unequal_size_are_no_grid(groups, size):
     for program in (tower, scanned):
         [dependence] = study(program, num_towers=size).outputs
         assert dependence is not None and dependence.source == "psum"
+
+
+def ref_scanned(value):
+    ref = jax.new_ref(jnp.zeros(4))
+
+    def body(_, i):
+        ref[...] += value()
+        return None, None
+
+    lax.scan(body, None, jnp.arange(2))
+    return ref[...]
+
+
+def test_a_loop_over_memory_is_walked():
+    def tower(w, x):
+        same = ref_scanned(lambda: w)
+        by_id = ref_scanned(lambda: w * lax.axis_index(AXIS))
+        return same, by_id, ref_scanned(lambda: lax.pmean(x[0], AXIS))
+
+    analysis = study(tower, 4)
+    same, by_id, _ = analysis.outputs
+    assert same is None and by_id.source == "tower.id"
+    assert [c.primitive for c in analysis.collectives] == ["psum"]

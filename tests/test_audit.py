@@ -349,12 +349,10 @@ CAUSES = {
     "quantile_clipped": "quantile_clipped. sorts a tower's own rows",
     "mixup_with_the_flipped_batch": "reverses a tower's own rows",
     "noise_from_the_shared_key": "Draw what rows have of their own from tower.rng",
-    "advantage_less_its_mean": "Rows of a tower are combined with what is",
 }
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.filterwarnings("ignore:Rows of a tower")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     step = train_step(WRONG[name])
@@ -431,7 +429,6 @@ def mean_of_means(params, batch, tower):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Rows of a tower")
 def test_uneven_towers_are_compared_where_batches_are_padded():
     even = train_step(mean_of_means)
     even.audit(even.init(MODEL), ROWS)
@@ -683,7 +680,6 @@ def make_bad():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Rows of a tower")
 def test_the_command_says_what_is_wrong(shell):
     code, out, _ = shell("audit", "of_user:make_good", "--json")
     assert code == 0 and json.loads(out)["same"] and json.loads(out)["towers"] == [2]

@@ -405,7 +405,6 @@ class WithDropout(nnx.Module):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.filterwarnings("ignore:Rows of a tower are combined")
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
 @pytest.mark.parametrize("copied", [False, True])

@@ -519,7 +519,6 @@ SCANNED = [numbered, kept_in_a_ref, of_a_literal, added_to]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Rows of a tower pass something on")
 def test_what_only_the_body_of_a_scan_makes_differ_is_each_towers():
     """All in one program, on one device, on two, and with a tower on each."""
     x = np.arange(16, dtype=np.float32)

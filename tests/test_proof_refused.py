@@ -1,7 +1,6 @@
 """Train steps that must be refused before they run: leaf, line and reason are named."""
 
 import inspect
-import re
 from functools import partial
 
 import jax
@@ -14,7 +13,6 @@ from layouts import cases
 
 import towerjax as tj
 from towerjax.contrib import LocalSGD
-from towerjax.proof import findings
 
 R = tj.Reduction
 S = jax.ShapeDtypeStruct
@@ -87,63 +85,7 @@ DIFFERS |= {"by_local": "state.local['n'].value", "foreign_call": "ffi_call"}
 DIFFERS |= dict.fromkeys(["by_tower_id", "by_tower_key"], "tower.id")
 DIFFERS["own_row_of_a_merge"] = "tower.id"  # of the others: batch['y']
 
-# A sum over towers of what is the same on all: T times too much.
-
-
-class Repeated:
-    def sum_of_norm(params, batch, tower):
-        m = tower.reduce(R.SUM, norm(params))  # here
-        return output(params, batch, tower, {"m": m})
-
-    def sum_of_a_variance(params, batch, tower):  # divides by a constant of its own
-        m = tower.reduce(R.SUM, jnp.var(params["w"]))  # here
-        return output(params, batch, tower, {"m": m})
-
-    def sum_of_a_mean(params, batch, tower):
-        loss = tower.reduce(R.MEAN, jnp.mean(errors(params, batch) ** 2))
-        return output(params, batch, tower, {"m": tower.reduce(R.SUM, loss)})  # here
-
-    def sum_returned(params, batch, tower):
-        m = 2.0 * norm(params)  # here
-        return output(params, batch, tower, {"m": tj.Sum(m)})
-
-    def sum_of_a_gathered(params, batch, tower):
-        rows = tower.all_gather(errors(params, batch).sum())
-        m = tower.reduce(R.SUM, rows.max())  # here
-        return output(params, batch, tower, {"m": m})
-
-    def sum_in_jit(params, batch, tower):
-        total = jax.jit(lambda b: lax.psum(b, tower.axis_names))  # here
-        return output(params, batch, tower, {"m": total(params["b"])})
-
-    def decay_counted_by_each(params, batch, tower):
-        decay = tower.reduce(R.SUM, 0.1 * norm(params))  # here
-        losses = errors(params, batch) ** 2 + decay
-        return tj.Weighted.mean(losses, tower.weight)
-
-    def forces_of_the_energy_of_all(params, batch, tower):
-        def energy(x):  # over a fixed number of rows, which is not that of towers
-            own = jnp.tanh(x @ params["w"]).sum()
-            return tower.reduce(R.SUM, own) / 16  # here
-
-        rows = tj.Weighted.mean(jax.grad(energy)(batch["x"]) ** 2, tower.weight)
-        return output(params, batch, tower, {"m": rows})
-
-    def forces_of_the_mean_of_all(params, batch, tower):
-        def energy(x):
-            own = jnp.tanh(x @ params["w"])
-            return tower.mean(own, tower.weight)  # here
-
-        rows = tj.Weighted.mean(jax.grad(energy)(batch["x"]) ** 2, tower.weight)
-        return output(params, batch, tower, {"m": rows})
-
-
-REPEATS = {"sum_returned": "metrics['m'], a tj.Sum (at"}
-REPEATS["decay_counted_by_each"] = "a value that differs from tower to tower, to which"
-IN_TOWER = "by a derivative in a tower, which is that of all towers' sum"
-REPEATS |= dict.fromkeys((x for x in vars(Repeated) if "forces" in x), IN_TOWER)
-
-# The backward of a custom_vjp adds up over towers, as the step does again.
+# The backward of a custom_vjp may add up over towers.
 
 
 def adding(tower, also=1.0, mean=False, forward=lambda x: x):
@@ -159,27 +101,6 @@ def adding(tower, also=1.0, mean=False, forward=lambda x: x):
     return add
 
 
-class Again:
-    def gradient_added_up_twice(params, batch, tower):
-        w = adding(tower)(params["w"])  # here
-        return output({**params, "w": w}, batch, tower)
-
-    def gradient_of_a_product_added_up_twice(params, batch, tower):
-        w = jax.jit(adding(tower, also=3.0))(2.0 * params["w"])  # here
-        return output({**params, "w": jnp.tanh(w)}, batch, tower)
-
-    def gradient_of_a_parameters_multiple_added_up_twice(params, batch, tower):
-        w = adding(tower)(params["b"] * params["w"])  # here
-        return output({**params, "w": w}, batch, tower)
-
-    def gradient_in_a_scan_added_up_twice(params, batch, tower):
-        def body(w, _):
-            return adding(tower)(0.9 * w), None  # here
-
-        w = lax.scan(body, params["w"], None, length=2)[0]
-        return output({**params, "w": w}, batch, tower)
-
-
 def gradient_of_a_mean(params, batch, tower):
     return output({**params, "w": adding(tower, mean=True)(params["w"])}, batch, tower)
 
@@ -190,15 +111,6 @@ def statistics_of_all(params, batch, tower):
     total = adding(tower, forward=lambda x: lax.psum(x, tower.axis_names))
     losses = (hidden * total(hidden.sum()) - batch["y"]) ** 2
     return tj.Weighted.mean(losses, tower.weight)
-
-
-@pytest.mark.few_fast(2)
-@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "ops": tj.PinnedTree()}])
-@pytest.mark.parametrize("loss_fn", cases(Again).values(), ids=cases(Again))
-def test_a_gradient_that_its_backward_adds_up_is_refused(loss_fn, options):
-    text = refusal(loss_fn, **options)
-    assert "a gradient, added up over towers in the backward of a jax.custom" in text
-    assert marked(loss_fn) in text
 
 
 @pytest.mark.slow
@@ -270,17 +182,6 @@ def test_what_differs_is_refused(loss_fn):
     source = DIFFERS.get(loss_fn.__name__, "batch['y']")
     assert f"  - metrics['m'] depends on {source}" in line
     assert marked(loss_fn) in line
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("loss_fn", cases(Repeated).values(), ids=cases(Repeated))
-def test_a_sum_of_what_is_the_same_is_refused(loss_fn):
-    summed = "metrics['m']: the sum over towers"
-    text = refusal(loss_fn)
-    assert text.startswith("These are a SUM over towers of what is the same on all, T")
-    [line] = [line for line in text.splitlines() if line.startswith("  - ")]
-    assert REPEATS.get(loss_fn.__name__, summed) in line and marked(loss_fn) in line
-    assert "value * tower.num_towers" in text
 
 
 def mean_of_all(x, params, tower):
@@ -382,25 +283,6 @@ def test_what_would_hang_is_refused(loss_fn):
     assert marked(loss_fn) in line and "whose predicate differs" in line
 
 
-@pytest.mark.parametrize("reduction", [R.SUM, R.MEAN])
-def test_a_scalar_loss_that_towers_share_is_no_sum(reduction):
-    def loss_fn(params, batch, tower):
-        return jnp.sum(params["w"] ** 2)  # here
-
-    def own(params, batch, tower):
-        return jnp.sum(errors(params, batch) ** 2)
-
-    right = loss_fn if reduction is R.MEAN else own
-    optimizer, strategy = optax.sgd(0.1), tj.Mirrored(towers=8)
-    step = tj.build_train_step(right, optimizer, strategy, loss_reduction=reduction)
-    assert step.check(PARAMS, BATCH).analysis.repeats == ()
-    if reduction is R.MEAN:
-        return
-    text = refusal(loss_fn, loss_reduction=reduction)
-    assert "  - the loss, of which loss_reduction=SUM adds up" in text
-    assert marked(loss_fn) in text
-
-
 def test_an_optimizer_that_communicates_is_refused():
     def add_up(updates, params=None):
         return jax.tree.map(lambda g: lax.psum(g, "towerjax_tower"), updates)
@@ -408,95 +290,3 @@ def test_an_optimizer_that_communicates_is_refused():
     optimizer = optax.chain(optax.stateless(add_up), optax.sgd(0.1))
     text = refusal(output, optimizer=optimizer)
     assert "The update communicates" in text and "towerjax_tower" in text
-
-
-def test_every_kind_of_step_refuses_a_sum_of_what_is_the_same():
-    strategy = tj.Mirrored(["cpu:0", "cpu:1"])
-    state = {"w": np.ones(3, np.float32), "b": np.float32(0)}
-    batch = {"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}
-
-    def metrics(params, batch, tower):
-        return {"m": tower.reduce(R.SUM, norm(params))}
-
-    def rows(params, batch, tower):
-        return batch["y"] * tower.reduce(R.SUM, norm(params))
-
-    def own(tower, w):
-        return tower.reduce(R.SUM, w)
-
-    for call, args, what in (
-        (tj.build_eval_step(metrics, strategy), (state, batch), "'m'.*"),
-        (tj.build_predict_step(rows, strategy), (state, batch), ""),
-        (strategy.call_for_each_tower, (own, jnp.ones(3)), "result 0"),
-    ):
-        with pytest.raises(tj.ReplicationError, match=f"{what}: the sum over towers"):
-            call(*args)
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("T", [2, 3, 4, 5, 10, 16, 100, 4096])
-def test_numbers_that_happen_to_be_those_of_towers_count_none(T):
-    def of_each(params, batch, tower):
-        rate = optax.cosine_decay_schedule(0.1, 100)(tower.step)
-        total = lax.psum(rate, tower.axis_names)  # here
-        return output(params, batch, tower, {"m": total})
-
-    batch = {"x": np.ones((T, 3), np.float32), "y": np.ones(T, np.float32)}
-    strategy = tj.Mirrored(["cpu:0"], towers=T)
-    with pytest.raises(tj.ReplicationError, match=re.escape(marked(of_each))):
-        tj.build_train_step(of_each, optax.sgd(0.1), strategy).check(PARAMS, batch)
-
-    def shared(params, batch, tower):
-        axis, b = tower.axis_names, params["b"]
-        count, shares = tower.num_towers, np.full(2, 1 / tower.num_towers, np.float32)
-        metrics = {
-            "array": (lax.psum(b, axis) * shares)[0],
-            "array in jit": jax.jit(lambda b: lax.psum(b, axis) * shares)(b)[0],
-            "computed": lax.psum(b, axis) / (jnp.float32(count) * jnp.ones(3))[0],
-            "added": lax.psum(b, axis) / jnp.ones(count).sum(),
-            "others": (lax.psum(b, axis) - b) / (jnp.asarray([count]) - 1.0)[0],
-            "T": lax.psum(b, axis) / tower.num_towers,
-            "ones": lax.psum(b, axis) / lax.psum(1, axis),
-            "inverse": lax.psum(b, axis) * (1 / tower.num_towers),
-            "mean": 0.5 * lax.pmean(b, axis),
-        }
-        return output(params, batch, tower, metrics)
-
-    tj.build_train_step(shared, optax.sgd(0.1), strategy).check(PARAMS, batch)
-
-
-def of_8_by_assertion(towers):
-    assert towers == 8, "made for 8"
-
-
-OF_8 = {
-    "assertion": of_8_by_assertion,
-    "table": lambda towers: {8: ()}[towers],
-    "mistake": lambda towers: None if towers == 8 else towers.mistake,
-}
-
-
-@pytest.mark.parametrize("by", OF_8)
-def test_a_function_for_so_many_towers_alone_is_proved_with_its_numbers(by):
-    def loss_fn(params, batch, tower):
-        OF_8[by](tower.num_towers)
-        mean = lax.psum(params["b"], tower.axis_names) / tower.num_towers
-        shares = mean * np.full(2, 0.125, np.float32) * jnp.ones(2)
-        shares = lax.psum(shares, tower.axis_names)
-        return output(params, batch, tower, {"m": mean, "shares": shares[0]})
-
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=8))
-    if by == "mistake":
-        with pytest.raises(AttributeError, match="mistake"):
-            step.check(PARAMS, BATCH)
-    else:
-        step.check(PARAMS, BATCH)
-
-
-@pytest.mark.parametrize("number, rest", [(1, ""), (4, ""), (5, " and 1 more")])
-def test_four_leaves_are_named_and_more_are_counted(number, rest):
-    names = [f"loss.{i}" for i in range(4)]
-    repeat = findings.Repeat("a.py:3", tuple(range(number)))
-    told = findings._describe_repeat(repeat, [*names, None])
-    shown = ", ".join(names[:number]) + rest
-    assert told == f"  - {shown}: the sum over towers is made at a.py:3"

@@ -98,29 +98,9 @@ SAME: dict[tuple[str, str], str] = {
         "constant: 1 -> 2",
     ): "numbers of steps are compared with one another, and with 0",
     (
-        "towerjax.proof.lints:_two_together",
-        "flipped: given <= others -> given < others",
-    ): "the same dims are found by the other compare",
-    (
-        "towerjax.proof.lints:_two_together",
-        "flipped: others <= given -> others < given",
-    ): "the same dims are found by the other compare",
-    (
-        "towerjax.proof.lints:_reshape",
-        "flipped: olds and news -> (olds or news)",
-    ): "shapes of as many elements end at once",
-    (
-        "towerjax.proof.lints:_reshape",
-        "flipped: a < b -> a <= b",
-    ): "the loop is over where they are the same",
-    (
         "towerjax.loop.writers:as_json",
         "flipped: value > 0 -> value >= 0",
     ): "it is not finite, so that it is not 0",
-    (
-        "towerjax.proof.lints:_moves",
-        "flipped: fewer > 0 -> fewer >= 0",
-    ): "it is read where it is not 0",
     (
         "towerjax.tools.sweep.bench:worker_environ",
         "constant: 4 -> 5",

@@ -12,7 +12,6 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import IndexedRows, widen_indices
 from towerjax.mesh.private_jax import carries_gradient
-from towerjax.proof import tags
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import listed, refuse_no_numbers
 
@@ -86,8 +85,7 @@ def vjp(
     def pull(cotangent: jax.Array) -> PyTree:
         for rows in lookups.rows.values():
             rows.clear()
-        with jax.named_scope(tags.DIFFERENTIATED):
-            (grads,) = pull_back(cotangent)
+        (grads,) = pull_back(cotangent)
         return treedef.unflatten(lookups.gradients(grads))
 
     return total, pull, aux

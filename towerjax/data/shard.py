@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.proof import tags
 from towerjax.types import PyTree, Whole, named_leaves
 from towerjax.types.leaves import (
     a_type,
@@ -267,8 +265,7 @@ def row_weights(
     is_valid = lax.lt(here, num_valid)
     if of_rows is not None:  # a constant ``num_valid`` shows XLA that all weights are 1
         is_valid = lax.bitwise_or(is_valid, lax.ge(num_valid, jnp.int32(of_rows)))
-    weights = lax.convert_element_type(is_valid, jnp.float32)
-    return checkpoint_name(weights, tags.ROW_WEIGHTS)
+    return lax.convert_element_type(is_valid, jnp.float32)
 
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:

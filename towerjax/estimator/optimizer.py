@@ -282,7 +282,7 @@ def _differentiate(
     value, pull_back, out = vjp(of_loss, params)
     is_mean = has_denominator(out[0] if has_aux else out)
     of_sum = is_mean and differentiated is _summed_loss
-    with jax.named_scope(tags.OF_A_SUM if of_sum else tags.DIFFERENTIATED):
+    with jax.named_scope(tags.OF_A_SUM if of_sum else "gradient"):
         return (value, out), pull_back(jnp.ones_like(value))
 
 

@@ -5,9 +5,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
-from towerjax.proof import tags
 from towerjax.types import ArrayLike
 from towerjax.types.leaves import (
     a_type,
@@ -79,13 +77,6 @@ def floats_of(x: Any) -> jax.Array:
     """An array to be summed, float32 or wider; wide integers do not wrap round."""
     x = jnp.asarray(native(x) if overflow_of(x) is None else np.asarray(x, np.float64))
     return x.astype(widen_dtype(x.dtype))
-
-
-def named_if_square(values: jax.Array, weight: Any) -> jax.Array:
-    """The values of a mean, with a name where they may be rows by rows, ``[b, b]``."""
-    is_square = any(n == values.shape[0] for n in values.shape[1:])
-    is_square &= np.ndim(weight) < 2
-    return checkpoint_name(values, tags.SQUARE) if is_square else values
 
 
 def _as_unsigned(first: Any, second: Any) -> tuple[Any, Any, Any]:

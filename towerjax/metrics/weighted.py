@@ -144,7 +144,7 @@ class Weighted(_LossTerm):
         if weight is not None:
             refuse_no_numbers("Weighted.mean: weight", weight)
         if axis is None:
-            values = rows.named_if_square(as_floats(values), weight)
+            values = as_floats(values)
         else:
             values = jax.tree.map(as_floats, values)
         leaves = jax.tree.leaves(values)

@@ -118,15 +118,11 @@ def given_name(eqn: JaxprEqn) -> str | None:
     return high.name if type(high).__name__.startswith("CheckpointName") else None
 
 
-OF_OTHER_INPUT = (
-    ArithmeticError,
-    AssertionError,
-    LookupError,
-    NotImplementedError,
-    TypeError,
-    ValueError,
+# What a function raises, JAX's errors of tracers included, that takes other input.
+_UNTRACEABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError),
+    *(NameError, NotImplementedError, RecursionError, TypeError, ValueError),
 )
-"""What a function raises, JAX's errors of tracers included, that takes other input."""
 
 
 def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
@@ -140,7 +136,7 @@ def trace_hidden(eqn: JaxprEqn, sizes: Mapping[str, int]) -> ClosedJaxpr | None:
             lambda *operands: code(*operands, **eqn.params),
             axis_env=list(sizes.items()),
         )(*shapes)
-    except (*OF_OTHER_INPUT, AttributeError, ImportError, NameError, RecursionError):
+    except _UNTRACEABLE:
         return None  # It needs arrays, a device, or an axis: nothing is known of it.
     return hidden if len(hidden.out_avals) == len(eqn.outvars) else None
 
@@ -376,19 +372,11 @@ def user_line(site: Site | None) -> str:
     return ""
 
 
-def is_in_backward(eqn: JaxprEqn) -> bool:
-    """Whether the rule of a `jax.custom_vjp` wrote a derivative's collective.
-
-    JAX gives what a backward writes the line that calls the function; what it derives
-    itself keeps that of the collective.
-    """
+def is_in_mean(eqn: JaxprEqn) -> bool:
+    """Whether `jax.lax.pmean` wrote a sum, and divides it."""
     traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if Path(frame.file_name).name == "parallel.py":
-            return False
-        if frame.function_name == "custom_vjp.__call__":
-            return True
-    return False
+    frames = traceback.frames if traceback is not None else ()
+    return "pmean" in [frame.function_name for frame in frames]
 
 
 def is_library(file: str) -> bool:

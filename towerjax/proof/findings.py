@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from towerjax.types.leaves import few, listed
 from towerjax.types.version import page
@@ -23,6 +23,7 @@ class Collective(NamedTuple):
     bytes: int  # of its operands
     trips: int | None  # product of the lengths of the scans around it; None in a while
     line: str
+    adds_equals: bool  # whether the user's code adds up what is the same, for no mean
 
 
 class Hang(NamedTuple):
@@ -34,24 +35,9 @@ class Hang(NamedTuple):
     control_line: str
 
 
-class Repeat(NamedTuple):
-    """A sum over towers of a value that is the same on all: `T` times too much."""
-
-    line: str
-    outputs: tuple[int, ...]  # those that hold it; if none, ``into`` says what does
-    into: str = ""
-
-
 class Draw(NamedTuple):
     """Random numbers, at `line`, from an rbg key that differs from tower to tower."""
 
-    line: str
-
-
-class Changed(NamedTuple):
-    """A mean's weight, computed from a gradient's weight by more than a sum or mask."""
-
-    name: str
     line: str
 
 
@@ -81,15 +67,20 @@ class Analysis:
     outputs: tuple[Dependence | None, ...]
     hangs: tuple[Hang, ...]
     collectives: tuple[Collective, ...]
-    repeats: tuple[Repeat, ...] = ()
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
-    changed: tuple[Changed, ...] = ()
-    lints: tuple[Any, ...] = ()  # see `towerjax.proof.lints`, as of the next
-    terms: tuple[Any, ...] = ()  # `LossPart`, of `towerjax.proof.scale`
-    rows: tuple[Any, ...] = ()  # of each output, where they lie
     meshes: tuple[OwnMesh, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
+
+    @classmethod
+    def of(cls, outputs: Sequence[Dependence | None], noted: Sequence[Any]) -> Self:
+        """The findings of one analysis, in the order of the program."""
+
+        def each(kind: type) -> tuple[Any, ...]:
+            return tuple([x for x in noted if isinstance(x, kind)])
+
+        kinds = Hang, Collective, Draw, Dependence, OwnMesh, TowerCall
+        return cls(tuple(outputs), *map(each, kinds))
 
     @classmethod
     def concat(cls, parts: Sequence["Analysis"]) -> "Analysis":
@@ -112,17 +103,13 @@ tower.mean(values, tower.weight), or from an earlier pass, as in
 Where each tower's own is meant, as where it clips its gradient, say
 tj.Weighted(total * factor, weight). A term of the rows is a mean of its own:
 loss + tj.Weighted.mean(values, tower.weight)."""
-_REPEATED = "These are a SUM over towers of what is the same on all, T times too much:"
-_ONCE = """Leave out the sum, use tj.Reduction.MEAN or ONLY_FIRST_TOWER, or divide by
-tower.num_towers. Where T times the value is meant, write value * tower.num_towers in
-place of the sum, or as the MEAN."""
 _HANGING = "Only some towers reach these collectives, so devices would hang:"
 _AGREE = """Make the predicate the same on all towers with tower.reduce, or move the
 merge_call or reduction out of the cond or while."""
 
 
 class ReplicationError(ValueError):
-    """A MIRRORED value differs or is counted T times, or a collective would hang.
+    """A MIRRORED value differs, or a collective would hang.
 
     Also where a mean's factor differs from tower to tower or a bare value from
     micro-batch to micro-batch, where towers that train alone communicate, and where
@@ -133,7 +120,7 @@ class ReplicationError(ValueError):
 def prove_mirrored(
     analysis: Analysis, names: Sequence[str | None], *, advice: str | None = None
 ) -> None:
-    """Raise unless outputs with a name are MIRRORED, and nothing hangs or repeats."""
+    """Raise unless outputs with a name are MIRRORED, and nothing hangs."""
     differing = [
         f"  - {name} depends on {d.source} and is not reduced over all towers; it is "
         + (f"made at {d.line}" if d.line else "returned as it came in")
@@ -145,9 +132,7 @@ def prove_mirrored(
         f"{hang.control_line}, whose predicate differs from tower to tower"
         for hang in analysis.hangs
     ]
-    repeated = [_describe_repeat(repeat, names) for repeat in analysis.repeats]
     text = differing and [_DIFFERING, *few(differing), advice or _REDUCE]
-    text += repeated and [_REPEATED, *dict.fromkeys(repeated), _ONCE]
     text += hanging and [_HANGING, *dict.fromkeys(hanging), _AGREE]
     if text:
         raise ReplicationError("\n".join(text))
@@ -173,19 +158,6 @@ def refuse_factors(analysis: Analysis) -> None:
     ]
     if lines:
         raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(lines), _UNIFY]))
-
-
-def refuse_changed(analysis: Analysis) -> None:
-    """Raise where a function was mapped over a gradient's sum and weight alike."""
-    for x in analysis.changed:
-        at = f" at {x.line}" if x.line else ""
-        raise ReplicationError(
-            f"{x.name}: its weight is that of a gradient, changed{at}."
-            " A tj.Weighted is a tree of its sum and its weight, and jax.tree.map"
-            " changes both. Map over the sum alone, tj.Weighted(jax.tree.map(fn,"
-            " grads.sum), grads.weight). Where another weight is meant, compute it from"
-            " that of the loss, loss.weight."
-        )
 
 
 def refuse_unknown(weights: Sequence[Dependence | None]) -> None:
@@ -214,12 +186,3 @@ def refuse_varying(analysis: Analysis, names: Sequence[str | None]) -> None:
             " in each, such as batch statistics, in TowerOutput(local=...); wrap an"
             " optimizer in tj.estimator.TowerOptimizer; or say micro_batches=1."
         )
-
-
-def _describe_repeat(repeat: Repeat, names: Sequence[str | None]) -> str:
-    line = repeat.line or "a line of a library"
-    if not repeat.outputs:
-        return f"  - {repeat.into} (at {line})"
-    leaves = [names[i] or f"result {i}" for i in repeat.outputs]
-    shown = ", ".join(leaves[:4]) + (f" and {len(leaves) - 4} more" * (len(leaves) > 4))
-    return f"  - {shown}: the sum over towers is made at {line}"

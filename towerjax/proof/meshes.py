@@ -6,7 +6,6 @@ towers are. What its ``out_specs`` call the same along an axis may not differ al
 or copies of the parameters would drift apart.
 """
 
-import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -60,8 +59,7 @@ def refuse_in_towers(
                 f" axes {x.axes}. {_WITHIN}"
             )
         for axis, found in x.along.items():
-            # A derivative adds up what is the same, of which each has its share.
-            if told := mistakes(dataclasses.replace(found, repeats=()), axis):
+            if told := mistakes(found, axis):
                 line = x.line or "a line of a library"
                 raise ReplicationError(f"shard_map at {line} in a tower: {told}")
 
@@ -130,8 +128,22 @@ def _prove_mapped(site: Site, on: int) -> None:
             f" on {mesh.size}. Make its mesh of those, or leave it out."
         )
     for axis, analysis in along_each_axis(site[0]).items():
-        if told := mistakes(analysis, axis):
+        told, sums = mistakes(analysis, axis), sums_of_equals(analysis)
+        if sums and not told:
+            told = (
+                f"what is the same on all devices is added up over {axis!r}, as many"
+                f" times too much as there are, at {sums}. The update is given what all"
+                " towers add up to: leave the sum out, or say"
+                f" jax.lax.pmean(x, {axis!r})."
+            )
+        if told:
             raise ReplicationError(f"shard_map at {line} in the update: {told}")
+
+
+def sums_of_equals(analysis: Analysis) -> str:
+    """The lines that add up what is the same on all devices; "" if there are none."""
+    lines = [x.line for x in analysis.collectives if x.adds_equals]
+    return listed(dict.fromkeys([x or "a line of a library" for x in lines]))
 
 
 def mistakes(analysis: Analysis, axis: str) -> str:
@@ -147,14 +159,6 @@ def mistakes(analysis: Analysis, axis: str) -> str:
             "its out_specs call the same on all devices what differs along"
             f" {axis!r}, and copies of it would drift apart: {listed(lines)}. Say"
             f" out_specs=P({axis!r}), or reduce it, jax.lax.psum or pmean(x, {axis!r})."
-        )
-    if analysis.repeats:
-        lines = [x.line or "a line of a library" for x in analysis.repeats]
-        return (
-            f"what is the same on all devices is added up over {axis!r}, as many times"
-            f" too much as there are, at {listed(dict.fromkeys(lines))}. The update is"
-            " given what all towers add up to: leave the sum out, or say"
-            f" jax.lax.pmean(x, {axis!r})."
         )
     if analysis.hangs:
         lines = [f"{x.primitive} at {x.line}" for x in analysis.hangs]

@@ -99,8 +99,7 @@ def value_and_grad(
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
         if weight is None:
             return given, Sum(grads)
-        weight = checkpoint_name(jnp.asarray(weight), tags.GRADIENT_WEIGHT)
-        return given, Weighted(grads, weight)
+        return given, Weighted(grads, jnp.asarray(weight))
 
     return run
 

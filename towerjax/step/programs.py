@@ -98,7 +98,7 @@ class Programs:
         key = batch.signature, kind
         program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
-            _check_padding(batch, program.proof)
+            refuse_unread_weight(batch, program.proof)
             return program
         seen = self._seen.setdefault(kind, [])
         signature = admit(batch, seen, self.max_programs)
@@ -112,7 +112,7 @@ class Programs:
             )
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
         how: Any = {"full_rows": batch.rows if is_full else None}
-        how["check"] = functools.partial(_check_padding, batch)
+        how["check"] = functools.partial(refuse_unread_weight, batch)
         args = (*first, *batch.args)
         self.made[key] = compile_step(self.engine, self.placement, args, **how)
         if signature not in seen:
@@ -122,7 +122,7 @@ class Programs:
     def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
         """The results in a trace, as a part of another program."""
         out, proof = inline(self.engine, self.placement, (*first, *batch.args))
-        _check_padding(batch, proof)
+        refuse_unread_weight(batch, proof)
         return out
 
     def __call__(
@@ -189,13 +189,6 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
     layout = Layout.MIRRORED
     first = executors.over_devices(of_device, placement, (layout,), layout)
     return jax.tree.map(like_key, first(jax.tree.map(key_data, values)), values)
-
-
-def _check_padding(batch: PlacedBatch, proof: Proof) -> None:
-    """Refuse and warn of what is wrong of a padded batch alone."""
-    if batch.padded:
-        refuse_unread_weight(batch, proof)
-        proof.warn_of_padding()
 
 
 def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:

@@ -3,20 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.core
-import numpy as np
-from jax.extend.core import ClosedJaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from towerjax.mesh.placement import TowerAxes
-from towerjax.proof import findings, lints, tags
+from towerjax.proof import findings, tags
 from towerjax.proof.analysis import depends
-from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.proof.meshes import prove_update, refuse_mapped
-from towerjax.proof.scale import warn_of_terms
 from towerjax.step.accumulators import layouts_of
 from towerjax.step.one_pass import Pass
 from towerjax.step.trace import Traced
@@ -34,8 +28,6 @@ class Proof:
     # Names the sums that depend on the batch's rows and not on which of them are
     # padding, which are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
-    # Warns of losses that divide by a tower's own weights, then too, and once.
-    warn_of_padding: Callable[[], None]
 
     def __repr__(self) -> str:
         calls = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
@@ -58,13 +50,7 @@ def prove(traced: Traced) -> Proof:
     if traced.update_on_devices:
         refuse_mapped(traced.finish)
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
-
-    def warn_of_padding() -> None:
-        for each in proofs:
-            each.warn_of_padding()
-
-    unmasked = lambda: [x for each in proofs for x in each.unmasked()]  # noqa: E731
-    return Proof(analysis, unmasked, warn_of_padding)
+    return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
 
 
 def _prove_pass(
@@ -81,28 +67,13 @@ def _prove_pass(
     outputs = _names_where(parts, layouts, towers.out, mirrored=True)
     if {*outputs} - {None, "finite"}:  # else each tower has means of its own
         findings.refuse_factors(analysis)
-    findings.refuse_changed(analysis)
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
     if of_weights:
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
         findings.refuse_unknown([x for x, name in pairs if name is not None])
-    lints.refuse_squares(analysis.lints)
-    # Tower-local variables are for what towers have of their own, such as statistics.
-    is_cut = placement.num_towers * pass_.micro_batches > 1
-    is_split = is_cut and not jax.tree.leaves(args[0].local)
-    if is_split:
-        lints.warn_of_own_rows(analysis.lints)
-    if is_cut:
-        warn_of_terms(analysis.terms)
-
-    def warn_of_padding() -> None:
-        names = [lints.NUM_VALID if x == "tower.weight" else x for x in inputs]
-        padded = towers.analyse(names, is_free=is_free).lints if is_split else ()
-        lints.warn_of_own_rows(lints.wrong_where_padded(padded, analysis.lints))
-
     unmasked = functools.cache(lambda: _unmasked(pass_, args, towers.axes))
-    proof = Proof(analysis, unmasked, functools.cache(warn_of_padding))
+    proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof
@@ -115,10 +86,8 @@ def _unmasked(pass_: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
     body = jaxpr.jaxpr
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])
-    outputs = [*zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)]
+    outputs = zip(names_by_key(out), by_rows.outputs, by_count.outputs, strict=True)
     unmasked = [name for name, rows, count in outputs if rows and not count]
-    rows = [len(x) // axes.num_towers for x in jax.tree.leaves(args[1])[:1]]
-    unmasked += _counts_of_padding(jaxpr, outputs, by_rows.rows, *rows)
     calls = [*zip(by_rows.tower_calls, by_count.tower_calls, strict=True)]
     # Weights that are sent mask what is sent; added up alone, what is gathered.
     known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
@@ -140,45 +109,6 @@ def _is_masked(
     if call.name in tags.TOWER_CALLS:
         return call.name in sent
     return bool(known if "gather" in call.name else sent)
-
-
-def _counts_of_padding(
-    jaxpr: ClosedJaxpr,
-    outputs: Sequence[tuple[str, Any, Any]],
-    rows_of: Sequence[Any],
-    own: int = 0,
-) -> list[str]:
-    """Denominators, of sums over a tower's rows, that count its ``own``, padded ones.
-
-    These are constants of which ``own`` is a part, as no number of a function is.
-    """
-    parent = [name.rpartition(".")[0] for name, *_ in outputs]
-    masked = {
-        parent[i]
-        for i, (_, rows, count) in enumerate(outputs)
-        if rows and count and rows_of[i] not in (lints.NO_ROWS, lints.FUNCTION)
-    }
-    counting = []
-    for i, (name, rows, count) in enumerate(outputs):
-        is_sum = name[len(parent[i]) + 1 :].startswith("sum")  # a gradient that is 0
-        if own > 1 and parent[i] in masked and not (rows or count or is_sum):
-            value = _constant(jaxpr, i)
-            # Without elements it counts nothing, nor does a complex number.
-            if value is None or not value.size or np.iscomplexobj(value):
-                continue
-            if np.all((value != 0) & (value % own == 0)):
-                counting.append(name)
-    return counting
-
-
-def _constant(jaxpr: ClosedJaxpr, index: int) -> Any:
-    """The value of an output that depends on no input; None where it does."""
-    wanted = [i == index for i in range(len(jaxpr.jaxpr.outvars))]
-    body, used = dce_jaxpr(jaxpr.jaxpr, wanted)
-    if any(used) or body.effects or any(map(named_axes, all_eqns(body))):
-        return None
-    with jax.ensure_compile_time_eval():
-        return jax.core.eval_jaxpr(body, jaxpr.consts)[0]
 
 
 def _all_names(roots: Sequence[str], values: PyTree) -> list[str]:

@@ -1,19 +1,15 @@
 """Check what a tower returns, name its parts, and cut padding off what is merged."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check_metric, is_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof import tags
 from towerjax.step.accumulators import CARRIED, Returned, as_returned, is_typed
 from towerjax.step.faults import NamedPart
 from towerjax.towers.outputs import check_rows
@@ -45,9 +41,6 @@ def split(out: PyTree, rows: int, merged: PyTree = ()) -> PyTree:
         if before.issuperset(map(id, jax.tree.leaves(x))):
             return jax.tree.map(as_returned, x)
         x = _check_leaf(name, x, rows)
-        if isinstance(x, Sum):
-            what = f"{tags.COUNTS_EACH_TOWER}{name}, a tj.Sum"
-            x = jax.tree.map(functools.partial(checkpoint_name, name=what), x)
         return as_returned(x, is_shown=bool(path) and key_name(path[0]) in METRICS)
 
     return jax.tree_util.tree_map_with_path(as_merged, out, is_leaf=is_typed)
@@ -138,11 +131,7 @@ def _check_leaf(name: str, x: Any, rows: int) -> Any:
     if isinstance(x, Rows):
         return Rows(check_rows(x.value, rows, name=name))
     if is_metric(x):
-        x = check_metric(name, x)
-        if isinstance(x, Weighted):
-            weight = checkpoint_name(x.weight, tags.WEIGHT_OF + name)
-            x = dataclasses.replace(x, weight=weight)
-        return x
+        return check_metric(name, x)
     # A PerTower of sums or states is merged over micro-batches, and not over towers.
     return jax.tree.map(
         lambda v: jnp.asarray(v) if not is_typed(v) else _check_leaf(name, v, rows),

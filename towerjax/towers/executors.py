@@ -233,17 +233,12 @@ def trace_one_tower(
     axes: TowerAxes,
     in_layouts: Sequence[PyTree],
     args: Sequence[PyTree],
-    *,
-    args_of: int | None = None,
 ) -> tuple[Any, PyTree]:
-    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices.
-
-    With ``args_of`` the global ``args`` are split over so many devices instead.
-    """
+    """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices."""
 
     def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
         shape = list(x.shape)
-        shape[axis] //= args_of or axes.num_devices
+        shape[axis] //= axes.num_devices
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
     shapes = jax.tree.map(_at_axis(part), tuple(in_layouts), tuple(shapes_of(args)))

@@ -41,10 +41,10 @@ class OnTowers:
         self._in_layouts, self._args, self.axes = in_layouts, args, axes
         self.jaxpr, self.out = self._trace(axes)
 
-    def _trace(self, axes: TowerAxes, **options: int) -> tuple[Any, PyTree]:
+    def _trace(self, axes: TowerAxes) -> tuple[Any, PyTree]:
         try:
             run = self._on_device(axes)
-            return trace_one_tower(run, axes, self._in_layouts, self._args, **options)
+            return trace_one_tower(run, axes, self._in_layouts, self._args)
         except NameError as error:
             if not axes.in_turn or axes.tower_axis not in str(error):
                 raise
@@ -58,15 +58,9 @@ class OnTowers:
         ``names`` names those leaves of the arguments that towers have of their own.
         With ``is_free`` nothing is to be the same.
         """
-
-        def of_more_towers() -> Any:
-            more = dataclasses.replace(self.axes, num_devices=2 * self.axes.num_towers)
-            return self._trace(more, args_of=self.axes.num_towers)[0]
-
         axes, placement = self.axes, self._placement
         axis = None if is_free else DEVICE_AXIS
-        given = self.jaxpr, names, axis, axes.num_towers
-        analysis = analyse(*given, of_more_towers=of_more_towers)
+        analysis = analyse(self.jaxpr, names, axis, axes.num_towers)
         refuse_draws(analysis, shared=placement.shares_devices)
         counts = axes.num_towers, placement.num_devices
         own = placement.tower_mesh.axis_names

@@ -50,14 +50,13 @@ def as_tower_output(
     if isinstance(loss, Means):
         loss = _check_means(loss)
     else:
-        loss = _check_loss(loss, is_mean=loss_reduction is None)
+        loss = _check_loss(loss)
     return dataclasses.replace(out, loss=loss)
 
 
 def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighted:
     if reduction is Reduction.SUM:
-        what = "the loss, of which loss_reduction=SUM adds up the towers' values"
-        return Weighted(checkpoint_name(loss, tags.COUNTS_EACH_TOWER + what), 1.0)
+        return Weighted(loss, 1.0)
     if tower is None or not is_in_step(tower):
         return Weighted(loss, 1.0)
     has_examples = checkpoint_name(tower.weight.max(), tags.HAS_EXAMPLES)
@@ -78,7 +77,7 @@ def _check_means(loss: Means) -> Means:
     return Means(tuple(map(_check_loss, loss.terms)), penalty)
 
 
-def _check_loss(loss: Weighted, *, is_mean: bool = True) -> Weighted:
+def _check_loss(loss: Weighted) -> Weighted:
     total, weight = jnp.asarray(loss.sum), jnp.asarray(loss.weight)
     if total.shape or weight.shape:
         raise ValueError(
@@ -89,9 +88,6 @@ def _check_loss(loss: Weighted, *, is_mean: bool = True) -> Weighted:
         raise ValueError(f"The loss has dtype {total.dtype}, which has no gradient.")
     wide = widen_dtype(total.dtype)
     total, weight = total.astype(wide), weight.astype(wide)
-    if is_mean:
-        total = checkpoint_name(total, tags.LOSS_SUM)
-        weight = checkpoint_name(weight, tags.LOSS_WEIGHT)
     return Weighted(total, weight)
 
 

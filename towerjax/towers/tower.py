@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.collectives.reduce import (
     check_joins,
@@ -271,8 +270,7 @@ class Tower:
         """
         _check_meeting(self._context.axes, "tower.mean", (values, weight))
         total = self.reduce(Reduction.SUM, Weighted.mean(values, weight, axis=axis))
-        weight = checkpoint_name(total.weight, tags.OF_ALL_ROWS)
-        return checkpoint_name(Weighted(total.sum, weight).value, tags.OF_ALL_ROWS)
+        return total.value
 
     def all_gather(self, value: PyTree, *, axis: int | None = None) -> PyTree:
         """All towers' values stacked, or joined along a dim.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.collectives.ops import CrossTowerOps, sum_rows_over_towers
 from towerjax.collectives.reduce import (
@@ -21,7 +20,6 @@ from towerjax.collectives.reduce import (
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.mesh.processes import says_if_alone
 from towerjax.mesh.transfer import wait_on_cpus
-from towerjax.proof import tags
 from towerjax.towers.executors import is_of_one_tower
 from towerjax.towers.tower_axis import first_tower_of_device
 from towerjax.types import PerTower, PyTree, Reduction, leaf_name, named_leaves
@@ -233,8 +231,6 @@ def assign_in_tower(
             )
         if variable.reduction is Reduction.SUM:
             _refuse_sum_of_constants(tower, variable, plain(value))
-            mark = functools.partial(checkpoint_name, name=tags.SUMMED_FOR_A_VARIABLE)
-            new = jax.tree.map(mark, new)
         new = fit(variable, tower.reduce(variable.reduction, new))
     new = jax.tree.map(combine, variable.value, new)
     return dataclasses.replace(variable, value=new)
