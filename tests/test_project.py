@@ -135,7 +135,10 @@ def test_a_module_is_short_and_says_what_it_does(name):
 
 
 # Commands of the shell, with what they call; one class for each of Flax's two APIs.
-SHARED_NAMES = {"TowerBatchNorm", *"audit bench evaluate launch main report".split()}
+SHARED_NAMES = {
+    "TowerBatchNorm",
+    *"audit bench evaluate launch main prove report".split(),
+}
 
 
 def test_a_name_is_defined_in_one_module():

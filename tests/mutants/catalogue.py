@@ -586,11 +586,11 @@ INPUT = (
        "(on > 1 and x.size > 1)", "test_proof_meshes.py::"
        "test_what_towers_cannot_run_is_refused[shard_map, one device]"),
     _m("M38", "an update may add up what all devices share",
-       "proof.marks:Context.note_call", "and not join(own).along", "and not own",
+       "proof.marks:Context.note_call", "own and not join(own).along", "not own",
        "test_proof_meshes.py::test_an_update_whose_copies_would_differ_is_refused"
        "[False-added_up-as many times too much as there are, at]"),
     _m("M39", "a mean of what all devices share counts as a sum",
-       "proof.marks:Context.note_call", "is_in_mean(eqn) or ", "",
+       "proof.marks:Context.note_call", "is_in_mean(eqn)", "not eqn",
        "test_proof_meshes.py::test_an_update_sharded_by_hand_is_that_of_one_tower"),
     _m("M36", "copies within a tower are not analysed",
        "proof.meshes:refuse_in_towers", "in x.along.items()", "in ()",

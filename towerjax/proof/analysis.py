@@ -20,6 +20,7 @@ from towerjax.proof.equation import (
     IDENTITIES,
     PLAIN,
     SUMS,
+    Site,
     given_name,
     is_foreign,
     is_hidden,
@@ -57,15 +58,17 @@ def analyse(
     inputs: Sequence[str | None],
     axis: str | None,
     num_towers: int,
+    outer: Site | None = None,
 ) -> findings.Analysis:
     """Find what differs from tower to tower, what communicates, and what would hang.
 
     ``inputs`` has a name for each per-tower input, and None for one that is the same on
-    all. ``axis`` is that of the towers; None: nothing differs.
+    all. ``axis`` is that of the towers; None: nothing differs. ``outer`` is around.
     """
     along, noted = NOTHING if axis is None else ALL, list[Any]()
     ins = [Mark() if name is None else Mark(along, name) for name in inputs]
-    outs, _ = _propagate(open_jaxpr(jaxpr), ins, Context(axis, num_towers, noted))
+    context = Context(axis, num_towers, noted, outer)
+    outs, _ = _propagate(open_jaxpr(jaxpr), ins, context)
     outputs = [
         findings.Dependence(m.source, origin_line(m)) if m.along else None for m in outs
     ]
@@ -148,10 +151,13 @@ def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
 
 @_rule("axis_index")
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    source, differs = eqn.primitive.name, context.axis is not None
+    source, site = eqn.primitive.name, (eqn, context.outer)
+    differs = context.axis is not None
     if source == "axis_index":
         source, differs = "tower.id", context.axis in named_axes(eqn)
-    mark = Mark(ALL, source, (eqn, context.outer)) if differs else SAME
+    else:
+        context.noted.append(findings.Unread(source, user_line(site)))
+    mark = Mark(ALL, source, site) if differs else SAME
     return _for_each_result(mark, eqn)
 
 
@@ -207,30 +213,33 @@ def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A program's own `shard_map`, or sharding."""
     name, line = eqn.primitive.name, user_line((eqn, context.outer))
-    is_map = name == "shard_map"
-    along = along_each_axis(eqn) if is_map and context.axis != _NO_AXIS else {}
+    is_map, along, alike = name == "shard_map", {}, 0
+    if is_map and context.axis != _NO_AXIS:
+        along = along_each_axis((eqn, context.outer))
+        outs = [names_in(spec) for spec in eqn.params["out_specs"]]
+        alike = sum(axis not in names for axis in along for names in outs)
+    split = len(along) * len(eqn.outvars) - alike
     for mesh in meshes_of(eqn):
-        own_mesh = findings.OwnMesh(name, mesh.axis_names, mesh.size, line, along)
-        context.noted.append(own_mesh)
+        what = name, mesh.axis_names, mesh.size, line, along, alike, split
+        context.noted.append(findings.OwnMesh(*what))
     return _call(eqn, ins, context) if is_map else ins
 
 
-def along_each_axis(eqn: JaxprEqn) -> dict[str, findings.Analysis]:
+def along_each_axis(site: Site) -> dict[str, findings.Analysis]:
     """What a `shard_map` does along each of its axes, as towers do along theirs.
 
     An output that ``out_specs`` split may differ.
     """
-    params, found = eqn.params, {}
+    params, found = site[0].params, {}
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
-    for axis, size in params["mesh"].shape.items():
-        if axis not in manual or size == 1:
-            continue
+    sizes = params["mesh"].shape
+    for axis in [x for x in sizes if x in manual and sizes[x] > 1]:
         ins, outs = (
             [axis in names_in(spec) for spec in params[name]]
             for name in ("in_specs", "out_specs")
         )
         inputs = ["what in_specs split" if is_split else None for is_split in ins]
-        analysis = analyse(params["jaxpr"], inputs, axis, size)
+        analysis = analyse(params["jaxpr"], inputs, axis, sizes[axis], site)
         pairs = zip(analysis.outputs, outs, strict=True)
         alike = tuple([None if is_split else x for x, is_split in pairs])
         found[axis] = dataclasses.replace(analysis, outputs=alike)

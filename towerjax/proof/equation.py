@@ -2,7 +2,7 @@
 
 import functools
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +13,6 @@ from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Primitive,
     primitives,
 )
@@ -68,12 +67,6 @@ def param_leaves(params: dict[str, Any]) -> list[Any]:
             parts = x if kind in (tuple, list) else _parts(x)
             todo += parts[::-1]
     return leaves
-
-
-def is_code(value: Any) -> bool:
-    """Whether ``value`` is a function, or an object that wraps one."""
-    is_callable = callable(value) or hasattr(value, "call_wrapped")
-    return is_callable and not _is_leaf_type(type(value))
 
 
 @functools.cache
@@ -169,14 +162,10 @@ _FOREIGN = frozenset(
     "semaphore_signal semaphore_signal_multicast semaphore_signal_parallel "
     "semaphore_wait multimem_load_reduce multimem_store".split()
 )
-_FOREIGN_PREFIXES = ("thunky.",)
 # Effects on Refs, which are values of the program itself.
-_HARMLESS_EFFECTS = {
-    "InternalMutableArrayEffect",
-    "ReadEffect",
-    "WriteEffect",
-    "AccumEffect",
-}
+_HARMLESS_EFFECTS = frozenset(
+    "InternalMutableArrayEffect ReadEffect WriteEffect AccumEffect".split()
+)
 
 
 def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
@@ -208,14 +197,10 @@ def is_foreign(eqn: JaxprEqn, axis: str | None) -> bool:
     name = eqn.primitive.name
     if _is_high(eqn.primitive):
         return False  # its code is looked at
-    effects = {type(effect).__name__ for effect in eqn.effects}
-    if (
-        effects - _HARMLESS_EFFECTS
-        or name in _FOREIGN
-        or name.startswith(_FOREIGN_PREFIXES)
-    ):
-        return True
-    return axis in [x for x in param_leaves(eqn.params) if isinstance(x, str)]
+    effects = {type(effect).__name__ for effect in eqn.effects} - _HARMLESS_EFFECTS
+    named = [x for x in param_leaves(eqn.params) if isinstance(x, str)]
+    is_known = name in _FOREIGN or name.startswith("thunky.")
+    return bool(effects) or is_known or axis in named
 
 
 def groups(eqn: JaxprEqn, size: int) -> Any:
@@ -278,16 +263,6 @@ def all_sites(
     return sites
 
 
-def arrays_in(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Any]:
-    """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
-    for each in all_jaxprs(jaxpr):
-        body = open_jaxpr(each)
-        yield from getattr(each, "consts", ())
-        for var in [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]:
-            if isinstance(var, Literal) and np.ndim(var.val):
-                yield var.val
-
-
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
     """The jaxpr without its constants; since JAX 0.12 they are of one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
@@ -299,27 +274,6 @@ def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry
     return eqn.params["num_consts"], eqn.params["num_carry"]
-
-
-_CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
-
-
-def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
-    """For each output the given input that calls and scans forward to it, or None."""
-    forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
-    for eqn in jaxpr.eqns:
-        inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
-        hidden = trace_hidden(eqn, {}) if _is_high(eqn.primitive) else None
-        if hidden is not None:  # with jax_remat3
-            inner = [open_jaxpr(hidden)]
-        if inner:
-            inside = [forwarded.get(id(x)) for x in eqn.invars]
-            if eqn.primitive.name == "scan":  # only xs are forwarded whole, as ys
-                once = sum(loop_sizes(eqn))
-                inside[:once] = [None] * once
-            outside = forwarded_inputs(inner[0], inside)
-            forwarded |= zip(map(id, eqn.outvars), outside, strict=True)
-    return [forwarded.get(id(x)) for x in jaxpr.outvars]
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:

@@ -23,7 +23,9 @@ class Collective(NamedTuple):
     bytes: int  # of its operands
     trips: int | None  # product of the lengths of the scans around it; None in a while
     line: str
-    adds_equals: bool  # whether the user's code adds up what is the same, for no mean
+    of_equals: (
+        str  # "added up" or "averaged", where a user does what is the same; or ""
+    )
 
 
 class Hang(NamedTuple):
@@ -49,6 +51,15 @@ class OwnMesh(NamedTuple):
     size: int  # how many devices
     line: str
     along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
+    alike: int  # how many results are called the same, over all axes
+    split: int
+
+
+class Unread(NamedTuple):
+    """Code that no jaxpr shows, such as a callback, and its line."""
+
+    primitive: str
+    line: str
 
 
 class TowerCall(NamedTuple):
@@ -70,6 +81,7 @@ class Analysis:
     draws: tuple[Draw, ...] = ()
     factors: tuple[Dependence, ...] = ()
     meshes: tuple[OwnMesh, ...] = ()
+    unread: tuple[Unread, ...] = ()
     tower_calls: tuple[TowerCall, ...] = ()  # found by `depends` alone
 
     @classmethod
@@ -79,7 +91,7 @@ class Analysis:
         def each(kind: type) -> tuple[Any, ...]:
             return tuple([x for x in noted if isinstance(x, kind)])
 
-        kinds = Hang, Collective, Draw, Dependence, OwnMesh, TowerCall
+        kinds = Hang, Collective, Draw, Dependence, OwnMesh, Unread, TowerCall
         return cls(tuple(outputs), *map(each, kinds))
 
     @classmethod

@@ -158,10 +158,10 @@ class Context(NamedTuple):
         is_sum = self.axis in names and eqn.primitive.name.split("_start")[0] in SUMS
         pairs = zip(eqn.invars, ins, strict=True)
         own = [m for v, m in pairs if not isinstance(v, Literal)]
-        equals = is_sum and bool(own) and not join(own).along
-        equals = equals and not (is_in_mean(eqn) or self.is_derived(eqn))
+        equals = is_sum and own and not join(own).along and not self.is_derived(eqn)
+        how = "averaged" if is_in_mean(eqn) else "added up"
         line = user_line((eqn, self.outer))
-        call = eqn.primitive.name, names, size, self.trips, line, equals
+        call = eqn.primitive.name, names, size, self.trips, line, how if equals else ""
         self.noted.append(Collective(*call))
         if self.axis in names:
             self.note_hang(eqn)

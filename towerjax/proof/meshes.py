@@ -59,7 +59,7 @@ def refuse_in_towers(
                 f" axes {x.axes}. {_WITHIN}"
             )
         for axis, found in x.along.items():
-            if told := mistakes(found, axis):
+            for told in mistakes(found, axis):
                 line = x.line or "a line of a library"
                 raise ReplicationError(f"shard_map at {line} in a tower: {told}")
 
@@ -127,46 +127,47 @@ def _prove_mapped(site: Site, on: int) -> None:
             f"The update runs on the devices of the step, {on}, but shard_map at {line}"
             f" on {mesh.size}. Make its mesh of those, or leave it out."
         )
-    for axis, analysis in along_each_axis(site[0]).items():
-        told, sums = mistakes(analysis, axis), sums_of_equals(analysis)
-        if sums and not told:
-            told = (
+    for axis, analysis in along_each_axis(site).items():
+        told = mistakes(analysis, axis)
+        if sums := of_equals(analysis, "added up"):
+            told.append(
                 f"what is the same on all devices is added up over {axis!r}, as many"
                 f" times too much as there are, at {sums}. The update is given what all"
                 " towers add up to: leave the sum out, or say"
                 f" jax.lax.pmean(x, {axis!r})."
             )
-        if told:
-            raise ReplicationError(f"shard_map at {line} in the update: {told}")
+        for text in told:
+            raise ReplicationError(f"shard_map at {line} in the update: {text}")
 
 
-def sums_of_equals(analysis: Analysis) -> str:
-    """The lines that add up what is the same on all devices; "" if there are none."""
-    lines = [x.line for x in analysis.collectives if x.adds_equals]
+def of_equals(analysis: Analysis, how: str) -> str:
+    """The lines where what is the same on all devices is "added up", or "averaged"."""
+    lines = [x.line for x in analysis.collectives if x.of_equals == how]
     return listed(dict.fromkeys([x or "a line of a library" for x in lines]))
 
 
-def mistakes(analysis: Analysis, axis: str) -> str:
-    """What devices along an axis do wrong, and what to write; "" if nothing."""
-    differ = [(i, x) for i, x in enumerate(analysis.outputs) if x]
-    if differ:
+def mistakes(analysis: Analysis, axis: str) -> list[str]:
+    """What devices along an axis do wrong, and what to write."""
+    told = []
+    if any(analysis.outputs):
         lines = [
             f"result {i}, of {x.source.replace('tower.id', 'axis_index')}"
             + f" at {x.line}" * bool(x.line)
-            for i, x in differ
+            for i, x in enumerate(analysis.outputs)
+            if x
         ]
-        return (
+        told.append(
             "its out_specs call the same on all devices what differs along"
             f" {axis!r}, and copies of it would drift apart: {listed(lines)}. Say"
             f" out_specs=P({axis!r}), or reduce it, jax.lax.psum or pmean(x, {axis!r})."
         )
     if analysis.hangs:
         lines = [f"{x.primitive} at {x.line}" for x in analysis.hangs]
-        return (
+        told.append(
             f"not all devices along {axis!r} reach {listed(dict.fromkeys(lines))}, and"
             " would hang. Make the predicate the same on all."
         )
-    return ""
+    return told
 
 
 def _is_of_towers(eqn: JaxprEqn) -> bool:

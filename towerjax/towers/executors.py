@@ -16,12 +16,13 @@ import jax
 import jax.core
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.processes import require_same
-from towerjax.proof.equation import arrays_in
+from towerjax.proof.equation import all_jaxprs, open_jaxpr
 from towerjax.towers.parts import Shards
 from towerjax.towers.scatters import hold_scattered
 from towerjax.towers.shards import on_shards
@@ -105,7 +106,7 @@ def _trace_in_mesh(
                 program = hold_scattered(jaxpr) if placement.within else jaxpr
                 values = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
         except Exception as error:
-            kinds = _kinds_in_mesh(arrays_in(jaxpr))
+            kinds = _kinds_in_mesh(_arrays_in(jaxpr))
             if not kinds or "Mesh for all inputs" not in str(error):
                 raise
             raise ValueError(
@@ -122,7 +123,7 @@ def _trace_in_mesh(
 
 def closed_over_kinds(jaxpr: Any) -> str:
     """The types of a jaxpr's constants that lie in a mesh, as text; "" for none."""
-    return _kinds_in_mesh(x for x in arrays_in(jaxpr) if not has_tracers(x))
+    return _kinds_in_mesh(x for x in _arrays_in(jaxpr) if not has_tracers(x))
 
 
 @jax.tree_util.register_static
@@ -338,9 +339,19 @@ def shapes_of(tree: PyTree) -> PyTree:
 def fingerprint_of_program(traced: Any, lowered: Any) -> str:
     """The program's text, and a hash of the constants that the text does not show."""
     digest = hashlib.sha256()
-    for array in arrays_in(traced.jaxpr):
+    for array in _arrays_in(traced.jaxpr):
         array = key_data(array)
         # JAX already requires the processes to agree on an array that they share.
         if getattr(array, "is_fully_addressable", True) or array.is_fully_replicated:
             digest.update(np.asarray(array).tobytes())
     return f"{lowered.as_text()}{digest.hexdigest()}"
+
+
+def _arrays_in(jaxpr: Any) -> Iterator[Any]:
+    """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
+    for each in all_jaxprs(jaxpr):
+        body = open_jaxpr(each)
+        yield from getattr(each, "consts", ())
+        for var in [*(v for eqn in body.eqns for v in eqn.invars), *body.outvars]:
+            if isinstance(var, Literal) and np.ndim(var.val):
+                yield var.val

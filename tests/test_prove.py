@@ -1,0 +1,218 @@
+"""Any JAX program: what its maps over devices call the same is proved, or refused."""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from layouts import cases
+
+import towerjax as tj
+
+W, X = np.ones(3, np.float32), np.ones((8, 3), np.float32)
+SHARED, SPLIT = P(), P("i")
+
+
+def mapped(fn, mesh=None, ins=(SHARED, SPLIT), out=SHARED, **options):
+    mesh = Mesh(np.array(jax.devices()[:4]), "i") if mesh is None else mesh
+    return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=out, **options)
+
+
+by_hand = functools.partial(mapped, check_vma=False)
+
+
+def abstract(*sizes):
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(sizes, ("i", "j")[: len(sizes)], axis_types=types)
+
+
+def loss(w, x):
+    return ((x @ w) ** 2).mean()
+
+
+# Programs (w, x) of which devices do not have the same, made at "# here".
+
+
+class Wrong:
+    def forgotten(w, x):
+        own = lambda w, x: jax.grad(loss)(w, x) + x.sum()  # here  # noqa: E731
+        return by_hand(own)(w, x)
+
+    def chosen_by_a_cond(w, x):  # which check_vma=True accepts
+        def own(w, x):
+            big = x.sum() > 2
+            return lax.cond(big, lambda: True, lambda: False)  # here
+
+        return mapped(own)(w, x)
+
+    def hanging(w, x):
+        def own(w, x):
+            total = lambda: lax.psum(w, "i")  # here  # noqa: E731
+            return lax.pmax(lax.cond(x.sum() > 2, total, lambda: w), "i")
+
+        return by_hand(own)(w, x)
+
+    def in_a_scan_and_jit(w, x):
+        def turn(w, _):
+            own = jax.jit(lambda w, x: w * x.sum())  # here
+            return by_hand(own)(w, x), None
+
+        return lax.scan(turn, w, None, length=2)[0]
+
+    def a_carry_that_drifts(w, x):
+        def own(w, x):
+            return lax.fori_loop(0, 3, lambda _, w: w + x.mean(0), w)  # here
+
+        return by_hand(own)(w, x)
+
+    def a_while_of_ones_own(w, x):
+        def own(w, x):
+            return lax.while_loop(lambda w: w[0] < x[0, 0], lambda w: w + 1, w)  # here
+
+        return by_hand(own)(w, x)
+
+    def pmapped(w, x):
+        own = lambda w, x: w * x.sum()  # here  # noqa: E731
+        how = {"axis_name": "i", "in_axes": (None, 0), "out_axes": None}
+        return jax.pmap(own, **how)(w, x.reshape(4, 2, 3))
+
+    def over_one_of_two_axes(w, x):
+        mesh = abstract(16, 8)
+        own = lambda w, x: lax.psum(w * x.sum(), "i")  # here  # noqa: E731
+        ins = (SHARED, P(None, "j"))
+        x = jnp.zeros((8, 8))
+        return by_hand(own, mesh, ins)(w, x)
+
+    def within_another_map(w, x):
+        mesh = abstract(4, 2)
+        inner = lambda w: w * lax.axis_index("j")  # here  # noqa: E731
+
+        def outer(w, x):
+            specs = {"in_specs": SHARED, "out_specs": SHARED, "check_vma": False}
+            return jax.shard_map(inner, axis_names={"j"}, **specs)(lax.psum(w, "i"))
+
+        return by_hand(outer, mesh, axis_names={"i"})(w, x)
+
+    def backward_by_device(w, x):
+        @jax.custom_vjp
+        def same(w):
+            return w
+
+        own = lambda _, g: (g * (1.0 + lax.axis_index("i")),)  # noqa: E731
+        same.defvjp(lambda w: (w, None), own)
+
+        def grads(w, x):
+            return jax.grad(lambda w: loss(same(w), lax.pmean(x, "i")))(w)  # here
+
+        return by_hand(grads)(w, x)
+
+
+class Right:
+    def mean_of_gradients(w, x):
+        return by_hand(lambda w, x: lax.pmean(jax.grad(loss)(w, x), "i"))(w, x)
+
+    def by_jaxs_own_sums(w, x):  # check_vma=True: pvary, psum_invariant
+        return mapped(lambda w, x: jax.grad(loss)(w, x) / lax.axis_size("i"))(w, x)
+
+    def gathered(w, x):
+        def all_rows(w, x):
+            return lax.all_gather(x, "i").sum((0, 1)) * w
+
+        return by_hand(all_rows)(w, x)
+
+    def split(w, x):
+        return mapped(lambda w, x: x * w[None], out=SPLIT)(w, x)
+
+    def mean_of_a_pmap(w, x):
+        step = lambda w, x: w - lax.pmean(x.mean(0), "i")  # noqa: E731
+        how = {"axis_name": "i", "in_axes": (None, 0), "out_axes": None}
+        return jax.pmap(step, **how)(w, x.reshape(4, 2, 3))
+
+    def gradient_through_a_map(w, x):
+        total = by_hand(lambda w, x: lax.psum(loss(w, x), "i"))
+        return jax.grad(lambda w: total(w, x))(w)
+
+    def loop_until_all_agree(w, x):
+        def own(w, x):
+            least = lax.pmin(x.min(), "i")
+            return lax.while_loop(lambda w: w[0] < least, lambda w: w + 1, w)
+
+        return by_hand(own)(w, x)
+
+    def on_one_device(w, x):
+        mesh = abstract(1)
+        return by_hand(lambda w, x: w * x.sum(), mesh)(w, x)
+
+    def half_reduced(w, x):  # unreduced on both ends is no copy
+        return mapped(lambda w, x: lax.pmean(x.mean(0), "i") + w)(w, x)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", cases(Wrong))
+def test_what_differs_between_devices_is_refused(name, jit):
+    fn = cases(Wrong)[name]
+    lines, first = inspect.getsourcelines(fn)
+    [here] = [first + i for i, line in enumerate(lines) if "# here" in line]
+    with pytest.raises(tj.ReplicationError) as caught:
+        tj.testing.prove(jax.jit(fn) if jit else fn, W, X)
+    assert f"test_prove.py:{here}" in str(caught.value)
+    text = "would hang" if name == "hanging" else "would drift apart: result 0, of "
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", cases(Right))
+def test_what_is_the_same_is_not(name):
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X)]
+    report = tj.testing.prove(cases(Right)[name], *shapes)
+    none_same = {"split", "on_one_device"}
+    assert bool(report.same) == (name not in none_same)
+    assert len(report.maps) == (name != "on_one_device") * (1 + ("through" in name))
+    assert not report.unread and not report.notes
+
+
+def test_all_findings_are_told_at_once():
+    def both(w, x):
+        return Wrong.forgotten(w, x), Wrong.hanging(w, x)
+
+    with pytest.raises(tj.ReplicationError) as caught:
+        tj.testing.prove(both, W, X)
+    assert str(caught.value).count("\n  - ") == 2
+
+
+@pytest.mark.parametrize(("sums", "text"), [
+    (lax.psum, "added up as many times as there are devices, at"),
+    (lax.pmean, "averaged and stays what it is .*D times the mean"),
+])  # fmt: skip
+def test_sums_of_what_jax_has_added_up_already_are_noted(sums, text):
+    fn = mapped(lambda w, x: sums(jax.grad(loss)(w, x), "i"))
+    [note] = tj.testing.prove(fn, W, X).notes
+    assert "test_prove.py" in note and re.search(text, note)
+
+
+def test_a_program_without_a_map_says_so():
+    report = tj.testing.prove(jax.jit(loss), W, X)
+    assert report.maps == () and "no shard_map and no pmap" in str(report)
+
+
+def test_what_no_jaxpr_shows_is_told():
+    def fn(w, x):
+        call = jax.experimental.io_callback(lambda: np.float32(1), W[0], ordered=False)
+        return lax.pmean(w * call, "i")
+
+    report = tj.testing.prove(by_hand(fn), W, X)
+    assert report.same == 1 and "io_callback at " in report.unread[0]
+    assert "not read: io_callback" in str(report)
+
+
+def test_arguments_that_are_no_arrays_and_those_by_name():
+    def fn(w, how, *, x):
+        return Right.mean_of_gradients(w, x) if how == "mean" else w
+
+    assert tj.testing.prove(fn, W, "mean", x=X).same == 1
+    assert tj.testing.prove(fn, W, "none", x=X).maps == ()
