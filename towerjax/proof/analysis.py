@@ -38,7 +38,7 @@ from towerjax.proof.equation import (
 from towerjax.proof.marks import (
     ALL,
     NOTHING,
-    SAME,
+    ALIKE,
     Context,
     Mark,
     apply_collective,
@@ -87,14 +87,14 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
     env = dict(zip(jaxpr.invars, ins, strict=True))
     known = env.get
     for eqn in jaxpr.eqns:
-        ins = [SAME if isinstance(v, Literal) else known(v, SAME) for v in eqn.invars]
+        ins = [ALIKE if isinstance(v, Literal) else known(v, ALIKE) for v in eqn.invars]
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, made_at(join(ins), (eqn, context.outer)))
             continue
         rule, written = _RULES.get(eqn.primitive.name, _of_unknown), refs(eqn)
         rule = _opaque if written and rule is not _of_unknown else rule
         env |= zip(eqn.outvars + written, rule(eqn, ins, context), strict=True)
-    outs = [SAME if isinstance(v, Literal) else known(v, SAME) for v in jaxpr.outvars]
+    outs = [ALIKE if isinstance(v, Literal) else known(v, ALIKE) for v in jaxpr.outvars]
     return outs, env
 
 
@@ -157,7 +157,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         source, differs = "tower.id", context.axis in named_axes(eqn)
     else:
         context.noted.append(findings.Unread(source, user_line(site)))
-    mark = Mark(ALL, source, site) if differs else SAME
+    mark = Mark(ALL, source, site) if differs else ALIKE
     return _for_each_result(mark, eqn)
 
 
@@ -181,11 +181,11 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 @_rule("name")
-def _named(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
+def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see `towerjax.proof.tags`."""
     name, [mark] = given_name(eqn), ins
     if name == tags.ONE or (name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS):
-        return [SAME]
+        return [ALIKE]
     if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]
     if name == tags.SHARED and mark.along:
@@ -196,7 +196,7 @@ def _named(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def _hidden(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Analyse the hidden code if it can be traced; else its results may differ."""
     if given_name(eqn) is not None:  # with jax_remat3
-        return _named(eqn, ins, context)
+        return _of_name(eqn, ins, context)
     env = {} if context.axis is None else {context.axis: context.num_towers}
     hidden = None if context.is_inside(eqn) else trace_hidden(eqn, env)
     if hidden is not None:
@@ -282,7 +282,7 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
     carry = ins[tests + bodies :]
     # The body may not run at all: then the results are the initial carry.
-    *outs, predicate = _fixed_point(trip, [*carry, SAME], context.noted)[1]
+    *outs, predicate = _fixed_point(trip, [*carry, ALIKE], context.noted)[1]
     return _pick(eqn, outs, predicate, context)
 
 
@@ -316,7 +316,7 @@ def _opaque(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Kernels, Refs, unknown control flow: every result depends on every operand."""
 
     def trip(marks: _Marks) -> _Marks:
-        choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [SAME])
+        choice = {"cond": ins, "while": marks}.get(eqn.primitive.name, [ALIKE])
         inner = context.enter(eqn, trips=None, predicate=choice[0])
         for jaxpr in sub_jaxprs(eqn):
             env = _propagate(jaxpr, marks * len(jaxpr.invars), inner)[1]

@@ -71,13 +71,13 @@ class Mark(NamedTuple):
     before: Any = None  # the mark of the operand that the dependence comes from
 
 
-SAME = Mark()
+ALIKE = Mark()
 """The mark of a value that is the same on all towers."""
 
 
 def join(marks: Iterable[Mark]) -> Mark:
     """The mark of a value made of several; the first that differs is its origin."""
-    joined = SAME
+    joined = ALIKE
     for mark in marks:
         if mark.along and mark is not joined:
             origin = joined if joined.along else mark
@@ -123,7 +123,7 @@ class Context(NamedTuple):
     control: Site | None = None  # the innermost equation whose predicate differs
 
     def enter(
-        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = SAME
+        self, eqn: JaxprEqn, trips: int | None = 1, predicate: Mark = ALIKE
     ) -> "Context":
         """The context inside an equation."""
         site = (eqn, self.outer)

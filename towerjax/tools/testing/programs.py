@@ -69,6 +69,7 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
         or only some devices reach a collective; with all findings.
 
     Example:
+      >>> import towerjax as tj
       >>> types = {"axis_types": (jax.sharding.AxisType.Auto,)}
       >>> mesh = jax.sharding.AbstractMesh((4,), ("i",), **types)
       >>> specs = {"in_specs": jax.P("i"), "out_specs": jax.P(), "check_vma": False}
