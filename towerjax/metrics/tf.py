@@ -45,7 +45,7 @@ def mean(values: Values, weight: Weight = None) -> Weighted:
       2.0
     """
     refuse_no_numbers("mean: values", values)
-    values = rows.named_if_square(rows.floats_of(as_array(values)), weight)
+    values = rows.floats_of(as_array(values))
     return _mean_of(values, element_weights("mean", values.shape, weight, "values"))
 
 

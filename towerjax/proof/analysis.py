@@ -36,9 +36,9 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.marks import (
+    ALIKE,
     ALL,
     NOTHING,
-    ALIKE,
     Context,
     Mark,
     apply_collective,
