@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
 
 from towerjax.types.version import page
 
@@ -122,7 +123,7 @@ def _of_value(error: Exception) -> str:
         if isinstance(error, KeyError) and isinstance(x, Mapping):
             if error.args and error.args[0] not in x:
                 return f"{name[1]} has {', '.join(map(repr, x)) or 'no keys'}."
-        elif x is None or isinstance(x, jax.core.Tracer):
+        elif x is None or isinstance(x, Tracer):
             kind = x if x is None else jax.typeof(x)
             return f"{name[1]} is {kind} here, as the call was given it."
     return ""
