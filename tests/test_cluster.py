@@ -203,6 +203,7 @@ def test_what_a_launcher_says_is_a_cluster(environ, expected):
     (started(OPEN_MPI, "1", "4", "1", "2"), "ompi"),
     ({}, None),
     ({"PMIX_RANK": "1"}, None),
+    (slurm("0", "1", "0", "1", SLURM_NTASKS="4"), "deactivate"),
     (started(MPICH, "0", "4", "0", "2"), "deactivate"),
     (torchrun("0", "2", "0", "1", "", ""), "deactivate"),
     # Several mpirun do not meet where Slurm's step does, which counts others.

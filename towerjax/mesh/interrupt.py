@@ -115,6 +115,7 @@ class InterruptGuard:
 
     def _note_dropped(self, unraisable: Any, reporter: Callable[[Any], Any]) -> None:
         """Note a Ctrl-C that Python cannot raise, and have it reported."""
+        # Often in JAX's own callback: https://github.com/jax-ml/jax/issues/18246.
         self._dropped |= unraisable.exc_type is KeyboardInterrupt
         reporter(unraisable)
 
@@ -123,7 +124,8 @@ class InterruptGuard:
             return  # a second one would interrupt the saving after the first
         if number == signal.SIGINT and self.ended:
             return
-        # Also a second Ctrl-C: what an exception ends inside of JAX may not work again.
+        # Also a second Ctrl-C: what one ends inside of JAX may raise another error, and
+        # not work again: https://github.com/jax-ml/jax/issues/9082.
         if self._must_wait(number):
             self._waiting.add(number)
         else:

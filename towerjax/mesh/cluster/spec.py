@@ -311,13 +311,11 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
 
 def detection(environ: Mapping[str, str]) -> str | None:
     """JAX's way to find the cluster of the innermost launcher; None: any, if at all."""
-    launched = _innermost(environ)
-    return _DETECTED.get(launched[0], "deactivate") if launched else None
-
-
-def is_lone_step(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm started this process alone, in an allocation of any size."""
-    return environ.get("SLURM_STEP_NUM_TASKS") == "1" and _innermost(environ) is None
+    if (launched := _innermost(environ)) is not None:
+        return _DETECTED.get(launched[0], "deactivate")
+    # JAX makes a job of a lone step, at the port of its allocation's other steps, too:
+    # https://github.com/jax-ml/jax/pull/12152.
+    return "deactivate" if environ.get("SLURM_STEP_NUM_TASKS") == "1" else None
 
 
 def own_devices(environ: Mapping[str, str]) -> list[int] | None:

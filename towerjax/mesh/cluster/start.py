@@ -175,7 +175,8 @@ def _has_joined(named: spec.Cluster | None, options: dict[str, Any]) -> bool:
             )
     else:
         method = spec.detection(os.environ)
-        finds_none = spec.is_lone_step(os.environ) or not detects_cluster(method)
+        # JAX would try a way of which it says that it does not function here.
+        finds_none = not detects_cluster(method)
         method = "deactivate" if finds_none else method
         options = {**options, "cluster_detection_method": method}
     try:
