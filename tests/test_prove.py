@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from layouts import cases
 
@@ -149,9 +149,6 @@ class Right:
         mesh = abstract(1)
         return by_hand(lambda w, x: w * x.sum(), mesh)(w, x)
 
-    def half_reduced(w, x):  # unreduced on both ends is no copy
-        return mapped(lambda w, x: lax.pmean(x.mean(0), "i") + w)(w, x)
-
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("name", cases(Wrong))
@@ -174,6 +171,29 @@ def test_what_is_the_same_is_not(name):
     assert bool(report.same) == (name not in none_same)
     assert len(report.maps) == (name != "on_one_device") * (1 + ("through" in name))
     assert not report.unread and not report.notes
+
+
+def cast(x, to):
+    return lax.pcast(x, "i", to=to)
+
+
+# What JAX itself inserts or types: what a device does, out_specs, results the same.
+TYPED = {
+    "unreduced": (lambda x: cast(x.sum(0), "unreduced"), P(unreduced={"i"}), 0),
+    "added up": (lambda x: lax.psum(cast(x.sum(0), "unreduced"), "i"), SHARED, 1),
+    "reduced": (lambda x: cast(lax.psum(x, "i"), "reduced"), P(reduced={"i"}), 1),
+    "gathered": (lambda x: lax.all_gather(x, "i", to="reduced"), P(reduced={"i"}), 1),
+    "scattered": (lambda x: lax.psum_scatter(x[0], "i", tiled=True), SPLIT, 0),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_sums_and_casts_of_jax_have_rules(name):
+    fn, out, same = TYPED[name]
+    mesh = AbstractMesh((4,), ("i",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=NamedSharding(mesh, SPLIT))
+    report = tj.testing.prove(mapped(fn, mesh, SPLIT, out), x)
+    assert report.same == same and not report.notes and len(report.maps) == 1
 
 
 def test_all_findings_are_told_at_once():

@@ -177,7 +177,7 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
 
 def names_in(spec: PartitionSpec) -> set[str]:
     """The axes along which a value of a `shard_map` may differ."""
-    parts = [x if isinstance(x, tuple) else (x,) for x in spec]
+    parts = [x if isinstance(x, tuple) else (x,) for x in spec.partitions]
     return {*spec.unreduced, *[name for part in parts for name in part]}
 
 
