@@ -10,6 +10,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.split_program import meet
+from towerjax.mesh.private_jax import bound_axes
 from towerjax.metrics.rows import as_floats, element_weights
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof import tags
@@ -180,6 +181,11 @@ class TowersOfStep:
             raise ValueError(_INSIDE)
         with jax.named_scope(tags.SUMMED_BY_STEP):
             return self.tower.reduce(Reduction.SUM, (loss, grads))
+
+
+def towers_here() -> TowersOfStep | None:
+    """Those of the step whose model function is being traced; None outside of one."""
+    return next((x for x in bound_axes() if isinstance(x, TowersOfStep)), None)
 
 
 def has_denominator(loss: Any) -> bool:

@@ -20,7 +20,7 @@ from towerjax.estimator.model_fn import (
     concat_outputs,
     typed_rows,
 )
-from towerjax.estimator.optimizer import refuse_met_sums, set_towers
+from towerjax.estimator.optimizer import refuse_met_sums
 from towerjax.estimator.split_program import SplitProgram
 from towerjax.estimator.variables import (
     VariablePlacement,
@@ -29,6 +29,7 @@ from towerjax.estimator.variables import (
     spread,
     store,
 )
+from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
@@ -119,8 +120,8 @@ class ModelTower:
         trace, how = get_opaque_trace_state(), self.options
         parts = tower.num_towers * known.micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
-        variables = set_towers(variables, towers)
-        spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
+        with bind_axis(towers):  # where TowerOptimizer finds them
+            spec = self.model_fn.call(variables, rows, self.mode, tower, self.given)
         parts = self._typed_parts(spec, variables, towers, known.rows)
         return {**parts, "hooks": Static(spec.hooks)}
 
@@ -270,7 +271,7 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
     rest = check_types(before, rest, "train_op", "model_fn's train_op")
     if isinstance(rest, TrainState):
         rest = dataclasses.replace(rest, extra=train_op.extra)
-    return set_towers(rest, None)
+    return rest
 
 
 def _with_loss(loss: Any, metrics: Mapping[str, Any] | None) -> dict[str, Any]:

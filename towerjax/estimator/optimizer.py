@@ -1,7 +1,7 @@
 """``TowerOptimizer``: reduce gradients over towers, then update.
 
-Its state carries what it must know of the towers: inside `replicate_model_fn` the field
-``towers`` holds them, elsewhere it is None and nothing is reduced.
+Inside a function of `replicate_model_fn` the towers are an axis that is bound there, as
+JAX's own are; elsewhere there are none, and nothing is reduced.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 
 from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.losses import TowersOfStep, has_denominator
+from towerjax.estimator.losses import TowersOfStep, has_denominator, towers_here
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.proof import tags
@@ -28,7 +28,6 @@ from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import (
     a_type,
     has_tracers,
-    map_parts,
     refuse_unheld,
     widen_dtype,
 )
@@ -38,19 +37,9 @@ from towerjax.types.options import check_flag, check_takes
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerOptimizerState:
-    """The wrapped optimizer's state, and the towers; None outside a model function."""
+    """The wrapped optimizer's state."""
 
     inner: PyTree
-    towers: TowersOfStep | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
-
-
-def set_towers(tree: PyTree, towers: TowersOfStep | None) -> PyTree:
-    """The tree with ``towers`` set in each `TowerOptimizerState`."""
-    return map_parts(
-        TowerOptimizerState, lambda x: dataclasses.replace(x, towers=towers), tree
-    )
 
 
 def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
@@ -115,7 +104,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             **extra_args: Any,
         ) -> tuple[PyTree, Any]:
             _check_own_state(state, init, params)
-            grads, value = _reduce_gradients(updates, loss, state.towers)
+            grads, value = _reduce_gradients(updates, loss, towers_here())
             if value is not None:
                 extra_args.setdefault("value", value)
             out, after = update_with_rows(
@@ -228,7 +217,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 f"TowerOptimizer.minimize got {a_type(state)}, not a"
                 " tj.TrainState. Of others use compute_gradients and apply_gradients."
             )
-        towers = getattr(state.opt_state, "towers", None)
+        towers = towers_here()
         as_original = towers is not None and towers.compat == "tf1"
         summed = _own_loss if as_original else _summed_loss
         try:
@@ -330,7 +319,7 @@ def _differentiate_means(
     loss_fn: Callable[..., Any], state: TrainState, has_aux: bool
 ) -> tuple[Any, PyTree, Any]:
     """``(result, gradient, loss)`` of a loss function that returns several means."""
-    towers, known = state.opt_state.towers, None  # divided by this tower's weights
+    towers, known = towers_here(), None  # divided by this tower's weights
     if towers is not None and not towers.takes_scalars:
         first = loss_fn(state.params)
         terms = (first[0] if has_aux else first).terms

@@ -9,7 +9,7 @@ import numpy as np
 from jax._src import api_util, clusters, distributed  # 0.10 to 0.12
 from jax._src.array import ArrayImpl  # 0.10 to 0.12
 from jax._src.config import explicit_device_put_scope  # 0.10 to 0.12
-from jax._src.core import extend_axis_env_nd  # 0.10 to 0.12
+from jax._src.core import extend_axis_env_nd, get_axis_env  # 0.10 to 0.12
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # 0.10 to 0.12
@@ -62,9 +62,14 @@ def is_literal_zero(x: Any) -> bool:
     return isinstance(literal, Literal) and not np.any(literal.val)
 
 
-def bind_axis(name: str) -> Any:
-    """A context in which a named axis of size 1 is bound."""
+def bind_axis(name: Any) -> Any:
+    """A context in which a named axis of size 1 is bound; any hashable is a name."""
     return extend_axis_env_nd([(name, 1)])
+
+
+def bound_axes() -> list[Any]:
+    """The names of the axes that are bound here."""
+    return [*get_axis_env().axis_sizes]
 
 
 def coordinator_client() -> Any:
