@@ -14,6 +14,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import flax.linen as nn
@@ -37,6 +38,7 @@ HYPERPARAMETERS = {"learning_rate": 3e-3, "dropout": 0.3}
 FOLDER = pathlib.Path("runs/estimator_digits")
 SERVE = """
 import sys
+import tempfile
 import jax.export
 import numpy as np
 
@@ -167,18 +169,24 @@ def writers() -> list[Any]:
 def train(
     model: tj.estimator.ReplicatedModel, splits: Any, epochs: int
 ) -> tuple[tj.TrainState, tj.History]:
+    """Train; return the variables of the best evaluation, and the history."""
     steps_per_epoch = -(-SPLITS["train"] // BATCH_SIZE)  # the last batch has 90 rows
-    return tj.estimator.train_and_evaluate(
-        model,
-        tj.batches(splits["train"], BATCH_SIZE, epochs=epochs, seed=0),
-        lambda: tj.batches(splits["validation"], BATCH_SIZE),
-        variables=init_variables(splits["train"][0]),
-        eval_every=steps_per_epoch,
-        early_stopping=tj.EarlyStopping("loss", PATIENCE),
-        best=tj.Best("accuracy", mode="max", restore=True),
-        writers=writers(),
-        params=HYPERPARAMETERS,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        saving = tj.Checkpointer(folder, keep=1, best="accuracy", mode="max")
+        _, history = tj.estimator.train_and_evaluate(
+            model,
+            tj.batches(splits["train"], BATCH_SIZE, epochs=epochs, seed=0),
+            lambda: tj.batches(splits["validation"], BATCH_SIZE),
+            variables=init_variables(splits["train"][0]),
+            eval_every=steps_per_epoch,
+            early_stopping=tj.EarlyStopping("loss", PATIENCE),
+            checkpointer=saving,
+            writers=writers(),
+            params=HYPERPARAMETERS,
+        )
+        step, like = model.train_step(params=HYPERPARAMETERS), splits["train"][0]
+        best = saving.restore(step, init_variables(like), number=saving.best_step)
+    return best, history
 
 
 def export(weights: Any, path: pathlib.Path) -> None:
@@ -202,15 +210,16 @@ def scores_of_another_process(exported: pathlib.Path, image: np.ndarray) -> np.n
     return np.load(scores)
 
 
-def draw(history: tj.History, confusions: np.ndarray, path: pathlib.Path) -> None:
+def draw(
+    history: tj.History, kept: int, confusions: np.ndarray, path: pathlib.Path
+) -> None:
     steps = [number for number, _ in history.evaluations]
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(history.steps, history.metrics["loss"], linewidth=0.8, label="train")
     losses = [values["loss"] for _, values in history.evaluations]
     left.plot(steps, losses, marker="o", markersize=3, label="validation")
-    if history.best is not None:
-        left.axvline(history.best.step, color="gray", linestyle="--", label="kept")
+    left.axvline(kept, color="gray", linestyle="--", label="kept")
     left.set(xlabel="step", ylabel="loss", yscale="log")
     left.legend()
     left.grid(alpha=0.3)
@@ -262,7 +271,7 @@ def main() -> None:
     served = scores_of_another_process(exported, image)
     confusions = np.zeros((10, 10), int)
     np.add.at(confusions, (label, digit), 1)
-    draw(history, confusions, FOLDER / "training.png")
+    draw(history, int(variables.step), confusions, FOLDER / "training.png")
 
     rich.print(table(values))
     print(f"picture, log and exported model in {FOLDER}")

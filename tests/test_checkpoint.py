@@ -1018,8 +1018,10 @@ def test_options_that_do_not_fit_together(light, tmp_path):
     saving = tj.Checkpointer(tmp_path, best="loss")
     with pytest.raises(ValueError, match="without anything to evaluate"):
         train(light, saving)
-    with pytest.raises(ValueError, match="keeps a state in memory"):
-        train(light, saving, best=tj.Best("loss"), **metrics_of([1]))
+    with pytest.raises(
+        TypeError, match=r"checkpointer=tj\.Checkpointer\(folder, best="
+    ):
+        train(light, None, best="loss", **metrics_of([1]))
     with pytest.raises(ValueError, match="must be None or a tj.Checkpointer"):
         train(light, str(tmp_path))
     with pytest.raises(ValueError, match="no such metric, but \\['loss'\\]"):

@@ -292,8 +292,6 @@ BUILDERS = {
         ),
         {"patience": NUMBERS, "mode": WORDS, "metric": without(FLAGS, "text")},
     ),
-    "Best": (lambda **options: tj.Best("loss", **options),
-        {"mode": WORDS, "keep": WORDS, "restore": FLAGS}),
 }  # fmt: skip
 CHOICES = sorted(
     (builder, option, value)
@@ -342,7 +340,7 @@ TEXTS = ["x", b"x", np.array(["a", "b"]), np.array([{}], object)]
 # fmt: off
 DOORS = {
     "target": (tj.Absent, without(dict(enumerate(ANYTHING)), 1)),
-    "mode": (lambda x: tj.Best("loss", mode=x), dict(enumerate(ANYTHING))),
+    "mode": (lambda x: tj.EarlyStopping("loss", 1, mode=x), dict(enumerate(ANYTHING))),
     "axis": (lambda x: tj.Weighted.mean(np.ones(2), axis=x),
         without(dict(enumerate(ANYTHING)), 0)),
     "loss_fn": (tj.value_and_grad, dict(enumerate(ANYTHING))),
@@ -388,7 +386,7 @@ UNLIKE = {
     "audit": {"False": f"build_eval_step {TRAINS} {MODEL}", "None": "run"},  # by size
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
-    "keep": {"'devices'": "Best", "0.0": "DiLoCo", "3": "Checkpointer"},
+    "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},
     "local": {"'vmap'": "Mirrored", "None": "TowerOutput assert_replicates"},
     "reduction": {
         "LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
@@ -405,7 +403,7 @@ UNASKED = {
     "in_flight": 2, "drop_remainder": False, "permuted": True, "padding": True,
     "per_example": False, "bits": False, "lazy": False,
     # Of stopping and of files.
-    "min_delta": 0.0, "min_steps": 0, "restore": False, "replace": False,
+    "min_delta": 0.0, "min_steps": 0, "replace": False,
     "max_elements": 64, "flush_s": 10.0, "iterations": 0,
     # How long processes wait for one another, in seconds, and their exit code.
     "exit_code": 75, "grace_s": 5.0, "heartbeat_timeout_s": 100,

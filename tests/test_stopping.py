@@ -1,4 +1,4 @@
-"""Early stopping and the best evaluation: counted by hand, kept bit for bit."""
+"""Early stopping, counted by hand."""
 
 import functools
 import io
@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.loop.stopping import Watch, _restore_copy, copy_state
+from towerjax.loop.stopping import Watch
 
 NAN, INF = math.nan, math.inf
 # Each tower counts its own steps, which the audit would tell of.
@@ -96,9 +96,9 @@ def by_hand(values, patience, mode, min_delta):
 
 def watched(values, *arguments):
     """The number of the evaluation that ends a run."""
-    watch = Watch([tj.EarlyStopping("x", *arguments)], None)
+    watch = Watch([tj.EarlyStopping("x", *arguments)])
     for number, value in enumerate(values, 1):
-        watch.add(number, {"x": value}, None)
+        watch.add(number, {"x": value})
         if watch.stopped is not None:
             return number
     return None
@@ -153,11 +153,11 @@ SEVERAL = [  # any one ends the run
 )
 def test_a_goal_and_steps_that_do_not_count(rules, last):
     early = [tj.EarlyStopping(**options) for options in rules]
-    watch, ended = Watch(early, None), []
+    watch, ended = Watch(early), []
     for number, loss, accuracy in EVALUATED:
-        watch.add(number, {"loss": loss, "accuracy": accuracy}, None)
+        watch.add(number, {"loss": loss, "accuracy": accuracy})
         ended += [number] * (watch.stopped is not None)
-        again = Watch(early, None)  # a job that goes on from here
+        again = Watch(early)  # a job that goes on from here
         again.restore_counts(watch.counts)
         assert again.stopped == watch.stopped
         if ended:
@@ -166,18 +166,18 @@ def test_a_goal_and_steps_that_do_not_count(rules, last):
 
 
 def test_counts_of_another_rule_are_not_gone_on_from():
-    saved = Watch([tj.EarlyStopping("x", 1)], None)
+    saved = Watch([tj.EarlyStopping("x", 1)])
     for number in (1, 2):
-        saved.add(number, {"x": float(number)}, None)
+        saved.add(number, {"x": float(number)})
     assert saved.stopped is not None
     for rule in (tj.EarlyStopping("y", 1), tj.EarlyStopping("x", 1, "max")):
-        watch = Watch([rule], None)
+        watch = Watch([rule])
         watch.restore_counts(saved.counts)
         assert watch.stopped is None
 
 
 def test_without_a_rule_the_loss_is_told_or_the_first_name():
-    watch = Watch((), None)
+    watch = Watch(())
     assert watch.describe(4, {"a": 1.0, "loss": 2.0}) == "evaluated loss 2.000 after 4"
     assert watch.describe(4, {"b": 1.0, "a": 2.0}) == "evaluated a 2.000 after 4"
     assert watch.describe(4, {}) == ""
@@ -244,9 +244,9 @@ def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("COLUMNS", "300")
-    train(
-        steps, [3, 1, 2], 4, steps=4, eval_every=2, progress=True, best=tj.Best("told")
-    )
+    early = tj.EarlyStopping("told", 9)
+    options = {"steps": 4, "eval_every": 2, "early_stopping": early}
+    train(steps, [3, 1, 2], 4, progress=True, **options)
     text = screen.getvalue()
     # Steps 3 and 4 come after the evaluation after step 2.
     assert "evaluated told 3.000 after 2, best 3.000 after 2" in text
@@ -284,75 +284,6 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
     next(mine)  # the caller's iterator goes on
 
 
-# The best
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("executor, keep", [("shard_map", "devices"), ("pmap", "host")])
-def test_the_best_state_is_that_of_its_step_bit_for_bit(steps, executor, keep):
-    values = [5, 2, 3, 2, 4]
-    steps = steps if executor == "shard_map" else build(executor)
-    best = tj.Best("told", keep=keep)
-    state, history = train(steps, values, 5, best=best)
-    kept = history.best
-    assert (kept.step, kept.value, kept.values["told"]) == (2, 2.0, 2.0)
-    alone, _ = train(steps, values, 2)
-    assert bits(kept.state) == bits(alone)
-    assert bits(kept.state) != bits(state)
-    if keep == "host":
-        assert isinstance(kept.state.params["w"], np.ndarray)
-        placed = steps[0].place(kept.state)
-        assert bits(placed) == bits(alone)
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("keep", ["devices", "host"])
-def test_a_run_goes_on_from_the_restored_best(steps, keep):
-    best = tj.Best("told", keep=keep, restore=True)
-    state, history = train(steps, [5, 1, 3, 2], 4, best=best)
-    alone, _ = train(steps, [5, 1], 2)
-    assert bits(state) == bits(alone) == bits(history.best.state)
-    for restored, trained in zip(*map(jax.tree.leaves, (state, alone)), strict=True):
-        assert restored.sharding == trained.sharding
-    # It is donated to the next run; the kept one stays what it was.
-    kept = [x for x in jax.tree.leaves(history.best.state) if isinstance(x, jax.Array)]
-    after, _ = run(steps[0], state, [np.ones(8, np.float32)], progress=False)
-    assert int(after.step) == 3
-    assert not any(x.is_deleted() for x in jax.tree.leaves(kept))
-    assert bits(history.best.state) == bits(alone)
-
-
-def test_a_restored_state_shares_no_memory_with_what_is_kept():
-    # On the CPU an array may lie in NumPy's memory, where that is aligned.
-    memory = np.zeros(4096 + 64, np.uint8)
-    kept = memory[-memory.ctypes.data % 64 :][:4096].view(np.float32)
-    restored = _restore_copy({"w": kept}, {"w": jax.device_put(kept, jax.devices()[1])})
-    kept[:] = 7.0
-    assert not np.asarray(restored["w"]).any()
-    assert restored["w"].devices() == {jax.devices()[1]}
-
-
-def test_variables_on_different_devices_are_copied_each_in_its_place():
-    there = [jax.device_put(np.float32(i), jax.devices()[i % 2]) for i in range(4)]
-    copies = copy_state(there, "devices")
-    for i, (copy, original) in enumerate(zip(copies, there, strict=True)):
-        assert copy.devices() == original.devices() == {jax.devices()[i % 2]}
-        original.delete()
-        assert float(copy) == i
-
-
-def test_an_exception_keeps_the_best(steps):
-    def hook(number, metrics):
-        if number == 3:
-            raise LookupError
-
-    with pytest.raises(LookupError) as caught:
-        train(steps, [1, 2, 3], 5, best=tj.Best("told", restore=True), hooks=[hook])
-    alone, _ = train(steps, [1], 1)
-    assert bits(caught.value.history.best.state) == bits(alone)
-    assert int(caught.value.state.step) == 3  # the last one, to go on with
-
-
 # What is refused
 
 
@@ -367,10 +298,6 @@ def test_an_exception_keeps_the_best(steps):
     (lambda: tj.EarlyStopping("x", 1, min_steps=-1), "min_steps=-1 must be a whole"),
     (lambda: tj.EarlyStopping("x", 1, "min", -1.0), "min_delta=-1.0 must be a fin"),
     (lambda: tj.EarlyStopping("x", 1, "min", NAN), "min_delta=nan must be a fin"),
-    (lambda: tj.Best("x", "maximum"), "Best.mode='maximum' must be one of 'min'"),
-    (lambda: tj.Best(3), "Best.metric=3 must be the name of a metric"),
-    (lambda: tj.Best("x", keep="disk"), "Best.keep='disk' must be one of"),
-    (lambda: tj.Best("x", restore=1), "Best.restore=1 must be True or False"),
 ])  # fmt: skip
 def test_bad_options_are_refused(make, text):
     with pytest.raises(ValueError, match=re.escape(text)):
@@ -384,11 +311,9 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     early = tj.EarlyStopping("told", 1)
     table = [
         ({"early_stopping": early}, "early_stopping=EarlyStopping(metric='told', pat"),
-        ({"best": tj.Best("told")}, "without anything to evaluate: pass evaluate"),
         ({"early_stopping": early, **evaluated}, "would never stop anything"),
         ({"early_stopping": "told", **evaluated}, "must be None or a tj.EarlyStopping"),
         ({"early_stopping": [early, 3], **evaluated}, "or a list of such"),
-        ({"best": "told", **evaluated}, "best='told' must be None or a tj.Best(...)"),
     ]
     for options, text in table:
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -397,7 +322,6 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
 
 
 @pytest.mark.few_fast(2)
-@pytest.mark.parametrize("option", ["early_stopping", "best"])
 @pytest.mark.parametrize(
     "metric, text",
     [
@@ -408,10 +332,10 @@ def test_options_that_do_not_fit_are_refused_before_the_run(steps):
     ],
 )
 def test_a_metric_that_is_not_there_is_told_at_the_first_evaluation(
-    steps, option, metric, text
+    steps, metric, text
 ):
-    made = tj.Best(metric) if option == "best" else tj.EarlyStopping(metric, 9)
+    early = tj.EarlyStopping(metric, 9)
     with pytest.raises(ValueError, match=text) as caught:
-        train(steps, [1, 2], 4, eval_every=2, **{option: made})
+        train(steps, [1, 2], 4, eval_every=2, early_stopping=early)
     assert int(caught.value.state.step) == 2
     assert len(caught.value.history.evaluations) == 1

@@ -286,14 +286,15 @@ def test_options_reach_the_loop(model, tmp_path):
         epochs=9,
         eval_every=2,
         early_stopping=tj.EarlyStopping("loss", patience=2),
-        best=tj.Best("loss", restore=True),
+        checkpointer=(saving := tj.Checkpointer(tmp_path / "saved", best="loss")),
         writers=[tj.JsonLines(path)],
         hooks=[lambda number, metrics: seen.append((number, len(model.seen)))],
     )
     values = [x["loss"] for _, x in history.evaluations]
     assert values == sorted(values) and len(values) == 3
     assert history.stopped and history.steps.tolist() == [1, 2, 3, 4, 5, 6]
-    assert int(variables.step) == history.best.step == 2
+    assert int(variables.step) == 6 and saving.best_step == 2
+    variables = saving.restore(model.train_step(), model.init(), number=2)
     np.testing.assert_allclose(variables.params["w"], oracle(worse[:2])[1], rtol=1e-5)
     assert len(path.read_text().splitlines()) == 6 + 3
     assert seen == [(n, n) for n in range(1, 7)]  # the model's own hook comes first
@@ -448,7 +449,7 @@ def always(data):
     (once(), {"epochs": 3, "steps": 4}, f"train_data {ONCE}, but epochs=3"),
     (pairs(), {"eval_data": once()}, f"eval_data {ONCE}, but every evaluation"),
     (pairs(), {"eval_every": 2}, "eval_every=2 without anything to evaluate"),
-    (pairs(), {"best": tj.Best("loss")}, "best=Best(metric='loss', mode='min'"),
+    (pairs(), {"checkpointer": tj.Checkpointer("a", best="loss")}, "best=loss without"),
     (pairs()[0], {}, "train_data is one batch (a dict), but is to be"),
     (arrays(8)[0], {}, "train_data is one batch (a dict), but is to be"),
     (pairs(), {"eval_data": arrays(8)}, "eval_data is one batch (a dict), but"),

@@ -11,7 +11,7 @@ from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History
 from towerjax.loop.run import run
-from towerjax.loop.stopping import Best, EarlyStopping
+from towerjax.loop.stopping import EarlyStopping
 from towerjax.loop.writers import JsonLines, TensorBoard
 from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
@@ -33,7 +33,6 @@ from towerjax.types.version import __version__
 __all__ = [
     "Absent",
     "AllReduce",
-    "Best",
     "CheckpointError",
     "Checkpointer",
     "DesyncError",

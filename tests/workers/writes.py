@@ -44,19 +44,18 @@ def written(me, folder):
     evaluate = tj.build_eval_step(metric_fn, strategy)
     seen = tj.TowerLocal(np.float32(0), tj.Reduction.SUM)
     init = lambda: step.init(np.float32(3), local={"seen": seen})  # noqa: E731
-    told = {
-        keep: kept(step, evaluate, init(), folder, keep) for keep in ("devices", "host")
-    }
+    told = kept(step, evaluate, init, folder)
     return told | {"differs": differing_patience(step, evaluate, init(), me)}
 
 
-def kept(step, evaluate, state, folder, keep):
-    told, noted = iter([5.0, 2.0, 4.0, 3.0, 1.0]), Noted()
+def kept(step, evaluate, init, folder):
+    told, noted, state = iter([5.0, 2.0, 4.0, 3.0, 1.0]), Noted(), init()
     try:
         tj.run(step, state, [np.ones(6)], writers=[noted, Broken()], progress=False)
     except (OSError, ValueError) as error:
         refused = str(error)
-    state, history = tj.run(
+    saving = tj.Checkpointer(folder / "saved", best="told")
+    _, history = tj.run(
         step,
         state,
         [np.arange(6, dtype=np.float32) + i for i in range(9)],
@@ -64,18 +63,16 @@ def kept(step, evaluate, state, folder, keep):
         eval_batches=lambda: [np.full(6, next(told), np.float32)],
         eval_every=1,
         early_stopping=tj.EarlyStopping("told", patience=2),
-        best=tj.Best("told", keep=keep, restore=True),
-        writers=[tj.JsonLines(folder / f"{keep}.jsonl"), noted],
+        checkpointer=saving,
+        writers=[tj.JsonLines(folder / "run.jsonl"), noted],
         progress=False,
     )
-    best = tj.towers.read_local(history.best.state.local) if keep == "devices" else None
+    state = saving.restore(step, init(), number=saving.best_step)
     return {
         "refused": refused,
         "stopped": history.stopped,
         "loss": history.metrics["loss"].tolist(),
-        "best": [history.best.step, history.best.value],
-        "best_seen": best and float(best["seen"]),
-        "host": isinstance(history.best.state.params, np.ndarray),
+        "best": saving.best_step,
         "restored": [int(state.step), float(tj.towers.read_local(state.local)["seen"])],
         "noted": noted.records,
     }

@@ -201,7 +201,7 @@ def train_and_evaluate(
       config: Anything else, if it has the parameter ``config``.
       **options: ``micro_batches``, ``on_nonfinite``, ``guard`` and ``donate``, as in
         the model's ``train_step``; others as in `run`, such as ``eval_every``,
-        ``best``, ``writers``. A ``checkpointer`` counts batches, so a function of data
+        ``writers``. A ``checkpointer`` counts batches, so a function of data
         must return the same batches in a restarted job.
 
     Returns:

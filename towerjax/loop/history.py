@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from towerjax.loop.progress import format_value
-from towerjax.loop.stopping import BestEvaluation
 from towerjax.mesh.placement import Placement
 from towerjax.types.missing import Named
 from towerjax.types.options import require
@@ -69,8 +68,6 @@ class History:
       input_wait_s: ``[n]``, seconds that this process waited for each step's batch,
         while dispatched calls ran.
       summary: How much and how fast.
-      best: The best evaluation and a copy of its state, if `run` was given ``best``
-        and one evaluation was not NaN.
       stopped: Why the run ended early, in words; None when all steps were done.
     """
 
@@ -80,7 +77,6 @@ class History:
     skipped: tuple[int, ...]
     input_wait_s: np.ndarray
     summary: RunSummary
-    best: BestEvaluation | None = None
     stopped: str | None = None
 
     def __repr__(self) -> str:
@@ -228,9 +224,7 @@ class HistoryLog:
         if is_refused:
             self.skipped.append(self.number)
 
-    def history(
-        self, placement: Placement, best: BestEvaluation | None, stopped: str | None
-    ) -> History:
+    def history(self, placement: Placement, stopped: str | None) -> History:
         """The `History` of the steps added so far."""
         rate, steps = self.steps_per_second, self.num_steps
         summary = RunSummary(
@@ -249,7 +243,6 @@ class HistoryLog:
             tuple(self.skipped),
             np.array(self._waits_s),
             summary,
-            best,
             stopped,
         )
 

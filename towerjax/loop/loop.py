@@ -137,8 +137,6 @@ class Loop:
         self._save(last=True)
         self._writers.close()
         self._writers.raise_failure()
-        with self.guard:
-            point.state = point.watch.final_state(point.state)
 
     def _placed_batches(self) -> Stream[PlacedBatch]:
         depth = 0 if self._source.prefetches else self._options.prefetch
@@ -312,7 +310,7 @@ class Loop:
         with self.guard:
             self._log.evaluations.append((number, values))
             self._writers.write([Record("eval", number, time.time(), values)])
-            point.watch.add(number, values, point.state)
+            point.watch.add(number, values)
             point.is_evaluation_due = False
             if self._saving is not None and self._saving.is_best(number, values):
                 point.is_saving_due = True
@@ -359,7 +357,7 @@ class Loop:
     def history(self) -> History:
         """The history so far."""
         placement, watch = self._step.strategy.placement, self.point.watch
-        return self._log.history(placement, watch.best, watch.stopped)
+        return self._log.history(placement, watch.stopped)
 
     def attach_results(self, error: Any) -> None:
         """Attach state, batches and history to an exception: the state was donated."""

@@ -10,7 +10,7 @@ from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
 from towerjax.loop.progress import check_progress
-from towerjax.loop.stopping import Best, EarlyStopping, rules_of
+from towerjax.loop.stopping import EarlyStopping, rules_of
 from towerjax.loop.writers import Writer
 from towerjax.step.state import TrainState
 from towerjax.types import PyTree
@@ -97,7 +97,6 @@ class RunOptions:
     eval_every: int | None
     eval_params: Callable[[TrainState], PyTree] | None
     early_stopping: EarlyStopping | Sequence[EarlyStopping] | None
-    best: Best | None
     prefetch: int
     in_flight: int
     checkpointer: Checkpointer | None
@@ -116,10 +115,9 @@ class RunOptions:
         check_choice("audit", self.audit, (None, True, False))
         check_progress(self.progress)
         rules_of(self.early_stopping)
-        for name, kind in {"best": Best, "checkpointer": Checkpointer}.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                refuse_option(name, value, f"None or a tj.{kind.__name__}(...)")
+        saving = self.checkpointer
+        if saving is not None and not isinstance(saving, Checkpointer):
+            refuse_option("checkpointer", saving, "None or a tj.Checkpointer(...)")
         self._check_evaluation()
 
     @property
@@ -138,7 +136,7 @@ class RunOptions:
             )
         if self.eval_params is not None:
             check_function("eval_params", self.eval_params, "eval_params(state)")
-        names = ("eval_every", "early_stopping", "best", "eval_params")
+        names = ("eval_every", "early_stopping", "eval_params")
         needing = {name: getattr(self, name) for name in names}
         needing["Checkpointer.best"] = getattr(self.checkpointer, "best", None)
         for name, value in needing.items():
@@ -151,11 +149,4 @@ class RunOptions:
             raise ValueError(
                 "early_stopping without eval_every would never stop anything: there is"
                 " one evaluation, at the end. Say eval_every=n."
-            )
-        if self.best is not None and self.checkpointer is not None:
-            raise ValueError(
-                f"best={self.best} keeps a state in memory, which a resumed run has no"
-                f" more. Say tj.Checkpointer(..., best={self.best.metric!r}), and"
-                " afterwards checkpointer.restore(step, state, number="
-                "checkpointer.best_step)."
             )

@@ -16,7 +16,7 @@ class Point:
     """Where a run is: it changes while signals are held back, all at once."""
 
     state: TrainState
-    watch: Watch = dataclasses.field(default_factory=lambda: Watch((), None))
+    watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))
     number: int = dataclasses.field(init=False)  # of the last dispatched step
     # What is to be done before the next step.
     is_evaluation_due: bool = False

@@ -12,7 +12,7 @@ from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
 from towerjax.loop.point import Point
-from towerjax.loop.stopping import Best, EarlyStopping, Watch, rules_of
+from towerjax.loop.stopping import EarlyStopping, Watch, rules_of
 from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
@@ -36,7 +36,6 @@ def run(
     eval_every: int | None = None,
     eval_params: Callable[[TrainState], PyTree] | None = None,
     early_stopping: EarlyStopping | Sequence[EarlyStopping] | None = None,
-    best: Best | None = None,
     prefetch: int = 2,
     in_flight: int = 2,
     checkpointer: Checkpointer | None = None,
@@ -63,11 +62,9 @@ def run(
       eval_every: Evaluate after each step whose number is a multiple of this, and
         at the end; None only at the end.
       eval_params: ``state -> parameters or state``: what to evaluate instead of the
-        state, such as averaged parameters in it. ``best`` and checkpoints keep the
-        run's state.
+        state, such as averaged parameters in it. Checkpoints keep the run's state.
       early_stopping: Ends the run when evaluations stop improving; of several, the
         first that does.
-      best: Keeps the state of the best evaluation, as ``history.best``.
       prefetch: How many placed batches may wait; 0 places them without a thread.
       in_flight: How many dispatched calls may run before one is waited for.
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
@@ -130,7 +127,7 @@ def run(
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
-    point = Point(state, Watch(rules_of(options.early_stopping), options.best))
+    point = Point(state, Watch(rules_of(options.early_stopping)))
     return _run_loop(step, options, point, batches)
 
 
@@ -157,7 +154,7 @@ def _require_same_work(
     """Raise, on every process, unless all processes will make the same calls."""
     if placement.num_processes == 1:
         return
-    names = ("steps", "eval_every", "early_stopping", "best")
+    names = ("steps", "eval_every", "early_stopping")
     given = {name: getattr(options, name) for name in names}
     given["evaluate"] = options.evaluate is not None
     given["eval_params"] = options.eval_params is not None

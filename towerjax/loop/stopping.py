@@ -1,20 +1,14 @@
-"""Stop a run whose evaluations are good enough or stall, and keep its best state."""
+"""Stop a run whose evaluations are good enough or stall."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
-import jax
-import jax.numpy as jnp
-
 from towerjax.loop.progress import format_value
-from towerjax.mesh.transfer import copy_to_host
-from towerjax.step.state import TrainState
 from towerjax.types.leaves import a_type
 from towerjax.types.options import (
     check_choice,
-    check_flag,
     check_number,
     check_text,
     check_whole,
@@ -23,7 +17,6 @@ from towerjax.types.options import (
 )
 
 Direction: TypeAlias = Literal["min", "max"]
-Keep: TypeAlias = Literal["devices", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,38 +76,6 @@ class EarlyStopping:
         return self.goal is not None and cost <= sign_of(self.mode) * self.goal
 
 
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """Keep the state of the best evaluation.
-
-    The state is copied when an evaluation is better than all before it, so that it
-    outlives the donation of the state to the next step.
-
-    Attributes:
-      metric: The name of a scalar metric of the evaluation.
-      mode: ``"min"`` if less is better, ``"max"`` if more is. NaN never is better.
-      keep: Where the copy is. ``"devices"``: on the state's devices, which takes its
-        memory once more; a copy moves no bytes off the device. ``"host"``: NumPy
-        arrays (keys stay on the devices); each new best is read from the devices.
-      restore: Whether `run` returns a copy of the best state instead of the last
-        state; ``history.best.state`` stays usable.
-
-    Example:
-      >>> Best("loss", keep="host")
-      Best(metric='loss', mode='min', keep='host', restore=False)
-    """
-
-    metric: str
-    mode: Direction = "min"
-    keep: Keep = "devices"
-    restore: bool = False
-
-    def __post_init__(self) -> None:
-        _check_metric("Best", self.metric, self.mode)
-        check_choice("Best.keep", self.keep, get_args(Keep))
-        check_flag("Best.restore", self.restore)
-
-
 def _check_metric(what: str, metric: Any, mode: Any) -> None:
     """Raise unless ``metric`` is a name and ``mode`` says whether less is better."""
     check_text(f"{what}.metric", metric, "the name of a metric, such as 'loss'")
@@ -124,25 +85,6 @@ def _check_metric(what: str, metric: Any, mode: Any) -> None:
 def sign_of(mode: Direction) -> int:
     """The factor by which a metric is multiplied so that less is better."""
     return 1 if mode == "min" else -1
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BestEvaluation:
-    """The best evaluation of a run; see `Best`.
-
-    Attributes:
-      step: The number of the last step before it.
-      value: The value of the metric of `Best`.
-      values: The whole evaluation, name -> float or array.
-      state: A copy of the evaluated state, a ``TrainState`` on the devices or of
-        NumPy arrays. None only in ``error.history``, when the copy failed: then
-        ``error.state`` is that state.
-    """
-
-    step: int
-    value: float
-    values: dict[str, Any]
-    state: TrainState | None = dataclasses.field(repr=False)
 
 
 def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
@@ -198,13 +140,11 @@ class Count:
 
 
 class Watch:
-    """Counts the evaluations of a run for early stopping, and keeps the best."""
+    """Counts the evaluations of a run for early stopping."""
 
-    def __init__(self, rules: Sequence[EarlyStopping], best: Best | None) -> None:
-        self.best: BestEvaluation | None = None
+    def __init__(self, rules: Sequence[EarlyStopping]) -> None:
         self.counts = tuple(Count(rule.metric, rule.mode) for rule in rules)
-        self._rules, self._best = rules, best
-        self._lowest = math.inf  # the cost of the best
+        self._rules = rules
 
     @property
     def stopped(self) -> str | None:
@@ -218,39 +158,21 @@ class Watch:
         known = [y if (x.metric, x.mode) == (y.metric, y.mode) else x for x, y in pairs]
         self.counts = (*known, *self.counts[len(saved) :])
 
-    def add(self, number: int, values: dict[str, Any], state: TrainState) -> None:
-        """Count an evaluation, and keep its state if it is the best."""
-        best = self._best
-        # All metrics are read before anything is counted or copied.
+    def add(self, number: int, values: Mapping[str, Any]) -> None:
+        """Count an evaluation."""
+        # All metrics are read before anything is counted.
         costs = [cost_of(values, rule) for rule in self._rules]
-        to_keep = math.nan if best is None else cost_of(values, best)
         counted = zip(self.counts, self._rules, costs, strict=True)
         self.counts = tuple(x.after(rule, number, cost) for x, rule, cost in counted)
-        if best is not None and to_keep < self._lowest:
-            self._lowest, value = to_keep, float(values[best.metric])
-            # The old copy is freed first: two copies and the state may not fit.
-            self.best = BestEvaluation(number, value, values, None)
-            copy = copy_state(state, best.keep)
-            self.best = dataclasses.replace(self.best, state=copy)
-
-    def final_state(self, state: TrainState) -> TrainState:
-        """The state that `run` returns."""
-        if self._best is None or not self._best.restore or self.best is None:
-            return state
-        return _restore_copy(self.best.state, state)
 
     def describe(self, number: int, values: Mapping[str, Any]) -> str:
         """The last evaluation in a few words, and the best."""
-        option = self._best or next(iter(self._rules), None)
         name = "loss" if "loss" in values else min(values, default="")
-        name = option.metric if option else name
+        name = self._rules[0].metric if self._rules else name
         if name not in values:
             return ""
         text = f"evaluated {name} {format_value(values[name])} after {number}"
-        if (best := self.best) is not None:
-            return f"{text}, best {format_value(best.value)} after {best.step}"
-        counts = [] if self._best else self.counts[:1]
-        return text + "".join(count.lowest_in_words() for count in counts)
+        return text + "".join(count.lowest_in_words() for count in self.counts[:1])
 
 
 def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> float:
@@ -268,23 +190,3 @@ def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> flo
         kind = f"{a_type(value)}{getattr(value, 'shape', '')}"
         raise ValueError(f"{what}: its value is {kind}, not one real number.")
     return sign_of(option.mode) * float(value)
-
-
-def copy_state(state: TrainState, keep: Keep) -> TrainState:
-    """A copy of a state, which outlives the donation of the state."""
-    # jnp.copy keeps shardings.
-    return jax.tree.map(jnp.copy if keep == "devices" else copy_to_host, state)
-
-
-def _restore_copy(kept: Any, like: TrainState) -> TrainState:
-    """A copy of a kept state with the shardings of another state."""
-
-    def restore(kept: Any, now: jax.Array) -> Any:
-        if isinstance(kept, jax.Array):
-            return jnp.copy(kept)
-        # Copied: on the CPU a JAX array may share memory with the NumPy array.
-        return jax.make_array_from_callback(
-            kept.shape, now.sharding, lambda at: kept[at].copy()
-        )
-
-    return jax.tree.map(restore, kept, like)
