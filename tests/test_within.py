@@ -1,5 +1,6 @@
 """Towers of several devices: the numbers of one device, and a part on each."""
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -337,13 +338,52 @@ def test_towers_of_several_devices_go_to_the_first_of_them(options):
     assert placement == expected
 
 
+def noisy_loss_fn(params, batch, tower):
+    """With Gaussian noise, a factor of a factor, which compilers make one of."""
+    noise = 0.3 * jax.random.normal(tower.rng, batch["x"].shape)
+    return loss_fn(params, {**batch, "x": batch["x"] + noise}, tower)
+
+
+def two_passes(strategy):
+    def first(state, batch, tower):
+        out = constrain(jnp.tanh(batch["x"] @ state.params["w1"]), P(None, "model"))
+        return {"mean": tj.Weighted.mean(out @ state.params["w2"], tower.weight)}
+
+    def second(state, batch, tower, merged):
+        batch = {**batch, "x": batch["x"] - 0.3 * merged["mean"].value}
+        grads = tj.value_and_grad(noisy_loss_fn)(state.params, batch, tower)[1]
+        return {"grads": grads}
+
+    def update_fn(state, merged):
+        grads = merged["grads"].value
+        updates, opt_state = ADAM.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        new = dataclasses.replace(state, params=params, opt_state=opt_state)
+        return new, {"norm": optax.tree.norm(grads)}
+
+    step = tj.build_step((first, second), update_fn, strategy)
+    return step, tj.build_train_step(loss_fn, ADAM, strategy).init
+
+
+def one_pass(loss_fn):
+    def build(strategy):
+        step = tj.build_train_step(loss_fn, ADAM, strategy)
+        return step, step.init
+
+    return build
+
+
 @pytest.mark.slow
-def test_wide_towers_have_one_hash_on_any_devices():
+@pytest.mark.parametrize(
+    "build",
+    [one_pass(loss_fn), one_pass(noisy_loss_fn), two_passes],
+    ids=["plain", "noise", "two passes"],
+)
+def test_wide_towers_have_one_hash_on_any_devices(build):
     def hashed(devices, state):
         options = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
-        strategy = wide(4, devices, state=state, **options)
-        step = tj.build_train_step(loss_fn, ADAM, strategy)
-        done = step.init(jax.tree.map(np.float32, start()))
+        step, init = build(wide(4, devices, state=state, **options))
+        done = init(jax.tree.map(np.float32, start()))
         for _ in range(3):
             done, _ = step(done, jax.tree.map(np.float32, rows()))
         leaves = jax.tree.leaves((done.params, done.opt_state))

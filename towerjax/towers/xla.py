@@ -1,6 +1,7 @@
 """Lower and compile programs, so that bits do not depend on the number of devices."""
 
 import collections
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,7 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         op.erase()
 
 
+_OPEN = re.compile(r"#sdy\.sharding<@\w+, \[[{}?, ]*\]>")
 _BROADCAST = "stablehlo.broadcast_in_dim"
 # Operations with effects, and those whose regions are computations of their own.
 _NEVER_MERGED = frozenset(
@@ -136,10 +138,25 @@ def _merge_in(block: Any, inverses: bool) -> None:
         for region in op.regions:
             for inside in region.blocks:
                 _merge_in(inside, inverses)
-        if inverses and _divides_by_broadcast(op):
+        if _says_nothing(op):
+            op.results[0].replace_all_uses_with(op.operands[0])
+            op.erase()
+        elif inverses and _divides_by_broadcast(op):
             _multiply_by_inverse(op, merged)
         elif _may_merge(op):
             merged(op)
+
+
+def _says_nothing(op: Any) -> bool:
+    """Whether it is a constraint that leaves all dims open.
+
+    JAX writes one behind each operation where some axes of a mesh are manual, and XLA
+    does not look through it: of a factor of a factor it makes one on one group of
+    devices alone.
+    """
+    if op.name != "sdy.sharding_constraint":
+        return False
+    return _OPEN.fullmatch(str(op.attributes["sharding"])) is not None
 
 
 def _divides_by_broadcast(op: Any) -> bool:
