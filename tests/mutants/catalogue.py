@@ -298,7 +298,7 @@ PROOF = (
        "tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)", "pass",
        "test_one_axis.py::test_every_collective_is_over_all_towers[6-2]"),
     _m("P41", "what XLA makes of two factors depends on the groups of devices",
-       "towers.xla:_merge_in", "if _says_nothing(op):", "if False:",
+       "towers.xla:_merge_in", "not inverses and _says_nothing(op)", "False",
        "test_within.py::test_wide_towers_have_one_hash_on_any_devices[noise]"),
     _m("P26", "of two products that towers of a device add up, the first alone counts",
        "towers.vmap_sums:SumPlan._parts", "left += reversed(eqn.invars)",

@@ -69,7 +69,7 @@ def inline_and_merge(lowered: Any, *, inverses: bool = True) -> None:
     """Inline calls of a lowered program and merge equal operations, in place.
 
     With ``inverses`` divisions by what is broadcast become products, see
-    `_multiply_by_inverse`.
+    `_multiply_by_inverse`; without, as within towers, open constraints go.
     """
     # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
     # body with earlier ones; XLA merges within a block alone.
@@ -138,7 +138,7 @@ def _merge_in(block: Any, inverses: bool) -> None:
         for region in op.regions:
             for inside in region.blocks:
                 _merge_in(inside, inverses)
-        if _says_nothing(op):
+        if not inverses and _says_nothing(op):
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()
         elif inverses and _divides_by_broadcast(op):
