@@ -821,7 +821,7 @@ def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
     del own
     assert alive() is None
     log.add({"own": np.ones(1)}, False, 4, 0.0)
-    history = log.history(tj.Mirrored().placement, None, None)
+    history = log.history(tj.Mirrored().placement, None)
     assert [row.shape for row in history.metrics["own"]] == [(3,), (1,)]
     with pytest.raises(ValueError, match=r"Step 3 has the metrics \['x'\], but th"):
         log.add({"x": np.ones(1)}, False, 4, 0.0)

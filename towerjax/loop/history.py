@@ -178,7 +178,7 @@ class HistoryLog:
     """Collects a `History` while the run is under way."""
 
     def __init__(self, start: int) -> None:
-        self.number = self._start = start
+        self._start = start
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.audit_s = self.compile_s = self.evaluate_s = 0.0
         self._start_s, self._examples = time.perf_counter(), 0
@@ -189,7 +189,12 @@ class HistoryLog:
     @property
     def num_steps(self) -> int:
         """How many steps were added so far."""
-        return self.number - self._start
+        return len(self._waits_s)
+
+    @property
+    def number(self) -> int:
+        """Of the last of these."""
+        return self._start + self.num_steps
 
     @property
     def steps_per_second(self) -> float:
@@ -218,7 +223,6 @@ class HistoryLog:
         for name, value in metrics.items():
             # A copy, since on CPUs an array is a view that keeps a JAX array alive.
             self._columns[name].append(value.copy())
-        self.number += 1
         self._examples += examples
         self._waits_s.append(wait_s)
         if is_refused:

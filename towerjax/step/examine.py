@@ -166,7 +166,7 @@ def locate(
     Args:
       state: The state before the step, or after it if it was refused.
       batch: The step's batch.
-      number: The step's, as ``error.step`` has it; None is the one after the state's.
+      number: The step's, ``error.step`` of a refused one; None is the state's next.
 
     Returns:
       The places, pass after pass: after one, all towers may have what one had.
