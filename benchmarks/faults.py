@@ -160,6 +160,7 @@ class Launched:
         program = [sys.executable, "-m", module, "--train", str(folder)]
         self.popen = subprocess.Popen(
             [sys.executable, *launch, "--", *program, "--steps", str(steps), *options],
+            stdout=subprocess.DEVNULL,  # the transport's lines, of each connection
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -9,7 +9,7 @@ import subprocess
 import programs
 import pytest
 from programs import ASKED, STEPS, TRAIN, bits, page
-from slurm import wait_until
+from slurm import PATIENCE_S, wait_until
 
 from towerjax.mesh.cluster.spec import free_port
 
@@ -95,7 +95,7 @@ def master(launcher):
 
 def test_two_processes_have_the_bits_of_one(launcher, started, tmp_path, bits):
     process, text = started(command(launcher, tmp_path), **master(launcher))
-    assert process.wait(90) == 0, text()
+    assert process.wait(PATIENCE_S) == 0, text()
     assert sorted(re.findall(r"^(\d of 2) bits (\w+)$", text(), re.M)) == [
         ("0 of 2", bits),
         ("1 of 2", bits),
@@ -112,9 +112,9 @@ def test_on_sigterm_all_save_after_the_same_step_and_end_with_75(
         script = re.search(r"^```bash\n(.*?)^```$", text, re.M | re.S)[1]
         script = script.replace("train.py", f"{TRAIN} {tmp_path}/saved {STEPS}")
     process, text = started(script, WAIT_S="0.5", **master(launcher))
-    wait_until("step 5", lambda: " step 5" in text() or process.poll(), 60, text)
+    wait_until("step 5", lambda: " step 5" in text() or process.poll(), text)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 75, text()
+    assert process.wait(PATIENCE_S) == 75, text()
     steps = [re.findall(rf"^{i} of 2 step (\d+)$", text(), re.M) for i in (0, 1)]
     assert steps[0] == steps[1] and int(steps[0][-1]) < STEPS
     assert (tmp_path / "saved" / steps[0][-1]).exists()

@@ -65,7 +65,7 @@ def test_on_sigterm_all_save_after_the_same_step_and_end_with_75(cluster, tmp_pa
             "step 5", lambda: " step 5" in output.read_text(), why=output.read_text
         )
         cluster.told("scancel", "--signal=TERM", *cluster.jobs())
-        assert running.wait(60) == 75
+        assert running.wait(slurm.PATIENCE_S) == 75
     finally:
         running.kill()
     text = output.read_text()
@@ -109,7 +109,7 @@ def submitted(cluster, tmp_path, path, *options, wait_s="0.5"):
     def has_begun():
         return {"0", "1"} <= {*re.findall(r"(\d) of 2 step 5$", text(), re.M)}
 
-    slurm.wait_until("step 5", has_begun, 90, lambda: text() or cluster.log())
+    slurm.wait_until("step 5", has_begun, lambda: text() or cluster.log())
     return told.strip(), output
 
 
@@ -119,7 +119,7 @@ def steps_of_runs(cluster, job, output, bits):
     def has_ended():
         return cluster.state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
 
-    slurm.wait_until("the end", has_ended, 60, output.read_text)
+    slurm.wait_until("the end", has_ended, output.read_text)
     text, state = output.read_text(), cluster.state(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text
     ended = sorted(re.findall(r"(\d) of 2 bits (\w+)$", text, re.M))
@@ -164,6 +164,6 @@ def test_two_steps_of_one_allocation_are_two_jobs(cluster, tmp_path, bits):
     path.write_text("\n".join([*lines, "wait -n && wait -n"]))
     options = "--wait", "--nodes=2", "--exclusive", f"--output={tmp_path}/output"
     done, _ = cluster.start("sbatch", *options, str(path))
-    assert done.wait(120) == 0
+    assert done.wait(slurm.PATIENCE_S) == 0
     text = (tmp_path / "output").read_text()
     assert re.findall(r"^\d of 2 bits (\w+)$", text, re.M) == [bits] * 4, text
