@@ -63,7 +63,7 @@ def _terminal_bar() -> Display:
         bar.update(task, **shown, refresh=True)
 
     note = functools.partial(console.print, markup=False, highlight=False)
-    return Display(0.1, show, note, uninterrupted()(bar.stop))
+    return Display(0.1, show, note, functools.partial(uninterrupted, bar.stop))
 
 
 def _notebook_bar() -> Display:

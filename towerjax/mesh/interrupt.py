@@ -14,29 +14,6 @@ class Terminated(SystemExit):
     """Raised by SIGTERM in a run that has a `Checkpointer`."""
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back while cleaning up; a handler put back within is given it."""
-    held: list[Any] = []
-    previous = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()
-    if not (is_main and callable(previous)):
-        yield
-        return
-
-    def hold(*signalled: Any) -> None:
-        held[:] = signalled
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is hold:
-            signal.signal(signal.SIGINT, previous)
-        if held:
-            signal.raise_signal(signal.SIGINT)
-
-
 class InterruptGuard:
     """``with guard:`` in what it calls holds Ctrl-C back to its end; SIGTERM too.
 
@@ -174,3 +151,14 @@ class InterruptGuard:
             if not self._must_wait(number):
                 self._waiting.remove(number)
                 self._deliver(number)
+
+
+def uninterrupted(body: Callable[[], Result]) -> Result:
+    """What ``body`` returns, which Ctrl-C does not end."""
+    guard = InterruptGuard()
+
+    def held() -> Result:
+        with guard:
+            return body()
+
+    return guard.call(held)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from towerjax.mesh.interrupt import InterruptGuard
+from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.engine import Engine
@@ -109,13 +109,7 @@ def compile_step(
     with _collector_paused():
         lowered = lower(traced, placement, args, full_rows=full_rows)
     # An interrupt inside the compiler can kill the process (JAX 0.10).
-    guard = InterruptGuard()
-
-    def compile() -> Any:
-        with guard:
-            return xla.compile_on_devices(lowered, placement)
-
-    compiled = guard.call(compile)
+    compiled = uninterrupted(lambda: xla.compile_on_devices(lowered, placement))
     seconds = time.perf_counter() - start
     return Program(compiled, proof, traced.engine, seconds, full_rows is not None)
 
