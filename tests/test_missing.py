@@ -178,7 +178,7 @@ WRITE = [
         "which 2 towers of 3 micro-batches cannot share evenly. Use a multiple of 6"),
     (lambda: evaluate({"w": W}, {"z": BATCH}), "batch has 'z'."),
     (lambda: evaluate({"v": W}, BY_NAME), "params has 'v'."),
-    (lambda: evaluate(None, BY_NAME), "params is None here, as the call was given it."),
+    (lambda: evaluate(None, BY_NAME), "params is None here."),
     (lambda: of_model("predict", -1, BATCH), "variables is int32[] here"),
     (lambda: of_model("evaluate", None, (BATCH, BATCH)), "variables is None here"),
     (lambda: given({"x": BATCH, 0: BATCH}), "make them all texts"),

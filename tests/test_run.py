@@ -479,7 +479,8 @@ def test_a_loader_that_cannot_begin_leaves_the_state(train_step):
     loader = Loader()
     with pytest.raises(LoaderError) as caught:
         run(train_step, init(train_step), loader, progress=False)
-    assert int(caught.value.state.step) == 0 and caught.value.batches is loader
+    state, left = (vars(caught.value).get(x) for x in ("state", "batches"))
+    assert state is not None and int(state.step) == 0 and left is loader
 
 
 def test_a_run_without_an_end_says_so(train_step, capsys):

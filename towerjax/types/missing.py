@@ -77,7 +77,7 @@ _TEXTS = [
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     """Add what to do, where an error of a call says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    text, line = str(error), frames[-1].line or ""
+    text, line = str(error), (frames[-1].line or "") if frames else ""
     notes = [x for why, where, x in _TEXTS if re.search(why, text) and where in line]
     if isinstance(error, TypeError):
         notes.append(_of_arguments(text, fn))
@@ -126,9 +126,10 @@ def _of_value(error: Exception) -> str:
         if isinstance(error, KeyError) and isinstance(x, Mapping):
             if error.args and error.args[0] not in x:
                 return f"{name[1]} has {', '.join(map(repr, x)) or 'no keys'}."
-        elif x is None or isinstance(x, Tracer):
-            kind = x if x is None else jax.typeof(x)
-            return f"{name[1]} is {kind} here, as the call was given it."
+        elif x is None:
+            return f"{name[1]} is None here."
+        elif isinstance(error, AttributeError) and isinstance(x, Tracer):
+            return f"{name[1]} is {jax.typeof(x)} here."
     return ""
 
 
