@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.collectives.lookups import vjp
@@ -96,9 +95,7 @@ def value_and_grad(
             return total, (given, weight)
 
         total, pull_back, (given, weight) = vjp(of_sums, params)
-        is_first = tower is None or context_of(tower).loss_first
-        cotangent = _one_after(total) if is_first else jnp.ones_like(total)
-        grads = pull_back(checkpoint_name(cotangent, tags.ONE))
+        grads = pull_back(checkpoint_name(jnp.ones_like(total), tags.ONE))
         if isinstance(weight, list) and (note := _note_of(tower)) is not None:
             note(weight)
             return given, Sum(map_values(_nan_gradient, grads))
@@ -108,22 +105,6 @@ def value_and_grad(
         return given, Weighted(grads, jnp.asarray(weight))
 
     return run
-
-
-def _one_after(total: jax.Array) -> jax.Array:
-    """1, with a data dependence on the loss, so that XLA computes the loss first.
-
-    Else backward kernels overtake the last sums of the loss, for whose verdict the
-    updates wait. More than eight that wait at once XLA:CPU hands to other threads,
-    which costs 60 microseconds a step. On several devices the updates wait for the
-    all-reduce in any case; there this would only take 30 ms to compile.
-    """
-    # Unsigned bits, shifted, are >= 0 in any dtype, so that 0 is added. By lax: each
-    # function of jnp is traced by itself, in a step's first call.
-    bits = lax.bitcast_convert_type(total, f"uint{8 * total.dtype.itemsize}")
-    half = lax.shift_right_logical(bits, lax.full_like(bits, 1))
-    half = lax.convert_element_type(half, total.dtype)
-    return lax.add(jnp.ones_like(total), lax.min(half, lax.full_like(half, 0)))
 
 
 def _refuse_without_gradient(params: PyTree) -> None:

@@ -250,8 +250,6 @@ class Pass:
             if not self.strategy.cross_tower_ops.needs_every_tower:
                 # The tower's program may depend on the number of devices.
                 where["of_rows"] = part * self.micro_batches
-                sums_travel = self.strategy.placement.num_devices > 1
-                where["loss_first"] = not sums_travel
             if several:
                 where |= {"first_row": index * part, "micro_batch": index}
             tower = tower_of(self.strategy, axes, tower_id, state, **where)

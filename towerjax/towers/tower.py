@@ -72,8 +72,6 @@ class PassContext:
     rows: int = dataclasses.field(default=0, metadata=_STATIC)
     # The rows of all micro-batches, where a program may leave out weights that are 1.
     of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    # Whether the gradient waits for the loss, where a device's updates wait for both.
-    loss_first: bool = dataclasses.field(default=True, metadata=_STATIC)
     denominators: Denominators | None = dataclasses.field(
         default=None, metadata=_STATIC
     )
