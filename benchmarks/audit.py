@@ -1,13 +1,14 @@
-"""Measure what the audit of a step costs: seconds, once, before the first step.
+"""Measure what the audit of a step costs beside its first call: seconds of CPU time.
 
-Each model's step is built for four towers; ``step.audit`` is timed, and the first call
-without it, each after ``jax.clear_caches()``. ResNet-50 normalises its batches over all
-towers, of images of so many pixels.
+Each model's step is built for four towers on one device; ``step.audit`` is timed, and
+the first call without it, each after ``jax.clear_caches()``, in turns. ResNet-50
+normalises its batches over all towers, of images of so many pixels.
 
-Run: ``python -m benchmarks.audit [--rounds 3] [--pixels 64]``
+Run: ``python -m benchmarks.audit [--rounds 3] [--pixels 64] [--only mlp ...]``
 """
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 
 from benchmarks.absent import ResNet50
-from benchmarks.overhead import MODELS
+from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.step import Step
 from towerjax.step.train import build_train_step
@@ -28,16 +29,16 @@ from towerjax.towers.tower import Tower
 TOWERS = 4
 
 
-def perceptron(model: Any) -> tuple[Step, Any, Any]:
-    """The step, its parameters and a batch of a model of `benchmarks.overhead`."""
-    work = model.work()
+def of_model(factory: Factory, rows: int) -> tuple[Step, Any, Any]:
+    """The step, its parameters and a batch of a model of `benchmarks.models`."""
+    model = factory(np.float32)
 
     def loss_fn(params: Any, batch: Any, tower: Tower) -> Weighted:
-        return Weighted.mean(work.model.losses(params, batch), tower.weight)
+        return Weighted.mean(model.losses(params, batch), tower.weight)
 
     strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
-    step = build_train_step(loss_fn, optax.adam(1e-3), strategy, remainder="pad")
-    return step, work.params, work.batch
+    step = build_train_step(loss_fn, optax.adam(1e-3), strategy, audit=False)
+    return step, model.init(0), model.make_batch(0, rows)
 
 
 def resnet50(pixels: int) -> tuple[Step, Any, Any]:
@@ -58,23 +59,26 @@ def resnet50(pixels: int) -> tuple[Step, Any, Any]:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         return Weighted.mean(losses, tower.weight)
 
-    step = build_train_step(loss_fn, optax.sgd(0.1, 0.9), strategy)
+    optimizer = optax.sgd(0.1, 0.9)
+    step = build_train_step(loss_fn, optimizer, strategy, audit=False)
     return step, params, batch
 
 
-def seconds(make: Callable[[], tuple[Any, Any, Any]]) -> tuple[float, float]:
-    """Of the first call, and of the audit."""
+def seconds(make: Callable[[], tuple[Any, Any, Any]]) -> list[float]:
+    """CPU seconds of the first call and of the audit, and both by the clock."""
     step, params, batch = make()
-    state = step.init(params)
-    jax.clear_caches()
-    start = time.perf_counter()
-    report = step.audit(state, batch)
-    audit_s = time.perf_counter() - start
-    print(f"  {report}", flush=True)
-    jax.clear_caches()
-    start = time.perf_counter()
-    jax.block_until_ready(step(state, batch))
-    return time.perf_counter() - start, audit_s
+    state, found = step.init(params), []
+    for call in (step.audit, step):
+        jax.clear_caches()
+        gc.collect()
+        start = time.process_time(), time.perf_counter()
+        out = call(state, batch)
+        jax.block_until_ready(jax.tree.leaves(out))
+        found.append((time.process_time() - start[0], time.perf_counter() - start[1]))
+        if call is not step:
+            print(f"  {out}", flush=True)
+    (audit, audit_clock), (first, first_clock) = found
+    return [first, audit, audit / first, first_clock, audit_clock]
 
 
 def main() -> None:
@@ -82,19 +86,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pixels", type=int, default=64)
+    parser.add_argument("--only", nargs="*", default=[])
     options = parser.parse_args()
     makes: dict[str, Callable[[], Any]] = {
-        model.name: lambda model=model: perceptron(model) for model in MODELS
+        "mlp": lambda: of_model(mlp, 64),
+        "cnn": lambda: of_model(cnn, 64),
+        "gpt": lambda: of_model(transformer, 64),
+        "resnet50": lambda: resnet50(options.pixels),
     }
-    name = f"ResNet-50, 16 images of {options.pixels} x {options.pixels}"
-    makes[name] = lambda: resnet50(options.pixels)
+    makes = {k: x for k, x in makes.items() if not options.only or k in options.only}
+    seconds(lambda: of_model(mlp, 64))  # what a process does once
     rows = []
     for name, make in makes.items():
         found = np.median([seconds(make) for _ in range(options.rounds)], axis=0)
         rows.append((name, *found))
-    print("\n| model | first call, s | audit, s |\n|---|---|---|")
-    for name, first, audit in rows:
-        print(f"| {name} | {first:.1f} | {audit:.1f} |")
+    print("\n| model | first call, CPU s | audit, CPU s | ratio | by the clock |")
+    print("|---|---|---|---|---|")
+    for name, first, audit, ratio, *clock in rows:
+        times = " and ".join(f"{x:.1f}" for x in clock)
+        print(f"| {name} | {first:.2f} | {audit:.2f} | {ratio:.2f} | {times} |")
+    print(f"median of the ratios: {np.median([row[3] for row in rows]):.2f}")
 
 
 if __name__ == "__main__":

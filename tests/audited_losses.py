@@ -102,6 +102,11 @@ class Wrong:
         own = errors(p, b)
         return mean(jnp.minimum(own, jnp.quantile(lax.stop_gradient(own), 0.7)), t)
 
+    def gradient_of_the_harder_rows(p, b, t):
+        own = errors(p, b)
+        is_hard = own > jnp.median(own)
+        return mean(jnp.where(is_hard, own, lax.stop_gradient(own)), t)
+
     def largest_loss(p, b, t):
         return tj.Weighted(
             (errors(p, b) * t.weight).max() * t.weight.sum(), t.weight.sum()
@@ -122,6 +127,10 @@ class Wrong:
 
     def noise_from_the_shared_key(p, b, t):
         noise = jax.random.normal(t.shared_rng, b["y"].shape)
+        return mean((scores(p, b) + noise - b["y"]) ** 2, t)
+
+    def noise_from_its_own_key(p, b, t):
+        noise = jax.random.normal(jax.random.key(0), b["y"].shape)
         return mean((scores(p, b) + noise - b["y"]) ** 2, t)
 
     def dropout_from_the_shared_key(p, b, t):

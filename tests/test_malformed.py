@@ -383,7 +383,6 @@ UNLIKE = {
         "None": "assert_replicates build_train_step value_and_grad",
         "LossReduction.SUM_BY_NONZERO_WEIGHTS": MODEL,
     },
-    "audit": {"False": f"build_eval_step {TRAINS} {MODEL}", "None": "run"},  # by size
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
     "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},

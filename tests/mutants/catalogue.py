@@ -20,6 +20,7 @@ _GRID = "test_analysis.py::test_reductions_that_leave_a_side_of_a_grid_are_refus
 _IN_TURN = "test_replicate_steps.py::test_towers_in_turn_meet_in_every_mode"
 _HABITS = "test_audit.py::test_a_habitual_wrong_loss_is_refused_before_anything_changes"
 _AUDITED = "test_audit.py::test_a_right_loss_that_looks_like_a_wrong_one_passes"
+_CHANCE = "test_audit.py::test_what_agrees_by_chance_on_the_rows_as_they_come_is_found"
 _AUDIT = "test_audit.py::test_what_depends_on_the_split_is_found"
 _PROCESSES_LOOK = (
     "test_bad_input.py"
@@ -880,7 +881,7 @@ BESIDES = (
        "x if jnp.issubdtype(x.dtype, jnp.floating) else None",
        f"{_ONE_TOWER}[5]"),
     _m("A05", "an audit compares what depends on the number of towers by design",
-       "step.audit:_value_of", 'getattr(leaf, "counts_towers", False)', "False",
+       "step.run_towers:_value_of", 'getattr(leaf, "counts_towers", False)', "False",
        "test_audit.py::test_what_depends_on_the_towers_by_design_is_left_out"),
 )
 
@@ -1072,26 +1073,41 @@ ALONE = (
 )
 
 AUDITS = (
-    _m("U01", "the audit draws each row its own numbers", "step.audit:of_towers",
-       "rng=key", "rng=state.rng", f"{_AUDITED}[noise]"),
+    _m("U01", "the audit draws each row its own numbers",
+       "step.run_towers:Towers._args", "rng=key", "rng=state.rng",
+       f"{_AUDITED}[noise]"),
     _m("U02", "rows that draw from the towers' key pass the audit",
        "towers.row_free_keys:_fold_in_key",
        "is_shared &= key[1] != jnp.uint32(ALL_TOWERS)", "is_shared &= False",
        f"{_HABITS}[noise_from_the_shared_key]"),
-    _m("U03", "towers of unequally many rows are not compared", "step.audit:run_audit",
-       "each + each // 2", "2 * each",
+    _m("U03", "towers of unequally many rows are not compared",
+       "step.audit:Audit.trace", "self.each // 2 if self.pads",
+       "self.each if self.pads",
        "test_audit.py::test_uneven_towers_are_compared_where_batches_are_padded"),
-    _m("U04", "two towers are compared with themselves", "step.audit:run_audit",
-       "strategy, 1, calls=1, rows=(", "strategy, 2, calls=2, rows=(",
-       f"{_HABITS}[sum_with_weight_1]"),
+    _m("U04", "two towers are compared with themselves", "step.audit:Audit.__init__",
+       "self.towers(1,", "self.towers(2,", f"{_HABITS}[sum_with_weight_1]"),
     _m("U05", "a step that was refused by its audit trains at the next call",
        "step.step:Step.outputs", "self.audit(state, batch)",
        "(vars(self).update(_audits=False), self.audit(state, batch))",
        f"{_HABITS}[sum_with_weight_1]"),
-    _m("U06", "one tower is padded as two are", "step.audit:run_audit",
+    _m("U06", "one tower is padded as two are", "step.audit:Audit.__init__",
        "(3 if pads else 2)", "2", "test_audit.py"
        "::test_what_counts_padding_is_refused_where_batches_are_padded"
        "[sum_over_the_number_of_rows]"),
+    _m("U07", "what agrees by chance passes", "step.audit:Audit._permuted",
+       "range(_PERMUTED)", "range(0)", f"{_CHANCE}[above_the_median]"),
+    _m("U08", "a custom_vjp is taken for a derivative", "step.audit:_needs_gradients",
+       "any(map(_is_of_own_rule, all_eqns(body)))", "False",
+       f"{_HABITS}[gradient_by_the_mean_of_rows]"),
+    _m("U09", "a function that draws anew passes", "step.run_towers:Towers.nearby",
+       "refuse_random(self.run(split).values, self(split).values)", "pass",
+       "test_audit.py::test_a_function_that_draws_anew_is_not_audited"),
+    _m("U10", "towers of one row are audited with one", "step.audit:run_audit",
+       "max(min(called_with, _ROWS), 2)", "min(called_with, _ROWS)",
+       "test_audit.py::test_towers_of_one_row_are_audited_with_two[2]"),
+    _m("U11", "a gradient need not be additive", "step.comparison:are_additive",
+       "return are_same(mean, whole, rtol)", "return True",
+       f"{_HABITS}[gradient_of_the_harder_rows]"),
 )
 
 OUTSIDE = (

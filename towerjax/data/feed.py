@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,23 @@ from towerjax.types import PyTree, Whole
 from towerjax.types.door import door
 from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_flag, check_whole
+
+
+def rows_of(data: PyTree) -> Callable[[Any], PyTree]:
+    """A function of a slice or of numbers, which takes these rows of the data."""
+    rows, shared = without_shared(data)
+    sparse, dense = SparseRows.put_aside(rows)
+
+    def take(at: Any) -> PyTree:
+        batch = jax.tree.map(lambda x: x[at], dense)
+        if sparse.leaves:
+            examples = len(jax.tree.leaves(dense)[0])
+            batch = sparse.take(np.arange(examples)[at], batch)
+        if shared:
+            batch = with_shared(batch, [Whole(x) for x in shared])
+        return batch
+
+    return take
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,8 +53,7 @@ class Batches(Iterator[PyTree]):
     def __post_init__(self) -> None:
         """Take the data apart."""
         cast_ints(self)  # JSON cannot hold NumPy's integers
-        rows, self._shared = without_shared(self.data)
-        self._sparse, self._dense = SparseRows.put_aside(rows)
+        self._take = rows_of(self.data)
         self._shuffled: tuple[int, np.ndarray] | None = None
 
     @property
@@ -55,11 +71,7 @@ class Batches(Iterator[PyTree]):
         rows: Any = slice(start, start + self.batch_size)
         if self.seed is not None:
             rows = self._order(self.seed, epoch)[rows]
-        batch = jax.tree.map(lambda x: x[rows], self._dense)
-        if self._sparse.leaves:
-            batch = self._sparse.take(np.arange(self.examples)[rows], batch)
-        if self._shared:
-            batch = with_shared(batch, [Whole(x) for x in self._shared])
+        batch = self._take(rows)
         self.position += 1
         return batch
 

@@ -16,12 +16,12 @@ from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
-from towerjax.loop.options import RunOptions, WithState, is_to_be_audited
+from towerjax.loop.options import RunOptions, WithState
 from towerjax.loop.point import Point, reaches_multiple
 from towerjax.loop.progress import Progress
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step.comparison import SplitError
+from towerjax.step.audited import asked, noting_its_audit
 from towerjax.step.faults import NonFiniteError, Place, nonfinite_leaves
 from towerjax.step.state import TrainState, state_layout, step_number
 from towerjax.step.state_checks import is_computed, place_others
@@ -29,7 +29,6 @@ from towerjax.step.step import Step
 from towerjax.step.verdicts import NONE, send_to_host
 from towerjax.types import PyTree
 from towerjax.types.leaves import listed
-from towerjax.types.warning import warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +145,6 @@ class Loop:
         point, options, after = self.point, self._options, self.point.number + 1
         self._fetch(options.in_flight - 1)
         if placed.signature not in self._compiled:
-            if not self._compiled:
-                self._audit(placed)
             self._compile(placed)
         with jax.profiler.StepTraceAnnotation("train", step_num=after), self.guard:
             point.state, metrics, verdict = self._step.dispatch(point.state, placed)
@@ -162,33 +159,21 @@ class Loop:
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
         self._progress.phase(self.point.number + 1, "compiling")
-        self._step.program(self.point.state, placed)
+        step, wanted, before = self._step, self._options.audit, self._step.audit_report
+        folder = None if self._saving is None else self._saving.directory
+        with asked(audit=wanted, folder=folder):
+            step.program(self.point.state, placed)
+        if wanted and not step.is_audited:  # it was compiled before
+            with noting_its_audit():
+                step.audit(self.point.state, placed)
+        if (report := step.audit_report) is not before:
+            self._log.audit_s += step.audit_s
+            start_s += step.audit_s
+            took = f" in {step.audit_s:.1f} s" if step.audit_s else " before"
+            self._progress.note(f"audited{took}: {report}")
         self._log.compile_s += time.perf_counter() - start_s
         self._progress.compiled(time.perf_counter() - start_s)
         self._compiled.add(placed.signature)
-
-    def _audit(self, placed: PlacedBatch) -> None:
-        """Audit the step, if asked to, before it changes anything, and say so."""
-        state = self.point.state
-        if not is_to_be_audited(self._step, state, self._options.audit):
-            return
-        start_s = time.perf_counter()
-        try:
-            with jax.transfer_guard("allow"):  # of what only the audit makes
-                report = self._step.audit(state, placed)
-        except SplitError as error:
-            if self._options.audit or not jax.tree.leaves(state.local):
-                raise
-            warn(f"{error}\nSay audit=False if each tower's own statistics are meant.")
-            return
-        except (NotImplementedError, TypeError, ValueError) as error:
-            if self._options.audit:
-                error.add_note("The audit ran into this; audit=False leaves it out.")
-                raise
-            self._progress.note(f"not audited: {str(error).splitlines()[0]}")
-            return
-        self._log.audit_s = time.perf_counter() - start_s
-        self._progress.note(f"audited in {self._log.audit_s:.1f} s: {report}")
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""

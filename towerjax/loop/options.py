@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import jax
-
 from towerjax.data.sources import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
@@ -72,19 +70,6 @@ def check_hooks(hooks: Sequence[Hook | WithState]) -> tuple[Hook | WithState, ..
         if not isinstance(hook, WithState):
             check_function(f"hooks[{i}]", hook, "hook(number, metrics)")
     return hooks
-
-
-_MOST_AUDITED = 10_000_000  # parameters of a step that a run audits without being asked
-
-
-def is_to_be_audited(step: Any, state: TrainState, audit: bool | None) -> bool:
-    """Whether the run is to audit a step, which may be one of the user's own."""
-    if audit is not None:
-        return audit
-    if getattr(step, "is_audited", True) or step.num_parts == 1:
-        return False
-    sizes = [x.size for x in jax.tree.leaves(state.params)]
-    return sum(sizes) <= _MOST_AUDITED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,10 +70,8 @@ def run(
       checkpointer: Saves the run, and resumes it from the newest checkpoint:
         ``steps`` counts from the state that is passed. See
         <https://github.com/towerjax/towerjax/blob/main/docs/checkpoints.md>.
-      audit: Whether ``step.audit`` runs with the first batch, before anything changes,
-        if it has not before; None where the step has several towers or micro-batches
-        and at most 10 million parameters, and with tower-local variables, which may
-        be meant to differ, it warns in place of an error.
+      audit: Whether the step is audited before its first call; None: as it was built.
+        Its verdict is kept in the checkpointer's folder, too.
       progress: None shows a bar on a terminal and in a notebook, else a plain line now
         and then, both on stderr; True always shows a bar, False nothing. Names of
         metrics, ``["accuracy"]``, are shown as by None, beside the loss.

@@ -91,3 +91,17 @@ def detects_cluster(method: str | None) -> bool:
 def read_arguments(compiled: Any) -> list[int]:
     """The numbers of the leaves among its arguments that a program reads."""
     return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
+
+
+def least_effort(platform: str) -> dict[str, Any] | None:
+    """Compiler options for a program of a few runs: XLA takes longer than it gains."""
+    if platform != "cpu":
+        return None
+    options: dict[str, Any] = {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
+    if jax.version.__version_info__ < (0, 11):  # which has still the older ones
+        options["xla_cpu_use_fusion_emitters"] = False
+    return options

@@ -34,7 +34,7 @@ def build_step(
     guard: Guard = "gradients",
     donate: bool = True,
     max_programs: int = 1,
-    audit: bool = False,
+    audit: bool | None = None,
     specs: Any = None,
 ) -> Step:
     """A step of your own: towers compute, what they return is merged, one update.

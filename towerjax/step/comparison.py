@@ -1,7 +1,7 @@
 """Compare what several towers and one tower merged, leaf by leaf."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -9,12 +9,20 @@ import numpy as np
 from towerjax.proof.equation import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.types import Portable
+from towerjax.types.leaves import listed
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
 """Name -> what was merged there, in float64; None for what has no one value."""
 
-# A difference counts beyond so many times what a rounding of the parameters changes.
-_ROUNDINGS = 32
+GRADIENT = "gradient"  # what names of gradients begin with
+
+# A difference counts beyond so many times what a rounding of the numbers changes, with
+# which it begins in 32 bits; in 16 bits each number was rounded as much before.
+_ROUNDINGS = {False: 32, True: 4}
+_TOLERANCE = 1e-4
+# Of its size, by how much a leaf may change when nothing else does: as atomic sums do.
+_OF_RERUNS = 1e-6
+_SHOWN = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +68,8 @@ class AuditReport:
         each tower, and keys.
       largest: The largest difference over its leaf's largest value.
       largest_leaf: The leaf with that difference.
+      by_rounding: Names of leaves that differ by more than the tolerance, and by no
+        more than the rounding of what goes in explains, which decides them.
     """
 
     towers: tuple[int, ...]
@@ -69,15 +79,34 @@ class AuditReport:
     not_compared: tuple[str, ...]
     largest: float
     largest_leaf: str
+    by_rounding: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         towers = ", ".join(str(n) for n in self.towers)
-        left_out = f"; not compared: {', '.join(self.not_compared)}"
-        return (
+        text = (
             f"{len(self.compared)} values are the same on {towers} towers as on one, up"
             f" to {self.largest:.0e} of {self.largest_leaf}"
-            + (left_out if self.not_compared else "")
         )
+        if self.not_compared:
+            text += f"; not compared: {', '.join(self.not_compared)}"
+        if self.by_rounding:
+            text += f"; rounding decides {listed(list(self.by_rounding))}"
+        return text
+
+
+RAISED_ON_OTHER_ROWS = (
+    ArithmeticError,
+    AssertionError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
+"""What a function raises, JAX's errors of tracers included, that takes other rows."""
+
+
+class NotAudited(ValueError):
+    """Why a step was not audited, though nothing in it was found to be wrong."""
 
 
 class SplitError(Portable, ReplicationError):
@@ -89,8 +118,8 @@ class SplitError(Portable, ReplicationError):
 
     def __init__(self, findings: Sequence[Finding], advice: Iterable[str] = ()) -> None:
         self.findings = tuple(findings)
-        shown = "".join(f"\n  * {finding}" for finding in self.findings[:8])
-        shown += "\n  * ..." * (len(self.findings) > 8)
+        shown = "".join(f"\n  * {finding}" for finding in self.findings[:_SHOWN])
+        shown += "\n  * ..." * (len(self.findings) > _SHOWN)
         told = "".join(f"\n{sentence}" for sentence in advice)
         number = len(self.findings)
         depend = "leaf depends" if number == 1 else "leaves depend"
@@ -106,55 +135,109 @@ class Compared(NamedTuple):
     split: str
     got: Leaves
     want: Leaves
-    rounded: Leaves  # as ``want``, of parameters that are rounded once more
+    nearby: Callable[[], Sequence[Leaves]]  # as ``want``, of what is rounded once more
 
 
-def judge(
-    runs: Sequence[Compared], jaxpr: Any, examples: int, rtol: float | None = None
-) -> AuditReport:
+def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
     """The report of runs that are the same as on one tower; raise if one is not."""
-    rtol, want = _rtol(jaxpr) if rtol is None else rtol, runs[0].want
+    want = runs[0].want
     names = sorted(name for name, x in want.items() if x is not None)
     worst = {
         name: max((_gap_of_leaf(name, run, rtol) for run in runs), key=lambda x: x[0])
         for name in names
     }
     if bad := [finding for excess, finding in worst.values() if not excess <= 1]:
-        raise SplitError(bad)
+        raise SplitError(sorted(bad, key=lambda x: (_rank(x.leaf), -x.relative)))
     none = Finding("none", 1, "", 0.0, 0.0, 0.0, 0.0)
     findings = [finding for _, finding in worst.values()]
     largest = max(findings, key=lambda x: x.relative, default=none)
     towers = tuple(dict.fromkeys(run.towers for run in runs))
     left_out = tuple(sorted(want.keys() - set(names)))
     compared = tuple(names), left_out, largest.relative, largest.leaf
-    return AuditReport(towers, examples, len(runs), *compared)
+    by_rounding = tuple(x.leaf for x in findings if x.relative > rtol)
+    return AuditReport(towers, examples, len(runs), *compared, by_rounding)
+
+
+def _rank(leaf: str) -> int:
+    return 0 if leaf.startswith("loss") else 1 if leaf.startswith(GRADIENT) else 2
 
 
 def _gap_of_leaf(name: str, run: Compared, rtol: float) -> tuple[float, Finding]:
     """The largest difference of a leaf, and how often it has what rounding explains."""
-    got, want, rounded = (x[name] for x in (run.got, run.want, run.rounded))
-    assert got is not None and want is not None and rounded is not None
+    got, want = (x[name] for x in (run.got, run.want))
+    assert got is not None and want is not None
     at = name, run.towers, run.split
     if got.shape != want.shape:
         return np.inf, Finding(*at, np.nan, np.nan, np.inf, np.inf)
-    size = max(_largest(got), _largest(want), _floor(name, run.want))
-    gap, noise = gaps(got, want), gaps(rounded, want).max(initial=0.0)
+    size, gap = _size_of_leaf(name, got, run.want), gaps(got, want)
     if not (gap.size and size):
         return 0.0, Finding(*at, 0.0, 0.0, 0.0, 0.0)
     i = np.unravel_index(np.argmax(gap), gap.shape)
     value, one_tower, difference = (float(x[i]) for x in (got, want, gap))
     finding = Finding(*at, value, one_tower, difference, difference / size)
-    return finding.relative / max(rtol, _ROUNDINGS * noise / size), finding
+    if finding.relative <= rtol:
+        return finding.relative / rtol if rtol else 0.0, finding
+    noise = max(_largest_gap(x[name], want) for x in run.nearby())
+    noise *= _ROUNDINGS[rtol > _TOLERANCE]
+    return finding.relative / max(rtol, noise / size), finding
 
 
-def _floor(name: str, leaves: Leaves) -> float:
-    """The least size of a leaf that is 0 up to the rounding of what it is made of."""
-    known = {n: _largest(x) for n, x in leaves.items() if x is not None}
+def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
+    return 0.0 if x is None else float(gaps(x, y).max(initial=0.0))
+
+
+def are_additive(whole: Leaves, halves: Sequence[Leaves], rtol: float) -> bool:
+    """Whether a function of rows A and B is the half of those of A, A and of B, B."""
+    mean = {n: sum(np.asarray(half[n]) for half in halves) / 2 for n in whole}
+    return are_same(mean, whole, rtol)
+
+
+def are_same(got: Leaves, want: Leaves, rtol: float) -> bool:
+    """Whether no leaf differs by more than the tolerance."""
+    for name, x in want.items():
+        y = got[name]
+        if x is not None and y is not None:
+            if _largest_gap(y, x) > rtol * _size_of_leaf(name, y, want):
+                return False
+    return True
+
+
+def refuse_random(again: Leaves, first: Leaves) -> None:
+    """Raise unless the same program of the same numbers gave the same."""
+    for name in sorted(first, key=_rank):
+        x, y = again[name], first[name]
+        if x is None or y is None or not (gap := gaps(x, y)).size:
+            continue
+        if gap.max() > _OF_RERUNS * _size_of_leaf(name, x, first):
+            i = np.unravel_index(np.argmax(gap), gap.shape)
+            raise NotAudited(
+                f"the function is not deterministic: {name} is {y[i]:.6g}, and"
+                f" {x[i]:.6g} of the same rows and parameters. Draw from tower.rng"
+            )
+
+
+def refuse_nonfinite(leaves: Leaves) -> None:
+    """Raise where the loss or a gradient of one tower is not finite."""
+    for name in sorted(leaves, key=_rank):
+        is_guarded, x = name.startswith(("loss", GRADIENT)), leaves[name]
+        if is_guarded and x is not None and not np.isfinite(x).all():
+            raise NotAudited(
+                f"on one tower {name} is not finite. Give parameters and a batch whose"
+                " loss is finite"
+            )
+
+
+def _size_of_leaf(name: str, got: np.ndarray, want: Leaves) -> float:
+    """What a difference of a leaf is compared with.
+
+    At least that of what it is made of, of which it may be 0 up to the rounding.
+    """
+    known = {n: _largest(x) for n, x in want.items() if x is not None}
     least = 0.001 * known.get("loss", 0.0)
-    if name.startswith("gradient"):
-        others = [size for n, size in known.items() if n.startswith("gradient")]
-        return max(least, 0.01 * max(others))
-    return least
+    if name.startswith(GRADIENT):
+        others = [size for n, size in known.items() if n.startswith(GRADIENT)]
+        least = max(least, 0.01 * max(others))
+    return max(_largest(got), known[name], least)
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -168,9 +251,10 @@ def _largest(x: np.ndarray) -> float:
     return float(np.abs(x[np.isfinite(x)]).max(initial=0.0))
 
 
-def _rtol(jaxpr: Any) -> float:
+def rounding_of(jaxprs: Iterable[Any]) -> float:
     """The tolerance for rounding: eight times the epsilon of the narrowest dtype."""
-    avals = [v.aval for eqn in all_eqns(jaxpr) for v in eqn.outvars]
+    eqns = (eqn for jaxpr in jaxprs for eqn in all_eqns(jaxpr))
+    avals = [v.aval for eqn in eqns for v in eqn.outvars]
     dtypes = {str(getattr(x, "dtype", None)) for x in avals}
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
-    return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), 1e-4)
+    return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)

@@ -95,9 +95,9 @@ def compile_step(
     args: tuple[PyTree, ...],
     *,
     full_rows: int | None = None,
-    check: Callable[[Proof], None] | None = None,
+    check: Callable[[Traced, Proof], None] | None = None,
 ) -> Program:
-    """Trace, prove, lower and compile the step; ``check`` may refuse its proof."""
+    """Trace, prove, lower and compile the step; ``check`` may refuse it."""
     require_jit()
     start, args = time.perf_counter(), executors.shapes_of(args)
     with _collector_paused():
@@ -105,7 +105,9 @@ def compile_step(
         _refuse_stored_tracers(traced)
         proof = prove(traced)
     if check is not None:
-        check(proof)
+        begun = time.perf_counter()
+        check(traced, proof)
+        start += time.perf_counter() - begun
     with _collector_paused():
         lowered = lower(traced, placement, args, full_rows=full_rows)
     # An interrupt inside the compiler can kill the process (JAX 0.10).

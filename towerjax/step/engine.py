@@ -26,7 +26,7 @@ class StepOptions:
     guard: Guard = "gradients"
     donate: bool = True
     max_programs: int | None = 1
-    audit: bool = False
+    audit: bool | None = None
 
     __repr__ = short_repr
 
@@ -37,7 +37,7 @@ class StepOptions:
         check_whole("micro_batches", self.micro_batches)
         check_whole("max_programs", self.max_programs, or_none=True)
         check_flag("donate", self.donate)
-        check_flag("audit", self.audit)
+        check_choice("audit", self.audit, (None, True, False))
         cast_ints(self)
 
 
@@ -79,6 +79,10 @@ class Passes:
     def given(self, merged: list[PyTree]) -> PyTree:
         """What a pass is given of what those before it have merged."""
         return merged[-1]
+
+    def without_gradients(self) -> "Passes | None":
+        """The same without gradients, where those are derivatives of what is left."""
+        return None
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """All of it."""

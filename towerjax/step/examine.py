@@ -3,23 +3,37 @@
 Methods of `Step`, written as functions of it.
 """
 
+import contextlib
 import dataclasses
+import functools
+import time
 from typing import Any
 
 import jax
 import numpy as np
 
+from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import place, readable
 from towerjax.step.audit import run_audit
-from towerjax.step.comparison import AuditReport
+from towerjax.step.audited import (
+    ASKED,
+    is_wanted,
+    keep,
+    noting_its_audit,
+    program_hash,
+    refuse_unasked,
+    verdict_on,
+)
+from towerjax.step.comparison import RAISED_ON_OTHER_ROWS, AuditReport, SplitError
 from towerjax.step.compile import Program, compile_step
 from towerjax.step.faults import Place
 from towerjax.step.programs import send_shared
 from towerjax.step.prove import Proof, prove
 from towerjax.step.report import StepReport, report_on
 from towerjax.step.state import TrainState, split_state, step_number
-from towerjax.step.trace import trace
+from towerjax.step.trace import Traced, trace
 from towerjax.types import Layout, PyTree
+from towerjax.types.warning import warn
 
 
 def check(
@@ -82,7 +96,8 @@ def program(self: Any, state: Any, batch: PyTree) -> Program:
     if placement.absent is None:
         state, placed = self.start(state), self.place_batch(batch)
         kind = self.policy.kind(state)
-        return self.programs.program(split_state(state), placed, kind)
+        audit = functools.partial(audit_once, self, state, placed)
+        return self.programs.program(split_state(state), placed, kind, audit)
     state = state if isinstance(state, TrainState) else self.shapes(state)
     first = split_state(self.policy.as_state(state))
     rows, *others = self._placer.shapes(batch)
@@ -142,14 +157,46 @@ def audit(self: Any, state: Any, batch: PyTree) -> AuditReport:
       ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
       ... except tj.testing.SplitError as error:
       ...     [finding.leaf for finding in error.findings]
-      ['gradient', 'loss']
+      ['loss', 'gradient']
     """
+    start = time.perf_counter()
     engine, state = self.policy.audited(self.engine, self.start(state))
-    state = jax.tree.map(readable, state)
+    with jax.transfer_guard("allow"):  # of what only the audit makes
+        state = jax.tree.map(readable, state)
+        how = {"parts": self.num_parts, "pads": self._placer.may_pad}
+        self.audit_report = run_audit(engine, self.strategy, state, batch, **how)
+    self.audit_s = time.perf_counter() - start
+    return self.audit_report
+
+
+def audit_once(
+    self: Any, state: TrainState, batch: PlacedBatch, traced: Traced
+) -> None:
+    """Audit a step before its first call, if it is to be, and its program never was."""
+    wanted = is_wanted(self.options.audit)
+    is_split = self.num_parts > 1 or wanted and ASKED.get().audit
+    if not (self.is_to_be_audited and is_split) or wanted is False:
+        return
     how = {"parts": self.num_parts, "pads": self._placer.may_pad}
-    compared = run_audit(engine, self.strategy, state, batch, **how)
-    self._audits, self.is_audited = False, True
-    return compared
+    program = program_hash(traced, **how)
+    self.audit_report = verdict_on(program)
+    if self.audit_report is None:
+        given = traced, state.params, self.strategy.placement.devices_each
+        try:
+            with noting_its_audit() if wanted else contextlib.nullcontext():
+                if not wanted:
+                    refuse_unasked(*given)
+                keep(program, audit(self, state, batch))
+        except SplitError as error:
+            if wanted or not jax.tree.leaves(state.local):
+                raise
+            warn(f"{error}\nSay audit=False if each tower's own statistics are meant.")
+        except RAISED_ON_OTHER_ROWS as error:
+            if wanted:
+                raise
+            why = str(error).splitlines()[0].rstrip(".")
+            warn(f"not audited: {why}. audit=False leaves this line out.")
+    self.is_to_be_audited = False
 
 
 def locate(

@@ -80,20 +80,25 @@ def value_and_grad(
         _refuse_without_gradient(params)
         given_to = (*args, *named.values())
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
+        forward = tower is not None and not context_of(tower).differentiates
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
             # Flax lets variables be written only in the trace that made them.
             fresh, fresh_named = jax.tree.map(lambda x: x, (args, named))
             returned = loss_fn(params, *fresh, **fresh_named)
             out = as_tower_output(returned, loss_reduction, tower)
-            refuse_moving_weights(out.loss, params)
-            _refuse_no_gradient(out.loss, params)
+            if not forward:
+                refuse_moving_weights(out.loss, params)
+                _refuse_no_gradient(out.loss, params)
             total, weight = _total_and_weight(out.loss, tower)
             if loss_reduction is Reduction.SUM:  # added up, and divided by nothing
                 out, weight = dataclasses.replace(out, loss=Sum(total)), None
             given = out if isinstance(returned, TowerOutput) else out.loss
             return total, (given, weight)
 
+        if forward:
+            given = of_sums(params)[1][0]
+            return given, Sum(jax.tree.map(jnp.zeros_like, params))
         total, pull_back, (given, weight) = vjp(of_sums, params)
         grads = pull_back(checkpoint_name(jnp.ones_like(total), tags.ONE))
         if isinstance(weight, list) and (note := _note_of(tower)) is not None:

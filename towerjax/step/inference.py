@@ -39,7 +39,7 @@ def build_eval_step(
     *,
     remainder: Remainder = "pad",
     max_programs: int | None = None,
-    audit: bool = False,
+    audit: bool | None = None,
     specs: Any = None,
 ) -> Step:
     """A step that computes metrics over a global batch.
@@ -89,6 +89,7 @@ def build_predict_step(
     *,
     remainder: Remainder = "pad",
     max_programs: int | None = None,
+    audit: bool | None = None,
     specs: Any = None,
 ) -> Step:
     """A step that computes one output row for each example, in their order.
@@ -99,6 +100,7 @@ def build_predict_step(
       remainder: For a batch that ``T`` does not divide; padding is cut off again.
       max_programs: How many kinds of batch may compile; None is 8, with a warning
         at the second.
+      audit: As for `build_train_step`: the rows are compared.
       specs: As for `build_train_step`.
 
     Returns:
@@ -120,5 +122,5 @@ def build_predict_step(
         outputs = predict_fn(state.params, batch, tower)
         return {"predictions": Rows(check_rows(outputs, tower.rows))}
 
-    options = {"remainder": remainder, "max_programs": max_programs}
+    options = {"remainder": remainder, "max_programs": max_programs, "audit": audit}
     return _reading_step(tower_fn, with_specs(strategy, specs), **options)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
 from towerjax.step.compile import Program, compile_step, inline, require_jit
 from towerjax.step.engine import Engine
 from towerjax.step.prove import Proof
+from towerjax.step.trace import Traced
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key
@@ -92,9 +93,16 @@ class Programs:
         return self.made.get((batch.signature, kind))
 
     def program(
-        self, first: tuple[PyTree, ...], batch: PlacedBatch, kind: Any = None
+        self,
+        first: tuple[PyTree, ...],
+        batch: PlacedBatch,
+        kind: Any = None,
+        audit: Callable[[Traced], None] | None = None,
     ) -> Program:
-        """The program for such a batch, compiled if it is the first of its kind."""
+        """The program for such a batch, compiled if it is the first of its kind.
+
+        What is to be compiled is first given to ``audit``.
+        """
         key = batch.signature, kind
         program = self.made.get(key)
         if program is not None and not (program.is_full and batch.padded):
@@ -112,7 +120,13 @@ class Programs:
             )
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
         how: Any = {"full_rows": batch.rows if is_full else None}
-        how["check"] = functools.partial(refuse_unread_weight, batch)
+
+        def check(traced: Traced, proof: Proof) -> None:
+            refuse_unread_weight(batch, proof)
+            if audit is not None:
+                audit(traced)
+
+        how["check"] = check
         args = (*first, *batch.args)
         self.made[key] = compile_step(self.engine, self.placement, args, **how)
         if signature not in seen:

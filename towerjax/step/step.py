@@ -1,6 +1,7 @@
 """`Step`: an engine, its programs and the verdicts on its calls."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import jax
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
 from towerjax.step import examine
+from towerjax.step.comparison import AuditReport
 from towerjax.step.engine import Engine, StepOptions
 from towerjax.step.policies import StatePolicy, Trained
 from towerjax.step.programs import Programs
@@ -63,8 +65,10 @@ class Step:
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
         self.num_parts = self._placer.calls  # T A: how many tower calls share a batch
-        self._audits = options.audit and self.num_parts > 1  # before the next call
-        self.is_audited = False
+        # What its audit found, of it or of the same program; and the seconds it took.
+        self.audit_report: AuditReport | None = None
+        self.audit_s = 0.0
+        self.is_to_be_audited = True
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
@@ -79,6 +83,11 @@ class Step:
 
     def __repr__(self) -> str:
         return f"Step({self.strategy}, {self.options})"
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether an audit of the step, or of the same program, has passed it."""
+        return self.audit_report is not None
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
@@ -272,17 +281,17 @@ class Step:
         self, state: Any, batch: PlacedBatch, *verdict: jax.Array
     ) -> tuple[TrainState, Any]:
         """The state as it was given to the program, and the program's results."""
-        if self._audits:
-            self.audit(state, batch)
         policy, programs = self.policy, self.programs
         if (taken := policy.take(state)) is None:
             taken = self.start(state)
         state = taken
         kind = policy.kind(state)
+        audit = None
         if programs.known(batch, kind) is None or not is_usable(state):
             state = self.start(state)
+            audit = functools.partial(examine.audit_once, self, state, batch)
         first = split_state(state)
-        program = programs.program(first, batch, kind)
+        program = programs.program(first, batch, kind, audit)
         try:
             return state, programs(program, first, batch, *verdict)
         except (RuntimeError, TypeError, ValueError):

@@ -38,7 +38,7 @@ from towerjax.step.update import (
 )
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
-from towerjax.towers.tower import Tower
+from towerjax.towers.tower import Tower, context_of
 from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.door import door
@@ -219,6 +219,23 @@ def _mean_gradient(grads: Weighted | Sum) -> PyTree:
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
 
 
+class _OfLoss(Passes):
+    """A pass whose ``grads`` are the gradient of its ``loss``."""
+
+    def without_gradients(self) -> Passes:
+        """The pass of the loss alone."""
+        (one,) = self.each
+
+        def tower_fn(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+            context = dataclasses.replace(context_of(tower), differentiates=False)
+            out = one.tower_fn(
+                state, rows, dataclasses.replace(tower, _context=context)
+            )
+            return {name: x for name, x in out.items() if name != "grads"}
+
+        return Passes((dataclasses.replace(one, tower_fn=tower_fn),))
+
+
 def _train_step(
     training: Training, strategy: Strategy, options: StepOptions, **how: Any
 ) -> Step:
@@ -226,7 +243,8 @@ def _train_step(
     fns = training.fns(strategy, options)
     uses_rows = training.update_extra is not None
     of_passes: Any = {"rows_used_later": uses_rows}
-    passes = Passes(training_passes((fns.tower,), strategy, options, **of_passes))
+    kind = Passes if training.extend is not None else _OfLoss
+    passes = kind(training_passes((fns.tower,), strategy, options, **of_passes))
     engine = training_engine(passes, of_last(fns.update), options)
     makes: Any = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if training.extend is not None:
@@ -252,7 +270,7 @@ def build_train_step(
     guard: Guard = "gradients",
     donate: bool = True,
     max_programs: int = 1,
-    audit: bool = False,
+    audit: bool | None = None,
     extend: Extend | None = None,
     specs: Any = None,
 ) -> Step:
@@ -289,7 +307,9 @@ def build_train_step(
       donate: Whether the next state may take over the state's buffers.
       max_programs: How many kinds of batch (trees, shapes, dtypes) may compile.
       audit: Whether the first call, before it changes anything, runs `audit`: two
-        towers and one of its rows, and raises where they differ.
+        towers and one of its rows, and raises where they differ. None does where one
+        device can hold it, once a program, and warns where it does not; with
+        tower-local variables, which may be meant to differ, it warns of what it finds.
       extend: ``fns -> fns``: makes others of the functions that the step is made of,
         its ``tower``, ``update`` and ``init``; such as those of `towerjax.contrib`.
       specs: How parameters are split within towers of several devices, as for

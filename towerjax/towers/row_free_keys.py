@@ -11,6 +11,9 @@ from jax.extend.random import define_prng_impl
 ALL_TOWERS = 2**32 - 1
 """What is folded into a step's key for the one that all towers share: no tower's id."""
 
+KEY_NAME = "rowfree"
+"""In the dtype of such a key."""
+
 
 def row_free_key(word: int, *, shared: bool = True) -> jax.Array:
     """A key for ``state.rng`` of which ``tower.rng`` draws the same bits everywhere.
@@ -35,7 +38,7 @@ def _impl() -> Any:
         random_bits=_random_bits,
         fold_in=_fold_in_key,
         name="the same for all rows",
-        tag="rowfree",
+        tag=KEY_NAME,
     )
 
 

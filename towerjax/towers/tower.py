@@ -75,6 +75,8 @@ class PassContext:
     denominators: Denominators | None = dataclasses.field(
         default=None, metadata=_STATIC
     )
+    # Whether `tj.value_and_grad` differentiates; else its gradient is zeros.
+    differentiates: bool = dataclasses.field(default=True, metadata=_STATIC)
 
 
 @jax.tree_util.register_dataclass

@@ -42,7 +42,7 @@ class Member:
     metrics: dict[str, np.ndarray] = dataclasses.field(repr=False)  # [n, ...] each
     evaluation: dict[str, Any]  # of its last state; empty if there is none
     order: str  # "together", "in_turn", or "alone" if no other shared its program
-    seconds: float  # of its training, compiling included; together an equal share
+    seconds: float  # of training, compiling too, no audit; together an equal share
 
     @classmethod
     def of(cls, record: dict[str, Any], config: Config) -> "Member":
@@ -334,13 +334,14 @@ class _Trainings:
     def _train_and_record(
         self, members: Members, numbers: Any, configs: Sequence[Config], order: str
     ) -> Iterator[Line]:
-        start_s = time.perf_counter()
+        start_s, step = time.perf_counter(), members.step
+        start_s -= step.audit_s  # of the members before
         try:
-            state, history = self._run(members.step, members.begin(numbers))
+            state, history = self._run(step, members.begin(numbers))
         except BaseException as error:
             error.add_note(f"This is the training of {listed(map(str, configs))}.")
             raise
-        seconds = (time.perf_counter() - start_s) / len(configs)
+        seconds = (time.perf_counter() - start_s - step.audit_s) / len(configs)
         failed: BaseException | None = None
         left: list[tuple[Config, TrainState]] = []
         for i, config in enumerate(configs):

@@ -1,7 +1,5 @@
 """Check that a loss function gives the same on any number of towers."""
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +8,9 @@ import numpy as np
 import optax
 
 from towerjax.data import feed
-from towerjax.step.audit import DRAWS, Towers, rounded
-from towerjax.step.comparison import AuditReport, Compared, Leaves, judge
-from towerjax.step.step import Step
+from towerjax.step.comparison import AuditReport, judge
+from towerjax.step.run_towers import DRAWS, RowsToRun, Towers, compare
 from towerjax.step.train import build_train_step
-from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import LossFn, PyTree, Reduction
 from towerjax.types.door import door
@@ -84,7 +80,7 @@ def assert_replicates(
       ...     assert_replicates(bad, np.float32(1), batch, towers=(3,))
       ... except tj.testing.SplitError as error:
       ...     [finding.leaf for finding in error.findings]
-      ['gradient', 'loss']
+      ['loss', 'gradient']
     """
     numbers = tuple(dict.fromkeys(check_wholes("towers", towers)))
     if rtol is not None:
@@ -92,51 +88,31 @@ def assert_replicates(
     check_flag("padding", padding)
     check_flag("permuted", permuted)
     examples = len(feed.batches(batch, 1))
-    orders: dict[str, tuple[PyTree, Any]] = {"in order": (batch, None)}
+    in_order = RowsToRun("in order", batch)
+    splits = [(in_order, in_order)]
     if permuted:
-        both = (batch, np.arange(examples))
-        orders["permuted"] = next(feed.batches(both, examples, seed=0))
+        both, draws = (batch, np.arange(examples)), {"word": DRAWS[1]}
+        rows, order = next(feed.batches(both, examples, seed=0))
+        again = RowsToRun("in order", batch, **draws)
+        splits.append((again, RowsToRun("permuted", rows, order=order, **draws)))
 
-    def step_of(towers: int) -> Step:
-        strategy = Mirrored(devices=(jax.local_devices()[0],), towers=towers)
+    def towers_of(number: int, rows: int) -> Towers:
+        strategy = Mirrored(devices=(jax.local_devices()[0],), towers=number)
         how: Any = {"loss_reduction": loss_reduction, "donate": False}
         how["remainder"] = "pad" if padding else "error"
-        return build_train_step(loss_fn, optax.identity(), strategy, **how)
-
-    def towers_of(number: int, rows: int) -> Any:
-        step = step_of(number)
+        step = build_train_step(loss_fn, optax.identity(), strategy, **how)
         step.place_batch(batch)  # which refuses what these towers cannot share
         state = step.init(params, local=local, extra=extra)
-        how = {"calls": number, "rows": rows}
-        towers = Towers(step.engine, step.strategy, number, **how)
-        return towers, state
+        towers = Towers(step.engine, strategy, number, state, rows=rows)
+        towers.prove(in_order)
+        return towers
 
-    single, state = towers_of(1, examples)
-    want, near = {}, {}
-    for word in DRAWS:
-        drawn = _drawing(state, word)
-        want[word], near[word] = single(drawn, batch), single(rounded(drawn), batch)
-        _refuse_nonfinite(want[word])
-    runs = []
-    for number in numbers:
+    def rows_of(number: int) -> int:
         # A mean of means is right for equal row counts.
-        rows = number * (examples // number + 1) if padding and number > 1 else examples
-        several, state = towers_of(number, rows)
-        for word, (name, given) in zip(itertools.cycle(DRAWS), orders.items()):
-            got = several(_drawing(state, word), *given)
-            runs.append(Compared(number, name, got, want[word], near[word]))
-    return judge(runs, single.jaxpr, examples, rtol)
+        more = padding and number > 1
+        return number * (examples // number + 1) if more else examples
 
-
-def _drawing(state: Any, word: int) -> Any:
-    return dataclasses.replace(state, rng=row_free_key(word))
-
-
-def _refuse_nonfinite(leaves: Leaves) -> None:
-    for name, x in leaves.items():
-        guarded = name.startswith(("loss", "gradient"))
-        if guarded and x is not None and not np.isfinite(x).all():
-            raise ValueError(
-                f"On one tower {name} is not finite. Give parameters and a batch whose"
-                " loss is finite."
-            )
+    single = towers_of(1, examples)
+    several = [towers_of(number, rows_of(number)) for number in numbers]
+    runs = [*compare(single, several, splits)]
+    return judge(runs, examples, single.rtol if rtol is None else rtol)

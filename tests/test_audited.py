@@ -1,0 +1,306 @@
+"""Which steps are audited unasked, how often, and what is said of the others."""
+
+import dataclasses
+import json
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from audited_losses import BATCH, PARAMS, RIGHT, WRONG, errors
+from jax.experimental import io_callback
+
+import towerjax as tj
+from towerjax.step import audited, examine
+from towerjax.tools.sweep.bench import _timed
+
+FOUR = tj.Mirrored(towers=4)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The audits that were run, one entry each; none is known before."""
+    found, run_audit = [], examine.run_audit
+
+    def counted(*args, **options):
+        found.append(run_audit(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(examine, "run_audit", counted)
+    forget()
+    yield found
+    forget()
+
+
+def forget():
+    """As in another process."""
+    audited._in_memory.cache_clear()
+
+
+def step_of(loss_fn=RIGHT["plain_mean"], strategy=FOUR, **options):
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
+
+
+def train(step, batch=BATCH, steps=2):
+    state = step.init(PARAMS)
+    for _ in range(steps):
+        state, _ = step(state, batch)
+    return state
+
+
+def scaled(factor):
+    def loss_fn(params, batch, tower):
+        return tj.Weighted.mean(factor * errors(params, batch), tower.weight)
+
+    return loss_fn
+
+
+def test_an_own_loop_is_audited_before_anything_changes(runs):
+    step = step_of(WRONG["sum_with_weight_1"])
+    state = step.init(PARAMS)
+    for _ in range(2):
+        with pytest.raises(tj.testing.SplitError):
+            step(state, BATCH)
+    assert int(state.step) == 0 and not step.is_audited
+    jax.tree.map(np.testing.assert_array_equal, state.params, PARAMS)
+
+
+def own_step(wrong, **options):
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(RIGHT["plain_mean"])(state.params, batch, tower)
+        norm = optax.tree.norm(grads.sum) if wrong else tower.weight.sum()
+        return {"loss": loss, "grads": grads, "norm": tj.Sum(norm)}
+
+    def update_fn(state, merged):
+        return state, {"loss": merged["loss"]}
+
+    return tj.build_step(tower_fn, update_fn, FOUR, **options)
+
+
+def evaluation(wrong, **options):
+    def metric_fn(params, batch, tower):
+        own = errors(params, batch)
+        weight = 1.0 if wrong else tower.weight.sum()
+        return {"error": tj.Weighted(own @ tower.weight, weight)}
+
+    return tj.build_eval_step(metric_fn, FOUR, **options)
+
+
+def prediction(wrong, **options):
+    def predict_fn(params, batch, tower):
+        own = errors(params, batch)
+        return jnp.cumsum(own) if wrong else own
+
+    return tj.build_predict_step(predict_fn, FOUR, **options)
+
+
+@pytest.mark.parametrize("make", [own_step, evaluation, prediction])
+def test_each_kind_of_step_is_audited_unasked(runs, make):
+    for wrong in (True, False):
+        step = make(wrong)
+        state = step.init(PARAMS) if make is own_step else PARAMS
+        if wrong:
+            with pytest.raises(tj.testing.SplitError):
+                step(state, BATCH)
+        else:
+            step(state, BATCH)
+        assert step.is_audited is not wrong
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = make(True, audit=False)
+        step(step.init(PARAMS) if make is own_step else PARAMS, BATCH)
+    assert not step.is_audited and step.audit_report is None
+
+
+def test_a_program_is_audited_once(runs):
+    evaluate = evaluation(False)
+    first = step_of()
+    state = train(first)
+    for _ in range(3):
+        evaluate(state, BATCH)
+        state, _ = first(state, BATCH)
+    assert len(runs) == 2  # of the step and of the evaluation
+    again = [step_of(), evaluation(False), step_of(strategy=FOUR)]
+    train(again[0]), again[1](PARAMS, BATCH), train(again[2])
+    assert len(runs) == 2 and all(step.is_audited for step in again)
+    assert again[0].audit_report == first.audit_report == runs[0]
+    # Another loss, another constant of it, other shapes and options are others.
+    train(step_of(RIGHT["weighted_rows"]))
+    train(step_of(scaled(2.0)))
+    train(step_of(scaled(3.0)))
+    train(step_of(scaled(jnp.array([4.0]))))
+    train(step_of(scaled(jnp.array([5.0]))))
+    assert len(runs) == 7
+    short = jax.tree.map(lambda x: x[:16], BATCH)
+    train(step_of(), short), train(step_of(remainder="pad"))
+    assert len(runs) == 9
+
+
+def test_a_changed_loss_is_audited_where_the_one_before_has_passed(runs):
+    train(step_of())
+    with pytest.raises(tj.testing.SplitError):
+        train(step_of(WRONG["own_number_of_the_tower"]))
+
+
+def test_a_verdict_stays_beside_the_programs_of_a_cache(runs, tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        train(step_of())
+        forget()
+        step = step_of()
+        train(step)
+        assert len(runs) == 1 and step.audit_report == runs[0]
+        [path] = (tmp_path / "audited").iterdir()
+        # A verdict under another program's name, one that was changed, one cut short.
+        train(step_of(scaled(2.0)))
+        [other] = [x for x in (tmp_path / "audited").iterdir() if x != path]
+        kept = json.loads(path.read_text())
+        changed = {**kept, "report": {**kept["report"], "examples": 80}}
+        for text in (other.read_text(), json.dumps(changed), path.read_text()[:-9]):
+            path.write_text(text)
+            forget()
+            runs.clear()
+            train(step_of())
+            assert len(runs) == 1
+        # One of another version.
+        forget()
+        runs.clear()
+        monkeypatch.setattr(audited, "__version__", "0.0.1")
+        train(step_of())
+        assert len(runs) == 1
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_run_that_goes_on_is_not_audited_again(runs, tmp_path, capsys):
+    def go(steps, loss_fn=RIGHT["plain_mean"]):
+        step = step_of(loss_fn)
+        how = {"checkpointer": tj.Checkpointer(str(tmp_path)), "steps": steps}
+        data = tj.batches(BATCH, 24, epochs=None)
+        tj.run(step, step.init(PARAMS), data, **how)
+        return capsys.readouterr().err
+
+    assert "audited in" in go(2)
+    forget()
+    assert "audited before: 4 values are the same" in go(4)
+    assert len(runs) == 1
+    shutil.rmtree(tmp_path / "audited")
+    forget()
+    go(6)
+    assert len(runs) == 2
+
+
+def test_members_of_one_program_are_audited_once(runs):
+    def build(rate):
+        step = tj.build_train_step(
+            RIGHT["plain_mean"], optax.sgd(rate), tj.Mirrored(towers=2)
+        )
+        return step, step.init(PARAMS)
+
+    grid = {"rate": [0.1, 0.2, 0.3]}
+    data = lambda: tj.batches(BATCH, 24, epochs=2)  # noqa: E731
+    swept = tj.sweep(build, grid, data, progress=False)
+    assert len(runs) == 1 and len(swept.members) == 3
+
+
+def test_what_is_too_large_is_told_in_one_line(runs, monkeypatch):
+    monkeypatch.setattr(audited, "MOST_PARAMETERS", 16)
+    text = "not audited: 17 parameters, more than 16. Run step.audit.* small model"
+    with pytest.warns(UserWarning, match=text) as told:
+        step = step_of()
+        train(step)
+    assert len(told) == 1 and not runs and not step.is_audited
+    train(step_of(audit=False))
+    asked = step_of(audit=True)
+    train(asked)
+    assert asked.is_audited and len(runs) == 1
+
+
+def test_what_an_accelerator_has_left_decides(monkeypatch):
+    class Device:
+        def __init__(self, left):
+            self.left = left
+
+        def memory_stats(self):
+            return {"bytes_limit": 1000 + self.left, "bytes_in_use": 1000}
+
+    traced = type("Traced", (), {"passes": ()})
+    for left, is_left_out in (4 * 68, False), (4 * 68 - 1, True):
+        monkeypatch.setattr(jax, "local_devices", lambda x=left: [Device(x)])
+        problem = audited._problem_of(traced, jax.tree.map(jnp.asarray, PARAMS), 1)
+        assert ("cannot hold four" in str(problem)) is is_left_out
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_calls_python_is_not_run_unasked(runs, ordered):
+    called = []
+
+    def loss_fn(params, batch, tower):
+        io_callback(lambda: called.append(0), None, ordered=ordered)
+        return RIGHT["plain_mean"](params, batch, tower)
+
+    def prints(params, batch, tower):
+        jax.debug.callback(lambda: called.append(0), ordered=ordered)
+        return RIGHT["plain_mean"](params, batch, tower)
+
+    for loss in (loss_fn, prints):
+        called.clear()
+        step = step_of(
+            loss, tj.Mirrored(towers=2, devices=jax.devices()[:1], local="scan")
+        )
+        with pytest.warns(UserWarning, match="not audited: its tower function calls"):
+            jax.block_until_ready(train(step, steps=1))
+        jax.effects_barrier()
+        assert len(called) == 2 and not runs and not step.is_audited
+
+
+def test_what_cannot_be_run_is_told_and_raised_where_it_was_asked_for(runs):
+    def loss_fn(params, batch, tower):
+        own = errors(params, batch)
+        return tj.Weighted.mean(own * np.ones(6, np.float32), tower.weight)
+
+    with pytest.warns(UserWarning, match="not audited: .*audit=False leaves this"):
+        train(step_of(loss_fn))
+    with pytest.raises(TypeError) as error:
+        train(step_of(loss_fn, audit=True))
+    assert "audit=False leaves it out" in str(error.value.__notes__)
+
+
+def test_nothing_says_audited_of_what_was_not(runs):
+    step = step_of(audit=False)
+    state = train(step)
+    assert not step.is_audited and "audit" not in repr(step_of())
+    report = str(step.report(state, BATCH))
+    data = tj.batches(BATCH, 24, epochs=1)
+    _, history = tj.run(step, state, data, progress=False)
+    assert "audit" not in report and "audit" not in repr(history)
+    assert not runs and not step.is_audited
+
+
+def to_bench():
+    step = step_of(audit=True)
+    return step, step.init(PARAMS), BATCH
+
+
+def test_bench_leaves_the_audit_out(runs):
+    job = {"config": {}, "builders": {"": "test_audited:to_bench"}, "rtol": None}
+    _timed({**job, "seconds_per_round": 0.01, "rounds": 6})
+    assert not runs
+
+
+def test_one_tower_has_nothing_to_audit(runs):
+    train(step_of(WRONG["sum_with_weight_1"], tj.OneDevice()))
+    train(step_of(strategy=tj.OneDevice(), micro_batches=2))
+    assert len(runs) == 1
+
+
+def test_what_is_asked_for_ends_with_its_block():
+    before = audited.ASKED.get()
+    with audited.asked(audit=True, folder="x"):
+        inner = dataclasses.replace(before, audit=True, folder="x")
+        assert audited.ASKED.get() == inner
+    assert audited.ASKED.get() == before

@@ -1,0 +1,182 @@
+"""The cause of what an audit found, and one remedy."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from towerjax.proof.equation import (
+    Site,
+    open_jaxpr,
+    sub_jaxprs,
+    user_line,
+)
+from towerjax.step.comparison import GRADIENT, Finding, SplitError
+from towerjax.towers.row_free_keys import KEY_NAME
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PyTree, Reduction
+from towerjax.types.leaves import listed
+
+# What runs along a dim, or orders it: of rows it is another for each tower's own.
+_ALONG = {
+    "sort": "sorts",
+    "top_k": "takes the largest of",
+    "approx_top_k": "takes the largest of",
+    "rev": "reverses",
+    "scan": "goes through",
+    "argsort": "sorts",
+    "argmax": "takes the largest of",
+    "argmin": "takes the smallest of",
+    "reduce_max": "takes the largest of",
+    "reduce_min": "takes the smallest of",
+}
+_ALONG |= dict.fromkeys(
+    ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), "accumulates"
+)
+
+_TRANSPOSED = "transpose"  # in the scope of a derivative
+
+
+class Advice(NamedTuple):
+    """Why leaves differ, and what to write."""
+
+    cause: str
+    remedy: str
+
+
+_BY_SHARED_KEY = Advice(
+    "rows draw from tower.shared_rng, of which all towers draw the same",
+    "Draw what rows have of their own from tower.rng.",
+)
+_BY_OWN_KEY = Advice(
+    "rows draw from a key of the function's own, of which all towers draw the same",
+    "Draw from tower.rng.",
+)
+_BY_PADDING = Advice(
+    "padded rows count, of which the one tower has more",
+    "Divide sums of rows by the sum of tower.weight, and not by a number of rows, as"
+    " .mean() does.",
+)
+_BY_HALF = Advice(
+    "half of it on two towers, as of a sum whose weight is no sum",
+    "Return tj.Weighted(sum, weight) with the weights of the same rows, tj.Weighted"
+    ".mean(values, tower.weight), or tj.Sum(x) for a total.",
+)
+_BY_TWO = Advice(
+    "twice as much on two towers, as of a mean that is added",
+    "Return it as tj.Weighted(sum, weight), and divide gradients once, grads.value"
+    " after the merge.",
+)
+_BY_UNEVEN_ROWS = Advice(
+    "where towers have as many rows each they agree, as of a mean of each tower's mean,"
+    " which counts a tower of few rows as much as one of many",
+    "Return the sum with its weight, tj.Weighted.mean(values, tower.weight).",
+)
+_BY_OWN_GRADIENT = Advice(
+    "the loss is the same, so a function of a tower's own gradient (a clip, a norm, a"
+    " sign, the rule of a jax.custom_vjp) is added up",
+    "Make it in the update, of the merged gradient: optax.chain(optax.clip_by_global_"
+    "norm(1.0), ...), or update_fn of tj.build_step.",
+)
+_BY_FIRST_TOWER = Advice(
+    "it keeps what the first tower made of its own rows (ONLY_FIRST_TOWER)",
+    "Make it of all rows, with tower.mean(values, tower.weight), or say"
+    " tj.Reduction.MEAN; where one tower's own is meant, tj.Reduction.NONE.",
+)
+_BY_OWN_ROWS = Advice(
+    "it is made of what only the rows of one tower say",
+    "What a row needs of all rows, take over all towers, with tower.mean,"
+    " tower.all_gather and tower.reduce, or from an earlier pass of tj.build_step; and"
+    " return sums with their weights, tj.Weighted.mean(values, tower.weight).",
+)
+
+
+def advise(audit: Any, error: SplitError) -> SplitError:
+    """The error of an `Audit` with the first cause that is found, and its remedy."""
+    leaves, advice = next(_causes(audit, error.findings))
+    is_of_all = len(leaves) == len(error.findings)
+    text = advice.cause if is_of_all else f"{listed(leaves)}: {advice.cause}"
+    text = text[:1].upper() + text[1:] if is_of_all else text
+    return SplitError(error.findings, [f"{text}.", advice.remedy])
+
+
+def _causes(
+    audit: Any, findings: Sequence[Finding]
+) -> Iterator[tuple[list[str], Advice]]:
+    """Leaves, and what explains them; the last explains all."""
+    names = [x.leaf for x in findings]
+    jaxprs = [x.towers.jaxpr for x in audit.one.traced.passes]
+    sites = [site for jaxpr in jaxprs for site in _sites(jaxpr)]
+    if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
+        if mended := audit.without(names, audit.one, shared=False):
+            yield mended, _BY_SHARED_KEY
+        own = [x for x in draws if KEY_NAME not in str(x[0].invars[0].aval)]
+        if lines := listed(dict.fromkeys(filter(None, map(user_line, own)))):
+            yield names, _BY_OWN_KEY._replace(cause=f"{_BY_OWN_KEY.cause}, at {lines}")
+    if audit.pads:
+        as_two = audit.towers(1, rows=audit.two.rows)
+        if mended := audit.without(names, as_two):
+            yield mended, _BY_PADDING
+    for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
+        if all(_is_times(x, factor) for x in findings):
+            yield names, advice
+    is_made_of_it = any(x.startswith(GRADIENT) for x in names) or audit.is_own
+    has_gradients = any(_TRANSPOSED in str(x[0].source_info.name_stack) for x in sites)
+    if is_made_of_it and has_gradients and not any(x.startswith("loss") for x in names):
+        yield names, _BY_OWN_GRADIENT
+    for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
+        if these := [x.leaf for x in findings if _is_times(x, factor)]:
+            yield these, advice
+    if all(x.split == "unevenly" for x in findings):
+        yield names, _BY_UNEVEN_ROWS
+    if lines := _lines_along(sites, audit.one.rows):
+        yield names, _BY_OWN_ROWS._replace(cause=lines)
+    if these := [x for x in names if x in _of_first_tower(audit.one.state.local)]:
+        yield these, _BY_FIRST_TOWER
+    yield names, _BY_OWN_ROWS
+
+
+def _is_times(finding: Finding, factor: float) -> bool:
+    expected = factor * finding.one_tower
+    return abs(finding.value - expected) <= 1e-4 * abs(expected) > 0
+
+
+def _of_first_tower(local: PyTree) -> list[str]:
+    """The names of variables that are read as the first tower's."""
+    is_one = lambda x: isinstance(x, TowerLocal)  # noqa: E731
+    pairs = jax.tree_util.tree_leaves_with_path(local, is_leaf=is_one)
+    return [
+        f"local{jax.tree_util.keystr(path)}"
+        for path, x in pairs
+        if is_one(x) and x.reduction is Reduction.ONLY_FIRST_TOWER
+    ]
+
+
+def _lines_along(sites: Sequence[Site], rows: int) -> str:
+    """The lines that may depend on which rows a tower has, and in which order."""
+    lines: dict[str, None] = {}
+    for site in sites:
+        name = site[0].primitive.name
+        if name in _ALONG and _size_along(site[0]) == rows and (at := user_line(site)):
+            lines[f"{at} {_ALONG[name]} a tower's own rows ({name})"] = None
+    return "; ".join([*lines][:3])
+
+
+def _sites(jaxpr: Any, outer: Site | None = None) -> Iterator[Site]:
+    """All equations, each with those around it."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        site = (eqn, outer)
+        yield site
+        for inner in sub_jaxprs(eqn):
+            yield from _sites(inner, site)
+
+
+def _size_along(eqn: Any) -> int | None:
+    """The size of the dim that an equation goes along."""
+    params, shape = eqn.params, getattr(eqn.invars[0].aval, "shape", ())
+    if "length" in params:
+        return params["length"]
+    axes = [params.get(x) for x in ("axis", "dimension", "axes", "dimensions")]
+    given = next((x for x in axes if x is not None), -1)
+    axis = given[0] if isinstance(given, tuple) else given
+    return shape[axis] if shape else None

@@ -1,0 +1,250 @@
+"""Run the passes of a step on so many towers of one device, for what they merge."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.mesh.private_jax import least_effort
+from towerjax.mesh.transfer import copy_to_host, place
+from towerjax.metrics.state import compute, has_value
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.comparison import (
+    GRADIENT,
+    Compared,
+    Leaves,
+    refuse_nonfinite,
+    refuse_random,
+    rounding_of,
+)
+from towerjax.step.engine import Passes
+from towerjax.step.programs import refuse_unread_weight
+from towerjax.step.prove import prove
+from towerjax.step.returned import is_typed, key_name
+from towerjax.step.state import STATE_LAYOUT, TrainState, split_state
+from towerjax.step.trace import Traced, trace
+from towerjax.towers.row_free_keys import row_free_key
+from towerjax.towers.strategies import Strategy, on_one_group
+from towerjax.towers.variables import TowerLocal, read_local
+from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum, named_leaves
+from towerjax.types.leaves import is_key, map_parts
+
+DRAWS = 0x45A319E6, 0xD413A7C2
+"""Two draws of every element: one that a dropout keeps, and one that it drops."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowsToRun:
+    """Rows to run, and what all their draws are made of."""
+
+    name: str
+    rows: PyTree
+    word: int = DRAWS[0]
+    order: np.ndarray | None = None  # which row of the batch each one is
+    shared: bool = True  # whether all towers have one key, too
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """What was merged: values by leaf, and sums of gradients, which are not divided."""
+
+    values: Leaves
+    sums: Leaves
+
+
+class Towers:
+    """The passes of a step on so many towers of one device.
+
+    Each tower function is called once a tower: micro-batches are towers in turn. Rows
+    are padded to so many that all share, at least to ``rows``. ``passes`` are others
+    than the engine's, without gradients.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        strategy: Strategy,
+        number: int,
+        state: TrainState,
+        *,
+        rows: int,
+        passes: Passes | None = None,
+    ) -> None:
+        alike = on_one_group(strategy, number)
+        self.number, self.rows, self.has_gradients = number, rows, passes is None
+        self._placement = alike.placement
+        self._placer = Placer(self._placement, remainder="pad", calls=number)
+        self._placer.expect([rows])
+        engine = dataclasses.replace(engine, passes=passes or engine.passes)
+        self._engine = engine.on(alike).merging()
+        own = dataclasses.replace(state, local=_local_of(state.local, number))
+        self.state = place(own, self._placement, STATE_LAYOUT, state.params)
+        self._known: dict[RowsToRun, Merged] = {}
+        self.traced: Any = None
+
+    def trace(self, split: RowsToRun) -> Traced:
+        """The passes, traced once."""
+        if self.traced is None:
+            with jax.default_matmul_precision("highest"):
+                self.traced = trace(self._engine, self._args(split, self.state)[0])
+            self.rtol = rounding_of(x.towers.jaxpr for x in self.traced.passes)
+            options = least_effort(self._placement.platform)
+            self._fn = jax.jit(self.traced, compiler_options=options)
+        return self.traced
+
+    def __call__(self, split: RowsToRun) -> Merged:
+        """What is merged of these rows; run once."""
+        if split not in self._known:
+            self._known[split] = self.run(split)
+        return self._known[split]
+
+    def run(self, split: RowsToRun, params: PyTree = None) -> Merged:
+        """What is merged of these rows, with other parameters where any are given."""
+        self.trace(split)
+        state = self.state
+        if params is not None:
+            state = dataclasses.replace(state, params=params)
+        args, placed = self._args(split, state)
+        with jax.default_matmul_precision("highest"):
+            merged = jax.device_get(self._fn(*args))
+        return _leaves_of(merged, placed, split.order)
+
+    def nearby(self, split: RowsToRun) -> list[Leaves]:
+        """What numbers give that are rounded once more; raise where the same differ."""
+        refuse_random(self.run(split).values, self(split).values)
+        params, near = jax.tree.map(copy_to_host, self.state.params), []
+        for step in (1, -1, 2):
+            by = step * self.rtol / 8 if self.rtol > 1e-4 else step * 2.0**-23
+            rows = dataclasses.replace(split, rows=rounded(split.rows, by, True))
+            near.append(self.run(rows, rounded(params, by)).values)
+        return near
+
+    def prove(self, split: RowsToRun) -> None:
+        """Refuse what a step of so many towers refuses, and padding that counts."""
+        placed = self._args(split, self.state)[1]
+        refuse_unread_weight(placed, prove(self.trace(split)))
+
+    def _args(self, split: RowsToRun, state: TrainState) -> tuple[Any, PlacedBatch]:
+        key = row_free_key(split.word, shared=split.shared)
+        placed = self._placer.place(split.rows)
+        keyed = dataclasses.replace(state, rng=key)
+        return (*split_state(keyed), *placed.args), placed
+
+
+def compare(
+    one: Towers,
+    several: Sequence[Towers],
+    splits: Sequence[tuple[RowsToRun, RowsToRun]],
+) -> Iterator[Compared]:
+    """What several towers make of the second of each pair, and one of the first."""
+    for alone, together in splits:
+        want = one(alone).values
+        refuse_nonfinite(want)
+        near = functools.cache(functools.partial(one.nearby, alone))
+        for towers in several:
+            got = towers(together).values
+            if not towers.has_gradients:
+                want = {
+                    n: x for n, x in want.items() if n.partition("[")[0] != GRADIENT
+                }
+            yield Compared(towers.number, together.name, got, want, near)
+
+
+def _local_of(local: PyTree, number: int) -> PyTree:
+    """The variables of the first towers, or those of one tower in the place of two."""
+
+    def of(variable: TowerLocal) -> TowerLocal:
+        def rows(x: Any) -> Any:
+            x = copy_to_host(x)
+            return x[np.minimum(np.arange(max(number, 2)), len(x) - 1)]
+
+        own = jax.tree.map(rows, variable.value)
+        if number > 1:
+            return dataclasses.replace(variable, value=own)
+        if variable.reduction is Reduction.NONE:
+            as_one = jax.tree.map(lambda x: x[:1], own)
+        else:
+            both = dataclasses.replace(variable, value=jax.tree.map(jnp.asarray, own))
+            as_one = jax.tree.map(lambda x: x[None], read_local(both))
+        return dataclasses.replace(variable, value=as_one)
+
+    return map_parts(TowerLocal, of, local)
+
+
+def rounded(tree: PyTree, by: float, only_broken: bool = False) -> PyTree:
+    """The tree with its floats changed by this part of them, to and fro.
+
+    With ``only_broken`` whole numbers stay, as what a function compares with them.
+    """
+
+    def near(x: Any) -> Any:
+        if is_key(x) or not np.issubdtype(np.asarray(x).dtype, np.inexact):
+            return x
+        x = np.asarray(x)
+        if x.dtype.itemsize < 4:
+            return x
+        signs = 1 - 2 * (np.arange(x.size).reshape(x.shape) % 2)
+        near = (x * (1 + by * signs)).astype(x.dtype)
+        return np.where(x == np.round(x), x, near) if only_broken else near
+
+    return jax.tree.map(near, tree)
+
+
+def _leaves_of(
+    merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
+) -> Merged:
+    """What each pass merged, by leaf name; ``Rows`` in the order of the batch."""
+    leaves, sums = Leaves(), Leaves()
+    kept = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
+    kept = kept if order is None else kept[np.argsort(order)]
+
+    def in_order(rows: Rows) -> PyTree:
+        return jax.tree.map(lambda x: x[kept], rows.value)
+
+    for number, tree in enumerate(merged, 1):
+        prefix = f"pass {number}: " if len(merged) > 1 else ""
+        tree = map_parts(Rows, in_order, tree)
+        is_one = lambda x: is_typed(x) or isinstance(x, Means)  # noqa: E731
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one)
+        for path, leaf in pairs:
+            first = key_name(path[0]) if path else "result"
+            root = GRADIENT if first == "grads" else first
+            name = prefix + root + jax.tree_util.keystr(path[1:])
+            leaves |= _reals(name, _value_of(leaf))
+            if root == GRADIENT:
+                total = leaf.sum if isinstance(leaf, Weighted) else leaf
+                total = total.value if isinstance(total, Sum) else total
+                sums |= _reals(name, total)
+    return Merged(leaves, sums)
+
+
+def _value_of(leaf: Any) -> PyTree:
+    """The leaf as one value; None where each tower has its own."""
+    is_own = isinstance(leaf, TowerLocal) and leaf.reduction is Reduction.NONE
+    if is_own or isinstance(leaf, PerTower) or getattr(leaf, "counts_towers", False):
+        return None
+    if isinstance(leaf, TowerLocal):
+        return read_local(jax.tree.map(jnp.asarray, leaf))
+    return compute(leaf) if has_value(leaf) or isinstance(leaf, Means) else leaf
+
+
+def _reals(name: str, value: PyTree) -> Leaves:
+    """A value's leaves by their names, dense."""
+    dense = lambda x: x.to_dense() if is_rows(x) else x  # noqa: E731
+    value = jax.tree.map(dense, value, is_leaf=is_rows)
+    named = named_leaves(name, value, is_leaf=lambda x: x is None)
+    return {each: as_reals(x) for each, x in named}
+
+
+def as_reals(x: Any) -> np.ndarray | None:
+    """The array in float64; real and imaginary parts stacked; None of a key or None."""
+    if x is None or is_key(x):
+        return None
+    x = np.asarray(x)
+    return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
