@@ -210,7 +210,7 @@ def train_and_evaluate(
     Raises:
       ValueError: An option is wrong, or data is malformed, ends too early, or cannot
         be repeated where an option needs that.
-      NonFiniteError: A loss was not finite.
+      NonFiniteError: A loss or a gradient was not finite.
 
     An exception carries ``error.state`` and ``error.batches``, to continue with as
     ``variables`` and ``train_data``, and ``error.history``.
