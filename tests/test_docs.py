@@ -504,8 +504,7 @@ def test_curves_reach_a_library_without_a_network(library, tmp_path, monkeypatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     blocks = [text for _, text in BLOCK.findall(TEXTS["how_to/wandb_and_mlflow.md"])]
     [program] = [text for text in blocks if "class Curves" in text]
-    start = {"wandb": "tj.run", "mlflow": "with mlflow"}[library]
-    [lines] = [text for text in blocks if text.startswith(start)]
+    [lines] = [text for text in blocks if text.startswith(f"with {library}")]
     names = {"__name__": "page", library: module}
     exec(program, names)
     names["state"], names["data"] = names["step"].init(np.ones(3)), names["data"].at(0)

@@ -3,4 +3,3 @@
 from towerjax.loop.checkpoint.record import CheckpointRecord as CheckpointRecord
 from towerjax.loop.history import RunSummary as RunSummary
 from towerjax.loop.options import WithState as WithState
-from towerjax.loop.wandb import WandB as WandB

@@ -104,8 +104,8 @@ class Writers:
         try:
             writer.close()
         except Exception as error:
-            failure = failure or error
-        self._failure = self._failure or failure
+            failure = error if failure is None else failure
+        self._failure = failure if self._failure is None else self._failure
 
     def raise_failure(self) -> None:
         """Raise the first failure, once."""

@@ -28,9 +28,11 @@ _NAMES = {
     " eval_batches=lambda: tj.batches(data, batch_size).",
     "steps_per_call": "Several steps in one program are jax.lax.scan(step.fn, state,"
     " batches), of stacked batches; each step's metrics come back stacked.",
+    "Best": "Say checkpointer=tj.Checkpointer(folder, best='loss') in tj.run.",
     "best": "Say checkpointer=tj.Checkpointer(folder, best='loss'); then"
     " checkpointer.restore(step, state, number=checkpointer.best_step).",
     "profile": "Write jax.profiler.trace(folder) around a run of a few steps.",
+    "WandB": f"A writer of 15 lines: {page('how_to/wandb_and_mlflow')}",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
     "accumulate": "To process rows in several parts write micro_batches=3.",
 }
