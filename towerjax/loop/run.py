@@ -111,15 +111,25 @@ def run(
       >>> float(state.params), history.metrics["loss"].tolist()
       (1.75, [4.0, 1.0, 0.25])
     """
-    given = dict(locals())
     methods = "strategy start place_batch dispatch" + " audit" * (audit is True)
     check_methods("step", step, methods, "tj.build_train_step(...)")
     step = step.trained if isinstance(step, Step) else step
     why = "every evaluation needs all of it"
-    given["eval_batches"] = as_reusable("eval_batches", eval_batches, why)
-    given["hooks"], given["writers"] = check_hooks(hooks), check_writers(writers)
-    names = [field.name for field in dataclasses.fields(RunOptions)]
-    options = RunOptions(**{name: given[name] for name in names})
+    options = RunOptions(
+        steps=steps,
+        evaluate=evaluate,
+        eval_batches=as_reusable("eval_batches", eval_batches, why),
+        eval_every=eval_every,
+        eval_params=eval_params,
+        early_stopping=early_stopping,
+        prefetch=prefetch,
+        in_flight=in_flight,
+        checkpointer=checkpointer,
+        audit=audit,
+        progress=progress,
+        hooks=check_hooks(hooks),
+        writers=check_writers(writers),
+    )
     state = step.start(state)
     check_batches("batches", batches)
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
