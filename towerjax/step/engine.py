@@ -51,7 +51,7 @@ class Passes:
 
     each: tuple[Pass, ...]
     # Of steps that are traced and proved inside the engine's ``finish``.
-    proofs: ClassVar[Sequence[Any]] = ()
+    proofs: list[Any] = dataclasses.field(default_factory=list, kw_only=True)
     # Whether the update of the state is a part of what towers trace.
     hold_update: ClassVar[bool] = False
 

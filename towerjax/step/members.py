@@ -26,7 +26,6 @@ class _InFinish(Passes):
     """No passes: ``finish`` traces and proves a step of each member itself."""
 
     each: tuple[Pass, ...] = ()
-    proofs: list[Any] = dataclasses.field(default_factory=list)  # type: ignore[misc]
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """The step's own arguments."""

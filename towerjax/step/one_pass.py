@@ -128,9 +128,9 @@ class Pass:
         """This pass, given the weights as the last entry of ``merged``."""
 
         def tower_fn(state: Any, rows: Any, tower: Tower, *merged: Any) -> PyTree:
-            *merged, known = merged
+            *before, known = merged
             tower = _with_denominators(tower, Denominators(known=known))
-            return self.tower_fn(state, rows, tower, *merged)
+            return self.tower_fn(state, rows, tower, *before)
 
         return dataclasses.replace(self, tower_fn=tower_fn)
 

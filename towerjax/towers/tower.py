@@ -401,6 +401,6 @@ def tower_of(
     """One tower; ``state`` is None outside a step, ``context`` of a `PassContext`."""
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
-    extra, context = getattr(state, "extra", None), PassContext(axes, **context)
-    given = tower_id, axes.num_towers, local, strategy, extra, context
+    extra, told = getattr(state, "extra", None), PassContext(axes, **context)
+    given = tower_id, axes.num_towers, local, strategy, extra, told
     return Tower(*given, micro_batches=micro_batches)
