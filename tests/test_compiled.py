@@ -82,22 +82,6 @@ def test_a_device_of_one_tower_runs_the_trace_that_was_proved():
     assert Counted.traces == 1
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    ("count", "options", "waits"),
-    [
-        (1, {}, True),
-        (2, {}, False),  # the updates wait for the all-reduce, and so for the loss
-        (2, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}, True),  # as on one
-    ],
-)
-def test_the_gradient_waits_for_the_loss_where_updates_might_not(count, options, waits):
-    strategy = tj.Mirrored(devices=devices(count), towers=2, **options)
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-    traced = jax.make_jaxpr(step.fn)(step.init(params(1)), batch())
-    assert ("shift_right_logical" in str(traced)) is waits
-
-
 @pytest.mark.slow
 def test_large_leaves_travel_alone_in_the_same_all_reduce():
     wide = {"w": np.ones((600, 600), np.float32), "b": np.zeros(600, np.float32)}
