@@ -148,7 +148,8 @@ class DistributedDataset:
         """What this process has of the next round; None at the end of the data."""
         if self._options.split == "elements":
             return self._pull_for_each_tower(elements)
-        remainder, shared_by = self._options.remainder, self._placer.shared_by
+        remainder = self._options.remainder
+        shared_by = self._placer.shared_by._replace(towers=self._towers)
         for element in elements:
             whole, shared = shard.without_shared(element)
             leaves = jax.tree.leaves(whole)
