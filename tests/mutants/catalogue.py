@@ -1007,7 +1007,7 @@ ALONE = (
     _m("D01", "a step that is done again has two lines", "loop.writers:JsonLines._kept",
        "if last <= start:", "if last <= start + 1:",
        "test_writers.py::test_an_evaluation_that_is_done_again_is_there_once"),
-    _m("D07", "of several writers that fail the last is told",
+    _m("D05", "of several writers that fail the last is told",
        "loop.writers:Writers._drop",
        "failure if self._failure is None else self._failure",
        "failure or self._failure",
