@@ -12,8 +12,7 @@ from towerjax.tools.testing import SplitError
 
 def build(loss_fn, remainder="error"):
     strategy = tj.Mirrored(["cpu:0"], towers=2)
-    options = {"audit": True, "remainder": remainder}
-    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder=remainder)
 
 
 def assert_refused(step):
