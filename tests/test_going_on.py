@@ -22,7 +22,7 @@ from towerjax.mesh.cluster.launcher import RestartPlan
 TESTS = pathlib.Path(__file__).parent
 STEPS = 40
 # Longer than Python takes to start, or a step, where eight others want the processor.
-LIMITS = {"stop": {"hang_timeout_s": 6}, "sleep": {"step_timeout_s": 4}}
+LIMITS = {"stop": {"hang_timeout_s": 15}, "sleep": {"step_timeout_s": 10}}
 
 
 def test_as_many_go_on_as_are_left_and_divide_the_towers():

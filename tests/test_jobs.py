@@ -24,7 +24,7 @@ from towerjax.mesh.cluster.start import _join_cluster, _other_processes, initial
 
 OPEN_MPI_SIZE = "OMPI_COMM_WORLD_SIZE"
 # Nothing may take longer than its own limit; those of a test are never reached.
-WAIT_S = 60
+WAIT_S = 600
 
 
 def sums(arguments):
@@ -89,7 +89,7 @@ def again(arguments):
 
 def joined(arguments):
     """What JAX says where it was initialized before, with these arguments."""
-    jax.distributed.initialize(*arguments, initialization_timeout=40)
+    jax.distributed.initialize(*arguments, initialization_timeout=120)
     cluster = tj.cluster.initialize()
     assert cluster == tj.cluster.initialize(*arguments)
     with pytest.raises(RuntimeError, match="has run already and gave"):
@@ -178,7 +178,7 @@ def job(tmp_path):
 def named(num_processes, **arguments):
     """The arguments of each process of a cluster on this machine."""
     coordinator = f"127.0.0.1:{free_port()}"
-    arguments = {"initialization_timeout_s": 40, **arguments}
+    arguments = {"initialization_timeout_s": 120, **arguments}
     arguments |= {"coordinator": coordinator, "num_processes": num_processes}
     return [({}, arguments | {"process_id": i}) for i in range(num_processes)]
 
@@ -246,7 +246,7 @@ def test_an_exception_ends_its_process_at_once_or_waits_for_the_others(job):
 @pytest.mark.slow
 def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
     """SIGSTOP stands for all that keeps a process from running and not from being."""
-    options = {"heartbeat_timeout_s": 4}
+    options = {"heartbeat_timeout_s": 10}
     slurm = named_by("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", **options)
     first, lost = both = job(loop, slurm)
     for i, one in enumerate(both):
@@ -254,7 +254,7 @@ def test_the_heartbeat_ends_the_others_and_names_the_lost(job):
     os.kill(lost.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     assert first.ended() == -signal.SIGABRT
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 90  # of 100 by default
     assert "tasks are unhealthy (stopped sending heartbeats):\n1\n" in first.text
     os.kill(lost.process.pid, signal.SIGCONT)
     assert lost.ended() != 0  # it finds the job ended
@@ -269,7 +269,7 @@ def test_a_loop_that_ignores_results_learns_of_a_dead_process_from_its_steps(job
     began = time.monotonic()
     os.kill(dead.process.pid, signal.SIGKILL)
     assert survivor.ended() == 1
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 35
     assert "towerjax: process 0 of 2" in survivor.text
     why = "ends with this exception:\n.*all-reduce failed"
     assert re.search(why, survivor.text, re.S)
