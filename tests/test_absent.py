@@ -29,8 +29,8 @@ from towerjax.mesh import absent
 from towerjax.step.compile import compile_step
 from towerjax.step.hlo import collectives_of, parse
 from towerjax.step.state import split_state
+from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import StateLayout
-from towerjax.towers.xla import compile_on_devices, lower_on_devices
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 needs_compiler = pytest.mark.skipif(

@@ -109,11 +109,16 @@ NAMES = {
     r"_*(found|one)": (),
     r"_*check": ("step/",),
     r"_*programs?": (
-        *("step/", "towers/shards.py", "towers/tower_axis.py", "towers/vmap_sums.py"),
+        *(
+            "step/",
+            "towers/lowering/shards.py",
+            "towers/lowering/tower_axis.py",
+            "towers/lowering/vmap_sums.py",
+        ),
         *("estimator/model_engine.py", "loop/loop.py", "tools/sweep/train.py"),
     ),
     r"(.*_)?plans?(_.*)?": (
-        *("mesh/cluster/launcher.py", "step/report.py", "towers/vmap_sums.py"),
+        *("mesh/cluster/launcher.py", "step/report.py", "towers/lowering/vmap_sums.py"),
     ),
     r"(.*_)?alone(_.*)?": (
         *("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/", "step/"),

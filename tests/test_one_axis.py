@@ -16,8 +16,8 @@ import towerjax as tj
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import user_line
 from towerjax.proof.interpreter import eqn_context, evaluate_eqn
-from towerjax.towers.tower_axis import over_local_towers
-from towerjax.towers.vmap_sums import dependents
+from towerjax.towers.lowering.tower_axis import over_local_towers
+from towerjax.towers.lowering.vmap_sums import dependents
 
 
 def every_collective(tower, x):

@@ -13,8 +13,8 @@ from jax.extend.core import jaxprs_in_params
 
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
-from towerjax.towers.parts import Shards
-from towerjax.towers.shards import on_shards
+from towerjax.towers.lowering.parts import Shards
+from towerjax.towers.lowering.shards import on_shards
 
 D = 2
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.towers import scatters
+from towerjax.towers.lowering import scatters
 
 ROWS, COLUMNS = P("model"), P(None, "model")
 NUMBER = jnp.int32(5)
@@ -121,5 +121,5 @@ def test_which_jax_has_the_fault():
     )  # fmt: skip
     x = jnp.arange(128.0).reshape(8, 16)
     is_right = np.array_equal(jax.jit(on_devices)(x), x.at[3].add(1.0))
-    # Where the oldest JAX that is allowed is right, towers/scatters.py may go.
+    # Where the oldest JAX that is allowed is right, towers/lowering/scatters.py may go.
     assert is_right == (jax.__version_info__ >= (0, 12))

@@ -51,9 +51,9 @@ from towerjax.step.step import Step
 from towerjax.step.train import next_extra
 from towerjax.step.update import check_types
 from towerjax.towers.executors import Static, shapes_of
+from towerjax.towers.lowering.tower_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
-from towerjax.towers.tower_axis import axes_in_tower
 from towerjax.towers.variables import plain
 from towerjax.types import Layout, PyTree, Sum
 from towerjax.types.leaves import map_parts, parts_of

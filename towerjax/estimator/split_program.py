@@ -19,8 +19,8 @@ from towerjax.proof.interpreter import Interpreter
 from towerjax.step.accumulators import is_typed
 from towerjax.step.state import TrainState
 from towerjax.step.update import needed_eqns
+from towerjax.towers.lowering.vmap_sums import dependents
 from towerjax.towers.variables import TowerLocal
-from towerjax.towers.vmap_sums import dependents
 from towerjax.types import PyTree, Sum
 
 _meet = Primitive("towers_meet")

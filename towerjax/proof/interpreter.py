@@ -1,13 +1,14 @@
-"""Evaluate a jaxpr equation by equation, each with its own source information."""
+"""Evaluate a jaxpr equation by equation, or replace equations by others."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from jax.extend.source_info_util import current_name_stack, user_context
 
-from towerjax.proof.equation import user_line
+from towerjax.proof.equation import PLAIN, user_line
 
 
 class Interpreter:
@@ -55,3 +56,38 @@ def eqn_context(eqn: Any) -> Iterator[None]:
     where = user_context(eqn.source_info.traceback, name_stack=names)
     with where, eqn.ctx.manager:
         yield
+
+
+def as_call(
+    eqn: JaxprEqn, fn: Callable[..., Any], axes: Sequence[tuple[str, int]] = ()
+) -> JaxprEqn:
+    """A call of ``fn``, in which ``axes`` are bound, in place of an equation."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    closed = jax.make_jaxpr(fn, axis_env=[*axes])(*shapes)
+    return eqn.replace(
+        primitive=primitives.closed_call_p,
+        params={"call_jaxpr": closed},
+        effects=closed.effects,
+    )
+
+
+def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """An equation with ``change(jaxpr)`` for each jaxpr in its params; or itself."""
+    if eqn.primitive in PLAIN:
+        return eqn
+    params = {key: _changed(value, change) for key, value in eqn.params.items()}
+    if all([params[key] is value for key, value in eqn.params.items()]):
+        return eqn
+    return eqn.replace(params=params)
+
+
+def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        return change(value)
+    if not isinstance(value, tuple):
+        return value
+    parts = [_changed(part, change) for part in value]
+    if all([a is b for a, b in zip(parts, value, strict=True)]):
+        return value
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

@@ -21,7 +21,8 @@ from towerjax.step.prove import Proof, prove
 from towerjax.step.state import TrainState, join_state
 from towerjax.step.trace import Traced, trace
 from towerjax.step.verdicts import next_verdict
-from towerjax.towers import executors, xla
+from towerjax.towers import executors
+from towerjax.towers.lowering import xla
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import listed
 

@@ -35,11 +35,11 @@ from towerjax.step.accumulators import (
 from towerjax.step.faults import flag_leaves, join_flags
 from towerjax.step.state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.in_turn import scan_in_turn
-from towerjax.towers.parts import Shards, shards_of
+from towerjax.towers.lowering.in_turn import scan_in_turn
+from towerjax.towers.lowering.parts import Shards, shards_of
+from towerjax.towers.lowering.tower_axis import over_local_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Denominators, Tower, context_of, tower_of
-from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import (
     TowerLocal,
     plain,

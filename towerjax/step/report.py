@@ -16,8 +16,8 @@ from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.hlo import CompiledCollective, collectives_of, parse
 from towerjax.step.programs import send_shared
 from towerjax.step.state import split_state
+from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
-from towerjax.towers.xla import compile_on_devices, lower_on_devices
 from towerjax.types import PyTree, leaf_name
 from towerjax.types.options import check_whole
 from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds

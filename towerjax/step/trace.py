@@ -17,8 +17,8 @@ from towerjax.step.one_pass import Pass
 from towerjax.step.state import split_state, state_layout
 from towerjax.step.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
+from towerjax.towers.lowering.parts import shards_of
 from towerjax.towers.on_towers import OnTowers
-from towerjax.towers.parts import shards_of
 from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.leaves import map_parts
 

@@ -23,9 +23,9 @@ from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, T
 from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import all_jaxprs, open_jaxpr
-from towerjax.towers.parts import Shards
-from towerjax.towers.scatters import hold_scattered
-from towerjax.towers.shards import on_shards
+from towerjax.towers.lowering.parts import Shards
+from towerjax.towers.lowering.scatters import hold_scattered
+from towerjax.towers.lowering.shards import on_shards
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
 
@@ -103,8 +103,9 @@ def _trace_in_mesh(
         same = contextlib.nullcontext()
         try:
             with use_abstract_mesh(mesh) if placement.within else same:
-                program = hold_scattered(jaxpr) if placement.within else jaxpr
-                values = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
+                if placement.within:
+                    jaxpr = hold_scattered(jaxpr)
+                values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
         except Exception as error:
             kinds = _kinds_in_mesh(_arrays_in(jaxpr))
             if not kinds or "Mesh for all inputs" not in str(error):

@@ -9,7 +9,7 @@ from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import Analysis, refuse_draws
 from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
-from towerjax.towers.parts import Shards
+from towerjax.towers.lowering.parts import Shards
 from towerjax.types import PyTree
 
 _IN_TURN = (

@@ -15,9 +15,9 @@ from towerjax.proof.findings import prove_mirrored
 from towerjax.towers import executors
 from towerjax.towers.cross_tower import values
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.lowering.tower_axis import over_local_towers
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.tower import tower_of
-from towerjax.towers.tower_axis import over_local_towers
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves
 from towerjax.types.leaves import a_type, has_tracers, is_traced, map_parts

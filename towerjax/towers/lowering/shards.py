@@ -26,8 +26,13 @@ from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
 from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr, scopes_of
 from towerjax.proof.interpreter import eqn_context, evaluate_eqn
-from towerjax.towers.additions import are_zeros, carried_sums, is_addition, uses_in
-from towerjax.towers.parts import (
+from towerjax.towers.lowering.additions import (
+    are_zeros,
+    carried_sums,
+    is_addition,
+    uses_in,
+)
+from towerjax.towers.lowering.parts import (
     Shard,
     Shards,
     Uniform,

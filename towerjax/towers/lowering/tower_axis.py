@@ -27,10 +27,10 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
-from towerjax.towers.additions import uses_in
-from towerjax.towers.in_turn import map_in_turn, scan_and_add
-from towerjax.towers.rewrite import as_call, with_programs
-from towerjax.towers.vmap_sums import vmap_and_sum
+from towerjax.proof.interpreter import as_call, with_programs
+from towerjax.towers.lowering.additions import uses_in
+from towerjax.towers.lowering.in_turn import map_in_turn, scan_and_add
+from towerjax.towers.lowering.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
 

@@ -7,10 +7,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from towerjax.proof.equation import open_jaxpr
-from towerjax.towers.rewrite import as_call, with_programs
+from towerjax.proof.interpreter import as_call, with_programs
 
 
-def hold_scattered(program: Any) -> Any:
+def hold_scattered(jaxpr: Any) -> Any:
     """A jaxpr, closed or not, of which each scatter's operand is behind a barrier.
 
     XLA writes to one index of an array that it splits within a tower on every device,
@@ -18,12 +18,12 @@ def hold_scattered(program: Any) -> Any:
     If it has cut the part out of the whole, it merges the two slices and reads another
     place, until JAX 0.12: https://github.com/openxla/xla/issues/49121.
     """
-    body = open_jaxpr(program)
+    body = open_jaxpr(jaxpr)
     eqns = [_behind_barrier(eqn) for eqn in body.eqns]
     if all([a is b for a, b in zip(eqns, body.eqns, strict=True)]):
-        return program
+        return jaxpr
     new = body.replace(eqns=eqns)
-    return new if body is program else program.replace(jaxpr=new)
+    return new if body is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 def _behind_barrier(eqn: JaxprEqn) -> JaxprEqn:

@@ -29,7 +29,7 @@ from towerjax.proof.equation import (
     sub_jaxprs,
 )
 from towerjax.proof.interpreter import Interpreter, eqn_context
-from towerjax.towers.additions import (
+from towerjax.towers.lowering.additions import (
     are_zeros,
     carried_sums,
     is_addition,

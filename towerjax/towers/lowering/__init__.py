@@ -1,0 +1,1 @@
+"""One program for these devices: what is proved is what is lowered."""
