@@ -55,7 +55,8 @@ def lower(
     With ``full_rows`` it is for so many rows of each tower, all of them examples. The
     program of a training takes the verdict of the call before as a last argument.
     """
-    engine, ins, outs = traced.engine, traced.engine.ins, traced.outs
+    engine, ins = traced.engine, traced.engine.ins
+    outs: Any = traced.outs
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
@@ -63,7 +64,7 @@ def lower(
     if full_rows is not None:
         run = _with_full_rows(run, [*ins].index("num_valid"), full_rows)
     if engine.gives_verdict:
-        run, outs = _with_verdict(run), Called(*outs[:3], Layout.MIRRORED)
+        run, outs = _with_verdict(run), Called(*outs[:3], verdict=Layout.MIRRORED)
         shardings["verdict"] = placement.sharding(Layout.MIRRORED)
         args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
     state = ins["state"]
@@ -161,8 +162,8 @@ def _with_verdict(fn: Callable[..., Any]) -> Callable[..., Called]:
     """The function of a last argument more, the verdict of the call before."""
 
     def run(*args: PyTree) -> Called:
-        *args, before = args
-        out: Outcome = fn(*args)
+        *given, before = args
+        out: Outcome = fn(*given)
         return Called(*out[:3], next_verdict(before, out.finite, out.now["step"]))
 
     return run

@@ -1,7 +1,4 @@
-"""Look into a step: prove it, compile it, audit it, report on it, find what failed.
-
-Methods of `Step`, written as functions of it.
-"""
+"""`Examined`: prove, compile, audit and report on a step, and find what failed."""
 
 import contextlib
 import dataclasses
@@ -12,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.data.placer import PlacedBatch
+from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place, readable
 from towerjax.step.audit import run_audit
 from towerjax.step.audited import (
@@ -26,216 +23,250 @@ from towerjax.step.audited import (
 )
 from towerjax.step.comparison import RAISED_ON_OTHER_ROWS, AuditReport, SplitError
 from towerjax.step.compile import Program, compile_step
+from towerjax.step.engine import Engine, StepOptions
 from towerjax.step.faults import Place
-from towerjax.step.programs import send_shared
+from towerjax.step.policies import StatePolicy
+from towerjax.step.programs import Programs, send_shared
 from towerjax.step.prove import Proof, prove
 from towerjax.step.report import StepReport, report_on
 from towerjax.step.state import TrainState, split_state, step_number
 from towerjax.step.trace import Traced, trace
+from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
+from towerjax.types.door import doors
 from towerjax.types.warning import warn
 
 
-def check(
-    self: Any,
-    params: PyTree,
-    batch: PyTree,
-    *,
-    opt_state: PyTree = (),
-    local: PyTree = None,
-    extra: PyTree = None,
-) -> Proof:
-    """The proof that the step's towers stay the same, without any device.
+@doors
+class Examined:
+    """What one may ask of a step without running it; `Step` adds how it runs."""
 
-    Args:
-      params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
-      batch: A global batch, arrays or shapes ``[B, ...]``.
-      opt_state: As for `init`, arrays or shapes; a train step makes it.
-      local: Tower-local variables, as for ``init``, arrays or shapes.
-      extra: As for `init`, arrays or shapes.
+    engine: Engine
+    strategy: Strategy
+    options: StepOptions
+    policy: StatePolicy
+    programs: Programs
+    num_parts: int  # T A: how many tower calls share a batch
+    audit_report: AuditReport | None  # of it or of the same program
+    audit_s: float  # the seconds that it took
+    is_to_be_audited: bool
+    _placer: Placer
 
-    Returns:
-      The ``Proof``, with the collectives of the step.
+    def start(self, state: Any) -> TrainState:
+        """The state checked, its numbers on the devices."""
+        raise NotImplementedError
 
-    Raises:
-      ReplicationError: A result depends on the tower, or a collective could
-        hang; names leaf and line.
-      ValueError: The batch is malformed, or does not divide.
+    def shapes(
+        self,
+        params: PyTree,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> TrainState:
+        """The shapes of the state before the first step."""
+        raise NotImplementedError
 
-    Example:
-      >>> import jax.numpy as jnp, optax, towerjax as tj
-      >>> def loss_fn(params, batch, tower):
-      ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
-      >>> strategy = tj.Mirrored(towers=4096)
-      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
-      >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
-      >>> step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
-      Proof(collectives: psum of 16 bytes)
-    """
-    state = params
-    if not isinstance(state, TrainState):
-        state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
-    state = self.policy.as_state(state)
-    traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
-    for traced_pass in traced.passes:
-        traced_pass.towers.rehearse()
-    return prove(traced)
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked and placed."""
+        raise NotImplementedError
 
+    def check(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> Proof:
+        """The proof that the step's towers stay the same, without any device.
 
-def program(self: Any, state: Any, batch: PyTree) -> Program:
-    """The compiled program for such a batch; compiles it if need be.
+        Args:
+          params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
+          batch: A global batch, arrays or shapes ``[B, ...]``.
+          opt_state: As for `init`, arrays or shapes; a train step makes it.
+          local: Tower-local variables, as for ``init``, arrays or shapes.
+          extra: As for `init`, arrays or shapes.
 
-    Args:
-      state: The state; for absent devices its shapes, or those of parameters.
-      batch: A global batch, or one placed before; for absent devices shapes.
+        Returns:
+          The ``Proof``, with the collectives of the step.
 
-    Returns:
-      A ``Program``: ``.call.as_text()`` is the compiler's own text.
-    """
-    placement = self.strategy.placement
-    if placement.absent is None:
-        state, placed = self.start(state), self.place_batch(batch)
-        kind = self.policy.kind(state)
-        audit = functools.partial(audit_once, self, state, placed)
-        return self.programs.program(split_state(state), placed, kind, audit)
-    state = state if isinstance(state, TrainState) else self.shapes(state)
-    first = split_state(self.policy.as_state(state))
-    rows, *others = self._placer.shapes(batch)
-    full_rows = None
-    if self.programs.leaves_out_weights and not self._placer.may_pad:
-        full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
-    args = (*first, rows, *others)
-    return compile_step(self.engine, placement, args, full_rows=full_rows)
+        Raises:
+          ReplicationError: A result depends on the tower, or a collective could
+            hang; names leaf and line.
+          ValueError: The batch is malformed, or does not divide.
 
+        Example:
+          >>> import jax.numpy as jnp, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
+          >>> strategy = tj.Mirrored(towers=4096)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+          >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
+          >>> step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+          Proof(collectives: psum of 16 bytes)
+        """
+        state = params
+        if not isinstance(state, TrainState):
+            state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
+        state = self.policy.as_state(state)
+        traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
+        for traced_pass in traced.passes:
+            traced_pass.towers.rehearse()
+        return prove(traced)
 
-def report(self: Any, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
-    """What the compiler made of the step for such a batch.
+    def program(self, state: Any, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be.
 
-    Args:
-      state: The state; it is kept. For absent devices shapes: of parameters, or
-        what ``step.shapes`` gives.
-      batch: A global batch, or one placed before; for absent devices shapes.
-      timed_calls: So many calls are timed, on a copy of the state, which needs
-        its memory once more; 0 times none.
+        Args:
+          state: The state; for absent devices its shapes, or those of parameters.
+          batch: A global batch, or one placed before; for absent devices shapes.
 
-    Returns:
-      A `StepReport`: collectives, FLOPs, memory, times.
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        placement = self.strategy.placement
+        if placement.absent is None:
+            state, placed = self.start(state), self.place_batch(batch)
+            kind = self.policy.kind(state)
+            audit = functools.partial(self._audit_once, state, placed)
+            return self.programs.program(split_state(state), placed, kind, audit)
+        state = state if isinstance(state, TrainState) else self.shapes(state)
+        first = split_state(self.policy.as_state(state))
+        rows, *others = self._placer.shapes(batch)
+        full_rows = None
+        if self.programs.leaves_out_weights and not self._placer.may_pad:
+            full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
+        args = (*first, rows, *others)
+        return compile_step(self.engine, placement, args, full_rows=full_rows)
 
-    Raises:
-      ValueError: As a step's call.
-    """
-    return report_on(self, state, batch, timed_calls)
+    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
+        """What the compiler made of the step for such a batch.
 
+        Args:
+          state: The state; it is kept. For absent devices shapes: of parameters, or
+            what ``step.shapes`` gives.
+          batch: A global batch, or one placed before; for absent devices shapes.
+          timed_calls: So many calls are timed, on a copy of the state, which needs
+            its memory once more; 0 times none.
 
-def audit(self: Any, state: Any, batch: PyTree) -> AuditReport:
-    """Run two towers and one tower of the same rows, and compare what is merged.
+        Returns:
+          A `StepReport`: collectives, FLOPs, memory, times.
 
-    On one device, with so many rows for each of the two as a tower function gets;
-    where batches may be padded, once more with half as many for the second, and with
-    more padding on the one. Loss, gradients, metrics and every other merged value are
-    compared; ``tower.rng`` draws the same for all rows. Nothing is updated, and the
-    state is kept.
+        Raises:
+          ValueError: As a step's call.
+        """
+        return report_on(self, state, batch, timed_calls)
 
-    Args:
-      state: As for a call.
-      batch: A global batch of at least two examples, or one placed before.
+    def audit(self, state: Any, batch: PyTree) -> AuditReport:
+        """Run two towers and one tower of the same rows, and compare what is merged.
 
-    Returns:
-      An `AuditReport` of what was compared.
+        On one device, with so many rows for each of the two as a tower function gets;
+        where batches may be padded, once more with half as many for the second, and
+        with more padding on the one. Loss, gradients, metrics and every other merged
+        value are compared; ``tower.rng`` draws the same for all rows. Nothing is
+        updated, and the state is kept.
 
-    Raises:
-      SplitError: A leaf depends on how the rows were split: names the leaf, both
-        numbers, and what to write instead.
-      ValueError: As a step's call.
+        Args:
+          state: As for a call.
+          batch: A global batch of at least two examples, or one placed before.
 
-    Example:
-      >>> import numpy as np, optax, towerjax as tj
-      >>> def loss_fn(w, batch, tower):
-      ...     return tj.Weighted(((w - batch) ** 2).sum(), 1.0)
-      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
-      >>> try:
-      ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
-      ... except tj.testing.SplitError as error:
-      ...     [finding.leaf for finding in error.findings]
-      ['loss', 'gradient']
-    """
-    start = time.perf_counter()
-    engine, state = self.policy.audited(self.engine, self.start(state))
-    with jax.transfer_guard("allow"):  # of what only the audit makes
-        state = jax.tree.map(readable, state)
+        Returns:
+          An `AuditReport` of what was compared.
+
+        Raises:
+          SplitError: A leaf depends on how the rows were split: names the leaf, both
+            numbers, and what to write instead.
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(w, batch, tower):
+          ...     return tj.Weighted(((w - batch) ** 2).sum(), 1.0)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> try:
+          ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
+          ... except tj.testing.SplitError as error:
+          ...     [finding.leaf for finding in error.findings]
+          ['loss', 'gradient']
+        """
+        start = time.perf_counter()
+        engine, state = self.policy.audited(self.engine, self.start(state))
+        with jax.transfer_guard("allow"):  # of what only the audit makes
+            state = jax.tree.map(readable, state)
+            how = {"parts": self.num_parts, "pads": self._placer.may_pad}
+            self.audit_report = run_audit(engine, self.strategy, state, batch, **how)
+        self.audit_s = time.perf_counter() - start
+        return self.audit_report
+
+    def _audit_once(
+        self, state: TrainState, batch: PlacedBatch, traced: Traced
+    ) -> None:
+        """Audit a step once before its first call, if it is to be."""
+        wanted = is_wanted(self.options.audit)
+        is_split = self.num_parts > 1 or wanted and ASKED.get().audit
+        if not (self.is_to_be_audited and is_split) or wanted is False:
+            return
         how = {"parts": self.num_parts, "pads": self._placer.may_pad}
-        self.audit_report = run_audit(engine, self.strategy, state, batch, **how)
-    self.audit_s = time.perf_counter() - start
-    return self.audit_report
+        program = program_hash(traced, **how)
+        self.audit_report = verdict_on(program)
+        if self.audit_report is None:
+            given = traced, state.params, self.strategy.placement.devices_each
+            try:
+                with noting_its_audit() if wanted else contextlib.nullcontext():
+                    if not wanted:
+                        refuse_unasked(*given)
+                    keep(program, self.audit(state, batch))
+            except SplitError as error:
+                if wanted or not jax.tree.leaves(state.local):
+                    raise
+                how = "Say audit=False if each tower's own statistics are meant."
+                warn(f"{error}\n{how}")
+            except RAISED_ON_OTHER_ROWS as error:
+                if wanted:
+                    raise
+                why = str(error).splitlines()[0].rstrip(".")
+                warn(f"not audited: {why}. audit=False leaves this line out.")
+        self.is_to_be_audited = False
 
+    def locate(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        *,
+        number: int | None = None,
+    ) -> tuple[Place, ...]:
+        """Which towers' values of a step are not finite, before any reduction.
 
-def audit_once(
-    self: Any, state: TrainState, batch: PlacedBatch, traced: Traced
-) -> None:
-    """Audit a step before its first call, if it is to be, and its program never was."""
-    wanted = is_wanted(self.options.audit)
-    is_split = self.num_parts > 1 or wanted and ASKED.get().audit
-    if not (self.is_to_be_audited and is_split) or wanted is False:
-        return
-    how = {"parts": self.num_parts, "pads": self._placer.may_pad}
-    program = program_hash(traced, **how)
-    self.audit_report = verdict_on(program)
-    if self.audit_report is None:
-        given = traced, state.params, self.strategy.placement.devices_each
-        try:
-            with noting_its_audit() if wanted else contextlib.nullcontext():
-                if not wanted:
-                    refuse_unasked(*given)
-                keep(program, audit(self, state, batch))
-        except SplitError as error:
-            if wanted or not jax.tree.leaves(state.local):
-                raise
-            warn(f"{error}\nSay audit=False if each tower's own statistics are meant.")
-        except RAISED_ON_OTHER_ROWS as error:
-            if wanted:
-                raise
-            why = str(error).splitlines()[0].rstrip(".")
-            warn(f"not audited: {why}. audit=False leaves this line out.")
-    self.is_to_be_audited = False
+        Runs the towers once more, in a program of its own, without an update.
 
+        Args:
+          state: The state before the step, or after it if it was refused.
+          batch: The step's batch.
+          number: The step's, ``error.step`` of a refused one; None is the state's next.
 
-def locate(
-    self: Any,
-    state: TrainState,
-    batch: PyTree,
-    *,
-    number: int | None = None,
-) -> tuple[Place, ...]:
-    """Which towers' values of a step are not finite, before any reduction.
+        Returns:
+          The places, pass after pass: after one, all towers may have what one had.
 
-    Runs the towers once more, in a program of its own, without an update.
-
-    Args:
-      state: The state before the step, or after it if it was refused.
-      batch: The step's batch.
-      number: The step's, ``error.step`` of a refused one; None is the state's next.
-
-    Returns:
-      The places, pass after pass: after one, all towers may have what one had.
-
-    Example:
-      >>> import numpy as np, optax, towerjax as tj
-      >>> def loss_fn(params, batch, tower):
-      ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
-      >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
-      >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
-      >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
-      >>> place.tower, place.leaf, place.part, place.kind
-      (1, 'params/w', 'gradient', 'infinity')
-    """
-    placement = self.strategy.placement
-    state, placed = self.start(state), send_shared(self.place_batch(batch))
-    number = step_number(state) + 1 if number is None else number
-    before = np.asarray(number - 1).astype(np.int32)
-    at = place(before, placement, Layout.MIRRORED)
-    donated_kept = split_state(dataclasses.replace(state, step=at))
-    locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
-    program = locator.program(donated_kept, placed)
-    (flags,) = locator(program, donated_kept, placed)
-    places = [place for x in jax.device_get(flags) for place in x.places(number)]
-    return tuple(dict.fromkeys(places))  # each pass has the parameters
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
+          >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
+          >>> place.tower, place.leaf, place.part, place.kind
+          (1, 'params/w', 'gradient', 'infinity')
+        """
+        placement = self.strategy.placement
+        state, placed = self.start(state), send_shared(self.place_batch(batch))
+        number = step_number(state) + 1 if number is None else number
+        before = np.asarray(number - 1).astype(np.int32)
+        at = place(before, placement, Layout.MIRRORED)
+        donated_kept = split_state(dataclasses.replace(state, step=at))
+        locator = dataclasses.replace(self.programs, engine=self.engine.flagging())
+        program = locator.program(donated_kept, placed)
+        (flags,) = locator(program, donated_kept, placed)
+        places = [place for x in jax.device_get(flags) for place in x.places(number)]
+        return tuple(dict.fromkeys(places))  # each pass has the parameters

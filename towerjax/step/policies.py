@@ -113,8 +113,8 @@ class Trained(StatePolicy):
         made = self.made(given.params)
         check_made(given, made)
         number: Any = jax.ShapeDtypeStruct((), jnp.int32)
-        expected = expected or dataclasses.replace(given, step=number, **made)
-        placed = with_numbers_placed(given, self.strategy.placement, expected)
+        known = expected or dataclasses.replace(given, step=number, **made)
+        placed = with_numbers_placed(given, self.strategy.placement, known)
         check_made_for(placed, self.strategy)
         return placed
 

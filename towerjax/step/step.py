@@ -9,9 +9,9 @@ import jax
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
-from towerjax.step import examine
 from towerjax.step.comparison import AuditReport
 from towerjax.step.engine import Engine, StepOptions
+from towerjax.step.examine import Examined
 from towerjax.step.policies import StatePolicy, Trained
 from towerjax.step.programs import Programs
 from towerjax.step.state import (
@@ -40,7 +40,7 @@ from towerjax.types.missing import explain_missing
 
 
 @doors
-class Step:
+class Step(Examined):
     """A pure step: ``(state, batch) -> (state, metrics)``.
 
     Made by `build_train_step` and `build_step`; those of `build_eval_step` and
@@ -74,9 +74,6 @@ class Step:
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
         self.verdicts = Verdicts(placement, raises=raises, guard=options.guard)
-
-    check, program, report = examine.check, examine.program, examine.report
-    audit, locate = examine.audit, examine.locate
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing()
@@ -289,7 +286,7 @@ class Step:
         audit = None
         if programs.known(batch, kind) is None or not is_usable(state):
             state = self.start(state)
-            audit = functools.partial(examine.audit_once, self, state, batch)
+            audit = functools.partial(self._audit_once, state, batch)
         first = split_state(state)
         program = programs.program(first, batch, kind, audit)
         try:

@@ -1,6 +1,7 @@
 """The verdict on a step's calls: one number, which travels from call to call."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,8 @@ class Verdicts:
         several = placement.num_processes > 1
         self._is_read = raises or several  # another may have died, which reading tells
         self._polls = placement.platform == "cpu" and not several
-        # Threads that call one step at once each take one, and bring one back. No lock:
-        # what is read twice does no harm.
-        self._newest: list[jax.Array] = []
+        # Threads at once each take one and bring one back; read twice does no harm.
+        self._newest: list[Any] = []  # arrays, whose stub has no is_ready
         self._asked: list[jax.Array] = []
         self._calls = 0
 
