@@ -596,8 +596,6 @@ def test_padding_that_nothing_masks_is_refused(compiled):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_padding_that_the_other_part_of_a_loss_masks_is_refused(count):
-    """On one device a gradient begins with a 1 computed after the loss and its mask."""
-
     def careless(params, batch, tower):
         masked = tower.weight * (batch["x"] @ params["w"]) ** 2
         unmasked = batch["x"] ** 2 * params["aux"]

@@ -184,7 +184,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see `towerjax.proof.tags`."""
     name, [mark] = given_name(eqn), ins
-    if name == tags.ONE or (name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS):
+    if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
         return [ALIKE]
     if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
         return [Mark(ALL, "a gradient", (eqn, context.outer))]

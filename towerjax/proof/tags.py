@@ -30,9 +30,6 @@ HAS_EXAMPLES = Tag("towerjax.has_examples")
 # A mean's factor, or a term beside it, that is the same on all towers.
 SHARED = Tag("towerjax.shared")
 
-# The number 1 that a gradient begins with, where it depends on the loss.
-ONE = Tag("towerjax.one")
-
 # Scope of the sums of a batch norm, which each micro-batch has of its own.
 BATCH_NORM = Tag("TowerBatchNorm")
 

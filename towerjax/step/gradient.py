@@ -100,7 +100,7 @@ def value_and_grad(
             given = of_sums(params)[1][0]
             return given, Sum(jax.tree.map(jnp.zeros_like, params))
         total, pull_back, (given, weight) = vjp(of_sums, params)
-        grads = pull_back(checkpoint_name(jnp.ones_like(total), tags.ONE))
+        grads = pull_back(jnp.ones_like(total))
         if isinstance(weight, list) and (note := _note_of(tower)) is not None:
             note(weight)
             return given, Sum(map_values(_nan_gradient, grads))
