@@ -39,4 +39,5 @@ tj.run(
     checkpointer=saving,
     hooks=[hook],
     progress=False,
+    audit=False,  # the variables of the model are of each tower
 )
