@@ -500,6 +500,17 @@ def test_a_loss_that_is_not_finite_is_not_audited():
         step.audit(state, ROWS)
 
 
+def test_a_gradient_that_is_not_finite_is_not_compared():
+    def loss_fn(params, batch, tower):
+        own = errors(params, batch) + jnp.sqrt(0.0 * params["b"])
+        return tj.Weighted.mean(own, tower.weight)
+
+    step = train_step(loss_fn)
+    report = step.audit(step.init(MODEL), ROWS)
+    assert report.not_compared == ("gradient['b']",) and "loss" in report.compared
+    assert "gradient['w']" in report.compared
+
+
 @pytest.mark.parametrize("rows", [2, 3, 8])
 def test_towers_of_one_row_are_audited_with_two(rows):
     def loss_fn(w, batch, tower):  # of pairs, of which one row has none

@@ -112,7 +112,8 @@ def test_only_four_files_name_the_executors():
     words = re.compile(r"\b(shard_map|pmap|NamedSharding)\(|jax\.vmap\(")
     allowed = {"mesh/placement.py", "towers/executors.py"}
     allowed |= {f"towers/lowering/{name}.py" for name in ("tower_axis", "vmap_sums")}
-    allowed |= {"tools/testing/programs.py"}  # any program, in an example
+    # Any program, in an example.
+    allowed |= {f"tools/testing/{name}.py" for name in ("programs", "devices")}
     # Rows of towers, and what devices share, in an update.
     allowed |= {f"contrib/{name}.py" for name in ("by_owner", "diloco")}
     for path in ROOT.rglob("*.py"):

@@ -57,7 +57,7 @@ def test_every_command_has_help_with_an_example(shell):
     for name in set(names) - {"command", "-h,", "--version", "--traceback"}:
         code, out, _ = shell(name, "--help")
         assert code == 0 and f"Example:\n  towerjax {name} " in f"{out} ", name
-    for name in "report bench audit launch".split():
+    for name in "report bench audit check launch".split():
         assert "exit code: 0 if" in " ".join(shell(name, "--help")[1].split())
     assert shell("--version")[1].startswith("towerjax 0.")
     assert shell()[0] == 2 and shell("fly")[0] == 2

@@ -27,6 +27,7 @@ from towerjax.step.comparison import (
     SplitError,
     are_additive,
     are_same,
+    compared_of,
     judge,
 )
 from towerjax.step.run_towers import DRAWS, RowsToRun, Towers, compare
@@ -178,8 +179,9 @@ class Audit:
             report = self.judge(runs)
         except SplitError:
             return None
-        names = sorted(x for x, value in whole.values.items() if value is not None)
-        return dataclasses.replace(report, compared=tuple(names))
+        names = compared_of(whole.values)
+        left = tuple(sorted(whole.values.keys() - set(names)))
+        return dataclasses.replace(report, compared=names, not_compared=left)
 
     def _permuted(self) -> list[RowsToRun]:
         """Further splits of the same rows."""

@@ -37,6 +37,7 @@ class Finding:
       one_tower: The same element on one tower.
       difference: The largest difference.
       relative: The largest difference over the leaf's largest value.
+      of: What ``towers`` counts: towers, or devices.
     """
 
     leaf: str
@@ -46,10 +47,12 @@ class Finding:
     one_tower: float
     difference: float
     relative: float
+    of: str = "towers"
 
     def __str__(self) -> str:
+        split = f" ({self.split})" if self.split else ""
         return (
-            f"{self.leaf} is {self.value:.6g} on {self.towers} towers ({self.split})"
+            f"{self.leaf} is {self.value:.6g} on {self.towers} {self.of}{split}"
             f" and {self.one_tower:.6g} on one: they differ by {self.difference:.3g}"
             f" ({self.relative:.2%} of its size)"
         )
@@ -65,11 +68,12 @@ class AuditReport:
       splits: How many runs of several towers were compared with one tower.
       compared: Names of the leaves.
       not_compared: Names of the leaves that have no one value to compare: those of
-        each tower, and keys.
+        each tower, keys, and what is not finite.
       largest: The largest difference over its leaf's largest value.
       largest_leaf: The leaf with that difference.
       by_rounding: Names of leaves that differ by more than the tolerance, and by no
         more than the rounding of what goes in explains, which decides them.
+      of: What ``towers`` counts: towers, or devices.
     """
 
     towers: tuple[int, ...]
@@ -80,12 +84,13 @@ class AuditReport:
     largest: float
     largest_leaf: str
     by_rounding: tuple[str, ...] = ()
+    of: str = "towers"
 
     def __str__(self) -> str:
         towers = ", ".join(str(n) for n in self.towers)
         text = (
-            f"{len(self.compared)} values are the same on {towers} towers as on one, up"
-            f" to {self.largest:.0e} of {self.largest_leaf}"
+            f"{len(self.compared)} values are the same on {towers} {self.of} as on one,"
+            f" up to {self.largest:.0e} of {self.largest_leaf}"
         )
         if self.not_compared:
             text += f"; not compared: {', '.join(self.not_compared)}"
@@ -123,9 +128,10 @@ class SplitError(Portable, ReplicationError):
         told = "".join(f"\n{sentence}" for sentence in advice)
         number = len(self.findings)
         depend = "leaf depends" if number == 1 else "leaves depend"
-        super().__init__(
-            f"{number} {depend} on how the batch is split over towers:{shown}{told}"
-        )
+        of = "how the batch is split over towers"
+        if any(finding.of == "devices" for finding in self.findings):
+            of = "the number of devices"
+        super().__init__(f"{number} {depend} on {of}:{shown}{told}")
 
 
 class Compared(NamedTuple):
@@ -141,7 +147,7 @@ class Compared(NamedTuple):
 def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
     """The report of runs that are the same as on one tower; raise if one is not."""
     want = runs[0].want
-    names = sorted(name for name, x in want.items() if x is not None)
+    names = compared_of(want)
     worst = {
         name: max((_gap_of_leaf(name, run, rtol) for run in runs), key=lambda x: x[0])
         for name in names
@@ -153,9 +159,18 @@ def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
     largest = max(findings, key=lambda x: x.relative, default=none)
     towers = tuple(dict.fromkeys(run.towers for run in runs))
     left_out = tuple(sorted(want.keys() - set(names)))
-    compared = tuple(names), left_out, largest.relative, largest.leaf
+    compared = names, left_out, largest.relative, largest.leaf
     by_rounding = tuple(x.leaf for x in findings if x.relative > rtol)
     return AuditReport(towers, examples, len(runs), *compared, by_rounding)
+
+
+def compared_of(leaves: Leaves) -> tuple[str, ...]:
+    """The names of leaves that have a value.
+
+    What is not finite, as a gradient whose scale is still too large, says nothing.
+    """
+    values = {name: x for name, x in leaves.items() if x is not None}
+    return tuple(sorted(name for name, x in values.items() if np.isfinite(x).all()))
 
 
 def _rank(leaf: str) -> int:
@@ -217,10 +232,9 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
 
 
 def refuse_nonfinite(leaves: Leaves) -> None:
-    """Raise where the loss or a gradient of one tower is not finite."""
-    for name in sorted(leaves, key=_rank):
-        is_guarded, x = name.startswith(("loss", GRADIENT)), leaves[name]
-        if is_guarded and x is not None and not np.isfinite(x).all():
+    """Raise where the loss of one tower is not finite."""
+    for name, x in leaves.items():
+        if name.startswith("loss") and x is not None and not np.isfinite(x).all():
             raise NotAudited(
                 f"on one tower {name} is not finite. Give parameters and a batch whose"
                 " loss is finite"

@@ -1,15 +1,19 @@
 """The commands of ``towerjax``; the docstring of each is its help."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
+from towerjax.proof.findings import ReplicationError
 from towerjax.tools import shell
 from towerjax.tools.shell import FAULT, OK
 from towerjax.tools.sweep.bench import bench as bench_all
-from towerjax.tools.testing import SplitError
+from towerjax.tools.testing import SplitError, prove, same_on_devices
 from towerjax.towers.strategies import Mirrored
 from towerjax.types.options import check_takes
 from towerjax.types.version import __version__
@@ -66,6 +70,37 @@ def audit(make_step: str, json: bool = False) -> int:
         findings = list(map(dataclasses.asdict, error.findings))
         return shell.show(error, {"same": False, "findings": findings}, json, FAULT)
     return shell.show(outcome, {"same": True, **dataclasses.asdict(outcome)}, json)
+
+
+def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> int:
+    """Check a JAX program on several numbers of devices.
+
+    What its maps over devices call the same is proved, and results are compared.
+
+    Example:
+      towerjax check train:make --devices 1 2 4
+
+    where make(devices) returns (fn, args) for so many devices.
+
+    exit code: 0 if nothing depends on them, 1 if something does, 2 for wrong arguments.
+    """
+    with contextlib.suppress(RuntimeError):  # where the module has used JAX
+        jax.config.update("jax_num_cpu_devices", max(devices))
+    program = shell.resolve(make, "train:make")
+    check_takes(f"{make.rpartition(':')[2]}(devices)", program, max(devices))
+    fn, args = program(max(devices))
+    told, found = [], dict[str, Any]()
+    for name, run in {
+        "proof": lambda: prove(fn, *args),
+        "comparison": lambda: same_on_devices(program, devices),
+    }.items():
+        try:
+            told.append(str(run()))
+        except ReplicationError as error:
+            told.append("\n".join(str(error).splitlines()[:_SCREEN]))
+            found[name] = str(error)
+    outcome = {"same": not found, "findings": found}
+    return shell.show("\n".join(told), outcome, json, FAULT if found else OK)
 
 
 def report(
@@ -140,6 +175,7 @@ def bench(
     return shell.show(timings, {"results": timings.records}, json, code)
 
 
+_SCREEN = 16  # lines of one answer
 _STEP = ("make_step", str, "module:function")
 _JSON = ("--json", True, "print one JSON object")
 _NEEDED, _SEVERAL = {"required": True}, {"nargs": "+"}
@@ -174,4 +210,9 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         _JSON,
     ),
     audit: (_STEP, _JSON),
+    check: (
+        ("make", str, "module:function"),
+        ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
+        _JSON,
+    ),
 }

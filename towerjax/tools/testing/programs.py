@@ -77,7 +77,7 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
       >>> tj.testing.prove(total, jax.ShapeDtypeStruct((4,), "float32")).same
       1
     """
-    jaxpr = _traced(fn, args, kwargs)
+    jaxpr = traced_program(fn, args, kwargs)
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
     every = [x for x in analysis.meshes if x.along]
     maps = list({(x.line, *x.along, x.alike, x.split): x for x in every}.values())
@@ -102,7 +102,7 @@ def _at(x: OwnMesh) -> str:
     return f"shard_map or pmap{at} over {listed(map(repr, x.along))}"
 
 
-def _traced(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def traced_program(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """The jaxpr; leaves that are no arrays are constants, as of static arguments."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

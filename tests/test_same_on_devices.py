@@ -1,0 +1,202 @@
+"""Programs that were not written with towerjax, on several numbers of devices."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import towerjax as tj
+from towerjax.step.comparison import NotAudited
+
+P = PartitionSpec
+DRAW = np.random.default_rng(3)
+W = DRAW.normal(size=3).astype(np.float32)
+X = DRAW.normal(size=(16, 3)).astype(np.float32)
+Y = DRAW.normal(size=16).astype(np.float32)
+MASK = (DRAW.uniform(size=16) < 0.6).astype(np.float32)
+
+
+WHOLE = P()
+
+
+def mesh_of(devices):
+    return Mesh(np.array(jax.devices()[:devices]), "i")
+
+
+def mapped(fn, *args, out=WHOLE, **how):
+    """``make`` of a `shard_map`, whose first argument all devices have."""
+
+    def make(devices):
+        specs = (P(), *[P("i")] * (len(args) - 1))
+        how_ = {"mesh": mesh_of(devices), "in_specs": specs, "out_specs": out, **how}
+        return jax.jit(jax.shard_map(fn, **how_)), args
+
+    return make
+
+
+def loss(w, x, y):
+    return ((x @ w - y) ** 2).mean()
+
+
+def clip(g):
+    return g * jnp.minimum(1.0, 0.5 / jnp.linalg.norm(g))
+
+
+def masked_mean(w, x, y, m):
+    return (((x @ w - y) ** 2) * m).sum() / m.sum()
+
+
+WITHOUT = {"check_vma": False}
+WRONG = {
+    "twice": (
+        mapped(lambda *a: lax.pmean(jax.grad(loss)(*a), "i"), W, X, Y),
+        "result: as many times as much as there are devices",
+    ),
+    "clipped": (
+        mapped(lambda *a: lax.pmean(clip(jax.grad(loss)(*a)), "i"), W, X, Y, **WITHOUT),
+        "Devices communicate at .*test_same_on_devices.py:.*(psum)",
+    ),
+    "masked": (
+        mapped(lambda *a: lax.pmean(masked_mean(*a), "i"), W, X, Y, MASK, **WITHOUT),
+        "result is .* on . devices and .* on one",
+    ),
+    "share": (
+        mapped(lambda w, x: lax.pmean(x.sum(), "i"), W, X),
+        "its share on one device",
+    ),
+    "own_rows": (
+        mapped(lambda w, x: x - x.mean(0)[None], W, X, out=P("i"), **WITHOUT),
+        "result is",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_depends_on_the_number_of_devices_is_refused(name):
+    make, text = WRONG[name]
+    with pytest.raises(tj.testing.SplitError, match=text) as error:
+        tj.testing.same_on_devices(make)
+    assert str(error.value).startswith("1 leaf depends on the number of devices")
+    assert len(str(error.value).splitlines()) < 8
+
+
+def test_the_numbers_are_those_of_numpy():
+    make, _ = WRONG["share"]
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_on_devices(make, (1, 4))
+    [finding] = error.value.findings
+    total = X.sum(dtype=np.float64)
+    np.testing.assert_allclose(
+        (finding.value, finding.one_tower), (total / 4, total), 1e-5
+    )
+    assert finding.towers == 4
+
+
+def of_pmap(devices):
+    def step(w, x, y):
+        return lax.pmean(jax.grad(loss)(w, x, y), "i"), x @ w
+
+    rows = [a.reshape(devices, -1, *a.shape[1:]) for a in (X, Y)]
+    return jax.pmap(step, "i", in_axes=(None, 0, 0), devices=jax.devices()[:devices]), (
+        W,
+        *rows,
+    )
+
+
+def of_jit(devices):
+    rows = NamedSharding(mesh_of(devices), P("i"))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, x, y):
+        grads = jax.grad(loss)(state["w"], x, y)
+        key, own = jax.random.split(state["key"])
+        noise = jax.random.normal(own, grads.shape)
+        w = state["w"] - 0.1 * (grads + 0.01 * noise)
+        return {"w": w, "key": key, "step": state["step"] + 1}, {"rows": x @ w}
+
+    whole = NamedSharding(mesh_of(devices), P())
+    state = {"w": W, "key": jax.random.key(3), "step": 0}
+    state = jax.tree.map(lambda x: jax.device_put(x, whole), state)
+    return step, (state, *(jax.device_put(x, rows) for x in (X, Y)))
+
+
+def of_psum(w, x, y, m):
+    total = lax.psum((((x @ w - y) ** 2) * m).sum(), "i")
+    return total / lax.psum(m.sum(), "i")
+
+
+RIGHT = {
+    "pmap": of_pmap,
+    "jit": of_jit,
+    "shard_map": mapped(
+        lambda *a: lax.pmean(jax.grad(loss)(*a), "i"), W, X, Y, **WITHOUT
+    ),
+    "two_sums": mapped(of_psum, W, X, Y, MASK),
+    "rows": mapped(lambda w, x: x @ w, W, X, out=P("i")),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_does_not_depend_on_it_passes(name):
+    report = tj.testing.same_on_devices(RIGHT[name])
+    assert report.towers == (2, 4) and report.largest < 1e-5
+    assert "on 2, 4 devices as on one" in str(report)
+    if name == "jit":  # keys and counters, too
+        names = "result[0]['key'] result[0]['step'] result[0]['w'] result[1]['rows']"
+        assert report.compared == tuple(names.split())
+
+
+def test_a_program_that_draws_anew_is_told():
+    drawn = np.random.default_rng(0)
+    make = lambda devices: (lambda: np.float32(drawn.uniform()), ())  # noqa: E731
+    with pytest.raises(NotAudited, match="not deterministic"):
+        tj.testing.same_on_devices(make)
+
+
+@pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 16)])
+def test_numbers_of_devices_that_cannot_be_compared_are_refused(wrong):
+    with pytest.raises(ValueError, match="must be 1 and other numbers, of at most 8"):
+        tj.testing.same_on_devices(RIGHT["rows"], wrong)
+
+
+PROGRAM = """
+import jax, numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+W, X = np.ones(3, np.float32), np.arange(24, dtype=np.float32).reshape(8, 3)
+
+def made(fn, devices, **how):
+    mesh = Mesh(np.array(jax.devices()[:devices]), "i")
+    how |= {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P()}
+    return jax.jit(jax.shard_map(fn, **how)), (W, X)
+
+def loss(w, x):
+    return ((x @ w) ** 2).mean()
+
+def good(devices):
+    fn = lambda w, x: lax.pmean(jax.grad(loss)(w, x), "i")
+    return made(fn, devices, check_vma=False)
+
+def bad(devices):
+    return made(lambda w, x: lax.pmean(jax.grad(loss)(w, x), "i"), devices)
+
+def unproved(devices):
+    return made(jax.grad(loss), devices, check_vma=False)
+"""
+
+
+def test_the_command_says_both_and_has_a_status(shell):
+    code, out, _ = shell("check", "of_user:good", "--devices", "1", "2")
+    assert code == 0 and "values are the same on 2 devices as on one" in out
+    code, out, _ = shell("check", "of_user:bad")
+    assert code == 1 and "as many times as much" in out and out.count("\n") < 24
+    code, out, _ = shell("check", "of_user:unproved", "--json")
+    told = json.loads(out)
+    assert code == 1 and not told["same"] and {*told["findings"]} >= {"proof"}
+    assert shell("check", "of_user:nothing")[0] == 2
