@@ -127,7 +127,8 @@ class Context(NamedTuple):
     ) -> "Context":
         """The context inside an equation."""
         site = (eqn, self.outer)
-        trips = None if None in (trips, self.trips) else trips * self.trips
+        outer = self.trips
+        trips = None if trips is None or outer is None else trips * outer
         control = site if predicate.along else self.control
         return self._replace(outer=site, trips=trips, control=control)
 
@@ -153,7 +154,7 @@ class Context(NamedTuple):
 
     def note_call(self, eqn: JaxprEqn, ins: Sequence[Mark]) -> None:
         """Record a collective, and whether it hangs."""
-        names, avals = named_axes(eqn), [v.aval for v in eqn.invars]
+        names, avals = named_axes(eqn), list[Any]([v.aval for v in eqn.invars])
         size = sum(x.size * x.dtype.itemsize for x in avals)
         is_sum = self.axis in names and eqn.primitive.name.split("_start")[0] in SUMS
         pairs = zip(eqn.invars, ins, strict=True)

@@ -93,8 +93,8 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
         raise ReplicationError("\n".join([_NOT_THE_SAME, *told]))
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
     lines = [f"{_at(x)}: {x.alike} results are the same, {x.split} split" for x in maps]
-    same = sum(x.alike for x in maps)
-    return ProgramReport(*map(tuple, (lines, notes, dict.fromkeys(unread))), same)
+    found = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
+    return ProgramReport(*found, sum(x.alike for x in maps))
 
 
 def _at(x: OwnMesh) -> str:
