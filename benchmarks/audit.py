@@ -21,8 +21,8 @@ import optax
 from benchmarks.absent import ResNet50
 from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.step import Step
-from towerjax.step.train import build_train_step
+from towerjax.step.build.step import Step
+from towerjax.step.build.train import build_train_step
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower import Tower
 

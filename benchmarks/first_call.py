@@ -28,7 +28,7 @@ from jax import lax
 from benchmarks.models import Model, cross_entropy, embedding, mlp, normal, transformer
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.train import build_train_step
+from towerjax.step.build.train import build_train_step
 from towerjax.towers import on_towers
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import PyTree

@@ -17,7 +17,7 @@ import numpy as np
 import towerjax as tj
 from benchmarks.absent import PROGRAMS, Program, hand_written
 from towerjax.mesh.transfer import place, place_rows
-from towerjax.step.report import time_calls
+from towerjax.step.look.report import time_calls
 from towerjax.types import Layout, PyTree
 
 

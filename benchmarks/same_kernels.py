@@ -20,7 +20,7 @@ import jax
 from benchmarks.same_bits import LOCAL, Case, cases, train_step
 from towerjax.collectives import PinnedTree
 from towerjax.mesh.absent import Absent
-from towerjax.step.hlo import Module, Operation, parse
+from towerjax.step.look.hlo import Module, Operation, parse
 from towerjax.towers.strategies import Mirrored
 
 _NO_ROUNDING = frozenset(

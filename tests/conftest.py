@@ -13,7 +13,7 @@ import pytest
 import quickly
 
 from towerjax.mesh import placement
-from towerjax.step.audited import ASKED, Asked
+from towerjax.step.look.audited import ASKED, Asked
 
 # Before JAX looks for devices, as programs do.
 from towerjax.tools.cli import main

@@ -26,9 +26,9 @@ from benchmarks.absent import GPT, PROGRAMS, by_hand, by_towerjax
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
-from towerjax.step.compile import compile_step
-from towerjax.step.hlo import collectives_of, parse
-from towerjax.step.state import split_state
+from towerjax.step.look.hlo import collectives_of, parse
+from towerjax.step.run.compile import compile_step
+from towerjax.step.state.train_state import split_state
 from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import StateLayout
 

@@ -22,7 +22,7 @@ from audited_losses import (
 from layouts import cases
 
 import towerjax as tj
-from towerjax.step.comparison import (
+from towerjax.step.look.comparison import (
     Compared,
     Finding,
     NotAudited,
@@ -30,7 +30,7 @@ from towerjax.step.comparison import (
     judge,
     rounding_of,
 )
-from towerjax.step.run_towers import _local_of, rounded
+from towerjax.step.look.run_towers import _local_of, rounded
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 

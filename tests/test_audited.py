@@ -14,7 +14,7 @@ from audited_losses import BATCH, PARAMS, RIGHT, WRONG, errors
 from jax.experimental import io_callback
 
 import towerjax as tj
-from towerjax.step import audited, examine
+from towerjax.step.look import audited, examine
 from towerjax.tools.sweep.bench import _timed
 
 FOUR = tj.Mirrored(towers=4)

@@ -18,7 +18,7 @@ from refusals import refused
 
 import towerjax as tj
 from towerjax.loop.options import check_hooks
-from towerjax.step.verdicts import NONE, Verdicts
+from towerjax.step.run.verdicts import NONE, Verdicts
 
 TWO, SGD, SUM = ("cpu:0", "cpu:1"), optax.sgd(0.01), tj.Reduction.SUM
 S = tj.Mirrored(TWO)

@@ -37,7 +37,7 @@ from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.point import Point
-from towerjax.step.faults import nonfinite_leaves
+from towerjax.step.state.faults import nonfinite_leaves
 from towerjax.types.leaves import is_key
 
 TESTS = pathlib.Path(__file__).parent

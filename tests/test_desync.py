@@ -10,7 +10,7 @@ from jax import lax
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.faults import Differing, fingerprint, outliers
+from towerjax.step.state.faults import Differing, fingerprint, outliers
 
 ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
 

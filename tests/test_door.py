@@ -13,7 +13,7 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.verdicts import NONE, Verdicts, next_verdict, send_to_host
+from towerjax.step.run.verdicts import NONE, Verdicts, next_verdict, send_to_host
 from towerjax.types import Layout
 
 

@@ -118,7 +118,8 @@ NAMES = {
         *("estimator/model_engine.py", "loop/loop.py", "tools/sweep/train.py"),
     ),
     r"(.*_)?plans?(_.*)?": (
-        *("mesh/cluster/launcher.py", "step/report.py", "towers/lowering/vmap_sums.py"),
+        *("mesh/cluster/launcher.py", "step/look/report.py"),
+        "towers/lowering/vmap_sums.py",
     ),
     r"(.*_)?alone(_.*)?": (
         *("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/", "step/"),

@@ -73,6 +73,22 @@ def test_the_lowering_imports_nothing_of_the_towers_that_it_lowers():
                 assert node.module.startswith("towerjax.towers.lowering"), path.name
 
 
+STEP_ROOMS = "state run look build".split()
+
+
+def test_the_rooms_of_a_step_import_those_before_them():
+    folder = ROOT / "step"
+    assert {path.name for path in folder.iterdir() if path.suffix == ".py"} == {
+        "__init__.py"
+    }
+    for number, room in enumerate(STEP_ROOMS):
+        for path in (folder / room).glob("*.py"):
+            inner = [x.split(".") for x in modules_imported(path)]
+            others = {x[2] for x in inner if x[1] == "step"}
+            others -= {*STEP_ROOMS[: number + 1]}
+            assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
 def test_contrib_is_written_on_the_public_names():
     for path in (ROOT / "contrib").rglob("*.py"):
         assert set(imports_of(path)) <= {"contrib"}, path.name

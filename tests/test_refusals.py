@@ -15,8 +15,8 @@ from refusals import refused
 
 import towerjax as tj
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.step.comparison import Finding, SplitError
-from towerjax.step.faults import Differing, Place
+from towerjax.step.look.comparison import Finding, SplitError
+from towerjax.step.state.faults import Differing, Place
 
 R, ops = tj.Reduction, tj.collectives
 ONE, TWO = np.ones(2, np.float32), tj.PerTower(np.float32([1, 2]))

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.hlo import (
+from towerjax.step.look.hlo import (
     CompiledCollective,
     Shape,
     collectives_of,
     parse,
     ring_bytes,
 )
-from towerjax.step.report import time_calls
+from towerjax.step.look.report import time_calls
 from towerjax.types.tables import Table, as_text
 
 IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4

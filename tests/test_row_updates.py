@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import towerjax as tj
-from towerjax.step.update import accept_or_keep
+from towerjax.step.state.update import accept_or_keep
 
 N, WIDTH = 4096, 16
 TABLE_BYTES = N * WIDTH * 4

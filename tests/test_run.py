@@ -30,7 +30,7 @@ from towerjax.loop.loop import Loop
 from towerjax.loop.run import run
 from towerjax.mesh import devices
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step import programs
+from towerjax.step.run import programs
 
 EPS = np.finfo(np.float32).eps
 LEARNING_RATE = 0.05

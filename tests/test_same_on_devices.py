@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
-from towerjax.step.comparison import NotAudited
+from towerjax.step.look.comparison import NotAudited
 
 P = PartitionSpec
 DRAW = np.random.default_rng(3)

@@ -12,7 +12,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.mesh import placement
-from towerjax.step.trace import Traced
+from towerjax.step.run.trace import Traced
 
 SHARDED = ("sharded_optimizer", "sharded")
 EVEN = 6 * 16 + 16 + 16  # what four devices divide; 4 numbers are not even

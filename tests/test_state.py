@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.step.state_checks import is_usable
+from towerjax.step.state.checks import is_usable
 
 PINNED = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
 

@@ -7,7 +7,7 @@ SAME: dict[tuple[str, str], str] = {
         "constant: 1 -> 2",
     ): "what several processes do places the same arrays on one",
     (
-        "towerjax.step.members:Members.begin",
+        "towerjax.step.build.members:Members.begin",
         "constant: 0 -> 1",
     ): "all members begin at one number",
     (
@@ -34,7 +34,7 @@ SAME: dict[tuple[str, str], str] = {
         "deleted: feed.added.clear() -> pass",
     ): "it waits by going round",
     (
-        "towerjax.step.compile:_named",
+        "towerjax.step.run.compile:_named",
         "deleted: run.__signature__ = inspect.Signature(parameters) -> pass",
     ): "names of a program's parameters, for who reads its text",
     (
@@ -72,12 +72,12 @@ SAME: dict[tuple[str, str], str] = {
         "flipped: distance > nearest + 1e-6 -> distance >= nearest + 1e-06",
     ): "no distance is larger by just that",
     (
-        "towerjax.step.programs:Programs.program",
+        "towerjax.step.run.programs:Programs.program",
         "flipped: self.placement.num_processes > 1 -> "
         "self.placement.num_processes >= 1",
     ): "one process agrees with itself",
     (
-        "towerjax.step.comparison:_gap_of_leaf",
+        "towerjax.step.look.comparison:_gap_of_leaf",
         "flipped: got is not None and want is not None -> "
         "(got is not None or want is not None)",
     ): "an assertion of ours, which holds",

@@ -33,8 +33,9 @@ from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.accumulators import as_own, owned
-from towerjax.step.engine import (
+from towerjax.step.build.step import Step
+from towerjax.step.build.train import next_extra
+from towerjax.step.run.engine import (
     Engine,
     Passes,
     StepOptions,
@@ -42,14 +43,13 @@ from towerjax.step.engine import (
     training_engine,
     training_passes,
 )
-from towerjax.step.next_state import join_metrics
-from towerjax.step.one_pass import Pass
-from towerjax.step.policies import Read, Trained
-from towerjax.step.state import TrainState, split_state
-from towerjax.step.state_checks import check_is_state
-from towerjax.step.step import Step
-from towerjax.step.train import next_extra
-from towerjax.step.update import check_types
+from towerjax.step.run.one_pass import Pass
+from towerjax.step.run.policies import Read, Trained
+from towerjax.step.state.accumulators import as_own, owned
+from towerjax.step.state.checks import check_is_state
+from towerjax.step.state.next_state import join_metrics
+from towerjax.step.state.train_state import TrainState, split_state
+from towerjax.step.state.update import check_types
 from towerjax.towers.executors import Static, shapes_of
 from towerjax.towers.lowering.tower_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy

@@ -15,9 +15,9 @@ from towerjax.data.shard import concat_rows, refuse_other_than_rows
 from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.loop.options import check_hooks
-from towerjax.step.engine import StepOptions
-from towerjax.step.returned import without_padding
-from towerjax.step.state import TrainState
+from towerjax.step.run.engine import StepOptions
+from towerjax.step.state.returned import without_padding
+from towerjax.step.state.train_state import TrainState
 from towerjax.towers.cross_tower.call import key_of
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy

@@ -20,9 +20,14 @@ from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
 from towerjax.proof import tags
 from towerjax.proof.equation import all_sites, named_axes, scopes_of, user_line
-from towerjax.step.gradient import part_of, refuse_moving_weights
-from towerjax.step.state import TrainState
-from towerjax.step.update import OF_MODELS, check_types, pass_loss, trainable_flags
+from towerjax.step.build.gradient import part_of, refuse_moving_weights
+from towerjax.step.state.train_state import TrainState
+from towerjax.step.state.update import (
+    OF_MODELS,
+    check_types,
+    pass_loss,
+    trainable_flags,
+)
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
 from towerjax.types.leaves import (

@@ -30,9 +30,9 @@ from towerjax.estimator.variables import (
     store,
 )
 from towerjax.mesh.transfer import place
-from towerjax.step.engine import StepOptions
-from towerjax.step.state import state_layout
-from towerjax.step.step import Step
+from towerjax.step.build.step import Step
+from towerjax.step.run.engine import StepOptions
+from towerjax.step.state.train_state import state_layout
 from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.types import PyTree

@@ -16,9 +16,9 @@ from jax.extend.core import Literal, Primitive
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof.interpreter import Interpreter
-from towerjax.step.accumulators import is_typed
-from towerjax.step.state import TrainState
-from towerjax.step.update import needed_eqns
+from towerjax.step.state.accumulators import is_typed
+from towerjax.step.state.train_state import TrainState
+from towerjax.step.state.update import needed_eqns
 from towerjax.towers.lowering.vmap_sums import dependents
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum

@@ -22,7 +22,7 @@ from towerjax.loop.evaluate import outputs_on_host
 from towerjax.loop.history import History
 from towerjax.loop.options import Hook, WithState, check_hooks
 from towerjax.loop.run import run
-from towerjax.step.state import TrainState
+from towerjax.step.state.train_state import TrainState
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.door import door
 from towerjax.types.leaves import a_type

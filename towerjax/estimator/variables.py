@@ -11,8 +11,8 @@ import jax
 from towerjax.mesh.devices import Device, host_device
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import has_sharding
-from towerjax.step.state import TrainState, state_layout
-from towerjax.step.state_checks import check_leaves, check_num_towers, place_others
+from towerjax.step.state.checks import check_leaves, check_num_towers, place_others
+from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import TowerLocal, is_local
 from towerjax.types import Layout, PyTree

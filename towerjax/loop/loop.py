@@ -21,12 +21,12 @@ from towerjax.loop.point import Point, reaches_multiple
 from towerjax.loop.progress import Progress
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step.audited import asked, noting_its_audit
-from towerjax.step.faults import NonFiniteError, Place, nonfinite_leaves
-from towerjax.step.state import TrainState, state_layout, step_number
-from towerjax.step.state_checks import is_computed, place_others
-from towerjax.step.step import Step
-from towerjax.step.verdicts import NONE, send_to_host
+from towerjax.step.build.step import Step
+from towerjax.step.look.audited import asked, noting_its_audit
+from towerjax.step.run.verdicts import NONE, send_to_host
+from towerjax.step.state.checks import is_computed, place_others
+from towerjax.step.state.faults import NonFiniteError, Place, nonfinite_leaves
+from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.types import PyTree
 from towerjax.types.leaves import listed
 

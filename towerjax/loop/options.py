@@ -10,7 +10,7 @@ from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
 from towerjax.loop.progress import check_progress
 from towerjax.loop.stopping import EarlyStopping, rules_of
 from towerjax.loop.writers import Writer
-from towerjax.step.state import TrainState
+from towerjax.step.state.train_state import TrainState
 from towerjax.types import PyTree
 from towerjax.types.options import (
     cast_ints,

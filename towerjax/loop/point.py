@@ -3,7 +3,7 @@
 import dataclasses
 
 from towerjax.loop.stopping import Watch
-from towerjax.step.state import TrainState, step_number
+from towerjax.step.state.train_state import TrainState, step_number
 
 
 def reaches_multiple(every: int | None, before: int, after: int) -> bool:

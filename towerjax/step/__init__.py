@@ -1,1 +1,1 @@
-"""The engine, which makes one step of towers and an update, and its builders."""
+"""Steps: state, run, look, build; each room imports those before it."""

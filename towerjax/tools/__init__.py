@@ -1,7 +1,7 @@
 """Tools around training: reports, benchmarks, audits, sweeps, the commands."""
 
-from towerjax.step.report import StepReport as StepReport
-from towerjax.step.report import report_of as report_of
+from towerjax.step.look.report import StepReport as StepReport
+from towerjax.step.look.report import report_of as report_of
 from towerjax.tools import testing as testing
 from towerjax.tools.sweep.bench import Timings as Timings
 from towerjax.tools.sweep.bench import bench as bench

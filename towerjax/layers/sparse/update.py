@@ -17,7 +17,7 @@ from towerjax.collectives.sparse_rows import (
     set_rows,
     sum_duplicates,
 )
-from towerjax.step.update import check_like_params
+from towerjax.step.state.update import check_like_params
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.options import check_flag, check_methods
 

@@ -24,9 +24,9 @@ from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
-from towerjax.step.faults import check_mirrored
-from towerjax.step.state import TrainState
-from towerjax.step.step import Step
+from towerjax.step.build.step import Step
+from towerjax.step.state.faults import check_mirrored
+from towerjax.step.state.train_state import TrainState
 from towerjax.types.door import doors
 from towerjax.types.options import (
     cast_ints,

@@ -19,7 +19,7 @@ import numpy as np
 
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import checked_path, read_lines
-from towerjax.step.audited import asked
+from towerjax.step.look.audited import asked
 from towerjax.tools.shell import NoSuchName, resolve
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable

@@ -14,9 +14,9 @@ import numpy as np
 from towerjax.data.feed import as_reusable
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
-from towerjax.step.members import Members
-from towerjax.step.state import TrainState
-from towerjax.step.step import Step
+from towerjax.step.build.members import Members
+from towerjax.step.build.step import Step
+from towerjax.step.state.train_state import TrainState
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree

@@ -1,8 +1,8 @@
 """Functions for users' tests: audit a loss function, compare steps with one tower."""
 
-from towerjax.step.comparison import AuditReport as AuditReport
-from towerjax.step.comparison import Finding as Finding
-from towerjax.step.comparison import SplitError as SplitError
+from towerjax.step.look.comparison import AuditReport as AuditReport
+from towerjax.step.look.comparison import Finding as Finding
+from towerjax.step.look.comparison import SplitError as SplitError
 from towerjax.tools.testing.audit import assert_replicates as assert_replicates
 from towerjax.tools.testing.compare import assert_same as assert_same
 from towerjax.tools.testing.compare import one_tower as one_tower

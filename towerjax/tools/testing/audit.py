@@ -8,9 +8,9 @@ import numpy as np
 import optax
 
 from towerjax.data import feed
-from towerjax.step.comparison import AuditReport, judge
-from towerjax.step.run_towers import DRAWS, RowsToRun, Towers, compare
-from towerjax.step.train import build_train_step
+from towerjax.step.build.train import build_train_step
+from towerjax.step.look.comparison import AuditReport, judge
+from towerjax.step.look.run_towers import DRAWS, RowsToRun, Towers, compare
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import LossFn, PyTree, Reduction
 from towerjax.types.door import door

@@ -10,8 +10,8 @@ import numpy as np
 from towerjax.data.placer import Placer
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
-from towerjax.step.comparison import gaps
-from towerjax.step.step import Step
+from towerjax.step.build.step import Step
+from towerjax.step.look.comparison import gaps
 from towerjax.towers.strategies import OneDevice, Strategy, on_one_group
 from towerjax.towers.variables import read_local
 from towerjax.types import PyTree, named_leaves

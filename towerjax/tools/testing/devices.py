@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from towerjax.proof.equation import all_sites, named_axes, user_line
-from towerjax.step.comparison import (
+from towerjax.step.look.comparison import (
     AuditReport,
     Compared,
     Finding,
@@ -19,7 +19,7 @@ from towerjax.step.comparison import (
     refuse_random,
     rounding_of,
 )
-from towerjax.step.run_towers import as_reals, rounded
+from towerjax.step.look.run_towers import as_reals, rounded
 from towerjax.tools.testing.programs import traced_program
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.door import door

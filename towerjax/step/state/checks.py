@@ -9,7 +9,7 @@ import numpy as np
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import DeviceArray
 from towerjax.mesh.transfer import has_sharding, place
-from towerjax.step.state import TrainState, split_state, state_layout
+from towerjax.step.state.train_state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import (

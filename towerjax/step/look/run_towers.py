@@ -15,7 +15,7 @@ from towerjax.mesh.private_jax import least_effort
 from towerjax.mesh.transfer import copy_to_host, place
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.comparison import (
+from towerjax.step.look.comparison import (
     GRADIENT,
     Compared,
     Leaves,
@@ -23,12 +23,12 @@ from towerjax.step.comparison import (
     refuse_random,
     rounding_of,
 )
-from towerjax.step.engine import Passes
-from towerjax.step.programs import refuse_unread_weight
-from towerjax.step.prove import prove
-from towerjax.step.returned import is_typed, key_name
-from towerjax.step.state import STATE_LAYOUT, TrainState, split_state
-from towerjax.step.trace import Traced, trace
+from towerjax.step.run.engine import Passes
+from towerjax.step.run.programs import refuse_unread_weight
+from towerjax.step.run.prove import prove
+from towerjax.step.run.trace import Traced, trace
+from towerjax.step.state.returned import is_typed, key_name
+from towerjax.step.state.train_state import STATE_LAYOUT, TrainState, split_state
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local

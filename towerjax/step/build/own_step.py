@@ -4,18 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
-from towerjax.step.engine import (
+from towerjax.step.run.engine import (
     Passes,
     StepOptions,
     of_last,
     training_engine,
     training_passes,
 )
-from towerjax.step.gradient import refusing_tangents
-from towerjax.step.next_state import Guard, OnNonfinite
-from towerjax.step.policies import Trained
-from towerjax.step.state import TrainState
-from towerjax.step.step import Step
+from towerjax.step.build.gradient import refusing_tangents
+from towerjax.step.state.next_state import Guard, OnNonfinite
+from towerjax.step.run.policies import Trained
+from towerjax.step.state.train_state import TrainState
+from towerjax.step.build.step import Step
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import PyTree
 from towerjax.types.door import door

@@ -10,8 +10,8 @@ from jax.core import Tracer
 from towerjax.data.placer import PlacedBatch
 from towerjax.metrics.state import check_metric, is_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.accumulators import CARRIED, Returned, as_returned, is_typed
-from towerjax.step.faults import NamedPart
+from towerjax.step.state.accumulators import CARRIED, Returned, as_returned, is_typed
+from towerjax.step.state.faults import NamedPart
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree, Rows, Sum, name_by_key

@@ -11,8 +11,8 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place, readable
-from towerjax.step.audit import run_audit
-from towerjax.step.audited import (
+from towerjax.step.look.audit import run_audit
+from towerjax.step.look.audited import (
     ASKED,
     is_wanted,
     keep,
@@ -21,16 +21,16 @@ from towerjax.step.audited import (
     refuse_unasked,
     verdict_on,
 )
-from towerjax.step.comparison import RAISED_ON_OTHER_ROWS, AuditReport, SplitError
-from towerjax.step.compile import Program, compile_step
-from towerjax.step.engine import Engine, StepOptions
-from towerjax.step.faults import Place
-from towerjax.step.policies import StatePolicy
-from towerjax.step.programs import Programs, send_shared
-from towerjax.step.prove import Proof, prove
-from towerjax.step.report import StepReport, report_on
-from towerjax.step.state import TrainState, split_state, step_number
-from towerjax.step.trace import Traced, trace
+from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS, AuditReport, SplitError
+from towerjax.step.look.report import StepReport, report_on
+from towerjax.step.run.compile import Program, compile_step
+from towerjax.step.run.engine import Engine, StepOptions
+from towerjax.step.run.policies import StatePolicy
+from towerjax.step.run.programs import Programs, send_shared
+from towerjax.step.run.prove import Proof, prove
+from towerjax.step.run.trace import Traced, trace
+from towerjax.step.state.faults import Place
+from towerjax.step.state.train_state import TrainState, split_state, step_number
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import doors

@@ -10,12 +10,12 @@ import jax.core
 from jax import lax
 
 from towerjax.metrics.weighted import UnknownWeights
-from towerjax.step.accumulators import TowersOwn, is_own, layouts_of, owned
-from towerjax.step.engine import Engine
-from towerjax.step.next_state import Outcome
-from towerjax.step.one_pass import Pass
-from towerjax.step.state import split_state, state_layout
-from towerjax.step.update import accept
+from towerjax.step.run.engine import Engine
+from towerjax.step.run.one_pass import Pass
+from towerjax.step.state.accumulators import TowersOwn, is_own, layouts_of, owned
+from towerjax.step.state.next_state import Outcome
+from towerjax.step.state.train_state import split_state, state_layout
+from towerjax.step.state.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.lowering.parts import shards_of
 from towerjax.towers.on_towers import OnTowers

@@ -12,20 +12,20 @@ import optax
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.engine import (
+from towerjax.step.run.engine import (
     Passes,
     StepOptions,
     of_last,
     training_engine,
     training_passes,
 )
-from towerjax.step.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.next_state import Guard, OnNonfinite, join_metrics
-from towerjax.step.policies import Trained
-from towerjax.step.state import TrainState
-from towerjax.step.state_checks import check_is_state
-from towerjax.step.step import Step
-from towerjax.step.update import (
+from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
+from towerjax.step.state.next_state import Guard, OnNonfinite, join_metrics
+from towerjax.step.run.policies import Trained
+from towerjax.step.state.train_state import TrainState
+from towerjax.step.state.checks import check_is_state
+from towerjax.step.build.step import Step
+from towerjax.step.state.update import (
     Trainable,
     accept_or_keep,
     apply_update,

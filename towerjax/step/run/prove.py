@@ -11,9 +11,9 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import findings, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
-from towerjax.step.accumulators import layouts_of
-from towerjax.step.one_pass import Pass
-from towerjax.step.trace import Traced
+from towerjax.step.run.one_pass import Pass
+from towerjax.step.run.trace import Traced
+from towerjax.step.state.accumulators import layouts_of
 from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, named_leaves, names_by_key

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place
-from towerjax.step.update import OF_MODELS, trainable_flags
+from towerjax.step.state.update import OF_MODELS, trainable_flags
 from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.variables import check_tower_local

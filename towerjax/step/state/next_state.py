@@ -15,9 +15,9 @@ from towerjax.collectives.packing import all_finite
 from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.accumulators import TowersOwn
-from towerjax.step.state import TrainState, split_state
-from towerjax.step.update import check_types
+from towerjax.step.state.accumulators import TowersOwn
+from towerjax.step.state.train_state import TrainState, split_state
+from towerjax.step.state.update import check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PerTower
 from towerjax.types.leaves import a_type, is_key

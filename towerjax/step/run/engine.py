@@ -7,10 +7,10 @@ from typing import Any, ClassVar, TypeAlias, get_args
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import Remainder, check_remainder
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.accumulators import owned
-from towerjax.step.next_state import Guard, NextState, OnNonfinite, Outcome
-from towerjax.step.one_pass import FiniteSums, Pass, TowersFlags
-from towerjax.step.state import TrainState, split_state, state_layout
+from towerjax.step.run.one_pass import FiniteSums, Pass, TowersFlags
+from towerjax.step.state.accumulators import owned
+from towerjax.step.state.next_state import Guard, NextState, OnNonfinite, Outcome
+from towerjax.step.state.train_state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
 from towerjax.types.options import cast_ints, check_choice, check_flag, check_whole

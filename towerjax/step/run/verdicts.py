@@ -9,7 +9,7 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place_own
-from towerjax.step.faults import NonFiniteError
+from towerjax.step.state.faults import NonFiniteError
 from towerjax.types import Layout, PyTree
 
 NONE, ASKED_EACH = -1, 8

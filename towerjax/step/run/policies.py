@@ -11,16 +11,9 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process, place
-from towerjax.step.accumulators import TowersOwn, owned
-from towerjax.step.engine import Engine
-from towerjax.step.next_state import Called, Outcome
-from towerjax.step.returned import without_padding
-from towerjax.step.state import (
-    TrainState,
-    join_state,
-    state_layout,
-)
-from towerjax.step.state_checks import (
+from towerjax.step.run.engine import Engine
+from towerjax.step.state.accumulators import TowersOwn, owned
+from towerjax.step.state.checks import (
     check_is_state,
     check_leaves,
     check_made,
@@ -29,6 +22,13 @@ from towerjax.step.state_checks import (
     check_num_towers,
     place_others,
     with_numbers_placed,
+)
+from towerjax.step.state.next_state import Called, Outcome
+from towerjax.step.state.returned import without_padding
+from towerjax.step.state.train_state import (
+    TrainState,
+    join_state,
+    state_layout,
 )
 from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Strategy

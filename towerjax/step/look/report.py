@@ -13,9 +13,9 @@ import jax
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import read_arguments
-from towerjax.step.hlo import CompiledCollective, collectives_of, parse
-from towerjax.step.programs import send_shared
-from towerjax.step.state import split_state
+from towerjax.step.look.hlo import CompiledCollective, collectives_of, parse
+from towerjax.step.run.programs import send_shared
+from towerjax.step.state.train_state import split_state
 from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree, leaf_name

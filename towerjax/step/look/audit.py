@@ -18,8 +18,8 @@ from towerjax.proof.equation import (
     named_axes,
     scopes_of,
 )
-from towerjax.step.advice import advise
-from towerjax.step.comparison import (
+from towerjax.step.look.advice import advise
+from towerjax.step.look.comparison import (
     RAISED_ON_OTHER_ROWS,
     AuditReport,
     Compared,
@@ -30,9 +30,9 @@ from towerjax.step.comparison import (
     compared_of,
     judge,
 )
-from towerjax.step.run_towers import DRAWS, RowsToRun, Towers, compare
-from towerjax.step.state import TrainState
-from towerjax.step.trace import Traced
+from towerjax.step.look.run_towers import DRAWS, RowsToRun, Towers, compare
+from towerjax.step.run.trace import Traced
+from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree, Whole
 from towerjax.types.leaves import map_parts

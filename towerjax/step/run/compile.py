@@ -15,12 +15,12 @@ from jax.core import Tracer
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
-from towerjax.step.engine import Engine
-from towerjax.step.next_state import Called, Outcome
-from towerjax.step.prove import Proof, prove
-from towerjax.step.state import TrainState, join_state
-from towerjax.step.trace import Traced, trace
-from towerjax.step.verdicts import next_verdict
+from towerjax.step.run.engine import Engine
+from towerjax.step.run.prove import Proof, prove
+from towerjax.step.run.trace import Traced, trace
+from towerjax.step.run.verdicts import next_verdict
+from towerjax.step.state.next_state import Called, Outcome
+from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
 from towerjax.towers.lowering import xla
 from towerjax.types import Layout, PyTree

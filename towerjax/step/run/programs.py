@@ -16,10 +16,10 @@ from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.private_jax import FoundNonFinite
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import has_sharding, place_own, wait_on_cpus
-from towerjax.step.compile import Program, compile_step, inline, require_jit
-from towerjax.step.engine import Engine
-from towerjax.step.prove import Proof
-from towerjax.step.trace import Traced
+from towerjax.step.run.compile import Program, compile_step, inline, require_jit
+from towerjax.step.run.engine import Engine
+from towerjax.step.run.prove import Proof
+from towerjax.step.run.trace import Traced
 from towerjax.towers import executors
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import key_data, like_key

@@ -11,7 +11,7 @@ from towerjax.proof.equation import (
     sub_jaxprs,
     user_line,
 )
-from towerjax.step.comparison import GRADIENT, Finding, SplitError
+from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction

@@ -18,8 +18,8 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
-from towerjax.step import returned
-from towerjax.step.accumulators import (
+from towerjax.step.state import returned
+from towerjax.step.state.accumulators import (
     CARRIED,
     JOINED,
     OWN,
@@ -32,8 +32,8 @@ from towerjax.step.accumulators import (
     take_sums,
     values_of,
 )
-from towerjax.step.faults import flag_leaves, join_flags
-from towerjax.step.state import STATE_LAYOUT, TrainState
+from towerjax.step.state.faults import flag_leaves, join_flags
+from towerjax.step.state.train_state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.lowering.in_turn import scan_in_turn
 from towerjax.towers.lowering.parts import Shards, shards_of

@@ -1,0 +1,1 @@
+"""What one looks at a step with: its audit, its report, its places."""

@@ -1,0 +1,1 @@
+"""From passes of towers to a program that runs."""

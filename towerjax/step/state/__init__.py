@@ -1,0 +1,1 @@
+"""What a step keeps, and what becomes of it."""
