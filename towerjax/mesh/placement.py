@@ -71,8 +71,6 @@ class TowerAxes:
     tower_axis: str = TOWER_AXIS  # the axis over all towers in a tower function
     # Is the tower axis the one bound axis? In a tower function it is.
     as_one: bool = False
-    # Traced tower functions, reused while a step is proved and traced; None: no reuse.
-    traced: dict[Any, Any] | None = dataclasses.field(default=None, compare=False)
     mesh: AbstractMesh = NO_MESH  # `Placement.tower_mesh`
 
     @property

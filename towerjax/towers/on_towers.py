@@ -1,6 +1,5 @@
 """A function on all towers: passes of a step and call_for_each_tower are made of it."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,29 +20,31 @@ _IN_TURN = (
 class OnTowers:
     """A function on all towers: traced once, proved, and then run on devices.
 
-    ``on_device(axes)`` is what a device runs.
+    ``on_device(axes, programs)`` is what a device runs.
 
     Attributes:
       axes: Those of the same towers, each alone on a device, for another trace.
+      programs: Of tower functions that were traced, for each trace; see
+        `over_local_towers`.
       jaxpr: The program of one of these devices.
       out: The shapes of its results.
     """
 
     def __init__(
         self,
-        on_device: Callable[[TowerAxes], Callable[..., PyTree]],
+        on_device: Callable[[TowerAxes, dict[Any, Any]], Callable[..., PyTree]],
         placement: Placement,
         in_layouts: Sequence[PyTree],
         args: Sequence[PyTree],
     ) -> None:
-        axes = dataclasses.replace(placement.abstract_axes, traced={})
         self._on_device, self._placement = on_device, placement
-        self._in_layouts, self._args, self.axes = in_layouts, args, axes
-        self.jaxpr, self.out = self._trace(axes)
+        self._in_layouts, self._args = in_layouts, args
+        self.axes, self.programs = placement.abstract_axes, dict[Any, Any]()
+        self.jaxpr, self.out = self._trace(self.axes)
 
     def _trace(self, axes: TowerAxes) -> tuple[Any, PyTree]:
         try:
-            run = self._on_device(axes)
+            run = self._on_device(axes, self.programs)
             return trace_one_tower(run, axes, self._in_layouts, self._args)
         except NameError as error:
             if not axes.in_turn or axes.tower_axis not in str(error):
@@ -74,9 +75,8 @@ class OnTowers:
 
         Towers that share a device run under `jax.vmap`, which not all of JAX has.
         """
-        axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
-        if axes != self.axes:
-            self._trace(axes)
+        if self._placement.axes != self.axes:
+            self._trace(self._placement.axes)
 
     def run(
         self,
@@ -88,8 +88,8 @@ class OnTowers:
     ) -> PyTree:
         """``finish`` of a device's results, of all devices, as global values."""
         # The towers' program is the one that was proved.
-        axes = dataclasses.replace(self._placement.axes, traced=self.axes.traced)
-        run = device_fn = self._on_device(axes)
+        axes = self._placement.axes
+        run = device_fn = self._on_device(axes, self.programs)
         if finish is not None:
             run = lambda *args: finish(device_fn(*args))  # noqa: E731
         # Where each tower is alone on a device, so is the whole device's.

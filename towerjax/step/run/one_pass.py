@@ -134,14 +134,16 @@ class Pass:
 
         return dataclasses.replace(self, tower_fn=tower_fn)
 
-    def on_device(self, axes: TowerAxes) -> Callable[..., tuple[PyTree, Any]]:
+    def on_device(
+        self, axes: TowerAxes, programs: dict[Any, Any]
+    ) -> Callable[..., tuple[PyTree, Any]]:
         """The function that each device runs: ``(merged, what it looks at)``.
 
         What is merged and each tower's own is `TowersOwn`.
         """
 
         def run(*args: PyTree) -> tuple[PyTree, Any]:
-            own, (tree, flagged) = self._run_towers(axes, args)
+            own, (tree, flagged) = self._run_towers(axes, programs, args)
             sums = sum_over_towers(self.strategy.cross_tower_ops, own, axes)
             added, shown = sums.tree()
             tree = put_sums(tree, (added, shown))
@@ -177,11 +179,13 @@ class Pass:
         how: Any = {"params": args[0].params, "exact": exact}
         return shards_of(place, (args, given), (out, wanted), **how)
 
-    def values_to_mask(self, axes: TowerAxes) -> Callable[..., Any]:
+    def values_to_mask(
+        self, axes: TowerAxes, programs: dict[Any, Any]
+    ) -> Callable[..., Any]:
         """A function that returns the values in which padding must not count."""
 
         def run(*args: PyTree) -> PyTree:
-            sums, (tree, _) = self._run_towers(axes, args)
+            sums, (tree, _) = self._run_towers(axes, programs, args)
             tree = put_sums(tree, sums)
             rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
             # One leaf of Rows that is a weight masks all others.
@@ -204,7 +208,7 @@ class Pass:
         return run
 
     def _run_towers(
-        self, axes: TowerAxes, args: tuple[PyTree, ...]
+        self, axes: TowerAxes, programs: dict[Any, Any], args: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
         """This device's sums over its towers, and each tower's own, ``[k, ...]``."""
         state, batch, num_valid, shared, merged = args
@@ -226,7 +230,8 @@ class Pass:
         # Shapes of common arguments may not depend on ``D``: local values are row 0's.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
         state = dataclasses.replace(state, local=first)
-        how: Any = {"stack_sums": ops.needs_every_tower, "number": state.step}
+        how: Any = {"stack_sums": ops.needs_every_tower, "programs": programs}
+        how["number"] = state.step
         return over_local_towers(
             tower_fn, axes, own, state, read, shared, merged, **how
         )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.core
 
-from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import findings, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
@@ -72,17 +71,18 @@ def _prove_pass(
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)
         findings.refuse_unknown([x for x, name in pairs if name is not None])
-    unmasked = functools.cache(lambda: _unmasked(pass_, args, towers.axes))
+    unmasked = functools.cache(lambda: _unmasked(pass_, args, towers))
     proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
         proof.unmasked()  # while the tracers live
     return proof
 
 
-def _unmasked(pass_: Pass, args: PyTree, axes: TowerAxes) -> list[str]:
+def _unmasked(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
     """Names of results that depend on the rows and not on which rows are padding."""
-    fn, names = pass_.values_to_mask(axes), _all_names([*pass_.ins], args)
-    jaxpr, out = trace_one_tower(fn, axes, (*pass_.ins.values(),), args)
+    fn = pass_.values_to_mask(towers.axes, towers.programs)
+    names = _all_names([*pass_.ins], args)
+    jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
     body = jaxpr.jaxpr
     by_rows = depends(body, [n if n.startswith("batch") else None for n in names])
     by_count = depends(body, [n if n == "num_valid" else None for n in names])

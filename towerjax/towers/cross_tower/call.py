@@ -37,7 +37,9 @@ _Call: TypeAlias = tuple[
 each the kind of an array, or a constant."""
 
 
-def _on_device(call: _Call, axes: TowerAxes) -> Callable[..., Any]:
+def _on_device(
+    call: _Call, axes: TowerAxes, programs: dict[Any, Any]
+) -> Callable[..., Any]:
     """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
     strategy, _, fn, treedef, kinds = call
 
@@ -56,8 +58,11 @@ def _on_device(call: _Call, axes: TowerAxes) -> Callable[..., Any]:
         known = jax.tree.structure(out), tuple(kind for _, kind in pairs)
         return (), (made, executors.Static(known))
 
-    each = functools.partial(over_local_towers, tower_fn, axes, stack_sums=False)
-    return lambda rows, arrays: each(rows, arrays)[1]
+    def run(rows: list[Any], arrays: list[Any]) -> Any:
+        how: Any = {"stack_sums": False, "programs": programs}
+        return over_local_towers(tower_fn, axes, rows, arrays, **how)[1]
+
+    return run
 
 
 # Kept, since the unused first argument sets the device of a call without others.

@@ -56,39 +56,23 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
     return [(axes.tower_axis, axes.num_towers), *bound]
 
 
-def lower_tower_axis(
-    tower_fn: Callable[..., PyTree], axes: TowerAxes
-) -> Callable[..., PyTree]:
-    """Replace a tower function's axis of all towers by the axes that are bound."""
-    if not _has_tower_axis(axes) and axes.traced is None:
-        return tower_fn
-
-    def run(*args: PyTree) -> PyTree:
-        program, tree = _lower_program(tower_fn, axes, args)
-        return _evaluate(program, tree, jax.tree.leaves(args))
-
-    return run
-
-
 def _evaluate(program: ClosedJaxpr, tree: Any, leaves: Sequence[Any]) -> PyTree:
     """The results of a program, as a tree."""
     out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
     return jax.tree.unflatten(tree, map(jnp.asarray, out))
 
 
-def _has_tower_axis(axes: TowerAxes) -> bool:
-    return axes.tower_axis in dict(axes_in_tower(axes))
-
-
 def _lower_program(
-    tower_fn: Callable[..., PyTree], axes: TowerAxes, args: tuple[PyTree, ...]
+    tower_fn: Callable[..., PyTree],
+    axes: TowerAxes,
+    programs: dict[Any, Any],
+    args: tuple[PyTree, ...],
 ) -> tuple[ClosedJaxpr, Any]:
     """The lowered program of one tower, and the treedef of its results."""
     leaves, treedef = jax.tree.flatten(args)
     kinds = [jax.typeof(x) for x in leaves]
     key = (axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
-    cache = {} if axes.traced is None else axes.traced
-    program, tree = cache.get(key, (None, None))
+    program, tree = programs.get(key, (None, None))
     if program is None:
 
         def of_leaves(*leaves: Any) -> list[Any]:
@@ -99,7 +83,7 @@ def _lower_program(
 
         program = jax.make_jaxpr(of_leaves, axis_env=axes_in_tower(axes))(*leaves)
         if not has_tracers(program.consts):
-            cache[key] = program, tree
+            programs[key] = program, tree
     return _Lowering(axes).lower(program), tree
 
 
@@ -300,14 +284,21 @@ def over_local_towers(
     *common: PyTree,
     stack_sums: bool,
     number: jax.Array | None = None,
+    programs: dict[Any, Any] | None = None,
 ) -> tuple[PyTree, PyTree]:
     """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
-    and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`. Where
-    ``axes.traced`` caches programs, ``tower_fn`` depends on its arguments alone.
+    and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
+    ``programs`` keeps what was traced for the next call with such arguments and as many
+    towers, wherever these lie.
     """
-    lowered_fn = lower_tower_axis(tower_fn, axes)
+    programs = {} if programs is None else programs
+    lower = functools.partial(_lower_program, tower_fn, axes, programs)
+
+    def lowered_fn(*args: PyTree) -> PyTree:
+        return _evaluate(*lower(args), jax.tree.leaves(args))
+
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
         # A vmap of one would still turn convolutions into grouped ones.
@@ -318,7 +309,7 @@ def over_local_towers(
     towers = first + jnp.arange(axes.num_local, dtype=jnp.int32), per_tower
     if not axes.in_turn:
         args = (*jax.tree.map(lambda x: x[0], towers), *common)
-        program, tree = _lower_program(tower_fn, axes, args)
+        program, tree = lower(args)
         num_sums = 0 if stack_sums else tree.children()[0].num_leaves
         own, rest = jax.tree.leaves(towers), jax.tree.leaves(common)
         try:
@@ -334,12 +325,13 @@ def over_local_towers(
     if not stack_sums:
         return scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
     number = towers[0][0] if number is None else number
-    isolated = _isolate(tower_fn, axes, common)
+    isolated = _isolate(lower, common)
     return map_in_turn(isolated, towers, axes.num_local, number)
 
 
 def _isolate(
-    tower_fn: Callable[..., PyTree], axes: TowerAxes, common: tuple[PyTree, ...]
+    lower: Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]],
+    common: tuple[PyTree, ...],
 ) -> Callable[[tuple[PyTree, ...]], PyTree]:
     """The function of one tower, lowered, between barriers.
 
@@ -351,7 +343,7 @@ def _isolate(
 
     def run(tower: tuple[PyTree, ...]) -> PyTree:
         args = (*tower, *common)
-        program, tree = _lower_program(tower_fn, axes, args)
+        program, tree = lower(args)
         uses, leaves = uses_in(program.jaxpr), jax.tree.leaves(args)
         used = [i for i, x in enumerate(program.jaxpr.invars) if uses[x]]
         given = lax.optimization_barrier([leaves[i] for i in used])
