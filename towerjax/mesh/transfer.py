@@ -63,6 +63,8 @@ def copy_to_host(leaf: Any) -> Any:
     """A NumPy array of its own, of a dtype that devices hold; a key stays a key."""
     if is_key(leaf):  # a key's own copy() would compile a program
         data = key_data(leaf)
+        if _is_global(data):  # which no device of this process alone could be given
+            return like_key(np.array(readable(data)), leaf)
         return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
     if isinstance(leaf, jax.Array):
         return np.array(readable(leaf))
