@@ -128,7 +128,7 @@ def loss_fn(params, batch, tower):
 def main():
     """Train with each kind of sum."""
     jax.config.update("jax_num_cpu_devices", 4)
-    batch, options = np.ones((8, 512), np.float32), {"audit": False, "progress": False}
+    batch = np.ones((8, 512), np.float32)
     for name, extend in {
         "exact": None,
         "4 bits": compressed(4),
@@ -139,7 +139,8 @@ def main():
         state = step.init(np.zeros(512, np.float32))
         sent = step.report(state, batch).bytes_sent
         # The loss is another for each tower, which an audit would not accept.
-        state, history = tj.run(step, state, [batch] * 200, **options)
+        given = step, state, [batch] * 200
+        state, history = tj.run(*given, audit=False, progress=False)
         print(f"{sent:4} bytes, loss {history.metrics['loss'][-1]:.3f}, {name}")
     error = history.metrics["compression/error"][0]
     print(f"error at most {error:.2f} in the first step")

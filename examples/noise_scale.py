@@ -38,7 +38,7 @@ class Parts(tj.metrics.Additive):
 def dot(x, y):
     """The inner product of two trees."""
     products = jax.tree.map(lambda x, y: (x * y.conj()).real.sum(), x, y)
-    return sum(jax.tree.leaves(products))
+    return jnp.asarray(sum(jax.tree.leaves(products)))
 
 
 def of_tower(loss, grads):
