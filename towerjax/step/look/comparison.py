@@ -88,8 +88,9 @@ class AuditReport:
 
     def __str__(self) -> str:
         towers = ", ".join(str(n) for n in self.towers)
+        are = "value is" if len(self.compared) == 1 else "values are"
         text = (
-            f"{len(self.compared)} values are the same on {towers} {self.of} as on one,"
+            f"{len(self.compared)} {are} the same on {towers} {self.of} as on one,"
             f" up to {self.largest:.0e} of {self.largest_leaf}"
         )
         if self.not_compared:
