@@ -102,6 +102,6 @@ def least_effort(platform: str) -> dict[str, Any] | None:
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_parallel_codegen_split_count": 1,
     }
-    if jax.version.__version_info__ < (0, 11):  # which has still the older ones
+    if jax.__version_info__ < (0, 11):  # which has still the older ones
         options["xla_cpu_use_fusion_emitters"] = False
     return options

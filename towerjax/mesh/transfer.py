@@ -64,7 +64,8 @@ def copy_to_host(leaf: Any) -> Any:
     if is_key(leaf):  # a key's own copy() would compile a program
         data = key_data(leaf)
         if _is_global(data):  # which no device of this process alone could be given
-            return like_key(np.array(readable(data)), leaf)
+            on_host: Any = np.array(readable(data))
+            return like_key(on_host, leaf)
         return like_key(jax.device_put(data, data.sharding, may_alias=False), leaf)
     if isinstance(leaf, jax.Array):
         return np.array(readable(leaf))
