@@ -148,7 +148,7 @@ def test_a_name_says_what_it_holds_and_has_one_meaning():
 
 
 def test_files_that_the_page_names_are_there():
-    files = re.findall(r"`([a-z_]+/[a-z_]+\.py)`", PAGE.read_text())
+    files = re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", PAGE.read_text())
     assert len({*files}) >= 15
     for file in files:
         assert (ROOT / file).exists(), file

@@ -181,8 +181,8 @@ def model_passes(
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
     how: Any = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
-    one = training_passes((tower_fn,), strategy, options, **how)
-    return ModelPasses(one, tower_fn.options.compat)
+    passes = training_passes((tower_fn,), strategy, options, **how)
+    return ModelPasses(passes, tower_fn.options.compat)
 
 
 def model_engine(

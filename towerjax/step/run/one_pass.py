@@ -147,14 +147,14 @@ class Pass:
             sums = sum_over_towers(self.strategy.cross_tower_ops, own, axes)
             added, shown = sums.tree()
             tree = put_sums(tree, (added, shown))
-            parts, found = parts_of(Returned, tree), None
+            parts, seen = parts_of(Returned, tree), None
             merged = [x.how.merge(x.value, axes) for x in parts]
             if self.looks_at is not None:
                 pairs = zip(parts, merged, strict=True)
                 rows = [x for part, x in pairs if part.how is JOINED]
                 guarded = sums, len(jax.tree.leaves(added)), rows
-                found = self.looks_at.at_all(flagged, args[0].params, guarded, axes)
-            return put_parts(Returned, tree, merged), found
+                seen = self.looks_at.at_all(flagged, args[0].params, guarded, axes)
+            return put_parts(Returned, tree, merged), seen
 
         return run
 
