@@ -40,5 +40,4 @@ tj.run(
     hooks=[hook],
     audit=False,  # a sum and means of each tower's own are meant to differ
     progress=False,
-    audit=False,  # the variables of the model are of each tower
 )
