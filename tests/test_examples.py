@@ -295,8 +295,8 @@ PRINTED = {
     "actor_critic": "reward 0.4, after 300 steps 1.0\n",
     "all_or_nothing": "error.state is the state after step 6; go on from it, with"
     " error.batches\nTrue\n",
-    "audited": "(\"gradient['w']\", 'loss') 4\ngradient['w'] 2 permuted\n"
-    "loss 8 in order\n",
+    "audited": "(\"gradient['w']\", 'loss') 4\nloss 8 in order\n"
+    "gradient['w'] 2 permuted\n",
     "batch_norm": "".join(f"{t} 222.2 [1.081 1.065 1.032]\n" for t in (1, 3, 8)),
     "besides_rows": 2 * "[1.6915 1.672  1.5431] " + "10.0\n",
     "compressed": "3090 bytes, loss 0.000, exact\n 822 bytes, loss 0.000, 4 bits\n"
