@@ -260,7 +260,7 @@ class Saving:
         # Python takes a thread for ended whose `join` was interrupted by Ctrl-C.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         stack.callback(self._thread.shutdown)  # called first: no write comes after it
-        self._writing: CheckpointRecord | None = None
+        self._writing: Any = None  # the `CheckpointRecord` that is being written
         self._written: concurrent.futures.Future[None] | None = None
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})

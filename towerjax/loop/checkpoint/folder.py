@@ -81,7 +81,8 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
 
 def _those(directory: epath.Path, pattern: re.Pattern[str]) -> list[epath.Path]:
     # fsspec keeps listings of a store, to which others write, and Orbax by TensorStore.
-    if hasattr(backend := getattr(directory, "_backend", None), "fs"):
+    backend: Any = getattr(directory, "_backend", None)
+    if hasattr(backend, "fs"):
         backend.fs(directory).invalidate_cache()
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 

@@ -196,9 +196,10 @@ def _needs_gradients(traced: Traced) -> bool:
     Where towers meet, a rule of `jax.custom_vjp` says what a derivative is, or a loss
     has several means, whose gradients are divided by the weights of all rows.
     """
-    if len(traced.passes) > 1 or traced.passes[0].weights is not None:
+    first, *others = traced.passes
+    if others or first.weights is not None:
         return True
-    body = traced.passes[0].towers.jaxpr
+    body = first.towers.jaxpr
     if any(map(_is_of_own_rule, all_eqns(body))):
         return True
     collectives = [x for x in all_sites(body) if named_axes(x[0])]

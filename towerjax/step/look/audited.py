@@ -128,7 +128,9 @@ def verdict_on(program: str) -> AuditReport | None:
     fields = call_on_first_process(lambda: _read(program))
     if fields is None:
         return None
-    lists = {k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()}
+    lists: dict[str, Any] = {
+        k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()
+    }
     return AuditReport(**lists)
 
 

@@ -205,7 +205,9 @@ def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
 def are_additive(whole: Leaves, halves: Sequence[Leaves], rtol: float) -> bool:
     """Whether a function of rows A and B is the half of those of A, A and of B, B."""
     whole = {n: x for n, x in whole.items() if x is not None}  # None is not trained
-    mean = {n: sum(np.asarray(half[n]) for half in halves) / 2 for n in whole}
+    mean: Leaves = {
+        n: np.mean([np.asarray(half[n]) for half in halves], axis=0) for n in whole
+    }
     return are_same(mean, whole, rtol)
 
 

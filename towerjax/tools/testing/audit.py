@@ -91,10 +91,10 @@ def assert_replicates(
     in_order = RowsToRun("in order", batch)
     splits = [(in_order, in_order)]
     if permuted:
-        both, draws = (batch, np.arange(examples)), {"word": DRAWS[1]}
+        both, draws = (batch, np.arange(examples)), DRAWS[1]
         rows, order = next(feed.batches(both, examples, seed=0))
-        again = RowsToRun("in order", batch, **draws)
-        splits.append((again, RowsToRun("permuted", rows, order=order, **draws)))
+        again = RowsToRun("in order", batch, word=draws)
+        splits.append((again, RowsToRun("permuted", rows, word=draws, order=order)))
 
     def towers_of(number: int, rows: int) -> Towers:
         strategy = Mirrored(devices=(jax.local_devices()[0],), towers=number)

@@ -74,7 +74,8 @@ def same_on_devices(
             ' devices. On CPUs say jax.config.update("jax_num_cpu_devices",'
             f" {max(numbers)}) before JAX is used."
         )
-    program = traced_program(*make(numbers[-1]), {})
+    fn, args = make(numbers[-1])
+    program = traced_program(fn, tuple(args), {})
     rounding, want = rounding_of([program]), _leaves_on(*make(1))
 
     @functools.cache
@@ -116,7 +117,8 @@ def _leaves_on(fn: Callable[..., Any], args: Sequence[Any], by: float = 0.0) -> 
 def _numbers(out: PyTree) -> Iterator[tuple[str, Any]]:
     for name, x in named_leaves("result", out):
         if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
-            yield name, as_reals(key_data(x))
+            number: Any = x
+            yield name, as_reals(key_data(number))
 
 
 def _alike(got: Any, want: Any) -> tuple[Any, Any]:
