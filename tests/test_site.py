@@ -107,10 +107,10 @@ def test_tabs_are_few_and_none_is_a_long_list():
     assert all(len(pages) <= 16 for pages in lists)
 
 
-def test_home_is_the_program_a_picture_and_three_promises():
+def test_home_is_the_program_a_picture_and_five_promises():
     text = site.home((ROOT / "README.md").read_text())
     [promises] = re.findall(r"(?:^\* \*\*.*\n(?:  .*\n)*)+", text, re.MULTILINE)
-    assert len(re.findall(r"^\* ", promises, re.MULTILINE)) == 3
+    assert len(re.findall(r"^\* ", promises, re.MULTILINE)) == 5
     assert len(re.findall(r"^```python$", text, re.MULTILINE)) == 1
     assert "pip install towerjax" in text and "pytest" not in text
     defined = dict(re.findall(r"^\[(\w+)\]: (.*)$", text, re.MULTILINE))
