@@ -588,7 +588,7 @@ B, N = np.array([True, False]), np.array([0.25, 0.5], np.float32)
 I = np.array([0, 1])  # noqa: E741
 OF_LOSS, ADDED = (
     "compute_weighted_loss got",
-    r"a mean of rows.*or one number.*tj.penalty",
+    r"mean \+ tj\.penalty\(number\).*or add a mean of the rows",
 )
 TIMES = r"Multiply the rows.*or .* earlier pass"
 

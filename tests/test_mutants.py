@@ -166,6 +166,8 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
         with pytest.raises(ValueError, match="there are no elements"):
             tj.Mirrored(towers=2).map(np.sin, [1.0])
     assert tj.Mirrored.map is inner
+    # A decorator that registers the function has been undone, too.
+    assert analysis._RULES["cond"] is analysis._cond
     assert not hasattr(ops, "_mutant_is_live_")
 
 

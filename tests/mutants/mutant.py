@@ -62,6 +62,10 @@ def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -
     except (ImportError, AttributeError, KeyError) as error:
         raise MutantError(f"{mutant.id}: there is no {mutant.where}") from error
     patch.setattr(module, COUNTER, live, raising=False)
+    holders = list(_holders(original, module_name.partition(".")[0]))
+    for holder, key in holders:
+        if isinstance(holder, dict):  # a decorator may put the mutant there itself
+            patch.setitem(holder, key, original)
     made = _made(mutant, original, owner if inspect.isclass(owner) else None)
     if isinstance(original, staticmethod) and not isinstance(made, staticmethod):
         made = staticmethod(made)  # __new__ is one without saying so
@@ -69,7 +73,7 @@ def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -
         made.__set_name__(owner, name)
     if inspect.isclass(owner):
         patch.setattr(owner, name, made)
-    for holder, key in list(_holders(original, module_name.partition(".")[0])):
+    for holder, key in holders:
         if isinstance(holder, dict):
             patch.setitem(holder, key, made)
         else:

@@ -143,8 +143,8 @@ def _run_loop(
     step: Step, options: RunOptions, point: Point, batches: Iterable[PyTree]
 ) -> tuple[TrainState, History]:
     # Of several processes JAX is sent SIGTERM, and all end after the same step.
-    saving, alone = options.checkpointer, step.strategy.placement.num_processes == 1
-    guard = InterruptGuard(saving.exit_code if saving and alone else None)
+    saving, is_one = options.checkpointer, step.strategy.placement.num_processes == 1
+    guard = InterruptGuard(saving.exit_code if saving and is_one else None)
     loop = Loop(step, options, point, batches, guard)
 
     def run_all() -> tuple[TrainState, History]:

@@ -1,5 +1,6 @@
 """Translate device names to JAX devices, and bound the calls in flight on them."""
 
+import contextlib
 import itertools
 import re
 import threading
@@ -104,16 +105,22 @@ def owners_of(names: Sequence[str]) -> set[int]:
         return set()
 
 
+def want_cpu_devices(number: int) -> None:
+    """Have JAX make so many devices of the CPU, unless it is in use already."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", number)
+
+
 def find_devices(names: Sequence[str]) -> tuple[Device, ...]:
     """The JAX devices with these canonical names."""
-    found = []
+    devices = []
     for name in names:
         platform, _, index = name.partition(":")
         present = platform_devices(platform)
         if int(index) >= len(present):
             _refuse_missing(platform, len(present), names)
-        found.append(present[int(index)])
-    return tuple(found)
+        devices.append(present[int(index)])
+    return tuple(devices)
 
 
 def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:

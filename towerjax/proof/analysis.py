@@ -230,7 +230,7 @@ def along_each_axis(site: Site) -> dict[str, findings.Analysis]:
 
     An output that ``out_specs`` split may differ.
     """
-    params, found = site[0].params, {}
+    params, analyses = site[0].params, {}
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     sizes = params["mesh"].shape
     for axis in [x for x in sizes if x in manual and sizes[x] > 1]:
@@ -242,8 +242,8 @@ def along_each_axis(site: Site) -> dict[str, findings.Analysis]:
         analysis = analyse(params["jaxpr"], inputs, axis, sizes[axis], site)
         pairs = zip(analysis.outputs, outs, strict=True)
         alike = tuple([None if is_split else x for x, is_split in pairs])
-        found[axis] = dataclasses.replace(analysis, outputs=alike)
-    return found
+        analyses[axis] = dataclasses.replace(analysis, outputs=alike)
+    return analyses
 
 
 @_rule("custom_linear_solve")

@@ -58,8 +58,8 @@ def refuse_in_towers(
                 f" {x.line or 'a line of a library'} lays its values over a mesh of"
                 f" axes {x.axes}. {_WITHIN}"
             )
-        for axis, found in x.along.items():
-            for told in mistakes(found, axis):
+        for axis, in_axis in x.along.items():
+            for told in mistakes(in_axis, axis):
                 line = x.line or "a line of a library"
                 raise ReplicationError(f"shard_map at {line} in a tower: {told}")
 

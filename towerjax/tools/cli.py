@@ -1,14 +1,12 @@
 """The commands of ``towerjax``; the docstring of each is its help."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
+from towerjax.mesh.devices import want_cpu_devices
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools import shell
 from towerjax.tools.shell import FAULT, OK
@@ -84,23 +82,22 @@ def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> 
 
     exit code: 0 if nothing depends on them, 1 if something does, 2 for wrong arguments.
     """
-    with contextlib.suppress(RuntimeError):  # where the module has used JAX
-        jax.config.update("jax_num_cpu_devices", max(devices))
-    program = shell.resolve(make, "train:make")
-    check_takes(f"{make.rpartition(':')[2]}(devices)", program, max(devices))
-    fn, args = program(max(devices))
-    told, found = [], dict[str, Any]()
+    want_cpu_devices(max(devices))
+    maker = shell.resolve(make, "train:make")
+    check_takes(f"{make.rpartition(':')[2]}(devices)", maker, max(devices))
+    fn, args = maker(max(devices))
+    told, faults = [], dict[str, Any]()
     for name, run in {
         "proof": lambda: prove(fn, *args),
-        "comparison": lambda: same_on_devices(program, devices),
+        "comparison": lambda: same_on_devices(maker, devices),
     }.items():
         try:
             told.append(str(run()))
         except ReplicationError as error:
             told.append("\n".join(str(error).splitlines()[:_SCREEN]))
-            found[name] = str(error)
-    outcome = {"same": not found, "findings": found}
-    return shell.show("\n".join(told), outcome, json, FAULT if found else OK)
+            faults[name] = str(error)
+    outcome = {"same": not faults, "findings": faults}
+    return shell.show("\n".join(told), outcome, json, FAULT if faults else OK)
 
 
 def report(

@@ -175,11 +175,11 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
         )
 
 
-def together(found: Iterable[tuple[str, str]]) -> list[str]:
+def together(named: Iterable[tuple[str, str]]) -> list[str]:
     """``"name is problem"`` of each; once for those of one list, or one problem."""
     first: dict[str, tuple[str, str]] = {}
     counts: collections.Counter[str] = collections.Counter()
-    for name, problem in found:
+    for name, problem in named:
         key = re.sub(r"\[\d+\]$", "[]", name)
         first.setdefault(key, (name, problem))
         counts[key] += 1

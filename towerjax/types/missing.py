@@ -102,9 +102,9 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
         return ""
     parameters = [*inspect.signature(fn).parameters.values()]
     by_name = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
-    if found := re.match(r"got an unexpected keyword argument '(\w+)'", rest):
-        near = difflib.get_close_matches(found[1], [x.name for x in parameters])
-        return _NAMES.get(found[1], f"Write {near[0]}=..." if near else "")
+    if wrong := re.match(r"got an unexpected keyword argument '(\w+)'", rest):
+        near = difflib.get_close_matches(wrong[1], [x.name for x in parameters])
+        return _NAMES.get(wrong[1], f"Write {near[0]}=..." if near else "")
     if by_name and "positional arguments but" in rest:
         given = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
         return (

@@ -212,12 +212,12 @@ def check_files(folder: epath.Path) -> None:
     problems = []
     for name, (size, crc) in read_table(folder)["files"].items():
         with explained("read from", folder):
-            found = _checksum(folder / name) if _is_file(folder / name) else None
-        if found is None:
+            actual = _checksum(folder / name) if _is_file(folder / name) else None
+        if actual is None:
             problems.append(f"{name} is missing, or no file")
-        elif found[0] != size:
-            problems.append(f"{name} has {found[0]} bytes instead of {size}")
-        elif found[1] != crc:
+        elif actual[0] != size:
+            problems.append(f"{name} has {actual[0]} bytes instead of {size}")
+        elif actual[1] != crc:
             problems.append(f"{name} has been changed")
     if problems:
         raise _damaged(folder, listed(problems))

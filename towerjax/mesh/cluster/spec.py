@@ -219,11 +219,11 @@ _MEET = (
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
     """The innermost launcher that started several, and its variables."""
-    found = [x for x in _LAUNCHERS.items() if _counts_several(environ, x[1])]
-    if len(found) > 1 and found[0][0] == "MPICH":  # such as of srun --mpi=pmi2
-        mpich, slurm = ([environ[x] for x in names[:2]] for _, names in found)
-        found = found[mpich == slurm :]
-    return found[0] if found else None
+    several = [x for x in _LAUNCHERS.items() if _counts_several(environ, x[1])]
+    if len(several) > 1 and several[0][0] == "MPICH":  # such as of srun --mpi=pmi2
+        mpich, slurm = ([environ[x] for x in names[:2]] for _, names in several)
+        several = several[mpich == slurm :]
+    return several[0] if several else None
 
 
 def _counts_several(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:

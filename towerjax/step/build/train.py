@@ -224,16 +224,16 @@ class _OfLoss(Passes):
 
     def without_gradients(self) -> Passes:
         """The pass of the loss alone."""
-        (one,) = self.each
+        (whole,) = self.each
 
         def tower_fn(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
             context = dataclasses.replace(context_of(tower), differentiates=False)
-            out = one.tower_fn(
+            out = whole.tower_fn(
                 state, rows, dataclasses.replace(tower, _context=context)
             )
             return {name: x for name, x in out.items() if name != "grads"}
 
-        return Passes((dataclasses.replace(one, tower_fn=tower_fn),))
+        return Passes((dataclasses.replace(whole, tower_fn=tower_fn),))
 
 
 def _train_step(

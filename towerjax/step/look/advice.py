@@ -105,16 +105,16 @@ def _causes(
 ) -> Iterator[tuple[list[str], Advice]]:
     """Leaves, and what explains them; the last explains all."""
     names = [x.leaf for x in findings]
-    jaxprs = [x.towers.jaxpr for x in audit.one.traced.passes]
+    jaxprs = [x.towers.jaxpr for x in audit.one_tower.traced.passes]
     sites = [site for jaxpr in jaxprs for site in _sites(jaxpr)]
     if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
-        if mended := audit.without(names, audit.one, shared=False):
+        if mended := audit.without(names, audit.one_tower, shared=False):
             yield mended, _BY_SHARED_KEY
         own = [x for x in draws if KEY_NAME not in str(x[0].invars[0].aval)]
         if lines := listed(dict.fromkeys(filter(None, map(user_line, own)))):
             yield names, _BY_OWN_KEY._replace(cause=f"{_BY_OWN_KEY.cause}, at {lines}")
     if audit.pads:
-        as_two = audit.towers(1, rows=audit.two.rows)
+        as_two = audit.towers(1, rows=audit.two_towers.rows)
         if mended := audit.without(names, as_two):
             yield mended, _BY_PADDING
     for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
@@ -129,9 +129,9 @@ def _causes(
             yield these, advice
     if all(x.split == "unevenly" for x in findings):
         yield names, _BY_UNEVEN_ROWS
-    if lines := _lines_along(sites, audit.one.rows):
+    if lines := _lines_along(sites, audit.one_tower.rows):
         yield names, _BY_OWN_ROWS._replace(cause=lines)
-    if these := [x for x in names if x in _of_first_tower(audit.one.state.local)]:
+    if these := [x for x in names if x in _of_first_tower(audit.one_tower.state.local)]:
         yield these, _BY_FIRST_TOWER
     yield names, _BY_OWN_ROWS
 

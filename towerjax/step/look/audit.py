@@ -100,7 +100,7 @@ class Audit:
         self.each, self.pads, self._alone = each, pads, alone
         self.is_own = alone is None  # what merges is not of a loss alone
         self._take, self._total = feed.rows_of(rows), len(feed.batches(rows, 1))
-        self.one = self.towers(1, rows=(3 if pads else 2) * each)
+        self.one_tower = self.towers(1, rows=(3 if pads else 2) * each)
         self.first = self.split("evenly", np.arange(2 * each))
 
     def split(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
@@ -110,12 +110,12 @@ class Audit:
 
     def trace(self) -> None:
         """Trace both numbers of towers, the second without gradients if it may be."""
-        traced = self.one.trace(self.first)
+        traced = self.one_tower.trace(self.first)
         if _needs_gradients(traced):
             self._alone = None
-        self.two = self.towers(2, rows=2 * self.each, passes=self._alone)
-        self.two.trace(self.first)
-        bodies, self.rtol = [x.towers.jaxpr for x in traced.passes], self.one.rtol
+        self.two_towers = self.towers(2, rows=2 * self.each, passes=self._alone)
+        self.two_towers.trace(self.first)
+        bodies, self.rtol = [x.towers.jaxpr for x in traced.passes], self.one_tower.rtol
         names = {x.primitive.name for body in bodies for x in all_eqns(body)}
         self.splits = [self.first]
         if self.pads or any(name.startswith("random_") for name in names):
@@ -128,28 +128,28 @@ class Audit:
         if self._alone is not None:
             if (report := self._run_cheaply()) is not None:
                 return report
-            self.two = self.towers(2, rows=2 * self.each)
+            self.two_towers = self.towers(2, rows=2 * self.each)
         try:
             runs = self.compared(self.splits)
             self.judge(runs)
             return self.judge([*runs, *self.compared(self._permuted())])
         except SplitError as error:
             if self.pads:
-                self.one.prove(self.splits[1])
+                self.one_tower.prove(self.splits[1])
             raise advise(self, error) from None
 
     def compared(self, splits: list[RowsToRun]) -> list[Compared]:
         """The splits, on two towers and on one."""
-        return [*compare(self.one, [self.two], [(x, x) for x in splits])]
+        return [*compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])]
 
     def judge(self, runs: list[Compared]) -> AuditReport:
         """The report of such runs; raises where a leaf differs."""
         return judge(runs, 2 * self.each, self.rtol)
 
-    def without(self, names: list[str], one: Towers, **draws: Any) -> list[str]:
+    def without(self, names: list[str], one_tower: Towers, **draws: Any) -> list[str]:
         """Those of the leaves that are the same of other draws, or on other towers."""
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
-        runs = compare(one, [self.two], [(x, x) for x in splits])
+        runs = compare(one_tower, [self.two_towers], [(x, x) for x in splits])
         try:
             self.judge([*runs])
         except SplitError as error:
@@ -165,13 +165,13 @@ class Audit:
         """
         at = np.arange(self.each)
         halves = [np.concatenate([x, x]) for x in (at, at + self.each)]
-        halves = [self.one(self.split("half", x)).sums for x in halves]
-        whole, permuted = self.one(self.first), self._permuted()
+        halves = [self.one_tower(self.split("half", x)).sums for x in halves]
+        whole, permuted = self.one_tower(self.first), self._permuted()
         if not are_additive(whole.sums, halves, self.rtol):
             return None
         try:
             runs = self.compared(self.splits)
-            first, others = runs[0].got, [self.two(x).values for x in permuted]
+            first, others = runs[0].got, [self.two_towers(x).values for x in permuted]
             if all(are_same(first, other, self.rtol) for other in others):
                 runs += [x._replace(got=y) for x in runs[:1] for y in others]
             else:

@@ -138,15 +138,15 @@ class Towers:
 
 
 def compare(
-    one: Towers,
+    one_tower: Towers,
     several: Sequence[Towers],
     splits: Sequence[tuple[RowsToRun, RowsToRun]],
 ) -> Iterator[Compared]:
     """What several towers make of the second of each pair, and one of the first."""
     for alone, together in splits:
-        want = one(alone).values
+        want = one_tower(alone).values
         refuse_nonfinite(want)
-        near = functools.cache(functools.partial(one.nearby, alone))
+        near = functools.cache(functools.partial(one_tower.nearby, alone))
         for towers in several:
             got = towers(together).values
             if not towers.has_gradients:

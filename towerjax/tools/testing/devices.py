@@ -75,8 +75,8 @@ def same_on_devices(
             f" {max(numbers)}) before JAX is used."
         )
     fn, args = make(numbers[-1])
-    program = traced_program(fn, tuple(args), {})
-    rounding, want = rounding_of([program]), _leaves_on(*make(1))
+    jaxpr = traced_program(fn, tuple(args), {})
+    rounding, want = rounding_of([jaxpr]), _leaves_on(*make(1))
 
     @functools.cache
     def nearby() -> list[Leaves]:
@@ -92,13 +92,13 @@ def same_on_devices(
                 f"On 1 and {number} devices results differ: {listed(names)}."
             )
         pairs = {name: _alike(got[name], want[name]) for name in want}
-        got, alone = ({name: x[i] for name, x in pairs.items()} for i in (0, 1))
-        runs.append(Compared(number, "", got, alone, nearby))
+        got, single = ({name: x[i] for name, x in pairs.items()} for i in (0, 1))
+        runs.append(Compared(number, "", got, single, nearby))
     try:
         report = judge(runs, 0, rounding if rtol is None else rtol)
     except SplitError as error:
-        found = [dataclasses.replace(x, of="devices") for x in error.findings]
-        raise SplitError(found, _reasons(found, program)) from None
+        differing = [dataclasses.replace(x, of="devices") for x in error.findings]
+        raise SplitError(differing, _reasons(differing, jaxpr)) from None
     return dataclasses.replace(report, of="devices")
 
 
@@ -131,13 +131,13 @@ def _alike(got: Any, want: Any) -> tuple[Any, Any]:
     return got, want
 
 
-def _reasons(findings: Sequence[Finding], program: Any) -> Iterator[str]:
+def _reasons(findings: Sequence[Finding], jaxpr: Any) -> Iterator[str]:
     """What the numbers say, and the lines that communicate."""
     for text, is_inverse in ((_TIMES, False), (_OVER, True)):
         names = [x.leaf for x in findings if _is_factor(x, is_inverse)]
         if names:
             yield f"{listed(names)}: {text}"
-    sites = [site for site in all_sites(program) if named_axes(site[0])]
+    sites = [site for site in all_sites(jaxpr) if named_axes(site[0])]
     lines = [(user_line(x), x[0].primitive.name) for x in sites]
     if at := list(dict.fromkeys(f"{line} ({how})" for line, how in lines if line)):
         yield f"Devices communicate at {'; '.join(at[:3])}."

@@ -83,18 +83,18 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
     maps = list({(x.line, *x.along, x.alike, x.split): x for x in every}.values())
     told, notes = list[str](), list[str]()
     for x in maps:
-        for axis, found in x.along.items():
-            told += [f"  - {_at(x)}: {text}" for text in mistakes(found, axis)]
+        for axis, in_axis in x.along.items():
+            told += [f"  - {_at(x)}: {text}" for text in mistakes(in_axis, axis)]
             for how, so in _OF_EQUALS.items():
-                if at := of_equals(found, how):
+                if at := of_equals(in_axis, how):
                     what = f"what is the same on all is {how} {so}{at}"
                     notes.append(f"{_at(x)}: {what}")
     if told:
         raise ReplicationError("\n".join([_NOT_THE_SAME, *told]))
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
     lines = [f"{_at(x)}: {x.alike} results are the same, {x.split} split" for x in maps]
-    found = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
-    return ProgramReport(*found, sum(x.alike for x in maps))
+    told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
+    return ProgramReport(*told_of, sum(x.alike for x in maps))
 
 
 def _at(x: OwnMesh) -> str:
