@@ -39,12 +39,14 @@ def contrast(rows, weight, scale):  # all rows, some are padding
 
 def embed(state, batch, tower):
     rows = embedded(state.params["encoders"], batch)
-    return tj.Rows({"rows": rows, "weight": tower.weight})
+    return tj.Rows({"rows": rows, "row": batch["row"], "weight": tower.weight})
 
 
 def differentiate(state, batch, tower, merged):
     rows, weight = merged.value["rows"], merged.value["weight"]
-    where = jnp.where(tower.weight > 0, batch["row"], len(weight))  # padding: out
+    same = merged.value["row"][None] == batch["row"][:, None]
+    where = jnp.argmax(same & (weight > 0)[None], axis=1)  # own rows among all
+    where = jnp.where(tower.weight > 0, where, len(weight))  # padding: out
 
     def loss_of(params):
         own = embedded(params["encoders"], batch)

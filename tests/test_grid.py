@@ -16,6 +16,7 @@ import pytest
 from grid import FEATURES, IDS, of_rows
 
 import towerjax as tj
+from towerjax.step.look import audited
 
 SEED = int(os.environ.get("TOWERJAX_GRID_SEED", "1413"))
 # Of later draws those whose lowering is another: sums of parts by towers in turn, and
@@ -390,7 +391,8 @@ def test_n_towers_are_one_tower(number):
     print(f"TOWERJAX_GRID_SEED={SEED}, draw {number}: {draw}, rows {draw.sizes}")
     with jax.enable_x64(True):
         (params, opt_state, local, extra), metrics = one_tower(draw)
-        state, found = trained(draw)
+        with audited.asked(audit=False if draw.differs else None):
+            state, found = trained(draw)
         check_metrics(draw, found, metrics)
         assert int(state.step) == STEPS
         moves = jax.tree.map(lambda x, y: np.abs(x - y).max(), params, draw.params())

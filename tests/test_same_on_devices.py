@@ -193,7 +193,7 @@ def unproved(devices):
 
 def test_the_command_says_both_and_has_a_status(shell):
     code, out, _ = shell("check", "of_user:good", "--devices", "1", "2")
-    assert code == 0 and "values are the same on 2 devices as on one" in out
+    assert code == 0 and "1 value is the same on 2 devices as on one" in out
     code, out, _ = shell("check", "of_user:bad")
     assert code == 1 and "as many times as much" in out and out.count("\n") < 24
     code, out, _ = shell("check", "of_user:unproved", "--json")

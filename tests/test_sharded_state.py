@@ -183,7 +183,7 @@ WITHIN = {"within": {"model": 2}}
 
 
 @pytest.mark.parametrize(
-    "options, devices, goes_again, expected",
+    "options, devices, hold_update, expected",
     [
         ({}, 2, False, False),
         ({}, 2, True, False),
@@ -195,11 +195,11 @@ WITHIN = {"within": {"model": 2}}
         ({"state": "sharded"}, 2, False, False),
     ],
 )
-def test_which_updates_each_device_runs(options, devices, goes_again, expected):
+def test_which_updates_each_device_runs(options, devices, hold_update, expected):
     names = [f"cpu:{i}" for i in range(devices)]
     engine = types.SimpleNamespace(
         strategy=tj.Mirrored(names, towers=2, **options),
-        again=bool if goes_again else None,
+        passes=types.SimpleNamespace(hold_update=hold_update),
     )
     for accepts in (True, False):  # one that accepts nothing has no update
         engine.accepts = accepts
