@@ -57,6 +57,13 @@ def imports_of(path):
                 yield node.module.split(".")[1]
 
 
+def test_every_file_is_in_a_package():
+    """Of a folder without __init__.py the tests here, and the site, see nothing."""
+    files = (path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py"))
+    names = (".".join(("towerjax", *x.parts)).removesuffix(".__init__") for x in files)
+    assert sorted(names) == sorted([*MODULES, "towerjax"])
+
+
 def test_rooms_import_those_before_them():
     there = {path.name for path in ROOT.iterdir() if path.name != "__pycache__"}
     assert there == {*ROOMS, "contrib", "__init__.py", "__main__.py", "py.typed"}

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
-from towerjax.step.state.accumulators import as_own
+from towerjax.step.build.step import Step
 from towerjax.step.run.engine import Engine, Passes, StepOptions, state_ins
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.run.policies import Read
+from towerjax.step.state.accumulators import as_own
 from towerjax.step.state.train_state import TrainState
-from towerjax.step.build.step import Step
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower

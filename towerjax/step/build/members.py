@@ -7,15 +7,15 @@ from typing import Any, TypeAlias
 import jax
 
 from towerjax.mesh.transfer import place
-from towerjax.step.state.accumulators import owned
+from towerjax.step.build.step import Step
 from towerjax.step.run.compile import inline
 from towerjax.step.run.engine import Engine, Passes, RunPass, outcome_layout, state_ins
-from towerjax.step.state.next_state import Outcome
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.run.policies import Trained
-from towerjax.step.state.train_state import TrainState, state_layout
+from towerjax.step.state.accumulators import owned
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.build.step import Step
+from towerjax.step.state.next_state import Outcome
+from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import a_type

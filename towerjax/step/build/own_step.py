@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.data.shard import Remainder
+from towerjax.step.build.gradient import refusing_tangents
+from towerjax.step.build.step import Step
 from towerjax.step.run.engine import (
     Passes,
     StepOptions,
@@ -11,11 +13,9 @@ from towerjax.step.run.engine import (
     training_engine,
     training_passes,
 )
-from towerjax.step.build.gradient import refusing_tangents
-from towerjax.step.state.next_state import Guard, OnNonfinite
 from towerjax.step.run.policies import Trained
+from towerjax.step.state.next_state import Guard, OnNonfinite
 from towerjax.step.state.train_state import TrainState
-from towerjax.step.build.step import Step
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.types import PyTree
 from towerjax.types.door import door

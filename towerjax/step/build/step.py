@@ -10,10 +10,18 @@ import jax
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
 from towerjax.step.look.comparison import AuditReport
-from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.look.examine import Examined
+from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import StatePolicy, Trained
 from towerjax.step.run.programs import Programs
+from towerjax.step.run.verdicts import Verdicts
+from towerjax.step.state.checks import (
+    check_is_state,
+    check_like,
+    check_made_for,
+    check_num_towers,
+    is_usable,
+)
 from towerjax.step.state.train_state import (
     TrainState,
     check_params,
@@ -25,14 +33,6 @@ from towerjax.step.state.train_state import (
     split_state,
     state_layout,
 )
-from towerjax.step.state.checks import (
-    check_is_state,
-    check_like,
-    check_made_for,
-    check_num_towers,
-    is_usable,
-)
-from towerjax.step.run.verdicts import Verdicts
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree
 from towerjax.types.door import door, doors

@@ -12,6 +12,8 @@ import optax
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
+from towerjax.step.build.step import Step
 from towerjax.step.run.engine import (
     Passes,
     StepOptions,
@@ -19,12 +21,10 @@ from towerjax.step.run.engine import (
     training_engine,
     training_passes,
 )
-from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.state.next_state import Guard, OnNonfinite, join_metrics
 from towerjax.step.run.policies import Trained
-from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.build.step import Step
+from towerjax.step.state.next_state import Guard, OnNonfinite, join_metrics
+from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,
     accept_or_keep,

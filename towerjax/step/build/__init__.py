@@ -1,0 +1,1 @@
+"""What builds a step of each kind: of a loss, an update, an evaluation."""
