@@ -4,10 +4,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from towerjax.proof.equation import format_line, is_library
+from towerjax.step.run.compile import compile_step
 from towerjax.types.tables import in_bytes
 
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=\s]*)\]")
@@ -21,7 +21,7 @@ _CALLED = re.compile(
 _COLLECTIVES = "all-reduce all-gather all-to-all reduce-scatter collective-permute"
 _COLLECTIVES = f"{_COLLECTIVES} collective-broadcast ragged-all-to-all".split()
 _NO_WORK = "parameter constant tuple get-tuple-element bitcast after-all".split()
-_WHERE_STEPS_ARE_MADE = str(Path(__file__).parent / "compile.py")
+_WHERE_STEPS_ARE_MADE = compile_step.__code__.co_filename
 
 
 @dataclasses.dataclass(frozen=True)
