@@ -315,14 +315,14 @@ PRINTED = {
     "mean_teacher": "of 100 labels: accuracy 0.92\n",
     "memory_table": """\
 devices  state                  held    sent
-      1  mirrored            786,440       0
-      1  sharded_optimizer   786,440       0
-      2  mirrored            786,440 262,156
-      2  sharded_optimizer   524,296 393,228
-      4  mirrored            786,440 393,234
-      4  sharded_optimizer   393,224 589,842
-      8  mirrored            786,440 458,773
-      8  sharded_optimizer   327,688 688,149
+      1  mirrored            786,444       0
+      1  sharded_optimizer   786,444       0
+      2  mirrored            786,444 262,156
+      2  sharded_optimizer   524,300 393,228
+      4  mirrored            786,444 393,234
+      4  sharded_optimizer   393,228 589,842
+      8  mirrored            786,444 458,773
+      8  sharded_optimizer   327,692 688,149
 """,
     "nnx_split": "error below 0.1: True\n",
     "noise_scale": """\
