@@ -352,6 +352,7 @@ TOLD = (
     "memory_table",
     "synchronise_less",
 )  # shown as results
+TOLD += ("nnx_split",)  # beside a program of the page, which is run there
 
 
 @pytest.mark.parametrize("name", PRINTED)
