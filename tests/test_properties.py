@@ -27,6 +27,7 @@ from towerjax.collectives.ops import pack_sizes, sum_rows_over_towers
 from towerjax.collectives.packing import Packing
 from towerjax.data.placer import Placer
 from towerjax.data.shard import (
+    Shares,
     counts_of_towers,
     fingerprint_of,
     fit_batch,
@@ -66,13 +67,14 @@ def test_a_fitted_batch_has_every_row_once_and_in_order(
     seed, size, towers, parts, remainder, times
 ):
     batch, shares = batch_of(seed, size), towers * parts
+    shared_by = Shares(towers, parts, 1)
     full = times * shares
     over = size % shares
     if (remainder == "error" and over) or (remainder == "drop" and size < shares):
         with pytest.raises(ValueError, match="remainder="):
-            fit_batch(batch, shares, remainder, full_size=full)
+            fit_batch(batch, shared_by, remainder, full_size=full)
         return
-    fitted, num_valid = fit_batch(batch, shares, remainder, full_size=full)
+    fitted, num_valid = fit_batch(batch, shared_by, remainder, full_size=full)
     kept = size - over if remainder == "drop" else size
     rows = math.ceil(kept / shares) * shares
     if remainder == "pad" and size <= full:
