@@ -194,15 +194,6 @@ def test_a_run_that_goes_on_is_not_audited_again(runs, tmp_path, capsys):
     assert len(runs) == 2
 
 
-def test_a_run_says_what_an_audit_before_it_found(runs, capsys):
-    step = step_of()
-    state = step.init(PARAMS)
-    step.report(state, BATCH)
-    tj.run(step, state, tj.batches(BATCH, 24, epochs=2), progress=True)
-    told = capsys.readouterr().err
-    assert len(runs) == told.count("audited") == 1 and "audited before: 4" in told
-
-
 def test_members_of_one_program_are_audited_once(runs):
     def build(rate):
         step = tj.build_train_step(

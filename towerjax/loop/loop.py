@@ -166,12 +166,10 @@ class Loop:
         if wanted and not step.is_audited:  # it was compiled before
             with noting_its_audit():
                 step.audit(self.point.state, placed)
-        report = step.audit_report
-        took_s = 0.0 if report is before else step.audit_s
-        self._log.audit_s += took_s
-        start_s += took_s
-        if report is not before or report and not self._compiled:
-            took = f" in {took_s:.1f} s" if took_s else " before"
+        if (report := step.audit_report) is not before:
+            self._log.audit_s += step.audit_s
+            start_s += step.audit_s
+            took = f" in {step.audit_s:.1f} s" if step.audit_s else " before"
             self._progress.note(f"audited{took}: {report}")
         self._log.compile_s += time.perf_counter() - start_s
         self._progress.compiled(time.perf_counter() - start_s)
