@@ -101,7 +101,12 @@ def test_a_program_prints_the_same_in_two_processes(tmp_path, capfd, monkeypatch
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-W", "error", str(tmp_path / "train.py")]
     assert tj.cluster.launch(command, processes=2, devices_per_process=4) == 0
-    assert capfd.readouterr().out == f"[0] {output}"
+    # Gloo, JAX's transport on CPUs, prints of each connection; its threads tear lines.
+    texts = r"\s|\[Gloo\]|Rank|\d|is connected to|peer ranks\.|"
+    texts += "Expected number of connected peer ranks is :"
+    lines = capfd.readouterr().out.splitlines(keepends=True)
+    said = [x for x in lines if not re.fullmatch(rf"\[\d\]({texts})*", x)]
+    assert "".join(said) == f"[0] {output}"
 
 
 def test_pmap_and_towerjax_print_the_same_losses():
@@ -472,9 +477,10 @@ def test_what_the_loss_of_a_padded_batch_is(way):
         loss = loss_of((features, labels), tower.weight)
         return tj.estimator.ModelSpec(mode, loss=loss)
 
-    model = tj.estimator.replicate_model_fn(
-        model_fn, tj.estimator.LossReduction[reduction], mirrored(2, towers=4)
-    )
+    how = tj.estimator.LossReduction[reduction], mirrored(2, towers=4)
+    # An audit refuses a mean of means alone.
+    audit = False if way == "means" else None
+    model = tj.estimator.replicate_model_fn(model_fn, *how, audit=audit)
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
             model(np.float32(0), LOSSES, WEIGHTS, tj.estimator.Mode.EVAL)

@@ -11,7 +11,12 @@ from jax.extend.core import get_opaque_trace_state
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import batch_signature
-from towerjax.estimator.losses import TowersOfStep, has_denominator, one_loss
+from towerjax.estimator.losses import (
+    LossReduction,
+    TowersOfStep,
+    has_denominator,
+    one_loss,
+)
 from towerjax.estimator.model_fn import (
     Mode,
     ModelFn,
@@ -152,7 +157,7 @@ class ModelTower:
 class ModelPasses(Passes):
     """One pass of a model function, once for each time that its towers meet."""
 
-    compat: str | None = None
+    options: ModelOptions | None = None
     hold_update: ClassVar[bool] = True
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
@@ -166,13 +171,15 @@ class ModelPasses(Passes):
         return [*merged]
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
-        """The same, with sums of gradients as means over the loss."""
-        if self.compat is not None:
+        """The same, with the loss as it is reduced, and gradients as means over it."""
+        assert self.options is not None
+        if self.options.compat is not None:
             raise ValueError(
                 "compat='tf1' divides by the number of towers as the original did, so"
                 " there is nothing to audit. Leave out audit= or compat=."
             )
-        return [*map(_with_means, merged)]
+        reduction = self.options.loss_reduction
+        return [_with_means(x, reduction) for x in merged]
 
 
 def model_passes(
@@ -182,7 +189,7 @@ def model_passes(
     reads_local = tower_fn.mode is not Mode.TRAIN
     how: Any = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
     passes = training_passes((tower_fn,), strategy, options, **how)
-    return ModelPasses(passes, tower_fn.options.compat)
+    return ModelPasses(passes, tower_fn.options)
 
 
 def model_engine(
@@ -252,8 +259,12 @@ def _minimized(merged: list[Any]) -> list[Weighted]:
     return losses if len(losses) > 1 else []
 
 
-def _with_means(merged: dict[str, Any]) -> dict[str, Any]:
-    """What a pass merged, with the sums of its gradients as means over the loss."""
+def _with_means(merged: dict[str, Any], reduction: LossReduction) -> dict[str, Any]:
+    """What a pass merged: its loss as one, its sums of gradients as means over it."""
+    # Towers give a pair, also of a sum that has no weight.
+    if isinstance(merged.get("loss"), Weighted):
+        loss = one_loss(reduction, merged["loss"], is_split=True)
+        merged = {**merged, "loss": loss}
     loss, grads = merged["minimized"], merged["grads"]
     if not isinstance(loss, Weighted):
         return merged
