@@ -173,7 +173,7 @@ def test_an_update_of_ones_own_is_that_of_a_train_step():
         jax.tree.map(np.testing.assert_array_equal, *pair)
     refused = [
         ({"grads": {"w": jnp.ones(4)}}, r"grads\['scale'\] is of shape \[\] .*absent"),
-        ({"loss": None}, r"Write tj.apply_gradients\(..., loss=merged\['loss'\]\)"),
+        ({"loss": None}, r"as tj.apply_gradients\(..., loss=merged\['loss'\]\)"),
         ({"state": params}, "The state is a dict, not a tj.TrainState"),
     ]
     for change, text in refused:

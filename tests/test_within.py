@@ -325,7 +325,7 @@ def test_what_counts_the_padding_of_split_rows_is_refused(size):
     strategy = wide(2, within={"data": 4}, rows="data", specs=None)
     options = {"remainder": "pad", "audit": True}
     step = tj.build_train_step(of_padding, ADAM, strategy, **options)
-    with pytest.raises(tj.testing.SplitError, match="padded rows count"):
+    with pytest.raises(tj.testing.SplitError, match="Padded rows count"):
         trained(step, size=size)
 
 
