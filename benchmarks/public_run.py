@@ -1,0 +1,253 @@
+"""A public model as pip installs it: one column of hashes on any number of devices.
+
+The model is the GPT-2 of `transformers` 4.46 for Flax, at a small width, with dropout,
+trained on the bytes of Python's standard library. The SHA-256 of the whole state
+(parameters, Adam's moments, step, key) is taken each 50 steps: on 1, 2, 4 and 8
+devices, mirrored and sharded, in one process and in two, and with a kill and moves from
+4 to 2 to 8 devices. Two controls differ: the plain all-reduce, and ``pmean`` by hand.
+
+Run: ``pip install 'transformers==4.46.3'``, ``python -m benchmarks.public_run``; with
+``--steps 300``, which is the default, and ``--only "by hand"`` for some of the rows.
+"""
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+import towerjax as tj
+
+TOWERS, ROWS, LENGTH, EVERY = 8, 32, 48, 50
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(
+        optax.warmup_cosine_decay_schedule(0, 2e-3, 30, 300), weight_decay=0.01
+    ),
+)
+
+
+@functools.cache
+def model() -> Any:
+    """GPT-2 of two layers, 64 wide, over bytes."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import FlaxGPT2LMHeadModel, GPT2Config  # type: ignore
+
+    config = GPT2Config(
+        vocab_size=256, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4
+    )
+    return FlaxGPT2LMHeadModel(config, seed=0, input_shape=(1, LENGTH))
+
+
+def token_losses(params: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
+    """``[b, L - 1]``: the cross-entropy of each next byte, with dropout."""
+    words = jnp.maximum(tokens, 0)
+    logits = model()(words, params=params, dropout_rng=rng, train=True).logits
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], words[:, 1:])
+
+
+def loss_fn(params: Any, batch: Any, tower: tj.Tower) -> tj.Weighted:
+    """The mean over the bytes that are there: rows end early, and none are alike."""
+    losses = token_losses(params, batch["tokens"], tower.rng)
+    there = (batch["tokens"][:, 1:] >= 0) * tower.weight[:, None]
+    return tj.Weighted.mean(losses, there)
+
+
+def batches(stop: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches of 29 rows of 8 to 48 bytes; -1 where a row has ended."""
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    text = b"".join((folder / f"{x}.py").read_bytes() for x in ("argparse", "typing"))
+    for number in range(stop):
+        draw = np.random.default_rng((0, number))
+        starts = draw.integers(len(text) - LENGTH, size=ROWS - 3)
+        rows = np.frombuffer(text, np.uint8)[starts[:, None] + np.arange(LENGTH)]
+        ends = draw.integers(8, LENGTH + 1, size=(ROWS - 3, 1))
+        yield {"tokens": np.where(np.arange(LENGTH) < ends, rows.astype(np.int32), -1)}
+
+
+def digest(tree: Any) -> str:
+    """The first 16 of the SHA-256 of all leaves' bytes."""
+
+    def as_numbers(x: Any) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    saved = map(as_numbers, jax.tree.leaves(tj.towers.saved_values(tree)))
+    return hashlib.sha256(b"".join(x.tobytes() for x in saved)).hexdigest()[:16]
+
+
+def say(number: int, digest: str) -> None:
+    """A line for who started this process, of one of its processes."""
+    if jax.process_index() == 0:
+        print(json.dumps(["hash", number, digest]), flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A row of the table: where a training runs, and how its towers are summed."""
+
+    name: str
+    kind: str = "PinnedTree"  # or "AllReduce"; "pmean": by hand
+    devices: tuple[int, ...] = (1,)  # one after another, from checkpoints
+    state: str = "mirrored"
+    processes: int = 1
+
+
+def runs() -> list[Run]:
+    """All rows."""
+    found = []
+    for state in ("mirrored", "sharded"):
+        for d in (1, 2, 4, 8):
+            found.append(Run(f"{state}, {d} devices", devices=(d,), state=state))
+        two: Any = {"devices": (8,), "state": state, "processes": 2}
+        found.append(Run(f"{state}, 2 processes of 4", **two))
+        name = f"{state}, 4 devices, killed, 2, then 8"
+        found.append(Run(name, devices=(4, 2, 8), state=state))
+    for kind, text in {"AllReduce": "plain all-reduce", "pmean": "by hand"}.items():
+        for d in (1, 8):
+            found.append(Run(f"{text}, {d} devices", kind, (d,)))
+    return found
+
+
+def parts_of(run: Run, steps: int) -> list[tuple[int, int, bool]]:
+    """``(devices, last step, killed)`` of each process, one after another."""
+    if len(run.devices) == 1:
+        return [(run.devices[0], steps, False)]
+    first, second, third = run.devices
+    at = steps // 2 // EVERY * EVERY
+    return [(first, at - 20, True), (second, at + EVERY, False), (third, steps, False)]
+
+
+def train(run: Run, devices: int, last: int, killed: bool, folder: str) -> None:
+    """Train to a step, from the checkpoint in the folder where there is one."""
+    pinned: Any = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+    names = [f"cpu:{i}" for i in range(devices)] if run.processes == 1 else None
+    how: Any = pinned if run.kind == "PinnedTree" else {}
+    strategy = tj.Mirrored(names, towers=TOWERS, state=run.state, **how)  # type: ignore
+    step = tj.build_train_step(loss_fn, OPTIMIZER, strategy, remainder="pad")
+    state = step.init(model().params, rng=jax.random.key(7))
+
+    def tell(number: int, state: tj.TrainState, logs: Any) -> None:
+        say(number, digest(state))
+
+    def die(number: int, logs: Any) -> None:
+        if killed and number == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    files = tj.Checkpointer(folder, every=EVERY) if len(run.devices) > 1 else None
+    hooks = [tj.loop.WithState(tell, every=EVERY), die]
+    how = {"steps": last, "checkpointer": files, "hooks": hooks, "audit": False}
+    tj.run(step, state, [*batches(last)], progress=False, **how)
+
+
+def train_by_hand(devices: int, last: int) -> None:
+    """As it is mostly written: means and gradients of devices, and their ``pmean``."""
+    mesh, here = Mesh(np.array(jax.devices()[:devices]), "d"), PartitionSpec("d")
+
+    def of_device(params: Any, tokens: jax.Array, rng: jax.Array) -> Any:
+        rng = jax.random.fold_in(rng, lax.axis_index("d"))
+
+        def loss(params: Any) -> jax.Array:
+            there = tokens[:, 1:] >= 0
+            losses = token_losses(params, tokens, rng)
+            return (losses * there).sum() / jnp.maximum(there.sum(), 1)
+
+        return lax.pmean(jax.grad(loss)(params), "d")
+
+    @jax.jit
+    def step(params: Any, opt_state: Any, tokens: jax.Array, rng: jax.Array) -> Any:
+        how: Any = {"mesh": mesh, "check_vma": False, "out_specs": PartitionSpec()}
+        specs = (PartitionSpec(), here, PartitionSpec())
+        grads = jax.shard_map(of_device, in_specs=specs, **how)(params, tokens, rng)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = model().params
+    state = params, OPTIMIZER.init(params)
+    for number, batch in enumerate(batches(last), 1):
+        padding = np.full((3, LENGTH), -1, np.int32)
+        tokens = np.concatenate([batch["tokens"], padding])
+        state = step(*state, tokens, jax.random.key(number))
+        if number % EVERY == 0:
+            say(number, digest(state))
+
+
+def hashes(run: Run, steps: int) -> dict[int, str]:
+    """Step -> digest, of a training in processes of its own."""
+    found: dict[int, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for devices, last, killed in parts_of(run, steps):
+            what = json.dumps([dataclasses.asdict(run), devices, last, killed, folder])
+            command = [sys.executable, "-m", "benchmarks.public_run", "--worker", what]
+            if run.processes > 1:
+                each = str(devices // run.processes)
+                words = ["launch", "--processes", str(run.processes)]
+                words += ["--devices-per-process", each, "--"]
+                command = [sys.executable, "-m", "towerjax", *words, *command]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+            if done.returncode != (-signal.SIGKILL if killed else 0):
+                raise RuntimeError(f"{run.name}: status {done.returncode}")
+            for line in done.stdout.splitlines():
+                if (at := line.find('["hash"')) >= 0:  # after its process's number
+                    _, number, text = json.loads(line[at:])
+                    found[number] = text
+    return found
+
+
+def table(found: dict[str, dict[int, str]]) -> str:
+    """A row a run, a column each 50 steps; bold where it is not the first row's."""
+    first = next(iter(found.values()))
+    lines = [f"| run | {' | '.join(f'step {n}' for n in first)} |"]
+    lines.append("|---" * (len(first) + 1) + "|")
+    for name, row in found.items():
+        texts = (x if x == first[n] else f"**{x}**" for n, x in row.items())
+        lines.append(f"| {name} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table; end with status 1 where a run's hashes are not the first's."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        fields, devices, last, killed, folder = json.loads(options.worker)
+        run = Run(**fields)
+        if run.processes > 1:
+            tj.cluster.initialize()
+        else:
+            jax.config.update("jax_num_cpu_devices", devices)
+        if run.kind == "pmean":
+            return train_by_hand(devices, last)
+        return train(run, devices, last, killed, folder)
+    found: dict[str, dict[int, str]] = {}
+    for run in runs():
+        if options.only in run.name:
+            found[run.name] = hashes(run, options.steps)
+            print(f"{run.name}: {found[run.name]}", file=sys.stderr, flush=True)
+    print(table(found))
+    first = next(iter(found.values()))
+    ours = [found[x.name] for x in runs() if x.kind == "PinnedTree" and x.name in found]
+    sys.exit(int(any(row != first for row in ours)))
+
+
+if __name__ == "__main__":
+    main()
