@@ -26,9 +26,6 @@ from benchmarks.absent import GPT, PROGRAMS, by_hand, by_towerjax
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
-from towerjax.step.look.hlo import collectives_of, parse
-from towerjax.step.run.compile import compile_step
-from towerjax.step.state.train_state import split_state
 from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import StateLayout
 
@@ -294,24 +291,6 @@ def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word()
     assert compile_on_devices(Lowered(), absent_ones) == "compiled"
     with pytest.warns(UserWarning, match="Error reading"):
         compile_on_devices(Lowered(), tj.Mirrored(("cpu:0",)).placement)
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_several_steps_are_one_loop_with_one_reduction_in_it():
-    step, params, batch = make_step(tj.Mirrored(devices=H200S), micro_batches=2)
-    donated, kept = split_state(step.shapes(params))
-    x = shapes(5, *batch["x"].shape)
-    args = (donated, kept, {"x": x}, shapes(5, 8, dtype=jnp.int32), [])
-    args = (*args, shapes(dtype=jnp.int32))
-    program = compile_step(step.engine, step.strategy.placement, args)
-    module = parse(program.call.as_text())
-    (found,) = collectives_of(module)
-    assert found.opcode == "all-reduce" and not found.trips_known  # in the loop
-    # And the loss, with both weights.
-    assert found.bytes == 4 * (LAYERS * WIDTH * WIDTH + 3)
-    entry = module.computations[module.entry].values()
-    assert [op.opcode for op in entry].count("while") == 1
 
 
 @pytest.mark.slow
