@@ -34,8 +34,8 @@ SAME: dict[tuple[str, str], str] = {
         "deleted: feed.added.clear() -> pass",
     ): "it waits by going round",
     (
-        "towerjax.step.run.compile:_named",
-        "deleted: run.__signature__ = inspect.Signature(parameters) -> pass",
+        "towerjax.step.run.compile:_step_of",
+        "deleted: step.__signature__ = inspect.Signature(parameters) -> pass",
     ): "names of a program's parameters, for who reads its text",
     (
         "towerjax.data.sparse_rows:Entries.max_per_block",

@@ -24,7 +24,8 @@ _VIEW = "view it as numbers, x.view(np.uint8)"
 _WITH_DTYPE = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 
-def _is_deleted(x: Any) -> bool:
+def is_deleted(x: Any) -> bool:
+    """Whether it is an array whose buffers were donated."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     return is_array and x.is_deleted()
 
@@ -38,7 +39,7 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
 # Which leaves no device holds: what they are, and what to write instead.
 _OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
     (
-        _is_deleted,
+        is_deleted,
         "a deleted array, donated: pass its successor, or a jnp.copy(x)",
     ),
     (

@@ -9,7 +9,7 @@ import jax
 from towerjax.mesh.transfer import place
 from towerjax.step.build.step import Step
 from towerjax.step.run.compile import inline
-from towerjax.step.run.engine import Engine, Passes, RunPass, outcome_layout, state_ins
+from towerjax.step.run.engine import Engine, Passes, RunPass, state_ins
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.run.policies import Trained
 from towerjax.step.state.accumulators import owned
@@ -88,7 +88,7 @@ class Members:
         def finish(donated: Any, kept: Any, *batch: PyTree) -> Outcome:
             return self._train(strategy, passes.proofs, donated, kept, batch)
 
-        outs = outcome_layout(ins["state"])
+        outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
         engine = Engine(passes, finish, ins, outs, donate=True)
         self.step = Step(engine, strategy, options, _OfMembers(strategy, members=self))
 

@@ -26,10 +26,8 @@ from towerjax.step.state.train_state import (
     TrainState,
     check_params,
     init_state,
-    is_maker,
     join_local,
     make_on_devices,
-    make_state,
     split_state,
     state_layout,
 )
@@ -149,7 +147,8 @@ class Step(Examined):
         make = makes.get("opt_state", lambda _: ())
         make = (lambda _: opt_state) if opt_state is not None else make
         made, first = {}, params
-        if is_maker(params):
+        # A function, and not a library's model, which may be called, too.
+        if hasattr(params, "__name__") or isinstance(params, functools.partial):
             made = make_on_devices(self.strategy, params, make, rng)
             params, first, make = made["params"], 0.0, lambda _: ()
         if more := makes.get("local", lambda _: {})(params):
@@ -168,22 +167,6 @@ class Step(Examined):
                 " and to tj.run what tj.build_train_step returned, with evaluate=."
             )
         return self
-
-    def start(self, state: TrainState) -> TrainState:
-        """The state to start a loop from: the same, its numbers on the devices.
-
-        Args:
-          state: On the step's devices, but for numbers.
-
-        Returns:
-          The state.
-
-        Raises:
-          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
-            variables have another number of towers.
-        """
-        last = self.programs.last
-        return self.policy.start(state, None if last is None else last.state)
 
     def place(self, state: TrainState) -> TrainState:
         """A copy of a state on this step's devices, e.g. one from other devices.
@@ -205,45 +188,6 @@ class Step(Examined):
         placed = place(state, self.strategy.placement, layouts, state.params)
         check_made_for(placed, self.strategy)
         return placed
-
-    def shapes(
-        self,
-        params: PyTree,
-        *,
-        opt_state: PyTree = (),
-        local: PyTree = None,
-        extra: PyTree = None,
-    ) -> TrainState:
-        """The shapes of the state before the first step, without any device.
-
-        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays.
-
-        Returns:
-          A ``TrainState`` of ``jax.ShapeDtypeStruct``.
-        """
-        towers = self.strategy.num_towers
-        state = make_state(towers, params, opt_state, local, extra=extra, shapes=True)
-        self.strategy.placement.specs_within((), state.params)
-        made = self.policy.made(state.params)
-        if jax.tree.leaves(opt_state):
-            made["opt_state"] = state.opt_state
-        if "local" in made:
-            made["local"] = join_local(state.local, made["local"])
-        return dataclasses.replace(state, **made)
-
-    def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked, padded or cut, and placed with its towers.
-
-        Args:
-          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
-
-        Returns:
-          A ``PlacedBatch``, which the step takes as it takes a batch.
-
-        Raises:
-          ValueError: The batch is malformed, or does not divide.
-        """
-        return self._placer.place(batch)
 
     @property
     def batch_rows(self) -> frozenset[int]:

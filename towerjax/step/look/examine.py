@@ -30,7 +30,13 @@ from towerjax.step.run.programs import Programs, send_shared
 from towerjax.step.run.prove import Proof, prove
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.faults import Place
-from towerjax.step.state.train_state import TrainState, split_state, step_number
+from towerjax.step.state.train_state import (
+    TrainState,
+    join_local,
+    make_state,
+    split_state,
+    step_number,
+)
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import doors
@@ -53,8 +59,20 @@ class Examined:
     _placer: Placer
 
     def start(self, state: Any) -> TrainState:
-        """The state checked, its numbers on the devices."""
-        raise NotImplementedError
+        """The state to start a loop from: the same, its numbers on the devices.
+
+        Args:
+          state: On the step's devices, but for numbers.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
+            variables have another number of towers.
+        """
+        last = self.programs.last
+        return self.policy.start(state, None if last is None else last.state)
 
     def shapes(
         self,
@@ -64,12 +82,36 @@ class Examined:
         local: PyTree = None,
         extra: PyTree = None,
     ) -> TrainState:
-        """The shapes of the state before the first step."""
-        raise NotImplementedError
+        """The shapes of the state before the first step, without any device.
+
+        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays.
+
+        Returns:
+          A ``TrainState`` of ``jax.ShapeDtypeStruct``.
+        """
+        towers = self.strategy.num_towers
+        state = make_state(towers, params, opt_state, local, extra=extra, shapes=True)
+        self.strategy.placement.specs_within((), state.params)
+        made = self.policy.made(state.params)
+        if jax.tree.leaves(opt_state):
+            made["opt_state"] = state.opt_state
+        if "local" in made:
+            made["local"] = join_local(state.local, made["local"])
+        return dataclasses.replace(state, **made)
 
     def place_batch(self, batch: PyTree) -> PlacedBatch:
-        """The batch checked and placed."""
-        raise NotImplementedError
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          A ``PlacedBatch``, which the step takes as it takes a batch.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        return self._placer.place(batch)
 
     def check(
         self,

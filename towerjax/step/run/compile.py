@@ -19,7 +19,7 @@ from towerjax.step.run.engine import Engine
 from towerjax.step.run.prove import Proof, prove
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.run.verdicts import next_verdict
-from towerjax.step.state.next_state import Called, Outcome
+from towerjax.step.state.next_state import Called
 from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
 from towerjax.towers.lowering import xla
@@ -60,16 +60,13 @@ def lower(
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
     shardings = {k: placement.shardings(x, given[k], params) for k, x in ins.items()}
-    run: Callable[..., PyTree] = traced
-    if full_rows is not None:
-        run = _with_full_rows(run, [*ins].index("num_valid"), full_rows)
     if engine.gives_verdict:
-        run, outs = _with_verdict(run), Called(*outs[:3], verdict=Layout.MIRRORED)
+        outs = Called(*outs[:3], verdict=Layout.MIRRORED)
         shardings["verdict"] = placement.sharding(Layout.MIRRORED)
         args = (*args, jax.ShapeDtypeStruct((), jnp.int32))
     state = ins["state"]
     jitted = jax.jit(
-        _named("step", [*shardings], run),
+        _step_of(traced, [*shardings], full_rows),
         in_shardings=tuple(shardings.values()),
         # The next state lies as the state does.
         out_shardings=jax.tree.map(
@@ -122,25 +119,39 @@ def inline(
     engine: Engine, placement: Placement, args: tuple[PyTree, ...]
 ) -> tuple[Any, Proof]:
     """The results in a trace, as a part of another program; and their proof."""
-    _refuse_devices_in_tower(placement)
+    if placement.num_devices > 1 and executors.is_inside_tower():
+        raise ValueError(
+            f"A step of {placement.num_devices} devices is called in a tower, which"
+            " runs on one device. Build the inner step for one,"
+            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
+            f"{placement.num_towers}); it is given the tower's own rows."
+        )
     traced = trace(engine, args)
     proof = prove(traced)
     return traced(*args), proof
 
 
-def _named(
-    name: str, names: Sequence[str], fn: Callable[..., PyTree]
+def _step_of(
+    traced: Traced, names: Sequence[str], full_rows: int | None
 ) -> Callable[..., PyTree]:
-    """The function, with a name and those of its arguments for the program's text."""
+    """The function to compile, with names of its arguments for the program's text."""
+    at = [*traced.engine.ins].index("num_valid")
 
-    def run(*args: PyTree) -> PyTree:
-        return fn(*args)
+    def step(*args: Any) -> PyTree:
+        given, before = [*args], None
+        if traced.engine.gives_verdict:
+            *given, before = args
+        if full_rows is not None:  # by which XLA sees that all weights are 1
+            given[at] = jnp.full_like(given[at], full_rows)
+        out = traced(*given)
+        if before is None:
+            return out
+        return Called(*out[:3], next_verdict(before, out.finite, out.now["step"]))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in names]
-    run.__name__ = name
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return run
+    step.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return step
 
 
 @contextlib.contextmanager
@@ -156,29 +167,6 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _with_verdict(fn: Callable[..., Any]) -> Callable[..., Called]:
-    """The function of a last argument more, the verdict of the call before."""
-
-    def run(*args: PyTree) -> Called:
-        *given, before = args
-        out: Outcome = fn(*given)
-        return Called(*out[:3], next_verdict(before, out.finite, out.now["step"]))
-
-    return run
-
-
-def _with_full_rows(
-    fn: Callable[..., PyTree], at: int, full_rows: int
-) -> Callable[..., PyTree]:
-    """The function with constant counts, from which XLA sees that all weights are 1."""
-
-    def run(*args: PyTree) -> PyTree:
-        counts = jnp.full_like(args[at], full_rows)
-        return fn(*args[:at], counts, *args[at + 1 :])
-
-    return run
 
 
 def require_jit() -> None:
@@ -202,15 +190,4 @@ def _refuse_stored_tracers(traced: Traced) -> None:
             " was put aside, such as a global or an attribute. Return it from the"
             " tower, as tj.Weighted, tj.Sum, tj.Rows or tj.PerTower: the next pass and"
             " update_fn are given what was merged."
-        )
-
-
-def _refuse_devices_in_tower(placement: Placement) -> None:
-    """Raise if a step of several devices is traced in a tower, which has one."""
-    if placement.num_devices > 1 and executors.is_inside_tower():
-        raise ValueError(
-            f"A step of {placement.num_devices} devices is called in a tower, which"
-            " runs on one device. Build the inner step for one,"
-            f" tj.Mirrored(devices={placement.devices[:1]}, towers="
-            f"{placement.num_towers}); it is given the tower's own rows."
         )

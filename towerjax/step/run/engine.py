@@ -148,12 +148,6 @@ def state_ins(
     return dict(zip(names, parts, strict=True)) | BATCH_LAYOUT
 
 
-def outcome_layout(donated: PyTree) -> Outcome:
-    """The layouts of an `Outcome`, whose state lies as ``donated`` says."""
-    mirrored = Layout.MIRRORED
-    return Outcome(donated, mirrored, mirrored, mirrored)
-
-
 def training_engine(
     passes: Passes,
     update_fn: Callable[..., Any],
@@ -166,7 +160,7 @@ def training_engine(
     on_nonfinite = options.on_nonfinite
     finish = NextState(update_fn, on_nonfinite, needs_examples, other_losses)
     ins = state_ins(passes.each[0].strategy, ("state", "kept"))
-    outs = outcome_layout(ins["state"])
+    outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
     return Engine(passes, finish, ins, outs, donate=options.donate)
 
 

@@ -32,8 +32,14 @@ def admit(
     batch: PlacedBatch, seen: Sequence[Signature], max_programs: int | None
 ) -> Signature:
     """The batch's signature; raise where ``seen`` are as many as may compile."""
-    towers = len(batch.counts)
-    dense = functools.partial(_shape_over_towers, towers=towers)
+
+    def dense(x: Any) -> Any:
+        if not is_sparse(x):
+            return x
+        rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
+        shape, dtype = (len(batch.counts) * rows, *shape), jax.tree.leaves(x)[0].dtype
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
     signature = batch_signature(arrays, batch.args[2])
     if not seen or signature in seen:
@@ -55,13 +61,6 @@ def admit(
             " model with max_programs=2 (or more), where they are meant."
         )
     return signature
-
-
-def _shape_over_towers(x: Any, towers: int) -> Any:
-    if not is_sparse(x):
-        return x
-    rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
-    return jax.ShapeDtypeStruct((towers * rows, *shape), jax.tree.leaves(x)[0].dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

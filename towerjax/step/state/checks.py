@@ -16,6 +16,7 @@ from towerjax.types.leaves import (
     a_type,
     changes,
     few,
+    is_deleted,
     listed,
     refuse_traced,
     refuse_unheld,
@@ -196,11 +197,7 @@ def check_leaves(state: TrainState) -> None:
 
 def check_not_donated(state: TrainState) -> None:
     """Raise if arrays of the state were donated to an earlier step."""
-    gone = [
-        name
-        for name, x in named_leaves("state", state)
-        if isinstance(x, jax.Array) and x.is_deleted()
-    ]
+    gone = [name for name, x in named_leaves("state", state) if is_deleted(x)]
     carried = len(jax.tree.leaves(split_state(state)[0]))
     if gone:
         what = "The state" if len(gone) >= carried else ", ".join(few(gone))

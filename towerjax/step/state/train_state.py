@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
 
-from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place
 from towerjax.step.state.update import OF_MODELS, trainable_flags
@@ -23,6 +21,7 @@ from towerjax.towers.variables import check_tower_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import (
     a_type,
+    is_deleted,
     is_key,
     native,
     own_array,
@@ -69,7 +68,7 @@ class TrainState:
 
     def __repr__(self) -> str:
         """The fields; of arrays that were donated to a step the shapes alone."""
-        shown = jax.tree.map(lambda x: jax.typeof(x) if _is_donated(x) else x, self)
+        shown = jax.tree.map(lambda x: jax.typeof(x) if is_deleted(x) else x, self)
         fields = [f"{x.name}={getattr(shown, x.name)!r}" for x in fields_of(self)]
         return f"TrainState({', '.join(fields)})"
 
@@ -138,10 +137,6 @@ class TrainState:
         return cls(jnp.int32(0), params, opt_state, local, key, extra=extra)
 
 
-def _is_donated(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
-
-
 _LAYOUTS: Any = dict.fromkeys((x.name for x in fields_of(TrainState)), Layout.MIRRORED)
 STATE_LAYOUT = TrainState(**{**_LAYOUTS, "local": Layout.PER_TOWER})
 """The layout of each part of a state, as a `TrainState`."""
@@ -194,14 +189,15 @@ def init_state(
     placement = strategy.placement
     state = make_state(placement.num_towers, *parts, **others)
     if placement.num_processes > 1:
-        _require_same_on_processes(placement, state)
+        kinds = ", ".join(
+            f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
+            for name, x in named_leaves("state", state)
+        )
+        advice = "Run the same program on every process."
+        require_same("The strategy's towers", f"{placement}", advice)
+        require_same("What step.init was given", kinds, advice)
     params = state.params if like is None else like
     return place(state, placement, state_layout(strategy), params)
-
-
-def is_maker(params: Any) -> bool:
-    """Whether parameters are given as a function, and not as a library's model."""
-    return hasattr(params, "__name__") or isinstance(params, functools.partial)
 
 
 def make_on_devices(
@@ -229,17 +225,6 @@ def make_on_devices(
     shardings = placement.shardings(layouts, shapes, shapes["params"])
     make = jax.jit(both, out_shardings=shardings)
     return make(place(key, placement, Layout.MIRRORED))
-
-
-def _require_same_on_processes(placement: Placement, state: TrainState) -> None:
-    """Raise unless all processes have the same towers, and leaves of the same types."""
-    kinds = ", ".join(
-        f"{name} {jnp.result_type(x)}{list(jnp.shape(x))}"
-        for name, x in named_leaves("state", state)
-    )
-    advice = "Run the same program on every process."
-    require_same("The strategy's towers", f"{placement}", advice)
-    require_same("What step.init was given", kinds, advice)
 
 
 def make_state(

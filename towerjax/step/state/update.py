@@ -28,7 +28,9 @@ def trainable_flags(
     params: PyTree, trainable: Trainable | None, *, advice: str = _SAY_TRAINABLE
 ) -> PyTree:
     """For each leaf, whether it is trained; raises if such a leaf has no gradient."""
-    shapes = jax.tree.map(_shape_of, params)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), params
+    )
     readable = readable_leaves("", shapes)
     if trainable is None:
         _refuse_statistics(params, advice)
@@ -38,7 +40,13 @@ def trainable_flags(
         chosen = [bool(trainable(name, x)) for name, x in readable]
         flags = jax.tree.unflatten(jax.tree.structure(params), chosen)
     else:
-        flags = _broadcast_flags(trainable, params)
+        try:
+            flags = jax.tree.broadcast(trainable, params)
+        except ValueError as error:
+            raise ValueError(
+                f"trainable is not the upper part of params: {error}. Give it the same"
+                " containers, and True or False for a leaf or for all below."
+            ) from error
     named, chosen = named_leaves("params", shapes), jax.tree.leaves(flags)
     if trainable is not None and not any(chosen):
         raise ValueError(
@@ -47,8 +55,9 @@ def trainable_flags(
         )
     if any(chosen):
         named = [pair for pair, yes in zip(named, chosen, strict=True) if yes]
-    bad = [f"{name} is {x.dtype}" for name, x in named if not _has_gradient(x.dtype)]
-    if bad:
+    kinds = [(name, x.dtype) for name, x in named]
+    is_wide = lambda d: jnp.issubdtype(d, jnp.inexact) and d.itemsize > 1  # noqa: E731
+    if bad := [f"{name} is {dtype}" for name, dtype in kinds if not is_wide(dtype)]:
         raise ValueError(
             "Every leaf of params that is trained gets a gradient and so is floating"
             f" or complex, of 16 bits or more, but {listed(bad)}. {advice} where it is"
@@ -91,7 +100,10 @@ def trained_part(params: PyTree, trainable: Trainable | None) -> PyTree:
 def with_trained(part: PyTree, params: PyTree) -> PyTree:
     """``params`` with the leaves that ``part`` has, which is None for the others."""
     return jax.tree.map(
-        lambda new, old: old if new is None else new, part, params, is_leaf=_is_none
+        lambda new, old: old if new is None else new,
+        part,
+        params,
+        is_leaf=lambda x: x is None,
     )
 
 
@@ -101,31 +113,8 @@ def trained_alone(tree: PyTree, part: PyTree) -> PyTree:
         lambda x, own: None if own is None else x,
         tree,
         part,
-        is_leaf=lambda x: _is_none(x) or is_rows(x),
+        is_leaf=lambda x: x is None or is_rows(x),
     )
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _broadcast_flags(trainable: PyTree, params: PyTree) -> PyTree:
-    """A bool for each leaf of ``params``, from a prefix tree."""
-    try:
-        return jax.tree.broadcast(trainable, params)
-    except ValueError as error:
-        raise ValueError(
-            f"trainable is not the upper part of params: {error}. Give it the same"
-            " containers, and True or False for a leaf or for all below."
-        ) from error
-
-
-def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x))
-
-
-def _has_gradient(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
 
 
 _NEEDS_MORE = (
