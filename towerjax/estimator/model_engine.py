@@ -37,7 +37,7 @@ from towerjax.estimator.variables import (
 from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.step import Step
 from towerjax.step.build.train import next_extra
 from towerjax.step.run.engine import (
@@ -52,7 +52,7 @@ from towerjax.step.run.one_pass import Pass
 from towerjax.step.run.policies import Read, Trained
 from towerjax.step.state.accumulators import as_own, owned
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.state.next_state import join_metrics
+from towerjax.step.state.next_state import with_loss
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
 from towerjax.towers.executors import Static, shapes_of
@@ -201,7 +201,7 @@ def model_engine(
 
     def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
         after, parts = results(state, merged)
-        return after, _with_loss(parts["loss"], parts.get("eval_metrics"))
+        return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
     return training_engine(passes, update, options, other_losses=_minimized)
 
@@ -285,12 +285,6 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
     return rest
 
 
-def _with_loss(loss: Any, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metrics of a step, with its loss and the terms of that."""
-    terms = loss.by_name() if isinstance(loss, Means) else {}
-    return join_metrics({"loss": loss, **terms}, dict(metrics or {}))
-
-
 @dataclasses.dataclass(frozen=True)
 class _TrainedModel(Trained):
     """A `TrainState` that is kept where the model's ``variable_placement`` says."""
@@ -348,7 +342,7 @@ class _Variables(Read):
         loss = spec.loss
         if not has_denominator(loss):  # averaged over batches, as TensorFlow did
             loss = Weighted(loss, jnp.float32(1))
-        return _with_loss(loss, spec.eval_metrics)
+        return with_loss(loss, spec.eval_metrics or {})
 
     def spec(self, out: Any, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""

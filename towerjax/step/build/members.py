@@ -1,7 +1,7 @@
 """One program for several trainings, whose hyperparameters are arrays of the state."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -9,8 +9,7 @@ import jax
 from towerjax.mesh.transfer import place
 from towerjax.step.build.step import Step
 from towerjax.step.run.compile import inline
-from towerjax.step.run.engine import Engine, Passes, RunPass, state_ins
-from towerjax.step.run.one_pass import Pass
+from towerjax.step.run.engine import Engine, Passes, state_ins
 from towerjax.step.run.policies import Trained
 from towerjax.step.state.accumulators import owned
 from towerjax.step.state.checks import check_is_state
@@ -19,18 +18,6 @@ from towerjax.step.state.train_state import TrainState, state_layout
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import a_type
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _InFinish(Passes):
-    """No passes: ``finish`` traces and proves a step of each member itself."""
-
-    each: tuple[Pass, ...] = ()
-
-    def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        """The step's own arguments."""
-        return tuple(args)
-
 
 Numbers: TypeAlias = Mapping[str, Any]
 BuildMember: TypeAlias = Callable[[Numbers], tuple[Step, TrainState]]
@@ -54,21 +41,10 @@ class Members:
     def __init__(self, build: BuildMember, numbers: Numbers) -> None:
         self._build = build
         self._together = any(x.ndim for x in numbers.values())
-        built: list[Step] = []
-
-        def begin(numbers: Numbers) -> TrainState:
-            made = build(numbers)
-            if not isinstance(made, tuple) or len(made) != 2:
-                kind = a_type(made)
-                raise ValueError(f"build returned {kind}: write return step, state.")
-            step, state = made
-            check_is_state(state)
-            built.append(step)
-            return dataclasses.replace(state, extra=(numbers, state.extra))
-
-        self._begin = jax.jit(vmap_members(begin) if self._together else begin)
+        self._over = vmap_members if self._together else lambda fn: fn
+        self._begin = jax.jit(self._over(self._begin_one))
         jax.eval_shape(self._begin, numbers)
-        strategy, options = built[-1].strategy, built[-1].options
+        strategy, options = self._built.strategy, self._built.options
         if self._together and strategy.placement.specs is not None:
             raise ValueError(
                 "Members that train together are stacked, and specs=... are of one."
@@ -83,14 +59,19 @@ class Members:
             changes["on_nonfinite"] = "skip"
         options = dataclasses.replace(options, **changes)
         ins = state_ins(strategy, ("state", "kept"), self._layout)
-        passes = _InFinish()
-
-        def finish(donated: Any, kept: Any, *batch: PyTree) -> Outcome:
-            return self._train(strategy, passes.proofs, donated, kept, batch)
-
         outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
-        engine = Engine(passes, finish, ins, outs, donate=True)
+        engine = Engine(Passes(()), self._finish, ins, outs, donate=True)
         self.step = Step(engine, strategy, options, _OfMembers(strategy, members=self))
+
+    def _begin_one(self, numbers: Numbers) -> TrainState:
+        """A member's first state; its step is kept, for how it was built."""
+        made = self._build(numbers)
+        if not isinstance(made, tuple) or len(made) != 2:
+            kind = a_type(made)
+            raise ValueError(f"build returned {kind}: write return step, state.")
+        self._built, state = made
+        check_is_state(state)
+        return dataclasses.replace(state, extra=(numbers, state.extra))
 
     def begin(self, numbers: Numbers) -> TrainState:
         """The state before the first step, for numbers of the same names and shapes."""
@@ -116,16 +97,9 @@ class Members:
             numbers = jax.tree.map(lambda x: x[0], numbers)
         return self._build(numbers)[0].engine
 
-    def _train(
-        self,
-        strategy: Any,
-        proofs: list[Any],
-        donated: Any,
-        kept: Any,
-        batch: tuple[PyTree, ...],
-    ) -> Outcome:
-        """One step of all members."""
-        placement = strategy.placement
+    def _finish(self, donated: Any, kept: Any, *batch: PyTree) -> Outcome:
+        """One step of all members, of which each traces and proves its own."""
+        proofs, placement = self.step.engine.passes.proofs, self.step.strategy.placement
 
         def train(donated: Any, rng: Any) -> tuple[Any, ...]:
             numbers, extra = donated["extra"]
@@ -138,8 +112,7 @@ class Members:
             return donated, now, owned(out.metrics), out.finite
 
         proofs.clear()
-        train = vmap_members(train) if self._together else train
-        donated, now, metrics, finite = train(donated, kept["rng"])
+        donated, now, metrics, finite = self._over(train)(donated, kept["rng"])
         now["step"] = kept["step"] + 1
         return Outcome(donated, now, metrics, finite.all())
 

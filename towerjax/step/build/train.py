@@ -11,7 +11,7 @@ import optax
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import Remainder
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
 from towerjax.step.build.step import Step
 from towerjax.step.run.engine import (
@@ -23,7 +23,7 @@ from towerjax.step.run.engine import (
 )
 from towerjax.step.run.policies import Trained
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.state.next_state import Guard, OnNonfinite, join_metrics
+from towerjax.step.state.next_state import Guard, OnNonfinite, with_loss
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,
@@ -127,9 +127,7 @@ class Training:
         if "extra" in merged or self.update_extra is not None:
             extra = next_extra(state.extra, extra, culprit)
             after = dataclasses.replace(after, extra=extra)
-        metrics = {"loss": loss, **merged["metrics"]}
-        more = loss.by_name() if isinstance(loss, Means) else {}
-        return after, join_metrics(metrics, more)
+        return after, with_loss(loss, merged["metrics"])
 
 
 _EXTRA = (

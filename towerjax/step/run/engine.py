@@ -49,8 +49,8 @@ RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]]
 class Passes:
     """Passes one after another, each given the merged result of the one before."""
 
-    each: tuple[Pass, ...]
-    # Of steps that are traced and proved inside the engine's ``finish``.
+    each: tuple[Pass, ...]  # none where the engine's ``finish`` runs whole steps
+    # Of steps that are traced and proved there.
     proofs: list[Any] = dataclasses.field(default_factory=list, kw_only=True)
     # Whether the update of the state is a part of what towers trace.
     hold_update: ClassVar[bool] = False
@@ -62,6 +62,8 @@ class Passes:
 
     def run(self, call: RunPass, args: Sequence[PyTree]) -> tuple[PyTree, ...]:
         """``(donated, kept, what each merged, what each looked at)``."""
+        if not self.each:
+            return tuple(args)
         donated, kept, *batch = args
         state = TrainState(**donated, **kept)
         merged, finite = list[PyTree](), list[Any]()
@@ -123,20 +125,13 @@ class Engine:
 
     def flagging(self) -> "Engine":
         """The towers once more, without an update, to flag what is not finite."""
-
-        def finish(*args: Any) -> tuple[Any]:
-            return args[-1:]
-
         passes = self.passes.changed(looks_at=TowersFlags())
         outs = (Layout.MIRRORED,)
-        return Engine(passes, finish, self.ins, outs)
+        return Engine(passes, lambda *args: args[-1:], self.ins, outs)
 
     def merging(self) -> "Engine":
         """What the towers of each pass return, merged, without an update."""
-
-        def finish(_: Any, __: Any, merged: list[PyTree], ___: Any) -> list[PyTree]:
-            return self.passes.compared(merged)
-
+        finish = lambda *args: self.passes.compared(args[2])  # noqa: E731
         return Engine(self.passes, finish, self.ins, Layout.MIRRORED)
 
 

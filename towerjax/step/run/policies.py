@@ -141,19 +141,15 @@ class Read(StatePolicy):
     def as_state(self, given: Any) -> TrainState:
         """What is read of a state or of bare parameters."""
         if not isinstance(given, TrainState):
-            number, rng = jnp.int32(0), jax.random.key(0)
-            params = jax.tree.map(jnp.asarray, given)
-            given = TrainState(number, params, (), {}, rng)
-        return _model_part(given)
+            given = jax.tree.map(jnp.asarray, given)
+        return _model_part(given, jnp.int32(0), jax.random.key(0))
 
     def start(self, given: Any, expected: TrainState | None) -> TrainState:
         """What is read of a state or of bare parameters, on the devices."""
         refuse_traced(given)
         if not isinstance(given, TrainState):
             refuse_unheld("params", given)
-            number, rng = self.counters
-            given = TrainState(number, given, (), {}, rng)
-        model = _model_part(given)
+        model = _model_part(given, *self.counters)
         check_not_donated(model)
         check_num_towers(model, self.strategy.num_towers)
         where = self.strategy.placement, state_layout(self.strategy)
@@ -171,8 +167,12 @@ class Read(StatePolicy):
         return result
 
 
-def _model_part(state: TrainState) -> TrainState:
-    """The state without what evaluation never reads."""
+def _model_part(given: Any, *counters: Any) -> TrainState:
+    """A state, or parameters with these counters, without what is never read."""
+    state = given
+    if not isinstance(given, TrainState):
+        number, rng = counters
+        state = TrainState(number, given, (), {}, rng)
     local = state.local
     if local and type(local) is dict:
         local = {k: x for k, x in local.items() if not is_never_read(x)}

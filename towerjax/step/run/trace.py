@@ -62,7 +62,10 @@ class Traced:
     @property
     def out(self) -> PyTree:
         """The shapes of the step's results."""
-        return _outcome(*self.shapes[1:]) if self.engine.accepts else self.shapes
+        if not self.engine.accepts:
+            return self.shapes
+        _, donated, rest = self.shapes
+        return Outcome(donated, *rest)
 
     @property
     def outs(self) -> PyTree:
@@ -120,7 +123,8 @@ class Traced:
         return over_devices(self._update, place, *whole, shards=shards)(*given)
 
     def _update(self, *given: PyTree) -> Outcome:
-        return _outcome(*accept(self.finish, self.shapes, *given))
+        donated, rest = accept(self.finish, self.shapes, *given)
+        return Outcome(donated, *rest)
 
 
 def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
@@ -155,10 +159,6 @@ def _with_weights(args: tuple[PyTree, ...], weights: PyTree) -> tuple[PyTree, ..
     """A pass's arguments, with what the pass for its weights has merged."""
     *others, merged = args
     return (*others, (*merged, weights[0]))
-
-
-def _outcome(donated: PyTree, rest: tuple[Any, Any, Any]) -> Outcome:
-    return Outcome(donated, *rest)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, Any]) -> tuple[PyTree, Any]:

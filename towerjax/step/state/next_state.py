@@ -119,13 +119,14 @@ def _check_update(before: TrainState, updated: Any) -> tuple[Any, ...]:
     return after, dict(metrics), *told
 
 
-def join_metrics(metrics: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """The user's metrics, joined with those that the step adds."""
-    if both := sorted(metrics.keys() & more.keys()):
+def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's metrics, with the loss and its terms."""
+    ours = {"loss": loss, **(loss.by_name() if isinstance(loss, Means) else {})}
+    if both := sorted(metrics.keys() & ours.keys()):
         raise ValueError(
             f"metrics[{both[0]!r}] is a name of a term of the loss; give yours another."
         )
-    return metrics | more
+    return {**metrics, **ours}
 
 
 def _evaluate_metrics(
