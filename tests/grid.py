@@ -462,7 +462,7 @@ def _strategy(deal, rng):
     sharded = how["state"] == "sharded"
     ops = deal("of shards", OF_SHARDS) if sharded else deal("reducing", REDUCING)
     is_pinned = isinstance(ops, tj.PinnedTree)
-    in_groups = isinstance(ops, tj.collectives.Hierarchical)
+    in_groups = isinstance(ops, tj.AllReduce) and ops.group_size
     if is_pinned and how["state"] == "sharded_optimizer" or in_groups and devices % 2:
         ops = tj.AllReduce()
     elif is_pinned:

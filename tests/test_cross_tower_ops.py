@@ -225,8 +225,8 @@ def test_the_last_pack_has_the_remainder(total, num_packs, sizes):
 
 def test_ops_are_values_with_a_short_text():
     mirrored(3, 3, tj.collectives.Hierarchical())  # groups of any number of devices
-    assert repr(tj.collectives.Packed()) == "Packed()"
-    assert repr(tj.collectives.Packed(max_group=3)) == "Packed(max_group=3)"
+    assert repr(tj.collectives.Packed(num_packs=3)) == "AllReduce(num_packs=3)"
+    assert repr(tj.AllReduce()) == "AllReduce()"
     assert tj.collectives.ReduceToOneDevice(
         "/device:CPU:1"
     ) == tj.collectives.ReduceToOneDevice("cpu:1")
@@ -449,51 +449,13 @@ def test_destinations_are_where_a_value_lies():
 
 # Who chooses.
 
-DGX_1 = [[1, 2, 3, 4], [0, 2, 3, 5], [0, 1, 3, 6], [0, 1, 2, 7],
-         [0, 5, 6, 7], [1, 4, 6, 7], [2, 4, 5, 7], [3, 4, 5, 6]]  # fmt: skip
-ALL = [[j for j in range(8) if j != i] for i in range(8)]
-RING = [[(i - 1) % 8, (i + 1) % 8] for i in range(8)]
-PAIRS = [[i ^ 1] for i in range(8)]
-ONE_WAY = [[j for j in range(8) if j > i] for i in range(8)]
 
-
-@pytest.mark.parametrize(
-    "links, ops, why",
-    [
-        (
-            DGX_1,
-            tj.collectives.Hierarchical(4),
-            "linked to each other inside groups of 4 but not",
-        ),
-        (DGX_1[:4], tj.AllReduce(), "All 4 devices are directly linked to each other"),
-        (
-            [[i, *x] for i, x in enumerate(DGX_1)],
-            tj.collectives.Hierarchical(4),
-            "groups of 4",
-        ),
-        (ALL, tj.AllReduce(), "All 8 devices are directly linked"),
-        (PAIRS, tj.collectives.Hierarchical(2), "so only 1/2 of the sums goes across."),
-        (RING, tj.collectives.Hierarchical(2), "groups of 2"),  # neighbours are pairs
-        (ONE_WAY, tj.AllReduce(), "make no groups of equal size"),
-        ([[]] * 8, tj.AllReduce(), "make no groups of equal size"),
-        ([[1], [0], [3], [2], []], tj.AllReduce(), "make no groups of equal size"),
-    ],
-)
-def test_links_decide(links, ops, why):
-    gpus = [f"gpu:{100 + i}" for i in range(len(links))]  # nowhere so many
-    choice = tj.collectives.choose_cross_tower_ops(gpus, links)
-    assert choice.ops == ops
-    assert why in choice.reason and "(Not on this machine: gpu:100, " in choice.reason
-    tj.Mirrored(gpus, cross_tower_ops=choice.ops)
-
-
-def test_without_links_platform_and_processes_decide(monkeypatch):
+def test_platform_and_processes_decide(monkeypatch):
     choose = tj.collectives.choose_cross_tower_ops
     assert choose(jax.devices()) == choose(names(8))
     assert choose(names(8)).ops == tj.AllReduce()
     assert "8 CPU devices of one process" in choose(names(8)).reason
     assert choose(["cpu:3"]).reason == "One device: nothing travels."
-    assert choose(["cpu:3"], [[0]]).reason == "One device: nothing travels."
     absent = choose(["gpu:100", "gpu:101"])
     assert absent.ops == tj.AllReduce()
     assert absent.reason.endswith("devices. (Not on this machine: gpu:100, gpu:101.)")

@@ -41,7 +41,7 @@ CASES = {
     "survived": (PACK_SIZES, REST, f"{REST} ", "test_rest"),
     "not live: never called": (CUT, "if end > start", "if False", "test_rest"),
     "not live: another branch": (
-        "towerjax.collectives.ops:Packed.__post_init__",
+        "towerjax.collectives.ops:AllReduce.__post_init__",
         "raise ValueError(\n            f\"{self!r}",
         "raise TypeError(\n            f\"{self!r}",
         "test_positive",
@@ -59,7 +59,7 @@ CASES = {
 
 TINY = """
 import forked
-from towerjax.collectives.ops import Packed, pack_sizes
+from towerjax.collectives.ops import AllReduce, Packed, pack_sizes
 
 forked.PRELOAD = ["towerjax"]  # no more than is needed here
 
@@ -70,7 +70,7 @@ def test_last():
     assert pack_sizes(10, 1)[0] == 10
 
 def test_positive():
-    assert Packed(1, None, None) == Packed(1)
+    assert Packed(1) == AllReduce(num_packs=1)
 
 def test_wrong():
     assert pack_sizes(10, 3) == [4, 3, 3]

@@ -203,10 +203,10 @@ REGISTRY = (
        "            value = jax.random.split(value, 1)[0]\n"
        "        value = place(value, placement, layout)",
        "test_variables.py::test_a_train_state_moves_to_another_number_of_towers"),
-    _m("B38", "the packed reduce never packs", "collectives.ops:Packed.sum_over_towers",
+    _m("B38", "the packed reduce never packs", "collectives.ops:AllReduce.sum_over_towers",
        "self.max_group or math.inf", "self.max_group or 1",
        "test_cross_tower_ops.py::test_what_an_op_sends"
-       "[Packed()-[('all-reduce', ['f32[103]'], [])]]"),
+       "[AllReduce()-[('all-reduce', ['f32[103]'], [])]]"),
     _m("B39", "the plain all-reduce instead of the fixed tree",
        "collectives.ops:_add_in_tower_order", "share = -(-size // axes.num_devices)",
        "return lax.psum(rows.sum(axis=0), DEVICE_AXIS)",

@@ -1,10 +1,11 @@
 """Cross-tower ops: all-reduce, packed, hierarchical, by one device, pinned tree."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof import tags
 from towerjax.types import PyTree, short_repr
-from towerjax.types.options import check_whole
+from towerjax.types.options import check_whole, is_whole
 
 
 class CrossTowerOps(Protocol):
@@ -71,9 +72,15 @@ class AllReduce:
       pack_below_bytes: The most bytes of a leaf that shares a buffer; 0 packs none.
         A buffer's leaves lie within 8 times as many bytes of the tree, so that operands
         of the first gradients do not stay in memory until the last.
+      num_packs: How many equal buffers a dtype fills instead; see `Packed`.
+      bytes_per_pack: How many bytes a buffer holds instead; see `Packed`.
+      max_group: The most leaves of a buffer.
+      group_size: Sums are made inside groups first; see `Hierarchical`.
+      device: Sums are made on one device; see `ReduceToOneDevice`.
 
     Raises:
-      ValueError: ``pack_below_bytes`` is negative or no int.
+      ValueError: A number is out of range, or options exclude each other; or these
+        devices have no such groups, or no such device.
 
     Example:
       >>> AllReduce(pack_below_bytes=0)
@@ -81,33 +88,98 @@ class AllReduce:
     """
 
     pack_below_bytes: int = PACK_BELOW_BYTES
+    num_packs: int | None = None
+    bytes_per_pack: int | None = None
+    max_group: int | None = None
+    group_size: int | Literal["process"] | None = None
+    device: str | None = None
 
     needs_every_tower = False  # local towers are added first
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        check_whole("AllReduce.pack_below_bytes", self.pack_below_bytes, 0, 2**63 - 1)
+        check_whole("pack_below_bytes", self.pack_below_bytes, 0, _UNLIMITED)
+        if type(self.num_packs) is int and self.num_packs <= 0:
+            raise ValueError(
+                f"num_packs must be greater than zero, got {self.num_packs}."
+            )
+        for name in ("num_packs", "bytes_per_pack", "max_group"):
+            check_whole(name, getattr(self, name), 1, _UNLIMITED, or_none=True)
+        if self.num_packs is not None and (self.bytes_per_pack or self.max_group):
+            raise ValueError(
+                f"{self!r}: num_packs cuts all leaves into equal parts, which leaves"
+                " nothing to choose. Give num_packs alone, or leave it out."
+            )
+        if self.group_size != "process":
+            check_whole("group_size", self.group_size, or_none=True)
+        if self.device not in (None, _FIRST):
+            object.__setattr__(self, "device", canonical_device_name(self.device))
+        if self.device is not None and self.group_size is not None:
+            raise ValueError(f"{self!r}: give group_size or device, not both.")
+
+    def check_devices(self, devices: Sequence[str]) -> None:
+        """Raise unless ``group_size`` and ``device`` fit these devices."""
+        if is_whole(self.group_size):
+            _check_group_size(self.group_size, len(devices))
+        if self.device not in (None, _FIRST, *devices):
+            raise ValueError(
+                f"device={self.device!r} is not one of the strategy's devices,"
+                f" {', '.join(devices)}."
+            )
 
     def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
         """The sum over all towers; see `CrossTowerOps`."""
+        send = functools.partial(self._send, axes=axes)
+        if number := self.num_packs:
+
+            def in_packs(buffers: list[jax.Array]) -> list[jax.Array]:
+                packs = [split_into_packs(x.reshape(-1), number) for x in buffers]
+                sums = iter(send([part for parts in packs for part in parts]))
+                return [jnp.concatenate([next(sums) for _ in x]) for x in packs]
+
+            return sum_packed(tree, axes, in_packs, unshared_above=math.inf)
         # A buffer would gather leaves that are split over the devices of a tower.
-        below = 0 if axes.mesh.axis_names else self.pack_below_bytes
-        return sum_packed(tree, axes, _all_reduce, unshared_above=below)
+        is_wide, most = bool(axes.mesh.axis_names), self.bytes_per_pack
+        below = 0 if is_wide else self.pack_below_bytes if most is None else most
+        leaves = self.max_group or math.inf
+        reach = None if most is None else below
+        return sum_packed(tree, axes, send, below, reach, leaves)
+
+    def _send(self, buffers: list[jax.Array], axes: TowerAxes) -> list[jax.Array]:
+        """The buffers, added over all devices."""
+        size, count, root = self.group_size, axes.num_devices, 0
+        if size is not None:
+            if size == "process" and count % axes.num_processes:
+                raise ValueError(
+                    f"Hierarchical(): {axes.num_processes} processes do not have"
+                    f" equally many of the {count} devices. Give a group_size."
+                )
+            size = count // axes.num_processes if size == "process" else size
+            _check_group_size(size, count)
+            return [_sum_in_stages(x, size, count) for x in buffers]
+        if self.device is None:
+            return lax.psum(jax.tree.map(hide_complex, buffers), DEVICE_AXIS)
+        if axes.devices and self.device != _FIRST:  # absent ones have no names
+            self.check_devices(axes.devices)
+            root = axes.devices.index(self.device)
+        number = lax.axis_index(DEVICE_AXIS) - root
+        sums = [_sum_at_root(root, x, count) for x in buffers]
+        return [take_first(x, number, (DEVICE_AXIS,)) for x in sums]
 
 
-def _all_reduce(buffers: list[Any]) -> list[Any]:
-    buffers = jax.tree.map(hide_complex, buffers)
-    return lax.psum(buffers, DEVICE_AXIS)
+_FIRST, _UNLIMITED = "first", 2**63 - 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """One all-reduce of packs whose number or size you choose; a pack has one dtype.
+def Packed(
+    num_packs: int | None = None,
+    bytes_per_pack: int | None = None,
+    max_group: int | None = None,
+) -> AllReduce:
+    """One all-reduce of packs whose number or size you choose: one a dtype, or more.
 
-    Shapes and order are kept. With no option: one pack a dtype. XLA
-    may send several packs in one message, up to its own limit for combining them.
+    XLA may send several packs in one message, up to its own limit for combining them.
 
-    Attributes:
+    Args:
       num_packs: All leaves of a dtype lie end to end and are cut into so many
         packs of ``total // num_packs`` elements; the last one has the remainder
         too. A pack without elements is not sent.
@@ -115,12 +187,9 @@ class Packed:
         a larger leaf is sent alone. Not with ``num_packs``.
       max_group: The most leaves of a pack. Not with ``num_packs``.
 
-    Raises:
-      ValueError: An option is not a positive int, or options exclude each other.
-
     Example:
       >>> Packed(bytes_per_pack=1 << 20, max_group=16)
-      Packed(bytes_per_pack=1048576, max_group=16)
+      AllReduce(bytes_per_pack=1048576, max_group=16)
 
     Source:
       The packers of ``tf.contrib.distribute`` (TensorFlow 1.11, 2018),
@@ -128,39 +197,11 @@ class Packed:
       https://github.com/tensorflow/tensorflow/blob/v1.11.0/tensorflow/contrib/distribute/python/cross_tower_ops.py;
       here limits are in bytes, and a group never has more leaves than ``max_group``.
     """
-
-    num_packs: int | None = None
-    bytes_per_pack: int | None = None
-    max_group: int | None = None
-
-    needs_every_tower = False  # local towers are added first
-    __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        if type(self.num_packs) is int and self.num_packs <= 0:
-            raise ValueError(
-                f"Packed: num_packs must be greater than zero, got {self.num_packs}."
-            )
-        for name, number in vars(self).items():
-            check_whole(f"Packed.{name}", number, 1, 2**63 - 1, or_none=True)
-        if self.num_packs is not None and (self.bytes_per_pack or self.max_group):
-            raise ValueError(
-                f"{self!r}: num_packs cuts all leaves into equal parts, which leaves"
-                " nothing to choose. Give num_packs alone, or leave it out."
-            )
-
-    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """The sum over all towers; see `CrossTowerOps`."""
-        if number := self.num_packs:
-
-            def in_packs(buffers: list[jax.Array]) -> list[jax.Array]:
-                packs = [split_into_packs(x.reshape(-1), number) for x in buffers]
-                return [jnp.concatenate(parts) for parts in _all_reduce(packs)]
-
-            return sum_packed(tree, axes, in_packs, unshared_above=math.inf)
-        most, leaves = self.bytes_per_pack or math.inf, self.max_group or math.inf
-        limits = {"unshared_above": most, "reach": most, "max_leaves": leaves}
-        return sum_packed(tree, axes, _all_reduce, **limits)
+    if num_packs is bytes_per_pack is None:
+        bytes_per_pack = _UNLIMITED
+    return AllReduce(
+        num_packs=num_packs, bytes_per_pack=bytes_per_pack, max_group=max_group
+    )
 
 
 def pack_sizes(total: int, num_packs: int) -> list[int]:
@@ -179,8 +220,7 @@ def split_into_packs(buffer: jax.Array, num_packs: int) -> list[jax.Array]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Hierarchical:
+def Hierarchical(group_size: int | None = None) -> AllReduce:
     """Sums made inside groups of ``L`` devices and then across the groups.
 
     A reduce-scatter leaves each device of a group with its own ``1/L`` of the
@@ -188,17 +228,13 @@ class Hierarchical:
     in the group shares them. So ``1/L`` of the bytes go between groups, where
     links are slow. Flat buffers are padded to a multiple of ``L``.
 
-    Attributes:
+    Args:
       group_size: ``L``, the number of devices in a group, neighbours in tower order;
         it divides ``D``. None takes the devices of one process.
 
-    Raises:
-      ValueError: ``group_size`` is not a positive int, or does not divide the
-        number of devices.
-
     Example:
       >>> Hierarchical(group_size=4)
-      Hierarchical(group_size=4)
+      AllReduce(group_size=4)
 
     Source:
       Goyal et al. (2017), "Accurate, Large Minibatch SGD", section 4,
@@ -206,42 +242,16 @@ class Hierarchical:
       ``tf.contrib.distribute`` (TensorFlow 1.11, 2018) is for 8 GPUs, and forgets
       the last tower of an odd number; this is for any number.
     """
-
-    group_size: int | None = None
-
-    needs_every_tower = False  # local towers are added first
-    __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        check_whole("Hierarchical.group_size", self.group_size, or_none=True)
-
-    def check_devices(self, devices: Sequence[str]) -> None:
-        """Raise unless ``group_size`` divides the number of devices."""
-        _check_group_size(self.group_size or 1, len(devices))
-
-    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """The sum over all towers; see `CrossTowerOps`."""
-        if self.group_size is None and axes.num_devices % axes.num_processes:
-            raise ValueError(
-                f"Hierarchical(): {axes.num_processes} processes do not have equally"
-                f" many of the {axes.num_devices} devices. Give a group_size."
-            )
-        size = self.group_size or axes.num_devices // axes.num_processes
-        _check_group_size(size, axes.num_devices)
-
-        def sum_buffers(buffers: list[jax.Array]) -> list[jax.Array]:
-            return [_sum_in_stages(x, size, axes.num_devices) for x in buffers]
-
-        return sum_packed(tree, axes, sum_buffers)
+    return AllReduce(group_size="process" if group_size is None else group_size)
 
 
 def _check_group_size(size: int, num_devices: int) -> None:
     if num_devices % size:
         fitting = [str(n) for n in range(1, num_devices + 1) if num_devices % n == 0]
         raise ValueError(
-            f"Hierarchical.group_size={size} does not divide the number of devices,"
-            f" {num_devices}, into equal groups. Use {' or '.join(fitting)}, or leave"
-            " it out for the devices of one process."
+            f"group_size={size} does not divide the number of devices,"
+            f" {num_devices}, into equal groups. Use {' or '.join(fitting)}, or"
+            " Hierarchical() for the devices of one process."
         )
 
 
@@ -263,8 +273,7 @@ def _sum_in_stages(buffer: jax.Array, size: int, num_devices: int) -> jax.Array:
     return total[: buffer.size]
 
 
-@dataclasses.dataclass(frozen=True)
-class ReduceToOneDevice:
+def ReduceToOneDevice(device: str | None = None) -> AllReduce:
     """Sums added on one device and sent from there to all.
 
     In round ``s`` the devices whose distance from that one is an odd multiple of
@@ -273,15 +282,12 @@ class ReduceToOneDevice:
     all-reduce in which the others give zeros sends the sums to all. For links that are
     much better to one device than between others; elsewhere slower than `AllReduce`.
 
-    Attributes:
+    Args:
       device: The name of the device, one of the strategy's; None is its first.
-
-    Raises:
-      ValueError: ``device`` is not a name, or not one of the strategy's devices.
 
     Example:
       >>> ReduceToOneDevice("CPU:3")
-      ReduceToOneDevice(device='cpu:3')
+      AllReduce(device='cpu:3')
 
     Source:
       ``ReductionToOneDeviceCrossTowerOps`` of ``tf.contrib.distribute`` (TensorFlow
@@ -289,37 +295,7 @@ class ReduceToOneDevice:
       Thakur, Rabenseifner and Gropp (2005), "Optimization of Collective
       Communication Operations in MPICH", https://doi.org/10.1177/1094342005051521.
     """
-
-    device: str | None = None
-
-    needs_every_tower = False  # local towers are added first
-    __repr__ = short_repr
-
-    def __post_init__(self) -> None:
-        if self.device is not None:
-            object.__setattr__(self, "device", canonical_device_name(self.device))
-
-    def check_devices(self, devices: Sequence[str]) -> None:
-        """Raise unless ``device`` is one of these; see `ChecksDevices`."""
-        if self.device is not None and self.device not in devices:
-            raise ValueError(
-                f"ReduceToOneDevice.device={self.device!r} is not one of the"
-                f" strategy's devices, {', '.join(devices)}."
-            )
-
-    def sum_over_towers(self, tree: PyTree, axes: TowerAxes) -> Sums:
-        """The sum over all towers; see `CrossTowerOps`."""
-        root = 0
-        if axes.devices:  # the root of absent devices, which have no names, is free
-            self.check_devices(axes.devices)
-            root = axes.devices.index(self.device) if self.device else 0
-
-        def sum_buffers(buffers: list[jax.Array]) -> list[jax.Array]:
-            number = lax.axis_index(DEVICE_AXIS) - root
-            added = [_sum_at_root(root, buffer, axes.num_devices) for buffer in buffers]
-            return [take_first(x, number, (DEVICE_AXIS,)) for x in added]
-
-        return sum_packed(tree, axes, sum_buffers)
+    return AllReduce(device=_FIRST if device is None else device)
 
 
 def _sum_at_root(root: int, value: jax.Array, num_devices: int) -> jax.Array:
