@@ -13,7 +13,7 @@ from jax import lax
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.towers.cross_tower.call import Constant
+from towerjax.towers.tf1.call import Constant
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps

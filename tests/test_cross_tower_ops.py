@@ -21,8 +21,8 @@ from towerjax.collectives.ops import (
 from towerjax.collectives.reduce import add_rows
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
-from towerjax.towers.cross_tower.reduce import _reduce_all
 from towerjax.towers.executors import over_devices, trace_one_tower
+from towerjax.towers.tf1.reduce import _reduce_all
 from towerjax.types import Layout
 
 R = tj.Reduction

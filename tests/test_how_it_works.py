@@ -115,7 +115,7 @@ NAMES = {
             "towers/lowering/tower_axis.py",
             "towers/lowering/vmap_sums.py",
             "towers/on_towers.py",
-            "towers/cross_tower/call.py",
+            "towers/tf1/call.py",
         ),
         *("estimator/model_engine.py", "loop/loop.py", "tools/sweep/train.py"),
     ),

@@ -160,7 +160,7 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
             print,
         )
     assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
-    door, inner = "towerjax.towers.cross_tower.reduce:map_elements", tj.Mirrored.map
+    door, inner = "towerjax.towers.tf1.reduce:map_elements", tj.Mirrored.map
     with pytest.MonkeyPatch.context() as patch:
         apply(Mutant("d", "", door, "if not elements", "if True", ()), patch, print)
         with pytest.raises(ValueError, match="there are no elements"):

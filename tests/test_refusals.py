@@ -404,8 +404,8 @@ VERBS = {
         *[(call, re.escape(text)) for x, text in [
             (ops.ReduceToOneDevice("cpu:7"), "device='cpu:7' is not one of"
                 " the strategy's devices, cpu:0, cpu:1, cpu:2, cpu:3."),
-            (ops.Hierarchical(3), "group_size=3 does not divide the numbe"
-                "r of devices, 4, into equal groups. Use 1 or 2 or 4, or Hierarchical("),
+            (ops.Hierarchical(3), "group_size=3 does not divide the number of"
+                " devices, 4, into equal groups. Use 1 or 2 or 4, or Hierarchical("),
             (ops.Hierarchical(8), "group_size=8 does not divide")]
             for call in (lambda x=x: mirrored(8, 4, cross_tower_ops=x),
                 lambda x=x: x.sum_over_towers([ONE], mirrored(8, 4).placement.axes))],

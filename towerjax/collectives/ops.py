@@ -158,7 +158,8 @@ class AllReduce:
             _check_group_size(size, count)
             return [_sum_in_stages(x, size, count) for x in buffers]
         if self.device is None:
-            return lax.psum(jax.tree.map(hide_complex, buffers), DEVICE_AXIS)
+            buffers = jax.tree.map(hide_complex, buffers)
+            return lax.psum(buffers, DEVICE_AXIS)
         if axes.devices and self.device != _FIRST:  # absent ones have no names
             self.check_devices(axes.devices)
             root = axes.devices.index(self.device)

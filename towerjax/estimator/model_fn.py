@@ -18,9 +18,9 @@ from towerjax.loop.options import check_hooks
 from towerjax.step.run.engine import StepOptions
 from towerjax.step.state.returned import without_padding
 from towerjax.step.state.train_state import TrainState
-from towerjax.towers.cross_tower.call import key_of
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.strategies import Strategy
+from towerjax.towers.tf1.call import key_of
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import PerTower, PyTree, Rows, named_leaves

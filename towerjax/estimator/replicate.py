@@ -33,8 +33,8 @@ from towerjax.mesh.transfer import place
 from towerjax.step.build.step import Step
 from towerjax.step.run.engine import StepOptions
 from towerjax.step.state.train_state import state_layout
-from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Mirrored, Strategy
+from towerjax.towers.tf1.values import stack_local
 from towerjax.types import PyTree
 from towerjax.types.door import door, doors
 from towerjax.types.leaves import refuse_unheld

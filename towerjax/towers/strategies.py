@@ -19,7 +19,7 @@ from towerjax.mesh.devices import (
 )
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TOWER_AXIS, Placement
 from towerjax.mesh.specs import Specs
-from towerjax.towers.cross_tower.methods import StrategyMethods
+from towerjax.towers.tf1.methods import StrategyMethods
 from towerjax.types.door import doors
 from towerjax.types.leaves import a_type
 from towerjax.types.options import cast_ints, check_choice, check_takes, check_whole

@@ -20,10 +20,10 @@ from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import UnknownWeights, Weighted
 from towerjax.proof import tags
-from towerjax.towers.cross_tower.values import is_mergeable, stack_towers
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.row_free_keys import ALL_TOWERS
+from towerjax.towers.tf1.values import is_mergeable, stack_towers
 from towerjax.towers.variables import (
     TowerLocal,
     Variable,

@@ -20,7 +20,7 @@ from towerjax.loop.checkpoint.folder import (
 )
 from towerjax.loop.stopping import Count
 from towerjax.mesh.placement import Placement
-from towerjax.towers.cross_tower.assign import restore_on
+from towerjax.towers.tf1.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (

@@ -30,8 +30,8 @@ from towerjax.step.state.train_state import (
     join_state,
     state_layout,
 )
-from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Strategy
+from towerjax.towers.tf1.values import stack_local
 from towerjax.towers.variables import is_never_read
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import refuse_traced, refuse_unheld

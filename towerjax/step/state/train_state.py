@@ -15,8 +15,8 @@ import optax
 from towerjax.mesh.processes import require_same
 from towerjax.mesh.transfer import place
 from towerjax.step.state.update import OF_MODELS, trainable_flags
-from towerjax.towers.cross_tower.values import stack_local
 from towerjax.towers.strategies import Strategy
+from towerjax.towers.tf1.values import stack_local
 from towerjax.towers.variables import check_tower_local
 from towerjax.types import Layout, PyTree, leaf_name, named_leaves
 from towerjax.types.leaves import (

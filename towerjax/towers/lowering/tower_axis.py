@@ -175,28 +175,12 @@ class _Lowering:
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
             return eqn
-        fn = jaxpr_as_fun(self.lower(program))
-        return as_call(eqn, self._with_rules(fn, eqn), self._env)
-
-    def _with_rules(self, fn: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
-        """A lowered function with the derivative rules of the primitive it stands for.
-
-        Under jax_custom_jvp3 and jax_custom_vjp3 primitives have such rules.
-        """
-        run = functools.partial(eqn.primitive.bind, **eqn.params)
-        high: Any = eqn.params.get("_prim")
-        while type(high).__name__ == "VmapOf":  # JAX 0.11
+        high = eqn.params.get("_prim")
+        while hasattr(high, "prim"):  # of a vmap
             high = high.prim
-        if type(high).__name__ == "CustomJVPTraced":
-            new: Any = jax.custom_jvp(fn)
-            new.defjvp(functools.partial(self._run, functools.partial(jax.jvp, run)))
-            return new
-        if type(high).__name__ == "CustomVJPTraced":
-            new = jax.custom_vjp(fn)
-            forward = functools.partial(self._run, functools.partial(jax.vjp, run))
-            new.defvjp(forward, lambda pull, out: self._run(pull, out))
-            return new
-        return fn
+        if type(high).__name__.startswith("Custom"):
+            raise ValueError(_HIDDEN_RULE.format(line=user_line((eqn, None))))
+        return as_call(eqn, jaxpr_as_fun(self.lower(program)), self._env)
 
     def _new_effects(self, effects: Any) -> set[Any]:
         new: set[Any] = set()
@@ -260,6 +244,10 @@ def _scatter(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.
     return x if params["tiled"] else x.squeeze(dim)
 
 
+_HIDDEN_RULE = (
+    "{line}: towers communicate in a function with its own derivative, which JAX hides"
+    " under jax_custom_jvp3 and jax_custom_vjp3. Leave these off."
+)
 _TOGETHER = (
     "Write tower.axis_names, or a name that you give: tj.Mirrored(axis_name='batch')."
 )

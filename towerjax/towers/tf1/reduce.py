@@ -13,9 +13,9 @@ from towerjax.collectives.reduce import check_reduction, one_of, reduce_rows
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.transfer import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
-from towerjax.towers.cross_tower import values
 from towerjax.towers.executors import is_inside_tower, over_devices
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.tf1 import values
 from towerjax.towers.variables import (
     TowerLocal,
     read_local_over_towers,

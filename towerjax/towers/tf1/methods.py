@@ -11,10 +11,10 @@ from towerjax.data.distribute import DistributedDataset, InputOptions, Split
 from towerjax.data.shard import Remainder
 from towerjax.mesh.cluster.spec import parse_spec
 from towerjax.mesh.cluster.start import initialize
-from towerjax.towers.cross_tower import assign as assigning
-from towerjax.towers.cross_tower import call, steps, values
-from towerjax.towers.cross_tower import reduce as reducing
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.tf1 import assign as assigning
+from towerjax.towers.tf1 import call, steps, values
+from towerjax.towers.tf1 import reduce as reducing
 from towerjax.types import PerTower, short_repr
 from towerjax.types.door import doors
 from towerjax.types.missing import explain_missing

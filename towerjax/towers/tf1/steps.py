@@ -21,10 +21,10 @@ from towerjax.data.shard import (
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.towers import executors
-from towerjax.towers.cross_tower.call import call_for_each_tower
-from towerjax.towers.cross_tower.reduce import reduce_values
-from towerjax.towers.cross_tower.values import stack_towers
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.tf1.call import call_for_each_tower
+from towerjax.towers.tf1.reduce import reduce_values
+from towerjax.towers.tf1.values import stack_towers
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction

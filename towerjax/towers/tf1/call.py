@@ -13,10 +13,10 @@ from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
 from towerjax.towers import executors
-from towerjax.towers.cross_tower import values
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.lowering.tower_axis import over_local_towers
 from towerjax.towers.on_towers import OnTowers
+from towerjax.towers.tf1 import values
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import MirroredVar, TowerLocal, is_variable, label
 from towerjax.types import Layout, PerTower, PyTree, named_leaves

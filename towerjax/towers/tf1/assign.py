@@ -12,9 +12,9 @@ import numpy as np
 from towerjax.collectives.reduce import reduced_dtype
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place, readable
-from towerjax.towers.cross_tower.values import as_native, of_first_process, unwrap
 from towerjax.towers.executors import is_in_tower_fn
 from towerjax.towers.fields import StrategyFields
+from towerjax.towers.tf1.values import as_native, of_first_process, unwrap
 from towerjax.towers.variables import (
     MirroredVar,
     TowerLocal,

@@ -1,1 +1,0 @@
-"""The methods of strategies: what they do with all towers' values outside a step."""

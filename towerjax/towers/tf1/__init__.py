@@ -1,0 +1,1 @@
+"""TensorFlow's verbs: what strategies do with all towers' values outside a step."""
