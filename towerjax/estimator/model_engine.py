@@ -157,7 +157,7 @@ class ModelTower:
 class ModelPasses(Passes):
     """One pass of a model function, once for each time that its towers meet."""
 
-    options: ModelOptions | None = None
+    options: ModelOptions
     hold_update: ClassVar[bool] = True
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
@@ -172,7 +172,6 @@ class ModelPasses(Passes):
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """The same, with the loss as it is reduced, and gradients as means over it."""
-        assert self.options is not None
         if self.options.compat is not None:
             raise ValueError(
                 "compat='tf1' divides by the number of towers as the original did, so"
@@ -192,65 +191,29 @@ def model_passes(
     return ModelPasses(passes, tower_fn.options)
 
 
-def model_engine(
-    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
-) -> Engine:
-    """The engine of a model's train step; puts the hooks of its spec into ``hooks``."""
-    passes = model_passes(tower_fn, strategy, options)
-    results = _results_of(tower_fn, strategy, options, hooks)
-
-    def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
-        after, parts = results(state, merged)
-        return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
-
-    return training_engine(passes, update, options, other_losses=_minimized)
-
-
-def spec_engine(
-    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
-) -> Engine:
-    """The engine of a call of a model, which returns the parts of its spec."""
-    trains = "train_op" in tower_fn.wanted
-    results = _results_of(tower_fn, strategy, options, hooks)
-
-    def finish(donated: Any, kept: Any, merged: list[Any], _: Any) -> tuple[Any, ...]:
-        after, parts = results(TrainState(**donated, **kept), merged)
-        own = as_own(parts)
-        return (*split_state(after), own) if trains else (own,)
-
-    ins = state_ins(strategy, ("state", "kept" if trains else "counters"))
-    after = (ins["state"], ins["kept"]) if trains else ()
-    passes = model_passes(tower_fn, strategy, options)
-    outs, donate = (*after, Layout.MIRRORED), options.donate and trains
-    return Engine(passes, finish, ins, outs, donate=donate)
-
-
 def _results_of(
     tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
 ) -> Callable[[TrainState, list[Any]], tuple[TrainState, dict[str, Any]]]:
+    """Gives the next state, and the other parts of the merged spec; fills ``hooks``."""
     is_split = strategy.num_towers * options.micro_batches > 1
-    return functools.partial(_merged_spec, tower_fn.options, is_split, hooks)
+    reduction = tower_fn.options.loss_reduction
 
+    def results(
+        state: TrainState, merged: list[Any]
+    ) -> tuple[TrainState, dict[str, Any]]:
+        parts, after = merged[0]["split"].results(state, merged), state
+        hooks[:] = parts.pop("hooks").value
+        if "loss" in parts:
+            loss = one_loss(reduction, parts["loss"], is_split=is_split)
+            is_scalar = parts.pop("loss_is_scalar", None) is not None
+            parts["loss"] = loss.value if is_scalar else loss
+        if "train_op" in parts:
+            after = as_state(parts.pop("train_op"), state.step, state.rng)
+            extra = next_extra(state.extra, after.extra, "the train_op's extra")
+            after = dataclasses.replace(after, extra=extra)
+        return after, parts
 
-def _merged_spec(
-    how: ModelOptions,
-    is_split: bool,
-    hooks: list[Any],
-    state: TrainState,
-    merged: list[Any],
-) -> tuple[TrainState, dict[str, Any]]:
-    """The next state, and the other parts of the merged spec."""
-    parts, after = merged[0]["split"].results(state, merged), state
-    hooks[:] = parts.pop("hooks").value
-    if "loss" in parts:
-        loss = one_loss(how.loss_reduction, parts["loss"], is_split=is_split)
-        is_scalar = parts.pop("loss_is_scalar", None) is not None
-        parts["loss"] = loss.value if is_scalar else loss
-    if "train_op" in parts:
-        after = as_state(parts.pop("train_op"), state.step, state.rng)
-        extra = next_extra(state.extra, after.extra, "the train_op's extra")
-        after = dataclasses.replace(after, extra=extra)
-    return after, parts
+    return results
 
 
 def _minimized(merged: list[Any]) -> list[Weighted]:
@@ -363,7 +326,14 @@ def model_train_step(
     The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.
     """
     policy = _TrainedModel(strategy, kept_at=tower_fn.options.variable_placement)
-    engine = model_engine(tower_fn, strategy, options, policy.hooks)
+    passes = model_passes(tower_fn, strategy, options)
+    results = _results_of(tower_fn, strategy, options, policy.hooks)
+
+    def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
+        after, parts = results(state, merged)
+        return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
+
+    engine = training_engine(passes, update, options, other_losses=_minimized)
     return Step(engine, strategy, options, policy)
 
 
@@ -371,7 +341,19 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
     how, options = tower_fn.options, tower_fn.options.step
     policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
-    engine = spec_engine(tower_fn, strategy, options, policy.hooks)
+    trains = "train_op" in tower_fn.wanted
+    results = _results_of(tower_fn, strategy, options, policy.hooks)
+
+    def finish(donated: Any, kept: Any, merged: list[Any], _: Any) -> tuple[Any, ...]:
+        after, parts = results(TrainState(**donated, **kept), merged)
+        own = as_own(parts)
+        return (*split_state(after), own) if trains else (own,)
+
+    ins = state_ins(strategy, ("state", "kept" if trains else "counters"))
+    after = (ins["state"], ins["kept"]) if trains else ()
+    passes = model_passes(tower_fn, strategy, options)
+    outs, donate = (*after, Layout.MIRRORED), options.donate and trains
+    engine = Engine(passes, finish, ins, outs, donate=donate)
     return Step(engine, strategy, options, policy, placer=placer)
 
 

@@ -19,7 +19,6 @@ from towerjax.step.run.engine import StepOptions
 from towerjax.step.state.returned import without_padding
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.strategies import Strategy
 from towerjax.towers.tf1.call import key_of
 from towerjax.towers.tower import Tower
 from towerjax.towers.variables import is_per_tower
@@ -206,15 +205,6 @@ class ModelOptions:
         check_choice("variable_placement", self.variable_placement, placements)
         check_choice("compat", self.compat, (None, *get_args(Compat)))
 
-    def check_strategy(self, strategy: Strategy) -> None:
-        """Raise where the strategy's state layout or ops do not fit these options."""
-        placed = self.variable_placement
-        if strategy.state != "mirrored" and placed is not VariablePlacement.MIRRORED:
-            raise ValueError(
-                f"state={strategy.state!r} and variable_placement={placed!r} both say"
-                " where variables wait. Leave one of them out."
-            )
-
 
 _OPTIONAL = ("params", "config", "tower")
 
@@ -247,15 +237,6 @@ class ModelFn:
         empty = inspect.Parameter.empty
         known = {x: p.default for x, p in parameters.items() if p.default is not empty}
         return cls(fn, {name: known.get(name) for name in names})
-
-    def refuse_unaccepted(self, given: Mapping[str, Any]) -> None:
-        """Raise where an argument is given that the signature does not have."""
-        for name, value in given.items():
-            if value is not None and name not in self.accepts:
-                raise ValueError(
-                    f"{name} was given, but model_fn has no parameter {name!r}. Add"
-                    f" {name}=None to its signature, or leave {name} out."
-                )
 
     def call(
         self,

@@ -47,17 +47,6 @@ class TowerOptimizerState:
     inner: PyTree
 
 
-def _as_transformation(optimizer: Any) -> optax.GradientTransformation:
-    """The optax transformation to wrap, or the one that a given function returns."""
-    made = optimizer() if callable(optimizer) else optimizer
-    if not isinstance(made, optax.GradientTransformation):
-        raise ValueError(
-            f"TowerOptimizer got {made!r}; give it an optax transformation, a function"
-            " of one, or optax.MultiSteps(...).gradient_transformation()."
-        )
-    return made
-
-
 class TowerOptimizer(optax.GradientTransformationExtraArgs):
     """An optax optimizer that reduces gradients over towers before it updates.
 
@@ -94,8 +83,14 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         *,
         lazy: bool = False,
     ) -> "TowerOptimizer":
-        """Wrap the optimizer."""
-        inner = pass_loss(_as_transformation(optimizer))
+        """Wrap the optimizer, or the one that a given function returns."""
+        made = optimizer() if callable(optimizer) else optimizer
+        if not isinstance(made, optax.GradientTransformation):
+            raise ValueError(
+                f"TowerOptimizer got {made!r}; give it an optax transformation, a"
+                " function of one, or optax.MultiSteps(...).gradient_transformation()."
+            )
+        inner = pass_loss(made)
 
         def init(params: PyTree) -> Any:
             return TowerOptimizerState(inner.init(params))

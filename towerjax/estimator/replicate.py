@@ -182,7 +182,12 @@ class ReplicatedModel:
         """The step of a mode, or with options of a step the train step; cached."""
         key = mode, wanted, of_step, static_keys(given)
         if key not in self._steps:
-            self.model_fn.refuse_unaccepted(given)
+            for name, value in given.items():
+                if value is not None and name not in self.model_fn.accepts:
+                    raise ValueError(
+                        f"{name} was given, but model_fn has no parameter {name!r}. Add"
+                        f" {name}=None to its signature, or leave {name} out."
+                    )
             given = copy.deepcopy(given)  # the caller's may change before a later trace
             tower_fn = ModelTower(self.model_fn, self.options, mode, wanted, given)
             if of_step:
@@ -259,5 +264,9 @@ def replicate_model_fn(
     step = StepOptions(max_programs=max_programs, **calls)
     options = ModelOptions(loss_reduction, variable_placement, compat, step)
     strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
-    options.check_strategy(strategy)
+    if strategy.state != "mirrored" and variable_placement.value != "mirrored":
+        raise ValueError(
+            f"state={strategy.state!r} and variable_placement={variable_placement!r}"
+            " both say where variables wait. Leave one of them out."
+        )
     return ReplicatedModel(ModelFn.of(model_fn), strategy, options)

@@ -84,17 +84,15 @@ def store(variables: PyTree, placement: Placement, policy: VariablePlacement) ->
     devices = itertools.cycle(variable_devices(placement, policy))
 
     def moved(x: Any) -> Any:
-        return x if is_local(x) else _move_to(x, next(devices))
+        if is_local(x):
+            return x
+        device = next(devices)
+        copies = {shard.device: shard.data for shard in x.addressable_shards}
+        if device in copies:
+            return copies[device]
+        return jax.device_put(next(iter(copies.values())), device)
 
     return jax.tree.map(moved, variables, is_leaf=is_local)
-
-
-def _move_to(x: jax.Array, device: Device) -> jax.Array:
-    """``x`` on that device only; moved there unless it has a shard there."""
-    copies = {shard.device: shard.data for shard in x.addressable_shards}
-    if device in copies:
-        return copies[device]
-    return jax.device_put(next(iter(copies.values())), device)
 
 
 def spread(
@@ -122,16 +120,12 @@ def _copy_stored(
     """What `store` has put on one device, mirrored; else the leaf itself."""
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
     is_stored = is_kept and len(x.sharding.device_set) == 1
-    is_here = has_sharding(x, placement.sharding(Layout.MIRRORED))
+    mirrored = placement.sharding(Layout.MIRRORED)
+    is_here = has_sharding(x, mirrored)
     if is_here or not is_stored or layout is not Layout.MIRRORED:
         return x
     if id(x) not in copies:  # an array that is in the tree twice is copied once
-        copies[id(x)] = _copy_to_all(x, placement)
+        # Each process copies its own.
+        own = [jax.device_put(x, device) for device in _own_devices(placement)]
+        copies[id(x)] = jax.make_array_from_single_device_arrays(x.shape, mirrored, own)
     return copies[id(x)]
-
-
-def _copy_to_all(x: jax.Array, placement: Placement) -> jax.Array:
-    """Mirror an array of one device, each process from its own copy."""
-    copies = [jax.device_put(x, device) for device in _own_devices(placement)]
-    mirrored = placement.sharding(Layout.MIRRORED)
-    return jax.make_array_from_single_device_arrays(x.shape, mirrored, copies)
