@@ -16,7 +16,7 @@ from towerjax.estimator.losses import LossReduction, check_loss_reduction
 from towerjax.estimator.variables import VariablePlacement
 from towerjax.loop.options import check_hooks
 from towerjax.step.run.engine import StepOptions
-from towerjax.step.state.returned import without_padding
+from towerjax.step.state.accumulators import without_padding
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.tf1.call import key_of

@@ -27,7 +27,7 @@ from towerjax.step.run.engine import Passes
 from towerjax.step.run.programs import refuse_unread_weight
 from towerjax.step.run.prove import prove
 from towerjax.step.run.trace import Traced, trace
-from towerjax.step.state.returned import is_typed, key_name
+from towerjax.step.state.accumulators import is_typed, key_name
 from towerjax.step.state.train_state import STATE_LAYOUT, TrainState, split_state
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group

@@ -18,7 +18,6 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
-from towerjax.step.state import returned
 from towerjax.step.state.accumulators import (
     CARRIED,
     JOINED,
@@ -28,7 +27,10 @@ from towerjax.step.state.accumulators import (
     Returned,
     is_own,
     is_typed,
+    parts_of_tower,
     put_sums,
+    refuse_mixed_up,
+    split_returned,
     take_sums,
     values_of,
 )
@@ -82,7 +84,7 @@ class TowersFlags:
 
     def at_tower(self, tree: PyTree) -> PyTree:
         """Those of what the tower returns."""
-        return flag_leaves(returned.parts_of_tower(values_of(tree)))
+        return flag_leaves(parts_of_tower(values_of(tree)))
 
     def at_all(self, own: Any, params: PyTree, guarded: Any, axes: TowerAxes) -> Any:
         """Those of all towers, and of the parameters."""
@@ -262,7 +264,7 @@ class Pass:
             rows = with_shared(rows, shared) if shared else rows
             with in_tower_fn():
                 out = self.tower_fn(holding(seen), rows, tower, *merged)
-            return returned.split(out, part, merged)
+            return split_returned(out, part, merged)
 
         if several:
             parts = split_micro_batches(rows, self.micro_batches)
@@ -307,7 +309,7 @@ def _scan_micro_batches(
     closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
     treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
     each = parts_of(Returned, shapes)
-    returned.refuse_mixed_up(shapes, variables)
+    refuse_mixed_up(shapes, variables)
     analysis, names = _differences(closed, treedef, len(jax.tree.leaves(args[:2])))
     _check_micro_batch(analysis, names, count)
     carried = [x.value for x in each if x.how is CARRIED]

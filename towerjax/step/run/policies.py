@@ -12,7 +12,7 @@ import numpy as np
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import on_every_process, place
 from towerjax.step.run.engine import Engine
-from towerjax.step.state.accumulators import TowersOwn, owned
+from towerjax.step.state.accumulators import TowersOwn, owned, without_padding
 from towerjax.step.state.checks import (
     check_is_state,
     check_leaves,
@@ -24,7 +24,6 @@ from towerjax.step.state.checks import (
     with_numbers_placed,
 )
 from towerjax.step.state.next_state import Called, Outcome
-from towerjax.step.state.returned import without_padding
 from towerjax.step.state.train_state import (
     TrainState,
     join_state,

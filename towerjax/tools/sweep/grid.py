@@ -139,28 +139,25 @@ class RowTable(Shown):
 
         The ends of an interval follow its median: ``"ms", "ms low", "ms high"``.
         """
-        return [dict(_flat(row)) for row in self._rows()]
+        rows = list[Line]()
+        for row in self._rows():
+            rows.append({})
+            for name, x in row.items():
+                ends = ("low", "high") if isinstance(x, Interval) else ()
+                rows[-1][name] = x.median if ends else x
+                rows[-1] |= {f"{name} {end}": getattr(x, end) for end in ends}
+        return rows
 
     def tables(self) -> tuple[Table, ...]:
         """The shown table; how long each took stands last."""
         rows = self._rows()
         names = [*dict.fromkeys(name for row in rows for name in row)]
         names.sort(key=("order", "seconds").count)
-        cells = tuple(tuple(_cell(row.get(name, "")) for name in names) for row in rows)
+        text = lambda x: f"{x:.4g}" if isinstance(x, float) else str(x)  # noqa: E731
+        cells = tuple(tuple(text(row.get(name, "")) for name in names) for row in rows)
         return (Table(f"{len(rows)} {self.title}", tuple(names), cells),)
 
     def to_pandas(self) -> Any:
         """The rows as a ``pandas.DataFrame``."""
         pandas = require("pandas", "to_pandas(), unlike rows(),", "pandas")
         return pandas.DataFrame(self.rows())
-
-
-def _cell(x: Any) -> str:
-    return f"{x:.4g}" if isinstance(x, float) else str(x)
-
-
-def _flat(row: Line) -> Iterator[tuple[str, Any]]:
-    for name, x in row.items():
-        ends = ("low", "high") if isinstance(x, Interval) else ()
-        yield name, x.median if ends else x
-        yield from ((f"{name} {end}", getattr(x, end)) for end in ends)
