@@ -156,7 +156,7 @@ class SplitProgram:
         self, number: int | None, inputs: Sequence[Any], merged: list[Any]
     ) -> Interpreter:
         """An interpreter that has what a pass, or for None the update, returns."""
-        walk = Interpreter(self._closed, inputs)
+        walk = Interpreter(self._closed.jaxpr, self._closed.consts, inputs)
         for at, tree in enumerate(merged):
             meets = self._meets_of(at)
             sums = [tree[name] for name in _MEET_KEYS]

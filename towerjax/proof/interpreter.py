@@ -14,11 +14,9 @@ from towerjax.proof.equation import PLAIN, user_line
 class Interpreter:
     """Holds the values of a jaxpr while a caller evaluates its equations."""
 
-    def __init__(self, closed: Any, inputs: Sequence[Any]) -> None:
-        self.values: dict[Any, Any] = dict(
-            zip(closed.jaxpr.invars, inputs, strict=True)
-        )
-        self.values |= dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    def __init__(self, body: Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]):
+        self.values: dict[Any, Any] = dict(zip(body.invars, inputs, strict=True))
+        self.values |= dict(zip(body.constvars, consts, strict=True))
 
     def read(self, var: Any) -> Any:
         """The value of a variable or a literal."""
@@ -42,9 +40,7 @@ class Interpreter:
 def evaluate_eqn(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation for ``operands``, in its `eqn_context`."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    names = current_name_stack() + eqn.source_info.name_stack
-    where = user_context(eqn.source_info.traceback, name_stack=names)
-    with where, eqn.ctx.manager:
+    with eqn_context(eqn):
         out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
 

@@ -45,23 +45,14 @@ def as_tower_output(
             " tower.weight), or pass loss_reduction=tj.Reduction.SUM (the total over"
             " towers) or MEAN (the mean of the towers' values)."
         )
+    elif loss_reduction is Reduction.SUM or tower is None or not is_in_step(tower):
+        loss = Weighted(jnp.asarray(loss), 1.0)
     else:
-        loss = _weigh_loss(jnp.asarray(loss), loss_reduction, tower)
-    if isinstance(loss, Means):
-        loss = _check_means(loss)
-    else:
-        loss = _check_loss(loss)
-    return dataclasses.replace(out, loss=loss)
-
-
-def _weigh_loss(loss: jax.Array, reduction: Any, tower: Tower | None) -> Weighted:
-    if reduction is Reduction.SUM:
-        return Weighted(loss, 1.0)
-    if tower is None or not is_in_step(tower):
-        return Weighted(loss, 1.0)
-    has_examples = checkpoint_name(tower.weight.max(), tags.HAS_EXAMPLES)
-    loss = jnp.where(has_examples > 0, loss, jnp.zeros_like(loss))
-    return Weighted(loss, has_examples)
+        has_examples = checkpoint_name(tower.weight.max(), tags.HAS_EXAMPLES)
+        loss = jnp.where(has_examples > 0, jnp.asarray(loss), jnp.zeros_like(loss))
+        loss = Weighted(loss, has_examples)
+    check = _check_means if isinstance(loss, Means) else _check_loss
+    return dataclasses.replace(out, loss=check(loss))
 
 
 def _check_means(loss: Means) -> Means:

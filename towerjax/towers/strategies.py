@@ -137,28 +137,25 @@ class Mirrored(StrategyMethods):
             specs=self.specs,
         )
 
+    @property
+    def _gpus_per_process(self) -> int | None:
+        return self.num_gpus_per_worker if self.num_gpus is None else self.num_gpus
+
     def _named_devices(self) -> tuple[str, ...] | None:
         """The devices that the options name; None where they name none."""
-        if isinstance(self.devices, Absent):
-            return self.devices.names
         if self.devices is not None:
-            return tuple(self.devices)
-        gpus = self._gpus_per_process()
-        names = tuple(f"gpu:{i}" for i in range(gpus or 0)) or ("cpu:0",)
-        return None if gpus is None else names
-
-    def _gpus_per_process(self) -> int | None:
-        count = self.num_gpus
-        return self.num_gpus_per_worker if count is None else count
+            is_absent = isinstance(self.devices, Absent)
+            return self.devices.names if is_absent else tuple(self.devices)
+        if (gpus := self._gpus_per_process) is None:
+            return None
+        return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
 
     def _devices(self) -> tuple[str, ...]:
-        if self._gpus_per_process() is not None and jax.process_count() > 1:
-            return first_of_each_process(self._gpus_per_process() or 0)
-        named = self._named_devices()
-        if named is not None:
-            return named
-        names = tuple(canonical_device_name(device) for device in jax.devices())
-        if self.towers is None:
+        gpus, named = self._gpus_per_process, self._named_devices()
+        if gpus is not None and jax.process_count() > 1:
+            return first_of_each_process(gpus)
+        names = named or tuple(map(canonical_device_name, jax.devices()))
+        if named is not None or self.towers is None:
             return names
         return _pick_devices(names, self.towers, self._each)
 
@@ -326,8 +323,14 @@ def _check_choices(strategy: Mirrored) -> None:
             f"cross_tower_ops={ops!r:.200} is not a cross-tower op; write"
             " tj.AllReduce(), tj.PinnedTree(), or tj.collectives.Packed() and the like."
         )
-    if strategy.state != "mirrored":
-        _check_sharded(strategy)
+    if strategy.state != "mirrored" and strategy.executor == "pmap":
+        raise ValueError(f"state={strategy.state!r} needs executor='shard_map'.")
+    if strategy.state == "sharded_optimizer" and isinstance(ops, PinnedTree):
+        raise ValueError(
+            f"state={strategy.state!r} lets each device update a part, and rounds sums"
+            " of all by their number, but tj.PinnedTree() promises the same bits on any"
+            " devices. Use state='mirrored' or 'sharded', or tj.AllReduce()."
+        )
     axes = dict(strategy.within)
     if strategy.executor == "pmap" and axes:
         raise ValueError("within=... needs executor='shard_map'; pmap has one axis.")
@@ -340,18 +343,6 @@ def _check_choices(strategy: Mirrored) -> None:
         raise ValueError(
             "specs=... splits parameters over the axes within a tower, and there are"
             " none. Say within={'model': 2}, or leave specs out."
-        )
-
-
-def _check_sharded(strategy: Mirrored) -> None:
-    """Raise where the state is sharded and another option needs it whole."""
-    if strategy.executor == "pmap":
-        raise ValueError(f"state={strategy.state!r} needs executor='shard_map'.")
-    if isinstance(strategy.cross_tower_ops, PinnedTree) and strategy.state != "sharded":
-        raise ValueError(
-            f"state={strategy.state!r} lets each device update a part, and rounds sums"
-            " of all by their number, but tj.PinnedTree() promises the same bits on any"
-            " devices. Use state='mirrored' or 'sharded', or tj.AllReduce()."
         )
 
 

@@ -229,16 +229,10 @@ def assign_in_tower(
                 " x: strategy.assign(variable, strategy.reduce(tj.Reduction.MEAN, x)),"
                 " x)."
             )
-        if variable.reduction is Reduction.SUM:
-            _refuse_sum_of_constants(tower, variable, plain(value))
-        new = fit(variable, tower.reduce(variable.reduction, new))
-    new = jax.tree.map(combine, variable.value, new)
-    return dataclasses.replace(variable, value=new)
-
-
-def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> None:
-    for x in jax.tree.leaves(value):
-        if not isinstance(x, jax.Array) and np.any(x) and tower.num_towers > 1:
+        leaves = jax.tree.leaves(plain(value))
+        constants = [x for x in leaves if not isinstance(x, jax.Array) and np.any(x)]
+        is_sum = variable.reduction is Reduction.SUM and tower.num_towers > 1
+        for x in constants if is_sum else ():
             shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
             raise ValueError(
                 f"A constant value {shown} cannot be reduced with the given aggregation"
@@ -246,6 +240,9 @@ def _refuse_sum_of_constants(tower: Any, variable: Variable, value: PyTree) -> N
                 f" {tower.num_towers} towers. Create the variable with MEAN or"
                 " ONLY_FIRST_TOWER, and assign the value itself."
             )
+        new = fit(variable, tower.reduce(variable.reduction, new))
+    new = jax.tree.map(combine, variable.value, new)
+    return dataclasses.replace(variable, value=new)
 
 
 def refuse_per_tower(values: PyTree, what: str) -> None:

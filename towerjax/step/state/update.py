@@ -265,7 +265,8 @@ def accept(
     every step, and a ``cond`` would make the update wait for the last gradient.
     """
     jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
-    walk = Interpreter(closed, [*before, *jax.tree.leaves(others)])
+    given = [*before, *jax.tree.leaves(others)]
+    walk = Interpreter(jaxpr, closed.consts, given)
     verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
     is_known = isinstance(verdict, Literal) and bool(verdict.val)
     first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))

@@ -15,27 +15,41 @@ def is_addition(eqn: JaxprEqn) -> bool:
     return is_sum and all(x.shape == avals[0].shape for x in avals)
 
 
-def uses_in(body: Jaxpr) -> Counter[Any]:
-    """How often each variable is an operand or a result."""
-    given = [x for eqn in body.eqns for x in eqn.invars]
-    return Counter([x for x in (*given, *body.outvars) if isinstance(x, Var)])
+class SumSites:
+    """Who makes each value of a program, and who reads it: a sum leads to its addends.
+
+    Attributes:
+      uses: How often each variable is an operand or a result.
+    """
+
+    def __init__(self, body: Jaxpr) -> None:
+        given = [x for eqn in body.eqns for x in eqn.invars]
+        self.uses = Counter([x for x in (*given, *body.outvars) if isinstance(x, Var)])
+        self._makers = {x: eqn for eqn in body.eqns for x in eqn.outvars}
+
+    def maker(self, value: Any) -> JaxprEqn | None:
+        """The equation that makes a value."""
+        # A literal has no hash.
+        return self._makers.get(value) if isinstance(value, Var) else None
+
+    def addend(self, value: Any) -> JaxprEqn | None:
+        """The equation that makes a value which is read once, as an addend is."""
+        eqn = self.maker(value)
+        return None if eqn is None or self.uses[value] > 1 else eqn
 
 
 def carried_sums(eqn: JaxprEqn) -> set[int]:
     """The carries of a scan that each step only adds to, and does not read."""
     body, (first, num_carry) = open_jaxpr(eqn.params["jaxpr"]), loop_sizes(eqn)
-    uses, made = uses_in(body), {x: e for e in body.eqns for x in e.outvars}
-    sums = set()
+    sites, sums = SumSites(body), set()
     for number in range(num_carry):
         carry, left = body.invars[first + number], [body.outvars[number]]
         while left:
             value = left.pop()
-            if not isinstance(value, Var) or uses[value] != 1:
-                continue
-            if value is carry:
+            if value is carry and sites.uses[value] == 1:
                 sums.add(number)
-            elif value in made and is_addition(made[value]):
-                left += made[value].invars
+            elif (made := sites.addend(value)) and is_addition(made):
+                left += made.invars
     return sums
 
 

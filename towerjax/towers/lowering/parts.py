@@ -267,7 +267,8 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     if is_flag and len(params["axes"]) == x.part.ndim:
         [flag] = evaluate_eqn(eqn, [x.part])
         return [lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0]
-    if name == "slice" and _is_full(eqn, dim):
+    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    if name == "slice" and avals[0].shape[dim] == avals[1].shape[dim]:  # all of it
         starts, limits, strides = (
             params["start_indices"], list(params["limit_indices"]), params["strides"]
         )  # fmt: skip
@@ -280,9 +281,3 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         order = params["permutation"]
         return [x.of(lax.transpose(x.part, order), order.index(dim))]
     return None
-
-
-def _is_full(eqn: JaxprEqn, dim: int) -> bool:
-    """Whether a slice takes all of a dim."""
-    avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
-    return avals[0].shape[dim] == avals[1].shape[dim]

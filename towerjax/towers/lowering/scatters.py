@@ -18,20 +18,20 @@ def hold_scattered(jaxpr: Any) -> Any:
     If it has cut the part out of the whole, it merges the two slices and reads another
     place, until JAX 0.12: https://github.com/openxla/xla/issues/49121.
     """
+
+    def behind_barrier(eqn: JaxprEqn) -> JaxprEqn:
+        if not eqn.primitive.name.startswith("scatter"):
+            return with_programs(eqn, hold_scattered)
+
+        def scatter(operand: jax.Array, *rest: jax.Array) -> Any:
+            operand = lax.optimization_barrier(operand)
+            return eqn.primitive.bind(operand, *rest, **eqn.params)
+
+        return as_call(eqn, scatter)
+
     body = open_jaxpr(jaxpr)
-    eqns = [_behind_barrier(eqn) for eqn in body.eqns]
+    eqns = [*map(behind_barrier, body.eqns)]
     if all([a is b for a, b in zip(eqns, body.eqns, strict=True)]):
         return jaxpr
     new = body.replace(eqns=eqns)
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
-
-
-def _behind_barrier(eqn: JaxprEqn) -> JaxprEqn:
-    if not eqn.primitive.name.startswith("scatter"):
-        return with_programs(eqn, hold_scattered)
-
-    def scatter(operand: jax.Array, *rest: jax.Array) -> Any:
-        operand = lax.optimization_barrier(operand)
-        return eqn.primitive.bind(operand, *rest, **eqn.params)
-
-    return as_call(eqn, scatter)

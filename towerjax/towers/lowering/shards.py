@@ -20,17 +20,17 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
 from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr, scopes_of
-from towerjax.proof.interpreter import eqn_context, evaluate_eqn
+from towerjax.proof.interpreter import Interpreter, eqn_context, evaluate_eqn
 from towerjax.towers.lowering.additions import (
+    SumSites,
     are_zeros,
     carried_sums,
     is_addition,
-    uses_in,
 )
 from towerjax.towers.lowering.parts import (
     Shard,
@@ -86,8 +86,7 @@ class _Body:
         carried: dict[int, int] | None = None,
     ) -> None:
         self.body, self._how = body, how
-        self._uses = uses_in(body)
-        self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
+        self._sites = SumSites(body)
         # Addends, with the dims along which they are scattered once they are made.
         self._sums = {body.invars[i]: dim for i, dim in (carried or {}).items()}
         self._added: set[Any] = set()  # whose operands have been scattered
@@ -106,8 +105,7 @@ class _Body:
 
     def _want(self, value: Any, dim: int | None) -> None:
         """Scatter a result that is a sum over all devices."""
-        eqn = self._made.get(value) if isinstance(value, Var) else None
-        if dim is None or eqn is None:
+        if dim is None or (eqn := self._sites.maker(value)) is None:
             return
         if eqn.primitive.name in ("name", "copy"):
             self._want(eqn.invars[0], dim)
@@ -117,8 +115,7 @@ class _Body:
 
     def _push(self, value: Any, dim: int) -> None:
         """Scatter an addend where it is made, or before."""
-        eqn = self._made.get(value) if isinstance(value, Var) else None
-        if eqn is None or self._uses[value] > 1:
+        if (eqn := self._sites.addend(value)) is None:
             return
         if eqn.primitive.name in _COPIES and len(eqn.invars) == 1:
             self._added.add(value)
@@ -135,8 +132,7 @@ class _Body:
     def _may_open(self, value: Any) -> bool:
         if isinstance(value, Var) and value in self._sums:
             return True
-        eqn = self._made.get(value) if isinstance(value, Var) else None
-        if eqn is None or self._uses[value] > 1:
+        if (eqn := self._sites.addend(value)) is None:
             return False
         if is_addition(eqn):
             return any(map(self._may_open, eqn.invars))
@@ -151,19 +147,14 @@ class _Body:
 
     def run(self, args: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
         """The results, some of them `Shard`."""
-        body, values = self.body, dict[Any, Any]()
-        values.update(zip(body.invars, args, strict=True))
-        values.update(zip(body.constvars, consts, strict=True))
-
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else values[var]
+        body, walk = self.body, Interpreter(self.body, consts, args)
 
         def part(var: Any, dim: int) -> Shard:
-            x = read(var)
+            x = walk.read(var)
             return x if var in self._sums and isinstance(x, Shard) else scatter(x, dim)
 
         for eqn in body.eqns:
-            operands = [read(x) for x in eqn.invars]
+            operands = [walk.read(x) for x in eqn.invars]
             with eqn_context(eqn):
                 if _is_all_reduce(eqn) and self._summed.keys() & {*eqn.outvars}:
                     out = self._all_reduce(eqn, operands, part)
@@ -173,19 +164,17 @@ class _Body:
                     out = [Shard(evaluate_eqn(eqn, parts)[0], dim)]
                 else:
                     out = self._evaluate(eqn, operands)
-                for var, x in zip(eqn.outvars, out, strict=True):
+                inside = self._opened.get(id(eqn), {})
+                for i, (var, x) in enumerate(zip(eqn.outvars, out, strict=True)):
                     dim = self._sums.get(var)
-                    is_part = var in self._added or self._is_opened(eqn, var)
+                    is_part = var in self._added or i in inside
                     if var in self._stored and isinstance(x, Shard):
                         x = x.of(x.part)
-                    values[var] = x if dim is None or is_part else scatter(x, dim)
-        results = [read(x) for x in body.outvars]
+                    walk.values[var] = x if dim is None or is_part else scatter(x, dim)
+        results = [walk.read(x) for x in body.outvars]
         for number, dim in self._results.items():
             results[number] = part(body.outvars[number], dim)
         return results
-
-    def _is_opened(self, eqn: JaxprEqn, var: Any) -> bool:
-        return eqn.outvars.index(var) in self._opened.get(id(eqn), {})
 
     def _all_reduce(
         self, eqn: JaxprEqn, operands: list[Any], part: Callable[[Any, int], Shard]
@@ -271,8 +260,7 @@ class _Body:
 
     def _first_part(self, var: Any, x: Any, dim: int) -> jax.Array:
         """This device's part of what a scan begins to add to."""
-        eqn = self._made.get(var) if isinstance(var, Var) else None
-        if eqn is None or not are_zeros(eqn):
+        if not are_zeros(self._sites.maker(var)):
             return scatter(x, dim).part
         shape = list(x.shape)
         shape[dim] //= lax.axis_size(DEVICE_AXIS)

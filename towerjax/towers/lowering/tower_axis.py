@@ -28,7 +28,7 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.interpreter import as_call, with_programs
-from towerjax.towers.lowering.additions import uses_in
+from towerjax.towers.lowering.additions import SumSites
 from towerjax.towers.lowering.in_turn import map_in_turn, scan_and_add
 from towerjax.towers.lowering.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
@@ -97,7 +97,8 @@ class _Lowering:
         self._rules = {
             "jvp_jaxpr_fun": self._lower_rule,
             "fwd_jaxpr_thunk": self._lower_rule,
-            "bwd": self._lower_bwd,
+            # Symbolic zeros go in and out unchanged.
+            "bwd": lambda rule, *args: self._run(rule.call_wrapped, *args),
         }
         self._done: dict[int, Any] = {}
 
@@ -149,10 +150,6 @@ class _Lowering:
         trace = lambda: traced.extend(rule.call_wrapped(*zeros))  # noqa: E731
         jax.make_jaxpr(trace, axis_env=self._env)()
         return self.lower(traced[0]), *traced[1:]
-
-    def _lower_bwd(self, rule: Any, *args: Any) -> Any:
-        """Lower a custom backward rule; symbolic zeros go in and out unchanged."""
-        return self._run(rule.call_wrapped, *args)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a function's lowered program; what is no array passes unchanged."""
@@ -210,7 +207,10 @@ class _Lowering:
             return [tower]
         groups = params.get("axis_index_groups")
         if eqn.primitive.name == "reduce_scatter" and groups is None:
-            return [_scatter(operands[0], axes.names, params)]
+            x, dim = operands[0], params["scatter_dimension"]
+            for name in axes.names:
+                x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+            return [x if params["tiled"] else x.squeeze(dim)]
         rows, size = gather_over_towers(list(operands), axes), axes.num_towers
         if eqn.primitive.name == "ppermute":  # jax.vmap takes full permutations only
             sources = np.full(size, -1)
@@ -234,14 +234,6 @@ class _Lowering:
         over = {"axis_name": axes.tower_axis, "axis_size": size}
         out = jax.vmap(collective, out_axes=None if is_one else 0, **over)(*rows)
         return [x if is_one else x[tower] for x in jax.tree.leaves(out)]
-
-
-def _scatter(x: jax.Array, names: Sequence[str], params: dict[str, Any]) -> jax.Array:
-    """The reduce-scatter of ``x``, over one axis after another."""
-    dim = params["scatter_dimension"]
-    for name in names:
-        x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
-    return x if params["tiled"] else x.squeeze(dim)
 
 
 _HIDDEN_RULE = (
@@ -332,7 +324,7 @@ def _isolate(
     def run(tower: tuple[PyTree, ...]) -> PyTree:
         args = (*tower, *common)
         program, tree = lower(args)
-        uses, leaves = uses_in(program.jaxpr), jax.tree.leaves(args)
+        uses, leaves = SumSites(program.jaxpr).uses, jax.tree.leaves(args)
         used = [i for i, x in enumerate(program.jaxpr.invars) if uses[x]]
         given = lax.optimization_barrier([leaves[i] for i in used])
         for i, x in zip(used, given, strict=True):

@@ -30,11 +30,11 @@ from towerjax.proof.equation import (
 )
 from towerjax.proof.interpreter import Interpreter, eqn_context
 from towerjax.towers.lowering.additions import (
+    SumSites,
     are_zeros,
     carried_sums,
     is_addition,
     is_zero,
-    uses_in,
 )
 
 Operands = Sequence[jax.Array]
@@ -60,7 +60,7 @@ def vmap_and_sum(
     kept = program.jaxpr.outvars[num_sums:]
 
     def of_tower(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
-        walk = Interpreter(program, [*own, *common])
+        walk = Interpreter(program.jaxpr, program.consts, [*own, *common])
         for eqn in program.jaxpr.eqns:
             if opened := plan.opened.get(id(eqn)):
                 with eqn_context(eqn):
@@ -95,8 +95,7 @@ class SumPlan:
         self.opened: dict[int, _Opened] = {}
         self._carried: dict[int, set[int]] = {}
         self._own = dependents(body, body.invars[:num_own])
-        self._uses = uses_in(body)
-        self._made = {x: eqn for eqn in body.eqns for x in eqn.outvars}
+        self._sites = SumSites(body)
         sums = body.outvars[:num_sums]
         self.sums = [self._parts(x) or [self._rows([x])] for x in sums]
 
@@ -117,11 +116,10 @@ class SumPlan:
         parts, rest, left = [], [], [value]
         while left:  # a chain of additions, one for each use of a parameter
             value = left.pop()
-            once = isinstance(value, Var) and self._uses[value] == 1
-            eqn = self._made.get(value) if once else None
+            eqn = self._sites.addend(value)
             if eqn and is_addition(eqn):
                 left += reversed(eqn.invars)
-            elif eqn and (fused := _fused_sum(eqn, self._is_own, self._made)):
+            elif eqn and (fused := _fused_sum(eqn, self._is_own, self._sites)):
                 merge, given = fused
                 given = [self._take(x) for x in given]
                 parts.append(partial(_fused_part, partial(merge, eqn), given))
@@ -179,15 +177,14 @@ def _added_part(rows: Sequence[int], given: Operands) -> jax.Array:
 
 
 def _fused_sum(
-    eqn: JaxprEqn, is_own: Callable[[Any], bool], made: dict[Any, JaxprEqn]
+    eqn: JaxprEqn, is_own: Callable[[Any], bool], sites: SumSites
 ) -> tuple[Callable[..., jax.Array], list[Any]] | None:
     """The one operation that sums an equation's results over towers, and its operands.
 
-    ``is_own(x)`` says if x differs between towers; ``made[x]`` is the equation of x.
+    ``is_own(x)`` says if x differs between towers.
     """
     name, given = eqn.primitive.name, list(eqn.invars)
-    table = made.get(given[0]) if isinstance(given[0], Var) else None
-    if name == "scatter-add" and are_zeros(table):
+    if name == "scatter-add" and are_zeros(sites.maker(given[0])):
         return _sum_of_scatters, given[1:]
     if not all(map(is_own, given)):
         return None  # a value that all towers share would be copied ``k`` times

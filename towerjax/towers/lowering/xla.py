@@ -47,22 +47,19 @@ def compile_on_devices(lowered: Any, placement: Placement) -> Any:
     with warnings.catch_warnings():
         # JAX's persistent cache stores programs for absent devices that it cannot read.
         warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
-        return _compile_for_absent(lowered)
-
-
-def _compile_for_absent(lowered: Any) -> Any:
-    try:
-        return lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "output tile sizes" not in str(error):
-            raise
-    # XLA chooses tiles before it knows whether they fit, and finds others by trials on
-    # the device alone: openxla/xla, pull request 36792.
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "output tile sizes" not in str(error):
+                raise
+        # XLA chooses tiles before it knows whether they fit, and finds others by trials
+        # on the device alone: openxla/xla, pull request 36792.
+        compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
     warn(
         "No GPU is here to try kernels on, and XLA's own for a matrix product of this"
         " program does not fit: compiled for cuBLAS, xla_gpu_enable_triton_gemm=false."
     )
-    return lowered.compile({"xla_gpu_enable_triton_gemm": False})
+    return compiled
 
 
 def inline_and_merge(lowered: Any, *, inverses: bool = True) -> None:
@@ -111,6 +108,9 @@ def _inline_in(block: Any, functions: dict[str, Any]) -> None:
         op.erase()
 
 
+# A constraint that leaves all dims open. JAX writes one behind each operation where
+# some axes of a mesh are manual, and XLA does not look through it: of a factor of a
+# factor it makes one on one group of devices alone.
 _OPEN = re.compile(r"#sdy\.sharding<@\w+, \[[{}?, ]*\]>")
 _BROADCAST = "stablehlo.broadcast_in_dim"
 # Operations with effects, and those whose regions are computations of their own.
@@ -148,15 +148,8 @@ def _merge_in(block: Any, inverses: bool) -> None:
 
 
 def _says_nothing(op: Any) -> bool:
-    """Whether it is a constraint that leaves all dims open.
-
-    JAX writes one behind each operation where some axes of a mesh are manual, and XLA
-    does not look through it: of a factor of a factor it makes one on one group of
-    devices alone.
-    """
-    if op.name != "sdy.sharding_constraint":
-        return False
-    return _OPEN.fullmatch(str(op.attributes["sharding"])) is not None
+    is_constraint = op.name == "sdy.sharding_constraint"
+    return is_constraint and bool(_OPEN.fullmatch(str(op.attributes["sharding"])))
 
 
 def _divides_by_broadcast(op: Any) -> bool:

@@ -46,9 +46,15 @@ def reduce_values(
         if not isinstance(x, PerTower):
             return _reduce_mirrored(self, reduction, x)
         check_reduction(reduction, x)
-        if parts_of(IndexedRows, x):
-            return _reduce_sparse(self, reduction, x.values)
-        return PerTower(values.stack_towers(x, self.num_towers, _VALUE))
+        if not parts_of(IndexedRows, x):
+            return PerTower(values.stack_towers(x, self.num_towers, _VALUE))
+        if values.is_tuple(x.values):
+            out = reduce_rows(reduction, list(x.values))
+        else:
+            rows = values.stack_towers(x, self.num_towers, _VALUE)
+            out = one_of(reduction, rows)
+        # They lie where reduced arrays do.
+        return out if is_traced(out) else values.copy_to(out, self.placement.devices)
 
     is_leaf = lambda x: isinstance(x, PerTower | IndexedRows)  # noqa: E731
     out = jax.tree.map(reduced, value, is_leaf=is_leaf)
@@ -140,16 +146,6 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
 
     value = map_parts(TowerLocal, lambda x: values.copies_by_leaf(x).value, value)
     return map_parts(PerTower, by_leaf, map_parts(kind, grouped, value))
-
-
-def _reduce_sparse(strategy: StrategyFields, reduction: Reduction, rows: Any) -> PyTree:
-    """Reduce the towers' IndexedRows to one, which lies where reduced arrays do."""
-    if values.is_tuple(rows):
-        out = reduce_rows(reduction, list(rows))
-    else:
-        rows = values.stack_towers(PerTower(rows), strategy.num_towers, _VALUE)
-        out = one_of(reduction, rows)
-    return out if is_traced(out) else values.copy_to(out, strategy.placement.devices)
 
 
 def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:

@@ -196,13 +196,10 @@ def _layouts_of(carry: PyTree) -> PyTree:
     )
 
 
-def _place_carry(tree: PyTree, placement: Placement) -> PyTree:
-    def placed(layout: Layout, x: Any) -> Any:
-        sharding = placement.sharding(layout)
-        there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
-        return x if there else place(x, placement, layout)
-
-    return jax.tree.map(placed, jax.tree.broadcast(_layouts_of(tree), tree), tree)
+def _placed(placement: Placement, layout: Layout, x: Any) -> Any:
+    sharding = placement.sharding(layout)
+    there = isinstance(x, jax.Array) and x.committed and x.sharding == sharding
+    return x if there else place(x, placement, layout)
 
 
 def run_steps_on_dataset(
@@ -249,7 +246,9 @@ def run_steps_on_dataset(
     filled = batches + batches[-1:] * (iterations - len(batches))
     arrays = _stack([batch.args for batch in filled], placement=self.placement)
     count = place(np.int32(len(batches)), self.placement, Layout.MIRRORED)
-    carry = _place_carry(_stack_own(initial, self.num_towers), self.placement)
+    carry = _stack_own(initial, self.num_towers)
+    layouts = jax.tree.broadcast(_layouts_of(carry), carry)
+    carry = jax.tree.map(functools.partial(_placed, self.placement), layouts, carry)
     given = self.placement, (self, fn, batches[0].bare), carry, arrays, count
     carry, outputs, values = executors.run_traced(_run_steps, *given)
     ctx = MultiStepContext(self)

@@ -50,9 +50,8 @@ def as_native(root: str, tree: PyTree) -> PyTree:
 
 def unpad_batches(tree: PyTree) -> PyTree:
     """Replace each placed batch of a tree by its towers' rows."""
-    if not parts_of(PlacedBatch, tree):
-        return tree  # the same objects
-    return map_parts(PlacedBatch, PlacedBatch.unpadded, tree)
+    has_batch = parts_of(PlacedBatch, tree)  # else the same objects
+    return map_parts(PlacedBatch, PlacedBatch.unpadded, tree) if has_batch else tree
 
 
 def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
@@ -225,18 +224,15 @@ def regroup(self: StrategyFields, nests: Sequence[PyTree]) -> PyTree:
         if any(map(is_whole, leaves)):
             check_structures(leaves, where)
             return jax.tree.map(lambda *rows: jnp.stack(rows), *leaves)
-        return leaves[0] if _is_same(leaves) else PerTower(leaves)
+        first = leaves[0]
+        if isinstance(first, str | bytes | int | float | complex):
+            is_same = all(type(x) is type(first) and x == first for x in leaves)
+        else:
+            is_same = all(x is first for x in leaves)
+        return first if is_same else PerTower(leaves)
 
     check_structures(nests, "nests", is_leaf=is_whole)
     return jax.tree_util.tree_map_with_path(grouped, *nests, is_leaf=is_whole)
-
-
-def _is_same(leaves: Sequence[Any]) -> bool:
-    """Whether all towers hold the same object, or equal constants."""
-    first = leaves[0]
-    if isinstance(first, str | bytes | int | float | complex):
-        return all(type(x) is type(first) and x == first for x in leaves)
-    return all(x is first for x in leaves)
 
 
 def _bits(x: Any) -> tuple[Any, ...]:
