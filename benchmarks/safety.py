@@ -17,7 +17,7 @@ import optax
 import towerjax as tj
 from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Saving
-from towerjax.loop.point import Point
+from towerjax.loop.stopping import Point
 
 
 def _loss_fn(params: Any, batch: Any, tower: Any) -> Any:

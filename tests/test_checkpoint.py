@@ -36,7 +36,7 @@ import towerjax as tj
 from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.checkpointer import Saving
-from towerjax.loop.point import Point
+from towerjax.loop.stopping import Point
 from towerjax.step.state.faults import nonfinite_leaves
 from towerjax.types.leaves import is_key
 

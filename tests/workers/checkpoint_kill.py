@@ -26,7 +26,7 @@ import orbax.checkpoint  # noqa: F401  imported once, for all of them
 import towerjax as tj
 from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Saving
-from towerjax.loop.point import Point
+from towerjax.loop.stopping import Point
 
 
 def values(number):

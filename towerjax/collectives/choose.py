@@ -57,10 +57,7 @@ def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
         missing = f"(Not on this machine: {', '.join(absent)}.)"
         why = f"Nothing is known of the links of {what}. {missing}"
         return OpsChoice(AllReduce(), why)
-    return _by_processes([present[i].process_index for i in numbers], what)
-
-
-def _by_processes(owners: list[int], what: str) -> OpsChoice:
+    owners = [present[i].process_index for i in numbers]
     count = len(set(owners))
     size = len(owners) // count
     if count == 1:

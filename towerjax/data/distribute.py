@@ -15,11 +15,18 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import jax
 import numpy as np
 
-from towerjax.data import shard, sources
+from towerjax.data import shard
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.sparse_rows import Capacity, SparseRows, capacity_for
-from towerjax.data.stream import Stream, has_cursor
+from towerjax.data.stream import (
+    InputContext,
+    Stream,
+    check_source,
+    from_tensor,
+    has_cursor,
+    open_source,
+)
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Exchange, call_on_first_process
 from towerjax.mesh.transfer import place_own_rows, place_rows
@@ -74,11 +81,11 @@ class DistributedDataset:
     def __init__(
         self, placement: Placement, source: Any, options: InputOptions
     ) -> None:
-        processes, own_part = placement.num_processes, sources.check_source(source)
+        processes, own_part = placement.num_processes, check_source(source)
         self._placement, self._source, self._options = placement, source, options
         self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
-        context = sources.InputContext(here, processes, placement.num_towers)
+        context = InputContext(here, processes, placement.num_towers)
         self._open_with = [context] if own_part else []  # arguments of the source
         # Of this process's part of a round, which may be empty.
         self._towers = placement.num_towers // (processes if own_part else 1)
@@ -95,7 +102,7 @@ class DistributedDataset:
     def __iter__(self) -> Stream[PlacedBatch]:
         """A pass, with a cursor where all processes read one source that has one."""
         self._passes += 1
-        elements = sources.open_source(self._source, *self._open_with)
+        elements = open_source(self._source, *self._open_with)
         begin, start = functools.partial(self._begin, self._passes, elements), None
         if not self._asks_peers and has_cursor(elements):
             start = {"elements": elements.get_state(), "rows": 0}
@@ -120,7 +127,7 @@ class DistributedDataset:
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
     ) -> Generator[tuple[PlacedBatch, Any]]:
         """Each round's batch, and the cursor after it."""
-        elements = (jax.tree.map(sources.from_tensor, x) for x in source)
+        elements = (jax.tree.map(from_tensor, x) for x in source)
         peers: Exchange | None = None
         taken: Any = None  # of the newest round that this process has a part of
         if self._asks_peers:

@@ -205,9 +205,7 @@ class Placer:
         shard.refuse_wrapping(rows)
 
         def fit(rows: PyTree, shared: PyTree) -> tuple[PyTree, ...]:
-            rows, _ = shard.fit_batch(rows, self.shared_by, self._remainder)
-            counts = jnp.zeros(self.placement.num_towers, jnp.int32)
-            return rows, counts, jax.tree.map(jnp.asarray, shared)
+            return self.fit_traced(shard.with_shared(rows, shared)).args
 
         held = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), rows

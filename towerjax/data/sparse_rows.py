@@ -110,8 +110,12 @@ class SparseRows:
         _refuse_formats([named[i] for i in sparse])
         refuse_unheld("batch", batch)
         for i, leaf in sparse.items():
-            if getattr(leaf, "n_batch", 0):
-                leaves[i] = _row_by_row(leaf)
+            if getattr(leaf, "n_batch", 0):  # batch dims: a row for each example
+                rows = map(np.asarray, (leaf.data, leaf.indices))
+                size = leaf.shape[0]
+                leaves[i] = tuple(
+                    np.broadcast_to(x, (size, *x.shape[1:])) for x in rows
+                )
             else:
                 sparse[i] = Entries.from_leaf(named[i][0], leaf)
                 leaves[i] = np.zeros(sparse[i].shape[0], np.bool_)
@@ -159,12 +163,6 @@ def capacity_for(needed: Capacity, capacities: list[Capacity]) -> Capacity:
         capacity[i] = max(capacity.get(i, 1), 1 << (count - 1).bit_length())
     capacities.append(capacity)
     return capacity
-
-
-def _row_by_row(leaf: Any) -> tuple[np.ndarray, ...]:
-    """The arrays of a ``BCOO`` with batch dims, with a row for each example."""
-    arrays = map(np.asarray, (leaf.data, leaf.indices))
-    return tuple(np.broadcast_to(x, (leaf.shape[0], *x.shape[1:])) for x in arrays)
 
 
 def _refuse_formats(named: list[tuple[str, Any]]) -> None:

@@ -13,8 +13,7 @@ import numpy as np
 from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
-from towerjax.data.sources import check_batches
-from towerjax.data.stream import Source, close
+from towerjax.data.stream import Source, check_batches, close
 from towerjax.estimator.model_fn import not_none
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as evaluate_batches

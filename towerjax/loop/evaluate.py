@@ -9,8 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.sources import check_batches
-from towerjax.data.stream import close
+from towerjax.data.stream import check_batches, close
 from towerjax.data.stream import prefetch as prefetch_batches
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, value_on_host

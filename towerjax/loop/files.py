@@ -17,9 +17,7 @@ from towerjax.types.options import check_text, refuse_option
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:/")
 
 
-def checked_path(
-    name: str, value: Any, what: str, *, is_local_only: bool = False
-) -> epath.Path:
+def checked_path(name: str, value: Any, what: str) -> epath.Path:
     """The absolute path of a file or folder; raise unless it can be one."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_text(name, text, f"the path of {what}")
@@ -32,9 +30,6 @@ def checked_path(
             " 'gs://bucket/run', as text: pathlib.Path makes one slash of two"
         )
         refuse_option(name, value, f"the path of {what}: {where}")
-    if is_local_only and has_scheme:
-        where = "storage elsewhere can be mounted, or copied to afterwards"
-        refuse_option(name, value, f"the path of {what} on this machine: {where}")
     return path
 
 
@@ -81,9 +76,7 @@ class StoredFile:
         end_s = time.monotonic()
         self._next_s = end_s + max(self._flush_s, 10 * (end_s - start_s))
 
-    def close(self) -> None:
-        """Store what was written."""
-        self.flush()
+    close = flush
 
 
 def opened_after(

@@ -17,8 +17,8 @@ from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
-from towerjax.loop.point import Point, reaches_multiple
 from towerjax.loop.progress import Progress
+from towerjax.loop.stopping import Point, reaches_multiple
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.step.build.step import Step
@@ -105,8 +105,9 @@ class Loop:
     def _run(self) -> None:
         placement, point = self._step.strategy.placement, self.point
         self._writers.open(self._options.writers, self._log.number, placement)
-        stream = self._placed_batches()
-        with contextlib.closing(stream):
+        depth = 0 if self._source.prefetches else self._options.prefetch
+        place, most = self._step.place_batch, self._steps
+        with contextlib.closing(self._source.stream(place, depth, most=most)) as stream:
             while True:
                 # Before the first step: the resumed run may have ended here.
                 if point.is_evaluation_due:
@@ -136,10 +137,6 @@ class Loop:
         self._save(last=True)
         self._writers.close()
         self._writers.raise_failure()
-
-    def _placed_batches(self) -> Stream[PlacedBatch]:
-        depth = 0 if self._source.prefetches else self._options.prefetch
-        return self._source.stream(self._step.place_batch, depth, most=self._steps)
 
     def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
         point, options, after = self.point, self._options, self.point.number + 1
@@ -235,18 +232,15 @@ class Loop:
             if not isinstance(hook, WithState):
                 hook(number, row)
             elif number % hook.every == 0:
-                self._call_with_state(hook, row)
+                after = hook.function(number, self.point.state, row)
+                if isinstance(after, TrainState):
+                    raise ValueError(
+                        f"{hook} returned a state, from which a run does not go on. Run"
+                        " in pieces and change the state between: state, _ = tj.run("
+                        f"step, state, batches, steps={hook.every})."
+                    )
         self._hooked = number
         self._progress.step(number, row, self._log.steps_per_second)
-
-    def _call_with_state(self, hook: WithState, row: dict[str, Any]) -> None:
-        after = hook.function(self._log.number, self.point.state, row)
-        if isinstance(after, TrainState):
-            raise ValueError(
-                f"{hook} returned a state, from which a run does not go on. Run in"
-                " pieces and change the state between: state, _ = tj.run(step, state,"
-                f" batches, steps={hook.every})."
-            )
 
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
         """The error of a refused step, with the tower and leaf that was not finite.

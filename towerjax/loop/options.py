@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from towerjax.data.sources import check_batches
+from towerjax.data.stream import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, check_evaluate
 from towerjax.loop.progress import check_progress

@@ -5,14 +5,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from towerjax.data.feed import Batches, as_reusable
-from towerjax.data.sources import check_batches
+from towerjax.data.stream import check_batches
 from towerjax.loop.checkpoint.checkpointer import Checkpointer
 from towerjax.loop.evaluate import AnyBatches, EvaluationStep, count_in_words
 from towerjax.loop.history import History
 from towerjax.loop.loop import Loop
 from towerjax.loop.options import Hook, RunOptions, WithState, check_hooks
-from towerjax.loop.point import Point
-from towerjax.loop.stopping import EarlyStopping, Watch, rules_of
+from towerjax.loop.stopping import EarlyStopping, Point, Watch, rules_of
 from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement

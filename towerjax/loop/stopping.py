@@ -1,4 +1,4 @@
-"""Stop a run whose evaluations are good enough or stall."""
+"""Where a run is, and whether its evaluations are good enough or stall."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from towerjax.loop.progress import format_value
+from towerjax.step.state.train_state import TrainState, step_number
 from towerjax.types.leaves import a_type
 from towerjax.types.options import (
     check_choice,
@@ -56,7 +57,9 @@ class EarlyStopping:
     min_steps: int = 0
 
     def __post_init__(self) -> None:
-        _check_metric("EarlyStopping", self.metric, self.mode)
+        what = "the name of a metric, such as 'loss'"
+        check_text("EarlyStopping.metric", self.metric, what)
+        check_choice("EarlyStopping.mode", self.mode, get_args(Direction))
         if self.goal is None and self.patience is None:
             raise ValueError(
                 "EarlyStopping: patience=None and goal=None would never stop anything."
@@ -74,12 +77,6 @@ class EarlyStopping:
     def is_reached(self, cost: float) -> bool:
         """Whether a cost, of which less is better, is as good as ``goal``."""
         return self.goal is not None and cost <= sign_of(self.mode) * self.goal
-
-
-def _check_metric(what: str, metric: Any, mode: Any) -> None:
-    """Raise unless ``metric`` is a name and ``mode`` says whether less is better."""
-    check_text(f"{what}.metric", metric, "the name of a metric, such as 'loss'")
-    check_choice(f"{what}.mode", mode, get_args(Direction))
 
 
 def sign_of(mode: Direction) -> int:
@@ -173,6 +170,33 @@ class Watch:
             return ""
         text = f"evaluated {name} {format_value(values[name])} after {number}"
         return text + "".join(count.lowest_in_words() for count in self.counts[:1])
+
+
+def reaches_multiple(every: int | None, before: int, after: int) -> bool:
+    """Whether a multiple of ``every`` is > ``before`` and <= ``after``."""
+    return every is not None and after // every > before // every
+
+
+@dataclasses.dataclass
+class Point:
+    """Where a run is: it changes while signals are held back, all at once."""
+
+    state: TrainState
+    watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))
+    number: int = dataclasses.field(init=False)  # of the last dispatched step
+    # What is to be done before the next step.
+    is_evaluation_due: bool = False
+    is_saving_due: bool = False
+
+    def __post_init__(self) -> None:
+        """Count from the state's number on."""
+        self.number = step_number(self.state)
+
+    def advance(self, eval_every: int | None, every: int | None) -> None:
+        """Count a dispatched step; ``every``: of a `Checkpointer`."""
+        before, self.number = self.number, self.number + 1
+        self.is_evaluation_due |= reaches_multiple(eval_every, before, self.number)
+        self.is_saving_due |= reaches_multiple(every, before, self.number)
 
 
 def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> float:

@@ -69,7 +69,15 @@ class Specs:
                 spec = self.by_name(name, x)
                 spec = PartitionSpec() if spec is None else spec
             else:
-                spec, entry = self._spec_of(keys, leaf_name("params", path))
+                # The longest way that leads to the leaf.
+                fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
+                if not fits:
+                    raise ValueError(
+                        f"specs= has no entry of {leaf_name('params', path)}. Write"
+                        " jax.sharding.PartitionSpec() for what each device of a tower"
+                        " holds whole."
+                    )
+                entry, spec = max(fits, key=lambda x: len(x[0]))
                 used.add(entry)
             check_split(leaf_name("params", path), shape, spec, sizes)
             table[keys] = shape, spec
@@ -79,17 +87,6 @@ class Specs:
                 " like params, or its upper part."
             )
         return table
-
-    def _spec_of(self, keys: Keys, name: str) -> tuple[PartitionSpec, Keys]:
-        """The spec of the longest way that leads to a leaf, and this way."""
-        fits = [x for x in self.by_keys if keys[: len(x[0])] == x[0]]
-        if not fits:
-            raise ValueError(
-                f"specs= has no entry of {name}. Write jax.sharding.PartitionSpec()"
-                " for what each device of a tower holds whole."
-            )
-        entry, spec = max(fits, key=lambda x: len(x[0]))
-        return spec, entry
 
 
 def _keys(path: tuple[Any, ...]) -> Keys:

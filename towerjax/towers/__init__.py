@@ -1,7 +1,7 @@
 """Towers: strategies, the tower's context, merge calls, variables and executors."""
 
 from towerjax.data.distribute import DistributedDataset as DistributedDataset
-from towerjax.data.sources import InputContext as InputContext
+from towerjax.data.stream import InputContext as InputContext
 from towerjax.towers.tf1.assign import restored_values as restored_values
 from towerjax.towers.tf1.assign import saved_values as saved_values
 from towerjax.towers.tf1.steps import MultiStepContext as MultiStepContext

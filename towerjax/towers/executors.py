@@ -287,47 +287,52 @@ def _is_bound(axis: str) -> bool:
     return True
 
 
+# The kind of an error in a tower function, what its text says, and what to add to it.
+_NOTES: tuple[tuple[Any, str, str], ...] = (
+    (
+        _HAVE_NO_VALUE,
+        "",
+        "A tower function is traced once for all towers: tower.id, the batch and what"
+        " is computed of them have no values yet. Write jnp.where or lax.cond; to see"
+        " values, jax.debug.print('{{}}', x). To pick by tower.id, write"
+        " jnp.asarray(values)[tower.id].",
+    ),
+    (
+        TypeError,
+        r"\b(Weighted|Means)\b",
+        "A tower's mean is a sum and a weight, and no number before all towers are"
+        " added up. tj.value_and_grad(loss_fn) differentiates it; as a number take"
+        " tower.reduce(tj.Reduction.SUM, mean).value, or .value in a later pass of"
+        " tj.build_step.",
+    ),
+    (
+        (RuntimeError, ValueError),
+        "requires a non-empty mesh|is not found in mesh",
+        "A tower function knows the axes of a tower of several devices:"
+        " tj.Mirrored(within={{'model': 2}}).",
+    ),
+    (
+        NameError,
+        r"unbound axis name: ([^\s.]+)",
+        "Towers know the axis {0!r} by a strategy that names it,"
+        " tj.Mirrored(axis_name={0!r}), or as tower.axis_names; without any, write"
+        " tower.reduce(tj.Reduction.SUM, x), or return tj.Sum(x), which the step adds.",
+    ),
+)
+
+
 @contextlib.contextmanager
 def in_tower_fn() -> Iterator[None]:
-    """The context in which a tower function runs; explains its errors.
-
-    Notes are added where a value is not yet known, is a mean, or an axis not bound.
-    """
+    """The context in which a tower function runs; explains its errors."""
     try:
         with bind_axis(_IN_TOWER):
             yield
-    except _HAVE_NO_VALUE as error:
-        error.add_note(
-            "A tower function is traced once for all towers: tower.id, the batch and"
-            " what is computed of them have no values yet. Write jnp.where or lax.cond;"
-            " to see values, jax.debug.print('{}', x). To pick by tower.id, write"
-            " jnp.asarray(values)[tower.id]."
-        )
-        raise
-    except TypeError as error:
-        if re.search(r"\b(Weighted|Means)\b", str(error)):
-            error.add_note(
-                "A tower's mean is a sum and a weight, and no number before all towers"
-                " are added up. tj.value_and_grad(loss_fn) differentiates it; as a"
-                " number take tower.reduce(tj.Reduction.SUM, mean).value, or .value in"
-                " a later pass of tj.build_step."
-            )
-        raise
-    except (RuntimeError, ValueError) as error:
-        if re.search(r"requires a non-empty mesh|is not found in mesh", str(error)):
-            error.add_note(
-                "A tower function knows the axes of a tower of several devices:"
-                " tj.Mirrored(within={'model': 2})."
-            )
-        raise
-    except NameError as error:
-        if unbound := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
-            error.add_note(
-                f"Towers know the axis {unbound[1]!r} by a strategy that names it,"
-                f" tj.Mirrored(axis_name={unbound[1]!r}), or as tower.axis_names;"
-                " without any, write tower.reduce(tj.Reduction.SUM, x), or return"
-                " tj.Sum(x), which the step adds."
-            )
+    except Exception as error:
+        for kinds, pattern, note in _NOTES:
+            found = re.search(pattern, str(error))
+            if found and isinstance(error, kinds):
+                error.add_note(note.format(*found.groups()))
+                break
         raise
 
 

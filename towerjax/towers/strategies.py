@@ -108,7 +108,16 @@ class Mirrored(StrategyMethods):
         devices = self._named_devices()
         if devices is not None:
             groups = _count_groups(len(devices), self._each)
-            _check_num_towers(self.towers, groups, self._each)
+            if self.towers is not None and self.towers % groups:
+                below = self.towers // groups * groups
+                use = f"{below} or {below + groups}" if below else below + groups
+                each = self._each
+                are = "devices" if each == 1 else f"groups of {each} devices"
+                raise ValueError(
+                    f"towers={self.towers} is not a multiple of the {groups} {are}, so"
+                    f" they cannot share the towers evenly. Use towers={use}, or"
+                    " another number of devices."
+                )
             _check_ops(self.cross_tower_ops, devices[:: self._each])
 
     @property
@@ -389,16 +398,3 @@ def _count_groups(devices: int, each: int) -> int:
             " before JAX is used."
         )
     return devices // each
-
-
-def _check_num_towers(towers: int | None, num_devices: int, each: int) -> None:
-    if towers is not None and towers % num_devices:
-        below = towers // num_devices * num_devices
-        above = below + num_devices
-        are = "devices" if each == 1 else f"groups of {each} devices"
-        raise ValueError(
-            f"towers={towers} is not a multiple of the {num_devices} {are}, so they"
-            " cannot share the towers evenly. Use towers="
-            f"{f'{below} or {above}' if below else above}, or another number of"
-            " devices."
-        )

@@ -142,15 +142,6 @@ def label(variable: Variable) -> str:
     return f"{kind} {variable.name!r}" if variable.name else f"a {kind} without a name"
 
 
-def _dtypes_to_fit(variable: Variable, dtype: Any, *, reads: bool) -> tuple[Any, ...]:
-    """The dtypes that a value may be of, the preferred one first."""
-    adds = reads and variable.reduction in (Reduction.SUM, Reduction.MEAN)
-    if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return (dtype,)
-    read = reduced_dtype(variable.reduction, dtype)
-    return (read, dtype) if variable.reduction is Reduction.SUM else (dtype, read)
-
-
 def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     """Cast the value to the variable's dtypes; raise where it does not fit.
 
@@ -167,7 +158,13 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
             " elements: np.array(x) makes one array."
         )
     problems = []
-    dtypes = functools.partial(_dtypes_to_fit, variable, reads=reads)
+
+    def dtypes(dtype: Any) -> tuple[Any, ...]:  # the preferred one first
+        adds = reads and variable.reduction in (Reduction.SUM, Reduction.MEAN)
+        if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
+            return (dtype,)
+        read = reduced_dtype(variable.reduction, dtype)
+        return (read, dtype) if variable.reduction is Reduction.SUM else (dtype, read)
 
     def fit_leaf(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
         leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)

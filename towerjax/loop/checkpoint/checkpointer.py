@@ -18,8 +18,7 @@ from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.files import absolute_path, checked_path, is_on_disk
-from towerjax.loop.point import Point
-from towerjax.loop.stopping import Direction, cost_of, sign_of
+from towerjax.loop.stopping import Direction, Point, cost_of, sign_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated

@@ -111,19 +111,6 @@ def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -
         )
 
 
-def _read_arrays(arrays: epath.Path, shapes: PyTree) -> PyTree:
-    """What Orbax reads for a tree of shapes; None where there is None."""
-    import orbax.checkpoint
-    from orbax.checkpoint.tree import deserialize_tree, serialize_tree
-
-    with (
-        explained("restored from", arrays),
-        orbax.checkpoint.StandardCheckpointer() as x,
-    ):
-        read = x.restore(arrays, serialize_tree(shapes, keep_empty_nodes=True))
-    return deserialize_tree(read, shapes, keep_empty_nodes=True)
-
-
 def restore_leaves(
     arrays: epath.Path, saved: Sequence[Leaf], state: PyTree, placement: Placement
 ) -> PyTree:
@@ -133,6 +120,9 @@ def restore_leaves(
     For another number the towers' values are reduced to one, which is split over the
     towers (SUM) or copied to each.
     """
+    from orbax.checkpoint import StandardCheckpointer
+    from orbax.checkpoint.tree import deserialize_tree, serialize_tree
+
     old = {leaf.name: leaf for leaf in saved}
     leaves, treedef = jax.tree.flatten(state)
     named = zip(leaves_of(state), leaves, strict=True)
@@ -155,7 +145,10 @@ def restore_leaves(
         dtype = _AS_BITS.get(numbers.dtype, numbers.dtype)
         like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         shapes.append(like if x.size else None)
-    read = _read_arrays(arrays, treedef.unflatten(shapes))
+    wanted = treedef.unflatten(shapes)
+    with explained("restored from", arrays), StandardCheckpointer() as files:
+        read = files.restore(arrays, serialize_tree(wanted, keep_empty_nodes=True))
+    read = deserialize_tree(read, wanted, keep_empty_nodes=True)
 
     def restored(like: jax.Array, x: jax.Array | None) -> jax.Array:
         if x is None:

@@ -262,16 +262,13 @@ class _Job:
             return
         self.end.code = code if code > 0 else 128 - code
         if not self.end.ended_by:
-            self._fail(worker)
+            rest = len(self.running)
+            how = f"was killed by signal {-code} ({_signal_name(-code)})"
+            how = f"exited with code {code}" if code > 0 else how
+            why = f"{worker.why_hung} and was killed" if worker.why_hung else how
+            others = f"; stopping the other {rest}" if rest else ""
+            seconds = time.monotonic() - worker.started
+            say(f"process {worker.index} {why} after {seconds:.1f} s{others}")
+            self._send(signal.SIGTERM)
         if self.kill_at == math.inf:
             self.kill_at = time.monotonic() + self.timeouts.failed_s
-
-    def _fail(self, worker: _Worker) -> None:
-        code, rest = worker.popen.returncode, len(self.running)
-        how = f"was killed by signal {-code} ({_signal_name(-code)})"
-        how = f"exited with code {code}" if code > 0 else how
-        why = f"{worker.why_hung} and was killed" if worker.why_hung else how
-        others = f"; stopping the other {rest}" if rest else ""
-        seconds = time.monotonic() - worker.started
-        say(f"process {worker.index} {why} after {seconds:.1f} s{others}")
-        self._send(signal.SIGTERM)

@@ -39,14 +39,8 @@ def is_free(port: int) -> bool:
         return True
 
 
-# The variables that `initialize` reads.
+# The variables that `initialize` reads, and the launcher sets.
 VARIABLES = ("TOWERJAX_COORDINATOR", "TOWERJAX_NUM_PROCESSES", "TOWERJAX_PROCESS_ID")
-
-
-def variables_of(coordinator: str, num_processes: int, process_id: int) -> dict:
-    """The variables that make a process one of a cluster."""
-    values = coordinator, str(num_processes), str(process_id)
-    return dict(zip(VARIABLES, values, strict=True))
 
 
 SINGLE_PROCESS = "one process: nothing in the environment names a cluster"
@@ -219,16 +213,15 @@ _MEET = (
 
 def _innermost(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]] | None:
     """The innermost launcher that started several, and its variables."""
-    several = [x for x in _LAUNCHERS.items() if _counts_several(environ, x[1])]
+    several = []
+    for launcher, names in _LAUNCHERS.items():
+        me, count = (environ.get(name, "") for name in names[:2])
+        if me.isdecimal() and count.isdecimal() and int(count) > 1:
+            several.append((launcher, names))
     if len(several) > 1 and several[0][0] == "MPICH":  # such as of srun --mpi=pmi2
         mpich, slurm = ([environ[x] for x in names[:2]] for _, names in several)
         several = several[mpich == slurm :]
     return several[0] if several else None
-
-
-def _counts_several(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
-    me, count = (environ.get(name, "") for name in names[:2])
-    return me.isdecimal() and count.isdecimal() and int(count) > 1
 
 
 def refusal(environ: Mapping[str, str], but: str) -> str | None:
