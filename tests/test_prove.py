@@ -170,7 +170,7 @@ def test_what_is_the_same_is_not(name):
     none_same = {"split", "on_one_device"}
     assert bool(report.same) == (name not in none_same)
     assert len(report.maps) == (name != "on_one_device") * (1 + ("through" in name))
-    assert not report.unread and not report.notes
+    assert not report.unread and not report.notes and not report.copies
 
 
 def cast(x, to):
@@ -236,3 +236,49 @@ def test_arguments_that_are_no_arrays_and_those_by_name():
 
     assert tj.testing.prove(fn, W, "mean", x=X).same == 1
     assert tj.testing.prove(fn, W, "none", x=X).maps == ()
+
+
+# A state of which each device has a copy, as jax.pmap is given it, and what drifts.
+def of_copies(reduced, counted):
+    def step(state, batch, key):
+        grads = {"w": jax.grad(loss)(state["w"], batch), "mean": batch.mean()}
+        grads |= {name: lax.pmean(grads[name], "i") for name in reduced}
+        count = lax.psum(jnp.prod(jnp.array([2, 3])), "i") if counted else 1
+        state = {name: state[name] - grads[name] * count for name in grads}
+        return state, grads["w"].sum(), jax.random.fold_in(key, 1)
+
+    return jax.pmap(step, axis_name="i")
+
+
+STATE = {"w": np.ones((4, 3), np.float32), "mean": np.zeros(4, np.float32)}
+KEYS = jax.random.split(jax.random.key(0), 4)
+BATCH = np.ones((4, 2, 3), np.float32)
+
+
+@pytest.mark.parametrize("reduced", [("w", "mean"), ("mean",), ("w",), ()])
+@pytest.mark.parametrize("by_shape", [False, True])
+def test_a_copy_of_a_state_that_does_not_stay_one_is_noted(reduced, by_shape):
+    fn = of_copies(reduced, counted=False)
+    args = STATE, BATCH
+    if by_shape:
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    report = tj.testing.prove(fn, *args, KEYS)
+    assert report.copies == len(reduced) and not report.same
+    for note in report.notes:
+        assert "each device is given a copy, and returns another" in note
+        assert "what in_specs split at" in note and "test_prove.py" in note
+        assert note.startswith(
+            f"result[0][{'mean' if 'mean' not in reduced else 'w'!r}]"
+        )
+    assert len(report.notes) == (len(reduced) < 2)
+
+
+def test_what_differs_from_device_to_device_is_no_copy():
+    state = STATE | {"mean": np.arange(4, dtype=np.float32)}
+    report = tj.testing.prove(of_copies(["w"], counted=False), state, BATCH, KEYS)
+    assert report.copies == 1 and not report.notes
+
+
+def test_a_count_of_rows_is_no_sum_of_equals():
+    report = tj.testing.prove(of_copies(STATE, counted=True), STATE, BATCH, KEYS)
+    assert report.copies == 2 and not report.notes

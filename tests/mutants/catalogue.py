@@ -579,7 +579,7 @@ INPUT = (
     _m("M26",
        "what a mesh of the update's own splits counts as the same on all devices",
        "proof.analysis:along_each_axis",
-       '"what in_specs split" if is_split else None', "None", "test_proof_meshes.py::"
+       '"what in_specs split" if x else None', "None", "test_proof_meshes.py::"
        "test_an_update_whose_copies_would_differ_is_refused[False-own_part_alone-drift"
        " apart: result 0, of what in_specs split at]"),
     _m("M27", "a mesh of a tower's own is only known on a device that is another",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import PartitionSpec
 
 from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
 from towerjax.proof import findings, tags
@@ -49,8 +50,10 @@ from towerjax.proof.marks import (
 )
 
 _Marks: TypeAlias = list[Mark]
+_Specs: TypeAlias = Sequence[PartitionSpec]
 _Rule: TypeAlias = Callable[[JaxprEqn, _Marks, Context], _Marks]
 _NO_AXIS = ""  # which no collective names, so that none ends a dependence
+COPIES = "copies"  # that come in split over devices, and are the same
 
 
 def analyse(
@@ -80,6 +83,16 @@ def depends(
 ) -> findings.Analysis:
     """Which named input each output depends on, reductions over towers included."""
     return analyse(jaxpr, inputs, _NO_AXIS, 0)
+
+
+def becomes_of(jaxpr: ClosedJaxpr, copied: Sequence[bool]) -> list[str]:
+    """What a `shard_map` makes of one copy on each device, of each output of a program.
+
+    It is COPIES where all devices have the same again, else what it differs by, or ""
+    where the output is no map's.
+    """
+    ins = [Mark(source=COPIES * is_copied) for is_copied in copied]
+    return [m.source for m in _propagate(jaxpr.jaxpr, ins, Context(None, 0, []))[0]]
 
 
 def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dict]:
@@ -214,6 +227,8 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A program's own `shard_map`, or sharding."""
     name, line = eqn.primitive.name, user_line((eqn, context.outer))
     is_map, along, alike = name == "shard_map", {}, 0
+    if is_map and context.axis is None and any(m.source == COPIES for m in ins):
+        return _map_copies((eqn, context.outer), ins)
     if is_map and context.axis != _NO_AXIS:
         along = along_each_axis((eqn, context.outer))
         outs = [names_in(spec) for spec in eqn.params["out_specs"]]
@@ -225,25 +240,44 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     return _call(eqn, ins, context) if is_map else ins
 
 
-def along_each_axis(site: Site) -> dict[str, findings.Analysis]:
+def along_each_axis(
+    site: Site, ins: _Specs | None = None, outs: _Specs | None = None
+) -> dict[str, findings.Analysis]:
     """What a `shard_map` does along each of its axes, as towers do along theirs.
 
-    An output that ``out_specs`` split may differ.
+    An output that ``out_specs`` split may differ. Other specs may stand for its own.
     """
     params, analyses = site[0].params, {}
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     sizes = params["mesh"].shape
     for axis in [x for x in sizes if x in manual and sizes[x] > 1]:
-        ins, outs = (
-            [axis in names_in(spec) for spec in params[name]]
-            for name in ("in_specs", "out_specs")
+        is_split, may_differ = (
+            [axis in names_in(spec) for spec in specs or params[name]]
+            for specs, name in ((ins, "in_specs"), (outs, "out_specs"))
         )
-        inputs = ["what in_specs split" if is_split else None for is_split in ins]
+        inputs = ["what in_specs split" if x else None for x in is_split]
         analysis = analyse(params["jaxpr"], inputs, axis, sizes[axis], site)
-        pairs = zip(analysis.outputs, outs, strict=True)
-        alike = tuple([None if is_split else x for x, is_split in pairs])
+        pairs = zip(analysis.outputs, may_differ, strict=True)
+        alike = tuple([None if may else x for x, may in pairs])
         analyses[axis] = dataclasses.replace(analysis, outputs=alike)
     return analyses
+
+
+def _map_copies(site: Site, ins: _Marks) -> _Marks:
+    """What a `shard_map` makes of copies: of each device its row, which it squeezes."""
+    params = site[0].params
+    body, outs = params["jaxpr"], [PartitionSpec()] * len(params["out_specs"])
+    rows = {id(x.invars[0]) for x in body.eqns if x.primitive.name == "squeeze"}
+    specs = [
+        PartitionSpec(*spec[1:]) if mark.source == COPIES and id(var) in rows else spec
+        for mark, spec, var in zip(ins, params["in_specs"], body.invars, strict=True)
+    ]
+    if specs == [*params["in_specs"]]:
+        return [ALIKE] * len(outs)
+    along = along_each_axis(site, specs, outs).values()
+    each = list(zip(*[x.outputs for x in along], strict=True)) or [()] * len(outs)
+    differs = [next(filter(None, x), None) for x in each]
+    return [Mark(source=x.told() if x else COPIES) for x in differs]
 
 
 @_rule("custom_linear_solve")

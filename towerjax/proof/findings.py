@@ -14,6 +14,12 @@ class Dependence(NamedTuple):
     source: str
     line: str  # "train.py:12 (loss_fn)"; "" for an input that is returned unchanged
 
+    def told(self) -> str:
+        """As one text, of a `shard_map`."""
+        return self.source.replace("tower.id", "axis_index") + (
+            f" at {self.line}" if self.line else ""
+        )
+
 
 class Collective(NamedTuple):
     """One collective in the jaxpr; XLA may merge or remove it."""
@@ -23,9 +29,7 @@ class Collective(NamedTuple):
     bytes: int  # of its operands
     trips: int | None  # product of the lengths of the scans around it; None in a while
     line: str
-    of_equals: (
-        str  # "added up" or "averaged", where a user does what is the same; or ""
-    )
+    of_equals: str  # "added up", "counted" (of integers), "averaged": what is equal; ""
 
 
 class Hang(NamedTuple):

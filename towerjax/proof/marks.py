@@ -160,7 +160,9 @@ class Context(NamedTuple):
         pairs = zip(eqn.invars, ins, strict=True)
         own = [m for v, m in pairs if not isinstance(v, Literal)]
         equals = is_sum and own and not join(own).along and not self.is_derived(eqn)
-        how = "averaged" if is_in_mean(eqn) else "added up"
+        is_count = all(x.dtype.kind in "iu" for x in avals)
+        how = "counted" if is_count else "added up"
+        how = "averaged" if is_in_mean(eqn) else how
         line = user_line((eqn, self.outer))
         call = eqn.primitive.name, names, size, self.trips, line, how if equals else ""
         self.noted.append(Collective(*call))

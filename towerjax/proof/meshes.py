@@ -129,7 +129,7 @@ def _prove_mapped(site: Site, on: int) -> None:
         )
     for axis, analysis in along_each_axis(site).items():
         told = mistakes(analysis, axis)
-        if sums := of_equals(analysis, "added up"):
+        if sums := of_equals(analysis, "added up", "counted"):
             told.append(
                 f"what is the same on all devices is added up over {axis!r}, as many"
                 f" times too much as there are, at {sums}. The update is given what all"
@@ -140,9 +140,9 @@ def _prove_mapped(site: Site, on: int) -> None:
             raise ReplicationError(f"shard_map at {line} in the update: {text}")
 
 
-def of_equals(analysis: Analysis, how: str) -> str:
+def of_equals(analysis: Analysis, *how: str) -> str:
     """The lines where what is the same on all devices is "added up", or "averaged"."""
-    lines = [x.line for x in analysis.collectives if x.of_equals == how]
+    lines = [x.line for x in analysis.collectives if x.of_equals in how]
     return listed(dict.fromkeys([x or "a line of a library" for x in lines]))
 
 
@@ -150,12 +150,8 @@ def mistakes(analysis: Analysis, axis: str) -> list[str]:
     """What devices along an axis do wrong, and what to write."""
     told = []
     if any(analysis.outputs):
-        lines = [
-            f"result {i}, of {x.source.replace('tower.id', 'axis_index')}"
-            + f" at {x.line}" * bool(x.line)
-            for i, x in enumerate(analysis.outputs)
-            if x
-        ]
+        outputs = enumerate(analysis.outputs)
+        lines = [f"result {i}, of {x.told()}" for i, x in outputs if x]
         told.append(
             "its out_specs call the same on all devices what differs along"
             f" {axis!r}, and copies of it would drift apart: {listed(lines)}. Say"

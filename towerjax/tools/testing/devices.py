@@ -75,7 +75,7 @@ def same_on_devices(
             f" {max(numbers)}) before JAX is used."
         )
     fn, args = make(numbers[-1])
-    jaxpr = traced_program(fn, tuple(args), {})
+    jaxpr, _ = traced_program(fn, tuple(args), {})
     rounding, want = rounding_of([jaxpr]), _leaves_on(*make(1))
 
     @functools.cache

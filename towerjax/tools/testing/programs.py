@@ -1,17 +1,21 @@
 """Any JAX program: what its own maps over devices call the same is the same."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from towerjax.proof.analysis import analyse
+from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
+from towerjax.types import PyTree, named_leaves
 from towerjax.types.door import door
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import key_data, listed
+
+_ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 
 _NO_MAP = (
     "no shard_map and no pmap: under jax.jit, shardings are of one global program, of"
@@ -32,18 +36,22 @@ class ProgramReport:
     Attributes:
       maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many of
         its results it calls the same, all of which are, and how many it splits.
-      notes: Sums and means of what is the same on all devices, which may be meant.
+      notes: Sums and means of what is the same on all devices, and copies of a state
+        that do not stay the same: which may be meant.
       unread: Code that no jaxpr shows, whose results may differ.
       same: The number of results that were proved the same, over all maps and axes.
+      copies: How many leaves of such a state stay the same on all devices.
     """
 
     maps: tuple[str, ...]
     notes: tuple[str, ...]
     unread: tuple[str, ...]
     same: int
+    copies: int
 
     def __str__(self) -> str:
-        notes = [f"note: {x}" for x in self.notes]
+        kept = f"copies of a state that stay the same: {self.copies}"
+        notes = [kept] * (self.copies > 0) + [f"note: {x}" for x in self.notes]
         unread = [f"not read: {x}" for x in self.unread]
         return "\n".join([*(self.maps or [_NO_MAP]), *notes, *unread])
 
@@ -54,7 +62,8 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
 
     The program is traced and not run. Of each `jax.shard_map` and `jax.pmap` in it, at
     any depth, each manual axis of more than one device is analysed, as a step's towers
-    are, whatever ``check_vma`` says.
+    are, whatever ``check_vma`` says. Of a state that `jax.pmap` is given as one copy a
+    device, and returns so, it notes what does not stay a copy.
 
     Args:
       fn: Any JAX function, jitted or not.
@@ -77,7 +86,7 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
       >>> tj.testing.prove(total, jax.ShapeDtypeStruct((4,), "float32")).same
       1
     """
-    jaxpr = traced_program(fn, args, kwargs)
+    jaxpr, out = traced_program(fn, args, kwargs)
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
     every = [x for x in analysis.meshes if x.along]
     maps = list({(x.line, *x.along, x.alike, x.split): x for x in every}.values())
@@ -91,10 +100,18 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
                     notes.append(f"{_at(x)}: {what}")
     if told:
         raise ReplicationError("\n".join([_NOT_THE_SAME, *told]))
+    kept = _copies(jaxpr, args, out) if maps else {}
+    if drifts := {name: how for name, how in kept.items() if how != COPIES}:
+        [(first, how), *more] = drifts.items()
+        leaves = f"{first} and {len(more)} more" if more else first
+        notes.append(
+            f"{leaves}: each device is given a copy, and returns another: {how}"
+        )
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
     lines = [f"{_at(x)}: {x.alike} results are the same, {x.split} split" for x in maps]
     told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
-    return ProgramReport(*told_of, sum(x.alike for x in maps))
+    same = sum(x.alike for x in maps)
+    return ProgramReport(*told_of, same, len(kept) - len(drifts))
 
 
 def _at(x: OwnMesh) -> str:
@@ -102,11 +119,53 @@ def _at(x: OwnMesh) -> str:
     return f"shard_map or pmap{at} over {listed(map(repr, x.along))}"
 
 
-def traced_program(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """The jaxpr; leaves that are no arrays are constants, as of static arguments."""
+def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
+    """What becomes of one copy a device of a state, by the names of its leaves.
+
+    A state is an argument whose tree and shapes a result has. A leaf of which devices
+    are given different ones, as of keys, is no copy.
+    """
+    is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind(args[:1])
+    kinds = [_kind([x]) for x in ([out] if is_one else out)]
+    starts = list(itertools.accumulate([len(kind[1]) for kind in kinds], initial=0))
+    copied, back = list[bool](), list[int]()
+    for i, x in enumerate(args):
+        leaves = jax.tree.leaves(x)
+        alike = [j for j, kind in enumerate(kinds) if kind == _kind([x])]
+        # A lone array comes back at its own place.
+        at = [i] if i in alike else alike * (len(leaves) > 1)
+        for n, leaf in enumerate(leaves):
+            if isinstance(leaf, _ARRAYS):
+                copied.append(bool(at) and _may_be_copies(leaf))
+                if copied[-1]:
+                    back.append(starts[at[0]] + n)
+    copied += [False] * (len(jaxpr.in_avals) - len(copied))  # arguments by name
+    told, names = becomes_of(jaxpr, copied), [x for x, _ in named_leaves("result", out)]
+    return {names[i]: told[i] for i in back if told[i]}
+
+
+def _kind(tree: PyTree) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+    return treedef, kinds
+
+
+def _may_be_copies(x: Any) -> bool:
+    if x.ndim == 0 or isinstance(x, jax.ShapeDtypeStruct):
+        return x.ndim > 0
+    rows = np.asarray(key_data(x))
+    return bool((rows == rows[:1]).all())
+
+
+def traced_program(
+    fn: Callable[..., Any], args: tuple, kwargs: dict
+) -> tuple[Any, PyTree]:
+    """The jaxpr, and the shapes of the results.
+
+    Leaves that are no arrays are constants, as of static arguments.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-    at = [i for i, x in enumerate(leaves) if isinstance(x, kinds)]
+    at = [i for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)]
 
     def of_arrays(*arrays: Any) -> Any:
         given = [*leaves]
@@ -115,4 +174,4 @@ def traced_program(fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         args, kwargs = treedef.unflatten(given)
         return fn(*args, **kwargs)
 
-    return jax.make_jaxpr(of_arrays)(*[leaves[i] for i in at])
+    return jax.make_jaxpr(of_arrays, return_shape=True)(*[leaves[i] for i in at])
