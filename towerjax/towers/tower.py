@@ -72,8 +72,8 @@ class PassContext:
     rows: int = dataclasses.field(default=0, metadata=_STATIC)
     # The rows of all micro-batches, where a program may leave out weights that are 1.
     of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    denominators: Denominators | None = dataclasses.field(
-        default=None, metadata=_STATIC
+    denominators: Denominators = dataclasses.field(
+        default=Denominators(), metadata=_STATIC
     )
     # Whether `tj.value_and_grad` differentiates; else its gradient is zeros.
     differentiates: bool = dataclasses.field(default=True, metadata=_STATIC)
@@ -370,6 +370,12 @@ def _require_step(value: Any, name: str, instead: str) -> Any:
 def context_of(tower: Tower) -> PassContext:
     """What the pass that calls a tower function has told its tower."""
     return tower._context
+
+
+def with_context(tower: Tower, **changes: Any) -> Tower:
+    """The tower, told otherwise."""
+    context = dataclasses.replace(tower._context, **changes)
+    return dataclasses.replace(tower, _context=context)
 
 
 def is_in_step(tower: Tower) -> bool:

@@ -116,9 +116,12 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
 
 def _of_value(error: Exception) -> str:
     """What a user's line looks into, where there is no such key, or nothing at all."""
-    inner = [*traceback.walk_tb(error.__traceback__)][::-1]
-    for (frame, _), at in zip(inner, _positions(error)[::-1], strict=True):
-        name = re.match(r"([\w.]+)[.\[]", at)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    places = traceback.extract_tb(error.__traceback__)
+    for frame, at in zip(frames[::-1], places[::-1], strict=True):
+        line = linecache.getline(at.filename, at.lineno or 0)
+        evaluated = line[at.colno or 0 : at.end_colno].strip()
+        name = re.match(r"([\w.]+)[.\[]", evaluated)
         if name is None:
             continue
         first, *fields = name[1].split(".")
@@ -133,14 +136,6 @@ def _of_value(error: Exception) -> str:
         elif isinstance(error, AttributeError) and isinstance(x, Tracer):
             return f"{name[1]} is {jax.typeof(x)} here."
     return ""
-
-
-def _positions(error: Exception) -> list[str]:
-    """The text that each frame of an error was evaluating."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [linecache.getline(x.filename, x.lineno or 0) for x in frames]
-    pairs = zip(frames, lines, strict=True)
-    return [line[x.colno or 0 : x.end_colno].strip() for x, line in pairs]
 
 
 @contextlib.contextmanager

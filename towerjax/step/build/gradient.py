@@ -23,7 +23,7 @@ from towerjax.proof.equation import (
     trace_hidden,
 )
 from towerjax.towers.outputs import as_tower_output
-from towerjax.towers.tower import Denominators, Tower, context_of
+from towerjax.towers.tower import Tower, context_of
 from towerjax.types import (
     PyTree,
     Reduction,
@@ -255,14 +255,13 @@ def _total_and_weight(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
         )
     if _note_of(tower) is not None:
         return jnp.zeros(()), [term.weight for term in loss.terms]
-    weights = (context_of(tower).denominators or Denominators()).of_all()
+    weights = context_of(tower).denominators.of_all()
     return part_of(loss, weights, tower.micro_batches * tower.num_towers), None
 
 
 def _note_of(tower: Tower | None) -> Callable[[list[Any]], None] | None:
     """What takes a tower's denominators, in the pass that adds them up."""
-    denominators = None if tower is None else context_of(tower).denominators
-    return None if denominators is None else denominators.note
+    return None if tower is None else context_of(tower).denominators.note
 
 
 def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:

@@ -38,7 +38,7 @@ from towerjax.step.state.update import (
 )
 from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
-from towerjax.towers.tower import Tower, context_of
+from towerjax.towers.tower import Tower, with_context
 from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.door import door
@@ -225,10 +225,8 @@ class _OfLoss(Passes):
         (whole,) = self.each
 
         def tower_fn(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-            context = dataclasses.replace(context_of(tower), differentiates=False)
-            out = whole.tower_fn(
-                state, rows, dataclasses.replace(tower, _context=context)
-            )
+            tower = with_context(tower, differentiates=False)
+            out = whole.tower_fn(state, rows, tower)
             return {name: x for name, x in out.items() if name != "grads"}
 
         return Passes((dataclasses.replace(whole, tower_fn=tower_fn),))

@@ -41,7 +41,7 @@ from towerjax.towers.lowering.in_turn import scan_in_turn
 from towerjax.towers.lowering.parts import Shards, shards_of
 from towerjax.towers.lowering.tower_axis import over_local_towers
 from towerjax.towers.strategies import Strategy
-from towerjax.towers.tower import Denominators, Tower, context_of, tower_of
+from towerjax.towers.tower import Denominators, Tower, tower_of, with_context
 from towerjax.towers.variables import (
     TowerLocal,
     plain,
@@ -131,7 +131,7 @@ class Pass:
 
         def tower_fn(state: Any, rows: Any, tower: Tower, *merged: Any) -> PyTree:
             *before, known = merged
-            tower = _with_denominators(tower, Denominators(known=known))
+            tower = with_context(tower, denominators=Denominators(known=known))
             return self.tower_fn(state, rows, tower, *before)
 
         return dataclasses.replace(self, tower_fn=tower_fn)
@@ -289,15 +289,11 @@ def _weights_of(
             )
         noted.append(Sum(weights))
 
-    out = tower_fn(state, rows, _with_denominators(tower, Denominators(note)), *merged)
+    tower = with_context(tower, denominators=Denominators(note))
+    out = tower_fn(state, rows, tower, *merged)
     # The next micro-batch starts from these, and its weights may depend on them.
     kept = lambda x: x if isinstance(x, TowerLocal) else None  # noqa: E731
     return noted, jax.tree.map(kept, out, is_leaf=is_typed)
-
-
-def _with_denominators(tower: Tower, denominators: Denominators) -> Tower:
-    context = dataclasses.replace(context_of(tower), denominators=denominators)
-    return dataclasses.replace(tower, _context=context)
 
 
 def _scan_micro_batches(
