@@ -154,10 +154,10 @@ def prove_mirrored(
         raise ReplicationError("\n".join(text))
 
 
-def refuse_draws(analysis: Analysis, *, shared: bool) -> None:
-    """Raise where random numbers would depend on how many towers share a device."""
+def refuse_draws(analysis: Analysis) -> None:
+    """Raise where random numbers depend on how many towers share a device."""
     lines = dict.fromkeys(draw.line or "a line of a library" for draw in analysis.draws)
-    if lines and shared:
+    if lines:
         raise ReplicationError(
             "Under vmap, random numbers of an rbg key depend on how many towers share a"
             f" device. They are drawn at {', '.join(lines)}. Use jax.random.key(seed,"

@@ -24,11 +24,7 @@ class Interpreter:
 
     def evaluate(self, eqn: Any, operands: list[Any] | None = None) -> None:
         """Evaluate an equation and store its results; ``operands`` replace its own."""
-        if operands is None:
-            known = self.values
-            operands = [
-                x.val if isinstance(x, Literal) else known[x] for x in eqn.invars
-            ]
+        operands = [*map(self.read, eqn.invars)] if operands is None else operands
         try:
             results = evaluate_eqn(eqn, operands)
         except NotImplementedError as error:

@@ -62,7 +62,8 @@ class OnTowers:
         axes, placement = self.axes, self._placement
         axis = None if is_free else DEVICE_AXIS
         analysis = analyse(self.jaxpr, names, axis, axes.num_towers)
-        refuse_draws(analysis, shared=placement.shares_devices)
+        if placement.shares_devices:
+            refuse_draws(analysis)
         counts = axes.num_towers, placement.num_devices
         own = placement.tower_mesh.axis_names
         refuse_in_towers(analysis, self.jaxpr, *counts, own)

@@ -38,49 +38,39 @@ _NAMES = {
 }
 """By a name, or a keyword argument, of other libraries: what to write here."""
 
-# By what an error says, and what the user's line holds, if anything.
-_TEXTS = [
-    (
-        r"RESOURCE_EXHAUSTED|[Oo]ut of memory",
-        "",
+_NO_EXTRA = "extra is None, since it was never given: step.init(params, extra=...)."
+# By what an error says.
+_TEXTS = {
+    r"RESOURCE_EXHAUSTED|[Oo]ut of memory": (
         "Out of memory: build the step with micro_batches=2 or more; let jax.checkpoint"
         " compute again in the loss; share the state by tj.Mirrored(state='sharded');"
         " run a device's towers in turn, local='scan'; leave donate=True."
-        " step.report(state, batch) says what takes the memory.",
+        " step.report(state, batch) says what takes the memory."
     ),
-    (
-        r"^Array has been deleted|^An array was donated",
-        "",
+    r"^Array has been deleted|^An array was donated": (
         "A call of a step took over the arrays of the state that it was given, and this"
         " is one of them: go on with the state that the step returned, copy before"
-        " (jnp.copy(x)), or build the step with donate=False.",
+        " (jnp.copy(x)), or build the step with donate=False."
     ),
-    (
-        r"^Comparator raised exception while sorting pytree dictionary keys",
-        "",
+    r"^Comparator raised exception while sorting pytree dictionary keys": (
         "A dict has keys of several types, such as 0 and 'x', which JAX cannot sort:"
-        " make them all texts.",
+        " make them all texts."
     ),
-    (
-        r"UnexpectedTracerError|unexpected tracer",
-        "",
+    r"UnexpectedTracerError|unexpected tracer": (
         "A value that a tower function has computed was put aside, in a list, a global"
         " or an attribute, and is read after the function has returned. Return it: of"
-        " a loss function tj.TowerOutput(loss, metrics={...}).",
+        " a loss function tj.TowerOutput(loss, metrics={...})."
     ),
-    (
-        r"'NoneType' object",
-        "extra",
-        "extra is None, since it was never given: step.init(params, extra=...).",
-    ),
-]
+}
 
 
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     """Add what to do, where an error of a call says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
     text, line = str(error), (frames[-1].line or "") if frames else ""
-    notes = [x for why, where, x in _TEXTS if re.search(why, text) and where in line]
+    notes = [note for why, note in _TEXTS.items() if re.search(why, text)]
+    if "'NoneType' object" in text and "extra" in line:
+        notes.append(_NO_EXTRA)
     if isinstance(error, TypeError):
         notes.append(_of_arguments(text, fn))
     if isinstance(error, KeyError | AttributeError | TypeError) and not any(notes):

@@ -195,25 +195,15 @@ class Step(Examined):
         return frozenset(self._placer.full_sizes.values())
 
     def expect_batch_rows(self, sizes: Iterable[int]) -> None:
-        """Pad smaller batches as if batches of these sizes had been placed before.
-
-        Args:
-          sizes: As ``batch_rows`` of the step in another process, of any towers.
-        """
+        """Pad smaller batches as after ``batch_rows`` of these sizes, of any towers."""
         self._placer.expect(sizes)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        """The step, without looking at whether it was refused.
+        """``(state, metrics, verdict)`` of a step, without a look at the verdict.
 
-        Args:
-          state: The state; donated.
-          batch: A placed batch.
-
-        Returns:
-          ``(state, metrics, verdict)``; ``verdict`` is ``()`` int32: -1, or the step's
-          number if it was refused.
+        That is ``()`` int32: -1, or the step's number if it was refused.
         """
         before, out = self.trained.outputs(state, batch, self.verdicts.none)
         return *self.policy.result(before, out, batch), out.verdict

@@ -59,18 +59,7 @@ class Examined:
     _placer: Placer
 
     def start(self, state: Any) -> TrainState:
-        """The state to start a loop from: the same, its numbers on the devices.
-
-        Args:
-          state: On the step's devices, but for numbers.
-
-        Returns:
-          The state.
-
-        Raises:
-          ValueError: It is no ``TrainState``, lies elsewhere, or its tower-local
-            variables have another number of towers.
-        """
+        """The state to start a loop from: the same, checked, its numbers placed."""
         last = self.programs.last
         return self.policy.start(state, None if last is None else last.state)
 

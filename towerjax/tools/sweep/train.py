@@ -222,7 +222,12 @@ def sweep(
         raise ValueError("tj.sweep is for one process. Share the grid out.")
     configs = of_grid.configs_of(grid)
     traced = traced_names(configs, static)
-    _check_functions(build, evaluate, configs[0])
+    check_function("build", build, "build(**config)", takes=False)
+    check_takes("build(**config)", build, **configs[0])
+    if evaluate is not None:  # else training would end with the error
+        form = "evaluate(state, **config)"
+        check_function("evaluate", evaluate, form, takes=False)
+        check_takes(form, evaluate, None, **configs[0])
     name = f"{build.__module__}.{getattr(build, '__qualname__', 'build')}"
     about = {"build": name, "steps": steps, "names": sorted(configs[0])}
     file = of_grid.RecordFile(results, {"sweep": about})
@@ -254,15 +259,6 @@ def sweep(
         error.add_note("error.sweep has the members that were trained.")
         raise
     return swept()
-
-
-def _check_functions(build: Build, evaluate: Any, config: Config) -> None:
-    check_function("build", build, "build(**config)", takes=False)
-    check_takes("build(**config)", build, **config)
-    if evaluate is not None:  # else training would end with the error
-        form = "evaluate(state, **config)"
-        check_function("evaluate", evaluate, form, takes=False)
-        check_takes(form, evaluate, None, **config)
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
