@@ -17,11 +17,7 @@ from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.build.builders import (
-    build_eval_step,
-    build_predict_step,
-    build_step,
-)
+from towerjax.step.build.builders import build_eval_step, build_predict_step, build_step
 from towerjax.step.build.gradient import value_and_grad
 from towerjax.step.build.train import apply_gradients, build_train_step
 from towerjax.step.state.faults import DesyncError, NonFiniteError, check_mirrored

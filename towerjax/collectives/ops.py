@@ -12,12 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from towerjax.collectives.packing import PACK_BELOW_BYTES, Packing, Sums, sum_packed
-from towerjax.collectives.reduce import (
-    add_pairwise,
-    add_rows,
-    hide_complex,
-    take_first,
-)
+from towerjax.collectives.reduce import add_pairwise, add_rows, hide_complex, take_first
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof import tags

@@ -21,12 +21,7 @@ from towerjax.mesh.transfer import (
     place_rows,
 )
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import (
-    held_dtype,
-    native,
-    refuse_traced,
-    refuse_unheld,
-)
+from towerjax.types.leaves import held_dtype, native, refuse_traced, refuse_unheld
 
 BATCH_LAYOUT = {
     "batch": Layout.PER_TOWER,

@@ -185,11 +185,7 @@ class Source(Iterator[PyTree]):
         self.last = self._position(used)
 
     def stream(
-        self,
-        place: Callable[[PyTree], Placed],
-        depth: int,
-        *,
-        most: int | None = None,
+        self, place: Callable[[PyTree], Placed], depth: int, *, most: int | None = None
     ) -> "Stream[Placed]":
         """At most so many batches, placed; its state is the `Position` after each."""
         first, keeps = self.used_before + 1, not self.has_cursor

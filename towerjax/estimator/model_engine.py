@@ -49,7 +49,7 @@ from towerjax.step.run.engine import (
     training_passes,
 )
 from towerjax.step.run.one_pass import Pass
-from towerjax.step.run.policies import Read, Trained
+from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.state.accumulators import as_own, owned
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import with_loss
@@ -249,7 +249,7 @@ def _check_train_op(train_op: PyTree, before: PyTree) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class _TrainedModel(Trained):
+class _TrainedModel(StatePolicy):
     """A `TrainState` that is kept where the model's ``variable_placement`` says."""
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED

@@ -30,12 +30,7 @@ from towerjax.step.state.update import (
 )
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import (
-    a_type,
-    has_tracers,
-    refuse_unheld,
-    widen_dtype,
-)
+from towerjax.types.leaves import a_type, has_tracers, refuse_unheld, widen_dtype
 from towerjax.types.options import check_flag, check_takes
 
 

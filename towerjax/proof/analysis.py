@@ -175,11 +175,7 @@ def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 @_rule(
-    "random_bits",
-    "random_fold_in",
-    "random_gamma",
-    "random_split",
-    "rng_bit_generator",
+    "random_bits", "random_fold_in", "random_gamma", "random_split", "rng_bit_generator"
 )
 def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """Random numbers; under ``vmap``, rbg draws for all keys at once."""

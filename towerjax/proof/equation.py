@@ -9,13 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.core
 import numpy as np
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Primitive,
-    primitives,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, primitives
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from towerjax.proof import tags

@@ -329,9 +329,9 @@ def in_tower_fn() -> Iterator[None]:
             yield
     except Exception as error:
         for kinds, pattern, note in _NOTES:
-            found = re.search(pattern, str(error))
-            if found and isinstance(error, kinds):
-                error.add_note(note.format(*found.groups()))
+            match = re.search(pattern, str(error))
+            if match and isinstance(error, kinds):
+                error.add_note(note.format(*match.groups()))
                 break
         raise
 

@@ -38,10 +38,7 @@ def _is_narrow(kind: Any) -> Callable[[Any], bool]:
 
 # Which leaves no device holds: what they are, and what to write instead.
 _OF_LEAF: list[tuple[Callable[[Any], bool], str]] = [
-    (
-        is_deleted,
-        "a deleted array, donated: pass its successor, or a jnp.copy(x)",
-    ),
+    (is_deleted, "a deleted array, donated: pass its successor, or a jnp.copy(x)"),
     (
         lambda x: isinstance(x, jax.Ref) and not isinstance(x, jax.Array),
         "a jax.Ref, which is written in place: pass what it holds, jnp.copy(x[...])",

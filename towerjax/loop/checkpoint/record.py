@@ -13,11 +13,7 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from towerjax.loop.checkpoint.folder import (
-    CheckpointError,
-    explained,
-    read_table,
-)
+from towerjax.loop.checkpoint.folder import CheckpointError, explained, read_table
 from towerjax.loop.stopping import Count
 from towerjax.mesh.placement import Placement
 from towerjax.towers.tf1.assign import restore_on

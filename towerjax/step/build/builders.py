@@ -16,7 +16,7 @@ from towerjax.step.run.engine import (
     training_passes,
 )
 from towerjax.step.run.one_pass import Pass
-from towerjax.step.run.policies import Read, Trained
+from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.state.accumulators import as_own
 from towerjax.step.state.next_state import Guard, OnNonfinite
 from towerjax.step.state.train_state import TrainState
@@ -108,7 +108,8 @@ def build_step(
         # A step without examples is accepted: what it does, update_fn says.
         given = Passes(each), of_last(update_fn), options
         engine = training_engine(*given, needs_examples=False)
-        return Step(engine, strategy, options, Trained(strategy), remake=make, **how)
+        policy = StatePolicy(strategy)
+        return Step(engine, strategy, options, policy, remake=make, **how)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)

@@ -10,7 +10,7 @@ from towerjax.mesh.transfer import place
 from towerjax.step.build.step import Step
 from towerjax.step.run.compile import inline
 from towerjax.step.run.engine import Engine, Passes, state_ins
-from towerjax.step.run.policies import Trained
+from towerjax.step.run.policies import StatePolicy
 from towerjax.step.state.accumulators import owned
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Outcome
@@ -118,7 +118,7 @@ class Members:
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfMembers(Trained):
+class _OfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
     members: Any = None

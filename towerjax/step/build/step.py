@@ -12,7 +12,7 @@ from towerjax.mesh.transfer import place
 from towerjax.step.look.comparison import AuditReport
 from towerjax.step.look.examine import Examined
 from towerjax.step.run.engine import Engine, StepOptions
-from towerjax.step.run.policies import StatePolicy, Trained
+from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.run.programs import Programs
 from towerjax.step.run.verdicts import Verdicts
 from towerjax.step.state.checks import (
@@ -142,8 +142,7 @@ class Step(Examined):
             trained has no gradient; ``local`` says no reduction; or a device is not on
             this machine.
         """
-        policy: Any = self.trained.policy
-        makes = policy.makes
+        makes = self.trained.policy.makes
         make = makes.get("opt_state", lambda _: ())
         make = (lambda _: opt_state) if opt_state is not None else make
         made, first = {}, params
@@ -160,7 +159,7 @@ class Step(Examined):
     @property
     def trained(self) -> "Step":
         """The step, if it trains; raises for one that reads."""
-        if not isinstance(self.policy, Trained):
+        if isinstance(self.policy, Read):
             raise ValueError(
                 "step= is one that evaluates or predicts: it has no state of its own,"
                 " and does not train. Give it the state of a train step, or parameters,"
@@ -180,7 +179,7 @@ class Step(Examined):
         Raises:
           ValueError: Its tower-local variables have another number of towers.
         """
-        if not isinstance(self.policy, Trained):
+        if isinstance(self.policy, Read):
             return self.start(state)
         check_is_state(state)
         check_num_towers(state, self.strategy.placement.num_towers)

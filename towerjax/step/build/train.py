@@ -21,7 +21,7 @@ from towerjax.step.run.engine import (
     training_engine,
     training_passes,
 )
-from towerjax.step.run.policies import Trained
+from towerjax.step.run.policies import StatePolicy
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Guard, OnNonfinite, with_loss
 from towerjax.step.state.train_state import TrainState
@@ -247,7 +247,7 @@ def _train_step(
         makes["local"] = lambda params: fns.init(params).get("local", {})
     alike = dataclasses.replace(training, extend=None)
     remake = functools.partial(_train_step, alike)
-    policy = Trained(strategy, makes)
+    policy = StatePolicy(strategy, makes=makes)
     return Step(engine, strategy, options, policy, remake=remake, **how)
 
 

@@ -5,12 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from towerjax.proof.equation import (
-    Site,
-    open_jaxpr,
-    sub_jaxprs,
-    user_line,
-)
+from towerjax.proof.equation import Site, open_jaxpr, sub_jaxprs, user_line
 from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal

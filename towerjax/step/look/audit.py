@@ -12,12 +12,7 @@ from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.proof import tags
-from towerjax.proof.equation import (
-    all_eqns,
-    all_sites,
-    named_axes,
-    scopes_of,
-)
+from towerjax.proof.equation import all_eqns, all_sites, named_axes, scopes_of
 from towerjax.step.look.advice import advise
 from towerjax.step.look.comparison import (
     RAISED_ON_OTHER_ROWS,

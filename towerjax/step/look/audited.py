@@ -18,11 +18,7 @@ from jax.extend.core import Literal
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equation import all_jaxprs, open_jaxpr
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.look.comparison import (
-    RAISED_ON_OTHER_ROWS,
-    AuditReport,
-    NotAudited,
-)
+from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS, AuditReport, NotAudited
 from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data

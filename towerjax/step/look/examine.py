@@ -262,11 +262,7 @@ class Examined:
         self.is_to_be_audited = False
 
     def locate(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        *,
-        number: int | None = None,
+        self, state: TrainState, batch: PyTree, *, number: int | None = None
     ) -> tuple[Place, ...]:
         """Which towers' values of a step are not finite, before any reduction.
 

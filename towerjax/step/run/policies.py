@@ -23,12 +23,7 @@ from towerjax.step.state.checks import (
     place_others,
     with_numbers_placed,
 )
-from towerjax.step.state.next_state import Called, Outcome
-from towerjax.step.state.train_state import (
-    TrainState,
-    join_state,
-    state_layout,
-)
+from towerjax.step.state.train_state import TrainState, join_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tf1.values import stack_local
 from towerjax.towers.variables import is_never_read
@@ -38,57 +33,12 @@ from towerjax.types.leaves import refuse_traced, refuse_unheld
 
 @dataclasses.dataclass(frozen=True)
 class StatePolicy:
-    """Which states a step of a strategy takes, and what its calls return."""
+    """Which states a step takes, and what its calls return: here of a training."""
 
     strategy: Strategy
-
-    @functools.cached_property
-    def counters(self) -> PyTree:
-        """The step number and the key that go with what is no state."""
-        # The value is cached, so it must not be traced. A key has no explicit transfer.
-        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
-            counters = (np.int32(0), jax.random.key(0))
-            return place(counters, self.strategy.placement, Layout.MIRRORED)
-
-    def as_state(self, given: Any) -> TrainState:
-        """The state of what is given, shapes or traced: nothing is placed."""
-        raise NotImplementedError
-
-    def start(self, given: Any, expected: TrainState | None) -> TrainState:
-        """The state checked and placed; itself, if that changes nothing.
-
-        ``expected``: the shapes that the last program takes, if there is one.
-        """
-        raise NotImplementedError
-
-    def take(self, given: Any) -> Any:
-        """The state where nothing is to be checked; None where it is to be started."""
-        return None
-
-    def kind(self, state: Any) -> Any:
-        """By what of a state programs differ; None where by nothing."""
-        return None
-
-    def made(self, params: PyTree) -> dict[str, PyTree]:
-        """The shapes of the fields of a state that the step makes, by their names."""
-        return {}
-
-    def audited(self, engine: Engine, state: TrainState) -> tuple[Engine, TrainState]:
-        """The engine that is audited, and its state."""
-        return engine, state
-
-    def result(self, state: TrainState, out: Any, batch: PlacedBatch) -> Any:
-        """What a call returns of a program's results."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained(StatePolicy):
-    """The state of a training: a step returns the next one, and metrics."""
-
     # By its name a field of the first state, made from parameters.
     makes: Mapping[str, Callable[[PyTree], PyTree]] = dataclasses.field(
-        default_factory=dict
+        default_factory=dict, kw_only=True
     )
 
     def made(self, params: PyTree) -> dict[str, PyTree]:
@@ -100,13 +50,16 @@ class Trained(StatePolicy):
         return made
 
     def as_state(self, given: Any) -> TrainState:
-        """The state itself."""
+        """The state of what is given, shapes or traced: nothing is placed."""
         check_is_state(given)
         check_made(given, self.made(given.params))
         return given
 
     def start(self, given: Any, expected: TrainState | None) -> TrainState:
-        """The state itself, its numbers on the devices."""
+        """The state checked, its numbers placed; itself, if that changes nothing.
+
+        ``expected``: the shapes that the last program takes, if there is one.
+        """
         check_is_state(given)
         check_leaves(given)
         made = self.made(given.params)
@@ -118,13 +71,22 @@ class Trained(StatePolicy):
         return placed
 
     def take(self, given: Any) -> Any:
-        """The state; several processes might have numbers of their own in it."""
+        """The state where nothing is to be checked; None where it is to be started.
+
+        Several processes might have numbers of their own in it.
+        """
         return given if self.strategy.placement.num_processes == 1 else None
 
-    def result(
-        self, state: TrainState, out: Outcome | Called, batch: PlacedBatch
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """``(state, metrics)``."""
+    def kind(self, state: Any) -> Any:
+        """By what of a state programs differ; None where by nothing."""
+        return None
+
+    def audited(self, engine: Engine, state: TrainState) -> tuple[Engine, TrainState]:
+        """The engine that is audited, and its state."""
+        return engine, state
+
+    def result(self, state: TrainState, out: Any, batch: PlacedBatch) -> Any:
+        """What a call returns of a program's results: ``(state, metrics)``."""
         metrics = out.metrics
         if own := {
             name: x.value for name, x in metrics.items() if isinstance(x, TowersOwn)
@@ -136,6 +98,14 @@ class Trained(StatePolicy):
 @dataclasses.dataclass(frozen=True)
 class Read(StatePolicy):
     """A state, or parameters alone, which a step reads and does not change."""
+
+    @functools.cached_property
+    def counters(self) -> PyTree:
+        """The step number and the key that go with what is no state."""
+        # The value is cached, so it must not be traced. A key has no explicit transfer.
+        with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
+            counters = (np.int32(0), jax.random.key(0))
+            return place(counters, self.strategy.placement, Layout.MIRRORED)
 
     def as_state(self, given: Any) -> TrainState:
         """What is read of a state or of bare parameters."""

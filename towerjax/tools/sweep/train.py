@@ -22,12 +22,7 @@ from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import held_dtype, listed, refuse_unheld
-from towerjax.types.options import (
-    check_choice,
-    check_function,
-    check_list,
-    check_takes,
-)
+from towerjax.types.options import check_choice, check_function, check_list, check_takes
 from towerjax.types.tables import picture
 
 Order = Literal["in_turn", "together"]

@@ -12,12 +12,7 @@ import numpy as np
 from jax import lax
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.data.shard import (
-    refuse_unlike,
-    row_weights,
-    split_rows,
-    with_shared,
-)
+from towerjax.data.shard import refuse_unlike, row_weights, split_rows, with_shared
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place
 from towerjax.towers import executors
