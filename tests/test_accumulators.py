@@ -93,7 +93,7 @@ def numbers(x):
     return getattr(x, "value", x)
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
     ("T", "D", "local"), [(1, 1, "vmap"), (4, 2, "vmap"), (4, 2, "scan")]

@@ -61,6 +61,7 @@ def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread(evaluate):
     assert "towerjax-prefetch" not in names
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("pressed_before", [True, False])
 def test_ctrl_c_as_a_run_ends_leaves_the_state(pressed_before):
@@ -220,7 +221,7 @@ def kinds():
 KINDS = {name: how for name, *how in kinds()}
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_is_not_finite_is_refused_at_its_step(kind):
     """Named by the number that history has, and where it came from; the state lives."""
@@ -268,6 +269,7 @@ def test_a_parameter_that_is_not_finite_came_with_an_earlier_step():
 OVERFLOWS = optax.chain(optax.scale(-3e38), optax.scale(1e3))
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "how, first_bad",
     [

@@ -381,7 +381,7 @@ def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     assert "as many rows each" not in str(error)  # ROWS are shared evenly
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*padded")
 @pytest.mark.parametrize("name", WRONG_WHERE_PADDED)
 def test_what_counts_padding_is_refused_where_batches_are_padded(name):
@@ -394,6 +394,7 @@ def test_what_counts_padding_is_refused_where_batches_are_padded(name):
     assert "as many rows each" not in str(error) and not step.is_audited
 
 
+@pytest.mark.slow
 def test_a_metric_that_counts_padding_is_refused_where_batches_are_padded():
     def metric_fn(params, batch, tower):
         own = (errors(params, batch) * tower.weight).mean()
@@ -457,7 +458,7 @@ without_easy_rows.defvjp(
 BY_CHANCE["drops_easy_rows_of_the_gradient"] = without_easy_rows
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_CHANCE)
 def test_what_agrees_by_chance_on_the_rows_as_they_come_is_found(name):
     chosen = BY_CHANCE[name]
@@ -511,6 +512,7 @@ def test_a_gradient_that_is_not_finite_is_not_compared():
     assert "gradient['w']" in report.compared
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("rows, apart", [(2, 1), (3, 1), (8, 2)])
 def test_towers_of_one_row_are_audited_with_two(rows, apart):
     def loss_fn(w, batch, tower):  # of pairs, of which so many rows have none
@@ -834,6 +836,7 @@ def test_a_run_says_where_it_cannot_audit():
         train_step(loss_fn, audit=1)
 
 
+@pytest.mark.slow
 def test_keys_draw_the_same_for_all_rows_but_not_twice():
     @jax.jit
     def draw():

@@ -97,6 +97,7 @@ def prediction(wrong, **options):
     return tj.build_predict_step(predict_fn, FOUR, **options)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("make", [own_step, evaluation, prediction])
 def test_each_kind_of_step_is_audited_unasked(runs, make):
     for wrong in (True, False):
@@ -115,6 +116,7 @@ def test_each_kind_of_step_is_audited_unasked(runs, make):
     assert not step.is_audited and step.audit_report is None
 
 
+@pytest.mark.slow
 def test_a_program_is_audited_once(runs):
     evaluate = evaluation(False)
     first = step_of()
@@ -139,12 +141,14 @@ def test_a_program_is_audited_once(runs):
     assert len(runs) == 9
 
 
+@pytest.mark.slow
 def test_a_changed_loss_is_audited_where_the_one_before_has_passed(runs):
     train(step_of())
     with pytest.raises(tj.testing.SplitError):
         train(step_of(WRONG["own_number_of_the_tower"]))
 
 
+@pytest.mark.slow
 def test_a_verdict_stays_beside_the_programs_of_a_cache(runs, tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
@@ -176,6 +180,7 @@ def test_a_verdict_stays_beside_the_programs_of_a_cache(runs, tmp_path, monkeypa
         jax.config.update("jax_compilation_cache_dir", before)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_not_audited_again(runs, tmp_path, capsys):
     def go(steps, loss_fn=RIGHT["plain_mean"]):
         step = step_of(loss_fn)
@@ -194,6 +199,7 @@ def test_a_run_that_goes_on_is_not_audited_again(runs, tmp_path, capsys):
     assert len(runs) == 2
 
 
+@pytest.mark.slow
 def test_members_of_one_program_are_audited_once(runs):
     def build(rate):
         step = tj.build_train_step(
@@ -207,6 +213,7 @@ def test_members_of_one_program_are_audited_once(runs):
     assert len(runs) == 1 and len(swept.members) == 3
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_told_in_one_line(runs, monkeypatch):
     monkeypatch.setattr(audited, "MOST_PARAMETERS", 16)
     text = "not audited: 17 parameters, more than 16. Run step.audit.* small model"
@@ -235,6 +242,7 @@ def test_what_an_accelerator_has_left_decides(monkeypatch):
         assert ("cannot hold four" in str(problem)) is is_left_out
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_calls_python_is_not_run_unasked(runs, ordered):
     called = []
@@ -292,6 +300,7 @@ def test_bench_leaves_the_audit_out(runs):
     assert not runs
 
 
+@pytest.mark.slow
 def test_one_tower_has_nothing_to_audit(runs):
     train(step_of(WRONG["sum_with_weight_1"], tj.OneDevice()))
     train(step_of(strategy=tj.OneDevice(), micro_batches=2))

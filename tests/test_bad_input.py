@@ -668,7 +668,7 @@ SQUARES = [(2, 6, {}), (4, 8, {"remainder": "pad"})]
 SQUARES.append((2, 8, {"micro_batches": 2}))
 
 
-@pytest.mark.few_fast(3)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("fn", [column, unweighted, of_a_metric])
 @pytest.mark.parametrize(("towers", "rows", "options"), SQUARES)
 def test_labels_as_a_column_are_refused(fn, towers, rows, options):

@@ -445,6 +445,7 @@ def in_turn(fn):
     return nnx.scan(nnx.remat(fn), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("through", [nnx.jit, nnx.remat, in_turn])
 @pytest.mark.parametrize("counts", [False, True])
 def test_what_flax_only_puts_back_is_not_written(through, counts):

@@ -265,6 +265,7 @@ def test_what_cannot_be_timed_is_refused(options, text):
         tj.tools.bench(**{"build": "mine:build", "grid": {"towers": [1]}, **options})
 
 
+@pytest.mark.slow
 def test_a_name_that_is_mistyped_is_no_result(here):
     file = here / "times.jsonl"
     with pytest.raises(ValueError, match="mine:nobody.*has no attribute 'nobody'"):

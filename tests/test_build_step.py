@@ -504,7 +504,7 @@ MOVES = {
 }
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", [*CHANGES, *MOVES])
 def test_a_function_mapped_over_a_gradient_and_its_weight_is_refused(name):
     def tower_fn(state, batch, tower):

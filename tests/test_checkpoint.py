@@ -121,6 +121,7 @@ def copied(three, tmp_path):
 # The bits
 
 
+@pytest.mark.slow
 def test_a_state_holds_values_whose_class_checks_them(tmp_path):
     """Orbax maps names into a tree, which a mean of names would refuse."""
 
@@ -432,6 +433,7 @@ def test_threads_save_at_once_into_folders_of_their_own(light, tmp_path):
     assert saved == dict.fromkeys("abc", (4, 5, 6))
 
 
+@pytest.mark.slow
 def test_a_run_whose_end_has_passed_returns_the_newest_state(step, three, capsys):
     saving, batches = tj.Checkpointer(three), model.batches()
     options = {"steps": 2, "checkpointer": saving, "audit": False}

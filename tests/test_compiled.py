@@ -108,7 +108,7 @@ def test_pinned_tree_moves_its_parts_once():
     assert len(lines_with(text, *COLLECTIVES)) == 2
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "executor", "local", "towers", "ops"),
     [(2, "shard_map", "scan", 4, tj.AllReduce()),
@@ -294,7 +294,7 @@ def test_an_interrupt_during_compilation_waits_for_it(monkeypatch, compiled):
     assert int(state.step) == 1
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_pauses_while_a_step_is_traced(enabled, fails):

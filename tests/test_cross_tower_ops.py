@@ -117,7 +117,7 @@ def assert_is_the_sum(found, values):
         assert (error <= allowed).all()
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, devices, executor",
     [(5, 5, "shard_map"), (1, 1, "shard_map"), (8, 8, "shard_map"), (6, 3, "pmap")],

@@ -392,6 +392,7 @@ def test_optimizers_of_tensorflow_1(name):
         np.testing.assert_allclose(params, w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_gradient_is_clipped_by_its_own_norm():
     page = (DOCS / "replicate_model_fn.md").read_text()
     written = re.search(r"^clip = (optax\.stateless.*?)^```", page, re.DOTALL | re.M)[1]

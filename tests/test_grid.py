@@ -382,6 +382,7 @@ def check_after(draw, state, params):
     assert_near(found, expected, draw.after)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.filterwarnings("ignore:Each of . micro-batches calls tower")
 @pytest.mark.parametrize("number", [
     pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in DRAWS

@@ -92,6 +92,7 @@ GONE = """Caller CompiledStep Findings InferenceStep MembersStep ModelEngine
     TrainStep""".split()
 
 
+@pytest.mark.slow
 def test_each_noun_of_the_source_is_one_class_in_its_file():
     rows = re.findall(r"^\| `(\w+)` \| `(.+?\.py)` \|", CONCEPTS.read_text(), re.M)
     assert len(rows) == 12
@@ -138,6 +139,7 @@ def names_in(path):
                 yield name, getattr(node, "lineno", 0)
 
 
+@pytest.mark.slow
 def test_a_name_says_what_it_holds_and_has_one_meaning():
     wrong = []
     for path in ROOT.rglob("*.py"):

@@ -218,6 +218,7 @@ def refused(loss, text, error=ValueError, **options):
         step.check(params(), data())
 
 
+@pytest.mark.slow
 def test_what_is_no_sum_of_means_is_refused_by_name():
     def differs(params, batch, tower):
         return loss_fn(params, batch, tower) + tj.penalty(batch["y"].sum())
@@ -277,6 +278,7 @@ def test_weights_that_move_with_the_parameters_are_refused():
         )
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("terms", [1, 2])
 def test_a_shared_term_is_the_same_on_all_towers_whatever_is_returned(T, terms):

@@ -181,6 +181,7 @@ def test_values_that_are_closed_over_stay_the_towers_own():
 # tower.reduce
 
 
+@pytest.mark.slow
 def test_a_reduction_in_16_bits_is_rounded_once():
     rows = {"f2": np.float16([60000] * 3), "bf": np.array([256, 1, 1], jnp.bfloat16)}
     rows = tj.PerTower(rows)  # 3 * 60000 is no float16, and 256 + 1 is 256 in bfloat16

@@ -381,6 +381,7 @@ def test_values_are_exact():
     assert states["complex"].weight.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_in_64_bits_weights_are_not_rounded_and_thresholds_are_of_the_scores():
     with jax.enable_x64(True):
         hits = m.accuracy([1, 1], [1, 0], np.array([1, 2.0**24]))

@@ -201,7 +201,7 @@ WRITE = [
 ]  # fmt: skip
 
 
-@pytest.mark.few_fast(9)
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize(("make", "text"), WRITE, ids=[x[1] for x in WRITE])
 def test_an_error_says_what_to_write(make, text):
     with pytest.raises(Exception) as caught:  # noqa: B017 (of any kind)

@@ -248,6 +248,7 @@ def test_what_is_generated_of_a_function():
     }
 
 
+@pytest.mark.slow
 def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
     mutants = all_mutants("towerjax/collectives")
     assert sample(mutants, 5, 1) == sample(mutants, 5, 1) != sample(mutants, 5, 2)

@@ -134,7 +134,7 @@ OF_ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D", [(6, 2), pytest.param(6, 1, marks=pytest.mark.slow), (1, 1)]
 )

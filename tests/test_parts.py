@@ -200,7 +200,7 @@ def communicates(jaxpr):
                 yield f"{eqn.primitive.name} {kind}{by}"
 
 
-@pytest.mark.few_fast(22)
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_communicates_where_it_must(name):
     program, expected, given, wanted, exact, alike = PROGRAMS[name]

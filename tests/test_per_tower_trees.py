@@ -21,6 +21,7 @@ def rows_of(t):
     return tj.sparse.IndexedRows(np.float32([[t], [10 * t]]), np.array([0, t]), (4, 1))
 
 
+@pytest.mark.slow
 def test_a_tuple_of_trees_is_handed_out_and_reduced():
     T, strategy = 4, mirrored(4, 2)
     value = tj.PerTower(tuple(tree_of(t) for t in range(T)))

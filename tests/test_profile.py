@@ -44,6 +44,7 @@ def traced(folder):
     return sorted(int(each["step_num"]) for each in stats)
 
 
+@pytest.mark.slow
 def test_every_step_is_named_in_a_trace(tmp_path):
     with jax.profiler.trace(str(tmp_path)):
         run()

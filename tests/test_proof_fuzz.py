@@ -180,6 +180,7 @@ def several(seeds):
     return jax.jit(sharded).lower(w, x).compile(), found
 
 
+@pytest.mark.slow
 def test_what_a_walk_passes_by_changes_no_answer(monkeypatch):
     def tower(w, x):
         return [value for seed in range(20) for value in program(seed)(w, x)]

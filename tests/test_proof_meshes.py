@@ -103,7 +103,7 @@ def by_pmap(g):
     return jax.pmap(lambda g: 2.0 * g)(g)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "update",
     [own_part, by_specs, by_norm, mean_of_equals, along_an_axis_of_one, by_pmap],

@@ -199,6 +199,7 @@ def own_rows(x, params, tower):
     return (jnp.tanh(x @ params["w"]) * tower.weight).sum() / weight
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("energy", [mean_of_all, mean_of_all_by_hand, own_rows])
 def test_forces_of_a_share_or_of_ones_own_rows_are_those_of_one_tower(energy):
     def loss_fn(params, batch, tower):

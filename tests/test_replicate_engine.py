@@ -95,6 +95,7 @@ def test_micro_batches_of_a_model_meet_once():
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("local", ["vmap", "scan"])
 def test_a_model_function_may_close_over_values_of_the_program_around_it(local):
     """Its own program is then traced for the devices too."""

@@ -197,6 +197,7 @@ def test_a_call_is_done_when_its_results_are_there():
     assert timing.calls == 3 and timing.dispatch_s < 0.02 <= timing.step_s
 
 
+@pytest.mark.slow
 def test_evaluations_and_models_have_reports():
     def metric_fn(params, batch, tower):
         return {"mean": tj.Weighted.mean(batch["x"] @ params["w"], tower.weight)}

@@ -83,7 +83,7 @@ def updated():
     return jax.device_get(made)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UPDATES)
 def test_a_refusal_keeps_every_bit_and_what_is_accepted_is_the_update(name, updated):
     refused, accepted, plain = (found[name] for found in updated)

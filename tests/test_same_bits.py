@@ -135,6 +135,7 @@ def test_a_small_loop_over_towers_has_the_same_bits():
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_xla_makes_no_function_of_the_loop_over_towers(devices):
     """As it does of small loops, whose bits their trips and one device then change."""

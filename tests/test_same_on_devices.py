@@ -76,6 +76,7 @@ WRONG = {
 }
 
 
+@pytest.mark.few_fast(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_depends_on_the_number_of_devices_is_refused(name):
     make, text = WRONG[name]
@@ -141,6 +142,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_does_not_depend_on_it_passes(name):
     report = tj.testing.same_on_devices(RIGHT[name])
@@ -191,6 +193,7 @@ def unproved(devices):
 """
 
 
+@pytest.mark.slow
 def test_the_command_says_both_and_has_a_status(shell):
     code, out, _ = shell("check", "of_user:good", "--devices", "1", "2")
     assert code == 0 and "1 value is the same on 2 devices as on one" in out

@@ -129,6 +129,7 @@ def test_a_state_of_another_layout_is_refused_and_placed():
         mirrored_step(step.init(start()), rows())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state, ops", [
     ("mirrored", tj.AllReduce()),
     ("mirrored", tj.collectives.Hierarchical(2)),
@@ -163,6 +164,7 @@ def test_what_cannot_be_sharded_is_refused(state, options, text):
         mirrored(state, **options)
 
 
+@pytest.mark.slow
 def test_small_leaves_stay_whole(monkeypatch):
     monkeypatch.setattr(placement, "LEAST_PART", conftest.LEAST_PART)
     params = {str(n): np.zeros(n, np.float32) for n in (508, 512)}

@@ -276,6 +276,7 @@ def named_pages(path):
             yield AT.fullmatch(address)[1].partition("#")[::2]
 
 
+@pytest.mark.slow
 def test_code_names_pages_by_their_address():
     found = []
     for path in (ROOT / "towerjax").rglob("*.py"):
@@ -302,6 +303,7 @@ def test_a_picture_says_what_it_shows_and_fetches_nothing(picture):
     assert len(text) < 32_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["scaling", "memory", "sweep"])
 def test_a_picture_is_of_its_page(name):
     pictures = pytest.importorskip("benchmarks.pictures")
@@ -313,6 +315,7 @@ def test_a_picture_is_of_its_page(name):
     assert again in "".join((DOCS / page).read_text() for page in PAGES)
 
 
+@pytest.mark.slow
 def test_pictures_show_the_figures_of_tables():
     pictures = pytest.importorskip("benchmarks.pictures")
     panels = pictures.scaling(pictures.timed()).axes

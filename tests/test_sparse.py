@@ -58,7 +58,7 @@ def test_rows_side_by_side_join_in_tower_order(T, D, reduction):
     assert float(out["n"]) == expected[reduction]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "T, D, reduction", [(3, 3, R.SUM), (4, 2, R.MEAN), (3, 3, R.ONLY_FIRST_TOWER)]
 )

@@ -139,6 +139,7 @@ def test_the_example_of_four_rows():
     assert predict(np.ones(3, np.float32), x).tolist() == [6, 0, 0, 4]
 
 
+@pytest.mark.slow
 def test_each_tower_has_its_entries_and_padding_as_jax_pads():
     dense = np.array([[1, 0, 2], [0, 0, 0], [3, 4, 5], [0, 6, 0]], np.float32)
     entries = Entries.from_leaf("x", sparse.BCOO.fromdense(dense))

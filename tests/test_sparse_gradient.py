@@ -270,7 +270,7 @@ GRID = [
 ]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("T, D_, how, parts", GRID)
 def test_towers_train_a_table_as_one_does(T, D_, how, parts, lazy):

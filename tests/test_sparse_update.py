@@ -194,6 +194,7 @@ def test_a_narrow_state_takes_rows_of_float32_without_a_warning():
     assert state.trace["t"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_a_row_that_is_given_twice_is_its_sum():
     """Also to an optimizer of norms: no row that is none stands beside the others."""
     optimizer, params = optax.lamb(0.1, weight_decay=0.1), {"t": jnp.ones((N, 1))}

@@ -107,6 +107,7 @@ def collected(w, batch, tower):
     return tj.TowerOutput(tj.Weighted.mean((w - batch) ** 2, tower.weight), local=own)
 
 
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("options", [{}, {"local": "scan"}, {"state": "sharded"}])
 def test_each_tower_may_start_with_its_own_value(options):
     """An array, a tuple, or parts of one variable beside what all towers share."""

@@ -92,6 +92,7 @@ def cloud(tmp_path, monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_gs(light, light_bits, cloud, monkeypatch):
     """What was not finished is deleted, and does not count."""
     monkeypatch.setattr(tempfile, "TemporaryDirectory", None)  # nothing is copied
@@ -188,6 +189,7 @@ def test_lines_are_stored_with_evaluations_and_at_the_end():
     assert [x["step"] for x in lines_of(path)] == [1, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_stored_file_of_steps_done_again_has_each_once(light, tmp_path):
     path, same = "fake://bucket/run.jsonl", tmp_path / "run.jsonl"
     for out in (path, same):
@@ -240,6 +242,7 @@ def test_curves_are_stored():
 # Sweeps
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_from_a_store(monkeypatch):
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean((params - batch) ** 2, tower.weight)

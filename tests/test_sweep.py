@@ -221,6 +221,7 @@ def test_an_evaluation_that_fails_loses_no_training(tmp_path, compiled, error, o
     assert done.count(1) == left + 4 - trained
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_names_its_members_and_keeps_the_others(tmp_path):
     def build(rate, rows):
         return small(rate)
@@ -449,6 +450,7 @@ def of_losses(configs, losses):
     return Sweep(tuple(Member(c, {"loss": x}, {}, "alone", 0.5) for c, x in pairs))
 
 
+@pytest.mark.slow
 def test_curves_are_a_picture_with_bands():
     pytest.importorskip("matplotlib")
     configs = configs_of({"rate": [1, 2], "seed": range(3)})

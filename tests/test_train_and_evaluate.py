@@ -274,6 +274,7 @@ def test_evaluation_data_may_be_distributed(model):
     assert len(history.evaluations) == 3
 
 
+@pytest.mark.slow
 def test_options_reach_the_loop(model, tmp_path):
     path, seen = tmp_path / "run.jsonl", []
     data = pairs()

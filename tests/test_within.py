@@ -112,7 +112,7 @@ def assert_near(found, wanted, tolerance=1e-12):
         np.testing.assert_allclose(np.asarray(a), b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_each_device_holds_its_part_of_a_leaf_and_of_its_momenta(state):
     step = tj.build_train_step(loss_fn, ADAM, wide(4, state=state))
@@ -228,6 +228,7 @@ def in_a_loop(params, x):
     return jnp.tanh(x @ params["w1"]) @ params["w2"]
 
 
+@pytest.mark.few_fast(3)
 @pytest.mark.parametrize(("two_layers", "text"), [
     (forgotten_sum, "drift apart: result .*, of what in_specs split at"),
     (drifting_backward, "drift apart: result 0, of axis_index at"),
@@ -247,7 +248,7 @@ def test_copies_within_a_tower_that_would_differ_are_refused(
     assert "in a tower" in str(caught.value) and "'model'" in str(caught.value)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, devices", [(4, 8), (4, 4), (1, 2)])
 def test_a_shard_map_over_the_axes_within(towers, devices):
     with jax.enable_x64(True):
@@ -531,7 +532,7 @@ def test_a_model_function_of_wide_towers():
         assert float(spec.loss.value) == pytest.approx(loss, rel=1e-12)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 2])
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_a_model_function_undoes_an_update_that_is_not_finite(state, devices):
