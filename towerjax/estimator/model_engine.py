@@ -349,7 +349,7 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
         own = as_own(parts)
         return (*split_state(after), own) if trains else (own,)
 
-    ins = state_ins(strategy, ("state", "kept" if trains else "counters"))
+    ins = state_ins(strategy)
     after = (ins["state"], ins["kept"]) if trains else ()
     passes = model_passes(tower_fn, strategy, options)
     outs, donate = (*after, Layout.MIRRORED), options.donate and trains

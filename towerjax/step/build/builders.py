@@ -23,7 +23,7 @@ from towerjax.step.state.train_state import TrainState
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
-from towerjax.types import Layout, MetricFn, PredictFn, PyTree, Rows
+from towerjax.types import MetricFn, PredictFn, PyTree, Rows
 from towerjax.types.door import door
 from towerjax.types.options import check_function
 
@@ -125,8 +125,7 @@ def _reading_step(
         return (as_own(merged[0]),)
 
     passes = Passes((Pass(tower_fn, strategy, reads_local=True),))
-    ins = state_ins(strategy, ("state", "counters"))
-    engine = Engine(passes, finish, ins, (Layout.MIRRORED,))
+    engine = Engine(passes, finish, state_ins(strategy))
     of_step = StepOptions(**options, donate=False, on_nonfinite="ignore")
     return Step(engine, strategy, of_step, Read(strategy))
 

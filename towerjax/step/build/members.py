@@ -58,7 +58,7 @@ class Members:
         if options.on_nonfinite == "raise":
             changes["on_nonfinite"] = "skip"
         options = dataclasses.replace(options, **changes)
-        ins = state_ins(strategy, ("state", "kept"), self._layout)
+        ins = state_ins(strategy, self._layout)
         outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
         engine = Engine(Passes(()), self._finish, ins, outs, donate=True)
         self.step = Step(engine, strategy, options, _OfMembers(strategy, members=self))

@@ -24,7 +24,7 @@ from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
 
 _KINDS = {"params": "parameters", "opt_state": "optimizer state", "num_valid": "batch"}
 _KINDS |= {name: name for name in ("local", "batch")}
-_IN_STATE = re.compile(r"(?:state|kept|counters)(?:\['|\.)(\w+)")
+_IN_STATE = re.compile(r"(?:state|kept)(?:\['|\.)(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)

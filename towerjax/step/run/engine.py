@@ -100,7 +100,8 @@ class Engine:
     # of its fields. `NextState` makes an `Outcome`.
     finish: Callable[..., Any]
     ins: dict[str, PyTree]  # by its name, a prefix tree of layouts for each argument
-    outs: PyTree  # such a tree for the results, for those that are not `TowersOwn`
+    # Such a tree for the results, for those that are not `TowersOwn`.
+    outs: PyTree = Layout.MIRRORED
     donate: bool = False  # whether results may take over the first argument's buffers
 
     @property
@@ -126,21 +127,20 @@ class Engine:
     def flagging(self) -> "Engine":
         """The towers once more, without an update, to flag what is not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
-        outs = (Layout.MIRRORED,)
-        return Engine(passes, lambda *args: args[-1:], self.ins, outs)
+        return Engine(passes, lambda *args: args[-1:], self.ins)
 
     def merging(self) -> "Engine":
         """What the towers of each pass return, merged, without an update."""
         finish = lambda *args: self.passes.compared(args[2])  # noqa: E731
-        return Engine(self.passes, finish, self.ins, Layout.MIRRORED)
+        return Engine(self.passes, finish, self.ins)
 
 
 def state_ins(
-    strategy: Strategy, names: tuple[str, str], layout: TrainState | None = None
+    strategy: Strategy, layout: TrainState | None = None
 ) -> dict[str, PyTree]:
     """The layouts of a program's arguments: a state's two parts, and a batch."""
-    parts = split_state(layout or state_layout(strategy))
-    return dict(zip(names, parts, strict=True)) | BATCH_LAYOUT
+    donated, kept = split_state(layout or state_layout(strategy))
+    return {"state": donated, "kept": kept, **BATCH_LAYOUT}
 
 
 def training_engine(
@@ -154,7 +154,7 @@ def training_engine(
     """The engine whose ``update_fn(state, merged)`` is given what all passes merged."""
     on_nonfinite = options.on_nonfinite
     finish = NextState(update_fn, on_nonfinite, needs_examples, other_losses)
-    ins = state_ins(passes.each[0].strategy, ("state", "kept"))
+    ins = state_ins(passes.each[0].strategy)
     outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
     return Engine(passes, finish, ins, outs, donate=options.donate)
 
