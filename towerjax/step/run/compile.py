@@ -19,7 +19,7 @@ from towerjax.step.run.engine import Engine
 from towerjax.step.run.prove import Proof, prove
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.run.verdicts import next_verdict
-from towerjax.step.state.next_state import Called
+from towerjax.step.state.next_state import Called, Outcome
 from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
 from towerjax.towers.lowering import xla
@@ -143,7 +143,7 @@ def _step_of(
             *given, before = args
         if full_rows is not None:  # by which XLA sees that all weights are 1
             given[at] = jnp.full_like(given[at], full_rows)
-        out = traced(*given)
+        out: Outcome = traced(*given)
         if before is None:
             return out
         return Called(*out[:3], next_verdict(before, out.finite, out.now["step"]))
