@@ -111,13 +111,10 @@ JOINED = _stacked(_add_table_rows, lambda *x: _of_all(_add_table_rows, *x))
 SAME = _stacked(_row(-1), _row(0))  # bare values, proved to be the same in each
 ROWS = _stacked(concat_rows, lambda x, _: TowersOwn(concat_rows(x)))
 CARRIED = Accumulator(lambda x: x, lambda _, x: (x, None), _so_far, _own)
-OWN_ADDED = _summed(_own)
-OWN_MERGED = _stacked(merge_stacked, _own)
-OWN_JOINED = _stacked(_add_table_rows, _own)
 OWN = dataclasses.replace(_stacked(_row(-1), _own), start=_refuse_several)
 
 _ADDITIVE = ADDED, SHOWN
-_KEPT = {ADDED: OWN_ADDED, MERGED: OWN_MERGED, JOINED: OWN_JOINED, SAME: OWN}
+_KEPT = {x: dataclasses.replace(x, merge=_own) for x in (ADDED, MERGED, JOINED)}
 
 
 @jax.tree_util.register_dataclass
