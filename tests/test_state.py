@@ -167,6 +167,17 @@ def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
     assert len(step.programs.made) == 1
 
 
+def test_a_state_whose_step_number_is_int64_trains_on():
+    step = rated.__wrapped__(2)
+    with jax.enable_x64(True):
+        state = step.init({"w": np.float32(0)})
+        state = step.place(state.replace(step=jnp.array(3, jnp.int64)))
+        for _ in range(3):
+            state, _ = step(state, np.array([1, 2, 4, 9], np.float32))
+        step.settle()
+    assert int(state.step) == 6
+
+
 def test_a_number_that_a_state_cannot_hold_is_refused():
     step = rated(2)
     batch = np.array([1, 2, 4, 9], np.float32)

@@ -18,6 +18,7 @@ NONE, ASKED_EACH = -1, 8
 
 def next_verdict(before: jax.Array, finite: jax.Array, number: jax.Array) -> jax.Array:
     """In a program: the verdict of the call before, or else that on this step."""
+    number = number.astype(before.dtype)  # of a state whose step is int64
     return jnp.where((before != NONE) | finite, before, number)
 
 
