@@ -63,9 +63,9 @@ REGISTRY = (
        "        if weight is None:\n            return given, Sum(grads)",
        f"{_ONE_TOWER}[5]"),
     _m("B07", "the norm counts every tower, so clipping bites too hard",
-       "step.state.update:apply_update",
-       "optimizer.update(grads, opt_state, params, **value)", "optimizer.update(\n"
-       "        jax.tree.map(lambda g: g * 2, grads), opt_state, params, **value)\n"
+       "step.build.train:apply_gradients",
+       "update(grads, opt_state, part, **value)", "update(\n"
+       "        jax.tree.map(lambda g: g * 2, grads), opt_state, part, **value)\n"
        "    updates = jax.tree.map(lambda u: u / 2, updates)", f"{_ONE_TOWER}[15]"),
     _m("B08", "the threshold of one gradient is used on the sum of the towers'",
        "estimator.optimizer:TowerOptimizer.__new__", "out, after = update_with_rows(\n"
@@ -134,9 +134,9 @@ REGISTRY = (
        "    return TrainState(state.step, params, state.opt_state, state.local,\n"
        "        state.rng, state.extra)",
        f"{_ONE_TOWER}[0]"),
-    _m("B22", "the schedule advances twice a step", "step.state.update:apply_update",
+    _m("B22", "the schedule advances twice a step", "step.build.train:apply_gradients",
        "updates, next_state =",
-       "_, opt_state = optimizer.update(grads, opt_state, params, value=loss)\n"
+       "_, opt_state = pass_loss(optimizer).update(grads, opt_state, part, **value)\n"
        "    updates, next_state =", f"{_ONE_TOWER}[7]"),
     _m("B23", "every tower counts the step", "step.state.next_state:NextState.__call__",
        'kept["step"] + 1', 'kept["step"] + 3',
@@ -649,8 +649,8 @@ OTHER = (
        "if _OF_EXAMPLES in _node_types(state):", "if False:",
        "test_proof_optax.py::test_what_takes_more_is_refused[dpsgd]"),
     _m("O08", "an update of another shape is broadcast",
-       "step.state.update:apply_update",
-       'if wrong := changes("params", params, shapes):', "if wrong := []:",
+       "step.build.train:apply_gradients",
+       'if wrong := changes("params", part, shapes):', "if wrong := []:",
        "test_proof_optax.py::test_updates_of_another_shape_are_refused"),
 )
 

@@ -355,11 +355,3 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     outs, donate = (*after, Layout.MIRRORED), options.donate and trains
     engine = Engine(passes, finish, ins, outs, donate=donate)
     return Step(engine, strategy, options, policy, placer=placer)
-
-
-def model_spec(step: Step, variables: PyTree, batch: PyTree) -> ModelSpec:
-    """The parts of the spec that a `model_step` wants, of all towers."""
-    placed = step.place_batch(batch)
-    _, out = step.outputs(variables, placed)
-    policy: Any = step.policy
-    return policy.spec(out, placed)

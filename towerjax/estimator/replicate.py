@@ -8,12 +8,7 @@ from typing import Any
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.model_engine import (
-    ModelTower,
-    model_spec,
-    model_step,
-    model_train_step,
-)
+from towerjax.estimator.model_engine import ModelTower, model_step, model_train_step
 from towerjax.estimator.model_fn import (
     Compat,
     Mode,
@@ -130,7 +125,9 @@ class ReplicatedModel:
             )
         step = self._step(mode, _SPEC_PARTS[mode], params=params, config=config)
         batch = {"features": features, **not_none(labels=labels)}
-        return model_spec(step, variables, batch)
+        placed = step.place_batch(batch)
+        _, out = step.outputs(variables, placed)
+        return step.policy.spec(out, placed)
 
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any

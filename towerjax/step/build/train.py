@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from towerjax.collectives.sparse_rows import is_rows
+from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
@@ -28,11 +28,10 @@ from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,
     accept_or_keep,
-    apply_update,
     check_like_params,
     check_trainable,
     check_types,
-    trained_alone,
+    pass_loss,
     trained_part,
     with_trained,
 )
@@ -42,7 +41,7 @@ from towerjax.towers.tower import Tower, with_context
 from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.door import door
-from towerjax.types.leaves import map_parts
+from towerjax.types.leaves import changes, listed, map_parts
 from towerjax.types.options import check_choice, check_function, check_methods
 
 UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
@@ -183,11 +182,30 @@ def apply_gradients(
     part = trained_part(state.params, trainable)
     structure = jax.tree.structure(grads, is_leaf=is_rows)
     if structure == jax.tree.structure(state.params):
-        grads = trained_alone(grads, part)
+        keep = lambda x, own: None if own is None else x  # noqa: E731
+        is_leaf = lambda x: x is None or is_rows(x)  # noqa: E731
+        grads = jax.tree.map(keep, grads, part, is_leaf=is_leaf)
     check_like_params(grads, part)
-    loss = getattr(loss, "value", loss)
-    part, opt_state = apply_update(optimizer, grads, state.opt_state, part, loss)
-    params = with_trained(part, state.params)
+    grads = map_values(lambda g, p: g.astype(p.dtype), grads, part)
+    # Rows of tables become a dense gradient, but for a TowerOptimizer, which is lazy.
+    grads = grads if getattr(optimizer, "takes_rows", False) else as_dense(grads)
+    loss, opt_state = getattr(loss, "value", loss), state.opt_state
+    value = {} if loss is None else {"value": loss}
+    updates, next_state = pass_loss(optimizer).update(grads, opt_state, part, **value)
+
+    def shape_of(u: Any, p: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
+
+    shapes = jax.tree.map(shape_of, updates, part, is_leaf=is_rows)
+    if wrong := changes("params", part, shapes):
+        raise ValueError(
+            f"The optimizer's updates have not the parameters' shapes: {listed(wrong)}."
+            " Return an update of the shape of each parameter."
+        )
+    after, culprit = optax.apply_updates(part, updates), "the optimizer's updates"
+    after = check_types(part, after, "state.params", culprit)
+    opt_state = check_types(opt_state, next_state, "state.opt_state", "the optimizer")
+    params = with_trained(after, state.params)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 

@@ -10,9 +10,9 @@ import optax
 from jax import lax
 from jax.extend.core import Literal
 
-from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
+from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.proof.interpreter import Interpreter
-from towerjax.types import ArrayLike, PyTree, named_leaves, readable_leaves
+from towerjax.types import PyTree, named_leaves, readable_leaves
 from towerjax.types.leaves import changes, differing_texts, few, listed
 from towerjax.types.version import page
 
@@ -107,16 +107,6 @@ def with_trained(part: PyTree, params: PyTree) -> PyTree:
     )
 
 
-def trained_alone(tree: PyTree, part: PyTree) -> PyTree:
-    """The tree with None where ``part``, the `trained_part`, has it."""
-    return jax.tree.map(
-        lambda x, own: None if own is None else x,
-        tree,
-        part,
-        is_leaf=lambda x: x is None or is_rows(x),
-    )
-
-
 _NEEDS_MORE = (
     "A step gives it gradients, parameters and, as tj.apply_gradients(..., loss="
     "merged['loss']) does, value=loss. What needs more, call in the update of a step of"
@@ -162,41 +152,6 @@ def _node_types(tree: Any) -> set[str]:
     kinds: set[str] = set()
     jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
     return kinds
-
-
-def apply_update(
-    optimizer: optax.GradientTransformation,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    loss: ArrayLike | None,
-) -> tuple[PyTree, PyTree]:
-    """The next parameters and optimizer state.
-
-    The optimizer sees the whole reduced gradient, so clipping by global norm,
-    layer-wise scaling and schedules work as on one device. Rows of tables become a
-    dense gradient, but for a ``TowerOptimizer``, which may be lazy.
-    """
-    grads = map_values(lambda g, p: g.astype(p.dtype), grads, params)
-    grads = grads if getattr(optimizer, "takes_rows", False) else as_dense(grads)
-    optimizer = pass_loss(optimizer)
-    value = {} if loss is None else {"value": loss}
-    updates, next_state = optimizer.update(grads, opt_state, params, **value)
-
-    def shape_of(u: Any, p: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
-
-    shapes = jax.tree.map(shape_of, updates, params, is_leaf=is_rows)
-    if wrong := changes("params", params, shapes):
-        raise ValueError(
-            f"The optimizer's updates have not the parameters' shapes: {listed(wrong)}."
-            " Return an update of the shape of each parameter."
-        )
-    next_params = optax.apply_updates(params, updates)
-    return (
-        check_types(params, next_params, "state.params", "the optimizer's updates"),
-        check_types(opt_state, next_state, "state.opt_state", "the optimizer"),
-    )
 
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
