@@ -148,14 +148,17 @@ def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
     record = saving.record(8)
     assert (record.evaluation, record.batches["used"]) == ({"loss": 3}, 8)
     ended = tj.Checkpointer(tmp_path / "ended")
-    for _ in range(2):
-        batches = model.batches(epochs=2)
-        state, _ = tj.run(light, model.init(light), batches, checkpointer=ended)
+    for steps in (None, None, 2):  # of 6 that there are, and at an end that has passed
+        state, history = tj.run(
+            light, model.init(light), model.batches(epochs=2),
+            steps=steps, checkpointer=ended,
+        )  # fmt: skip
         assert int(state.step) == 6
-    assert capsys.readouterr().err.splitlines()[-2:] == [
-        "goes on after step 6, from its checkpoint",
-        "nothing was left to do: finished after step 6",
-    ]
+    assert len(history.steps) == 0
+    done = "nothing was left to do: finished after step 6"
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1] == f"{done}, and this run ends after step 2"
+    assert told[told.index(done) - 1] == "goes on after step 6, from its checkpoint"
 
 
 @pytest.mark.slow
@@ -297,25 +300,46 @@ def test_a_folder_that_cannot_be_written_to_is_refused(light, tmp_path, monkeypa
         train(light, tj.Checkpointer(tmp_path / "full"))
 
 
-@pytest.mark.slow
-def test_a_disk_that_fills_up_is_told_and_nothing_is_lost(
-    light, tmp_path, monkeypatch, light_bits, capfd
+def no_room(where, fields):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def no_room_and_ctrl_c(where, fields):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.2)  # the run waits again
+    no_room(where, fields)
+
+
+# Of how many steps which checkpoint fails, how, and which ones are there.
+UNWRITTEN = [
+    pytest.param(8, 4, no_room, (2,), id="between", marks=pytest.mark.slow),
+    pytest.param(2, 2, no_room, (), id="last", marks=pytest.mark.slow),
+    pytest.param(2, 2, no_room_and_ctrl_c, (), id="ctrl_c"),
+]
+
+
+@pytest.mark.parametrize("steps, at, fail, kept", UNWRITTEN)
+def test_a_checkpoint_that_cannot_be_written_is_told_and_nothing_is_lost(
+    light, tmp_path, monkeypatch, light_bits, capfd, steps, at, fail, kept
 ):
     saving, seal = tj.Checkpointer(tmp_path, every=2), folder.seal
 
-    def full(where, record):
-        if record["step"] == 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        seal(where, record)
+    def sealed(where, fields):
+        (fail if fields["step"] == at else seal)(where, fields)
 
-    monkeypatch.setattr(folder, "seal", full)
-    with pytest.raises(tj.CheckpointError, match="of step 4 could not.*No space") as e:
-        train(light, saving)
-    assert saving.steps == (2,) and not folder.unfinished(tmp_path)
+    monkeypatch.setattr(folder, "seal", sealed)
+    with pytest.raises((tj.CheckpointError, KeyboardInterrupt)) as failure:
+        train(light, saving, steps)
+    assert failure.type is tj.CheckpointError
+    assert re.search(f"of step {at} could not.*No space", str(failure.value))
+    note = "KeyboardInterrupt() had asked the run to end."
+    notes = getattr(failure.value, "__notes__", [])
+    assert (note in notes) == (fail is no_room_and_ctrl_c)
+    assert int(failure.value.state.step) in (min(steps, at + 2), steps)
+    assert saving.steps == kept and not folder.unfinished(tmp_path)
     monkeypatch.undo()
     state, _ = train(light, saving)
     model.assert_same_bits(state, light_bits)
-    assert int(e.value.state.step) in (6, 8)
     assert capfd.readouterr().err == ""  # what Orbax logs is in the error
 
 
@@ -361,36 +385,6 @@ def test_a_system_that_refuses_to_write_is_told(tmp_path, bytes, after, text):
     assert re.search(text, told)
 
 
-def test_ctrl_c_while_a_checkpoint_fails_is_not_told_that_it_is_saved(
-    light, tmp_path, monkeypatch
-):
-    def refuse(where, fields):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)  # the run waits again
-        raise OSError("no space is left")
-
-    monkeypatch.setattr(folder, "seal", refuse)
-    saving = tj.Checkpointer(tmp_path)
-    with pytest.raises((tj.CheckpointError, KeyboardInterrupt)) as failure:
-        train(light, saving, 2)
-    assert failure.type is tj.CheckpointError
-    assert "KeyboardInterrupt() had asked the run to end." in failure.value.__notes__
-    assert saving.steps == ()
-
-
-def test_a_last_checkpoint_that_cannot_be_committed_is_told(
-    light, tmp_path, monkeypatch
-):
-    def refuse(where, fields):
-        raise OSError("no space is left")
-
-    monkeypatch.setattr(folder, "seal", refuse)
-    saving = tj.Checkpointer(tmp_path)
-    with pytest.raises(tj.CheckpointError, match="of step 2 could not .* no space"):
-        train(light, saving, 2)
-    assert saving.steps == ()
-
-
 @pytest.mark.slow
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
     state, batches = model.init(step), model.batches()
@@ -433,17 +427,6 @@ def test_threads_save_at_once_into_folders_of_their_own(light, tmp_path):
     assert saved == dict.fromkeys("abc", (4, 5, 6))
 
 
-@pytest.mark.slow
-def test_a_run_whose_end_has_passed_returns_the_newest_state(step, three, capsys):
-    saving, batches = tj.Checkpointer(three), model.batches()
-    options = {"steps": 2, "checkpointer": saving, "audit": False}
-    state, history = tj.run(step, model.init(step), batches, **options)
-    assert int(state.step) == 4 and not len(history.steps)
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        "nothing was left to do: finished after step 4, and this run ends after step 2"
-    )
-
-
 # Damage
 
 
@@ -463,36 +446,33 @@ def flipped(content, bit):
     return bytes(changed)
 
 
-def replaced_by(kind, path):
-    path.unlink()
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "link":
-        path.symlink_to("nowhere")
-
-
 DAMAGES = {
-    "missing": lambda x: None,
     "cut": lambda x: x[:-1],
     "longer": lambda x: x + b"x",
     "flipped": lambda x: flipped(x, len(x) * 4),
     "empty": lambda x: b"",
     "zeros": lambda x: bytes(len(x)),
 }
+NO_FILE = {
+    "pipe": os.mkfifo,
+    "folder": os.mkdir,
+    "link": lambda path: path.symlink_to(path.with_name("outside")),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*DAMAGES, "pipe", "link", "folder"])
+@pytest.mark.parametrize("kind", ["missing", *DAMAGES, *NO_FILE])
 def test_every_file_that_is_damaged_is_named(step, copied, kind):
     """And never waited for, as a pipe is for who writes into it."""
     saving, like = tj.Checkpointer(copied), model.init(step)
     assert len(files_told_of(copied / "4")) > 8
     for path in files_told_of(copied / "4"):
         content = path.read_bytes()
-        bad = DAMAGES.get(kind, lambda x: None)(content)
-        replaced_by(kind, path) if bad is None else path.write_bytes(bad)
+        if kind in DAMAGES:
+            path.write_bytes(DAMAGES[kind](content))
+        else:
+            path.unlink()
+            NO_FILE.get(kind, lambda path: None)(path)
         with pytest.raises(tj.CheckpointError, match="/4' is not what was") as error:
             saving.restore(step, like)
         assert path.relative_to(copied / "4").as_posix() in str(error.value)
@@ -554,27 +534,14 @@ def test_what_cannot_be_read_now_is_not_called_damaged(
     assert text in str(error.value) and "delete" not in str(error.value)
 
 
-def link(path, outside):
-    path.symlink_to(outside)
-
-
-def pipe(path, outside):
-    os.mkfifo(path)
-
-
-def made_folder(path, outside):
-    path.mkdir()
-
-
-@pytest.mark.parametrize("make", [link, pipe, made_folder])
-def test_a_lock_that_is_no_plain_file_is_refused(light, tmp_path, make):
+@pytest.mark.parametrize("kind", NO_FILE)
+def test_a_lock_that_is_no_plain_file_is_refused(light, tmp_path, kind):
     """A run writes its name into the lock, and not where a link leads."""
     outside = tmp_path / "outside"
     outside.write_text("mine")
-    (tmp_path / "run").mkdir()
-    make(tmp_path / "run" / ".lock", outside)
-    with pytest.raises(tj.CheckpointError, match="run/.lock', .* no plain file .*Del"):
-        train(light, tj.Checkpointer(tmp_path / "run"))
+    NO_FILE[kind](tmp_path / ".lock")
+    with pytest.raises(tj.CheckpointError, match=r"/\.lock', .* no plain file .*Del"):
+        train(light, tj.Checkpointer(tmp_path))
     assert outside.read_text() == "mine"
 
 
@@ -850,44 +817,67 @@ def test_bytes_among_a_cursors_fields():
 # Which ones stay
 
 
-def metrics_of(values):
+class Evaluate:
     """An evaluation step whose loss is the next one of the values."""
-    left = iter(values)
 
-    class Evaluate:
-        def place_batch(self, batch):
-            return batch
+    def __init__(self, values):
+        self.left = iter(values)
 
-        def __call__(self, state, batch):
-            return {"loss": tj.Weighted(np.float32(next(left)), np.float32(1))}
+    def place_batch(self, batch):
+        return batch
 
-    return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 1}
+    def __call__(self, state, batch):
+        return {"loss": tj.Weighted(np.float32(next(self.left)), np.float32(1))}
+
+
+def metrics_of(values, eval_every=1):
+    return {
+        "evaluate": Evaluate(values),
+        "eval_batches": [0],
+        "eval_every": eval_every,
+    }
+
+
+class Calling:
+    """A writer that calls a function with each record."""
+
+    def __init__(self, fn):
+        self.write = fn
+
+    def open(self, start):
+        return self
+
+    def close(self):
+        pass
+
+
+# What a checkpointer is told, the values and the last step of each run into its
+# folder, how often they are made, and which checkpoints stay.
+NO_OTHER = {"every": 10, "keep": 2}
+KEPT = {
+    "min": ({}, [(5, [5, 1, 3, 1, 4])], 1, (2, 4, 5)),
+    "max": ({"mode": "max"}, [(4, [5, 9, 3, np.nan])], 1, (2, 3, 4)),
+    "worse": ({}, [(3, [5, 4, 3])], 1, (2, 3)),
+    "inf": ({"mode": "max"}, [(4, [5, np.inf, 3, 4])], 1, (2, 3, 4)),
+    "the last": ({"every": 2, "keep": 3}, [(4, [3, 1])], 3, (2, 3, 4)),
+    "two runs": (NO_OTHER, [(3, [3, 1, 2]), (5, [1.5, 1.25])], 1, (2, 3, 5)),
+}
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "mode, values, kept",
-    [
-        ("min", [5, 1, 3, 1, 4], (2, 4, 5)),
-        ("max", [5, 9, 3, np.nan], (2, 3, 4)),
-        ("min", [5, 4, 3], (2, 3)),
-        ("max", [5, np.inf, 3, 4], (2, 3, 4)),
-    ],
-)
-def test_the_newest_and_the_best_stay(light, tmp_path, mode, values, kept):
-    saving = tj.Checkpointer(tmp_path, every=1, keep=2, best="loss", mode=mode)
-    train(light, saving, len(values), **metrics_of(values))
+@pytest.mark.parametrize("name", KEPT)
+def test_the_newest_and_the_best_stay(light, tmp_path, name):
+    options, runs, eval_every, kept = KEPT[name]
+    options = {"every": 1, "keep": 2, "best": "loss", **options}
+    saving, numbers = tj.Checkpointer(tmp_path, **options), []
+    for steps, values in runs:
+        train(light, saving, steps, **metrics_of(values, eval_every))
+        numbers += values
     assert saving.steps == kept
-    best = np.nanargmin(values) if mode == "min" else np.nanargmax(values)
-    assert saving.best_step == best + 1
-    assert saving.record(best + 1).evaluation == {"loss": values[best]}
-
-
-@pytest.mark.slow
-def test_the_last_state_is_saved_with_its_evaluation(light, tmp_path):
-    saving = tj.Checkpointer(tmp_path, every=2, best="loss")
-    train(light, saving, 4, **metrics_of([3, 1]) | {"eval_every": 3})
-    assert saving.best_step == 4 and saving.steps == (2, 3, 4)
+    row = np.nanargmax(numbers) if saving.mode == "max" else np.nanargmin(numbers)
+    best = min(eval_every * (row + 1), steps)
+    assert saving.best_step == best
+    assert saving.record(best).evaluation == {"loss": numbers[row]}
 
 
 @pytest.mark.slow
@@ -919,23 +909,14 @@ def test_a_record_has_the_real_numbers_of_an_evaluation():
 
 
 def test_the_best_is_one_real_number(light, tmp_path):
-    class Evaluate(type(metrics_of([])["evaluate"])):
+    class Other(Evaluate):
         def __call__(self, state, batch):
             one = np.float32(1)
             return {"tree": tj.Weighted({"a": one}, one), "loss": one}
 
-    options = {**metrics_of([]), "evaluate": Evaluate()}
+    options = {**metrics_of([]), "evaluate": Other([])}
     with pytest.raises(ValueError, match="best='tree': its value is a dict, not one"):
         train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
-
-
-@pytest.mark.slow
-def test_the_best_is_saved_between_and_known_to_the_next_run(light, tmp_path):
-    saving = tj.Checkpointer(tmp_path, keep=2, best="loss")
-    train(light, saving, 3, **metrics_of([3, 1, 2]))
-    assert saving.steps == (2, 3)
-    train(light, saving, 5, **metrics_of([1.5, 1.25]))
-    assert saving.steps == (2, 3, 5) and saving.best_step == 2  # 4 is no better
 
 
 def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path):
@@ -950,7 +931,7 @@ def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path
 def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
     saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 1)
     for _ in range(2):  # a finished run evaluates once more
-        options = {"early_stopping": early, **metrics_of([1])} | {"eval_every": 2}
+        options = {"early_stopping": early, **metrics_of([1], eval_every=2)}
         _, history = train(light, saving, 2, **options)
         assert history.stopped is None and len(history.evaluations) == 1
 
@@ -960,21 +941,14 @@ def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
 def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, kind):
     """SIGTERM comes before the evaluation that is due, or at its end."""
 
-    class Killing:
-        def open(self, start):
-            return self
-
-        def write(self, record):
-            if (record.kind, record.step) == (kind, 2):
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def close(self):
-            pass
+    def kill(record):
+        if (record.kind, record.step) == (kind, 2):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
-    options = metrics_of([1, 2] if kind == "eval" else [1, 2, 3]) | {"eval_every": 2}
+    options = metrics_of([1, 2] if kind == "eval" else [1, 2, 3], eval_every=2)
     with pytest.raises(SystemExit):
-        train(light, saving, 6, writers=[Killing()], **options)
+        train(light, saving, 6, writers=[Calling(kill)], **options)
     assert saving.steps == (2,)
     assert saving.record(2).evaluation_due == (kind == "train")
     train(light, saving, 4, **options)
@@ -1055,29 +1029,19 @@ def test_sigterm_twice_is_one_and_its_handler_is_put_back(light, tmp_path):
         train(light, saving, hooks=[kill_at(3), kill_at(4)])
     assert ended.value.code == 75 and signal.getsignal(signal.SIGTERM) is before
     number = int(ended.value.state.step)
-    assert (
-        saving.steps == (number,) and "step " + str(number) in ended.value.__notes__[0]
-    )
+    assert saving.steps == (number,) and f"step {number}" in ended.value.__notes__[0]
 
 
-class Interrupting:
-    """A writer that is sent Ctrl-C as it is given the third step."""
-
-    def open(self, start):
-        return self
-
-    def write(self, record):
-        if record.step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    def close(self):
-        pass
+def ctrl_c_at_3(record):
+    if record.step == 3:
+        signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"hooks": [kill_at(2)]},
-    {"writers": [Interrupting()]},  # once it is in the history, before it is raised
+    # once it is in the history, before it is raised
+    {"writers": [Calling(ctrl_c_at_3)]},
 ], ids=["sigterm", "ctrl_c"])  # fmt: skip
 def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path, options):
     saving = tj.Checkpointer(tmp_path)
@@ -1089,23 +1053,19 @@ def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path, options):
     assert ended.type is tj.NonFiniteError and saving.steps == ()
 
 
-def test_sigterm_before_an_error_is_obeyed_after_it(light, tmp_path):
-    heard = []
+def test_an_error_saves_nothing_and_sigterm_before_it_is_obeyed_after_it(
+    light, tmp_path
+):
+    heard, saving = [], tj.Checkpointer(tmp_path)
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with pytest.raises(Stop):
-            hooks = [kill_at(3), stopping_at(3)]
-            train(light, tj.Checkpointer(tmp_path), hooks=hooks)
+        for signals in ([], [kill_at(3)]):
+            with pytest.raises(Stop) as error:
+                train(light, saving, hooks=[*signals, stopping_at(3)])
+            assert saving.steps == () and int(error.value.state.step) >= 3
+            assert heard == [signal.SIGTERM] * len(signals)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert heard == [signal.SIGTERM]
-
-
-def test_an_error_saves_nothing(light, tmp_path):
-    saving = tj.Checkpointer(tmp_path)
-    with pytest.raises(Stop) as error:
-        train(light, saving, hooks=[stopping_at(3)])
-    assert saving.steps == () and int(error.value.state.step) >= 3
 
 
 # A model function

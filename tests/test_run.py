@@ -80,11 +80,11 @@ def train(data, *, step=None, state=None, **options):
     """A silent run of a shared step, from the first state on."""
     step = step or step_with()
     state = init(step) if state is None else state
-    return run(step, state, data, progress=False, **{"audit": False} | options)
+    return run(step, state, data, **{"progress": False, "audit": False} | options)
 
 
 def init(step):
-    return step.init({"w": np.array([0.5, -1.0, 2.0], np.float32)})
+    return step.init(W)
 
 
 def make_data(num_examples, seed=0):
@@ -95,9 +95,39 @@ def make_data(num_examples, seed=0):
     }
 
 
+def cut_of(num_batches):
+    """Batches of 16 examples."""
+    return list(batches(make_data(16 * num_batches), 16))
+
+
+class Around:
+    """A step whose `dispatch` is a function of that and its arguments."""
+
+    def __init__(self, step, dispatch):
+        self.step, self.dispatch = step, functools.partial(dispatch, step.dispatch)
+
+    def __getattr__(self, name):
+        return getattr(self.step, name)
+
+
+def raising(at):
+    def hook(number, metrics):
+        if number == at:
+            raise LookupError("enough")
+
+    return hook
+
+
+def shown_on(monkeypatch):
+    """What stands where errors go, from here on."""
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
 def broken(row):
     """Five batches, the one at index `row` not finite."""
-    cut = [dict(batch) for batch in batches(make_data(80), 16)]
+    cut = [dict(batch) for batch in cut_of(5)]
     cut[row]["y"] = np.full(16, np.nan, np.float32)
     return cut
 
@@ -147,20 +177,18 @@ def test_steps_end_a_run_of_endless_data_and_take_no_more():
 
 
 def test_step_numbers_go_on_where_the_state_stopped():
-    cut, seen = list(batches(make_data(80), 16)), []
+    cut, seen = cut_of(5), []
     state, _ = train(cut[:2])
-    state, history = train(
-        cut[2:], state=state, hooks=[lambda number, metrics: seen.append(number)]
-    )
+    hook = lambda number, metrics: seen.append(number)  # noqa: E731
+    state, history = train(cut[2:], state=state, hooks=[hook])
     assert seen == history.steps.tolist() == [3, 4, 5]
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=80 * EPS)
 
 
 def test_a_second_run_compiles_nothing(compiled):
-    cut = list(batches(make_data(48), 16))
-    state, _ = train(cut)
+    state, _ = train(cut_of(3))
     compiled.clear()
-    _, history = train(cut, state=state)
+    _, history = train(cut_of(3), state=state)
     assert compiled == []
     assert history.summary.compile_seconds < 0.05
 
@@ -222,37 +250,27 @@ def test_calls_are_counted_on_several_cpus_alone(monkeypatch):
     assert counted == [("cpu:0", "cpu:1")]
 
 
-def test_no_more_calls_than_in_flight_run_without_being_waited_for(train_step):
-    cut, lags, dispatched = list(batches(make_data(160), 16)), [], 0
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_no_more_calls_than_in_flight_run_without_being_waited_for(
+    train_step, in_flight
+):
+    lags, dispatched = [], []
 
-    class Spy:
-        def __getattr__(self, name):
-            return getattr(train_step, name)
+    def dispatch(dispatch, *args):
+        dispatched.append(1)
+        return dispatch(*args)
 
-        def dispatch(self, state, batch):
-            nonlocal dispatched
-            dispatched += 1
-            return train_step.dispatch(state, batch)
-
-    def hook(number, metrics):
-        lags.append(dispatched - number)
-
-    for in_flight in (1, 3):
-        lags.clear()
-        dispatched = 0
-        train(
-            cut, state=init(train_step), step=Spy(), in_flight=in_flight, hooks=[hook]
-        )
-        assert max(lags) == in_flight - 1
+    hook = lambda number, metrics: lags.append(len(dispatched) - number)  # noqa: E731
+    spy = Around(train_step, dispatch)
+    train(cut_of(10), step=spy, in_flight=in_flight, hooks=[hook])
+    assert max(lags) == in_flight - 1
 
 
 @pytest.mark.slow
 def test_steps_of_an_own_loop_finish_on_8_devices():
     # Looking at verdicts waits now and then; "ignore" never looks.
     train_step = step_with(on_nonfinite="ignore")
-    state = init(train_step)
-    [batch] = batches(make_data(16), 16)
-    placed = train_step.place_batch(batch)
+    state, placed = init(train_step), train_step.place_batch(make_data(16))
     for _ in range(100):
         state, metrics = train_step(state, placed)
     assert int(state.step) == 100
@@ -267,40 +285,39 @@ def eval_data(num_examples):
     return {**data, "weight": weight}
 
 
-def exact_metrics(data, w):
+def assert_exact(values, data, w, steps=1):
+    """Within the rounding of sums over 16 rows, of as many steps."""
     x, y, weight = (data[name].astype(np.float64) for name in ("x", "y", "weight"))
     squares = (x @ np.asarray(w, np.float64) - y) ** 2
-    return (weight * squares).sum() / weight.sum(), x.mean(axis=0)
+    mse = (weight * squares).sum() / weight.sum()
+    np.testing.assert_allclose(values["mse"], mse, rtol=steps * 16 * EPS)
+    np.testing.assert_allclose(values["column"], x.mean(axis=0), atol=len(x) * EPS)
+
+
+W = {"w": np.array([0.5, -1.0, 2.0], np.float32)}
 
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("batch_size", [37, 16, 10])
 def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
     data = eval_data(37)
-    w = np.array([0.5, -1.0, 2.0], np.float32)
-    values = evaluate(eval_step, {"w": w}, batches(data, batch_size))
-    mse, column = exact_metrics(data, w)
+    values = evaluate(eval_step, W, batches(data, batch_size))
     assert isinstance(values["mse"], float)
-    np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
-    np.testing.assert_allclose(values["column"], column, atol=37 * EPS)
+    assert_exact(values, data, W["w"])
 
 
 @pytest.mark.slow
 def test_evaluation_of_several_sizes_compiles_each_and_warns_once():
-    data, w = eval_data(70), np.array([0.5, -1.0, 2.0], np.float32)
-    step = tj.build_eval_step(metric_fn, tj.Mirrored())
+    data, step = eval_data(70), tj.build_eval_step(metric_fn, tj.Mirrored())
     cuts = [0, 8, 24, 70]
     sizes = [{k: x[i:j] for k, x in data.items()} for i, j in itertools.pairwise(cuts)]
-    with pytest.warns(
-        UserWarning, match="(?s)has changed.*compiles anew.*max_programs"
-    ) as warned:
-        values = evaluate(step, {"w": w}, sizes)
+    text = "(?s)has changed.*compiles anew.*max_programs"
+    with pytest.warns(UserWarning, match=text) as warned:
+        values = evaluate(step, W, sizes)
     [warning] = warned
     line = linecache.getline(warning.filename, warning.lineno)
-    assert line == '        values = evaluate(step, {"w": w}, sizes)\n'
-    mse, column = exact_metrics(data, w)
-    np.testing.assert_allclose(values["mse"], mse, rtol=16 * EPS)
-    np.testing.assert_allclose(values["column"], column, atol=70 * EPS)
+    assert line.strip() == "values = evaluate(step, W, sizes)"
+    assert_exact(values, data, W["w"])
 
 
 def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
@@ -320,41 +337,31 @@ def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("eval_every", "expected"),
-    [
-        (None, [7]),
-        (7, [7]),  # not twice at the end
-        (4, [4, 7]),
-    ],
-)
+@pytest.mark.parametrize("eval_every, expected", [
+    (None, [7]),
+    (7, [7]),  # not twice at the end
+    (4, [4, 7]),
+])  # fmt: skip
 def test_evaluations_come_when_asked_and_at_the_end(eval_step, eval_every, expected):
-    cut, data = list(batches(make_data(112), 16)), eval_data(20)
-    _, history = train(
-        cut,
-        evaluate=eval_step,
-        eval_batches=lambda: batches(data, 16),
-        eval_every=eval_every,
-    )
+    cut, data = cut_of(7), eval_data(20)
+    options = {"eval_batches": lambda: batches(data, 16), "eval_every": eval_every}
+    _, history = train(cut, evaluate=eval_step, **options)
     assert [number for number, _ in history.evaluations] == expected
     for number, values in history.evaluations:
-        mse, _ = exact_metrics(data, oracle(cut[:number])[1])
-        np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
+        assert_exact(values, data, oracle(cut[:number])[1], steps=7)
 
 
 @pytest.mark.slow
 def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train_step):
-    cut, data = list(batches(make_data(48), 16)), eval_data(16)
+    cut, data = cut_of(3), eval_data(16)
     build = functools.partial(tj.build_eval_step, metric_fn)
     evaluate = build(tj.Mirrored(("cpu:5",), towers=3))
-    state, history = train(
-        cut, evaluate=evaluate, eval_batches=lambda: batches(data, 16)
-    )
-    mse, _ = exact_metrics(data, oracle(cut)[1])
+    state, history = train(cut, evaluate=evaluate, eval_batches=[data])
+    last = oracle(cut)[1]
     for given in (state, jax.device_get(state), state.params):
         values = evaluate(given, data)
-        np.testing.assert_allclose(values["mse"].value, mse, rtol=7 * 16 * EPS)
-    np.testing.assert_allclose(history.final["mse"], mse, rtol=7 * 16 * EPS)
+        assert_exact({name: x.value for name, x in values.items()}, data, last, 7)
+    assert_exact(history.final, data, last, 7)
     local = {"n": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
     state = train_step.init(state.params, local=local)
     with pytest.raises(ValueError, match="than 3: .*tj.towers.restored_values") as told:
@@ -373,19 +380,14 @@ def test_rates_leave_out_compiling_and_evaluating(eval_step):
         time.sleep(0.3)
         return batches(eval_data(16), 16)
 
-    step = build_step()
-    start_s = time.perf_counter()
-    _, history = train(
-        batches(make_data(320), 16), step=step, evaluate=eval_step, eval_batches=slow
-    )
-    seconds = time.perf_counter() - start_s
-    summary = history.summary
+    step, start_s = build_step(), time.perf_counter()
+    _, history = train(cut_of(20), step=step, evaluate=eval_step, eval_batches=slow)
+    seconds, summary = time.perf_counter() - start_s, history.summary
     assert summary.compile_seconds > 0
     training_s = summary.steps / summary.steps_per_second
     assert training_s < seconds - 0.3 - summary.compile_seconds
-    np.testing.assert_allclose(
-        summary.examples_per_second, 16 * summary.steps_per_second
-    )
+    examples_per_second = 16 * summary.steps_per_second
+    np.testing.assert_allclose(summary.examples_per_second, examples_per_second)
 
 
 # Options and inputs that are refused
@@ -419,14 +421,13 @@ def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     for arguments, message in table:
         with pytest.raises(ValueError, match=re.escape(message)):
             run(train_step, state, [], **arguments)
-    with pytest.raises(ValueError, match=r"batches\(\) is a NoneType, but is to be"):
-        tj.evaluate(eval_step, state, lambda: None)
     assert int(state.step) == 0
-
-
-def test_a_function_that_gives_no_batches_is_told_of(eval_step):
-    with pytest.raises(ValueError, match="no batches to evaluate"):
-        evaluate(eval_step, {"w": np.zeros(3, np.float32)}, [])
+    for data, text in [
+        (lambda: None, r"batches\(\) is a NoneType, but is to be"),
+        ([], "no batches to evaluate"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            evaluate(eval_step, W, data)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -445,8 +446,7 @@ def test_batches_that_a_function_makes_are_closed_and_others_are_not(
     mine = made()
     for source in (made, mine):
         with pytest.raises(ValueError, match="batch") as caught:
-            w = {"w": np.ones(3, np.float32)}
-            evaluate(eval_step, w, source, prefetch=prefetch)
+            evaluate(eval_step, W, source, prefetch=prefetch)
         assert caught.value is not None  # its traceback holds the frames
     assert closed == [1]
     mine.close()
@@ -462,84 +462,111 @@ def test_a_prediction_is_no_evaluation():
 # Nothing is lost
 
 
-class LoaderError(Exception):
-    pass
+class Unbegun:
+    """A loader that cannot begin."""
+
+    def __iter__(self):
+        raise LookupError("no file")
 
 
-def loader_that_fails(cut, error):
-    yield from cut
-    raise error
+def losing(dispatch, *args):
+    dispatch(*args)
+    raise RuntimeError("out of memory")
 
 
-def test_a_loader_that_cannot_begin_leaves_the_state(train_step):
-    class Loader:
-        def __iter__(self):
-            raise LoaderError
+def returning(number, state, metrics):
+    return state
 
-    loader = Loader()
-    with pytest.raises(LoaderError) as caught:
-        run(train_step, init(train_step), loader, progress=False)
-    state, left = (vars(caught.value).get(x) for x in ("state", "batches"))
-    assert state is not None and int(state.step) == 0 and left is loader
+
+def with_state(*every, hook=print):
+    return [tj.loop.WithState(hook, every=n) for n in every]
+
+
+AT_2, ENOUGH = {"hooks": [raising(2)], "in_flight": 1}, LookupError("enough")
+# fmt: off
+# The data and options of a run, its error, the step that state and history are of;
+# what its notes have in them, and what they have not.
+NONE = ValueError(
+    "batches is empty.* error.batches is empty if the run had done all its steps"
+)
+ENDS = {
+    "a loader that cannot begin": (Unbegun, {}, LookupError("no file"), 0),
+    "no data": (lambda: iter([]), {}, NONE, 0),
+    "no data for 3 steps": (lambda: iter([]), {"steps": 3}, NONE, 0),
+    "too little data": (lambda: cut_of(5), {"steps": 9},
+        ValueError("after step 9, but .* ended after 5"), 5),
+    "another kind of batch": (lambda: [*cut_of(2), make_data(24)], {},
+        ValueError("The batch has changed"), 2),
+    "the last step": (lambda: cut_of(4), AT_2 | {"steps": 2}, ENOUGH, 2,
+        "after step 2, the last. e"),
+    "not the last step": (lambda: cut_of(4), AT_2 | {"steps": 3}, ENOUGH, 2,
+        "after step 2; go on from"),
+    "a hook with state was due": (  # step 4 was in flight when step 3 was looked at
+        lambda: cut_of(10), {"hooks": [raising(3), *with_state(4, 5)]},
+        ENOUGH, 4, r"every=4\) was due and not called", "every=5"),
+    "a hook with state was called": (lambda: cut_of(10),
+        {"hooks": [*with_state(2, hook=lambda *_: None), raising(3)], "in_flight": 1},
+        ENOUGH, 3, "", "every=2"),
+    "a hook returns a state": (
+        lambda: cut_of(4), {"hooks": with_state(2, hook=returning)},
+        ValueError("returned a state.* in pieces .*steps=2"), 2),
+    "a state lost on the devices": (lambda: cut_of(1), {"dispatch": losing},
+        RuntimeError("out of memory"), None, "The state is lost"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_a_run_says_what_is_left(name):
+    made, options, expected, number, *notes = ENDS[name]
+    dispatch = options.get("dispatch", lambda dispatch, *args: dispatch(*args))
+    options = {key: x for key, x in options.items() if key != "dispatch"}
+    step, data = Around(step_with(), dispatch), made()
+    with pytest.raises(type(expected), match=str(expected)) as caught:
+        train(data, step=step, **options)
+    error = caught.value
+    if number is None:
+        assert error.state is None
+    else:
+        assert int(error.state.step) == number
+        assert np.isfinite(error.state.params["w"]).all()  # and it was not taken
+    assert error.history.steps.tolist() == [*range(1, (number or 0) + 1)]
+    assert made is not Unbegun or error.batches is data
+    told = " ".join(getattr(error, "__notes__", []))
+    assert all(re.search(x, told) for x in notes[:1])
+    assert not any(x in told for x in notes[1:])
 
 
 def test_a_run_without_an_end_says_so(train_step, capsys):
-    def hook(number, metrics):
-        if number == 2:
-            raise LookupError
-
     data = batches(make_data(64), 16, epochs=None)
     with pytest.raises(LookupError):
-        run(train_step, init(train_step), data, hooks=[hook], audit=False)
+        run(train_step, init(train_step), data, hooks=[raising(2)], audit=False)
     assert "endless: tj.batches(..., epochs=None) without" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("steps, note", [(2, "2, the last. e"), (3, "2; go on from")])
-def test_an_error_after_the_last_step_says_so(steps, note):
-    def hook(number, metrics):
-        if number == 2:
-            raise LookupError
-
-    with pytest.raises(LookupError) as caught:
-        cut = batches(make_data(64), 16)
-        train(cut, steps=steps, hooks=[hook], in_flight=1)
-    assert f"after step {note}" in caught.value.__notes__[-1]
 
 
 @pytest.mark.slow
 def test_hooks_are_called_in_order_for_every_step():
-    cut, seen = list(batches(make_data(112), 16)), []
-    _, history = train(
-        cut,
-        hooks=[
-            lambda number, metrics: seen.append((number, "first", metrics["loss"])),
-            lambda number, metrics: seen.append((number, "second", metrics["loss"])),
-        ],
-    )
-    expected = [
-        (number, who, loss)
-        for number, loss in zip(history.steps, history.metrics["loss"], strict=True)
-        for who in ("first", "second")
-    ]
-    assert seen == expected
+    seen = []
+
+    def called(who):
+        return lambda number, metrics: seen.append((number, who, metrics["loss"]))
+
+    _, history = train(cut_of(7), hooks=[called("first"), called("second")])
+    losses = zip(history.steps, history.metrics["loss"], strict=True)
+    assert seen == [(n, who, x) for n, x in losses for who in ("first", "second")]
     assert isinstance(seen[0][2], np.float32)
 
 
 @pytest.mark.few_fast(1)
 def test_a_hook_sees_the_state_before_the_next_step_takes_it():
-    cut, every, seen, plain = list(batches(make_data(160), 16)), 3, [], []
+    cut, every, seen, plain = cut_of(10), 3, [], []
 
     def hook(number, state, metrics):
         assert plain[-1] == number == int(state.step)
         seen.append((number, np.array(state.params["w"]), metrics["loss"], state))
 
-    state, history = train(
-        cut,
-        hooks=[
-            lambda number, metrics: plain.append(number),
-            tj.loop.WithState(hook, every=every),
-        ],
-    )
+    count = lambda number, metrics: plain.append(number)  # noqa: E731
+    state, history = train(cut, hooks=[count, *with_state(every, hook=hook)])
     assert plain == list(range(1, 11))
     assert [number for number, *_ in seen] == list(range(every, 11, every))
     for number, w, loss, its_state in seen:
@@ -551,55 +578,28 @@ def test_a_hook_sees_the_state_before_the_next_step_takes_it():
     assert not state.params["w"].is_deleted()
 
 
-def test_a_state_that_a_hook_returns_is_refused():
-    hooks = [tj.loop.WithState(lambda number, state, metrics: state, every=2)]
-    with pytest.raises(ValueError, match="returned a state.* in pieces .*steps=2"):
-        train(list(batches(make_data(64), 16)), hooks=hooks)
-
-
 def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypatch):
-    waits, dispatched = [], []
-    look, dispatch = Loop._process_oldest, type(train_step).dispatch
-    monkeypatch.setattr(
-        Loop,
-        "_process_oldest",
-        lambda loop: (waits.append(len(dispatched)), look(loop)),
-    )
-    monkeypatch.setattr(
-        type(train_step),
-        "dispatch",
-        lambda *a, **k: (dispatched.append(1), dispatch(*a, **k))[1],
-    )
-    hooks = [tj.loop.WithState(lambda number, state, metrics: None, every=4)]
-    cut = list(batches(make_data(128), 16))
-    train(cut, hooks=hooks, in_flight=9)
+    waits, dispatched, look = [], [], Loop._process_oldest
+
+    def process_oldest(loop):
+        waits.append(len(dispatched))
+        look(loop)
+
+    def dispatch(dispatch, *args):
+        dispatched.append(1)
+        return dispatch(*args)
+
+    monkeypatch.setattr(Loop, "_process_oldest", process_oldest)
+    hooks = with_state(4, hook=lambda number, state, metrics: None)
+    train(cut_of(8), step=Around(train_step, dispatch), hooks=hooks, in_flight=9)
     assert waits == [4] * 4 + [8] * 4
-
-
-def test_an_error_says_which_hook_with_state_was_not_called():
-    def enough(number, metrics):
-        if number == 3:
-            raise LookupError("enough")
-
-    hooks = [enough, *(tj.loop.WithState(print, every=n) for n in (4, 5))]
-    with pytest.raises(LookupError, match="enough") as caught:
-        cut = list(batches(make_data(160), 16))
-        train(cut, hooks=hooks)
-    assert int(caught.value.state.step) == 4  # in flight when step 3 was looked at
-    [note] = caught.value.__notes__
-    assert "every=4) was due and not called" in note and "every=5" not in note
-    hooks = [tj.loop.WithState(lambda *_: None, every=2), enough]
-    with pytest.raises(LookupError) as caught:
-        train(cut, hooks=hooks, in_flight=1)
-    assert int(caught.value.state.step) == 3
-    assert "every=2" not in caught.value.__notes__[0]  # it was called after step 2
 
 
 @pytest.mark.parametrize("as_state", [False, True])
 def test_other_parameters_are_evaluated_and_the_state_is_the_last(
     train_step, eval_step, as_state
 ):
-    cut, data = list(batches(make_data(112), 16)), eval_data(20)
+    cut, data = cut_of(7), eval_data(20)
 
     def halved(state):
         params = jax.tree.map(lambda x: np.asarray(x / 2), state.params)
@@ -616,30 +616,20 @@ def test_other_parameters_are_evaluated_and_the_state_is_the_last(
             assert isinstance(state, tj.TrainState) and int(state.step) in (3, 6, 7)
             return eval_step(state, batch)
 
-    state, history = train(
-        cut,
-        evaluate=OfState(),
-        eval_batches=batches(data, 16),
-        eval_every=3,
-        eval_params=halved,
-    )
+    options = {"eval_batches": batches(data, 16), "eval_params": halved}
+    state, history = train(cut, evaluate=OfState(), eval_every=3, **options)
     assert [number for number, _ in history.evaluations] == [3, 6, 7]
     for number, values in history.evaluations:
-        mse, _ = exact_metrics(data, oracle(cut[:number])[1] / 2)
-        np.testing.assert_allclose(values["mse"], mse, rtol=7 * 16 * EPS)
+        assert_exact(values, data, oracle(cut[:number])[1] / 2, steps=7)
     expected = oracle(cut)[1]
     np.testing.assert_allclose(state.params["w"], expected, rtol=7 * 16 * EPS)
 
 
 @pytest.mark.few_fast(1)
-def test_a_step_that_is_not_finite_is_named_and_changes_nothing(train_step):
-    step, seen = train_step, []
+def test_a_step_that_is_not_finite_is_named_and_changes_nothing():
+    seen = []
     with pytest.raises(tj.NonFiniteError, match="of step 3 was not finite") as caught:
-        train(
-            broken(2),
-            step=step,
-            hooks=[lambda number, metrics: seen.append(number)],
-        )
+        train(broken(2), hooks=[lambda number, metrics: seen.append(number)])
     error = caught.value
     assert error.step == 3 and {place.step for place in error.places} == {3}
     assert seen == [1, 2]
@@ -650,65 +640,19 @@ def test_a_step_that_is_not_finite_is_named_and_changes_nothing(train_step):
 
 
 @pytest.mark.slow
-def test_skipped_steps_are_counted():
-    step = step_with(on_nonfinite="skip")
+@pytest.mark.parametrize("policy, skipped", [("skip", (2, 4)), ("ignore", ())])
+def test_a_step_that_is_not_finite_is_skipped_and_counted_or_counts(policy, skipped):
     cut = broken(1)
     cut[3] = cut[1]
-    state, history = train(cut, step=step)
-    assert history.skipped == (2, 4)
-    assert np.isnan(history.metrics["loss"]).tolist() == [False, True] * 2 + [False]
-    _, w = oracle(cut, skip={1, 3})
+    state, history = train(cut, step=step_with(on_nonfinite=policy))
+    assert history.skipped == skipped
+    _, w = oracle(cut, skip={number - 1 for number in skipped})
+    assert np.isnan(w).all() == (policy == "ignore")
     np.testing.assert_allclose(state.params["w"], w, rtol=80 * EPS)
-
-
-@pytest.mark.slow
-def test_a_step_that_is_not_finite_and_counts_is_not_skipped():
-    step = step_with(on_nonfinite="ignore")
-    state, history = train(broken(1), step=step)
-    assert history.skipped == () and np.isnan(history.metrics["loss"][1])
-    assert np.isnan(state.params["w"]).any()
-
-
-def test_too_little_data_is_told_of_and_nothing_is_lost():
-    with pytest.raises(
-        ValueError, match="after step 9, but .* ended after 5"
-    ) as caught:
-        train(batches(make_data(80), 16), steps=9)
-    assert int(caught.value.state.step) == 5
-    assert len(caught.value.history.steps) == 5
-
-
-@pytest.mark.parametrize("steps", [None, 3])
-def test_no_data_at_all_is_told_of(steps):
-    text = "batches is empty.* error.batches is empty if the run had done all its steps"
-    with pytest.raises(ValueError, match=text) as caught:
-        train(iter([]), steps=steps)
-    assert caught.value.history.steps.tolist() == []
-    assert int(caught.value.state.step) == 0
-
-
-@pytest.mark.slow
-def test_a_batch_of_another_kind_leaves_the_state_usable():
-    step = build_step(remainder="error")
-    cut = [*batches(make_data(32), 16), *batches(make_data(24), 24)]
-    with pytest.raises(ValueError, match="The batch has changed") as caught:
-        train(cut, step=step)
-    assert int(caught.value.state.step) == 2
-
-
-def test_a_state_lost_on_the_devices_is_not_handed_over(train_step):
-    class Failing:
-        def __getattr__(self, name):
-            return getattr(train_step, name)
-
-        def dispatch(self, state, batch):
-            train_step.dispatch(state, batch)
-            raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory") as caught:
-        train(batches(make_data(16), 16), state=init(train_step), step=Failing())
-    assert caught.value.state is None
-    assert "The state is lost" in "".join(caught.value.__notes__)
+    alone = [False, True, False, True, False]
+    from_there = [False, True, True, True, True]
+    found = np.isnan(history.metrics["loss"]).tolist()
+    assert found == (alone if policy == "skip" else from_there)
 
 
 @pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
@@ -729,8 +673,7 @@ def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(monkeypatch, at):
     gc.callbacks.append(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
-            data = batches(make_data(96), 16)
-            train(data, hooks=[hook])
+            train(cut_of(6), hooks=[hook])
     finally:
         gc.callbacks.remove(interrupt)
     assert at <= int(caught.value.state.step) <= 6
@@ -743,8 +686,7 @@ def test_ctrl_c_that_a_hook_catches_is_raised_once():
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
-    data = batches(make_data(96), 16)
-    _, history = train(data, hooks=[hook])
+    _, history = train(cut_of(6), hooks=[hook])
     assert len(history.steps) == 6
 
 
@@ -782,8 +724,7 @@ def test_sigterm_is_held_back_while_results_are_read_and_not_after():
 @pytest.mark.parametrize("where", ["_show", "stop", "_disable_redirect", "getsignal"])
 def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, where):
     """The second comes while the first has the bar closed, and signals put back."""
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
+    screen = shown_on(monkeypatch)
     as_before = (screen, signal.getsignal(signal.SIGINT), sys.unraisablehook)
     ending = []
 
@@ -801,18 +742,14 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
     tracing = sys.gettrace()
     try:
         with pytest.raises(KeyboardInterrupt):
-            data = batches(make_data(64), 16)
-            run(train_step, init(train_step), data, progress=True, hooks=[hook])
+            train(cut_of(4), step=train_step, progress=True, hooks=[hook])
     finally:
         sys.settrace(tracing)
     assert not ending
-    assert (
-        sys.stderr,
-        signal.getsignal(signal.SIGINT),
-        sys.unraisablehook,
-    ) == as_before
+    after = (sys.stderr, signal.getsignal(signal.SIGINT), sys.unraisablehook)
+    assert after == as_before
     assert "\x1b[?25l" not in screen.getvalue()  # the cursor is never hidden
-    run(train_step, init(train_step), batches(make_data(64), 16), progress=True)
+    train(cut_of(4), step=train_step, progress=True)
 
 
 def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
@@ -832,26 +769,22 @@ def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
 
 
 def test_lines_without_a_terminal(train_step, eval_step, capsys):
-    run(
-        train_step,
-        init(train_step),
-        batches(make_data(80), 16),
-        steps=5,
-        evaluate=eval_step,
-        eval_batches=list(batches(eval_data(16), 16)),
-        audit=False,  # of which a line would tell
-    )
+    evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
+    train(cut_of(5), step=train_step, steps=5, progress=None, **evaluated)
     out, err = capsys.readouterr()
     assert out == ""
     # The first and the last one: between two lines there are seconds.
-    [compiling, first, last, evaluated] = err.splitlines()
-    assert compiling == "step 1: compiling"
-    took = r"  compiled in [\d.]+ s"
-    assert re.fullmatch(
-        r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left" + took, first
-    )
-    assert re.fullmatch(r"step 5/5  loss [\d.]+  [\d.]+ steps/s", last)
-    assert re.match(r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+", evaluated)
+    for line, expected in zip(
+        err.splitlines(),
+        [
+            "step 1: compiling",
+            r"step 1/5  loss [\d.]+  [\d.]+ steps/s  \S+ left  compiled in [\d.]+ s",
+            r"step 5/5  loss [\d.]+  [\d.]+ steps/s",
+            r"evaluation after step 5  (\S+ \S+  )*mse [\d.]+.*",
+        ],
+        strict=True,
+    ):
+        assert re.fullmatch(expected, line)
 
 
 KINDS = {"batches": lambda x: x, "list": list, "generator": lambda x: (y for y in x)}
@@ -860,10 +793,9 @@ KINDS = {"batches": lambda x: x, "list": list, "generator": lambda x: (y for y i
 @pytest.mark.parametrize("steps", [None, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps, kind):
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
+    screen = shown_on(monkeypatch)
     data = KINDS[kind](batches(make_data(64), 16))
-    run(train_step, init(train_step), data, steps=steps, progress=True)
+    train(data, step=train_step, steps=steps, progress=True)
     text, is_known = screen.getvalue(), steps is not None or kind != "generator"
     assert f"step 4{'/4' if is_known else ''}  loss " in text
     assert "steps/s" in text
@@ -871,11 +803,14 @@ def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps, kind):
 
 
 def test_a_bar_is_closed_by_an_exception(train_step, monkeypatch):
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    loader = loader_that_fails(batches(make_data(64), 16), LoaderError())
-    with pytest.raises(LoaderError):
-        run(train_step, init(train_step), loader, progress=True)
+    screen = shown_on(monkeypatch)
+
+    def loader():
+        yield from cut_of(4)
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        train(loader(), step=train_step, progress=True)
     assert "step 4  loss" in screen.getvalue()
     assert sys.stderr is screen
 
@@ -897,8 +832,7 @@ def test_a_notebook_gets_a_bar_in_its_place(train_step, monkeypatch, capsys):
         display=types.SimpleNamespace(display=display),
     )
     monkeypatch.setitem(sys.modules, "IPython", fake)
-    data = batches(make_data(64), 16)
-    run(train_step, init(train_step), data, steps=4, audit=False)
+    train(cut_of(4), step=train_step, steps=4, progress=None)
     assert shown[0].strip() == "starting" and "step 1: compiling" in shown[1]
     assert re.match("━{30} +step 4/4  loss", shown[-1])
     assert capsys.readouterr().out == ""
@@ -955,45 +889,45 @@ def test_a_dumb_terminal_gets_lines(monkeypatch):
 
 def test_a_bar_leaves_what_is_piped_alone(train_step, monkeypatch, capsys):
     """Rich would print it above the bar, and so to stderr."""
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
+    screen = shown_on(monkeypatch)
     hook = lambda number, metrics: print("done", number)  # noqa: E731
-    data = batches(make_data(32), 16)
-    run(train_step, init(train_step), data, progress=True, hooks=[hook])
+    train(cut_of(2), step=train_step, progress=True, hooks=[hook])
     assert capsys.readouterr().out == "done 1\ndone 2\n"
     assert "step 2" in screen.getvalue()
 
 
 def test_metrics_are_shown_that_are_asked_for(train_step, capsys):
-    data = list(batches(make_data(32), 16))
-    _, history = run(train_step, init(train_step), data, progress=["bias"])
+    show = functools.partial(train, cut_of(2), step=train_step)
+    _, history = show(progress=["bias"])
     last = capsys.readouterr().err.splitlines()[-1]
     bias = shown.format_value(history.metrics["bias"][1])
     assert re.match(rf"step 2/2  loss \S+  bias {re.escape(bias)}  ", last)
-    with pytest.raises(ValueError, match="names 'mean', and the metrics of step 1 are"):
-        run(train_step, init(train_step), data, progress=["mean"])
-    for wrong in ([], [1]):
-        with pytest.raises(ValueError, match=r"progress=\[1?\] must be None, True"):
-            run(train_step, init(train_step), data, progress=wrong)
+    for wrong, text in [
+        (["mean"], "names 'mean', and the metrics of step 1 are"),
+        ([], r"progress=\[\] must be None, True"),
+        ([1], r"progress=\[1\] must be None, True"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            show(progress=wrong)
 
 
 def test_the_last_metrics_are_final(eval_step):
-    data = list(batches(make_data(32), 16))
-    _, history = train(data)
+    _, history = train(cut_of(2))
     assert history.final == {k: v[-1] for k, v in history.metrics.items()}
     evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
-    _, history = train(data, **evaluated)
+    _, history = train(cut_of(2), **evaluated)
     assert history.final.keys() == {"loss", "bias", "step", "mse", "column"}
     assert history.final["mse"] == history.evaluations[-1][1]["mse"]
 
 
+def evaluated_run(eval_step, epochs, eval_every):
+    data = batches(make_data(16), 16, epochs=epochs)
+    evaluated = {"evaluate": eval_step, "eval_batches": [eval_data(16)]}
+    return train(data, eval_every=eval_every, **evaluated)[1]
+
+
 def test_a_history_is_a_table(eval_step, monkeypatch):
-    _, history = train(
-        batches(make_data(16), 16, epochs=50),
-        evaluate=eval_step,
-        eval_batches=list(batches(eval_data(16), 16)),
-        eval_every=33,
-    )
+    history = evaluated_run(eval_step, epochs=50, eval_every=33)
     text = history.table(rows=5)
     first_column = re.findall(r"^  \s*(\d+)  ", text, re.MULTILINE)
     # Five even steps and the evaluated 33; the evaluated 50 is among the five.
@@ -1018,12 +952,7 @@ def test_a_history_is_a_table(eval_step, monkeypatch):
 
 @pytest.mark.slow
 def test_a_history_is_a_picture(eval_step, monkeypatch):
-    _, history = train(
-        batches(make_data(16), 16, epochs=6),
-        evaluate=eval_step,
-        eval_batches=list(batches(eval_data(16), 16)),
-        eval_every=3,
-    )
+    history = evaluated_run(eval_step, epochs=6, eval_every=3)
     pytest.importorskip("matplotlib")
     axes = history.plot().axes
     assert {panel.get_xlabel() for panel in axes} == {"step"}
