@@ -122,6 +122,23 @@ def train(model, data, *rest, **options):
     return tj.estimator.train_and_evaluate(model, data, *rest, **options)
 
 
+def closing(closed, data, error=None, then=()):
+    """Data that say when they are closed; an error may stand between two parts."""
+    try:
+        yield from data
+        if error is not None:
+            raise error
+        yield from then
+    finally:
+        closed.append(1)
+
+
+def in_advance():
+    """How many threads take batches."""
+    names = [thread.name for thread in threading.enumerate()]
+    return names.count("towerjax-prefetch")
+
+
 def check(result, expected):
     """The run did these batches, in this order."""
     (variables, history), (losses, w) = result, oracle(expected)
@@ -148,24 +165,27 @@ HOW_LONG = [
 FORMS = [("list", *row) for row in HOW_LONG]
 FORMS += [(form, *HOW_LONG[i]) for form in ("function", "dataset") for i in (3, 4)]
 FORMS += [("own dataset", *HOW_LONG[3])]
+EVALUATED = pairs(29, 10, seed=1)
+FORMS += [(form, *HOW_LONG[i]) for form in ("function", "dataset") for i in (3, 4)]
+FORMS += [("own dataset", *HOW_LONG[3])]
 
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("form, steps, epochs, expected", FORMS)
 def test_how_long(model, form, steps, epochs, expected):
-    data = made = pairs()
-    calls = []
+    data, calls = pairs(), []
+    distribute = functools.partial(model.strategy.distribute_dataset, remainder="pad")
 
     def fn(context=None):
         calls.append(1)
         yield from data
 
-    if form == "function":
-        made = fn
-    if form == "dataset":
-        made = model.strategy.distribute_dataset(data, remainder="pad")
-    if form == "own dataset":
-        made = model.strategy.distribute_dataset(lambda c: fn(), remainder="pad")
+    made = {
+        "list": lambda: data,
+        "function": lambda: fn,
+        "dataset": lambda: distribute(data),
+        "own dataset": lambda: distribute(fn),
+    }[form]()
     result = train(model, made, steps=steps, epochs=epochs)
     check(result, list(itertools.islice(itertools.cycle(data), expected)))
     assert model.seen == list(range(1, expected + 1))
@@ -184,22 +204,16 @@ def test_batches_begin_anew_with_each_pass_and_evaluation(model):
 
 
 def test_a_distributed_data_set_has_one_thread_and_no_other(model):
-    def count(*_):
-        names = [thread.name for thread in threading.enumerate()]
-        counts.append(names.count("towerjax-prefetch"))
-
     def endless():
         yield from itertools.cycle(pairs())
 
     for data in (endless, model.strategy.distribute_dataset(endless, remainder="pad")):
         counts = []
+        count = lambda *_, counts=counts: counts.append(in_advance())  # noqa: E731
         train(model, data, steps=3, epochs=1, hooks=[count])
         for _ in itertools.islice(tj.estimator.predict(model, model.init(), data), 2):
             count()
-        assert max(counts) == 1
-        counts.clear()
-        count()
-        assert counts == [0]
+        assert max(counts) == 1 and in_advance() == 0
 
 
 def test_data_that_can_be_gone_through_once_is(model):
@@ -222,15 +236,15 @@ def test_without_labels_there_are_none():
 
 
 def test_evaluations_are_those_of_numpy(model):
-    data, held_out = pairs(), pairs(29, 10, seed=1)
-    _, history = train(model, data, lambda: held_out, epochs=3, eval_every=4)
-    assert [number for number, _ in history.evaluations] == [4, 8, 9]
-    for number, values in history.evaluations:
-        _, w = oracle((data * 3)[:number])
-        squares = [
-            (x["x"].astype(np.float64) @ w - y.astype(np.float64)) ** 2
-            for x, y in held_out
-        ]
+    """Of data that are distributed, too."""
+    data, distribute = pairs(), model.strategy.distribute_dataset
+    given = [lambda: EVALUATED, distribute(EVALUATED, remainder="pad")]
+    runs = [train(model, data, x, epochs=3, eval_every=4)[1] for x in given]
+    assert runs[0].evaluations == runs[1].evaluations
+    assert [number for number, _ in runs[0].evaluations] == [4, 8, 9]
+    for number, values in runs[0].evaluations:
+        w = oracle((data * 3)[:number])[1]
+        squares = [(np.float64(x["x"]) @ w - np.float64(y)) ** 2 for x, y in EVALUATED]
         expected = np.concatenate(squares).mean()
         np.testing.assert_allclose(values["loss"], expected, rtol=500 * EPS)
 
@@ -253,44 +267,28 @@ def test_another_model_may_evaluate_on_other_towers(model):
         state = dataclasses.replace(state, local=local)
         return tj.towers.restored_values(three, state, tj.towers.saved_values(state))
 
-    data, held_out = pairs(), pairs(29, 10, seed=1)
-    _, plain = train(model, data, held_out)
-    _, history = train(
-        model, data, held_out, evaluate=other.eval_step(), eval_params=moved
-    )
+    _, plain = train(model, pairs(), EVALUATED)
+    options = {"evaluate": other.eval_step(), "eval_params": moved}
+    _, history = train(model, pairs(), EVALUATED, **options)
     assert history.final["towers"] == 3
     expected = plain.final["loss"] - np.arange(8).mean()
     np.testing.assert_allclose(history.final["loss"], expected, rtol=50 * EPS)
 
 
-def test_evaluation_data_may_be_distributed(model):
-    held_out = pairs(29, 10, seed=1)
-    placed = model.strategy.distribute_dataset(held_out, remainder="pad")
-    _, history = train(model, pairs(), placed, eval_every=1)
-    _, plain = train(model, pairs(), held_out, eval_every=1)
-    assert [x["loss"] for _, x in history.evaluations] == [
-        x["loss"] for _, x in plain.evaluations
-    ]
-    assert len(history.evaluations) == 3
-
-
 @pytest.mark.slow
 def test_options_reach_the_loop(model, tmp_path):
     path, seen = tmp_path / "run.jsonl", []
-    data = pairs()
+    saving = tj.Checkpointer(tmp_path / "saved", best="loss")
+    options = {
+        "early_stopping": tj.EarlyStopping("loss", patience=2),
+        "checkpointer": saving,
+        "writers": [tj.JsonLines(path)],
+        "hooks": [lambda number, metrics: seen.append((number, len(model.seen)))],
+    }
     # Learning from data that diverges: the first evaluation is the best.
-    worse = [(x, -10 * y) for x, y in data]
-    variables, history = train(
-        model,
-        worse,
-        data,
-        epochs=9,
-        eval_every=2,
-        early_stopping=tj.EarlyStopping("loss", patience=2),
-        checkpointer=(saving := tj.Checkpointer(tmp_path / "saved", best="loss")),
-        writers=[tj.JsonLines(path)],
-        hooks=[lambda number, metrics: seen.append((number, len(model.seen)))],
-    )
+    worse = [(x, -10 * y) for x, y in pairs()]
+    result = train(model, worse, pairs(), epochs=9, eval_every=2, **options)
+    variables, history = result
     values = [x["loss"] for _, x in history.evaluations]
     assert values == sorted(values) and len(values) == 3
     assert history.stopped and history.steps.tolist() == [1, 2, 3, 4, 5, 6]
@@ -318,15 +316,8 @@ def test_a_run_goes_on(model, tmp_path):
 )
 def test_after_an_error_it_goes_on(model, kind, prefetch):
     data, error, closed = pairs(), LookupError("gone"), []
-
-    def loader():
-        try:
-            yield from data
-            if kind == "loader":
-                raise error
-            yield from data
-        finally:
-            closed.append(1)
+    between = error if kind == "loader" else None
+    loader = functools.partial(closing, closed, data, between, data)
 
     def hook(number, metrics):
         if number == 3 and kind == "hook":
@@ -344,10 +335,10 @@ def test_after_an_error_it_goes_on(model, kind, prefetch):
         def close(self):
             closed.append(2)
 
-    expected = KeyboardInterrupt if kind == "ctrl-c" else LookupError
     options = {"hooks": [hook], "writers": [Writer()], "prefetch": prefetch}
-    with pytest.raises(expected) as caught:
+    with pytest.raises((KeyboardInterrupt, LookupError)) as caught:
         train(model, loader, **options)
+    assert (caught.type is KeyboardInterrupt) == (kind == "ctrl-c")
     if kind == "loader":
         assert sorted(closed) == [1, 2]
         batches = data
@@ -387,44 +378,29 @@ def test_batches_that_were_used_are_those_that_the_data_says():
     assert Epochs("data", Rest("ab")).used_before == 3
 
 
-def test_data_that_raises_and_can_go_on_is_gone_on_with():
-    made = iter([Shaky("abc", 2), Shaky("de", None)])
+@pytest.mark.parametrize("first, rest", [
+    (lambda: Shaky("abc", 2), "bcde"),
+    (lambda: closing([], "a", LookupError("gone")), ""),  # nor the next epoch
+])  # fmt: skip
+def test_data_that_raises_is_gone_on_with_where_it_can_be(first, rest):
+    made = iter([first(), Shaky("de", None)])
     passes = iter(Epochs("data", lambda: next(made), epochs=2))
     assert next(passes)["features"] == "a"
     with pytest.raises(LookupError):
         next(passes)
-    assert [x["features"] for x in passes] == list("bcde")
-
-
-def test_data_that_an_exception_ended_does_not_go_on_with_the_next_epoch():
-    def loader():
-        yield "a"
-        raise LookupError("gone")
-
-    passes = iter(Epochs("data", loader, epochs=2))
-    assert next(passes)["features"] == "a"
-    with pytest.raises(LookupError):
-        next(passes)
-    assert list(passes) == []
+    assert [x["features"] for x in passes] == list(rest)
 
 
 def test_a_malformed_batch_closes_the_data(model):
-    closed = []
-
-    def loader():
-        try:
-            while True:
-                yield ({"x": np.zeros((8, 3), np.float32)}, np.zeros(7, np.float32))
-        finally:
-            closed.append(1)
-
+    bad = ({"x": np.zeros((8, 3), np.float32)}, np.zeros(7, np.float32))
     for prefetch in (0, 2):
+        closed = []
+        loader = functools.partial(closing, closed, itertools.repeat(bad))
         with pytest.raises(ValueError, match=r"batch\['labels'\]") as caught:
             train(model, loader, prefetch=prefetch)
         assert caught.value.state is not None
         caught.value.batches.close()
-        assert closed.pop()
-    assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
+        assert closed == [1] and in_advance() == 0
 
 
 def test_how_many_batches_an_epoch_has_is_known_of_one():
@@ -509,40 +485,41 @@ def test_what_is_a_pair():
 # Prediction
 
 
-def expected_rows(batches, w=(0.5, -1.0, 2.0)):
-    x = np.concatenate([features["x"] for features, _ in batches]).astype(np.float64)
-    return x @ np.array(w), 2 * x
-
-
-@pytest.mark.parametrize(
-    "form, prefetch, in_flight",
-    [("pairs", 2, 2), ("features", 0, 1), ("function", 1, 5), ("dataset", 2, 2)],
-)
-def test_predictions_are_in_order_and_without_padding(model, form, prefetch, in_flight):
-    batches = pairs(45)
+@pytest.mark.parametrize("form, options", [
+    ("pairs", {"prefetch": 2, "in_flight": 2}),
+    ("features", {"prefetch": 0, "in_flight": 1}),
+    ("function", {"prefetch": 1, "in_flight": 5}),
+    ("dataset", {"prefetch": 2, "in_flight": 2}),
+    ("pairs", {"per_example": True}),
+    ("an error", {"prefetch": 2, "in_flight": 4}),
+], ids="pairs features function dataset per_example an_error".split())  # fmt: skip
+def test_predictions_are_in_order_and_without_padding(model, form, options):
+    batches, error = pairs(45), LookupError("gone")
     data = {
         "pairs": batches,
         "features": [features for features, _ in batches],
         "function": lambda: iter(batches),
         "dataset": model.strategy.distribute_dataset(batches, remainder="pad"),
+        "an error": lambda: closing([], batches, error),  # which comes after them
     }[form]
-    options = {"prefetch": prefetch, "in_flight": in_flight}
-    outputs = list(tj.estimator.predict(model, model.init(), data, **options))
-    assert [len(output["y"]) for output in outputs] == [16, 16, 13]
-    assert all(isinstance(output["y"], np.ndarray) for output in outputs)
-    y, double = expected_rows(batches)
-    got = {name: np.concatenate([x[name] for x in outputs]) for name in outputs[0]}
+    outputs, told = [], []
+    try:
+        for output in tj.estimator.predict(model, model.init(), data, **options):
+            outputs.append(output)
+    except LookupError as found:
+        told.append(found)
+    assert told == [error] * (form == "an error")
+    assert all(isinstance(output["y"], np.ndarray | np.generic) for output in outputs)
+    each = options.get("per_example", False)
+    sizes = [len(np.atleast_1d(output["y"])) for output in outputs]
+    assert sizes == ([1] * 45 if each else [16, 16, 13])
+    assert outputs[0]["double"].shape == ((3,) if each else (16, 3))
+    x = np.concatenate([features["x"] for features, _ in batches]).astype(np.float64)
+    put = np.stack if each else np.concatenate
+    got = {name: put([output[name] for output in outputs]) for name in outputs[0]}
+    y = x @ np.array([0.5, -1.0, 2.0])
     np.testing.assert_allclose(got["y"], y, rtol=8 * EPS, atol=8 * EPS)
-    np.testing.assert_array_equal(got["double"], double)
-
-
-def test_predictions_one_example_at_a_time(model):
-    batches = pairs(21)
-    rows = list(tj.estimator.predict(model, model.init(), batches, per_example=True))
-    y, double = expected_rows(batches)
-    assert len(rows) == 21 and rows[0]["double"].shape == (3,)
-    np.testing.assert_allclose([row["y"] for row in rows], y, rtol=8 * EPS, atol=1e-6)
-    np.testing.assert_array_equal([row["double"] for row in rows], double)
+    np.testing.assert_array_equal(got["double"], 2 * x)
 
 
 def test_several_rows_of_an_example_are_not_handed_to_others():
@@ -563,14 +540,12 @@ def test_several_rows_of_an_example_are_not_handed_to_others():
 def test_endless_data_gives_endless_predictions(model):
     taken, closed = [], []
 
-    def endless():
-        try:
-            for number in itertools.count():
-                taken.append(number)
-                yield {"x": np.full((16, 3), number, np.float32)}
-        finally:
-            closed.append(1)
+    def counted():
+        for number in itertools.count():
+            taken.append(number)
+            yield {"x": np.full((16, 3), number, np.float32)}
 
+    endless = functools.partial(closing, closed, counted())
     options = {"prefetch": 2, "in_flight": 2}
     made = tj.estimator.predict(model, model.init(), endless, **options)
     assert taken == []  # nothing before it is asked for
@@ -580,31 +555,14 @@ def test_endless_data_gives_endless_predictions(model):
     # 5 given, 1 more that runs, 2 that wait.
     assert len(taken) <= 5 + 1 + 2
     made.close()
-    assert closed == [1]
-    assert "towerjax-prefetch" not in [x.name for x in threading.enumerate()]
+    assert closed == [1] and in_advance() == 0
 
 
-def test_predictions_before_an_error_come_first(model):
-    def loader():
-        yield from pairs()
-        raise LookupError("gone")
-
-    outputs = []
-    options = {"prefetch": 2, "in_flight": 4}
-    with pytest.raises(LookupError, match="gone"):
-        for output in tj.estimator.predict(model, model.init(), loader, **options):
-            outputs.append(output)
-    assert len(outputs) == 3
-
-
-@pytest.mark.parametrize(
-    "data, options, text",
-    [
-        (7, {}, "data is an int, but is to be an iterable"),
-        (arrays(8)[0], {}, "data is one batch (a dict), but is to be"),
-        ([], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
-    ],
-)
+@pytest.mark.parametrize("data, options, text", [
+    (7, {}, "data is an int, but is to be an iterable"),
+    (arrays(8)[0], {}, "data is one batch (a dict), but is to be"),
+    ([], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
+])  # fmt: skip
 def test_bad_predictions_are_refused_at_once(model, data, options, text):
     for call in (tj.estimator.predict, tj.estimator.evaluate):
         with pytest.raises(ValueError, match=re.escape(text)):

@@ -362,17 +362,18 @@ MODELS = (
        "if labels is None:",
        "test_train_and_evaluate.py::test_without_labels_there_are_none",
        "test_train_and_evaluate.py::"
-       "test_predictions_are_in_order_and_without_padding[pairs-2-2]"),
+       "test_predictions_are_in_order_and_without_padding[pairs]"),
     _m("M12", "predictions come out of order", "loop.evaluate:outputs_on_host",
        "if len(running) == in_flight:\n"
        "                    yield jax.device_get(running.popleft())",
        "if len(running) == in_flight:\n"
        "                    yield jax.device_get(running.pop())",
        "test_train_and_evaluate.py::"
-       "test_predictions_are_in_order_and_without_padding[pairs-2-2]"),
+       "test_predictions_are_in_order_and_without_padding[pairs]"),
     _m("M13", "an error of the data ends predictions in silence",
        "loop.evaluate:outputs_on_host", "raise failure", "return",
-       "test_train_and_evaluate.py::test_predictions_before_an_error_come_first"),
+       "test_train_and_evaluate.py::"
+       "test_predictions_are_in_order_and_without_padding[an_error]"),
     _m("M14", "on_nonfinite does not reach the step",
        "estimator.train:train_and_evaluate", "**given, **of_step", "**given",
        "test_train_and_evaluate.py::test_a_loss_that_is_not_finite_is_skipped"
