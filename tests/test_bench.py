@@ -19,8 +19,7 @@ from benchmarks.models import MODELS, mlp
 from benchmarks.trials import LEARNING_RATE, MOMENTUM, Trial, strategy_of
 from towerjax.loop.files import read_lines
 from towerjax.tools import cli
-from towerjax.tools.cli import main
-from towerjax.tools.shell import read_toml
+from towerjax.tools.cli import main, read_toml
 from towerjax.tools.sweep import bench as of_bench
 from towerjax.tools.sweep import turns
 from towerjax.tools.sweep.bench import Timings, describe_machine, recorded, versions

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from towerjax.loop.writers import as_json
-from towerjax.tools.shell import resolve, show
+from towerjax.tools.cli import resolve, show
 
 PROGRAM = """
 value = 3

@@ -733,7 +733,7 @@ TESTING = (
        "return OneDevice(strategy.placement.devices[0])", "return strategy",
        "test_testing.py::test_the_oracle_shows_what_is_wrong"),
     _m("T09", "the command's exit status does not tell of a finding",
-       "tools.shell:run_parsed", "return run(**given)", "return run(**given) and OK",
+       "tools.cli:run_parsed", "return run(**given)", "return run(**given) and OK",
        "test_audit.py::test_the_command_says_what_is_wrong"),
 )
 
@@ -1089,7 +1089,7 @@ ALONE = (
        "-(-(self.number or 1) // 8)", "max((self.number or 1) // 8, 1)",
        "test_absent.py::test_what_cannot_be_is_refused"),
     _m("D19", "Ctrl-C of a command has the code of wrong arguments",
-       "tools.shell:run_parsed", "return INTERRUPTED", "return USAGE",
+       "tools.cli:run_parsed", "return INTERRUPTED", "return USAGE",
        "test_shell.py::test_ctrl_c_has_its_own_code"),
 )
 

@@ -125,7 +125,7 @@ SAME: dict[tuple[str, str], str] = {
     ): "a moment",
     (
         "towerjax.tools.cli:main",
-        'dropped: shell.Parser(prog="towerjax", description=about) -> '
-        "shell.Parser(prog='towerjax')",
+        'dropped: Parser(prog="towerjax", description=about) -> '
+        "Parser(prog='towerjax')",
     ): "a sentence of the help",
 }

@@ -1,33 +1,116 @@
 """The commands of ``towerjax``; the docstring of each is its help."""
 
+import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import inspect
+import os
+import pathlib
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from json import dumps
+from typing import Any, NoReturn
 
+from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.mesh.devices import want_cpu_devices
 from towerjax.proof.findings import ReplicationError
-from towerjax.tools import shell
-from towerjax.tools.shell import FAULT, OK
 from towerjax.tools.sweep.bench import bench as bench_all
+from towerjax.tools.sweep.bench import resolve
 from towerjax.tools.testing import SplitError, prove, same_on_devices
 from towerjax.towers.strategies import Mirrored
 from towerjax.types.options import check_takes
 from towerjax.types.version import __version__
 
+OK = 0
+FAULT = 1  # the command ran, and found a fault or a failed run
+USAGE = 2  # wrong arguments, or an invalid value; nothing was done
+NOT_STARTED = 126  # the system refused a file or a program
+INTERRUPTED = 128 + 2  # Ctrl-C, as if SIGINT had ended the process
+CLOSED = 128 + 13  # the reader of the output has gone, as if SIGPIPE ended this
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with code 2."""
+        self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a ``towerjax`` command; return its exit code."""
     about = "Replicated training with JAX. Arguments of one: towerjax command --help"
-    parser, version = shell.Parser(prog="towerjax", description=about), __version__
+    parser, version = Parser(prog="towerjax", description=about), __version__
     parser.add_argument("--version", action="version", version=f"towerjax {version}")
     where = "show where an error was raised"
     parser.add_argument("--traceback", action="store_true", help=where)
     commands = parser.add_subparsers(dest="name", metavar="command", required=True)
     for run, options in _OPTIONS.items():
-        shell.add_command(commands, run, options)
-    return shell.run_parsed(parser.parse_args(arguments))
+        text = inspect.getdoc(run) or ""
+        command = commands.add_parser(
+            run.__name__,
+            help=text.partition("\n")[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+        )
+        for name, kind, what, *more in options:
+            flag = {"action": "store_const", "const": kind}
+            how: Any = {"type": kind} if callable(kind) else flag
+            name, _, dest = name.partition("=")
+            how |= {"dest": dest} if dest else {}
+            command.add_argument(name, help=what, **how, **dict(*more))
+        command.set_defaults(run=run)
+    return run_parsed(parser.parse_args(arguments))
+
+
+def run_parsed(options: argparse.Namespace) -> int:
+    """Run a parsed command; return its exit code.
+
+    It can import modules of the current folder, as with ``python -m``. A ``ValueError``
+    is a mistake of the user, an ``OSError`` a refusal of the system: both are printed
+    without a traceback, unless ``options.traceback``.
+    """
+    given = vars(options)
+    name, run, traceback = (given.pop(x) for x in ("name", "run", "traceback"))
+    sys.path.insert(0, "")
+    try:
+        return run(**given)
+    except BrokenPipeError:
+        # The reader has gone: Python must not flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
+    except KeyboardInterrupt:
+        print(f"towerjax {name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        if traceback:
+            raise
+        print(f"towerjax {name}: {error}", file=sys.stderr)
+        return USAGE if isinstance(error, ValueError) else NOT_STARTED
+    finally:
+        sys.path.remove("")
+
+
+def show(result: Any, fields: Mapping[str, Any], in_json: bool, code: int = OK) -> int:
+    """Print a result, as text or as one JSON object; return the code."""
+    text = dumps(as_json(fields), indent=2, allow_nan=False) if in_json else result
+    print(text, flush=True)
+    return code
+
+
+def read_toml(*sources: str) -> dict[str, Any]:
+    """The keys of TOML files and of lines such as ``"towers=[1, 2]"``, in order."""
+    settings: dict[str, Any] = {}
+    for source in sources:
+        text = source if "=" in source else pathlib.Path(source).read_text()
+        try:
+            settings |= tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{source}: {error}") from error
+    return settings
 
 
 def launch(**options: Any) -> int:
@@ -66,8 +149,8 @@ def audit(make_step: str, json: bool = False) -> int:
         outcome = step.audit(state, batch)
     except SplitError as error:
         findings = list(map(dataclasses.asdict, error.findings))
-        return shell.show(error, {"same": False, "findings": findings}, json, FAULT)
-    return shell.show(outcome, {"same": True, **dataclasses.asdict(outcome)}, json)
+        return show(error, {"same": False, "findings": findings}, json, FAULT)
+    return show(outcome, {"same": True, **dataclasses.asdict(outcome)}, json)
 
 
 def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> int:
@@ -83,7 +166,7 @@ def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> 
     exit code: 0 if nothing depends on them, 1 if something does, 2 for wrong arguments.
     """
     want_cpu_devices(max(devices))
-    maker = shell.resolve(make, "train:make")
+    maker = resolve(make, "train:make")
     check_takes(f"{make.rpartition(':')[2]}(devices)", maker, max(devices))
     fn, args = maker(max(devices))
     told, faults = [], dict[str, Any]()
@@ -97,7 +180,7 @@ def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> 
             told.append("\n".join(str(error).splitlines()[:_SCREEN]))
             faults[name] = str(error)
     outcome = {"same": not faults, "findings": faults}
-    return shell.show("\n".join(told), outcome, json, FAULT if faults else OK)
+    return show("\n".join(told), outcome, json, FAULT if faults else OK)
 
 
 def report(
@@ -117,12 +200,12 @@ def report(
     strategy = (Mirrored(devices=_devices_of(on)),) if on else ()
     step, state, batch = _made(make_step, *strategy)
     figures = step.report(state, batch, timed_calls=timed_calls)
-    return shell.show(figures, dataclasses.asdict(figures), json)
+    return show(figures, dataclasses.asdict(figures), json)
 
 
 def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
     """What a named function returns, checked."""
-    if not callable(function := shell.resolve(make_step, "train:make_step")):
+    if not callable(function := resolve(make_step, "train:make_step")):
         raise ValueError(f"{make_step} is no function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
@@ -167,15 +250,17 @@ def bench(
         raise ValueError(f"--peer {wrong[0]}: write --peer name=module:function.")
     options["peers"] = dict(text.split("=") for text in peer)
     options |= {"progress": False} if json else {}
-    timings = bench_all(build, shell.read_toml(*grid), **options)
+    timings = bench_all(build, read_toml(*grid), **options)
     code = FAULT if "failed" in [x["status"] for x in timings.records] else OK
-    return shell.show(timings, {"results": timings.records}, json, code)
+    return show(timings, {"results": timings.records}, json, code)
 
 
 _SCREEN = 16  # lines of one answer
 _STEP = ("make_step", str, "module:function")
 _JSON = ("--json", True, "print one JSON object")
 _NEEDED, _SEVERAL = {"required": True}, {"nargs": "+"}
+# ``(name, type, text)`` and more by name; ``--name=dest`` is passed as ``dest``, and a
+# flag has its value in place of a type. What is not given is not passed.
 _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     launch: (
         ("--processes", int, "how many", _NEEDED),

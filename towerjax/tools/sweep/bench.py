@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import pkgutil
 import platform
 import re
 import signal
@@ -20,7 +21,6 @@ import numpy as np
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import checked_path, read_lines
 from towerjax.step.look.audited import asked
-from towerjax.tools.shell import NoSuchName, resolve
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
@@ -120,6 +120,24 @@ def _importable(build: Builder) -> str:
             " at the top level."
         )
     return name
+
+
+class NoSuchName(ValueError):
+    """A module is there, and has no such name; or a name is mistyped."""
+
+
+def resolve(name: str, example: str) -> Any:
+    """The object that ``module:name`` names, such as the example."""
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name) or ".py:" in name:
+        raise NoSuchName(f"{name!r} is not of the form module:name, as {example}.")
+    try:
+        return pkgutil.resolve_name(name)
+    except AttributeError as error:
+        raise NoSuchName(f"{name}: {error}.") from error
+    except ModuleNotFoundError as error:
+        if not f"{name.partition(':')[0]}.".startswith(f"{error.name}."):
+            raise  # the module is there, and misses another
+        raise ValueError(f"{name}: {error}; set PYTHONPATH.") from error
 
 
 def describe_machine() -> Line:
