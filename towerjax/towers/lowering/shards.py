@@ -26,12 +26,7 @@ from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
 from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr, scopes_of
 from towerjax.proof.interpreter import Interpreter, eqn_context, evaluate_eqn
-from towerjax.towers.lowering.additions import (
-    SumSites,
-    are_zeros,
-    carried_sums,
-    is_addition,
-)
+from towerjax.towers.lowering.additions import SumSites, are_zeros
 from towerjax.towers.lowering.parts import (
     Shard,
     Shards,
@@ -86,12 +81,9 @@ class _Body:
         carried: dict[int, int] | None = None,
     ) -> None:
         self.body, self._how = body, how
-        self._sites = SumSites(body)
         # Addends, with the dims along which they are scattered once they are made.
-        self._sums = {body.invars[i]: dim for i, dim in (carried or {}).items()}
-        self._added: set[Any] = set()  # whose operands have been scattered
-        # By equation, those of its results that its inner program scatters.
-        self._opened: dict[int, dict[int, int]] = {}
+        self._sites = SumSites(body, passes=_is_copy, opens=self._may_scatter_inside)
+        self._sites.sums |= {body.invars[i]: dim for i, dim in (carried or {}).items()}
         self._summed: dict[Any, int] = {}  # results of an all-reduce
         # What an update returns, one device stores and reads again, where it is part of
         # another value. Computed anew of whole values, it would be fused otherwise.
@@ -99,7 +91,7 @@ class _Body:
         self._stored = {x for x in outs if isinstance(x, Var)}
         self._results = sums
         for number, dim in sums.items():
-            self._push(body.outvars[number], dim)
+            self._sites.follow(body.outvars[number], dim)
         for number, at in (wanted or {}).items():
             self._want(body.outvars[number], at)
 
@@ -111,63 +103,39 @@ class _Body:
             self._want(eqn.invars[0], dim)
         elif _is_all_reduce(eqn):
             self._summed[value] = dim
-            self._push(eqn.invars[eqn.outvars.index(value)], dim)
+            self._sites.follow(eqn.invars[eqn.outvars.index(value)], dim)
 
-    def _push(self, value: Any, dim: int) -> None:
-        """Scatter an addend where it is made, or before."""
-        if (eqn := self._sites.addend(value)) is None:
-            return
-        if eqn.primitive.name in _COPIES and len(eqn.invars) == 1:
-            self._added.add(value)
-            self._push(eqn.invars[0], dim)
-        elif is_addition(eqn) and any(map(self._may_open, eqn.invars)):
-            self._added.add(value)
-            for x in eqn.invars:
-                self._push(x, dim)
-        elif self._may_scatter_inside(eqn, value, dim):
-            number = eqn.outvars.index(value)
-            self._opened.setdefault(id(eqn), {})[number] = dim
-        self._sums[value] = dim
-
-    def _may_open(self, value: Any) -> bool:
-        if isinstance(value, Var) and value in self._sums:
-            return True
-        if (eqn := self._sites.addend(value)) is None:
-            return False
-        if is_addition(eqn):
-            return any(map(self._may_open, eqn.invars))
-        return eqn.primitive.name in ("scan", *_ENTERED)
-
-    def _may_scatter_inside(self, eqn: JaxprEqn, value: Any, dim: int) -> bool:
+    def _may_scatter_inside(self, eqn: JaxprEqn, number: int, dim: int) -> bool:
         """Whether an equation's inner program can scatter this result."""
         if eqn.primitive.name == "scan":
-            number, (_, carries) = eqn.outvars.index(value), loop_sizes(eqn)
-            return number in carried_sums(eqn) if number < carries else dim > 0
+            is_carry = number < loop_sizes(eqn)[1]
+            return number in self._sites.carried(eqn) if is_carry else dim > 0
         return eqn.primitive.name in _ENTERED and _inner(eqn) is not None
 
     def run(self, args: Sequence[Any], consts: Sequence[Any]) -> list[Any]:
         """The results, some of them `Shard`."""
-        body, walk = self.body, Interpreter(self.body, consts, args)
+        body, sites = self.body, self._sites
+        walk = Interpreter(body, consts, args)
 
         def part(var: Any, dim: int) -> Shard:
             x = walk.read(var)
-            return x if var in self._sums and isinstance(x, Shard) else scatter(x, dim)
+            return x if var in sites.sums and isinstance(x, Shard) else scatter(x, dim)
 
         for eqn in body.eqns:
             operands = [walk.read(x) for x in eqn.invars]
             with eqn_context(eqn):
                 if _is_all_reduce(eqn) and self._summed.keys() & {*eqn.outvars}:
                     out = self._all_reduce(eqn, operands, part)
-                elif eqn.outvars[:1] and eqn.outvars[0] in self._added:
-                    dim = self._sums[eqn.outvars[0]]
+                elif eqn.outvars[:1] and eqn.outvars[0] in sites.added:
+                    dim = sites.sums[eqn.outvars[0]]
                     parts = [part(x, dim).part for x in eqn.invars]
                     out = [Shard(evaluate_eqn(eqn, parts)[0], dim)]
                 else:
                     out = self._evaluate(eqn, operands)
-                inside = self._opened.get(id(eqn), {})
+                inside = sites.opened.get(id(eqn), {})
                 for i, (var, x) in enumerate(zip(eqn.outvars, out, strict=True)):
-                    dim = self._sums.get(var)
-                    is_part = var in self._added or i in inside
+                    dim = sites.sums.get(var)
+                    is_part = var in sites.added or i in inside
                     if var in self._stored and isinstance(x, Shard):
                         x = x.of(x.part)
                     walk.values[var] = x if dim is None or is_part else scatter(x, dim)
@@ -195,7 +163,7 @@ class _Body:
 
     def _evaluate(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """An equation that gathers what it needs, just before it runs."""
-        sums = self._opened.get(id(eqn), {})
+        sums = self._sites.opened.get(id(eqn), {})
         has_shards = any(isinstance(x, Shard) for x in operands)
         by_elements = self._how.alike and is_elementwise(eqn)
         if self._how.alike and is_uniform(eqn):
@@ -285,6 +253,10 @@ def _loop_of_towers(eqn: JaxprEqn, how: Shards, operands: list[Any]) -> list[Any
         return [whole(x) for x in out]
 
     return lax.while_loop(again, step, [whole(x) for x in operands[until:]])
+
+
+def _is_copy(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _COPIES and len(eqn.invars) == 1
 
 
 def _is_all_reduce(eqn: JaxprEqn) -> bool:

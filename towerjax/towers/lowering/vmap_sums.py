@@ -8,15 +8,13 @@ inside ``jit`` and ``checkpoint``, and in each step of a ``scan``.
 """
 
 import itertools
-import operator
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from towerjax.collectives.reduce import add_rows, join_rows
 from towerjax.mesh.placement import LOCAL_AXIS
@@ -28,17 +26,8 @@ from towerjax.proof.equation import (
     refs,
     sub_jaxprs,
 )
-from towerjax.proof.interpreter import Interpreter, eqn_context
-from towerjax.towers.lowering.additions import (
-    SumSites,
-    are_zeros,
-    carried_sums,
-    is_addition,
-    is_zero,
-)
-
-Operands = Sequence[jax.Array]
-Part = Callable[[Operands], jax.Array]
+from towerjax.proof.interpreter import Interpreter, eqn_context, evaluate_eqn
+from towerjax.towers.lowering.additions import SumSites, are_zeros, is_zero
 
 # Linear in one operand: the result for a sum is the sum of the results.
 _LINEAR = frozenset("transpose reshape squeeze broadcast_in_dim neg reduce_sum".split())
@@ -56,93 +45,83 @@ def vmap_and_sum(
     ``own`` are its first arguments, ``[k, ...]``; all towers share the others. The
     first ``num_sums`` results are summed.
     """
-    plan = SumPlan(program.jaxpr, len(own), num_sums)
-    kept = program.jaxpr.outvars[num_sums:]
+    body = program.jaxpr
+    results, kept = body.outvars[:num_sums], body.outvars[num_sums:]
+    sites, work = _plan(body, len(own), results)
+    pairs = [(eqn, i) for eqn in body.eqns for i in sites.opened.get(id(eqn), ())]
+    inside = {eqn.outvars[i] for eqn, i in pairs}
+    read = [x for _, _, operands in work.values() for x in operands]
+    read = [x for x in (*read, *results) if isinstance(x, Var) and x not in work]
+    read = [*dict.fromkeys(read)]
 
     def of_tower(number: jax.Array, *own: jax.Array) -> list[jax.Array]:
-        walk = Interpreter(program.jaxpr, program.consts, [*own, *common])
-        for eqn in program.jaxpr.eqns:
-            if opened := plan.opened.get(id(eqn)):
+        walk = Interpreter(body, program.consts, [*own, *common])
+        for eqn in body.eqns:
+            if sums := sites.opened.get(id(eqn)):
                 with eqn_context(eqn):
-                    out = opened.evaluate(number, *map(walk.read, eqn.invars))
+                    given = map(walk.read, eqn.invars)
+                    out = _Opened(eqn, {*sums}).evaluate(number, *given)
                 walk.values.update(zip(eqn.outvars, out, strict=True))
-            else:
+            elif not (eqn.outvars and eqn.outvars[0] in work):
                 walk.evaluate(eqn)
-        return [jnp.asarray(walk.read(x)) for x in (*kept, *plan.operands)]
+        return [jnp.asarray(walk.read(x)) for x in (*kept, *read)]
 
-    axes = [0] * len(kept) + [None if is_sum else 0 for is_sum in plan.is_sum]
+    axes = [0] * len(kept) + [None if x in inside else 0 for x in read]
     towers = jax.vmap(of_tower, out_axes=axes, axis_name=LOCAL_AXIS)
     # Numbered, since no argument may be a tower's own.
     out = towers(jnp.arange(size), *own)
-    operands = out[len(kept) :]
-    sums = [reduce(operator.add, [x(operands) for x in parts]) for parts in plan.sums]
-    return [*sums, *out[: len(kept)]]
+    values = dict(zip(read, out[len(kept) :], strict=True))
 
+    def rows(x: Any) -> jax.Array:
+        if isinstance(x, Var):
+            return values[x]
+        return jnp.broadcast_to(jnp.asarray(x.val, x.aval.dtype), (size, *x.aval.shape))
 
-class SumPlan:
-    """How to compute the sums of a program's first results from values inside it.
+    def total(x: Any) -> jax.Array:
+        is_sum = isinstance(x, Var) and (x in work or x in inside)
+        return values[x] if is_sum else add_rows(rows(x))
 
-    Attributes:
-      operands: The values that sums are computed from.
-      is_sum: Whether an opened equation has already summed each operand over towers.
-      sums: For each sum its parts.
-      opened: Equations whose inner programs also sum, by ``id``.
-    """
-
-    def __init__(self, body: Jaxpr, num_own: int, num_sums: int) -> None:
-        self.operands: list[Any] = []
-        self.is_sum: list[bool] = []
-        self.opened: dict[int, _Opened] = {}
-        self._carried: dict[int, set[int]] = {}
-        self._own = dependents(body, body.invars[:num_own])
-        self._sites = SumSites(body)
-        sums = body.outvars[:num_sums]
-        self.sums = [self._parts(x) or [self._rows([x])] for x in sums]
-
-    def _is_own(self, value: Any) -> bool:
-        return isinstance(value, Var) and value in self._own  # a literal has no hash
-
-    def _take(self, value: Any, *, is_sum: bool = False) -> int:
-        """Add a value to the operands, and return its index."""
-        self.operands.append(value)
-        self.is_sum.append(is_sum)
-        return len(self.operands) - 1
-
-    def _rows(self, values: Sequence[Any]) -> Part:
-        return partial(_added_part, [self._take(x) for x in values])
-
-    def _parts(self, value: Any) -> list[Part]:
-        """The parts of the sum of a value; none where each tower best computes it."""
-        parts, rest, left = [], [], [value]
-        while left:  # a chain of additions, one for each use of a parameter
-            value = left.pop()
-            eqn = self._sites.addend(value)
-            if eqn and is_addition(eqn):
-                left += reversed(eqn.invars)
-            elif eqn and (fused := _fused_sum(eqn, self._is_own, self._sites)):
-                merge, given = fused
-                given = [self._take(x) for x in given]
-                parts.append(partial(_fused_part, partial(merge, eqn), given))
-            elif eqn and _is_linear(eqn) and (before := self._parts(eqn.invars[0])):
-                parts += [partial(_linear_part, eqn, part) for part in before]
-            elif eqn and self._is_own(value) and self._adds_inside(eqn, value):
-                opened = self.opened.setdefault(id(eqn), _Opened(eqn))
-                opened.sums.add(eqn.outvars.index(value))
-                parts.append(operator.itemgetter(self._take(value, is_sum=True)))
+    for x, (eqn, merge, operands) in work.items():
+        with eqn_context(eqn):
+            if merge is None:
+                [values[x]] = evaluate_eqn(eqn, [*map(total, operands)])
             else:
-                rest.append(value)
-        return [*parts, self._rows(rest)] if parts and rest else parts
+                values[x] = merge(eqn, *map(rows, operands))
+    return [*map(total, results), *out[: len(kept)]]
 
-    def _adds_inside(self, eqn: JaxprEqn, value: Any) -> bool:
-        """Whether the inner program can sum this result of an equation over towers."""
-        if eqn.primitive.name in ("jit", "remat2"):
-            return True
-        if eqn.primitive.name != "scan":
+
+def _plan(
+    body: Jaxpr, num_own: int, results: Sequence[Any]
+) -> tuple[SumSites, dict[Any, tuple[JaxprEqn, Any, Sequence[Any]]]]:
+    """Where results are summed over towers, and what is computed after all of them.
+
+    That is of sums, or by one operation of the rows of all towers.
+    """
+    differ = dependents(body, body.invars[:num_own])
+
+    def is_own(x: Any) -> bool:
+        return isinstance(x, Var) and x in differ  # a literal has no hash
+
+    def opens(eqn: JaxprEqn, number: int, _: Any) -> bool:
+        if not is_own(eqn.outvars[number]):
             return False
-        if id(eqn) not in self._carried:
-            self._carried[id(eqn)] = carried_sums(eqn)
-        number, (_, num_carry) = eqn.outvars.index(value), loop_sizes(eqn)
-        return number >= num_carry or number in self._carried[id(eqn)]
+        if eqn.primitive.name == "scan" and number < loop_sizes(eqn)[1]:
+            return number in sites.carried(eqn)
+        return eqn.primitive.name in ("scan", "jit", "remat2")
+
+    fused = lambda eqn: _fused_sum(eqn, is_own, sites)  # noqa: E731
+    is_site = lambda eqn: fused(eqn) is not None  # noqa: E731
+    sites = SumSites(body, passes=_is_linear, is_site=is_site, opens=opens)
+    for x in results:
+        sites.follow(x, True)
+    work: dict[Any, tuple[JaxprEqn, Any, Sequence[Any]]] = {}
+    for eqn in body.eqns:
+        for x in eqn.outvars[:1]:
+            if x in sites.added:
+                work[x] = eqn, None, eqn.invars
+            elif x in sites.sums and (found := fused(eqn)):
+                work[x] = eqn, *found
+    return sites, work
 
 
 def dependents(
@@ -159,21 +138,6 @@ def dependents(
         if is_own or any([axis in named_axes(x) for x in (eqn, *inside)]):
             differ.update([] if eqn.primitive is ends else [*eqn.outvars, *refs(eqn)])
     return differ
-
-
-def _fused_part(
-    merge: Callable[..., jax.Array], taken: Sequence[int], given: Operands
-) -> jax.Array:
-    return merge(*[given[i] for i in taken])
-
-
-def _linear_part(eqn: JaxprEqn, part: Part, given: Operands) -> jax.Array:
-    numbers = [x.val for x in eqn.invars[1:] if isinstance(x, Literal)]
-    return eqn.primitive.bind(part(given), *numbers, **eqn.params)
-
-
-def _added_part(rows: Sequence[int], given: Operands) -> jax.Array:
-    return add_rows(reduce(operator.add, [given[i] for i in rows]))
 
 
 def _fused_sum(
@@ -240,9 +204,8 @@ def _sum_of_scatters(eqn: JaxprEqn, indices: jax.Array, rows: jax.Array) -> jax.
 class _Opened:
     """An equation with an inner program, which sums some of its results over towers."""
 
-    def __init__(self, eqn: JaxprEqn) -> None:
-        self.eqn = eqn
-        self.sums: set[int] = set()  # the indices of these results
+    def __init__(self, eqn: JaxprEqn, sums: set[int]) -> None:
+        self.eqn, self.sums = eqn, sums  # the indices of these results
 
     def evaluate(self, of_tower: jax.Array, *given: Any) -> list[jax.Array]:
         """Evaluate it for one tower, so that ``vmap`` sums these results.
