@@ -135,12 +135,6 @@ def run(
     if isinstance(batches, Batches):  # which may be at a smaller last one
         step.expect_batch_rows([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping)))
-    return _run_loop(step, options, point, batches)
-
-
-def _run_loop(
-    step: Step, options: RunOptions, point: Point, batches: Iterable[PyTree]
-) -> tuple[TrainState, History]:
     # Of several processes JAX is sent SIGTERM, and all end after the same step.
     saving, is_one = options.checkpointer, step.strategy.placement.num_processes == 1
     guard = InterruptGuard(saving.exit_code if saving and is_one else None)

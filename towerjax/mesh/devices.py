@@ -124,7 +124,6 @@ def find_devices(names: Sequence[str]) -> tuple[Device, ...]:
 
 
 def _refuse_missing(platform: str, present: int, names: Sequence[str]) -> None:
-    """Raise for names of a platform of which this machine has so many devices."""
     of_platform = [x for x in names if x.startswith(f"{platform}:")]
     indices = [int(x.partition(":")[2]) for x in of_platform]
     missing = [f"{platform}:{i}" for i in indices if i >= present]

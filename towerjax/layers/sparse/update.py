@@ -142,19 +142,14 @@ def _update_rows(
     )
     after = map(scatter, state, jax.tree.leaves(after), owners)
     out = treedef.flatten_up_to(updates)
-    for i, rows in indices.items():
-        out[i] = _as_rows(out[i], rows, np.shape(wholes[i]))
+    for i, at in indices.items():
+        # A padding row becomes zeros, at an index that exists.
+        values, shape = out[i], np.shape(wholes[i])
+        exist = at < shape[0]
+        mask = exist.reshape(exist.shape + (1,) * (values.ndim - 1))
+        values = jnp.where(mask, values, jnp.zeros((), values.dtype))
+        out[i] = IndexedRows(values, jnp.where(exist, at, at[:1]), shape)
     return treedef.unflatten(out), state_def.unflatten(after)
-
-
-def _as_rows(
-    values: jax.Array, indices: jax.Array, shape: tuple[int, ...]
-) -> IndexedRows:
-    """Rows to apply; a padding row becomes zeros, at an index that exists."""
-    exist = indices < shape[0]
-    mask = exist.reshape(exist.shape + (1,) * (values.ndim - 1))
-    values = jnp.where(mask, values, jnp.zeros((), values.dtype))
-    return IndexedRows(values, jnp.where(exist, indices, indices[:1]), shape)
 
 
 def _owners(
