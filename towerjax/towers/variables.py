@@ -281,7 +281,7 @@ def with_local_values(local: PyTree, values: PyTree) -> PyTree:
     )
 
 
-def check_tower_local(local: PyTree, *, shapes: bool = False) -> PyTree:
+def check_tower_local(local: PyTree) -> PyTree:
     """Raise unless all of ``local`` are tower-local variables; None becomes {}."""
     local = {} if local is None else local
     named = named_leaves("local", local, is_leaf=is_local)
@@ -290,7 +290,7 @@ def check_tower_local(local: PyTree, *, shapes: bool = False) -> PyTree:
             f"{', '.join(few(bare))}: a tower-local variable says how it is read as one"
             " value. Wrap it: tj.TowerLocal(value, tj.Reduction.MEAN)."
         )
-    refuse_unheld("local", plain(local), shapes=shapes)
+    refuse_unheld("local", plain(local))
     return local
 
 

@@ -46,7 +46,8 @@ class StatePolicy:
         makes = self.makes.items()
         made = {name: jax.eval_shape(make, params) for name, make in makes}
         if more := made.pop("local", None):
-            made["local"] = stack_local(more, self.strategy.num_towers, shapes=True)
+            towers = self.strategy.num_towers
+            made["local"] = jax.eval_shape(lambda x: stack_local(x, towers), more)
         return made
 
     def as_state(self, given: Any) -> TrainState:

@@ -1,7 +1,6 @@
 """`TrainState`, which a step reads and changes: make, place and split it."""
 
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields as fields_of
@@ -220,7 +219,7 @@ def make_on_devices(
 
     key = _one_key(rng)
     shapes = jax.eval_shape(both, key)
-    check_params(shapes["params"], shapes=True)
+    jax.eval_shape(check_params, shapes["params"])
     layouts = {"params": at.params, "opt_state": at.opt_state}
     shardings = placement.shardings(layouts, shapes, shapes["params"])
     make = jax.jit(both, out_shardings=shardings)
@@ -235,23 +234,19 @@ def make_state(
     *,
     rng: jax.Array | None = None,
     extra: PyTree = None,
-    shapes: bool = False,
 ) -> TrainState:
-    """The state before the first step, on no device; with ``shapes`` its shapes."""
-    params = check_params(params, shapes=shapes)
-    refuse_unheld("opt_state", opt_state, shapes=shapes)
-    refuse_unheld("extra", extra, shapes=shapes)
-    key = functools.partial(_one_key, rng)
-    state = TrainState(
+    """The state before the first step, on no device."""
+    params = check_params(params)
+    refuse_unheld("opt_state", opt_state)
+    refuse_unheld("extra", extra)
+    return TrainState(
         step=np.int32(0),  # type: ignore[arg-type]
         params=params,
         opt_state=opt_state,
-        local=stack_local(local, num_towers, shapes=shapes),
-        rng=jax.eval_shape(key) if shapes else key(),
+        local=stack_local(local, num_towers),
+        rng=_one_key(rng),
         extra=jax.tree.map(native, extra),
     )
-    as_arrays = functools.partial(jax.tree.map, jnp.asarray)
-    return jax.eval_shape(as_arrays, state) if shapes else state
 
 
 def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -265,8 +260,8 @@ def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
     return {**local, **more}
 
 
-def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
-    """Check parameters, and return them as JAX arrays, or with ``shapes`` as shapes."""
+def check_params(params: PyTree) -> PyTree:
+    """Check parameters, and return them as JAX arrays."""
     if hasattr(params, "opt_state"):
         further = "and give build_train_step its optimizer (of Flax state.tx)"
         if isinstance(params, TrainState):
@@ -277,12 +272,10 @@ def check_params(params: PyTree, *, shapes: bool = False) -> PyTree:
         )
     if not jax.tree.leaves(params):
         raise ValueError(f"params holds no arrays: {params!r}.")
-    refuse_unheld("params", params, shapes=shapes)
-    if "flax.nnx" in sys.modules and not shapes:
+    refuse_unheld("params", params)
+    if "flax.nnx" in sys.modules:
         _refuse_shared_weights(params, sys.modules["flax.nnx"].Variable)
-    make = functools.partial(jax.tree.map, own_array)
-    params = jax.tree.map(native, params)
-    return jax.eval_shape(make, params) if shapes else make(params)
+    return jax.tree.map(lambda x: own_array(native(x)), params)
 
 
 def _refuse_shared_weights(params: PyTree, kind: type) -> None:

@@ -83,26 +83,25 @@ def stack_towers(value: PerTower, num_towers: int, name: str) -> PyTree:
     return rows
 
 
-def stack_local(local: PyTree, num_towers: int, *, shapes: bool = False) -> PyTree:
+def stack_local(local: PyTree, num_towers: int) -> PyTree:
     """Initial tower-local variables with a copy for each tower, in leaves ``[T, ...]``.
 
     Of a ``PerTower`` each tower gets its own.
     """
 
     def as_array(x: Any) -> Any:
-        is_made = is_key(x) or isinstance(x, jax.ShapeDtypeStruct | Tracer)
+        is_made = is_key(x) or isinstance(x, Tracer)
         return x if is_made else native(np.asarray(x))
 
     def stack(x: Any) -> Any:
         if isinstance(x, PerTower):
             rows = stack_towers(x, num_towers, "a PerTower of a tower-local variable")
             return jax.tree.map(as_array, rows)
-        if isinstance(x := as_array(x), jax.ShapeDtypeStruct):
-            return x.update(shape=(num_towers, *x.shape))
+        x = as_array(x)
         broadcast = np.broadcast_to if isinstance(x, np.ndarray) else jnp.broadcast_to
         return broadcast(x, (num_towers, *x.shape))
 
-    local = variables.check_tower_local(local, shapes=shapes)
+    local = variables.check_tower_local(local)
     return jax.tree.map(stack, local, is_leaf=lambda x: isinstance(x, PerTower))
 
 
