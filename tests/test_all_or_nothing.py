@@ -270,15 +270,11 @@ OVERFLOWS = optax.chain(optax.scale(-3e38), optax.scale(1e3))
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "how, first_bad",
-    [
-        ({"on_nonfinite": "ignore"}, 2),
-        ({"guard": "loss"}, 2),
-        ({"optimizer": OVERFLOWS}, 1),
-    ],
-    ids=lambda x: str(*x) if isinstance(x, dict) else "",
-)
+@pytest.mark.parametrize("how, first_bad", [
+    ({"on_nonfinite": "ignore"}, 2),
+    ({"guard": "loss"}, 2),
+    ({"optimizer": OVERFLOWS}, 1),
+], ids=lambda x: str(*x) if isinstance(x, dict) else "")  # fmt: skip
 def test_no_checkpoint_is_written_of_parameters_that_are_not_finite(
     how, first_bad, tmp_path
 ):

@@ -115,26 +115,18 @@ def test_each_tower_takes_an_element(T, D):
     assert i == 1
 
 
-@pytest.mark.parametrize(
-    "towers, sizes, options, expected",
-    [
-        (3, [2] * 5, {"remainder": "pad"}, [[2, 2, 2], [2, 2, 0]]),
-        (3, [2] * 5, {"remainder": "drop"}, [[2, 2, 2]]),
-        (
-            3,
-            [2] * 5,
-            {"remainder": "error"},
-            r"but got 2 of sizes \[2, 2\].*'drop' for",
-        ),
-        (2, [4, 4, 4, 2], {"remainder": "drop"}, [[4, 4]]),  # a short last one
-        (2, [4, 4, 3], {"remainder": "drop"}, [[4, 4]]),
-        (2, [4, 2, 4, 4], {"remainder": "drop"}, r"2 towers take .* of sizes \[4, 2\]"),
-        (2, [4, 5], {"micro_batches": 3}, [[4, 5]]),
-        (2, [5, 5], {"micro_batches": 2, "remainder": "drop"}, [[4, 4]]),
-        (2, [3, 3], {"micro_batches": 2, "remainder": "error"}, "Use a multiple of 2"),
-        (2, [1, 1], {"micro_batches": 2, "remainder": "drop"}, "leaves nothing of"),
-    ],
-)
+@pytest.mark.parametrize("towers, sizes, options, expected", [
+    (3, [2] * 5, {"remainder": "pad"}, [[2, 2, 2], [2, 2, 0]]),
+    (3, [2] * 5, {"remainder": "drop"}, [[2, 2, 2]]),
+    (3, [2] * 5, {"remainder": "error"}, r"but got 2 of sizes \[2, 2\].*'drop' for"),
+    (2, [4, 4, 4, 2], {"remainder": "drop"}, [[4, 4]]),  # a short last one
+    (2, [4, 4, 3], {"remainder": "drop"}, [[4, 4]]),
+    (2, [4, 2, 4, 4], {"remainder": "drop"}, r"2 towers take .* of sizes \[4, 2\]"),
+    (2, [4, 5], {"micro_batches": 3}, [[4, 5]]),
+    (2, [5, 5], {"micro_batches": 2, "remainder": "drop"}, [[4, 4]]),
+    (2, [3, 3], {"micro_batches": 2, "remainder": "error"}, "Use a multiple of 2"),
+    (2, [1, 1], {"micro_batches": 2, "remainder": "drop"}, "leaves nothing of"),
+])  # fmt: skip
 def test_elements_left_over_and_of_unequal_size(towers, sizes, options, expected):
     dataset = mirrored(towers).distribute_dataset(
         lambda: map(np.arange, sizes), split="elements", **options

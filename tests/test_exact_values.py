@@ -61,13 +61,10 @@ def test_the_first_towers_value_is_differentiable():
     np.testing.assert_allclose(jax.jvp(total, (rows,), (rows,))[1], 180.0)
 
 
-@pytest.mark.parametrize(
-    "T, D, options",
-    [
-        (4, 1, {"local": "scan"}),
-        (8, 4, {"cross_tower_ops": tj.collectives.ReduceToOneDevice()}),
-    ],
-)
+@pytest.mark.parametrize("T, D, options", [
+    (4, 1, {"local": "scan"}),
+    (8, 4, {"cross_tower_ops": tj.collectives.ReduceToOneDevice()}),
+])  # fmt: skip
 @pytest.mark.slow
 def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
     def loss_fn(params, batch, tower):

@@ -550,15 +550,12 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "jax_there, devices, wanted",
-    [
-        (None, ["nvidia-smi"], "towerjax[plot,gpu]"),
-        ("0.9.2", ["/dev/vfio/0"], "towerjax[plot,tpu-compiler]"),
-        ("0.10.1", ["nvidia-smi"], "towerjax[plot]"),  # it keeps what it has
-        (None, [], "towerjax[plot]"),
-    ],
-)
+@pytest.mark.parametrize("jax_there, devices, wanted", [
+    (None, ["nvidia-smi"], "towerjax[plot,gpu]"),
+    ("0.9.2", ["/dev/vfio/0"], "towerjax[plot,tpu-compiler]"),
+    ("0.10.1", ["nvidia-smi"], "towerjax[plot]"),  # it keeps what it has
+    (None, [], "towerjax[plot]"),
+])  # fmt: skip
 def test_the_first_cell_installs_what_is_missing(
     jax_there, devices, wanted, monkeypatch
 ):

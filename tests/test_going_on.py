@@ -38,20 +38,17 @@ def test_as_many_go_on_as_are_left_and_divide_the_towers():
     assert RestartPlan(6, None, 9).after(End(137, lost=6)).count == 6
 
 
-@pytest.mark.parametrize(
-    "end, left, code",
-    [
-        (End(0), None, 0),
-        (End(3), None, 3),
-        (End(75), 1, 75),
-        (End(137, lost=1), 1, 75),
-        (End(1, lost=1), 1, 75),  # another failed since one was lost
-        (End(75, ended_by=15), None, 75),
-        (End(143, ended_by=15), None, 143),
-        (End(1, ended_by=2), None, 130),
-        (End(0, ended_by=15), None, 0),
-    ],
-)
+@pytest.mark.parametrize("end, left, code", [
+    (End(0), None, 0),
+    (End(3), None, 3),
+    (End(75), 1, 75),
+    (End(137, lost=1), 1, 75),
+    (End(1, lost=1), 1, 75),  # another failed since one was lost
+    (End(75, ended_by=15), None, 75),
+    (End(143, ended_by=15), None, 143),
+    (End(1, ended_by=2), None, 130),
+    (End(0, ended_by=15), None, 0),
+])  # fmt: skip
 def test_what_an_end_leads_to(end, left, code):
     plan = RestartPlan(2, restarts=2)
     after = plan.after(end)
@@ -201,14 +198,11 @@ def test_restarts_end_with_a_code_that_asks_for_another(restarts, capfd):
     assert left == [str(n) for n in reversed(range(restarts))]
 
 
-@pytest.mark.parametrize(
-    "first, code, lost",
-    [
-        ("os.kill(os.getpid(), 9)", 137, 1),
-        ("os.abort()", 134, 1),
-        ("sys.exit(3)", 3, 0),
-    ],
-)
+@pytest.mark.parametrize("first, code, lost", [
+    ("os.kill(os.getpid(), 9)", 137, 1),
+    ("os.abort()", 134, 1),
+    ("sys.exit(3)", 3, 0),
+])  # fmt: skip
 def test_those_whom_jax_aborts_since_one_ended_are_not_lost(
     first, code, lost, tmp_path
 ):

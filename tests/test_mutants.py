@@ -286,14 +286,11 @@ def test_the_lines_of_a_mutant_are_those_that_run_with_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes, new, became",
-    [
-        ("3, 3, 4", "[size]", "killed"),
-        ("4, 3, 3", "[size]", "survived"),
-        ("3, 3, 4", "[__import__('time').sleep(99)]", "killed"),
-    ],
-)
+@pytest.mark.parametrize("sizes, new, became", [
+    ("3, 3, 4", "[size]", "killed"),
+    ("4, 3, 3", "[size]", "survived"),
+    ("3, 3, 4", "[__import__('time').sleep(99)]", "killed"),
+])  # fmt: skip
 def test_a_test_that_fails_anyway_kills_nothing(
     tmp_path, monkeypatch, sizes, new, became
 ):

@@ -178,15 +178,12 @@ def test_code_that_a_primitive_hides_may_be_that_primitive():
     assert opened == [-1]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"along": AXIS},
-        {"options": (("mesh", ("other", AXIS)),)},
-        {"axis_name": AXIS},
-        {"axes": (AXIS,)},
-    ],
-)
+@pytest.mark.parametrize("params", [
+    {"along": AXIS},
+    {"options": (("mesh", ("other", AXIS)),)},
+    {"axis_name": AXIS},
+    {"axes": (AXIS,)},
+])  # fmt: skip
 def test_an_unknown_primitive_that_names_the_axis_may_be_anything(params):
     primitive = made_up("towerjax_test_collective")
     assert source_of(lambda w, x: primitive.bind(w, **params)) == primitive.name

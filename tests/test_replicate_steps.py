@@ -373,14 +373,10 @@ def collectives(model, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ops", "towers_each", "expected"),
-    [
-        (tj.AllReduce(), 1, ["all-reduce"]),
-        (tj.PinnedTree(), 1, ["all-gather", "all-to-all"]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("ops", "towers_each", "expected"), [
+    (tj.AllReduce(), 1, ["all-reduce"]),
+    (tj.PinnedTree(), 1, ["all-gather", "all-to-all"]),
+], ids=repr)  # fmt: skip
 def test_eight_devices_send_what_one_optimizer_and_the_metrics_need(
     ops, towers_each, expected
 ):

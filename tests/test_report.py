@@ -347,14 +347,11 @@ def test_rings_of_one_send_nothing():
     assert {ring_bytes(op, 100, 1) for op in ("all-reduce", "all-gather")} == {0}
 
 
-@pytest.mark.parametrize(
-    ("end", "trips_known", "shown"),
-    [
-        (5, True, ("3", "at 5 of 9, exposed")),  # nothing runs meanwhile
-        (6, True, ("3", "5 to 6 of 9, beside 64 B read and written")),
-        (5, False, ("unknown", "at 5 of 9, exposed")),
-    ],
-)
+@pytest.mark.parametrize(("end", "trips_known", "shown"), [
+    (5, True, ("3", "at 5 of 9, exposed")),  # nothing runs meanwhile
+    (6, True, ("3", "5 to 6 of 9, beside 64 B read and written")),
+    (5, False, ("unknown", "at 5 of 9, exposed")),
+])  # fmt: skip
 def test_a_collective_shows_when_it_runs(end, trips_known, shown):
     sizes = ("all-reduce", 8, 8, ("f32",), 2, 3, trips_known, 5, end, 9, 64, "a.py:1")
     kind, _, _, trips, _, when, line = CompiledCollective(*sizes).cells()

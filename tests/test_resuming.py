@@ -361,15 +361,11 @@ def signalled_at(event_number, act, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "act, name, options",
-    [
-        (ctrl_c, "batches", {}),
-        (ctrl_c, "iterator", {"prefetch": 0}),
-        (sigterm, "batches", {}),
-    ],
-    ids=["ctrl_c", "ctrl_c without a thread", "sigterm"],
-)
+@pytest.mark.parametrize("act, name, options", [
+    (ctrl_c, "batches", {}),
+    (ctrl_c, "iterator", {"prefetch": 0}),
+    (sigterm, "batches", {}),
+], ids=["ctrl_c", "ctrl_c without a thread", "sigterm"])  # fmt: skip
 def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, name, options, tmp_path):
     step = step_of("light")
     expected = undisturbed("light", False)

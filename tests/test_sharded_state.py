@@ -184,19 +184,16 @@ EXACT = {"state": "sharded", "cross_tower_ops": tj.PinnedTree(), "local": "scan"
 WITHIN = {"within": {"model": 2}}
 
 
-@pytest.mark.parametrize(
-    "options, devices, hold_update, expected",
-    [
-        ({}, 2, False, False),
-        ({}, 2, True, False),
-        (WITHIN, 4, False, False),
-        (WITHIN, 4, True, True),
-        (EXACT, 2, False, True),
-        (EXACT, 1, False, False),
-        (EXACT | {"state": "mirrored"}, 2, False, False),
-        ({"state": "sharded"}, 2, False, False),
-    ],
-)
+@pytest.mark.parametrize("options, devices, hold_update, expected", [
+    ({}, 2, False, False),
+    ({}, 2, True, False),
+    (WITHIN, 4, False, False),
+    (WITHIN, 4, True, True),
+    (EXACT, 2, False, True),
+    (EXACT, 1, False, False),
+    (EXACT | {"state": "mirrored"}, 2, False, False),
+    ({"state": "sharded"}, 2, False, False),
+])  # fmt: skip
 def test_which_updates_each_device_runs(options, devices, hold_update, expected):
     names = [f"cpu:{i}" for i in range(devices)]
     engine = types.SimpleNamespace(

@@ -84,14 +84,11 @@ def test_replacing_an_option_checks_it_again():
 # Names of devices.
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        *("gpu:0", "GPU:0", "cuda:0", "CUDA:0", "rocm:0", "/gpu:0", "/device:GPU:0"),
-        "/job:localhost/replica:0/task:0/device:GPU:0",
-        "/job:localhost/replica:0/task:0/gpu:0",
-    ],
-)
+@pytest.mark.parametrize("written", [
+    *("gpu:0", "GPU:0", "cuda:0", "CUDA:0", "rocm:0", "/gpu:0", "/device:GPU:0"),
+    "/job:localhost/replica:0/task:0/device:GPU:0",
+    "/job:localhost/replica:0/task:0/gpu:0",
+])  # fmt: skip
 def test_spellings_of_one_device_are_one_device(written):
     assert tj.Mirrored(devices=(written,)) == tj.Mirrored(devices=("gpu:0",))
     with pytest.raises(ValueError, match="devices names gpu:0 more than once in"):
@@ -225,15 +222,11 @@ def test_all_devices_by_default():
     assert tj.OneDevice().placement.jax_devices == (here[0],)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda: tj.Mirrored(num_gpus=0).placement.jax_devices,
-        lambda: tj.Mirrored(devices=["cpu:0"]).placement.jax_devices,
-        lambda: tj.Mirrored().fetch(1.0),
-    ],
-    ids=["num_gpus", "name", "fetch"],
-)
+@pytest.mark.parametrize("use", [
+    lambda: tj.Mirrored(num_gpus=0).placement.jax_devices,
+    lambda: tj.Mirrored(devices=["cpu:0"]).placement.jax_devices,
+    lambda: tj.Mirrored().fetch(1.0),
+], ids=["num_gpus", "name", "fetch"])  # fmt: skip
 def test_where_jax_leaves_cpus_out_it_says_so(use, monkeypatch):
     def only_gpus(backend=None, **options):
         if backend == "cpu":
@@ -247,15 +240,12 @@ def test_where_jax_leaves_cpus_out_it_says_so(use, monkeypatch):
         use()
 
 
-@pytest.mark.parametrize(
-    "options, devices, towers",
-    [
-        ({"num_gpus": 3, "towers": 6}, ("gpu:0", "gpu:1", "gpu:2"), 6),
-        ({"num_gpus_per_worker": 2}, ("gpu:0", "gpu:1"), 2),
-        ({"num_gpus": 0}, ("cpu:0",), 1),  # no GPUs are the CPU
-        ({"num_gpus": 0, "towers": 5}, ("cpu:0",), 5),
-    ],
-)
+@pytest.mark.parametrize("options, devices, towers", [
+    ({"num_gpus": 3, "towers": 6}, ("gpu:0", "gpu:1", "gpu:2"), 6),
+    ({"num_gpus_per_worker": 2}, ("gpu:0", "gpu:1"), 2),
+    ({"num_gpus": 0}, ("cpu:0",), 1),  # no GPUs are the CPU
+    ({"num_gpus": 0, "towers": 5}, ("cpu:0",), 5),
+])  # fmt: skip
 def test_a_count_of_gpus_is_the_first_ones(options, devices, towers):
     strategy = tj.Mirrored(**options)
     assert strategy.worker_devices == devices and strategy.num_towers == towers
