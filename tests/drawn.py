@@ -27,9 +27,9 @@ def few(number):
     return settings(max_examples=number, deadline=None, derandomize=True, database=None)
 
 
-def on_devices(device_fn, towers, devices):
+def on_devices(device_fn, towers, devices, executor="shard_map"):
     """``device_fn(rows, axes)`` as one compiled program; its results are mirrored."""
-    placement = Placement(names(devices), towers, local="vmap", executor="shard_map")
+    placement = Placement(names(devices), towers, local="vmap", executor=executor)
     layouts, out = (Layout.PER_TOWER,), Layout.MIRRORED
     fn = over_devices(
         lambda rows: device_fn(rows, placement.axes), placement, layouts, out

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import on_devices
 from layouts import names
 
 import towerjax as tj
@@ -21,7 +22,7 @@ from towerjax.collectives.ops import (
 from towerjax.collectives.reduce import add_rows
 from towerjax.mesh.placement import Placement
 from towerjax.proof.analysis import analyse
-from towerjax.towers.executors import over_devices, trace_one_tower
+from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.tf1.reduce import _reduce_all
 from towerjax.types import Layout
 
@@ -50,16 +51,6 @@ def ops_for(devices):
         *[ops.Hierarchical(), *[ops.Hierarchical(n) for n in sizes]],
         tj.PinnedTree(),
     ]
-
-
-def on_devices(device_fn, towers, devices, executor="shard_map"):
-    """``device_fn(rows, axes)`` on every device, its results taken as mirrored."""
-    placement = Placement(names(devices), towers, local="vmap", executor=executor)
-    layouts, out = (Layout.PER_TOWER,), Layout.MIRRORED
-    fn = over_devices(
-        lambda rows: device_fn(rows, placement.axes), placement, layouts, out
-    )
-    return jax.jit(fn)
 
 
 @functools.cache
