@@ -147,47 +147,6 @@ def test_outputs_that_are_no_arrays():
     assert ctx.final is None
 
 
-def test_a_tower_must_say_how_its_output_is_reduced():
-    strategy = mirrored(2)
-
-    def step(ctx, carry, x):
-        ctx.call_for_each_tower(lambda tower: ctx.set_last_step_output("v", tower.id))
-
-    with pytest.raises(ValueError, match=r"set_last_step_output\('v'\) in a tower fun"):
-        strategy.run_steps_on_dataset(step, feed(strategy, 1))
-
-
-@pytest.mark.parametrize("in_a_tower", [True, False])
-def test_an_output_that_is_no_array_and_an_array_that_is_no_output(in_a_tower):
-    strategy = mirrored(2)
-
-    def run(say):
-        def step(ctx, carry, x):
-            if in_a_tower:
-                ctx.call_for_each_tower(lambda tower, x: say(ctx, x), x)
-            else:
-                say(ctx, x)
-
-        strategy.run_steps_on_dataset(step, feed(strategy, 1))
-
-    with pytest.raises(
-        ValueError, match=r"'bar' .* Write set_non_tensor_output\('v', "
-    ):
-        run(lambda ctx, x: ctx.set_last_step_output("v", {"k": "bar"}, R.MEAN))
-    with pytest.raises(
-        ValueError, match=r"steps compute. Write set_last_step_output\('v', "
-    ):
-        run(lambda ctx, x: ctx.set_non_tensor_output("v", [x]))
-
-
-def test_a_step_returns_what_the_next_one_takes():
-    strategy = mirrored(2)
-    with pytest.raises(ValueError, match="a step returns what the next one takes, of"):
-        strategy.run_steps_on_dataset(
-            lambda ctx, w, x: (w, w), feed(strategy, 1), 1, jnp.float32(0)
-        )
-
-
 def test_of_containers_the_one_that_changed_is_told():
     """Not the whole tree, whose text may fill a page."""
     strategy, zero = mirrored(2), jnp.float32(0)
@@ -206,34 +165,54 @@ def test_of_containers_the_one_that_changed_is_told():
         strategy.run_steps_on_dataset(lambda *_: again, feed(strategy, 1), 1, first)
 
 
-@pytest.mark.parametrize("iterator, kind", [([X], "a list"), (iter([X]), "an ndarray")])
-def test_what_is_no_iterator_of_placed_batches(iterator, kind):
-    text = f"takes an iterator of placed batches, so .* but got {kind}. Write"
-    with pytest.raises(ValueError, match=text):
-        mirrored(2).run_steps_on_dataset(descend, iterator, 1, 0.0)
-
-
-def test_a_step_of_other_arguments_is_told_how_it_is_called():
-    batches = iter(mirrored(2).distribute_dataset([X]))
-    with pytest.raises(ValueError, match=r"Write def fn\(ctx, carry, \*inputs\)"):
-        mirrored(2).run_steps_on_dataset(lambda ctx, x: x, batches, 1, 0.0)
-
-
-@pytest.mark.parametrize("iterations", [0, 1.5])
-def test_iterations_are_a_number(iterations):
-    strategy = mirrored(2)
-    with pytest.raises(ValueError, match="iterations=.* must be a whole number >= 1"):
-        strategy.run_steps_on_dataset(descend, feed(strategy, 1), iterations, 0.0)
-
-
-def test_outputs_of_towers_want_the_contexts_own_call():
-    strategy = mirrored(2)
+def in_towers(say, of_context=True):
+    """A step whose towers say something of their context, themselves and rows."""
 
     def step(ctx, carry, x):
-        def tower_fn(tower):
-            ctx.set_last_step_output("v", tower.id, R.SUM)
+        caller = ctx if of_context else ctx.strategy
+        caller.call_for_each_tower(lambda tower, x: say(ctx, tower, x), x)
 
-        strategy.call_for_each_tower(tower_fn)
+    return step
 
-    with pytest.raises(ValueError, match=r"'v'\) in a .* ctx.call_for_each_tower"):
-        strategy.run_steps_on_dataset(step, feed(strategy, 1))
+
+def across(say):
+    return lambda ctx, carry, x: say(ctx, None, x)
+
+
+def sum_of_ids(ctx, tower, x):
+    ctx.set_last_step_output("v", tower.id, R.SUM)
+
+
+def no_array(ctx, tower, x):
+    ctx.set_last_step_output("v", {"k": "bar"}, R.MEAN)
+
+
+# fmt: off
+# A step, what else it is called with, and what is said.
+REFUSED = [
+    (in_towers(lambda ctx, tower, x: ctx.set_last_step_output("v", tower.id)), {},
+        r"set_last_step_output\('v'\) in a tower fun"),
+    (in_towers(sum_of_ids, of_context=False), {},
+        r"'v'\) in a .* ctx.call_for_each_tower"),
+    *[(where(no_array), {}, r"'bar' .* Write set_non_tensor_output\('v', ")
+        for where in (in_towers, across)],
+    *[(where(lambda ctx, tower, x: ctx.set_non_tensor_output("v", [x])), {},
+        r"steps compute. Write set_last_step_output\('v', ")
+        for where in (in_towers, across)],
+    (lambda ctx, w, x: (w, w), {}, "a step returns what the next one takes, of"),
+    (lambda ctx, x: x, {}, r"Write def fn\(ctx, carry, \*inputs\)"),
+    *[(descend, {"iterator": made},
+        f"takes an iterator of placed batches, so .* but got {kind}. Write")
+        for made, kind in [([X], "a list"), (iter([X]), "an ndarray")]],
+    *[(descend, {"iterations": n}, "iterations=.* must be a whole number >= 1")
+        for n in (0, 1.5)],
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("step, options, text", REFUSED)
+def test_what_steps_cannot_do_is_refused(step, options, text):
+    strategy = mirrored(2)
+    given = {"iterator": feed(strategy, 1), "iterations": 1, **options}
+    with pytest.raises(ValueError, match=text):
+        strategy.run_steps_on_dataset(step, *given.values(), jnp.float32(0))
