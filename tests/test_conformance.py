@@ -20,20 +20,16 @@ WITHOUT_MEANING = {
     "min.optimizer_variables": "names of variables; parameters are a pytree",
     "scope.error.nested_other": "there is no scope that could be nested",
     "scope.op_names": "names of operations; a traced function has none",
-    **dict.fromkeys(
-        ("tf2.gather.diff1", "tf2.gather.error_shape"),
-        "TensorFlow 2's, gone: jnp.concatenate(strategy.unwrap(value), axis)",
-    ),
+    **dict.fromkeys(("tf2.gather.diff1", "tf2.gather.error_shape"),
+        "TensorFlow 2's, gone: jnp.concatenate(strategy.unwrap(value), axis)"),
     **dict.fromkeys(
         ("tf2.reduce.axis0.2", "tf2.reduce.axis0.4", "tf2.reduce.axis0.same"),
         "TensorFlow 2's, gone: jnp.concatenate(strategy.unwrap(value)).mean(0)",
     ),
-    **dict.fromkeys(
-        ("xops.choose.4", "xops.choose.self_links"),
-        "decided away: no table of links; NCCL and XLA know those of a machine",
-    ),
+    **dict.fromkeys(("xops.choose.4", "xops.choose.self_links"),
+        "decided away: no table of links; NCCL and XLA know those of a machine"),
     "tf2.zero_batch_bn": "an empty batch is refused: test_empty_batch_is_refused",
-}
+}  # fmt: skip
 TABLE = Table(
     "lib merge min defun scope default reduce dist xops xutils pack tf2",
     WITHOUT_MEANING,

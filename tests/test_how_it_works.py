@@ -120,15 +120,12 @@ NAMES = {
         ),
         *("estimator/model_engine.py", "loop/loop.py", "tools/sweep/train.py"),
     ),
-    r"(.*_)?plans?(_.*)?": (
-        *("mesh/cluster/launcher.py", "step/look/report.py"),
-        "towers/lowering/vmap_sums.py",
-    ),
-    r"(.*_)?alone(_.*)?": (
-        *("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/", "step/"),
-        *("towers/variables.py", "estimator/losses.py", "estimator/optimizer.py"),
-    ),
-}
+    r"(.*_)?plans?(_.*)?": (*("mesh/cluster/launcher.py", "step/look/report.py"),
+        "towers/lowering/vmap_sums.py"),
+    r"(.*_)?alone(_.*)?":
+        (*("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/", "step/"),
+        *("towers/variables.py", "estimator/losses.py", "estimator/optimizer.py")),
+}  # fmt: skip
 
 
 def names_in(path):

@@ -379,26 +379,19 @@ UNLIKE = {
     "remainder": {"'error'": TRAINS, "'pad'": f"{READS} {MODEL}"},
     "max_programs": {"1": TRAINS, "None": f"{READS} {MODEL}"},
     "donate": {"True": TRAINS, "False": MODEL},
-    "loss_reduction": {
-        "None": "assert_replicates build_train_step value_and_grad",
-        "LossReduction.SUM_BY_NONZERO_WEIGHTS": MODEL,
-    },
+    "loss_reduction": {"None": "assert_replicates build_train_step value_and_grad",
+        "LossReduction.SUM_BY_NONZERO_WEIGHTS": MODEL},
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
     "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},
     "local": {"'vmap'": "Mirrored", "None": "TowerOutput assert_replicates"},
-    "reduction": {
-        "LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
-        "Reduction.NONE": "MirroredVar",
-    },
+    "reduction": {"LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
+        "Reduction.NONE": "MirroredVar"},
     "devices": {"(1, 2, 4)": "same_on_devices", "None": f"Mirrored {MODEL}"},
-    "rtol": {
-        "0.0001": "bench",
-        "1e-05": "assert_same",
-        "None": "assert_replicates same_on_devices",
-    },
+    "rtol": {"0.0001": "bench", "1e-05": "assert_same",
+        "None": "assert_replicates same_on_devices"},
     "towers": {"(1, 2, 3, 4, 8)": "assert_replicates", "None": "Mirrored launch"},
-}
+}  # fmt: skip
 
 
 # What a user gets unasked: who changes one, changes what programs do that are written.

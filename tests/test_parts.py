@@ -113,16 +113,12 @@ PROGRAMS = {
     "scan in jit": Row(lambda w, x: summed(jax.jit(scanned)(x)), "scan scatter"),
     # A sum is scattered once, but where an addend is better scattered inside.
     "two": Row(lambda w, x: summed(product(x) + product(2 * x)), "scatter"),
-    "with jit": Row(
-        lambda w, x: summed(product(x) + jax.jit(product)(x)), "scatter, scatter"
-    ),
-    "with scan": Row(
-        lambda w, x: summed(product(x) + scanned(x)), "scan scatter, scatter"
-    ),
-    "nested": Row(
-        lambda w, x: summed(product(x) + (product(2 * x) + scanned(x))),
-        "scan scatter, scatter, scatter",
-    ),
+    "with jit": Row(lambda w, x: summed(product(x) + jax.jit(product)(x)),
+        "scatter, scatter"),
+    "with scan": Row(lambda w, x: summed(product(x) + scanned(x)),
+        "scan scatter, scatter"),
+    "nested": Row(lambda w, x: summed(product(x) + (product(2 * x) + scanned(x))),
+        "scan scatter, scatter, scatter"),
     # What else is read than by the sum is needed whole.
     "read": Row(lambda w, x: read_twice(scanned(x)), "psum, scatter"),
     "twice": Row(lambda w, x: (lambda g: summed(g + g))(scanned(x)), "scatter"),
@@ -136,27 +132,23 @@ PROGRAMS = {
     "no rows": Row(lambda w, x: summed(repeated(x)), "scan scatter"),
     "stacked": Row(lambda w, x: summed(stacked(x)), "scatter"),
     "stacked along 1": Row(lambda w, x: summed(stacked(x)), "scan scatter", wanted=1),
-    "reversed": Row(
-        lambda w, x: summed(stacked(x, reverse=True)), "scan scatter", wanted=1
-    ),
-    "unrolled": Row(
-        lambda w, x: summed(stacked(x, unroll=2)), "scan scatter by 2", wanted=1
-    ),
+    "reversed": Row(lambda w, x: summed(stacked(x, reverse=True)), "scan scatter",
+        wanted=1),
+    "unrolled": Row(lambda w, x: summed(stacked(x, unroll=2)), "scan scatter by 2",
+        wanted=1),
     # Parameters are gathered before a scan, and a row of them in each step.
     "xs": Row(lambda w, x: (w, rows_of(w, x)), "gather"),
     "xs along 1": Row(lambda w, x: (w, rows_of(w, x)), "scan gather", 1, 1),
     "const": Row(lambda w, x: (w, closed_over(w, x)), "gather"),
     # Micro-batches and a device's towers gather in their own steps.
     "const in turn": Row(in_turn(lambda w, x: (w, closed_over(w, x))), "scan gather"),
-    "loop in turn": Row(
-        in_turn(lambda w, x: (w, looped(w, x))), "gather, while gather"
-    ),
+    "loop in turn": Row(in_turn(lambda w, x: (w, looped(w, x))),
+        "gather, while gather"),
     "loop": Row(lambda w, x: (w, looped(w, x)), "gather"),
     "recomputed": Row(recomputed, "barrier, gather, gather, scatter"),
     "exact": Row(lambda w, x: w @ w, "gather, layout", exact=True),
-    "exact, xs": Row(
-        lambda w, x: (w, rows_of(w, x)), "scan gather, scan layout", 1, 1, exact=True
-    ),
+    "exact, xs": Row(lambda w, x: (w, rows_of(w, x)), "scan gather, scan layout", 1, 1,
+        exact=True),
     # Of parts alone a part is made, unless the bits are to be those of one device.
     "flipped": Row(lambda w, x: w.T, "", 0, 1),
     "flipped exactly": Row(lambda w, x: w.T, "gather, layout", 0, 1, exact=True),
@@ -166,22 +158,17 @@ PROGRAMS = {
     "flipped rows": Row(lambda w, g: w - g.T, "gather", alike=True),
     "of all parameters": Row(lambda w, g: w * (w**2).sum(), "gather", alike=True),
     "one number": Row(lambda w, g: w + jnp.full((4, 4), g[0, 0]), "", alike=True),
-    "one number, whole": Row(
-        lambda w, g: (w, jnp.full((4, 4), g[0, 0]) @ g), "", alike=True
-    ),
+    "one number, whole": Row(lambda w, g: (w, jnp.full((4, 4), g[0, 0]) @ g), "",
+        alike=True),
     "along another": Row(lambda w, g: w + w.T, "gather, gather", alike=True),
-    "half": Row(
-        lambda w, g: (w.astype(jnp.bfloat16) * w).astype(w.dtype), "", alike=True
-    ),
-    "result is read": Row(
-        lambda w, g: (lambda new: (new, (new**2).sum()))(w - g), "gather", alike=True
-    ),
-    "scan of an update": Row(
-        lambda w, g: lax.scan(lambda c, _: (c - w, c.sum()), g, length=2)[0],
-        "gather",
-        alike=True,
-    ),
-}
+    "half": Row(lambda w, g: (w.astype(jnp.bfloat16) * w).astype(w.dtype), "",
+        alike=True),
+    "result is read": Row(lambda w, g: (lambda new: (new, (new**2).sum()))(w - g),
+        "gather", alike=True),
+    "scan of an update":
+        Row(lambda w, g: lax.scan(lambda c, _: (c - w, c.sum()), g, length=2)[0],
+        "gather", alike=True),
+}  # fmt: skip
 KINDS = {
     "psum": "psum", "psum_invariant": "psum", "reduce_scatter": "scatter",
     "all_gather": "gather", "optimization_barrier": "barrier",

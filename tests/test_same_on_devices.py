@@ -53,27 +53,20 @@ def masked_mean(w, x, y, m):
 
 WITHOUT = {"check_vma": False}
 WRONG = {
-    "twice": (
-        mapped(lambda *a: lax.pmean(jax.grad(loss)(*a), "i"), W, X, Y),
-        "result: as many times as much as there are devices",
-    ),
+    "twice": (mapped(lambda *a: lax.pmean(jax.grad(loss)(*a), "i"), W, X, Y),
+        "result: as many times as much as there are devices"),
     "clipped": (
         mapped(lambda *a: lax.pmean(clip(jax.grad(loss)(*a)), "i"), W, X, Y, **WITHOUT),
         "Devices communicate at .*test_same_on_devices.py:.*(psum)",
     ),
     "masked": (
         mapped(lambda *a: lax.pmean(masked_mean(*a), "i"), W, X, Y, MASK, **WITHOUT),
-        "result is .* on . devices and .* on one",
-    ),
-    "share": (
-        mapped(lambda w, x: lax.pmean(x.sum(), "i"), W, X),
-        "its share on one device",
-    ),
-    "own_rows": (
-        mapped(lambda w, x: x - x.mean(0)[None], W, X, out=P("i"), **WITHOUT),
-        "result is",
-    ),
-}
+        "result is .* on . devices and .* on one"),
+    "share": (mapped(lambda w, x: lax.pmean(x.sum(), "i"), W, X),
+        "its share on one device"),
+    "own_rows": (mapped(lambda w, x: x - x.mean(0)[None], W, X, out=P("i"), **WITHOUT),
+        "result is"),
+}  # fmt: skip
 
 
 @pytest.mark.few_fast(2)

@@ -29,18 +29,14 @@ STRATEGIES = [
     (tj.Mirrored(devices=FOUR, towers=12), f"Mirrored(devices={FOUR}, towers=12)"),
     (tj.Mirrored(local="scan"), "Mirrored(local='scan')"),
     (tj.Mirrored(executor="pmap"), "Mirrored(executor='pmap')"),
-    (
-        tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree()),
-        "Mirrored(towers=8, local='scan', cross_tower_ops=PinnedTree())",
-    ),
-    (
-        tj.Mirrored(cross_tower_ops=tj.AllReduce(pack_below_bytes=0)),
-        "Mirrored(cross_tower_ops=AllReduce(pack_below_bytes=0))",
-    ),
+    (tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree()),
+        "Mirrored(towers=8, local='scan', cross_tower_ops=PinnedTree())"),
+    (tj.Mirrored(cross_tower_ops=tj.AllReduce(pack_below_bytes=0)),
+        "Mirrored(cross_tower_ops=AllReduce(pack_below_bytes=0))"),
     (tj.Mirrored(cross_tower_ops=tj.AllReduce()), "Mirrored()"),
     (tj.OneDevice(), "OneDevice()"),
     (tj.OneDevice("CUDA:1"), "OneDevice(device='gpu:1')"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("strategy, text", STRATEGIES, ids=[t for _, t in STRATEGIES])
@@ -114,52 +110,40 @@ def test_a_list_of_a_configuration_names_devices():
 
 # What was written, and what the error says.
 BAD = [
-    (
-        dict(devices=("cpu:0", "cpu:1", "cpu:0")),
+    (dict(devices=("cpu:0", "cpu:1", "cpu:0")),
         "devices names cpu:0 more than once in ('cpu:0', 'cpu:1', 'cpu:0'). For several"
-        " towers on a device write towers=..., not the device twice.",
-    ),
+        " towers on a device write towers=..., not the device twice."),
     (dict(devices=("cpu:1", "cpu:01")), "devices names cpu:1 more than once"),
     (dict(devices=()), "devices=() must be a tuple of names or of jax.Device"),
-    (
-        dict(devices="gpu:0"),
+    (dict(devices="gpu:0"),
         "devices='gpu:0' must be a tuple of names or of jax.Device objects, such as"
-        " devices=('gpu:0',);",
-    ),
+        " devices=('gpu:0',);"),
     (dict(devices={"cpu:0"}), "such as devices=('gpu:0',);"),  # unordered
     (dict(devices=2), "A number of towers is towers=8."),
-    (
-        dict(devices=("gpu",)),
+    (dict(devices=("gpu",)),
         "'gpu' is not a device name. Write 'platform:index', such as 'gpu:0' or"
-        " 'cpu:3', or pass a jax.Device.",
-    ),
+        " 'cpu:3', or pass a jax.Device."),
     (dict(devices=("gpu:-1",)), "'gpu:-1' is not a device name"),
     (dict(devices=(0, 1)), "devices: 0 is not a device name"),
     (dict(devices=("/job:worker/task:0/gpu:0",)), "is not a device name"),
     # Of another process: gpu:0 would be another device.
     (dict(devices=("/job:localhost/task:1/gpu:0",)), "is not a device name"),
-    (
-        dict(devices=("gpu:0", "cpu:0")),
+    (dict(devices=("gpu:0", "cpu:0")),
         "devices are of several platforms, cpu and gpu, in ('gpu:0', 'cpu:0'); one"
-        " program runs on one platform. Name devices of one.",
-    ),
+        " program runs on one platform. Name devices of one."),
     (dict(num_gpus=2, num_gpus_per_worker=2), "Give one of devices, num_gpus and num"),
     (dict(devices=("gpu:0",), num_gpus=1), "Give one of devices, num_gpus and num_gp"),
-    (
-        dict(devices=FOUR, towers=6),
+    (dict(devices=FOUR, towers=6),
         "towers=6 is not a multiple of the 4 devices, so they cannot share the towers"
-        " evenly. Use towers=4 or 8, or another number of devices.",
-    ),
+        " evenly. Use towers=4 or 8, or another number of devices."),
     (dict(num_gpus=2, towers=3), "towers=3 is not a multiple of the 2 devices"),
     (dict(num_gpus_per_worker=4, towers=9), "Use towers=8 or 12, or another"),
     (dict(local="pmap"), "local='pmap' must be one of 'vmap', 'scan'."),
-    (
-        dict(cross_tower_ops="nccl"),
+    (dict(cross_tower_ops="nccl"),
         "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce(),"
-        " tj.PinnedTree(), or tj.collectives.Packed() and the like.",
-    ),
+        " tj.PinnedTree(), or tj.collectives.Packed() and the like."),
     (dict(cross_tower_ops=tj.PinnedTree), "is not a cross-tower op; write tj.AllRed"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options, text", BAD, ids=[str(o) for o, _ in BAD])
