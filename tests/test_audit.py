@@ -27,6 +27,7 @@ from towerjax.step.look.comparison import (
     Finding,
     NotAudited,
     _gap_of_leaf,
+    _sizes,
     judge,
     rounding_of,
 )
@@ -241,7 +242,7 @@ def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
         want = {name: np.zeros(2), "gradient['w']": np.full(3, size), "loss": loss}
         got, near = ({**want, name: np.array([0, x])} for x in (gap, noise))
         run = Compared(3, "x", got, want, lambda: [near])
-        excess, finding = _gap_of_leaf(name, run, 1e-4)
+        excess, finding = _gap_of_leaf(name, run, _sizes(want), 1e-4)
         assert finding.difference == gap and finding.one_tower == 0
         return finding.relative, excess
 
@@ -252,7 +253,8 @@ def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
     assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 32)[1] == 1.0
     assert relative(np.float64(1), 2.0, 1e-3, noise=1e-3 / 64)[1] == 2.0
     other = {"x": np.zeros(3)}, {"x": np.ones(2)}, list
-    assert _gap_of_leaf("x", Compared(3, "x", *other), 1e-4)[0] == np.inf
+    run = Compared(3, "x", *other)
+    assert _gap_of_leaf("x", run, _sizes(run.want), 1e-4)[0] == np.inf
 
 
 def test_parameters_are_changed_in_their_last_bit_to_and_fro():
@@ -354,11 +356,12 @@ SPREAD = pytest.mark.few_fast(2)
 # What is said of some of them.
 CAUSES = {
     "sum_with_weight_1": "[Hh]alf of it on two towers",
-    "cumsum_along_rows": "cumsum_along_rows. accumulates a tower's own rows",
-    "scan_along_rows": "scan_along_rows. goes through a tower's own rows",
+    "a_column_less_a_row": r"\[b\] meet rows \[b, 1\].*less_a_row.*\n.*one shape",
+    "cumsum_along_rows": "It accumulates a tower's own rows .*cumsum_along_rows",
+    "scan_along_rows": "It goes through a tower's own rows .*scan_along_rows",
     "top_k_of_the_losses": "takes the largest of a tower's own rows",
-    "quantile_clipped": "quantile_clipped. sorts a tower's own rows",
-    "mixup_with_the_flipped_batch": "reverses a tower's own rows",
+    "quantile_clipped": "It sorts a tower's own rows .*quantile_clipped",
+    "mixup_with_the_flipped_batch": "It reverses a tower's own rows",
     "noise_from_the_shared_key": "Draw what rows have of their own from tower.rng",
     "noise_from_its_own_key": "a key of the function's own.*, at .*own_key",
     "advantage_less_its_mean": "made of what only the rows of one tower say",
@@ -688,6 +691,15 @@ def test_evaluations_predictions_and_towers_in_turn_are_audited(local):
     assert [*refused(predict.audit, MODEL, ROWS)[1]] == ["predictions['wrong']"]
 
 
+def test_predictions_by_the_number_of_a_tower_are_not_called_a_sum():
+    def predict_fn(params, batch, tower):
+        return scores(params, batch) * (1 + tower.id)  # twice as much on the second
+
+    predict = tj.build_predict_step(predict_fn, tj.Mirrored(towers=4))
+    error, found = refused(predict, MODEL, ROWS, text="or of tower.id or tower.num_to")
+    assert [*found] == ["predictions"] and "wice" not in str(error)
+
+
 def model_of(loss_fn, optimizer, **options):
     def model_fn(variables, features, labels, mode, tower):
         def loss_of(params):
@@ -713,7 +725,10 @@ def test_a_model_function_is_audited():
     state, _ = step(model.init(state), {"features": features})
     assert step.is_audited and int(state.step) == 1
     model = model_of(RIGHT["noise"], optimizer, audit=True, compat="tf1")
-    with pytest.raises(ValueError, match="compat='tf1' divides by the number of"):
+    with pytest.raises(NotAudited, match="compat='tf1' divides by the number of"):
+        model(state, features, None, mode)
+    model = model_of(RIGHT["noise"], optimizer, compat="tf1")
+    with pytest.warns(UserWarning, match="not audited: compat='tf1' divides"):
         model(state, features, None, mode)
 
 

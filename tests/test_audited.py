@@ -1,6 +1,7 @@
 """Which steps are audited unasked, how often, and what is said of the others."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import warnings
@@ -15,6 +16,7 @@ from jax.experimental import io_callback
 
 import towerjax as tj
 from towerjax.step.look import audited, examine
+from towerjax.step.look.comparison import NotAudited
 from towerjax.tools.sweep.bench import _timed
 
 FOUR = tj.Mirrored(towers=4)
@@ -114,6 +116,85 @@ def test_each_kind_of_step_is_audited_unasked(runs, make):
         step = make(True, audit=False)
         step(step.init(PARAMS) if make is own_step else PARAMS, BATCH)
     assert not step.is_audited and step.audit_report is None
+
+
+LAID_OUT = {"w": np.float32([1, -1, 2, 0.5]), "m": np.ones((4, 4, 4), np.float32)}
+HALVES = tj.Mirrored(devices=("cpu:0", "cpu:1"), state="sharded")
+LAYOUTS = {
+    "shards": HALVES,
+    "optimizer in shards": dataclasses.replace(HALVES, state="sharded_optimizer"),
+    "of two devices": tj.Mirrored(
+        towers=2, devices=("cpu:0", "cpu:1", "cpu:2", "cpu:3"), within={"model": 2}
+    ),
+    "in turn": tj.Mirrored(towers=4, local="scan", cross_tower_ops=tj.PinnedTree()),
+    "pmap": tj.Mirrored(devices=("cpu:0", "cpu:1"), executor="pmap"),
+    "by owner": HALVES,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_of_each_layout_are_audited_unasked(runs, name):
+    def loss_fn(params, batch, tower, of=RIGHT["plain_mean"]):
+        moved = {"w": (params["w"] @ params["m"].sum(0)), "b": 0.25}
+        return of(moved, batch, tower)
+
+    optimizer, strategy = optax.adam(0.1), LAYOUTS[name]
+    if name == "by owner":
+        args = strategy, lambda name, leaf: leaf.ndim == 3
+        optimizer = tj.contrib.by_owner(optimizer, *args)
+    wrong = functools.partial(loss_fn, of=WRONG["cumsum_along_rows"])
+    step = tj.build_train_step(wrong, optimizer, strategy)
+    state = step.init(LAID_OUT)
+    with pytest.raises(tj.testing.SplitError, match="cumsum"):
+        step(state, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, step.place(state).params, LAID_OUT)
+    step = tj.build_train_step(loss_fn, optimizer, strategy)
+    step(step.init(LAID_OUT), BATCH)
+    assert step.is_audited and not step.audit_report.not_compared
+    assert "gradient['m']" in step.audit_report.compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extend", [tj.contrib.LocalSGD(2), tj.contrib.DiLoCo(2)])
+def test_towers_that_train_alone_say_that_they_are_not_audited(runs, extend):
+    step = step_of(extend=extend)
+    with pytest.warns(UserWarning, match="not audited: nothing is merged to compare"):
+        train(step)
+    assert not runs and not step.is_audited
+    with pytest.raises(NotAudited, match="each tower's own are: gradient; loss"):
+        step_of(extend=extend).audit(step.init(PARAMS), BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", tj.estimator.Mode)
+def test_each_mode_of_a_model_is_audited_unasked(runs, mode):
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+
+    def make(wrong):
+        loss_fn = WRONG["sum_with_weight_1"] if wrong else RIGHT["plain_mean"]
+
+        def model_fn(variables, features, labels, mode, tower):
+            own = errors(variables.params, features)
+            rows = jnp.cumsum(own) if wrong else own
+            if mode is tj.estimator.Mode.PREDICT:
+                return tj.estimator.ModelSpec(mode, predictions={"rows": rows})
+            of = lambda params: loss_fn(params, features, tower)  # noqa: E731
+            if mode is tj.estimator.Mode.EVAL:
+                return tj.estimator.ModelSpec(mode, loss=of(variables.params))
+            loss, train_op = optimizer.minimize(of, variables)
+            return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+        return tj.estimator.replicate_model_fn(model_fn, devices=FOUR)
+
+    state = tj.TrainState.create(PARAMS, optimizer)
+    model = make(wrong=True)
+    with pytest.raises(tj.testing.SplitError):
+        model(model.init(state), BATCH, None, mode)
+    model = make(wrong=False)
+    for _ in range(2):
+        model(model.init(state), BATCH, None, mode)
+    assert len(runs) == 1
 
 
 @pytest.mark.slow
@@ -305,6 +386,81 @@ def test_one_tower_has_nothing_to_audit(runs):
     train(step_of(WRONG["sum_with_weight_1"], tj.OneDevice()))
     train(step_of(strategy=tj.OneDevice(), micro_batches=2))
     assert len(runs) == 1
+
+
+@pytest.mark.slow
+def test_a_step_in_another_program_says_that_it_is_not_audited(runs):
+    def loss_of(step, state):
+        return jax.jit(step.fn)(state, BATCH)[1]["loss"]
+
+    step = step_of(WRONG["sum_with_weight_1"])
+    state = step.init(PARAMS)
+    with pytest.warns(UserWarning, match="not audited: step.fn .* Run step.audit"):
+        loss_of(step, state)
+    with pytest.raises(tj.testing.SplitError):
+        step(state, BATCH)  # which is audited as before
+    with pytest.raises(NotAudited, match="step.fn has no rows"):
+        loss_of(step_of(audit=True), state)
+    right = step_of()
+    right.audit(state, BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for told in (right, step_of(audit=False), step_of(strategy=ONE)):
+            loss_of(told, told.init(PARAMS))
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("look", ["report", "program", "audit", "__call__"])
+def test_a_run_tells_of_the_audit_that_a_look_has_made(runs, capsys, look):
+    step = step_of(donate=False)
+    state = step.init(PARAMS)
+    getattr(step, look)(state, BATCH)
+    assert "audited" not in capsys.readouterr().err
+    for told in (1, 0):
+        tj.run(step, state, tj.batches(BATCH, 24, epochs=1))
+        err = capsys.readouterr().err
+        assert err.count("audited in") == err.count("audited") == told
+    assert len(runs) == 1
+
+
+ONE = tj.OneDevice()
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("column", ["predicted", "given"])
+def test_rows_that_meet_a_column_are_refused_on_one_tower(runs, column):
+    def loss_fn(params, batch, tower):
+        predicted = batch["x"] @ params["w"][:, None]
+        if column == "given":
+            predicted = predicted[:, 0]
+        with jax.numpy_rank_promotion("allow"):
+            own = optax.huber_loss(predicted - batch["y"])
+        return tj.Weighted.mean(own, tower.weight)
+
+    batch = dict(BATCH) if column == "predicted" else BATCH | {"y": BATCH["y"][:, None]}
+    step = step_of(loss_fn, ONE)
+    with pytest.raises(tj.testing.SplitError, match=r"makes \[b, b\], at .*loss_fn"):
+        train(step, batch)
+    with pytest.raises(tj.testing.SplitError):
+        train(step, batch)
+    train(step_of(loss_fn, ONE, audit=False), batch)
+    assert not runs
+
+
+@pytest.mark.slow
+def test_rows_that_are_meant_to_meet_are_not_audited_on_one_tower(runs):
+    def pairs(params, batch, tower):
+        s = batch["x"] @ params["w"]
+        return tj.Weighted.mean((s[:, None] - s[None] - 1) ** 2, tower.weight)
+
+    def waves(params, batch, tower):  # of as many frequencies as there are rows
+        angle = batch["x"] @ params["w"][:, None] * jnp.arange(24.0)[None]
+        return tj.Weighted.mean(jnp.sin(angle).mean(1), tower.weight)
+
+    train(step_of(pairs, ONE))
+    assert not runs
+    train(step_of(waves, ONE))
+    assert len(runs) == 1  # and found to be right
 
 
 def test_what_is_asked_for_ends_with_its_block():

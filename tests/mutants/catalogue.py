@@ -1131,6 +1131,9 @@ AUDITS = (
     _m("U11", "a gradient need not be additive", "step.look.comparison:are_additive",
        "return are_same(mean, whole, rtol)", "return True",
        f"{_HABITS}[gradient_of_the_harder_rows]"),
+    _m("U12", "rows that are meant to meet are refused on one tower",
+       "step.look.advice:crossed_rows", "not is_made_of_rows(along)", "True",
+       "test_audited.py::test_rows_that_are_meant_to_meet_are_not_audited_on_one_tower"),
 )
 
 OUTSIDE = (

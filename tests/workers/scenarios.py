@@ -40,6 +40,22 @@ def differing_batches(me):
     step(step.init(np.float32(0)), rows(8, start=me))
 
 
+def audited(me):
+    def wrong(params, batch, tower):
+        return tj.Weighted(loss_fn(params, batch, tower).sum, 1.0)
+
+    strategy, found = tj.Mirrored(towers=4), []
+    for loss in (wrong, loss_fn):
+        step = tj.build_train_step(loss, optax.sgd(0.1), strategy, remainder="error")
+        state = step.init(np.float32(0))
+        try:
+            step(state, rows(8))
+        except tj.testing.SplitError as error:
+            found.append([x.leaf for x in error.findings])
+        found.append(step.is_audited)
+    return found
+
+
 def differing_towers(me):
     step_of(tj.Mirrored(towers=4 * (me + 1))).init(np.float32(0))
 
@@ -508,6 +524,7 @@ SCENARIOS = [
     of_the_first,
     sums_of_rows,
     evaluated_and_predicted,
+    audited,
     differing_batches,
     differing_towers,
     differing_params,

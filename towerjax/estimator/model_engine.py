@@ -40,6 +40,7 @@ from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.step import Step
 from towerjax.step.build.train import next_extra
+from towerjax.step.look.comparison import NotAudited
 from towerjax.step.run.engine import (
     Engine,
     Passes,
@@ -173,9 +174,8 @@ class ModelPasses(Passes):
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """The same, with the loss as it is reduced, and gradients as means over it."""
         if self.options.compat is not None:
-            raise ValueError(
-                "compat='tf1' divides by the number of towers as the original did, so"
-                " there is nothing to audit. Leave out audit= or compat=."
+            raise NotAudited(
+                "compat='tf1' divides by the number of towers, as the original did"
             )
         reduction = self.options.loss_reduction
         return [_with_means(x, reduction) for x in merged]

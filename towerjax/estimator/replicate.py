@@ -255,8 +255,6 @@ def replicate_model_fn(
     Source:
       ``tf.contrib.estimator.replicate_model_fn`` (2018).
     """
-    # What divides as the original did depends on the number of towers.
-    audit = False if compat is not None and audit is None else audit
     calls: Any = {"remainder": remainder, "donate": donate, "audit": audit}
     step = StepOptions(max_programs=max_programs, **calls)
     options = ModelOptions(loss_reduction, variable_placement, compat, step)

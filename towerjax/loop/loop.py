@@ -156,18 +156,18 @@ class Loop:
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
         self._progress.phase(self.point.number + 1, "compiling")
-        step, wanted, before = self._step, self._options.audit, self._step.audit_report
+        step, wanted, before_s = self._step, self._options.audit, self._step.audit_s
         folder = None if self._saving is None else self._saving.directory
         with asked(audit=wanted, folder=folder):
             step.program(self.point.state, placed)
         if wanted and not step.is_audited:  # it was compiled before
             with noting_its_audit():
                 step.audit(self.point.state, placed)
-        if (report := step.audit_report) is not before:
-            self._log.audit_s += step.audit_s
-            start_s += step.audit_s
-            took = f" in {step.audit_s:.1f} s" if step.audit_s else " before"
-            self._progress.note(f"audited{took}: {report}")
+        if step.audit_note:
+            self._progress.note(step.audit_note)
+            step.audit_note = ""
+        self._log.audit_s += step.audit_s - before_s
+        start_s += step.audit_s - before_s
         self._log.compile_s += time.perf_counter() - start_s
         self._progress.compiled(time.perf_counter() - start_s)
         self._compiled.add(placed.signature)

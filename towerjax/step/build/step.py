@@ -63,9 +63,9 @@ class Step(Examined):
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
         self.num_parts = self._placer.calls  # T A: how many tower calls share a batch
-        # What its audit found, of it or of the same program; and the seconds it took.
+        # What its audit found, of it or of the same program; and the seconds of audits.
         self.audit_report: AuditReport | None = None
-        self.audit_s = 0.0
+        self.audit_s, self.audit_note = 0.0, ""
         self.is_to_be_audited = True
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
@@ -89,9 +89,9 @@ class Step(Examined):
         """The step as a JAX function of global arrays, ``(state, batch)``.
 
         For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
-        proved where it is traced. Nothing is placed or donated, and a refused step
-        leaves the state unchanged and does not raise. Inside a tower function write
-        that of a step of one device.
+        proved where it is traced; it is audited if `audit` is called before. Nothing is
+        placed or donated, and a refused step leaves the state unchanged and does not
+        raise. Inside a tower function write that of a step of one device.
 
         Example:
           >>> import numpy as np, optax, towerjax as tj
@@ -99,6 +99,7 @@ class Step(Examined):
           ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
           >>> step = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=2))
           >>> batches = np.array([[1, 3], [5, 5]], np.float32)
+          >>> report = step.audit(step.init(0.0), batches[0])
           >>> state, metrics = jax.lax.scan(step.fn, step.init(0.0), batches)
           >>> float(state.params), metrics["loss"].tolist()
           (5.0, [5.0, 9.0])
@@ -107,6 +108,7 @@ class Step(Examined):
         def fn(state: TrainState, batch: PyTree) -> Any:
             given = self.policy.as_state(state)
             placed = self._placer.fit_traced(batch)
+            self.tell_of_trace()
             out = self.programs.trace(split_state(given), placed)
             return self.policy.result(given, out, placed)
 

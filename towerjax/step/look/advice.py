@@ -4,9 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.extend.core import Var
 
-from towerjax.proof.equation import Site, open_jaxpr, sub_jaxprs, user_line
+from towerjax.proof.equation import PLAIN, Site, open_jaxpr, sub_jaxprs, user_line
 from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
+from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction
@@ -78,11 +81,17 @@ _BY_FIRST_TOWER = Advice(
     "Make it of all rows, with tower.mean(values, tower.weight), or say"
     " tj.Reduction.MEAN; where one tower's own is meant, tj.Reduction.NONE.",
 )
+_BY_CROSSED_ROWS = Advice(
+    "rows [b] meet rows [b, 1], which makes [b, b], at",
+    "Give both one shape, such as values[:, 0] or targets[:, None].",
+)
 _BY_OWN_ROWS = Advice(
-    "it is made of what only the rows of one tower say",
+    "it is made of what only the rows of one tower say, or of tower.id or"
+    " tower.num_towers",
     "What a row needs of all rows, take over all towers, with tower.mean,"
     " tower.all_gather and tower.reduce, or from an earlier pass of tj.build_step; and"
-    " return sums with their weights, tj.Weighted.mean(values, tower.weight).",
+    " return sums with their weights, tj.Weighted.mean(values, tower.weight). What is"
+    " meant to be each tower's own is tj.PerTower(x).",
 )
 
 
@@ -90,8 +99,8 @@ def advise(audit: Any, error: SplitError) -> SplitError:
     """The error of an `Audit` with the first cause that is found, and its remedy."""
     leaves, advice = next(_causes(audit, error.findings))
     is_of_all = len(leaves) == len(error.findings)
-    text = advice.cause if is_of_all else f"{listed(leaves)}: {advice.cause}"
-    text = text[:1].upper() + text[1:] if is_of_all else text
+    text = f"{listed(leaves)}: {advice.cause}"
+    text = advice.cause[:1].upper() + advice.cause[1:] if is_of_all else text
     return SplitError(error.findings, [f"{text}.", advice.remedy])
 
 
@@ -101,6 +110,12 @@ def _causes(
     """Leaves, and what explains them; the last explains all."""
     names = [x.leaf for x in findings]
     jaxprs = [x.towers.jaxpr for x in audit.one_tower.traced.passes]
+    rows, (first, *_) = audit.one_tower.rows, jaxprs
+    if lines := listed(dict.fromkeys(map(user_line, crossed_rows(first, rows)))):
+        yield (
+            names,
+            _BY_CROSSED_ROWS._replace(cause=f"{_BY_CROSSED_ROWS.cause} {lines}"),
+        )
     sites = [site for jaxpr in jaxprs for site in _sites(jaxpr)]
     if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
         if mended := audit.without(names, audit.one_tower, shared=False):
@@ -112,28 +127,29 @@ def _causes(
         as_two = audit.towers(1, rows=audit.two_towers.rows)
         if mended := audit.without(names, as_two):
             yield mended, _BY_PADDING
-    for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
-        if all(_is_times(x, factor) for x in findings):
-            yield names, advice
+    (run,) = audit.compared(audit.splits[:1])
+    by_factor = [
+        ([x for x in names if _is_times(run.got[x], factor, run.want[x])], advice)
+        for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO))
+    ]
+    yield from [x for x in by_factor if x[0] == names]
     is_made_of_it = any(x.startswith(GRADIENT) for x in names) or audit.is_own
     has_gradients = any(_TRANSPOSED in str(x[0].source_info.name_stack) for x in sites)
     if is_made_of_it and has_gradients and not any(x.startswith("loss") for x in names):
         yield names, _BY_OWN_GRADIENT
-    for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
-        if these := [x.leaf for x in findings if _is_times(x, factor)]:
-            yield these, advice
+    yield from [x for x in by_factor if x[0]]
     if all(x.split == "unevenly" for x in findings):
         yield names, _BY_UNEVEN_ROWS
-    if lines := _lines_along(sites, audit.one_tower.rows):
+    if lines := _lines_along(sites, rows):
         yield names, _BY_OWN_ROWS._replace(cause=lines)
     if these := [x for x in names if x in _of_first_tower(audit.one_tower.state.local)]:
         yield these, _BY_FIRST_TOWER
     yield names, _BY_OWN_ROWS
 
 
-def _is_times(finding: Finding, factor: float) -> bool:
-    expected = factor * finding.one_tower
-    return abs(finding.value - expected) <= 1e-4 * abs(expected) > 0
+def _is_times(got: np.ndarray, factor: float, want: np.ndarray) -> bool:
+    is_alike = got.shape == want.shape and want.any()
+    return bool(is_alike and np.allclose(got, factor * want, 1e-4, 0.0))
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
@@ -153,8 +169,37 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
     for site in sites:
         name = site[0].primitive.name
         if name in _ALONG and _size_along(site[0]) == rows and (at := user_line(site)):
-            lines[f"{at} {_ALONG[name]} a tower's own rows ({name})"] = None
+            lines[f"it {_ALONG[name]} a tower's own rows ({name}), at {at}"] = None
     return "; ".join([*lines][:3])
+
+
+def crosses_rows(traced: Traced, rows: int) -> bool:
+    """Whether a pass has rows that meet all others without being meant to."""
+    jaxprs = [x.towers.jaxpr for x in traced.passes]
+    return any(any(crossed_rows(jaxpr, rows)) for jaxpr in jaxprs)
+
+
+def crossed_rows(jaxpr: Any, rows: int, outer: Site | None = None) -> Iterator[Site]:
+    """Where each of so many rows meets all, since ``[b]`` is broadcast to ``[b, 1]``.
+
+    Not where both are made of ``[b]``, as in ``x[:, None] - x[None]``, which is meant.
+    """
+    made: dict[Any, Any] = {}
+
+    def is_made_of_rows(x: Any) -> bool:
+        eqn = made.get(x) if isinstance(x, Var) else None
+        return eqn is not None and eqn.invars[0].aval.shape == (rows,)
+
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for inner in sub_jaxprs(eqn):
+            yield from crossed_rows(inner, rows, (eqn, outer))
+        if eqn.primitive.name in ("broadcast_in_dim", "reshape"):
+            made[eqn.outvars[0]] = eqn
+        by_shape = {getattr(x.aval, "shape", None): x for x in eqn.invars}
+        across, along = by_shape.get((1, rows)), by_shape.get((rows, 1))
+        if across is not None and along is not None and eqn.primitive in PLAIN:
+            if is_made_of_rows(across) and not is_made_of_rows(along):
+                yield eqn, outer
 
 
 def _sites(jaxpr: Any, outer: Site | None = None) -> Iterator[Site]:

@@ -23,6 +23,7 @@ from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data
 from towerjax.types.version import __version__
+from towerjax.types.warning import warn
 
 MOST_PARAMETERS = 250_000_000
 """Of a step that is audited unasked, where no accelerator says what it has left."""
@@ -70,6 +71,14 @@ def is_wanted(audit: bool | None) -> bool | None:
     now = ASKED.get()
     wanted = audit if now.audit is None else now.audit
     return False if wanted is None and not now.by_default else wanted
+
+
+def tell_not_audited(error: Exception, wanted: bool | None) -> None:
+    """Say in a line why a step is not audited; raise where somebody asked for it."""
+    if wanted:
+        raise error
+    why = str(error).splitlines()[0].rstrip(".")
+    warn(f"not audited: {why}. audit=False leaves this line out.")
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:

@@ -148,11 +148,15 @@ class Compared(NamedTuple):
 def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
     """The report of runs that are the same as on one tower; raise if one is not."""
     want = runs[0].want
-    names = compared_of(want)
-    worst = {
-        name: max((_gap_of_leaf(name, run, rtol) for run in runs), key=lambda x: x[0])
-        for name in names
-    }
+    if not (names := compared_of(want)):
+        own = listed(sorted(want))
+        raise NotAudited(f"nothing is merged to compare; each tower's own are: {own}")
+    worst: dict[str, tuple[float, Finding]] = {}
+    for run in runs:
+        sizes = _sizes(run.want)
+        for name in names:
+            found = _gap_of_leaf(name, run, sizes, rtol)
+            worst[name] = max(worst.get(name, found), found, key=lambda x: x[0])
     if bad := [finding for excess, finding in worst.values() if not excess <= 1]:
         raise SplitError(sorted(bad, key=lambda x: (_rank(x.leaf), -x.relative)))
     none = Finding("none", 1, "", 0.0, 0.0, 0.0, 0.0)
@@ -178,14 +182,16 @@ def _rank(leaf: str) -> int:
     return 0 if leaf.startswith("loss") else 1 if leaf.startswith(GRADIENT) else 2
 
 
-def _gap_of_leaf(name: str, run: Compared, rtol: float) -> tuple[float, Finding]:
+def _gap_of_leaf(
+    name: str, run: Compared, sizes: dict[str, float], rtol: float
+) -> tuple[float, Finding]:
     """The largest difference of a leaf, and how often it has what rounding explains."""
     got, want = (x[name] for x in (run.got, run.want))
     assert got is not None and want is not None
     at = name, run.towers, run.split
     if got.shape != want.shape:
         return np.inf, Finding(*at, np.nan, np.nan, np.inf, np.inf)
-    size, gap = _size_of_leaf(name, got, run.want), gaps(got, want)
+    size, gap = max(_largest(got), sizes[name]), gaps(got, want)
     if not (gap.size and size):
         return 0.0, Finding(*at, 0.0, 0.0, 0.0, 0.0)
     i = np.unravel_index(np.argmax(gap), gap.shape)
@@ -213,21 +219,22 @@ def are_additive(whole: Leaves, halves: Sequence[Leaves], rtol: float) -> bool:
 
 def are_same(got: Leaves, want: Leaves, rtol: float) -> bool:
     """Whether no leaf differs by more than the tolerance."""
-    for name, x in want.items():
-        y = got[name]
+    for name, size in _sizes(want).items():
+        x, y = want[name], got[name]
         if x is not None and y is not None:
-            if _largest_gap(y, x) > rtol * _size_of_leaf(name, y, want):
+            if _largest_gap(y, x) > rtol * max(_largest(y), size):
                 return False
     return True
 
 
 def refuse_random(again: Leaves, first: Leaves) -> None:
     """Raise unless the same program of the same numbers gave the same."""
+    sizes = _sizes(first)
     for name in sorted(first, key=_rank):
         x, y = again[name], first[name]
         if x is None or y is None or not (gap := gaps(x, y)).size:
             continue
-        if gap.max() > _OF_RERUNS * _size_of_leaf(name, x, first):
+        if gap.max() > _OF_RERUNS * max(_largest(x), sizes[name]):
             i = np.unravel_index(np.argmax(gap), gap.shape)
             raise NotAudited(
                 f"the function is not deterministic: {name} is {y[i]:.6g}, and"
@@ -245,17 +252,19 @@ def refuse_nonfinite(leaves: Leaves) -> None:
             )
 
 
-def _size_of_leaf(name: str, got: np.ndarray, want: Leaves) -> float:
-    """What a difference of a leaf is compared with.
+def _sizes(want: Leaves) -> dict[str, float]:
+    """By its name, what a difference of a leaf is compared with.
 
     At least that of what it is made of, of which it may be 0 up to the rounding.
     """
     known = {n: _largest(x) for n, x in want.items() if x is not None}
     least = 0.001 * known.get("loss", 0.0)
-    if name.startswith(GRADIENT):
-        others = [size for n, size in known.items() if n.startswith(GRADIENT)]
-        least = max(least, 0.01 * max(others))
-    return max(_largest(got), known[name], least)
+    gradients = [size for n, size in known.items() if n.startswith(GRADIENT)]
+    of_gradients = max(least, 0.01 * max(gradients, default=0.0))
+    return {
+        n: max(size, of_gradients if n.startswith(GRADIENT) else least)
+        for n, size in known.items()
+    }
 
 
 def gaps(got: np.ndarray, want: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """`Examined`: prove, compile, audit and report on a step, and find what failed."""
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -11,6 +10,7 @@ import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place, readable
+from towerjax.step.look.advice import crosses_rows
 from towerjax.step.look.audit import run_audit
 from towerjax.step.look.audited import (
     ASKED,
@@ -19,9 +19,15 @@ from towerjax.step.look.audited import (
     noting_its_audit,
     program_hash,
     refuse_unasked,
+    tell_not_audited,
     verdict_on,
 )
-from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS, AuditReport, SplitError
+from towerjax.step.look.comparison import (
+    RAISED_ON_OTHER_ROWS,
+    AuditReport,
+    NotAudited,
+    SplitError,
+)
 from towerjax.step.look.report import StepReport, report_on
 from towerjax.step.run.compile import Program, compile_step
 from towerjax.step.run.engine import Engine, StepOptions
@@ -55,7 +61,8 @@ class Examined:
     programs: Programs
     num_parts: int  # T A: how many tower calls share a batch
     audit_report: AuditReport | None  # of it or of the same program
-    audit_s: float  # the seconds that it took
+    audit_s: float  # the seconds that audits took
+    audit_note: str  # what nobody has been told of it yet
     is_to_be_audited: bool
     _placer: Placer
 
@@ -232,7 +239,10 @@ class Examined:
             state = jax.tree.map(readable, state)
             how = {"parts": self.num_parts, "pads": self._placer.may_pad}
             self.audit_report = run_audit(engine, self.strategy, state, batch, **how)
-        self.audit_s = time.perf_counter() - start
+        took = time.perf_counter() - start
+        self.audit_note = f"audited in {took:.1f} s: {self.audit_report}"
+        self.audit_s += took
+        self.is_to_be_audited = False
         return self.audit_report
 
     def _audit_once(
@@ -240,30 +250,42 @@ class Examined:
     ) -> None:
         """Audit a step once before its first call, if it is to be."""
         wanted = is_wanted(self.options.audit)
-        is_split = self.num_parts > 1 or wanted and ASKED.get().audit
-        if not (self.is_to_be_audited and is_split) or wanted is False:
+        if not self.is_to_be_audited or wanted is False:
+            return
+        is_split = self.num_parts > 1 or crosses_rows(traced, batch.rows)
+        if not (is_split or ASKED.get().audit):
             return
         how = {"parts": self.num_parts, "pads": self._placer.may_pad}
         program = program_hash(traced, **how)
         self.audit_report = verdict_on(program)
-        if self.audit_report is None:
-            given = traced, state.params, self.strategy.placement.devices_each
-            try:
-                with noting_its_audit() if wanted else contextlib.nullcontext():
-                    if not wanted:
-                        refuse_unasked(*given)
+        try:
+            if self.audit_report is not None:
+                self.audit_note = f"audited before: {self.audit_report}"
+            else:
+                if not wanted:
+                    devices = self.strategy.placement.devices_each
+                    refuse_unasked(traced, state.params, devices)
+                with noting_its_audit():
                     keep(program, self.audit(state, batch))
-            except SplitError as error:
-                if wanted or not jax.tree.leaves(state.local):
-                    raise
-                how = "Say audit=False if each tower's own statistics are meant."
-                warn(f"{error}\n{how}")
-            except RAISED_ON_OTHER_ROWS as error:
-                if wanted:
-                    raise
-                why = str(error).splitlines()[0].rstrip(".")
-                warn(f"not audited: {why}. audit=False leaves this line out.")
+        except SplitError as error:
+            if wanted or not jax.tree.leaves(state.local):
+                raise
+            how = "Say audit=False if each tower's own statistics are meant."
+            warn(f"{error}\n{how}")
+        except RAISED_ON_OTHER_ROWS as error:
+            tell_not_audited(error, wanted)
         self.is_to_be_audited = False
+
+    def tell_of_trace(self) -> None:
+        """Say that no audit sees a step in another program, which has no rows to run.
+
+        Raises:
+          NotAudited: An audit is wanted.
+        """
+        wanted = is_wanted(self.options.audit)
+        if self.is_to_be_audited and self.num_parts > 1 and wanted is not False:
+            why = "step.fn has no rows where it is traced. Run step.audit first"
+            tell_not_audited(NotAudited(why), wanted)
 
     def locate(
         self, state: TrainState, batch: PyTree, *, number: int | None = None

@@ -109,7 +109,8 @@ class Towers:
         self.trace(split)
         state = self.state
         if params is not None:
-            state = dataclasses.replace(state, params=params)
+            where = self._placement, STATE_LAYOUT.params, params
+            state = dataclasses.replace(state, params=place(params, *where))
         args, placed = self._args(split, state)
         with jax.default_matmul_precision("highest"):
             merged = jax.device_get(self._fn(*args))
