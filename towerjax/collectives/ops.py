@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.proof import tags
 from towerjax.types import PyTree, short_repr
-from towerjax.types.options import check_whole, is_whole
+from towerjax.types.options import check_whole
 
 
 class CrossTowerOps(Protocol):
@@ -114,8 +114,9 @@ class AllReduce:
 
     def check_devices(self, devices: Sequence[str]) -> None:
         """Raise unless ``group_size`` and ``device`` fit these devices."""
-        if is_whole(self.group_size):
-            _check_group_size(self.group_size, len(devices))
+        size: Any = self.group_size
+        if size not in (None, "process"):
+            _check_group_size(size, len(devices))
         if self.device not in (None, _FIRST, *devices):
             raise ValueError(
                 f"device={self.device!r} is not one of the strategy's devices,"

@@ -51,8 +51,8 @@ def as_tower_output(
         has_examples = checkpoint_name(tower.weight.max(), tags.HAS_EXAMPLES)
         loss = jnp.where(has_examples > 0, jnp.asarray(loss), jnp.zeros_like(loss))
         loss = Weighted(loss, has_examples)
-    checked = _check_means if isinstance(loss, Means) else _check_loss
-    return dataclasses.replace(out, loss=checked(loss))
+    loss = _check_means(loss) if isinstance(loss, Means) else _check_loss(loss)
+    return dataclasses.replace(out, loss=loss)
 
 
 def _check_means(loss: Means) -> Means:

@@ -152,9 +152,10 @@ class Mirrored(StrategyMethods):
 
     def _named_devices(self) -> tuple[str, ...] | None:
         """The devices that the options name; None where they name none."""
+        if isinstance(self.devices, Absent):
+            return self.devices.names
         if self.devices is not None:
-            is_absent = isinstance(self.devices, Absent)
-            return self.devices.names if is_absent else tuple(self.devices)
+            return tuple(self.devices)
         if (gpus := self._gpus_per_process) is None:
             return None
         return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)

@@ -26,7 +26,6 @@ from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
 from towerjax.proof.equation import loop_sizes, named_axes, open_jaxpr, scopes_of
 from towerjax.proof.interpreter import Interpreter, eqn_context, evaluate_eqn
-from towerjax.towers.lowering.additions import SumSites, are_zeros
 from towerjax.towers.lowering.parts import (
     Shard,
     Shards,
@@ -42,6 +41,7 @@ from towerjax.towers.lowering.parts import (
     whole,
     with_barrier,
 )
+from towerjax.towers.lowering.sums import SumSites, are_zeros
 
 _COPIES = ("name", "copy", "optimization_barrier")
 _ENTERED = ("jit", "checkpoint", "remat2", "closed_call", "core_call", "custom_lin")

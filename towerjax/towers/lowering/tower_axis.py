@@ -28,8 +28,8 @@ from towerjax.proof.equation import (
     user_line,
 )
 from towerjax.proof.interpreter import as_call, with_programs
-from towerjax.towers.lowering.additions import SumSites
 from towerjax.towers.lowering.in_turn import map_in_turn, scan_and_add
+from towerjax.towers.lowering.sums import SumSites
 from towerjax.towers.lowering.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
@@ -172,7 +172,7 @@ class _Lowering:
         program = trace_hidden(eqn, sizes)
         if program is None or self.lower(program) is program:
             return eqn
-        high = eqn.params.get("_prim")
+        high: Any = eqn.params.get("_prim")
         while hasattr(high, "prim"):  # of a vmap
             high = high.prim
         if type(high).__name__.startswith("Custom"):

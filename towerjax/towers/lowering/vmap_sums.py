@@ -27,7 +27,7 @@ from towerjax.proof.equation import (
     sub_jaxprs,
 )
 from towerjax.proof.interpreter import Interpreter, eqn_context, evaluate_eqn
-from towerjax.towers.lowering.additions import SumSites, are_zeros, is_zero
+from towerjax.towers.lowering.sums import SumSites, are_zeros, is_zero
 
 # Linear in one operand: the result for a sum is the sum of the results.
 _LINEAR = frozenset("transpose reshape squeeze broadcast_in_dim neg reduce_sum".split())
@@ -119,8 +119,8 @@ def _plan(
         for x in eqn.outvars[:1]:
             if x in sites.added:
                 work[x] = eqn, None, eqn.invars
-            elif x in sites.sums and (found := fused(eqn)):
-                work[x] = eqn, *found
+            elif x in sites.sums and (of_rows := fused(eqn)):
+                work[x] = eqn, *of_rows
     return sites, work
 
 

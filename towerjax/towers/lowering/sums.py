@@ -1,4 +1,4 @@
-"""Which values of a program are sums, and where their addends are made."""
+"""Which values of a program are sums, and where these are made: at their addends."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class SumSites:
         """Sum a value, or where that gains its addends, where it is made."""
         if not isinstance(value, Var):
             return
-        chain, left = list[tuple[Any, JaxprEqn]](), [value]
+        chain, left = list[tuple[Any, JaxprEqn]](), list[Any]([value])
         while left:  # a chain of additions, one for each use of a parameter
             x = left.pop()
             if (eqn := self.addend(x)) is not None:
@@ -103,7 +103,8 @@ def carried_sums(eqn: JaxprEqn) -> set[int]:
     body, (first, num_carry) = open_jaxpr(eqn.params["jaxpr"]), loop_sizes(eqn)
     sites, sums = SumSites(body), set()
     for number in range(num_carry):
-        carry, left = body.invars[first + number], [body.outvars[number]]
+        carry: Any = body.invars[first + number]
+        left: list[Any] = [body.outvars[number]]
         while left:
             value = left.pop()
             if value is carry and sites.uses[value] == 1:
