@@ -357,17 +357,18 @@ def test_arrays_of_numpy_and_axes_of_numpy_are_taken():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = NnxNorm(IN, rngs=rngs, **OPTIONS)
-            self.last = nnx.Linear(IN, 1, rngs=rngs)
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = NnxNorm(IN, rngs=rngs, **OPTIONS)
+        self.last = nnx.Linear(IN, 1, rngs=rngs)
 
-        @nnx.remat
-        def __call__(self, x, tower):
-            return self.last(jnp.tanh(self.norm(x, tower)))[:, 0]
+    @nnx.remat
+    def __call__(self, x, tower):
+        return self.last(jnp.tanh(self.norm(x, tower)))[:, 0]
 
+
+def split_model():
+    """The parameters, the statistics, and the loss of both."""
     graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 
     def loss_fn(params, rows, tower):
@@ -376,9 +377,14 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
         local = nnx.state(model, nnx.BatchStat)
         return tj.TowerOutput(tj.Weighted.mean(losses, tower.weight), local=local)
 
+    return params, tj.TowerLocal(stats, tj.Reduction.MEAN), loss_fn
+
+
+@pytest.mark.slow
+def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
+    params, stats, loss_fn = split_model()
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(4, 2), remainder="pad")
-    state = step.init(params, local=tj.TowerLocal(stats, tj.Reduction.MEAN))
-    state, metrics = step(state, batch(11))
+    state, metrics = step(step.init(params, local=stats), batch(11))
     x, weight = batch(11)["x"].astype(np.float64), np.ones(11)
     mean, var = moments(x, weight)
     last = jax.tree.map(np.float64, nnx.to_pure_dict(params)["last"])
@@ -389,6 +395,22 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
     np.testing.assert_allclose(found["var"], 0.9 + 0.1 * var, **CLOSE)
     moved = nnx.to_pure_dict(state.params)["norm"]["scale"] - 1
     assert (np.abs(np.asarray(moved)) > 1e-3).all()
+
+
+def test_a_step_of_ones_own_writes_into_the_modules_of_its_tower():
+    params, stats, loss_fn = split_model()
+
+    def tower_fn(state, rows, tower):
+        out, grads = tj.value_and_grad(loss_fn)(state.params, rows, tower)
+        local = dataclasses.replace(state.local, value=out.local)
+        return {"loss": out.loss, "grads": grads, "local": local}
+
+    def update_fn(state, merged):
+        after = dataclasses.replace(state, local=merged["local"])
+        return after, {"loss": merged["loss"]}
+
+    step = tj.build_step(tower_fn, update_fn, towers(2, 1))
+    step.check(jax.eval_shape(lambda p: step.init(p, local=stats), params), batch(4))
 
 
 class WithDropout(nnx.Module):
@@ -485,36 +507,6 @@ def test_what_a_loss_writes_into_a_module_of_the_tower_is_returned(place):
     check(loss_fn)
     with pytest.raises(ValueError, match=f"wrote into {place}.rngs.count.value, and"):
         check(functools.partial(loss_fn, returns=False))
-
-
-def test_a_step_of_ones_own_writes_into_the_modules_of_its_tower():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.norm = NnxNorm(IN, rngs=rngs, **OPTIONS)
-
-        @nnx.remat
-        def __call__(self, x, tower):
-            return self.norm(x, tower).sum(-1) ** 2
-
-    graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
-
-    def loss_fn(params, rows, tower):
-        model = nnx.merge(graph, params, tower.local)
-        loss = tj.Weighted.mean(model(rows["x"], tower), tower.weight)
-        return tj.TowerOutput(loss, local=nnx.state(model, nnx.BatchStat))
-
-    def tower_fn(state, rows, tower):
-        out, grads = tj.value_and_grad(loss_fn)(state.params, rows, tower)
-        local = dataclasses.replace(state.local, value=out.local)
-        return {"loss": out.loss, "grads": grads, "local": local}
-
-    def update_fn(state, merged):
-        after = dataclasses.replace(state, local=merged["local"])
-        return after, {"loss": merged["loss"]}
-
-    step = tj.build_step(tower_fn, update_fn, towers(2, 1))
-    local = tj.TowerLocal(stats, tj.Reduction.MEAN)
-    step.check(jax.eval_shape(lambda p: step.init(p, local=local), params), batch(4))
 
 
 @pytest.mark.slow

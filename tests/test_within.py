@@ -151,17 +151,8 @@ def test_rows_split_within_a_tower_halve_its_arithmetic():
     assert flops(rows="data") < 0.65 * flops()
 
 
-@pytest.mark.slow
-def test_parameters_and_rows_split_along_one_axis_are_fsdp_within_a_tower():
-    specs = {"w1": P(None, "data"), "w2": P("data"), "b": P()}
-    how = {"within": {"data": 2}, "rows": "data", "specs": specs}
-    with jax.enable_x64(True):
-        step = tj.build_train_step(plain_loss_fn, ADAM, wide(4, **how))
-        state, _ = trained(step)
-        assert_near(state.params, expected()[1])
-        assert state.params["w1"].addressable_shards[0].data.shape == (8, 8)
-        found = step.report(state, rows()).collectives
-        assert len([x for x in found if x.num_devices == 4]) == 1
+FSDP = {"within": {"data": 2}, "rows": "data"}
+FSDP["specs"] = {"w1": P(None, "data"), "w2": P("data"), "b": P()}
 
 
 @loss_by
@@ -172,6 +163,22 @@ def nested_loss_fn(params, x):
     specs = {"in_specs": (P(None, "model"), P("model"), P()), "out_specs": P()}
     mapped = jax.shard_map(layer, axis_names={"model"}, check_vma=False, **specs)
     return mapped(params["w1"], params["w2"], x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "strategy"), [
+    (plain_loss_fn, wide(4, **FSDP)),
+    *[(nested_loss_fn, wide(*sizes)) for sizes in [(4, 8), (4, 4), (1, 2)]],
+], ids=["fsdp", "shard_map 4-8", "shard_map 4-4", "shard_map 1-2"])  # fmt: skip
+def test_a_step_of_parts_and_rows_within_is_that_of_numpy(loss, strategy):
+    with jax.enable_x64(True):
+        step = tj.build_train_step(loss, ADAM, strategy)
+        state, _ = trained(step)
+        assert_near(state.params, expected()[1])
+        assert state.params["w1"].addressable_shards[0].data.shape == (8, 8)
+        if loss is plain_loss_fn:
+            found = step.report(state, rows()).collectives
+            assert len([x for x in found if x.num_devices == 4]) == 1
 
 
 ALIKE = P()
@@ -246,15 +253,6 @@ def test_copies_within_a_tower_that_would_differ_are_refused(
         checked(wide(towers, devices), two_layers)
     assert f"test_within.py:{here}" in str(caught.value)
     assert "in a tower" in str(caught.value) and "'model'" in str(caught.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("towers, devices", [(4, 8), (4, 4), (1, 2)])
-def test_a_shard_map_over_the_axes_within(towers, devices):
-    with jax.enable_x64(True):
-        step = tj.build_train_step(nested_loss_fn, ADAM, wide(towers, devices))
-        state, _ = trained(step)
-        assert_near(state.params, expected()[1])
 
 
 @pytest.mark.slow
@@ -501,10 +499,7 @@ def test_a_function_of_a_key_makes_the_parts():
     assert shapes == [(8, 8)] * 3
 
 
-@pytest.mark.slow
-def test_a_model_function_of_wide_towers():
-    optimizer = TowerOptimizer(optax.sgd(0.1))
-
+def model_of(optimizer, *sizes, **options):
     def model_fn(variables, features, labels, mode, tower):
         def of_params(params):
             return loss_fn(params, {**features, "y": labels}, tower)
@@ -515,9 +510,14 @@ def test_a_model_function_of_wide_towers():
         loss, train_op = optimizer.minimize(of_params, variables)
         return ModelSpec(mode, loss=loss, train_op=train_op)
 
+    model = replicate_model_fn(model_fn, devices=wide(*sizes, **options))
+    return model, model.init(tj.TrainState.create(start(), optimizer))
+
+
+@pytest.mark.slow
+def test_a_model_function_of_wide_towers():
     with jax.enable_x64(True):
-        model = replicate_model_fn(model_fn, devices=wide(4))
-        variables = model.init(tj.TrainState.create(start(), optimizer))
+        model, variables = model_of(TowerOptimizer(optax.sgd(0.1)), 4)
         batch = rows(13)
         labels = batch.pop("y")
         spec = model(variables, batch, labels, Mode.TRAIN)
@@ -536,19 +536,9 @@ def test_a_model_function_of_wide_towers():
 @pytest.mark.parametrize("devices", [8, 2])
 @pytest.mark.parametrize("state", ["mirrored", "sharded"])
 def test_a_model_function_undoes_an_update_that_is_not_finite(state, devices):
-    optimizer = TowerOptimizer(ADAM)
-
-    def model_fn(variables, features, labels, mode, tower):
-        def of_params(params):
-            return loss_fn(params, {**features, "y": labels}, tower)
-
-        loss, train_op = optimizer.minimize(of_params, variables)
-        return ModelSpec(mode, loss=loss, train_op=train_op)
-
     with jax.enable_x64(True):
-        model = replicate_model_fn(model_fn, devices=wide(4, devices, state=state))
+        model, now = model_of(TowerOptimizer(ADAM), 4, devices, state=state)
         step = model.train_step(on_nonfinite="skip")
-        now = model.init(tj.TrainState.create(start(), optimizer))
         for number in range(4):
             batch = rows()
             labels = batch.pop("y") * (np.nan if number == 1 else 1.0)
