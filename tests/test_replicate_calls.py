@@ -14,10 +14,8 @@ from layouts import rows
 import towerjax as tj
 from towerjax.estimator.model_fn import ModelFn, static_keys
 
-SUM, EXACT = (
-    tj.estimator.LossReduction.SUM,
-    tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
-)
+Kind = tj.estimator.LossReduction
+SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
 OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
 

@@ -15,10 +15,8 @@ import towerjax as tj
 from towerjax.estimator.replicate import _SPEC_PARTS
 from towerjax.estimator.variables import variable_devices
 
-SUM, EXACT = (
-    tj.estimator.LossReduction.SUM,
-    tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
-)
+Kind = tj.estimator.LossReduction
+SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
 MOMENTUM = tj.estimator.TowerOptimizer(optax.sgd(0.05, momentum=0.9))
 PLACEMENTS = list(tj.estimator.VariablePlacement)
 WIDTH = 7  # a size that nothing else here has

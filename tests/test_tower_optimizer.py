@@ -15,10 +15,8 @@ from layouts import rows
 
 import towerjax as tj
 
-SUM, EXACT = (
-    tj.estimator.LossReduction.SUM,
-    tj.estimator.LossReduction.SUM_BY_NONZERO_WEIGHTS,
-)
+Kind = tj.estimator.LossReduction
+SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
 INNER = {
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": optax.adamw(0.01, weight_decay=0.1),
