@@ -6,7 +6,10 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
+from flax.training import dynamic_scale, train_state
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -196,3 +199,53 @@ def test_the_command_says_both_and_has_a_status(shell):
     told = json.loads(out)
     assert code == 1 and not told["same"] and {*told["findings"]} >= {"proof"}
     assert shell("check", "of_user:nothing")[0] == 2
+
+
+# What pip packages reduce over devices: Flax's scaled gradient, state and layer.
+def of_flax(devices, axis="i", masked=False):
+    net = nn.BatchNorm(use_running_average=False, axis_name=axis)
+    variables = net.init(jax.random.key(0), X)
+    dynamic = dynamic_scale.DynamicScale()
+    state = train_state.TrainState.create(
+        apply_fn=net.apply, params=variables["params"], tx=optax.sgd(0.1)
+    )
+
+    def step(held, x, y, m):
+        state, stats, scale = held
+        mask = m[:, None] > 0 if masked else None
+
+        def own_loss(params):
+            given = {"params": params, "batch_stats": stats}
+            out, new = state.apply_fn(given, x, mask=mask, mutable="batch_stats")
+            return ((out.sum(1) - y) ** 2).mean(), new["batch_stats"]
+
+        scaled = scale.value_and_grad(own_loss, has_aux=True, axis_name=axis)
+        scale, _, (_, stats), grads = scaled(state.params)
+        return state.apply_gradients(grads=grads), stats, scale
+
+    copies = (state, variables["batch_stats"], dynamic)
+    copies = jax.tree.map(lambda x: np.stack([x] * devices), copies)
+    rows = [a.reshape(devices, -1, *a.shape[1:]) for a in (X, Y, MASK)]
+    return jax.pmap(step, axis_name="i"), (copies, *rows)
+
+
+@pytest.mark.slow
+def test_flaxs_own_reductions_are_right():
+    fn, args = of_flax(4)
+    report = tj.testing.prove(fn, *args)
+    assert report.copies == len(jax.tree.leaves(args[0])) and not report.notes
+    assert tj.testing.same_on_devices(of_flax).largest < 1e-5
+
+
+def test_flaxs_reductions_without_an_axis_drift():
+    fn, args = of_flax(4, axis=None)
+    [note] = tj.testing.prove(fn, *args).notes
+    assert "each device is given a copy, and returns another" in note
+
+
+@pytest.mark.slow
+def test_flaxs_masked_batch_norm_depends_on_the_devices():  # flax#2417, still so
+    fn, args = of_flax(4, masked=True)
+    assert not tj.testing.prove(fn, *args).notes
+    with pytest.raises(tj.testing.SplitError, match="depend on the number of devices"):
+        tj.testing.same_on_devices(functools.partial(of_flax, masked=True))

@@ -125,7 +125,7 @@ def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
     A state is an argument whose tree and shapes a result has. A leaf of which devices
     are given different ones, as of keys, is no copy.
     """
-    is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind(args[:1])
+    is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind([*args[:1]])
     kinds = [_kind([x]) for x in ([out] if is_one else out)]
     starts = list(itertools.accumulate([len(kind[1]) for kind in kinds], initial=0))
     copied, back = list[bool](), list[int]()
@@ -146,8 +146,7 @@ def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
 
 def _kind(tree: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
-    return treedef, kinds
+    return treedef, [getattr(x, "shape", None) for x in leaves]
 
 
 def _may_be_copies(x: Any) -> bool:
