@@ -787,7 +787,7 @@ CHECKPOINTS = (
        "replicate(new, placement.num_towers)",
        "test_checkpoint.py::test_other_towers_deal_out_what_was_there_and_go_on"),
     _m("C06", "a resumed run does all of its steps again",
-       "loop.checkpoint.checkpointer:Saving.resume", "start + steps - newest", "steps",
+       "loop.loop:Loop._run", "end - point.number", "self._options.steps or 0",
        _RESUMED),
     _m("C07", "how far a batch was padded is forgotten",
        "loop.checkpoint.checkpointer:Saving.resume",

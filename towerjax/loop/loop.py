@@ -53,7 +53,9 @@ class Loop:
         guard: InterruptGuard,
     ) -> None:
         self.guard, self.point, self._batches = guard, point, batches
-        self._step, self._options, self._steps = step, options, options.steps
+        self._step, self._options = step, options
+        # The number of the last step, also where a checkpoint is resumed.
+        self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
         self._progress = Progress(False, point.number, None)
@@ -69,10 +71,10 @@ class Loop:
         if options.checkpointer is not None:
             where = point.state, self._source, stack
             self._saving = Saving(options.checkpointer, self._step, *where)
-            self._steps = self._saving.resume(point, self._steps)
+            self._saving.resume(point)
             self._log, self._hooked = HistoryLog(point.number), point.number
         with self.guard:
-            given = options.progress, point.number, self._steps, self._source
+            given = options.progress, point.number, self._end, self._source
             self._progress = Progress(*given)
             stack.callback(self._close_progress)
         is_endless = isinstance(batches, Batches) and not batches.epochs
@@ -106,7 +108,8 @@ class Loop:
         placement, point = self._step.strategy.placement, self.point
         self._writers.open(self._options.writers, self._log.number, placement)
         depth = 0 if self._source.prefetches else self._options.prefetch
-        place, most = self._step.place_batch, self._steps
+        place, end = self._step.place_batch, self._end
+        most = None if end is None else max(end - point.number, 0)
         with contextlib.closing(self._source.stream(place, depth, most=most)) as stream:
             while True:
                 # Before the first step: the resumed run may have ended here.
@@ -275,7 +278,7 @@ class Loop:
         with self.guard:  # so that each step is once in the history and in the files
             self._in_flight.popleft()
             self._log.add(row, refused, call.placed.num_examples, call.wait_s)
-            self._writers.write([Record("train", self._log.number, time_s, row)])
+            self._writers.write(Record("train", self._log.number, time_s, row))
         return row, refused
 
     def _evaluate(self) -> None:
@@ -288,7 +291,7 @@ class Loop:
         values = evaluated(*given, options.prefetch, options.in_flight)
         with self.guard:
             self._log.evaluations.append((number, values))
-            self._writers.write([Record("eval", number, time.time(), values)])
+            self._writers.write(Record("eval", number, time.time(), values))
             point.watch.add(number, values)
             point.is_evaluation_due = False
             if self._saving is not None and self._saving.is_best(number, values):
@@ -311,12 +314,13 @@ class Loop:
         return dataclasses.replace(state, params=params)
 
     def _check_enough(self) -> None:
-        done, steps, number = self._log.num_steps, self._steps, self._log.number
+        done, end, number = self._log.num_steps, self._end, self._log.number
         if self.point.watch.stopped is not None:
             return
-        if self._saving is not None and self._saving.is_resumed and not (done or steps):
-            passed = self._saving.passed_end
-            later = f", and this run ends after step {passed}" if passed else ""
+        is_resumed = self._saving is not None and self._saving.is_resumed
+        if is_resumed and not done and (end is None or end <= number):
+            passed = end is not None and end < number
+            later = f", and this run ends after step {end}" if passed else ""
             finished = f"nothing was left to do: finished after step {number}"
             self._progress.note(finished + later)
             return
@@ -326,11 +330,11 @@ class Loop:
                 " anew. error.batches is empty if the run had done all its steps, or"
                 " if the error had ended a generator."
             )
-        if steps is not None and done < steps:
+        if end is not None and number < end:
             raise ValueError(
-                f"The run was to end after step {number - done + steps}, but batches"
-                f" ended after {number}. Use tj.batches(..., epochs=None) for endless"
-                " data, or leave steps out to stop where the data ends."
+                f"The run was to end after step {end}, but batches ended after"
+                f" {number}. Use tj.batches(..., epochs=None) for endless data, or"
+                " leave steps out to stop where the data ends."
             )
 
     def history(self) -> History:
@@ -353,7 +357,7 @@ class Loop:
         self._writers.explain(error)
         error.history = self.history()
         error.batches = (self._source.rest if error.state else self._source.settle)()
-        is_last = self._log.num_steps == self._steps
+        is_last = self._log.number == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
         note = f"error.state is the state after step {point.number}{goes_on}"
         if error.state is None:

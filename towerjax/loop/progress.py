@@ -129,27 +129,27 @@ class Progress:
         self,
         progress: bool | Sequence[str] | None,
         start: int,
-        steps: int | None,
+        end: int | None,
         batches: Iterable[Any] | None = None,
     ) -> None:
-        """Of ``steps`` steps after one; None: of the batches, where their number is."""
-        if steps is None and (left := operator.length_hint(batches, -1)) >= 0:
-            steps = left
+        """Of the steps after one up to another; None: as many as there are batches."""
+        if end is None and (left := operator.length_hint(batches, -1)) >= 0:
+            end = start + left
         if progress is None or isinstance(progress, bool):
             self._names, self._display = ("loss",), choose_display(progress)
         else:
             self._names = tuple(dict.fromkeys(("loss", *progress)))
             self._display = choose_display(None)
-        self._start, self._steps, self._took = start, steps, ""
+        self._start, self._end, self._took = start, end, ""
+        self._total = None if end is None else max(end - start, 0)
         self.note = self._display.note  # adds a line that stays
         self._next_s, self._evaluated = 0.0, ""
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def phase(self, number: int, what: str) -> None:
         """Show what goes on before a step."""
-        self._display.show(
-            number - 1 - self._start, self._steps, f"step {number}: {what}"
-        )
+        text = f"step {number}: {what}"
+        self._display.show(number - 1 - self._start, self._total, text)
 
     def compiled(self, seconds: float) -> None:
         """Have the next text say how long it took."""
@@ -172,8 +172,8 @@ class Progress:
         if self._waiting is None:
             return
         (number, metrics, rate), self._waiting = self._waiting, None
-        left = None if self._steps is None else self._start + self._steps - number
-        text = f"step {number}" if left is None else f"step {number}/{number + left}"
+        left = None if self._end is None else self._end - number
+        text = f"step {number}" if left is None else f"step {number}/{self._end}"
         for name in self._names:
             if name in metrics:
                 text += f"  {name} {format_value(metrics[name])}"
@@ -181,14 +181,13 @@ class Progress:
         if left and rate > 0:
             text += f"  {datetime.timedelta(seconds=int(left / rate))} left"
         text, self._took = text + self._took, ""
-        self._display.show(number - self._start, self._steps, text + self._evaluated)
+        self._display.show(number - self._start, self._total, text + self._evaluated)
 
     def evaluation(
         self, number: int, values: Mapping[str, Any], in_short: str, stopped: str | None
     ) -> None:
         """Add a line for an evaluation, and one for the reason if the run stops."""
-        is_last = self._steps is not None and number == self._start + self._steps
-        if is_last or stopped or time.monotonic() >= self._next_s:
+        if number == self._end or stopped or time.monotonic() >= self._next_s:
             self._show()  # not always: a log would hold two lines for each evaluation
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)

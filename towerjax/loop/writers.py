@@ -6,7 +6,7 @@ import os
 import pathlib
 import time
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
@@ -85,12 +85,11 @@ class Writers:
             says = "A writer could not be opened on process 0"
             call_on_first_process(open_each, says)
 
-    def write(self, records: Sequence[Record]) -> None:
-        """Give the records to each writer; one that fails is closed and dropped."""
+    def write(self, record: Record) -> None:
+        """Give the record to each writer; one that fails is closed and dropped."""
         for writer in tuple(self._open):
             try:
-                for record in records:
-                    writer.write(record)
+                writer.write(record)
             except Exception as failure:
                 self._drop(writer, failure)
 

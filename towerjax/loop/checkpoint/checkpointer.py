@@ -264,7 +264,6 @@ class Saving:
         # The newest saved step, and its evaluation.
         self._saved: tuple[int, Mapping[str, float]] = (-1, {})
         self.is_resumed = False
-        self.passed_end: int | None = None  # of a run that ends before a checkpoint
         costs = call_on_first_process(lambda: [*_costs(options).items()])
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
@@ -291,29 +290,25 @@ class Saving:
             )
         record.encode_cursor(self._source.last.cursor)
 
-    def resume(self, point: Point, steps: int | None) -> int | None:
-        """Set it to the newest checkpoint if that is later; the steps that are left."""
+    def resume(self, point: Point) -> None:
+        """Set it to the newest checkpoint if that is later."""
         start = point.number
         newest = call_on_first_process(lambda: max(self.options.steps, default=-1))
         if newest < 0:
-            return steps
+            return
         saved = self.options.record(newest)
         if newest >= start:
             self._saved = newest, saved.evaluation
         if newest <= start:
             where = self.options.path / str(newest)
             record.check_same_model(saved.leaves, point.state, where)
-            return steps
-        left = None if steps is None else max(start + steps - newest, 0)
-        if steps is not None and start + steps < newest:
-            self.passed_end = start + steps
+            return
         point.state = self.options._restore(self._step, point.state, newest)
         point.number, point.is_evaluation_due = newest, saved.evaluation_due
         point.watch.restore_counts(saved.stopping)
         self._seek(saved)
         self._step.expect_batch_rows(saved.batch_rows)
         self.is_resumed = True
-        return left
 
     def _seek(self, saved: CheckpointRecord) -> None:
         used, cursor = saved.batches["used"], saved.batches["cursor"]
