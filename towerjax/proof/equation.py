@@ -2,7 +2,7 @@
 
 import functools
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -268,6 +268,27 @@ def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         return consts, carry
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+_CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
+
+
+def forwarded_inputs(jaxpr: Jaxpr, given: Sequence[Any]) -> list[Any]:
+    """For each output the given input that calls and scans forward to it, or None."""
+    forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
+    for eqn in jaxpr.eqns:
+        inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
+        hidden = trace_hidden(eqn, {}) if is_hidden(eqn) else None
+        if hidden is not None:  # with jax_remat3
+            inner = [open_jaxpr(hidden)]
+        if inner:
+            inside = [forwarded.get(id(x)) for x in eqn.invars]
+            if eqn.primitive.name == "scan":  # only xs are forwarded whole, as ys
+                once = sum(loop_sizes(eqn))
+                inside[:once] = [None] * once
+            outside = forwarded_inputs(inner[0], inside)
+            forwarded |= zip(map(id, eqn.outvars), outside, strict=True)
+    return [forwarded.get(id(x)) for x in jaxpr.outvars]
 
 
 def refs(eqn: JaxprEqn) -> list[Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +15,7 @@ from towerjax.collectives.sparse_rows import map_values
 from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof import tags
-from towerjax.proof.equation import (
-    is_hidden,
-    loop_sizes,
-    open_jaxpr,
-    sub_jaxprs,
-    trace_hidden,
-)
+from towerjax.proof.equation import forwarded_inputs
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower, context_of
 from towerjax.types import (
@@ -211,7 +205,7 @@ def call_refusing_writes(
     if written:
         trace = jax.make_jaxpr(lambda leaves: run(leaves)[1], return_shape=True)
         jaxpr, written = trace(leaves)
-        forwarded = iter(_forwarded_inputs(jaxpr.jaxpr, range(len(leaves))))
+        forwarded = iter(forwarded_inputs(jaxpr.jaxpr, range(len(leaves))))
         same = {name: next(forwarded) == next(forwarded) for name in sorted(written)}
         _refuse_written({x: after for x, (_, after) in written.items() if not same[x]})
     return returned
@@ -268,24 +262,3 @@ def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:
     """One part's share of a sum of means whose global denominators are ``weights``."""
     means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
     return sum(means, jnp.asarray(loss.penalty / parts))
-
-
-_CALLS = "jit eval_jaxpr checkpoint remat2 custom_jvp_call custom_vjp_call scan".split()
-
-
-def _forwarded_inputs(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-    """For each output the given input that calls and scans forward to it, or None."""
-    forwarded = dict(zip(map(id, jaxpr.invars), given, strict=True))
-    for eqn in jaxpr.eqns:
-        inner = sub_jaxprs(eqn) if eqn.primitive.name in _CALLS else []
-        hidden = trace_hidden(eqn, {}) if is_hidden(eqn) else None
-        if hidden is not None:  # with jax_remat3
-            inner = [open_jaxpr(hidden)]
-        if inner:
-            inside = [forwarded.get(id(x)) for x in eqn.invars]
-            if eqn.primitive.name == "scan":  # only xs are forwarded whole, as ys
-                once = sum(loop_sizes(eqn))
-                inside[:once] = [None] * once
-            outside = _forwarded_inputs(inner[0], inside)
-            forwarded |= zip(map(id, eqn.outvars), outside, strict=True)
-    return [forwarded.get(id(x)) for x in jaxpr.outvars]
