@@ -161,7 +161,7 @@ def refuse(call, says, names=None):
     with warnings.catch_warnings():  # JAX warns of a generator besides
         warnings.simplefilter("ignore", DeprecationWarning)
         names = [] if names is None else names
-        refused(names, call, re.escape(says), kinds, by_us=True)
+        refused(names, call, re.escape(says), kinds, ours=kinds)
 
 
 def check_draws(number, steps, compiled):
