@@ -46,7 +46,7 @@ from towerjax.step.state.train_state import (
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import doors
-from towerjax.types.leaves import refuse_unheld
+from towerjax.types.leaves import native, refuse_unheld
 from towerjax.types.warning import warn
 
 
@@ -86,11 +86,12 @@ class Examined:
         Returns:
           A ``TrainState`` of ``jax.ShapeDtypeStruct``.
         """
-        parts = {"params": params, "opt_state": opt_state, "local": local}
-        for name, tree in {**parts, "extra": extra}.items():
+        given = {"params": params, "opt_state": opt_state, "local": local}
+        given["extra"] = extra
+        for name, tree in given.items():
             refuse_unheld(name, tree, shapes=True)
         make = functools.partial(make_state, self.strategy.num_towers)
-        state = jax.eval_shape(make, *parts.values(), extra=extra)
+        state = jax.eval_shape(make, **jax.tree.map(native, given))
         self.strategy.placement.specs_within((), state.params)
         made = self.policy.made(state.params)
         if jax.tree.leaves(opt_state):
