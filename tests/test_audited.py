@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import time
 import warnings
 
 import jax
@@ -43,7 +44,8 @@ def forget():
 
 
 def step_of(loss_fn=RIGHT["plain_mean"], strategy=FOUR, **options):
-    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
+    optimizer = options.pop("optimizer", optax.sgd(0.1))
+    return tj.build_train_step(loss_fn, optimizer, strategy, **options)
 
 
 def train(step, batch=BATCH, steps=2):
@@ -368,6 +370,36 @@ def test_nothing_says_audited_of_what_was_not(runs):
     _, history = tj.run(step, state, data, progress=False)
     assert "audit" not in report and "audit" not in repr(history)
     assert not runs and not step.is_audited
+
+
+@pytest.mark.parametrize("way", ["run", "together", "in_turn"])
+@pytest.mark.few_fast(1)
+def test_no_time_is_that_of_the_audit(runs, monkeypatch, way):
+    now, audit_s, run_audit = time.perf_counter, [0.0], examine.run_audit
+
+    def long(*args, **options):
+        audit_s[0] += 1e6
+        return run_audit(*args, **options)
+
+    monkeypatch.setattr(examine, "run_audit", long)
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + audit_s[0])
+
+    def build(rate):
+        return (step := step_of(optimizer=optax.sgd(rate))), step.init(PARAMS)
+
+    data = lambda: tj.batches(BATCH, 24, epochs=2)  # noqa: E731
+    if way == "run":
+        _, history = tj.run(*build(0.1), data(), progress=False)
+        seconds = [
+            history.summary.compile_seconds,
+            2 / history.summary.steps_per_second,
+        ]
+    else:
+        how = {"progress": False, "order": way}
+        swept = tj.sweep(build, {"rate": [0.1, 0.2]}, data, **how)
+        seconds = [member.seconds for member in swept.members]
+    assert len(runs) == 1 and max(seconds) < 1e5
+    assert sum(seconds) > 0
 
 
 def to_bench():

@@ -21,7 +21,6 @@ from towerjax.step.look.comparison import (
     NotAudited,
     SplitError,
     are_additive,
-    are_same,
     compared_of,
     judge,
 )
@@ -125,13 +124,25 @@ class Audit:
                 return report
             self.two_towers = self.towers(2, rows=2 * self.each)
         try:
-            runs = self.compared(self.splits)
-            self.judge(runs)
-            return self.judge([*runs, *self.compared(self._permuted())])
+            return self._judged()
         except SplitError as error:
             if self.pads:
                 self.one_tower.prove(self.splits[1])
             raise advise(self, error) from None
+
+    def _judged(self) -> AuditReport:
+        """The report of the splits, and of the first one's rows in other orders.
+
+        One tower need not be run on those, where its values are those of the first.
+        """
+        runs, permuted = self.compared(self.splits), self._permuted()
+        self.judge(runs)
+        others = [self.two_towers.run(split).values for split in permuted]
+        alike = [runs[0]._replace(split="permuted", got=x) for x in others]
+        try:
+            return self.judge([*runs, *alike])
+        except SplitError:
+            return self.judge([*runs, *self.compared(permuted)])
 
     def compared(self, splits: list[RowsToRun]) -> list[Compared]:
         """The splits, on two towers and on one."""
@@ -161,17 +172,11 @@ class Audit:
         at = np.arange(self.each)
         halves = [np.concatenate([x, x]) for x in (at, at + self.each)]
         halves = [self.one_tower(self.split("half", x)).sums for x in halves]
-        whole, permuted = self.one_tower(self.first), self._permuted()
+        whole = self.one_tower(self.first)
         if not are_additive(whole.sums, halves, self.rtol):
             return None
         try:
-            runs = self.compared(self.splits)
-            first, others = runs[0].got, [self.two_towers(x).values for x in permuted]
-            if all(are_same(first, other, self.rtol) for other in others):
-                runs += [x._replace(got=y) for x in runs[:1] for y in others]
-            else:
-                runs += self.compared(permuted)
-            report = self.judge(runs)
+            report = self._judged()
         except SplitError:
             return None
         names = compared_of(whole.values)

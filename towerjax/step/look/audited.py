@@ -169,7 +169,10 @@ def _read(program: str) -> Any:
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
-    """What ties a verdict to its program: one that was copied or cut has another."""
+    """What ties a verdict to its program: one that was copied or cut has another.
+
+    It is no signature: who may write the folder may put other programs beside it, too.
+    """
     text = json.dumps([program, fields], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 

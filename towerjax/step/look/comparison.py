@@ -12,7 +12,7 @@ from towerjax.types import Portable
 from towerjax.types.leaves import listed
 
 Leaves: TypeAlias = dict[str, np.ndarray | None]
-"""Name -> what was merged there, in float64; None for what has no one value."""
+"""Name -> what was merged there, real numbers; None for what has no one value."""
 
 GRADIENT = "gradient"  # what names of gradients begin with
 
@@ -210,21 +210,12 @@ def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
 
 def are_additive(whole: Leaves, halves: Sequence[Leaves], rtol: float) -> bool:
     """Whether a function of rows A and B is the half of those of A, A and of B, B."""
-    whole = {n: x for n, x in whole.items() if x is not None}  # None is not trained
-    mean: Leaves = {
-        n: np.mean([np.asarray(half[n]) for half in halves], axis=0) for n in whole
-    }
-    return are_same(mean, whole, rtol)
-
-
-def are_same(got: Leaves, want: Leaves, rtol: float) -> bool:
-    """Whether no leaf differs by more than the tolerance."""
-    for name, size in _sizes(want).items():
-        x, y = want[name], got[name]
-        if x is not None and y is not None:
-            if _largest_gap(y, x) > rtol * max(_largest(y), size):
-                return False
-    return True
+    known = {n: x for n, x in whole.items() if x is not None}  # None is not trained
+    mean = {n: np.mean([np.asarray(x[n]) for x in halves], axis=0) for n in known}
+    return all(
+        _largest_gap(mean[n], known[n]) <= rtol * max(_largest(mean[n]), size)
+        for n, size in _sizes(whole).items()
+    )
 
 
 def refuse_random(again: Leaves, first: Leaves) -> None:

@@ -236,15 +236,18 @@ class Examined:
         """
         start = time.perf_counter()
         engine, state = self.policy.audited(self.engine, self.start(state))
-        with jax.transfer_guard("allow"):  # of what only the audit makes
-            state = jax.tree.map(readable, state)
-            how = {"parts": self.num_parts, "pads": self._placer.may_pad}
-            self.audit_report = run_audit(engine, self.strategy, state, batch, **how)
-        took = time.perf_counter() - start
-        self.audit_note = f"audited in {took:.1f} s: {self.audit_report}"
-        self.audit_s += took
+        try:
+            with jax.transfer_guard("allow"):  # of what only the audit makes
+                state = jax.tree.map(readable, state)
+                how = {"parts": self.num_parts, "pads": self._placer.may_pad}
+                report = run_audit(engine, self.strategy, state, batch, **how)
+        finally:
+            took = time.perf_counter() - start
+            self.audit_s += took
+        self.audit_report = report
+        self.audit_note = f"audited in {took:.1f} s: {report}"
         self.is_to_be_audited = False
-        return self.audit_report
+        return report
 
     def _audit_once(
         self, state: TrainState, batch: PlacedBatch, traced: Traced

@@ -244,8 +244,10 @@ def _reals(name: str, value: PyTree) -> Leaves:
 
 
 def as_reals(x: Any) -> np.ndarray | None:
-    """The array in float64; real and imaginary parts stacked; None of a key or None."""
+    """The array in 32 or 64 bits, real and imaginary parts stacked; None of a key."""
     if x is None or is_key(x):
         return None
     x = np.asarray(x)
-    return np.asarray(np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x, float)
+    x = np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x
+    is_short = x.dtype.itemsize <= 4 and jnp.issubdtype(x.dtype, np.inexact)
+    return np.asarray(x, np.float32 if is_short else np.float64)
