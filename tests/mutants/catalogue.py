@@ -717,7 +717,7 @@ VALUES = (
 
 TESTING = (
     _m("T01", "assert_replicates is blind to a leaf", "step.look.comparison:judge",
-       "names = compared_of(want)", "names = compared_of(want)[-1:]",
+       "names := compared_of(want)", "names := compared_of(want)[-1:]",
        "test_audit.py::test_the_numbers_of_a_finding_are_those_of_numpy"),
     _m("T02", "assert_replicates keeps the order of the rows",
        "tools.testing.audit:assert_replicates", "seed=0", "seed=None",
