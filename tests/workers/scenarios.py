@@ -195,16 +195,16 @@ def destination_of_one_process(me):
 def ops(me):
     """The sums over towers by each op, of two values at once."""
     sums = {}
-    for op in (
-        tj.collectives.Packed(num_packs=2),
-        tj.collectives.Hierarchical(),
-        tj.collectives.ReduceToOneDevice("cpu:2"),
-    ):
+    for name, op in {
+        "Packed": tj.collectives.Packed(num_packs=2),
+        "Hierarchical": tj.collectives.Hierarchical(),
+        "ReduceToOneDevice": tj.collectives.ReduceToOneDevice("cpu:2"),
+    }.items():
         strategy = tj.Mirrored(towers=8, cross_tower_ops=op)
         ids = strategy.worker_device_index
         pairs = [(ids, None), (tj.PerTower(np.arange(8.0) ** 2), None)]
         batch = strategy.batch_reduce(tj.Reduction.SUM, pairs)
-        sums[type(op).__name__] = [*map(float, batch)]
+        sums[name] = [*map(float, batch)]
     return sums
 
 
