@@ -155,8 +155,8 @@ def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
     for run in runs:
         sizes = _sizes(run.want)
         for name in names:
-            found = _gap_of_leaf(name, run, sizes, rtol)
-            worst[name] = max(worst.get(name, found), found, key=lambda x: x[0])
+            gap = _gap_of_leaf(name, run, sizes, rtol)
+            worst[name] = max(worst.get(name, gap), gap, key=lambda x: x[0])
     if bad := [finding for excess, finding in worst.values() if not excess <= 1]:
         raise SplitError(sorted(bad, key=lambda x: (_rank(x.leaf), -x.relative)))
     none = Finding("none", 1, "", 0.0, 0.0, 0.0, 0.0)
