@@ -8,6 +8,8 @@ devices, mirrored and sharded, in one process and in two, and with a kill and mo
 
 Run: ``pip install 'transformers==4.46.3'``, ``python -m benchmarks.public_run``; with
 ``--steps 300``, which is the default, and ``--only "by hand"`` for some of the rows.
+``--absent h200`` compiles instead for 1 to 8 GPUs that are not here, and counts the
+kernels that are not those for one.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import towerjax as tj
+from benchmarks.same_kernels import kernels_of
 
 TOWERS, ROWS, LENGTH, EVERY = 8, 32, 48, 50
 OPTIMIZER = optax.chain(
@@ -109,19 +112,24 @@ class Run:
     processes: int = 1
 
 
+def on(devices: int) -> str:
+    """So many devices, in words."""
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
 def runs() -> list[Run]:
     """All rows."""
     found = []
     for state in ("mirrored", "sharded"):
         for d in (1, 2, 4, 8):
-            found.append(Run(f"{state}, {d} devices", devices=(d,), state=state))
+            found.append(Run(f"{state}, {on(d)}", devices=(d,), state=state))
         two: Any = {"devices": (8,), "state": state, "processes": 2}
         found.append(Run(f"{state}, 2 processes of 4", **two))
         name = f"{state}, 4 devices, killed, 2, then 8"
         found.append(Run(name, devices=(4, 2, 8), state=state))
     for kind, text in {"AllReduce": "plain all-reduce", "pmean": "by hand"}.items():
         for d in (1, 8):
-            found.append(Run(f"{text}, {d} devices", kind, (d,)))
+            found.append(Run(f"{text}, {on(d)}", kind, (d,)))
     return found
 
 
@@ -134,11 +142,28 @@ def parts_of(run: Run, steps: int) -> list[tuple[int, int, bool]]:
     return [(first, at - 20, True), (second, at + EVERY, False), (third, steps, False)]
 
 
+PINNED: Any = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+
+
+def differing_kernels(target: str, state: str) -> dict[int, int]:
+    """``D`` -> how many kernels for so many absent GPUs are not those for one."""
+    shapes = jax.eval_shape(lambda: model().params)
+    found = {}
+    for d in (1, 2, 4, 8):
+        absent = tj.Absent(target, d)
+        strategy = tj.Mirrored(absent, towers=TOWERS, state=state, **PINNED)  # type: ignore
+        step = tj.build_train_step(loss_fn, OPTIMIZER, strategy, remainder="pad")
+        [batch] = batches(1)
+        found[d] = kernels_of(step.program(shapes, batch).call.as_text())
+        print(f"{d} {target}: {found[d].total()} kernels", file=sys.stderr, flush=True)
+    one = found[1]
+    return {d: ((now - one) + (one - now)).total() for d, now in found.items()}
+
+
 def train(run: Run, devices: int, last: int, killed: bool, folder: str) -> None:
     """Train to a step, from the checkpoint in the folder where there is one."""
-    pinned: Any = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
     names = [f"cpu:{i}" for i in range(devices)] if run.processes == 1 else None
-    how: Any = pinned if run.kind == "PinnedTree" else {}
+    how: Any = PINNED if run.kind == "PinnedTree" else {}
     strategy = tj.Mirrored(names, towers=TOWERS, state=run.state, **how)  # type: ignore
     step = tj.build_train_step(loss_fn, OPTIMIZER, strategy, remainder="pad")
     state = step.init(model().params, rng=jax.random.key(7))
@@ -211,12 +236,12 @@ def hashes(run: Run, steps: int) -> dict[int, str]:
 
 
 def table(found: dict[str, dict[int, str]]) -> str:
-    """A row a run, a column each 50 steps; bold where it is not the first row's."""
+    """A row a run, 8 digits each 50 steps; bold where they are not the first row's."""
     first = next(iter(found.values()))
     lines = [f"| run | {' | '.join(f'step {n}' for n in first)} |"]
     lines.append("|---" * (len(first) + 1) + "|")
     for name, row in found.items():
-        texts = (x if x == first[n] else f"**{x}**" for n, x in row.items())
+        texts = (x[:8] if x == first[n] else f"**{x[:8]}**" for n, x in row.items())
         lines.append(f"| {name} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
@@ -226,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="", help="rows whose names contain this")
+    parser.add_argument("--absent", help="GPUs to compile for, as tj.Absent takes them")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -238,6 +264,11 @@ def main() -> None:
         if run.kind == "pmean":
             return train_by_hand(devices, last)
         return train(run, devices, last, killed, folder)
+    if options.absent:
+        for state in ("mirrored", "sharded"):
+            counts = differing_kernels(options.absent, state)
+            print(f"{state}: other kernels than for one: {counts}", flush=True)
+        return
     found: dict[str, dict[int, str]] = {}
     for run in runs():
         if options.only in run.name:
