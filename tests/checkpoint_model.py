@@ -89,5 +89,28 @@ def bits(state):
     return jax.tree.map(np.array, numbers)
 
 
+class Evaluation:
+    """An evaluation step whose metrics a function makes of the state."""
+
+    def __init__(self, metrics):
+        self.metrics = metrics
+
+    def place_batch(self, batch):
+        return batch
+
+    def __call__(self, state, batch):
+        return self.metrics(state)
+
+
+class Calling:
+    """A writer that calls functions with each record, and at its end."""
+
+    def __init__(self, write=lambda record: None, close=lambda: None):
+        self.write, self.close = write, close
+
+    def open(self, start):
+        return self
+
+
 def assert_same_bits(state, expected):
     chex.assert_trees_all_equal(bits(state), expected, strict=True)

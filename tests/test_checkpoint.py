@@ -817,38 +817,15 @@ def test_bytes_among_a_cursors_fields():
 # Which ones stay
 
 
-class Evaluate:
-    """An evaluation step whose loss is the next one of the values."""
-
-    def __init__(self, values):
-        self.left = iter(values)
-
-    def place_batch(self, batch):
-        return batch
-
-    def __call__(self, state, batch):
-        return {"loss": tj.Weighted(np.float32(next(self.left)), np.float32(1))}
-
-
 def metrics_of(values, eval_every=1):
-    return {
-        "evaluate": Evaluate(values),
-        "eval_batches": [0],
-        "eval_every": eval_every,
-    }
+    """An evaluation whose loss is the next one of the values."""
+    left = iter(values)
 
+    def metrics(state):
+        return {"loss": tj.Weighted(np.float32(next(left)), np.float32(1))}
 
-class Calling:
-    """A writer that calls a function with each record."""
-
-    def __init__(self, fn):
-        self.write = fn
-
-    def open(self, start):
-        return self
-
-    def close(self):
-        pass
+    options = {"eval_batches": [0], "eval_every": eval_every}
+    return {"evaluate": model.Evaluation(metrics), **options}
 
 
 # What a checkpointer is told, the values and the last step of each run into its
@@ -909,12 +886,9 @@ def test_a_record_has_the_real_numbers_of_an_evaluation():
 
 
 def test_the_best_is_one_real_number(light, tmp_path):
-    class Other(Evaluate):
-        def __call__(self, state, batch):
-            one = np.float32(1)
-            return {"tree": tj.Weighted({"a": one}, one), "loss": one}
-
-    options = {**metrics_of([]), "evaluate": Other([])}
+    one = np.float32(1)
+    metrics = {"tree": tj.Weighted({"a": one}, one), "loss": one}
+    options = {**metrics_of([]), "evaluate": model.Evaluation(lambda state: metrics)}
     with pytest.raises(ValueError, match="best='tree': its value is a dict, not one"):
         train(light, tj.Checkpointer(tmp_path, best="tree"), 1, **options)
 
@@ -948,7 +922,7 @@ def test_the_best_is_known_of_a_run_that_was_ended_beside_it(light, tmp_path, ki
     saving = tj.Checkpointer(tmp_path, keep=1, best="loss")
     options = metrics_of([1, 2] if kind == "eval" else [1, 2, 3], eval_every=2)
     with pytest.raises(SystemExit):
-        train(light, saving, 6, writers=[Calling(kill)], **options)
+        train(light, saving, 6, writers=[model.Calling(kill)], **options)
     assert saving.steps == (2,)
     assert saving.record(2).evaluation_due == (kind == "train")
     train(light, saving, 4, **options)
@@ -1041,7 +1015,7 @@ def ctrl_c_at_3(record):
 @pytest.mark.parametrize("options", [
     {"hooks": [kill_at(2)]},
     # once it is in the history, before it is raised
-    {"writers": [Calling(ctrl_c_at_3)]},
+    {"writers": [model.Calling(ctrl_c_at_3)]},
 ], ids=["sigterm", "ctrl_c"])  # fmt: skip
 def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path, options):
     saving = tj.Checkpointer(tmp_path)

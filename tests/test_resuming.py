@@ -56,19 +56,11 @@ def run(step, state, batches, **options):
     return tj.run(step, state, batches, **options)
 
 
-class OfState:
-    """An evaluation whose loss is the number of the step, so that none is better."""
-
-    def place_batch(self, batch):
-        return batch
-
-    def __call__(self, state, batch):
-        return {"loss": np.float32(state.step)}
-
-
 def options_of(evaluates):
+    """An evaluation whose loss is the number of the step, so that none is better."""
+    of_state = model.Evaluation(lambda state: {"loss": np.float32(state.step)})
     early = tj.EarlyStopping("loss", patience=2)
-    options = {"evaluate": OfState(), "eval_batches": [0], "eval_every": 3}
+    options = {"evaluate": of_state, "eval_batches": [0], "eval_every": 3}
     return {**options, "early_stopping": early} if evaluates else {}
 
 
@@ -168,27 +160,16 @@ def in_a_hook_with_state(act, step, patch):
 
 
 def in_a_writer(act, step, patch):
-    class Writer:
-        def open(self, start):
-            return self
-
-        def write(self, record):
-            if record.step == 3:
-                act()
-
-        def close(self):
-            pass
-
-    return {"writers": [Writer()]}
+    return {"writers": [model.Calling(lambda record: record.step == 3 and act())]}
 
 
 def in_an_evaluation(act, step, patch):
-    class Evaluate(OfState):
-        def __call__(self, state, batch):
-            act()
-            raise AssertionError("not reached")
+    def evaluate(state):
+        act()
+        raise AssertionError("not reached")
 
-    return {"evaluate": Evaluate(), "eval_batches": [0], "eval_every": 3}
+    of_state = model.Evaluation(evaluate)
+    return {"evaluate": of_state, "eval_batches": [0], "eval_every": 3}
 
 
 def at_a_call_of(name, number):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_model import Evaluation
 
 import towerjax as tj
 from towerjax.loop.stopping import Watch
@@ -193,16 +194,13 @@ def test_a_goal_ends_a_run_and_is_said(steps):
 def test_several_rules_of_several_metrics_end_a_run(steps):
     step, values = steps[0], {"told": iter([3, 1, 2, 0]), "other": iter([1, 2, 3, 4])}
 
-    class Told:
-        def place_batch(self, batch):
-            return batch
-
-        def __call__(self, state, batch):
-            return {name: np.float32(next(x)) for name, x in values.items()}
+    def metrics(state):
+        return {name: np.float32(next(x)) for name, x in values.items()}
 
     early = [tj.EarlyStopping("told", 2), tj.EarlyStopping("other", goal=4, mode="max")]
     data = [np.full(8, 1.0, np.float32)] * 9
-    how = dict(evaluate=Told(), eval_batches=[0], eval_every=1, progress=False)
+    evaluate = Evaluation(metrics)
+    how = dict(evaluate=evaluate, eval_batches=[0], eval_every=1, progress=False)
     state, history = run(step, init(step), data, early_stopping=early, **how)
     assert history.stopped == "other reached 4, best 4.000 after 4"
     assert int(state.step) == 4

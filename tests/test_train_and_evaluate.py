@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoint_model import Calling
 
 import towerjax as tj
 from towerjax.estimator.train import Epochs, as_batch
@@ -325,17 +326,8 @@ def test_after_an_error_it_goes_on(model, kind, prefetch):
         if number == 3 and kind == "ctrl-c":
             signal.raise_signal(signal.SIGINT)
 
-    class Writer:
-        def open(self, start):
-            return self
-
-        def write(self, record):
-            del record
-
-        def close(self):
-            closed.append(2)
-
-    options = {"hooks": [hook], "writers": [Writer()], "prefetch": prefetch}
+    writer = Calling(close=lambda: closed.append(2))
+    options = {"hooks": [hook], "writers": [writer], "prefetch": prefetch}
     with pytest.raises((KeyboardInterrupt, LookupError)) as caught:
         train(model, loader, **options)
     assert (caught.type is KeyboardInterrupt) == (kind == "ctrl-c")
