@@ -340,3 +340,23 @@ def test_numbers_of_numpy_become_those_of_python():
         DiLoCo(every=n, overlap=np.int8(1)),
     ):
         assert not any(isinstance(x, np.integer) for x in vars(options).values())
+
+
+def test_tab_shows_no_names_of_tensorflow_which_stay_attributes():
+    strategy = tj.Mirrored(["cpu:0"], towers=2)
+    shown = [name for name in dir(strategy) if not name.startswith("_")]
+    options = {field.name for field in dataclasses.fields(strategy)}
+    assert options | {"num_towers", "placement", "call_for_each_tower"} <= {*shown}
+    assert not {"assign", "create_var", "should_init", "regroup"} & {*shown}
+    assert strategy.should_init and callable(strategy.assign)
+
+
+@pytest.mark.slow
+def test_ipython_completes_a_strategy_with_its_own_words():
+    completer = pytest.importorskip("IPython.core.completer")
+    names = {"strategy": tj.Mirrored(["cpu:0"], towers=2)}
+    complete = completer.IPCompleter(namespace=names, use_jedi=True)
+    with completer.provisionalcompleter():
+        found = [x.text for x in complete.completions("strategy.", 9)]
+    assert "within" in found and "num_towers" in found
+    assert "assign" not in found and len(found) < 30

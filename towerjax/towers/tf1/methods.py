@@ -20,6 +20,9 @@ from towerjax.types.door import doors
 from towerjax.types.missing import explain_missing
 from towerjax.types.version import page
 
+_TYPED = "distribute_dataset", "reduce", "unwrap", "worker_devices"
+"""What users of ours type, too, of TensorFlow's names."""
+
 
 @doors
 class StrategyMethods(StrategyFields):
@@ -54,6 +57,11 @@ class StrategyMethods(StrategyFields):
         __getattr__ = explain_missing(
             f"What to write for each name of TensorFlow: {page('mirrored_strategy')}"
         )
+
+    def __dir__(self) -> list[str]:
+        """What TAB shows: TensorFlow's names are left out, and stay attributes."""
+        hidden = vars(StrategyMethods).keys() - {"call_for_each_tower", *_TYPED}
+        return [name for name in super().__dir__() if name not in hidden]
 
     def __getstate__(self) -> dict[str, Any]:
         """The options alone, since the devices of a placement do not pickle."""
