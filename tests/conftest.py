@@ -38,7 +38,7 @@ OPTIMIZED = {f"test_{name}" for name in OPTIMIZED.split()}
 
 # Files that build steps as users do, who are audited by default. The others build
 # thousands for another purpose, many of them wrong: they audit where they say so.
-AUDITED = "audit audited docs grid harness known_wrong"
+AUDITED = "audit audited docs grid harness known_wrong parallel_cases parallel_examples"
 AUDITED = {f"test_{name}" for name in AUDITED.split()}
 
 

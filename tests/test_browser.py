@@ -37,7 +37,11 @@ CONTENT = """() => ({
 SOUGHT = {
     "FSDP": "how_to/larger_than_a_device/",
     "ZeRO": "how_to/larger_than_a_device/",
-    "tensor parallel": "how_to/larger_than_a_device/",
+    "tensor parallel": "how_to/tensor_and_expert_parallel/",
+    "sequence parallel": "how_to/tensor_and_expert_parallel/",
+    "context parallel": "how_to/tensor_and_expert_parallel/",
+    "expert parallel": "how_to/tensor_and_expert_parallel/",
+    "MoE": "how_to/tensor_and_expert_parallel/",
     "wandb": "how_to/wandb_and_mlflow/",
     "MLflow": "how_to/wandb_and_mlflow/",
     "profiler": "how_to/profiling/",

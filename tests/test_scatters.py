@@ -1,10 +1,17 @@
-"""One index of a split dim is written: each element, and the fault of XLA itself."""
+"""What is split is written to and looked up by index, and the faults of XLA itself."""
 
 import dataclasses
+import pathlib
+import re
+import signal
+import subprocess
+import sys
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
@@ -14,7 +21,7 @@ import towerjax as tj
 from towerjax.towers.lowering import scatters
 
 ROWS, COLUMNS = P("model"), P(None, "model")
-NUMBER = jnp.int32(5)
+NUMBER = np.int32(5)
 WRITES = {
     "set": (ROWS, lambda t: t.at[0].set(0.0)),
     "add": (ROWS, lambda t: t.at[5].add(1.0)),
@@ -105,7 +112,7 @@ def test_what_is_not_written_to_stays_as_it_is():
         return lax.scan(lambda c, row: (c + row, jnp.sort(row)), x[0], x)
 
     program = jax.make_jaxpr(fn)(jnp.ones((4, 3)))
-    assert scatters.hold_scattered(program) is program
+    assert scatters.hold_indexed(program, None) is program
 
 
 def test_which_jax_has_the_fault():
@@ -123,3 +130,66 @@ def test_which_jax_has_the_fault():
     is_right = np.array_equal(jax.jit(on_devices)(x), x.at[3].add(1.0))
     # Where the oldest JAX that is allowed is right, towers/lowering/scatters.py may go.
     assert is_right == (jax.__version_info__ >= (0, 12))
+
+
+# How a table of words by features is split, of a tower whose rows are along "data".
+TABLES = [P("model"), P("data"), P("model", "data"), P(("model", "data")),
+          P(None, "model"), P(None, ("data", "model")), P()]  # fmt: skip
+
+
+def farthest_from_one_device(spec, towers):
+    """Of a loss that looks words up, writes to rows and takes labels' logits."""
+    rng = np.random.default_rng(0)
+    params = {"table": rng.normal(size=(16, 8)), "head": rng.normal(size=(8, 16))}
+    batch = {"words": rng.integers(16, size=(8, 6)), "place": rng.integers(6, size=8)}
+
+    def losses_of(params, batch):
+        words = batch["words"]
+        x = params["table"][words]
+        x = jax.vmap(lambda row, place: row.at[place].mul(2))(x, batch["place"])
+        x = x + x[:, jnp.array([5, 0, 0, 1, 3, 2])] ** 2
+        sent = jnp.zeros((16, 8)).at[words].add(jnp.sin(x))  # as backwards of a lookup
+        of_labels = optax.softmax_cross_entropy_with_integer_labels
+        return of_labels(x @ params["head"], words), sent
+
+    def loss_fn(params, batch, tower):
+        losses, sent = losses_of(params, batch)
+        total = tj.penalty(tower.reduce(tj.Reduction.SUM, sent).var())
+        return tj.Weighted.mean(losses.mean(-1)) + total
+
+    def loss_of(params):
+        losses, sent = losses_of(params, batch)
+        return losses.mean() + sent.var()
+
+    specs = {"table": spec, "head": P(None, "model")}
+    strategy = tj.Mirrored(
+        towers=towers, within={"data": 2, "model": 2}, rows="data", specs=specs
+    )
+    with jax.enable_x64(True):
+        step = tj.build_train_step(loss_fn, optax.sgd(1.0), strategy, audit=False)
+        state, metrics = step(step.init(params), batch)
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        far = [abs(float(metrics["loss"]) - float(loss))]
+        for name, x in params.items():
+            far.append(abs(x - np.asarray(state.params[name]) - grads[name]).max())
+        return max(map(float, far))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [2, 1])
+@pytest.mark.parametrize("spec", TABLES, ids=str)
+def test_indices_and_what_they_index_are_split_along_two_axes(spec, towers):
+    """In a process of its own: XLA would end it."""
+    assert forked.called(farthest_from_one_device, spec, towers) < 1e-12
+
+
+@pytest.mark.slow
+def test_which_jax_aborts():
+    pages = pathlib.Path(__file__).parents[1] / "docs/how_to"
+    text = (pages / "tensor_and_expert_parallel.md").read_text()
+    [program] = re.findall(r"```python\n(.*?take_along_axis.*?)```", text, re.S)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    # Where it no longer ends so, `_unsplit` of towers/lowering/scatters.py may go.
+    assert done.returncode == -signal.SIGABRT
+    assert "ExpandDeviceGroupsWithIota" in done.stderr

@@ -702,3 +702,41 @@ def test_a_tower_is_of_one_process(monkeypatch):
         placement._check_owners(devices(1, 0), 1)
     with pytest.raises(ValueError, match="as many of each, process after process"):
         placement._check_owners(devices(0, 0, 1), 1)
+
+
+def test_a_shard_map_that_is_kept_says_to_call_it_anew():
+    whole = P(None, "model"), P("model"), P()
+
+    @functools.partial(
+        jax.shard_map,
+        in_specs=whole, out_specs=P(), axis_names={"model"}, check_vma=False,
+    )  # fmt: skip
+    def kept(w1, w2, x):
+        return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "model")
+
+    of_kept = loss_by(lambda params, x: kept(params["w1"], params["w2"], x))
+    checked(wide(4), of_kept)
+    with pytest.raises(ValueError, match="should match the mesh") as told:
+        checked(wide(1, 2), of_kept)
+    assert "call jax.shard_map in the tower function" in told.value.__notes__[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("towers, devices", [(4, 8), (4, 2), (1, 2)])
+def test_a_shard_map_over_all_axes_of_a_tower(towers, devices):
+    """Which is not over the towers' axis, of one group of devices either."""
+
+    @loss_by
+    def whole_loss_fn(params, x):
+        def layer(w1, w2, x):
+            return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "model")
+
+        specs = {"in_specs": (P(None, "model"), P("model"), P()), "out_specs": P()}
+        mapped = jax.shard_map(layer, check_vma=False, **specs)
+        return mapped(params["w1"], params["w2"], x)
+
+    with jax.enable_x64(True):
+        options = {"audit": True, "remainder": "pad"}
+        strategy = wide(towers, devices)
+        step = tj.build_train_step(whole_loss_fn, ADAM, strategy, **options)
+        assert_near(trained(step)[0].params, expected()[1])

@@ -9,7 +9,11 @@ import numpy as np
 from jax._src import api_util, clusters, distributed  # 0.10 to 0.12
 from jax._src.array import ArrayImpl  # 0.10 to 0.12
 from jax._src.config import explicit_device_put_scope  # 0.10 to 0.12
-from jax._src.core import extend_axis_env_nd, get_axis_env  # 0.10 to 0.12
+from jax._src.core import (  # 0.10 to 0.12
+    add_explicit_mesh_axis_names,  # 0.10 to 0.12
+    extend_axis_env_nd,
+    get_axis_env,
+)
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # 0.10 to 0.12
@@ -65,6 +69,11 @@ def is_literal_zero(x: Any) -> bool:
 def bind_axis(name: Any) -> Any:
     """A context in which a named axis of size 1 is bound; any hashable is a name."""
     return extend_axis_env_nd([(name, 1)])
+
+
+def without_axis(name: str) -> Any:
+    """A context in which ``jax.shard_map`` takes all axes of a mesh but this one."""
+    return add_explicit_mesh_axis_names([name])
 
 
 def bound_axes() -> list[Any]:

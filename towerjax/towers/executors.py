@@ -20,11 +20,11 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
-from towerjax.mesh.private_jax import bind_axis
+from towerjax.mesh.private_jax import bind_axis, without_axis
 from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import all_jaxprs, open_jaxpr
 from towerjax.towers.lowering.parts import Shards
-from towerjax.towers.lowering.scatters import hold_scattered
+from towerjax.towers.lowering.scatters import hold_indexed
 from towerjax.towers.lowering.shards import on_shards
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
@@ -104,7 +104,7 @@ def _trace_in_mesh(
         try:
             with use_abstract_mesh(mesh) if placement.within else same:
                 if placement.within:
-                    jaxpr = hold_scattered(jaxpr)
+                    jaxpr = hold_indexed(jaxpr, placement)
                 values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
         except Exception as error:
             kinds = _kinds_in_mesh(_arrays_in(jaxpr))
@@ -255,7 +255,8 @@ def _trace_on_one(
 ) -> tuple[Any, PyTree]:
     """The jaxpr of ``device_fn`` on one of several devices, in a tower's own mesh."""
     env = [(DEVICE_AXIS, num_devices)]
-    with use_abstract_mesh(mesh):
+    # One group's axis is not manual, and is no axis of a tower either.
+    with use_abstract_mesh(mesh), without_axis(DEVICE_AXIS):
         return jax.make_jaxpr(device_fn, axis_env=env, return_shape=True)(*args)
 
 
@@ -310,6 +311,12 @@ _NOTES: tuple[tuple[Any, str, str], ...] = (
         "requires a non-empty mesh|is not found in mesh",
         "A tower function knows the axes of a tower of several devices:"
         " tj.Mirrored(within={{'model': 2}}).",
+    ),
+    (  # In JAX 0.10 to 0.12 its wrapper assigns to a nonlocal mesh.
+        ValueError,
+        "should match the mesh passed to shard_map",
+        "What jax.shard_map returns stays with the first mesh that it meets, and towers"
+        " on other devices have another: call jax.shard_map in the tower function.",
     ),
     (
         NameError,

@@ -78,7 +78,10 @@ def tell_not_audited(error: Exception, wanted: bool | None) -> None:
     if wanted:
         raise error
     why = str(error).splitlines()[0].rstrip(".")
-    warn(f"not audited: {why}. audit=False leaves this line out.")
+    notes = getattr(error, "__notes__", ())
+    ours = [x for x in notes if not x.startswith(("-", "The audit"))]  # "-": JAX's
+    advice = " ".join([*ours, "audit=False leaves this line out."])
+    warn(f"not audited: {why}. {advice}")
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:

@@ -1,37 +1,78 @@
-"""Work around a fault of XLA where it splits what a scatter writes to."""
+"""Work around faults of XLA where it splits what is looked up or written to."""
 
+import functools
+import math
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec
 
+from towerjax.mesh.placement import Placement
 from towerjax.proof.equation import open_jaxpr
 from towerjax.proof.interpreter import as_call, with_programs
 
 
-def hold_scattered(jaxpr: Any) -> Any:
-    """A jaxpr, closed or not, of which each scatter's operand is behind a barrier.
+def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
+    """A jaxpr, closed or not, which XLA compiles rightly within a tower of devices.
 
     XLA writes to one index of an array that it splits within a tower on every device,
     and where the index is not of the device's part, it writes what it has read there.
     If it has cut the part out of the whole, it merges the two slices and reads another
-    place, until JAX 0.12: https://github.com/openxla/xla/issues/49121.
+    place, until JAX 0.12: https://github.com/openxla/xla/issues/49121. So the operand
+    of each scatter is behind a barrier.
+
+    Beside the towers' axis, it aborts where rows of indices are split along one axis,
+    and what they index along another (`ExpandDeviceGroupsWithIota`, JAX 0.10 to 0.12).
+    So with two axes what is indexed is split along other dims than its indices'.
     """
-
-    def behind_barrier(eqn: JaxprEqn) -> JaxprEqn:
-        if not eqn.primitive.name.startswith("scatter"):
-            return with_programs(eqn, hold_scattered)
-
-        def scatter(operand: jax.Array, *rest: jax.Array) -> Any:
-            operand = lax.optimization_barrier(operand)
-            return eqn.primitive.bind(operand, *rest, **eqn.params)
-
-        return as_call(eqn, scatter)
-
     body = open_jaxpr(jaxpr)
-    eqns = [*map(behind_barrier, body.eqns)]
+    eqns = [_held(eqn, placement) for eqn in body.eqns]
     if all([a is b for a, b in zip(eqns, body.eqns, strict=True)]):
         return jaxpr
     new = body.replace(eqns=eqns)
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
+
+
+def _held(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
+    name = eqn.primitive.name
+    is_scatter = name.startswith("scatter")
+    aborts = placement and placement.num_devices > 1 and len(placement.within) > 1
+    if not is_scatter and not (aborts and name == "gather"):
+        # A user's `shard_map` has taken the axes: XLA splits nothing inside.
+        inside = None if name == "shard_map" else placement
+        return with_programs(eqn, functools.partial(hold_indexed, placement=inside))
+
+    def index(operand: jax.Array, *rest: jax.Array) -> Any:
+        if is_scatter:
+            operand = lax.optimization_barrier(operand)
+        if aborts:
+            operand = lax.with_sharding_constraint(operand, _unsplit(eqn, placement))
+        return eqn.primitive.bind(operand, *rest, **eqn.params)
+
+    return as_call(eqn, index)
+
+
+def _unsplit(eqn: JaxprEqn, placement: Placement) -> PartitionSpec:
+    """A spec of the operand that splits none of the dims that its indices are of.
+
+    If its first dim is one of these, it is a table, which has no rows of a batch: its
+    columns are not split along the rows' axis, but may be along the others.
+    """
+    numbers: Any = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape  # type: ignore
+    of_scatters = "scatter_dims_to_operand_dims"
+    dims = getattr(numbers, "start_index_map", getattr(numbers, of_scatters, ()))
+    free = PartitionSpec.UNCONSTRAINED
+    spec: list[Any] = [None if dim in dims else free for dim in range(len(shape))]
+    if 0 not in dims:
+        return PartitionSpec(*spec)
+    columns = sorted({*range(len(shape))} - {*dims, *numbers.operand_batching_dims})
+    for dim in columns:
+        spec[dim] = None
+    others = {name: n for name, n in placement.within if name != placement.rows}
+    size = math.prod(others.values())
+    if placement.rows and columns and shape[columns[-1]] % size == 0:
+        spec[columns[-1]] = (*others,)
+    return PartitionSpec(*spec)

@@ -1,0 +1,81 @@
+"""What the examples of tensor, expert and context parallel send, on absent GPUs.
+
+Each is compiled for devices that are not here, as it stands in examples/. Nothing runs.
+Counted are the collectives of one step, in a tower and of all towers.
+
+Run: ``python -m benchmarks.parallel [--towers 3] [--on h200]``, where ``pip install -e
+'.[gpu-compiler]'`` was done.
+"""
+
+import argparse
+import collections
+import math
+import pathlib
+import runpy
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import towerjax as tj
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+LOSSES = {
+    "tensor_parallel": [None],
+    "experts": [None],
+    "context_parallel": ["by_constraint", "by_ring"],
+    "vocabulary": ["by_mask", "by_hand"],
+}
+"""The examples, each with the functions that it gives ``loss_by``, if it does."""
+KINDS = "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"
+
+
+def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
+    """What the compiler made of an example, and of how many devices a tower is."""
+    given = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    loss_fn = given["loss_by"](given[part]) if part else given["loss_fn"]
+    rng = np.random.default_rng(0)
+    params, batch = given["init"](rng), given["make_batch"](rng)
+    within = given["WITHIN"]
+    size = math.prod(within.values())
+    how = {"rows": given.get("ROWS_ALONG"), "specs": given.get("SPECS")}
+    devices = tj.Absent(kind, size * towers)
+    strategy = tj.Mirrored(devices, within=within, **how)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
+    rows = size * towers
+    batch = jax.tree.map(lambda x: np.resize(x, (rows, *x.shape[1:])), batch)
+    return step.report(shapes, batch)
+
+
+def row(name: str, part: str | None, towers: int, kind: str) -> str:
+    """A line of the table."""
+    report = report_of(name, part, towers, kind)
+    inside: collections.Counter[str] = collections.Counter()
+    over: collections.Counter[str] = collections.Counter()
+    for found in report.collectives:
+        counts = over if found.num_devices == towers else inside
+        counts[found.opcode] += found.trips
+    assert {*inside, *over} <= {*KINDS}, (inside, over)
+    of_towers = ", ".join(f"{n} {opcode}" for opcode, n in over.items())
+    cells = [f"`{name}.py`" + (f", `{part}`" if part else "")]
+    cells += [str(inside[opcode] or "-") for opcode in KINDS]
+    return f"| {' | '.join([*cells, of_towers])} |"
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--towers", type=int, default=3)
+    parser.add_argument("--on", default="h200")
+    args = parser.parse_args()
+    print(f"| in a tower: | {' | '.join(KINDS)} | of all towers |")
+    print("|" + "---|" * (len(KINDS) + 2))
+    for name, parts in LOSSES.items():
+        for part in parts:
+            print(row(name, part, args.towers, args.on), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""A vocabulary in parts: each device of a tower has some of the words.
+
+Logits are never whole: each device takes the exponentials of its words, and the logit
+of the label from the device that has it. The rows of a tower are split, too, over
+another axis. Written for whole arrays, and by hand for one device's words.
+
+python examples/vocabulary.py
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import towerjax as tj
+
+WORDS, WIDTH, LENGTH, ROWS = 96, 16, 12, 13
+WITHIN, ROWS_ALONG = {"data": 2, "model": 2}, "data"
+SPECS = {"table": P("model"), "mix": P()}
+SMOOTH = 0.1
+
+
+def init(rng):
+    table = rng.normal(size=(WORDS, WIDTH)) * WIDTH**-0.5
+    return {"table": table, "mix": rng.normal(size=(WIDTH, WIDTH)) * WIDTH**-0.5}
+
+
+def make_batch(rng):
+    tokens = rng.integers(WORDS, size=(ROWS, LENGTH + 1)).astype(np.int32)
+    return {"tokens": tokens, "length": rng.integers(1, LENGTH + 1, ROWS)}
+
+
+def by_mask(x, table, labels):
+    """Smoothed cross-entropy, ``[b, t]``; XLA aborts at a `take_along_axis` here."""
+    logits = lax.with_sharding_constraint(x @ table.T, P("data", None, "model"))
+    is_label = labels[..., None] == jnp.arange(WORDS)[None, None]
+    own = jnp.where(is_label, logits, 0).sum(-1)
+    target = (1 - SMOOTH) * own + SMOOTH * logits.mean(-1)
+    return jax.nn.logsumexp(logits, axis=-1) - target
+
+
+def by_hand(x, table, labels):
+    rows = P("data")
+    specs = {"in_specs": (rows, P("model"), rows), "out_specs": rows}
+    return jax.shard_map(of_own_words, check_vma=False, **specs)(x, table, labels)
+
+
+def of_own_words(x, table, labels):
+    """The same by a device with the rows ``table`` of the whole table."""
+    logits = x @ table.T
+    most = lax.pmax(lax.stop_gradient(logits.max(-1)), "model")
+    own = labels - lax.axis_index("model") * len(table)
+    inside = (own >= 0) & (own < len(table))
+    of_label = jnp.take_along_axis(logits, jnp.where(inside, own, 0)[..., None], -1)
+    of_label = jnp.where(inside, of_label[..., 0], 0)
+    exps = jnp.exp(logits - most[..., None]).sum(-1)
+    of_label, exps, every = lax.psum((of_label, exps, logits.sum(-1)), "model")
+    return most + jnp.log(exps) - (1 - SMOOTH) * of_label - SMOOTH * every / WORDS
+
+
+def loss_by(cross_entropy):
+    def loss_fn(params, batch, tower):
+        tokens, table = batch["tokens"], params["table"]
+        x = jnp.tanh(table[tokens[:, :-1]] @ params["mix"])
+        losses = cross_entropy(x, table, tokens[:, 1:])
+        counts = jnp.arange(LENGTH)[None] < batch["length"][:, None]
+        return tj.Weighted.mean(losses, counts * tower.weight[:, None])
+
+    return loss_fn
+
+
+def main():
+    jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
+    rng = np.random.default_rng(0)
+    params, batch = init(rng), make_batch(rng)
+    for cross_entropy in (by_mask, by_hand):
+        how = {"within": WITHIN, "rows": ROWS_ALONG, "specs": SPECS}
+        step = tj.build_train_step(
+            loss_by(cross_entropy),
+            optax.sgd(0.5),
+            tj.Mirrored(towers=2, **how),
+            remainder="pad",
+        )
+        state = step.init(jax.tree.map(np.float32, params))
+        for _ in range(20):
+            state, metrics = step(state, batch)
+        step.settle()
+        part = state.params["table"].addressable_shards[0].data.shape
+        print(f"{cross_entropy.__name__} {part} a device, loss {metrics['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    main()

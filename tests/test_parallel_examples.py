@@ -1,0 +1,182 @@
+"""Tensor, expert and context parallel, a vocabulary in parts: one device's numbers."""
+
+import importlib
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import towerjax as tj
+
+ROOT = pathlib.Path(__file__).parents[1]
+RATE, STEPS = 0.3, 3
+pytestmark = pytest.mark.slow
+
+
+def example(name):
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+
+
+tensor, experts = example("tensor_parallel"), example("experts")
+context, vocabulary = example("context_parallel"), example("vocabulary")
+
+
+def mean(losses, batch):
+    """Of the tokens of each row that count, all with the same weight."""
+    rows = zip(losses, batch["length"], strict=True)
+    return sum(row[:n].sum() for row, n in rows) / batch["length"].sum()
+
+
+def normed(x, scale):
+    return x * (jnp.mean(x**2, -1, keepdims=True) + 1e-6) ** -0.5 * scale[None]
+
+
+def attended(q, k, v):
+    """A row's heads, one after another."""
+    length, heads, size = q.shape
+    out = []
+    for h in range(heads):
+        scores = q[:, h] @ k[:, h].T / np.sqrt(size)
+        scores = jnp.where(np.tri(length, dtype=bool), scores, -jnp.inf)
+        out.append(jax.nn.softmax(scores) @ v[:, h])
+    return jnp.stack(out, 1)
+
+
+def of_tensor(params, batch):
+    def row(x):
+        h = normed(x, params["scales"][0])
+        q, k, v = [jnp.tensordot(h, params["qkv"][:, i], 1) for i in range(3)]
+        x = x + jnp.tensordot(attended(q, k, v), params["out"], 2)
+        hidden = normed(x, params["scales"][1]) @ params["up"] + params["bias"][None]
+        return x + jax.nn.gelu(hidden) @ params["down"]
+
+    out = jnp.stack([row(x) for x in batch["x"]])
+    return mean(((out - batch["y"]) ** 2).mean(-1), batch)
+
+
+def of_context(params, batch):
+    def row(x):
+        x = x + params["places"]
+        q, k, v = [jnp.tensordot(x, params["qkv"][:, i], 1) for i in range(3)]
+        return x + jnp.tensordot(attended(q, k, v), params["out"], 2)
+
+    out = jnp.stack([row(x) for x in batch["x"]])
+    return mean(((out - batch["y"]) ** 2).mean(-1), batch)
+
+
+def chosen_by(probs, lengths):
+    """Each token's two best experts, and whether they take it: one by one, in NumPy."""
+    best = np.argsort(-probs, axis=-1, kind="stable")[..., :2]
+    taken = np.zeros(best.shape, bool)
+    for row, length in enumerate(lengths):
+        count = np.zeros(experts.EXPERTS, int)
+        for choice in range(2):
+            for t in range(length):
+                count[best[row, t, choice]] += 1
+                is_room = count[best[row, t, choice]] <= experts.CAPACITY
+                taken[row, t, choice] = is_room
+    return best, taken
+
+
+def of_experts(params, batch, chosen):
+    best, taken = chosen
+    x, lengths = batch["x"], batch["length"]
+    probs = jax.nn.softmax(x @ params["router"])
+    gates = jnp.take_along_axis(probs, best, -1)
+    gates = taken * gates / gates.sum(-1, keepdims=True)
+    each = [
+        jax.nn.gelu(x @ up) @ down
+        for up, down in zip(params["up"], params["down"], strict=True)
+    ]
+    picked = jnp.take_along_axis(jnp.stack(each, 2), best[..., None], 2)
+    out = x + (gates[..., None] * picked).sum(2)
+    asked = np.concatenate(
+        [row[:n].ravel() for row, n in zip(best, lengths, strict=True)]
+    )
+    share = np.bincount(asked, minlength=experts.EXPERTS) / asked.size
+    balance = mean(experts.EXPERTS * (probs * share[None, None]).sum(-1), batch)
+    return mean(((out - batch["y"]) ** 2).mean(-1), batch) + 0.01 * balance
+
+
+def of_vocabulary(params, batch):
+    tokens, table = batch["tokens"], params["table"]
+    x = jnp.tanh(table[tokens[:, :-1]] @ params["mix"])
+    labels = np.eye(vocabulary.WORDS)[tokens[:, 1:]]
+    labels = optax.smooth_labels(labels, vocabulary.SMOOTH)
+    return mean(optax.softmax_cross_entropy(x @ table.T, labels), batch)
+
+
+CASES = {
+    "tensor": (tensor, tensor.loss_fn, of_tensor),
+    "experts": (experts, experts.loss_fn, of_experts),
+    "context by constraint": (
+        context, context.loss_by(context.by_constraint), of_context),
+    "context by a ring": (context, context.loss_by(context.by_ring), of_context),
+    "words by a mask": (
+        vocabulary, vocabulary.loss_by(vocabulary.by_mask), of_vocabulary),
+    "words by hand": (
+        vocabulary, vocabulary.loss_by(vocabulary.by_hand), of_vocabulary),
+}  # fmt: skip
+LAYOUTS = {
+    "two towers": {"towers": 2},
+    "towers that share, in parts": {"towers": 4, "state": "sharded"},
+    "one tower": {"towers": 1},
+}
+
+
+def given(program):
+    rng = np.random.default_rng(0)
+    return program.init(rng), program.make_batch(rng)
+
+
+def how(program):
+    rows, specs = getattr(program, "ROWS_ALONG", None), getattr(program, "SPECS", None)
+    return {"within": program.WITHIN, "rows": rows, "specs": specs}
+
+
+def by_one_device(program, loss):
+    """The loss before each step of SGD, and the parameters after it."""
+    params, batch = given(program)
+    losses, states = [], [params]
+    for _ in range(STEPS):
+        more = ()
+        if program is experts:  # which tokens go where has no gradient
+            probs = np.asarray(jax.nn.softmax(batch["x"] @ params["router"]))
+            more = (chosen_by(probs, batch["length"]),)
+            assert not more[0][1].all() or losses, "no expert is full"
+        value, grads = jax.value_and_grad(loss)(params, batch, *more)
+        params = {k: np.asarray(x - RATE * grads[k]) for k, x in params.items()}
+        losses, states = [*losses, float(value)], [*states, params]
+    return losses, states
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradient_and_parameters_are_those_of_one_device(name, layout):
+    program, loss_fn, alone = CASES[name]
+    params, batch = given(program)
+    with jax.enable_x64(True):
+        losses, states = by_one_device(program, alone)
+        strategy = tj.Mirrored(**LAYOUTS[layout], **how(program))
+        sgd = optax.sgd(RATE)
+        step = tj.build_train_step(loss_fn, sgd, strategy, remainder="pad")
+        state = step.init(params)
+        for before, loss, after in zip(states, losses, states[1:], strict=False):
+            old = jax.tree.map(np.asarray, jax.device_get(state.params))
+            state, metrics = step(state, batch)
+            assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-12)
+            for leaf, wanted in after.items():
+                found = np.asarray(state.params[leaf])
+                np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-13)
+                gradient = (before[leaf] - wanted) / RATE
+                moved = (old[leaf] - found) / RATE
+                np.testing.assert_allclose(moved, gradient, rtol=1e-9, atol=1e-12)
+        assert step.is_audited == (strategy.num_towers > 1)
