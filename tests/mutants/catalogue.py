@@ -1185,7 +1185,7 @@ WITHIN = (
        "mesh.placement:Placement.shardings",
        "split_spec(self.split_dim(x, spec), spec)", "spec", f"{_PARTS}[sharded]"),
     _m("L05", "an audit has one device for a tower of several",
-       "towers.strategies:on_one_group", "within=placement.within", "within=()",
+       "towers.strategies:on_one_group", "within=within", "within=()",
        f"{_WIDE}_the_audit_padding_evaluation_and_prediction_of_wide_towers"),
     _m("L06", "a spec of no parameter is overlooked", "mesh.specs:Specs.table",
        "if x not in used", "if False",

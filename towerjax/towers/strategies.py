@@ -254,17 +254,21 @@ def with_specs(strategy: Strategy, specs: Any) -> Strategy:
     return dataclasses.replace(strategy, specs=specs)
 
 
-def on_one_group(strategy: Strategy, towers: int) -> Mirrored:
-    """So many towers on one device of this process, or on as many as a tower is of."""
+def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mirrored:
+    """So many towers on one device of this process, or on as many as a tower is of.
+
+    A ``narrow`` one has its own axes, too, each of one device.
+    """
     placement, here = strategy.placement, jax.process_index()
     pairs = zip(placement.devices, placement.jax_devices, strict=True)
     own = [name for name, device in pairs if device.process_index == here]
+    within = tuple((name, 1 if narrow else size) for name, size in placement.within)
     return Mirrored(
-        devices=own[: placement.devices_each],
+        devices=own[: 1 if narrow else placement.devices_each],
         towers=towers,
         local=placement.local,  # type: ignore[arg-type]
         axis_name=strategy.axis_name,
-        within=placement.within,
+        within=within,
         rows=placement.rows,
         specs=placement.specs,
     )

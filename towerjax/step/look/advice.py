@@ -85,6 +85,11 @@ _BY_CROSSED_ROWS = Advice(
     "rows [b] meet rows [b, 1], which makes [b, b], at",
     "Give both one shape, such as values[:, 0] or targets[:, None].",
 )
+_BY_DEVICES = Advice(
+    "a tower of several devices says something else than one device",
+    "In a jax.shard_map over a tower's own axes add up what each device has once, with"
+    " lax.psum, and divide what is whole; for its own statistics say audit=False.",
+)
 _BY_OWN_ROWS = Advice(
     "it is made of what only the rows of one tower say, or of tower.id or"
     " tower.num_towers",
@@ -117,6 +122,8 @@ def _causes(
             _BY_CROSSED_ROWS._replace(cause=f"{_BY_CROSSED_ROWS.cause} {lines}"),
         )
     sites = [site for jaxpr in jaxprs for site in _sites(jaxpr)]
+    if audit.is_narrow and (mended := audit.without(names, audit.one_group())):
+        yield mended, _BY_DEVICES
     if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
         if mended := audit.without(names, audit.one_tower, shared=False):
             yield mended, _BY_SHARED_KEY

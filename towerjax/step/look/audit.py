@@ -10,10 +10,12 @@ import numpy as np
 from towerjax.collectives.sparse_rows import splits_entries
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
+from towerjax.mesh.processes import call_on_first_process
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.proof import tags
 from towerjax.proof.equation import all_eqns, all_sites, named_axes, scopes_of
 from towerjax.step.look.advice import advise
+from towerjax.step.look.audited import too_large
 from towerjax.step.look.comparison import (
     RAISED_ON_OTHER_ROWS,
     AuditReport,
@@ -45,6 +47,9 @@ def run_audit(
     pads: bool,
 ) -> AuditReport:
     """Compare two towers with one tower of the rows of both, on one device.
+
+    Where a tower is of several devices and one holds its parameters, too, the one tower
+    is of one device: what is wrong in a `shard_map` over a tower's own axes differs.
 
     The rows are the batch's first: few, or where the function takes no few, as many as
     a tower function is called with, in one of ``parts`` calls; two at least. Where
@@ -94,7 +99,12 @@ class Audit:
         self.each, self.pads, self._alone = each, pads, alone
         self.is_own = alone is None  # what merges is not of a loss alone
         self._take, self._total = feed.rows_of(rows), len(feed.batches(rows, 1))
-        self.one_tower = self.towers(1, rows=(3 if pads else 2) * each)
+        one_tower = functools.partial(self.towers, 1, rows=(3 if pads else 2) * each)
+        self.one_group = functools.cache(one_tower)
+        fits = lambda: too_large(state.params, 1) is None  # noqa: E731
+        is_wide = strategy.placement.devices_each > 1
+        self.is_narrow = is_wide and call_on_first_process(fits)
+        self.one_tower = one_tower(narrow=True) if self.is_narrow else self.one_group()
         self.first = self.split("evenly", np.arange(2 * each))
 
     def split(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
@@ -104,7 +114,13 @@ class Audit:
 
     def trace(self) -> None:
         """Trace both numbers of towers, the second without gradients if it may be."""
-        traced = self.one_tower.trace(self.first)
+        try:
+            traced = self.one_tower.trace(self.first)
+        except RAISED_ON_OTHER_ROWS:  # it may name how many devices its tower is of
+            if not self.is_narrow:
+                raise
+            self.is_narrow, self.one_tower = False, self.one_group()
+            traced = self.one_tower.trace(self.first)
         if _needs_gradients(traced):
             self._alone = None
         self.two_towers = self.towers(2, rows=2 * self.each, passes=self._alone)
@@ -193,14 +209,17 @@ class Audit:
 def _needs_gradients(traced: Traced) -> bool:
     """Whether the gradients of two towers say what the loss of two does not.
 
-    Where towers meet, a rule of `jax.custom_vjp` says what a derivative is, or a loss
-    has several means, whose gradients are divided by the weights of all rows.
+    Where towers meet, a rule of `jax.custom_vjp` says what a derivative is, a loss has
+    several means, whose gradients are divided by the weights of all rows, or a user's
+    `shard_map` adds up what a tower's devices have.
     """
     first, *others = traced.passes
     if others or first.weights is not None:
         return True
     body = first.towers.jaxpr
-    if any(map(_is_of_own_rule, all_eqns(body))):
+    if any(
+        _is_of_own_rule(x) or x.primitive.name == "shard_map" for x in all_eqns(body)
+    ):
         return True
     collectives = [x for x in all_sites(body) if named_axes(x[0])]
     return any(

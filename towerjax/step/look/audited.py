@@ -95,6 +95,11 @@ def _problem_of(traced: Traced, params: PyTree, devices: int) -> str | None:
     effects = {type(x).__name__ for body in bodies for x in body.effects}
     if any("Debug" in x or "IO" in x for x in effects):
         return "its tower function calls Python, as jax.debug.print does"
+    return too_large(params, devices)
+
+
+def too_large(params: PyTree, devices: int) -> str | None:
+    """Why so many devices hold no audit of such parameters, if they do not."""
     size = sum(x.size for x in jax.tree.leaves(params)) // devices
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:

@@ -63,7 +63,8 @@ class Towers:
 
     Each tower function is called once a tower: micro-batches are towers in turn. Rows
     are padded to so many that all share, at least to ``rows``. ``passes`` are others
-    than the engine's, without gradients.
+    than the engine's, without gradients. A tower of several devices has them all, or
+    is ``narrow``, on one.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Towers:
         *,
         rows: int,
         passes: Passes | None = None,
+        narrow: bool = False,
     ) -> None:
-        alike = on_one_group(strategy, number)
+        alike = on_one_group(strategy, number, narrow=narrow)
         self.number, self.rows, self.has_gradients = number, rows, passes is None
         self._placement = alike.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
