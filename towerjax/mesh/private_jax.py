@@ -73,7 +73,8 @@ def bind_axis(name: Any) -> Any:
 
 def without_axis(name: str) -> Any:
     """A context in which ``jax.shard_map`` takes all axes of a mesh but this one."""
-    return add_explicit_mesh_axis_names([name])
+    names: Any = [name]  # its annotation says one
+    return add_explicit_mesh_axis_names(names)
 
 
 def bound_axes() -> list[Any]:

@@ -38,8 +38,10 @@ def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
 def _held(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
     name = eqn.primitive.name
     is_scatter = name.startswith("scatter")
-    aborts = placement and placement.num_devices > 1 and len(placement.within) > 1
-    if not is_scatter and not (aborts and name == "gather"):
+    aborting = None  # where XLA would
+    if placement and placement.num_devices > 1 and len(placement.within) > 1:
+        aborting = placement
+    if not is_scatter and not (aborting and name == "gather"):
         # A user's `shard_map` has taken the axes: XLA splits nothing inside.
         inside = None if name == "shard_map" else placement
         return with_programs(eqn, functools.partial(hold_indexed, placement=inside))
@@ -47,8 +49,8 @@ def _held(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
     def index(operand: jax.Array, *rest: jax.Array) -> Any:
         if is_scatter:
             operand = lax.optimization_barrier(operand)
-        if aborts:
-            operand = lax.with_sharding_constraint(operand, _unsplit(eqn, placement))
+        if aborting:
+            operand = lax.with_sharding_constraint(operand, _unsplit(eqn, aborting))
         return eqn.primitive.bind(operand, *rest, **eqn.params)
 
     return as_call(eqn, index)
