@@ -28,14 +28,14 @@ def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:
     So with two axes what is indexed is split along other dims than its indices'.
     """
     body = open_jaxpr(jaxpr)
-    eqns = [_held(eqn, placement) for eqn in body.eqns]
+    eqns = [_indexing(eqn, placement) for eqn in body.eqns]
     if all([a is b for a, b in zip(eqns, body.eqns, strict=True)]):
         return jaxpr
     new = body.replace(eqns=eqns)
     return new if body is jaxpr else jaxpr.replace(jaxpr=new)
 
 
-def _held(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
+def _indexing(eqn: JaxprEqn, placement: Placement | None) -> JaxprEqn:
     name = eqn.primitive.name
     is_scatter = name.startswith("scatter")
     aborting = None  # where XLA would
