@@ -215,6 +215,11 @@ def test_sums_of_what_jax_has_added_up_already_are_noted(sums, text):
     assert "test_prove.py" in note and re.search(text, note)
 
 
+def test_a_mean_of_equals_is_not_where_jax_adds_nothing_up():
+    fn = by_hand(lambda w, x: lax.pmean((jnp.zeros(3), w), "i"), out=(SHARED, SHARED))
+    assert not tj.testing.prove(fn, W, X).notes
+
+
 def test_a_program_without_a_map_says_so():
     report = tj.testing.prove(jax.jit(loss), W, X)
     assert report.maps == () and "no shard_map and no pmap" in str(report)
@@ -282,3 +287,18 @@ def test_what_differs_from_device_to_device_is_no_copy():
 def test_a_count_of_rows_is_no_sum_of_equals():
     report = tj.testing.prove(of_copies(STATE, counted=True), STATE, BATCH, KEYS)
     assert report.copies == 2 and not report.notes
+
+
+def test_settings_of_which_devices_have_the_same_are_copies():
+    def step(w, x, rate, key):
+        noise = jax.random.normal(key, w.shape)
+        return w - rate * lax.pmean(jax.grad(loss)(w, x), "i") + noise
+
+    fn = jax.pmap(step, axis_name="i")
+    args, rates = (STATE["w"], BATCH), np.full(4, 0.1, np.float32)
+    keys = jnp.stack([jax.random.PRNGKey(0)] * 4)
+    assert tj.testing.prove(fn, *args, rates, keys).copies == 1
+    assert not tj.testing.prove(fn, *args, rates, keys).notes
+    [note] = tj.testing.prove(fn, *args, np.arange(4) * rates, keys).notes
+    assert note.startswith("result: each device is given a copy")
+    assert tj.testing.prove(fn, *args, rates, KEYS).notes

@@ -231,7 +231,8 @@ def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
         alike = sum(axis not in names for axis in along for names in outs)
     split = len(along) * len(eqn.outvars) - alike
     for mesh in meshes_of(eqn):
-        what = name, mesh.axis_names, mesh.size, line, along, alike, split
+        typed = eqn.params.get("check_vma", False)
+        what = name, mesh.axis_names, mesh.size, line, along, alike, split, typed
         context.noted.append(findings.OwnMesh(*what))
     return _call(eqn, ins, context) if is_map else ins
 

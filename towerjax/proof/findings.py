@@ -57,6 +57,7 @@ class OwnMesh(NamedTuple):
     along: Mapping[str, "Analysis"]  # of a `shard_map`, by axis
     alike: int  # how many results are called the same, over all axes
     split: int
+    typed: bool  # by check_vma=True, with which jax.grad adds up over devices
 
 
 class Unread(NamedTuple):

@@ -95,7 +95,8 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
         for axis, in_axis in x.along.items():
             told += [f"  - {_at(x)}: {text}" for text in mistakes(in_axis, axis)]
             for how, so in _OF_EQUALS.items():
-                if at := of_equals(in_axis, how):
+                at = of_equals(in_axis, how)
+                if at and (x.typed or how != "averaged"):
                     what = f"what is the same on all is {how} {so}{at}"
                     notes.append(f"{_at(x)}: {what}")
     if told:
@@ -123,7 +124,7 @@ def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
     """What becomes of one copy a device of a state, by the names of its leaves.
 
     A state is an argument whose tree and shapes a result has. A leaf of which devices
-    are given different ones, as of keys, is no copy.
+    are given different ones, as of keys, is no copy; a setting may be one.
     """
     is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind([*args[:1]])
     kinds = [_kind([x]) for x in ([out] if is_one else out)]
@@ -136,8 +137,9 @@ def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
         at = [i] if i in alike else alike * (len(leaves) > 1)
         for n, leaf in enumerate(leaves):
             if isinstance(leaf, _ARRAYS):
-                copied.append(bool(at) and _may_be_copies(leaf))
-                if copied[-1]:
+                is_asked = bool(at) or _is_setting(leaf)
+                copied.append(is_asked and _may_be_copies(leaf))
+                if at and copied[-1]:
                     back.append(starts[at[0]] + n)
     copied += [False] * (len(jaxpr.in_avals) - len(copied))  # arguments by name
     told, names = becomes_of(jaxpr, copied), [x for x, _ in named_leaves("result", out)]
@@ -147,6 +149,12 @@ def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
 def _kind(tree: PyTree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, [getattr(x, "shape", None) for x in leaves]
+
+
+def _is_setting(x: Any) -> bool:
+    """Whether it is a scalar or a key for each device, such as a learning rate."""
+    is_given = not isinstance(x, jax.ShapeDtypeStruct)
+    return is_given and (x.ndim == 1 or key_data(x).dtype == np.uint32)
 
 
 def _may_be_copies(x: Any) -> bool:

@@ -1,0 +1,1 @@
+"""Training steps of public programs, checked as they are."""

@@ -1,0 +1,87 @@
+"""What adapters need to call a program that nobody here wrote."""
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from towerjax.types import PyTree
+
+Made = tuple[Callable[..., Any], Sequence[Any]]
+
+
+class Empty(mock.MagicMock):
+    """Has any attribute, and does nothing."""
+
+    __version__ = "4.9.9"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"unsafe": True})
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds empty modules for packages that a step does not use, if not installed."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = frozenset(names)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """The spec of an empty module, for these packages."""
+        if not self.names & {fullname, fullname.partition(".")[0]}:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Any:
+        """A module that has any attribute."""
+        return Empty(name=spec.name, __path__=[], __name__=spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        """There is nothing to run."""
+
+
+def inner(outer: Callable[..., Any], name: str, **closed: Any) -> Callable[..., Any]:
+    """The function of this name that is defined in ``outer``, of what it closes over.
+
+    Its decorators are left out.
+    """
+    outer = inspect.unwrap(outer)
+    code = next(x for x in _within(outer.__code__) if x.co_name == name)
+    cells = tuple(types.CellType(closed[x]) for x in code.co_freevars)
+    return types.FunctionType(code, outer.__globals__, name, None, cells)
+
+
+def _within(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _within(constant)
+
+
+def copies(tree: PyTree, devices: int) -> PyTree:
+    """A copy for each device, as `flax.jax_utils.replicate` makes them."""
+    return placed(jax.tree.map(lambda x: jnp.stack([x] * devices), tree), devices, "i")
+
+
+def parts(tree: PyTree, devices: int) -> PyTree:
+    """The rows of each device, ``[devices, rows, ...]``."""
+    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+
+
+def placed(tree: PyTree, devices: int, *spec: str) -> PyTree:
+    """Copies on the devices, or what their axis splits."""
+    mesh = Mesh(np.array(jax.devices()[:devices]), spec or ("i",))
+    return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    """Numbers that differ from row to row."""
+    return jax.random.normal(jax.random.key(seed), shape)

@@ -1,0 +1,114 @@
+"""Steps of public reinforcement learning and quantum Monte Carlo: `Program.make`."""
+# ruff: noqa: PLC0415  # a program is imported when it is checked
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.foreign.adapt import Made, copies, inner, normal, parts
+
+
+def brax_ppo(devices: int, **options: Any) -> Made:
+    """A minibatch of PPO."""
+    from brax.training import gradients, types
+    from brax.training.agents.ppo import losses, networks
+
+    net = networks.make_ppo_networks(3, 2)
+    loss = functools.partial(losses.compute_ppo_loss, ppo_network=net, **options)
+    sgd = optax.sgd(0.1)
+    update = gradients.gradient_update_fn(loss, sgd, "i", has_aux=True)
+
+    def step(params: Any, opt_state: Any, data: Any) -> Any:
+        key = jax.random.key(0)
+        return update(params, None, data, key, optimizer_state=opt_state)[1:]
+
+    policy, value = net.policy_network, net.value_network
+    params = losses.PPONetworkParams(
+        policy=policy.init(jax.random.key(0)), value=value.init(jax.random.key(1))
+    )
+    means = normal(8, 5, 4, seed=3)
+    acted = {"raw_action": normal(8, 5, 2, seed=4), "log_prob": normal(8, 5, seed=5)}
+    data = types.Transition(
+        observation=normal(8, 5, 3, seed=1),
+        action=acted["raw_action"],
+        reward=normal(8, 5, seed=2) * (1 + jnp.arange(8.0)[:, None]),
+        discount=jnp.ones((8, 5)),
+        next_observation=normal(8, 5, 3, seed=6),
+        extras={
+            "state_extras": {"truncation": jnp.zeros((8, 5))},
+            "policy_extras": {**acted, "distribution_params": means},
+        },
+    )
+    state = copies((params, sgd.init(params)), devices)
+    return jax.pmap(step, axis_name="i"), (*state, parts(data, devices))
+
+
+def brax_apg(devices: int, bound: float = 0.1) -> Made:
+    """A minibatch of analytic policy gradients."""
+    from brax.envs import base
+    from brax.training.acme import running_statistics
+    from brax.training.agents.apg import networks, train
+
+    class Env:  # pushed points
+        def step(self, state: Any, action: jax.Array) -> Any:
+            obs = state.obs + 0.1 * action
+            return state.replace(obs=obs, reward=-((obs - 1) ** 2).sum(-1))
+
+    net, sgd = networks.make_apg_networks(2, 2), optax.sgd(0.1)
+    define = functools.partial(inner, train.train)
+    loss = define(
+        "loss",
+        env_step=define("env_step", env=Env()),
+        make_policy=functools.partial(
+            networks.make_inference_fn(net), deterministic=True
+        ),
+        horizon_length=4,
+        action_repeat=1,
+    )
+    step = define(
+        "minibatch_step",
+        optimizer=sgd,
+        loss_grad=jax.grad(loss, has_aux=True),
+        clip_by_global_norm=define("clip_by_global_norm", max_gradient_norm=bound),
+    )
+    obs = normal(8, 2) * (1 + jnp.arange(8.0)[:, None])
+    state = base.State(None, obs, jnp.zeros(8), jnp.zeros(8))
+    params = net.policy_network.init(jax.random.key(0))
+    of_obs = running_statistics.init_state(jax.ShapeDtypeStruct((2,), "float32"))
+
+    def of_device(params: Any, opt_state: Any, of_obs: Any, state: Any) -> Any:
+        carry = opt_state, of_obs, params, jax.random.PRNGKey(0), state
+        opt_state, of_obs, params, *_ = step(carry, 0)[0]
+        return params, opt_state, of_obs
+
+    held = copies((params, sgd.init(params), of_obs), devices)
+    return jax.pmap(of_device, axis_name="i"), (*held, parts(state, devices))
+
+
+def ferminet(devices: int) -> Made:
+    """A step on the energy of helium, clipped about the median of all."""
+    from ferminet import constants, hamiltonian, loss, networks, train
+
+    charges, spins = jnp.array([2.0]), (1, 1)
+    net = networks.make_fermi_net(spins, charges, determinants=1, hidden_dims=((8, 4),))
+    energy = hamiltonian.local_energy(net.apply, charges, spins)
+    log_net = lambda *args: net.apply(*args)[1]  # noqa: E731
+    evaluate = loss.make_loss(log_net, energy, clip_local_energy=1.0)
+    sgd = optax.sgd(0.1)
+    update = train.make_opt_update_step(evaluate, sgd)
+    data = networks.FermiNetData(
+        positions=normal(8, 6),
+        spins=jnp.tile(jnp.array([1.0, -1.0]), (8, 1)),
+        atoms=jnp.zeros((8, 1, 3)),
+        charges=jnp.tile(charges, (8, 1)),
+    )
+
+    def step(params: Any, opt_state: Any, data: Any) -> Any:
+        return update(params, data, opt_state, jax.random.PRNGKey(0))[:3]
+
+    params = net.init(jax.random.PRNGKey(0))
+    state = copies((params, sgd.init(params)), devices)
+    return constants.pmap(step), (*state, parts(data, devices))
