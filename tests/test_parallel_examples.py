@@ -2,8 +2,10 @@
 
 import importlib
 import pathlib
+import re
 import sys
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,3 +182,10 @@ def test_loss_gradient_and_parameters_are_those_of_one_device(name, layout):
                 moved = (old[leaf] - found) / RATE
                 np.testing.assert_allclose(moved, gradient, rtol=1e-9, atol=1e-12)
         assert step.is_audited == (strategy.num_towers > 1)
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "vocabulary"])
+def test_both_ways_of_an_example_print_one_loss(name):
+    text = forked.printed(ROOT / f"examples/{name}.py", compiled="unoptimized")
+    first, second = re.findall(r"^by_\w+.* loss (\S+)$", text, re.M)
+    assert first == second
