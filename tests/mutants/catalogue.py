@@ -1132,7 +1132,7 @@ AUDITS = (
        "return all(", "return True or all(",
        f"{_HABITS}[gradient_of_the_harder_rows]"),
     _m("U12", "rows that are meant to meet are refused on one tower",
-       "step.look.advice:crossed_rows", "not is_made_of_rows(along)", "True",
+       "step.look.advice:crossed_rows", "along not in of_rows", "True",
        "test_audited.py::test_rows_that_are_meant_to_meet_are_not_audited_on_one_tower"),
 )
 

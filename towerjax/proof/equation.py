@@ -243,17 +243,19 @@ def all_sites(
     jaxpr: Jaxpr | ClosedJaxpr,
     *,
     enter: Callable[[JaxprEqn], bool] = lambda eqn: True,
+    plain: bool = False,
     outer: "Site | None" = None,
 ) -> list["Site"]:
     """The equations with those around them, of inner jaxprs where ``enter`` says so.
 
-    Without those that are `PLAIN`.
+    Those that are `PLAIN` only where ``plain`` says so.
     """
     sites: list[Site] = []
-    for eqn in [x for x in open_jaxpr(jaxpr).eqns if x.primitive not in PLAIN]:
-        sites.append((eqn, outer))
-        for inner in sub_jaxprs(eqn) if enter(eqn) else ():
-            sites += all_sites(inner, enter=enter, outer=(eqn, outer))
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if plain or eqn.primitive not in PLAIN:
+            sites.append(site := (eqn, outer))
+            for inner in sub_jaxprs(eqn) if enter(eqn) else ():
+                sites += all_sites(inner, enter=enter, plain=plain, outer=site)
     return sites
 
 

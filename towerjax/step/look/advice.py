@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.extend.core import Var
 
-from towerjax.proof.equation import PLAIN, Site, open_jaxpr, sub_jaxprs, user_line
+from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
 from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
@@ -114,14 +114,12 @@ def _causes(
 ) -> Iterator[tuple[list[str], Advice]]:
     """Leaves, and what explains them; the last explains all."""
     names = [x.leaf for x in findings]
-    jaxprs = [x.towers.jaxpr for x in audit.one_tower.traced.passes]
-    rows, (first, *_) = audit.one_tower.rows, jaxprs
-    if lines := listed(dict.fromkeys(map(user_line, crossed_rows(first, rows)))):
+    sites, rows = _sites_of(audit.one_tower.traced), audit.one_tower.rows
+    if lines := listed(dict.fromkeys(map(user_line, crossed_rows(sites, rows)))):
         yield (
             names,
             _BY_CROSSED_ROWS._replace(cause=f"{_BY_CROSSED_ROWS.cause} {lines}"),
         )
-    sites = [site for jaxpr in jaxprs for site in _sites(jaxpr)]
     if audit.is_narrow and (mended := audit.without(names, audit.one_group())):
         yield mended, _BY_DEVICES
     if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
@@ -181,46 +179,39 @@ def _lines_along(sites: Sequence[Site], rows: int) -> str:
 
 
 def crosses_rows(traced: Traced, rows: int) -> bool:
-    """Whether a pass has rows that meet all others without being meant to."""
-    jaxprs = [x.towers.jaxpr for x in traced.passes]
-    return any(any(crossed_rows(jaxpr, rows)) for jaxpr in jaxprs)
+    """Whether rows of a pass meet all others without being meant to."""
+    return any(crossed_rows(_sites_of(traced), rows))
 
 
-def crossed_rows(jaxpr: Any, rows: int, outer: Site | None = None) -> Iterator[Site]:
+def crossed_rows(sites: Sequence[Site], rows: int) -> Iterator[Site]:
     """Where each of so many rows meets all, since ``[b]`` is broadcast to ``[b, 1]``.
 
     Not where both are made of ``[b]``, as in ``x[:, None] - x[None]``, which is meant.
     """
-    made: dict[Any, Any] = {}
-
-    def is_made_of_rows(x: Any) -> bool:
-        eqn = made.get(x) if isinstance(x, Var) else None
-        return eqn is not None and eqn.invars[0].aval.shape == (rows,)
-
-    for eqn in open_jaxpr(jaxpr).eqns:
-        for inner in sub_jaxprs(eqn):
-            yield from crossed_rows(inner, rows, (eqn, outer))
-        if eqn.primitive.name in ("broadcast_in_dim", "reshape"):
-            made[eqn.outvars[0]] = eqn
-        by_shape = {getattr(x.aval, "shape", None): x for x in eqn.invars}
-        across, along = by_shape.get((1, rows)), by_shape.get((rows, 1))
-        if across is not None and along is not None and eqn.primitive in PLAIN:
-            if is_made_of_rows(across) and not is_made_of_rows(along):
-                yield eqn, outer
+    shaped = [
+        x for x, _ in sites if x.primitive.name in ("broadcast_in_dim", "reshape")
+    ]
+    of_rows = {x.outvars[0] for x in shaped if _shape_of(x.invars[0]) == (rows,)}
+    for site in sites:
+        operands = {_shape_of(x): x for x in site[0].invars if isinstance(x, Var)}
+        across, along = operands.get((1, rows)), operands.get((rows, 1))
+        if across in of_rows and along is not None and along not in of_rows:
+            if site[0].primitive in PLAIN:
+                yield site
 
 
-def _sites(jaxpr: Any, outer: Site | None = None) -> Iterator[Site]:
-    """All equations, each with those around it."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        site = (eqn, outer)
-        yield site
-        for inner in sub_jaxprs(eqn):
-            yield from _sites(inner, site)
+def _sites_of(traced: Traced) -> list[Site]:
+    jaxprs = [x.towers.jaxpr for x in traced.passes]
+    return [site for jaxpr in jaxprs for site in all_sites(jaxpr, plain=True)]
+
+
+def _shape_of(x: Any) -> tuple[int, ...] | None:
+    return getattr(x.aval, "shape", None)
 
 
 def _size_along(eqn: Any) -> int | None:
     """The size of the dim that an equation goes along."""
-    params, shape = eqn.params, getattr(eqn.invars[0].aval, "shape", ())
+    params, shape = eqn.params, _shape_of(eqn.invars[0])
     if "length" in params:
         return params["length"]
     axes = [params.get(x) for x in ("axis", "dimension", "axes", "dimensions")]
