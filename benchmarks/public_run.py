@@ -4,7 +4,8 @@ The model is the GPT-2 of `transformers` 4.46 for Flax, at a small width, with d
 trained on the bytes of Python's standard library. The SHA-256 of the whole state
 (parameters, Adam's moments, step, key) is taken each 50 steps: on 1, 2, 4 and 8
 devices, mirrored and sharded, in one process and in two, and with a kill and moves from
-4 to 2 to 8 devices. Two controls differ: the plain all-reduce, and ``pmean`` by hand.
+4 to 2 to 8 devices. Controls differ: the plain all-reduce, and by hand ``pmean`` and
+one ``jit`` of all rows.
 
 Run: ``pip install 'transformers==4.46.3'``, ``python -m benchmarks.public_run``; with
 ``--steps 300``, which is the default, and ``--only "by hand"`` for some of the rows.
@@ -32,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
 from benchmarks.same_kernels import kernels_of
@@ -106,7 +107,7 @@ class Run:
     """A row of the table: where a training runs, and how its towers are summed."""
 
     name: str
-    kind: str = "PinnedTree"  # or "AllReduce"; "pmean": by hand
+    kind: str = "PinnedTree"  # or "AllReduce"; "pmean", "jit": by hand
     devices: tuple[int, ...] = (1,)  # one after another, from checkpoints
     state: str = "mirrored"
     processes: int = 1
@@ -127,7 +128,9 @@ def runs() -> list[Run]:
         found.append(Run(f"{state}, 2 processes of 4", **two))
         name = f"{state}, 4 devices, killed, 2, then 8"
         found.append(Run(name, devices=(4, 2, 8), state=state))
-    for kind, text in {"AllReduce": "plain all-reduce", "pmean": "by hand"}.items():
+    controls = {"AllReduce": "plain all-reduce"}
+    controls |= {"pmean": "`pmean` by hand", "jit": "`jit` by hand"}
+    for kind, text in controls.items():
         for d in (1, 8):
             found.append(Run(f"{text}, {on(d)}", kind, (d,)))
     return found
@@ -181,25 +184,28 @@ def train(run: Run, devices: int, last: int, killed: bool, folder: str) -> None:
     tj.run(step, state, [*batches(last)], progress=False, **how)
 
 
-def train_by_hand(devices: int, last: int) -> None:
-    """As it is mostly written: means and gradients of devices, and their ``pmean``."""
+def train_by_hand(kind: str, devices: int, last: int) -> None:
+    """As mostly written: ``pmean`` of devices' gradients, or ``jit`` of split rows."""
     mesh, here = Mesh(np.array(jax.devices()[:devices]), "d"), PartitionSpec("d")
+
+    def loss(params: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
+        there = tokens[:, 1:] >= 0
+        losses = token_losses(params, tokens, rng)
+        return (losses * there).sum() / jnp.maximum(there.sum(), 1)
 
     def of_device(params: Any, tokens: jax.Array, rng: jax.Array) -> Any:
         rng = jax.random.fold_in(rng, lax.axis_index("d"))
+        return lax.pmean(jax.grad(loss)(params, tokens, rng), "d")
 
-        def loss(params: Any) -> jax.Array:
-            there = tokens[:, 1:] >= 0
-            losses = token_losses(params, tokens, rng)
-            return (losses * there).sum() / jnp.maximum(there.sum(), 1)
-
-        return lax.pmean(jax.grad(loss)(params), "d")
+    grads_of: Any = jax.grad(loss)
+    if kind == "pmean":
+        how: Any = {"mesh": mesh, "check_vma": False, "out_specs": PartitionSpec()}
+        specs = (PartitionSpec(), here, PartitionSpec())
+        grads_of = jax.shard_map(of_device, in_specs=specs, **how)
 
     @jax.jit
     def step(params: Any, opt_state: Any, tokens: jax.Array, rng: jax.Array) -> Any:
-        how: Any = {"mesh": mesh, "check_vma": False, "out_specs": PartitionSpec()}
-        specs = (PartitionSpec(), here, PartitionSpec())
-        grads = jax.shard_map(of_device, in_specs=specs, **how)(params, tokens, rng)
+        grads = grads_of(params, tokens, rng)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
@@ -208,6 +214,7 @@ def train_by_hand(devices: int, last: int) -> None:
     for number, batch in enumerate(batches(last), 1):
         padding = np.full((3, LENGTH), -1, np.int32)
         tokens = np.concatenate([batch["tokens"], padding])
+        tokens = jax.device_put(tokens, NamedSharding(mesh, here))
         state = step(*state, tokens, jax.random.key(number))
         if number % EVERY == 0:
             say(number, digest(state))
@@ -261,8 +268,8 @@ def main() -> None:
             tj.cluster.initialize()
         else:
             jax.config.update("jax_num_cpu_devices", devices)
-        if run.kind == "pmean":
-            return train_by_hand(devices, last)
+        if run.kind in ("pmean", "jit"):
+            return train_by_hand(run.kind, devices, last)
         return train(run, devices, last, killed, folder)
     if options.absent:
         for state in ("mirrored", "sharded"):
