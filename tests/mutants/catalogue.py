@@ -588,6 +588,16 @@ INPUT = (
        "proof.meshes:refuse_in_towers", "(on > 1 or x.size > 1)",
        "(on > 1 and x.size > 1)", "test_proof_meshes.py::"
        "test_what_towers_cannot_run_is_refused[shard_map, one device]"),
+    _m("M91", "prove: what differs from device to device is taken as a copy",
+       "tools.testing.programs:_may_be_copies", "bool((rows == rows[:1]).all())",
+       "True",
+       "test_prove.py::test_what_differs_from_device_to_device_is_no_copy"),
+    _m("M92", "prove: a count of rows is a sum of what is the same",
+       "proof.marks:Context.note_call", '"counted" if is_count', '"added up" if 1',
+       "test_prove.py::test_a_count_of_rows_is_no_sum_of_equals"),
+    _m("M93", "prove: a map of copies calls all its results copies",
+       "proof.analysis:_map_copies", "x.told() if x else COPIES", "COPIES",
+       "test_prove.py::test_settings_of_which_devices_have_the_same_are_copies"),
     _m("M38", "an update may add up what all devices share",
        "proof.marks:Context.note_call", "own and not join(own).along", "not own",
        "test_proof_meshes.py::test_an_update_whose_copies_would_differ_is_refused"

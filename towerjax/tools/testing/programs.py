@@ -158,7 +158,8 @@ def _is_setting(x: Any) -> bool:
 
 
 def _may_be_copies(x: Any) -> bool:
-    if x.ndim == 0 or isinstance(x, jax.ShapeDtypeStruct):
+    is_here = getattr(x, "is_fully_addressable", True)
+    if x.ndim == 0 or isinstance(x, jax.ShapeDtypeStruct) or not is_here:
         return x.ndim > 0
     rows = np.asarray(key_data(x))
     return bool((rows == rows[:1]).all())
