@@ -261,6 +261,7 @@ def row_of(program: Program, told: dict[str, Any]) -> str:
     at = f"{program.repository} {program.commit}, `{program.file}`"
     source = f"{at}: {program.make.__doc__.rstrip('.')}"
     notes = re.findall("^note: (.*)", told["prove"], re.MULTILINE)
+    notes = [re.sub(r"^result(\[[^]]*\]|\.\w+)*", r"`\g<0>`", x) for x in notes]
     copies = re.search("stay the same: (.*)", told["prove"])
     alike = re.search(r"over .*: (.*) results are the same", told["prove"])
     proved = f"{alike[1]} results are the same" if alike else "no map"
