@@ -26,6 +26,7 @@ def loss_fn(params, batch, tower):
 
 step = tj.build_train_step(loss_fn, optax.sgd(0.0), tj.Mirrored(), donate=False)
 start, lbfgs = step.init(np.zeros(5, np.float32)), optax.lbfgs()
+step.audit(start, batch)  # of step.fn in a program of yours, it is asked for
 
 
 def value_fn(params):
