@@ -90,7 +90,7 @@ def test_one_all_reduce_with_its_bytes(of_eight):
     assert (found.opcode, found.bytes, found.num_devices) == ("all-reduce", size, 8)
     assert found.sent == of_eight.bytes_sent == -(-2 * size * 7 // 8)
     assert (found.trips, found.trips_known, found.dtypes) == (1, True, ("f32",))
-    assert re.search(r"ops\.py:\d+ \(_all_reduce\)", found.line)
+    assert re.search(r"ops\.py:\d+ \(AllReduce\._send\)", found.line)
 
 
 def squares(params, batch, tower):

@@ -258,7 +258,7 @@ def check(program: Program, folder: pathlib.Path) -> dict[str, Any]:
 
 def row_of(program: Program, told: dict[str, Any]) -> str:
     """A row of the page."""
-    at = f"{program.repository} {program.commit}, `{program.file}`"
+    at = f"`{program.repository}/{program.file}` at {program.commit}"
     source = f"{at}: {program.make.__doc__.rstrip('.')}"
     notes = re.findall("^note: (.*)", told["prove"], re.MULTILINE)
     notes = [re.sub(r"^result(\[[^]]*\]|\.\w+)*", r"`\g<0>`", x) for x in notes]
@@ -271,10 +271,8 @@ def row_of(program: Program, told: dict[str, Any]) -> str:
     hand = _sizes(told["hand"])
     if "without" in told:
         hand += f"; without the cause {_sizes(told['without'])}"
-    cells = source, proved, said, hand, program.judged
-    return (
-        f"| {' | '.join(x.replace('|', '/') for x in cells)} | <!-- {program.name} -->"
-    )
+    cells = source, proved, said, hand, f"{program.judged} <!-- {program.name} -->"
+    return f"| {' | '.join(x.replace('|', '/') for x in cells)} |"
 
 
 def _sizes(sizes: tuple[float, float, float]) -> str:
@@ -321,7 +319,9 @@ def write(page: pathlib.Path, name: str, row: str) -> None:
     rows, _, tail = rest.partition(END)
     kept = [x for x in rows.splitlines() if "<!--" in x and f"<!-- {name} -->" not in x]
     order = [x.name for x in PROGRAMS]
-    new = sorted([*kept, row], key=lambda x: order.index(x.split("<!-- ")[1][:-4]))
+    new = sorted(
+        [*kept, row], key=lambda x: order.index(re.search("<!-- (.*) -->", x)[1])
+    )
     page.write_text(head + START + "\n".join([HEAD, *new, ""]) + END + tail)
 
 
