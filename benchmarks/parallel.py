@@ -39,13 +39,13 @@ def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
     params, batch = given["init"](rng), given["make_batch"](rng)
     within = given["WITHIN"]
     size = math.prod(within.values())
-    how = {"rows": given.get("ROWS_ALONG"), "specs": given.get("SPECS")}
+    rows, specs = given.get("ROWS_ALONG"), given.get("SPECS")
     devices = tj.Absent(kind, size * towers)
-    strategy = tj.Mirrored(devices, within=within, **how)
+    strategy = tj.Mirrored(devices, within=within, rows=rows, specs=specs)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), params)
-    rows = size * towers
-    batch = jax.tree.map(lambda x: np.resize(x, (rows, *x.shape[1:])), batch)
+    count = size * towers
+    batch = jax.tree.map(lambda x: np.resize(x, (count, *x.shape[1:])), batch)
     return step.report(shapes, batch)
 
 

@@ -214,7 +214,8 @@ def by_hand(make: Callable[..., Made]) -> tuple[float, float, float]:
         is_whole = jax.tree.structure(out) == jax.tree.structure(args[0])
         steps.append(_first(out if is_whole else out[0]) - old)
     one, four = steps
-    return (*map(np.linalg.norm, steps), np.linalg.norm(four - one))
+    norm = lambda x: float(np.linalg.norm(x))  # noqa: E731
+    return norm(one), norm(four), norm(four - one)
 
 
 def _first(state: Any) -> np.ndarray:
@@ -259,7 +260,7 @@ def check(program: Program, folder: pathlib.Path) -> dict[str, Any]:
 def row_of(program: Program, told: dict[str, Any]) -> str:
     """A row of the page."""
     at = f"`{program.repository}/{program.file}` at {program.commit}"
-    source = f"{at}: {program.make.__doc__.rstrip('.')}"
+    source = f"{at}: {str(program.make.__doc__).rstrip('.')}"
     notes = re.findall("^note: (.*)", told["prove"], re.MULTILINE)
     notes = [re.sub(r"^result(\[[^]]*\]|\.\w+)*", r"`\g<0>`", x) for x in notes]
     copies = re.search("stay the same: (.*)", told["prove"])
@@ -282,7 +283,7 @@ def _sizes(sizes: tuple[float, float, float]) -> str:
 
 def main() -> None:
     """Check the programs, each in a process of its own, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--only", nargs="+", default=[x.name for x in PROGRAMS])
     parser.add_argument("--page", type=pathlib.Path)
@@ -318,10 +319,8 @@ def write(page: pathlib.Path, name: str, row: str) -> None:
     head, _, rest = page.read_text().partition(START)
     rows, _, tail = rest.partition(END)
     kept = [x for x in rows.splitlines() if "<!--" in x and f"<!-- {name} -->" not in x]
-    order = [x.name for x in PROGRAMS]
-    new = sorted(
-        [*kept, row], key=lambda x: order.index(re.search("<!-- (.*) -->", x)[1])
-    )
+    order = [f"<!-- {x.name} -->" for x in PROGRAMS]
+    new = sorted([*kept, row], key=lambda x: [mark in x for mark in order].index(True))
     page.write_text(head + START + "\n".join([HEAD, *new, ""]) + END + tail)
 
 

@@ -1,5 +1,6 @@
 """Steps of public reinforcement learning and quantum Monte Carlo: `Program.make`."""
 # ruff: noqa: PLC0415  # a program is imported when it is checked
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import functools
 from typing import Any

@@ -1,5 +1,6 @@
 """Steps of public supervised programs: `Program.make`."""
 # ruff: noqa: PLC0415  # a program is imported when it is checked
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 import functools
 from typing import Any
@@ -242,7 +243,9 @@ def big_vision(devices: int, **config: Any) -> Made:
     jax.config.update("jax_transfer_guard", "allow")  # which train.py disallows
     image, label = images()
     net = vit.Model(10, patch_size=(4, 4), width=8, depth=1, num_heads=2, mlp_dim=16)
-    config = ConfigDict({"loss": "softmax_xent", "schedule": [(".*", {})], **config})
+    given: Any = ConfigDict(
+        {"loss": "softmax_xent", "schedule": [(".*", {})], **config}
+    )
     params = jax.jit(net.init)(jax.random.key(0), image)["params"]
     params = jax.tree.map(lambda x: x + 0.1 * normal(*x.shape), params)
     tx = optax.chain(optax.scale_by_schedule(lambda step: 1.0), optax.sgd(0.1))
@@ -250,7 +253,7 @@ def big_vision(devices: int, **config: Any) -> Made:
         train.main,
         "update_fn",
         bv_optax=bv_optax,
-        config=config,
+        config=given,
         devices_flat=jax.devices()[:devices],
         model=net,
         tx=tx,
