@@ -13,6 +13,9 @@ from benchmarks.foreign import adapt
 
 
 def train(rate):
+    def schedule(count):
+        return rate * count
+
     def step(w, x):
         @jax.jit
         def loss(w):
@@ -20,6 +23,7 @@ def train(rate):
 
         return w - rate * jax.grad(loss)(w)
 
+    assert schedule(1) == rate
     return step
 
 
