@@ -6,7 +6,7 @@ import os
 import pathlib
 import time
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
@@ -57,6 +57,14 @@ class OpenWriter(Protocol):
         """Write what is buffered, and close files. Called once."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """An `OpenWriter` of two functions."""
+
+    write: Callable[[Record], None]
+    close: Callable[[], None]
+
+
 class Writer(Protocol):
     """The options of a writer, from which each run opens an `OpenWriter`."""
 
@@ -69,7 +77,7 @@ class Writers:
     """The open writers of a run. Each gets every record, even if another fails."""
 
     def __init__(self) -> None:
-        self._failure: Exception | None = None
+        self._failures: list[Exception] = []
         self._open: list[OpenWriter] = []
 
     def open(self, writers: Iterable[Writer], start: int, placement: Placement) -> None:
@@ -91,30 +99,30 @@ class Writers:
             try:
                 writer.write(record)
             except Exception as failure:
-                self._drop(writer, failure)
+                self._failures.append(failure)
+                self._close(writer)
 
     def close(self) -> None:
-        """Close each writer, once; keep the first failure."""
+        """Close each writer, once."""
         for writer in tuple(self._open):
-            self._drop(writer, None)
+            self._close(writer)
 
-    def _drop(self, writer: OpenWriter, failure: Exception | None) -> None:
+    def _close(self, writer: OpenWriter) -> None:
         self._open.remove(writer)
         try:
             writer.close()
-        except Exception as error:
-            failure = error if failure is None else failure
-        self._failure = failure if self._failure is None else self._failure
+        except Exception as failure:
+            self._failures.append(failure)
 
     def raise_failure(self) -> None:
         """Raise the first failure, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        failures, self._failures = self._failures, []
+        if failures:
+            raise failures[0]
 
     def explain(self, error: BaseException) -> None:
-        """Note a failure in another exception that ends the run."""
-        if (failure := self._failure) is not None:
+        """Note the first failure in another exception that ends the run."""
+        for failure in self._failures[:1]:
             text = f"{type(failure).__name__}: {failure}"
             error.add_note(f"Besides, a writer failed: {text}.")
 
@@ -179,7 +187,7 @@ class JsonLines:
         checked_path("JsonLines.path", self.path, "a file")
         check_flag("JsonLines.replace", self.replace)
 
-    def open(self, start: int) -> "OpenJsonLines":
+    def open(self, start: int) -> OpenWriter:
         """The file, open after the lines of the ``start`` steps done before.
 
         A ``ValueError`` where ``path`` holds something else or an earlier run.
@@ -187,7 +195,21 @@ class JsonLines:
         path = absolute_path(self.path)
         with opening("JsonLines.path", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            return OpenJsonLines(path, *self._kept(path, start))
+            kept, repeated = self._kept(path, start)
+            file = opened_after(path, kept, _STORED_EVERY_S)
+
+        def write(record: Record) -> None:
+            nonlocal repeated
+            # An evaluation that comes before any step is that of the start.
+            if record.kind == "eval" and repeated is not None:
+                file.truncate(repeated)
+            repeated = None
+            metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
+            append_line(file, {**vars(record), "metrics": metrics})
+            if record.kind == "eval":
+                file.flush()
+
+        return Opened(write, file.close)
 
     def _kept(self, path: epath.Path, start: int) -> tuple[int | None, int | None]:
         """How many bytes to keep; where a last line of them evaluates ``start``."""
@@ -214,31 +236,6 @@ def _earlier(writer: str, path: epath.Path, what: str) -> ValueError:
     )
 
 
-class OpenJsonLines:
-    """A `JsonLines` file that is being written."""
-
-    def __init__(
-        self, path: epath.Path, kept: int | None, repeated: int | None
-    ) -> None:
-        self._file = opened_after(path, kept, _STORED_EVERY_S)
-        self._repeated = repeated
-
-    def write(self, record: Record) -> None:
-        """Append a line; the same evaluation done again replaces the last line."""
-        # An evaluation that comes before any step is that of the start.
-        if record.kind == "eval" and self._repeated is not None:
-            self._file.truncate(self._repeated)
-        self._repeated = None
-        metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
-        append_line(self._file, {**vars(record), "metrics": metrics})
-        if record.kind == "eval":
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 def json_value(name: str, value: Any) -> Any:
     """Convert a metric to numbers and lists for JSON."""
     return as_json(real_numbers("JSON", name, value).tolist())
@@ -255,23 +252,6 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
             f"{list(array.shape)}, not real numbers. Return its .value or its parts."
         )
     return array.astype(np.float64)
-
-
-def curves(writer: str, record: Record, most: int = 64) -> dict[str, float]:
-    """The number of each curve; a metric has one for each of its elements."""
-    numbers = {}
-    for name, value in record.metrics.items():
-        tag = f"{record.kind}/{name}"
-        array = real_numbers(writer, tag, value)
-        if array.size > most:
-            raise ValueError(
-                f"{writer}: the metric {tag!r} has {array.size} elements, each a curve,"
-                f" and may have {most}. Use tj.JsonLines(path), or give TensorBoard a"
-                " larger max_elements."
-            )
-        for place, x in np.ndenumerate(array.astype(np.float64)):
-            numbers["/".join([tag, *map(str, place)])] = float(x)
-    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,14 +283,15 @@ class TensorBoard:
         check_number("flush_s", self.flush_s, "seconds >= 0")
         check_flag("TensorBoard.replace", self.replace)
 
-    def open(self, start: int) -> "OpenTensorBoard":
+    def open(self, start: int) -> OpenWriter:
         """A new event file, of a state that had done ``start`` steps before.
 
         A ``ValueError`` without ``tensorboardX``, or where ``logdir`` holds other runs.
         """
         logdir = absolute_path(self.logdir)
+        # Its SummaryWriter waits for ever, and raises nothing, once its disk is full.
         needs = "TensorBoard, other than tj.JsonLines(path),", "'towerjax[tensorboard]'"
-        writer = require("tensorboardX.event_file_writer", *needs)
+        files = require("tensorboardX.event_file_writer", *needs)
         proto = require("tensorboardX.proto.event_pb2", *needs)
         with opening("TensorBoard.logdir", logdir):
             logdir.mkdir(parents=True, exist_ok=True)
@@ -318,48 +299,47 @@ class TensorBoard:
         has_events = any("tfevents" in path.name for path in there)
         if start == 0 and not self.replace and has_events:
             raise _earlier("TensorBoard", logdir, "event files of an earlier run")
-        # tensorboardX puts the second into the name, which two runs may share.
-        suffix = f".{os.getpid()}.{time.time_ns()}"
         path = os.fspath(logdir / "events")
         if not is_on_disk(logdir):
             # By this name tensorboardX opens a file; its own take other packages.
-            files = require("tensorboardX.record_writer", *needs)
             stored = lambda at: StoredFile(epath.Path(at.partition(":")[2]))  # noqa: E731
             made = types.SimpleNamespace(open=stored)
-            files.register_writer_factory("towerjax", made)
+            stores = require("tensorboardX.record_writer", *needs)
+            stores.register_writer_factory("towerjax", made)
             path = "towerjax:" + path
-        events = writer.EventsWriter(path, suffix)
-        return OpenTensorBoard(self, events, proto, start)
-
-
-class OpenTensorBoard:
-    """An event file that is being written.
-
-    ``tensorboardX.SummaryWriter`` is not used: after an error of the disk its thread
-    raises nothing and the run waits for ever.
-    """
-
-    def __init__(
-        self, options: TensorBoard, events: Any, proto: Any, start: int
-    ) -> None:
-        self._options, self._events, self._proto = options, events, proto
-        self._flush_at_s = time.monotonic() + options.flush_s
+        # tensorboardX puts the second into the name, which two runs may share.
+        events = files.EventsWriter(path, f".{os.getpid()}.{time.time_ns()}")
         mark = proto.SessionLog(status=proto.SessionLog.START)
-        event = proto.Event(wall_time=time.time(), step=start + 1, session_log=mark)
-        self._events.write_event(event)
+        is_redone = {"step": start + 1, "session_log": mark}
+        events.write_event(proto.Event(wall_time=time.time(), **is_redone))
+        flush_at_s = time.monotonic() + self.flush_s
 
-    def write(self, record: Record) -> None:
-        """Append an event with all scalars of a record."""
-        most = self._options.max_elements
-        event = self._proto.Event(wall_time=record.time_s, step=record.step)
-        with np.errstate(over="ignore"):  # beyond float32 they become infinite
-            for tag, number in curves("TensorBoard", record, most).items():
-                event.summary.value.add(tag=tag, simple_value=np.float32(number))
-        self._events.write_event(event)
-        if record.kind == "eval" or time.monotonic() >= self._flush_at_s:
-            self._events.flush()
-            self._flush_at_s = time.monotonic() + self._options.flush_s
+        def write(record: Record) -> None:
+            nonlocal flush_at_s
+            event = proto.Event(wall_time=record.time_s, step=record.step)
+            with np.errstate(over="ignore"):  # beyond float32 they become infinite
+                for tag, number in curves(record, self.max_elements).items():
+                    event.summary.value.add(tag=tag, simple_value=np.float32(number))
+            events.write_event(event)
+            if record.kind == "eval" or time.monotonic() >= flush_at_s:
+                events.flush()
+                flush_at_s = time.monotonic() + self.flush_s
 
-    def close(self) -> None:
-        """Write the rest, and close the file."""
-        self._events.close()
+        return Opened(write, events.close)
+
+
+def curves(record: Record, most: int) -> dict[str, float]:
+    """The number of each curve; a metric has one for each of its elements."""
+    numbers = {}
+    for name, value in record.metrics.items():
+        tag = f"{record.kind}/{name}"
+        array = real_numbers("TensorBoard", tag, value)
+        if array.size > most:
+            raise ValueError(
+                f"TensorBoard: the metric {tag!r} has {array.size} elements, each a"
+                f" curve, and may have {most}. Use tj.JsonLines(path), or give"
+                " TensorBoard a larger max_elements."
+            )
+        for place, x in np.ndenumerate(array.astype(np.float64)):
+            numbers["/".join([tag, *map(str, place)])] = float(x)
+    return numbers
