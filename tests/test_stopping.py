@@ -1,11 +1,9 @@
 """Early stopping, counted by hand."""
 
 import functools
-import io
 import itertools
 import math
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -177,13 +175,6 @@ def test_counts_of_another_rule_are_not_gone_on_from():
         assert watch.stopped is None
 
 
-def test_without_a_rule_the_loss_is_told_or_the_first_name():
-    watch = Watch(())
-    assert watch.describe(4, {"a": 1.0, "loss": 2.0}) == "evaluated loss 2.000 after 4"
-    assert watch.describe(4, {"b": 1.0, "a": 2.0}) == "evaluated a 2.000 after 4"
-    assert watch.describe(4, {}) == ""
-
-
 def test_a_goal_ends_a_run_and_is_said(steps):
     early = tj.EarlyStopping("told", goal=1)
     state, history = train(steps, [NAN, 3, 1, 0], 9, early_stopping=early)
@@ -236,19 +227,6 @@ def test_what_stopped_a_run_is_said(steps, capsys):
     assert lines[-1] == f"stopped after step 4: {why}"
     assert lines[-2].startswith("evaluation after step 4")
     assert not history.evaluations[4:]
-
-
-def test_the_bar_shows_the_last_evaluation_and_the_best(steps, monkeypatch):
-    screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("COLUMNS", "300")
-    early = tj.EarlyStopping("told", 9)
-    options = {"steps": 4, "eval_every": 2, "early_stopping": early}
-    train(steps, [3, 1, 2], 4, progress=True, **options)
-    text = screen.getvalue()
-    # Steps 3 and 4 come after the evaluation after step 2.
-    assert "evaluated told 3.000 after 2, best 3.000 after 2" in text
-    assert re.search(r"step 4/4  loss [\d.]+  [\d.]+ steps/s  evaluated told 3", text)
 
 
 def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):

@@ -172,7 +172,6 @@ class Loop:
         self._log.audit_s += step.audit_s - before_s
         start_s += step.audit_s - before_s
         self._log.compile_s += time.perf_counter() - start_s
-        self._progress.compiled(time.perf_counter() - start_s)
         self._compiled.add(placed.signature)
 
     def _save(self, *, last: bool = False) -> None:
@@ -298,8 +297,7 @@ class Loop:
                 point.is_saving_due = True
         self._writers.raise_failure()
         self._log.evaluate_s += time.perf_counter() - start_s
-        in_short = point.watch.describe(number, values)
-        self._progress.evaluation(number, values, in_short, point.watch.stopped)
+        self._progress.evaluation(number, values, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:
         """The run's state, or what ``eval_params`` makes of it."""

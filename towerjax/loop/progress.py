@@ -140,20 +140,16 @@ class Progress:
         else:
             self._names = tuple(dict.fromkeys(("loss", *progress)))
             self._display = choose_display(None)
-        self._start, self._end, self._took = start, end, ""
+        self._start, self._end = start, end
         self._total = None if end is None else max(end - start, 0)
         self.note = self._display.note  # adds a line that stays
-        self._next_s, self._evaluated = 0.0, ""
+        self._next_s = 0.0
         self._waiting: tuple[int, Mapping[str, Any], float] | None = None
 
     def phase(self, number: int, what: str) -> None:
         """Show what goes on before a step."""
         text = f"step {number}: {what}"
         self._display.show(number - 1 - self._start, self._total, text)
-
-    def compiled(self, seconds: float) -> None:
-        """Have the next text say how long it took."""
-        self._took = f"  compiled in {seconds:.1f} s"
 
     def step(self, number: int, metrics: Mapping[str, Any], rate: float) -> None:
         """Show that the steps up to this one are done, or keep that for later."""
@@ -180,11 +176,10 @@ class Progress:
         text += f"  {rate:.1f} steps/s"
         if left and rate > 0:
             text += f"  {datetime.timedelta(seconds=int(left / rate))} left"
-        text, self._took = text + self._took, ""
-        self._display.show(number - self._start, self._total, text + self._evaluated)
+        self._display.show(number - self._start, self._total, text)
 
     def evaluation(
-        self, number: int, values: Mapping[str, Any], in_short: str, stopped: str | None
+        self, number: int, values: Mapping[str, Any], stopped: str | None
     ) -> None:
         """Add a line for an evaluation, and one for the reason if the run stops."""
         if number == self._end or stopped or time.monotonic() >= self._next_s:
@@ -192,7 +187,6 @@ class Progress:
         names = sorted(values, key=lambda name: (name != "loss", name))
         shown = "  ".join(f"{name} {format_value(values[name])}" for name in names)
         self.note(f"evaluation after step {number}  {shown}")
-        self._evaluated = f"  {in_short}" if in_short else ""
         if stopped is not None:
             self.note(f"stopped after step {number}: {stopped}")
 

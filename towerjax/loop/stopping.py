@@ -126,14 +126,10 @@ class Count:
             text += "s in a row" * (self.without > 1)
         else:
             return None
-        return text + self.lowest_in_words()
-
-    def lowest_in_words(self) -> str:
-        """The best evaluation of those counted, to be added to a sentence."""
-        if self.lowest_after is None:
-            return ""
-        best = format_value(sign_of(self.mode) * self.lowest)
-        return f", best {best} after {self.lowest_after}"
+        if self.lowest_after is not None:
+            best = format_value(sign_of(self.mode) * self.lowest)
+            text += f", best {best} after {self.lowest_after}"
+        return text
 
 
 class Watch:
@@ -161,15 +157,6 @@ class Watch:
         costs = [cost_of(values, rule) for rule in self._rules]
         counted = zip(self.counts, self._rules, costs, strict=True)
         self.counts = tuple(x.after(rule, number, cost) for x, rule, cost in counted)
-
-    def describe(self, number: int, values: Mapping[str, Any]) -> str:
-        """The last evaluation in a few words, and the best."""
-        name = "loss" if "loss" in values else min(values, default="")
-        name = self._rules[0].metric if self._rules else name
-        if name not in values:
-            return ""
-        text = f"evaluated {name} {format_value(values[name])} after {number}"
-        return text + "".join(count.lowest_in_words() for count in self.counts[:1])
 
 
 def reaches_multiple(every: int | None, before: int, after: int) -> bool:
