@@ -458,7 +458,7 @@ def test_the_table_of_optimizers_is_what_is_found():
 def test_updates_of_another_shape_are_refused():
     sums = optax.stateless(lambda grads, _: jax.tree.map(lambda g: g.sum(0), grads))
     step = tj.build_train_step(loss_fn, sums, tj.Mirrored(towers=2))
-    text = r"params\['w'\] was float32\[2, 3\] and is float32\[3\]"
+    text = r"params\['w'\] is float32\[3\], expected float32\[2, 3\]"
     with pytest.raises(ValueError, match=text):
         step.check({"w": PARAMS["w"]}, DISTINCT)
 

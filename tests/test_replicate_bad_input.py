@@ -312,12 +312,12 @@ MISTAKES = {
     "what minimize returns": (with_train_op(lambda s: (jnp.float32(0), s)),
         r"a pair of a loss.* loss, train_op = optimizer\.minimize\(loss_fn, variables"),
     "dtype": (with_params(lambda p: {**p, "b": p["b"].astype(jnp.bfloat16)}),
-        r"train_op\.params\['b'\] was float32\[\] and is bfloat16\[\]\. Look at"
+        r"train_op\.params\['b'\] is bfloat16\[\], expected float32\[\]\. Look at"
         r" model_fn's train_op"),
     "missing leaf": (with_params(lambda p: {"w": p["w"]}),
-        r"train_op\.params\['b'\] was float32\[\] and is absent"),
+        r"train_op\.params\['b'\] is absent, expected float32\[\]"),
     "params alone": (with_train_op(lambda s: s.params),
-        r"train_op\['w'\] was absent and is float32\[3\]"),
+        r"train_op\['w'\] is float32\[3\], expected absent"),
     **{f"the state of {name}": (call(state=partial(start, other), towers=1),
         r"TowerOptimizer.*init.*tj\.TrainState\.create\(params, optimizer\)")
         for name, other in {"adam": ADAM, "chain": optax.chain(optax.clip(1.0), ADAM)}
@@ -385,9 +385,9 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
     model = replicated(max_programs=1)
     variables = model(start(), X[:4], Y[:4]).train_op
     for text, *given in (
-        (r"\['features'\].*was float32\[4, 3\] and is float32\[6, 3\]", X[:6], Y[:6]),
+        (r"\['features'\].*is float32\[6, 3\], expected float32\[4, 3\]", X[:6], Y[:6]),
         (r"max_programs=\.\.\. \(now 1\)", X[:4, :2], Y[:4]),
-        (r"batch\['labels'\] was float32\[4\] and is absent", X[:4], None),
+        (r"batch\['labels'\] is absent, expected float32\[4\]", X[:4], None),
         (r"mode='train' must be one of", X[:4], Y[:4], "train"),
     ):
         refused(compiled, lambda given=given: model(variables, *given), text)

@@ -235,7 +235,7 @@ def test_few_programs_serve_batches_of_any_number_of_entries():
         out = predict(np.ones(30, np.float32), cut)
         np.testing.assert_allclose(out, x[:, :entries].sum(1), rtol=1e-6)
     assert len(predict.programs.made) <= 3
-    change = re.escape("batch was float32[2, 30] and is float32[4, 30]")
+    change = re.escape("batch is float32[4, 30], expected float32[2, 30]")
     cut = sparse.BCOO((cut.data, cut.indices), shape=(4, 30))
     with pytest.raises(ValueError, match=change):
         predict(np.ones(30, np.float32), cut)

@@ -662,7 +662,7 @@ OTHER = (
        "test_proof_optax.py::test_what_takes_more_is_refused[dpsgd]"),
     _m("O08", "an update of another shape is broadcast",
        "step.build.train:apply_gradients",
-       'if wrong := changes("params", part, shapes):', "if wrong := []:",
+       'check_like("params", shapes, part, what, advice)', "pass",
        "test_proof_optax.py::test_updates_of_another_shape_are_refused"),
 )
 
@@ -816,7 +816,7 @@ CHECKPOINTS = (
        "stopping=(),",
        f"{_GOES_ON}[batches in_a_later_hook raises evaluates=True every=4 saved]"),
     _m("C10", "another model's checkpoint is restored as far as names agree",
-       "types.leaves:differing_texts", "if old != new", 'if old == "absent"',
+       "types.leaves:unlike", "if got != want", 'if got == "absent"',
        "test_checkpoint.py::test_another_model_is_refused_before_training"),
     _m("C11", "a distributed data set goes on with smaller batches",
        "data.distribute:DistributedDataset._begin", 'at["rows"]', "0",

@@ -31,7 +31,7 @@ from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import Exchange, call_on_first_process
 from towerjax.mesh.transfer import place_own_rows, place_rows
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import changes, listed
+from towerjax.types.leaves import check_like
 from towerjax.types.options import cast_ints, check_choice, check_whole
 
 Split: TypeAlias = Literal["batch", "elements"]
@@ -196,11 +196,10 @@ class DistributedDataset:
             lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), taken
         )
         for tower, kind in enumerate(kinds):
-            if kind != kinds[0] and (differing := changes("element", kinds[0], kind)):
-                raise ValueError(
-                    "The elements of one step may differ in dim 0 only, but from tower"
-                    f" 0 to tower {tower} {listed(differing)}."
-                )
+            what = f"Tower {tower}'s element of a step is not like tower 0's"
+            check_like(
+                "element", kind, kinds[0], what, "They may differ in dim 0 only."
+            )
         missing, remainder = self._towers - len(taken), self._options.remainder
         if not taken or (missing and remainder == "drop"):
             return None

@@ -17,7 +17,7 @@ from towerjax.mesh.private_jax import DeviceArray
 from towerjax.types import PyTree, Whole, named_leaves
 from towerjax.types.leaves import (
     a_type,
-    changes,
+    differences,
     few,
     key_data,
     listed,
@@ -230,11 +230,11 @@ def concat_rows(rows: PyTree) -> PyTree:
 
 def explain_change(expected: Signature, got: Signature) -> str:
     """The leaves that differ between two signatures, one bullet a leaf."""
-    was, now = (
+    given, wanted = (
         x.treedef.unflatten(jax.ShapeDtypeStruct(*leaf) for leaf in x.leaves)
-        for x in (expected, got)
+        for x in (got, expected)
     )
-    return "\n".join(f"  * {line}" for line in changes("batch", was, now))
+    return "\n".join(f"  * {line}" for line in differences("batch", given, wanted))
 
 
 def refuse_unlike(signatures: Sequence[Signature]) -> None:

@@ -30,7 +30,13 @@ from towerjax.step.state.update import (
 )
 from towerjax.towers.outputs import as_tower_output
 from towerjax.types import PyTree, Reduction, Sum
-from towerjax.types.leaves import a_type, has_tracers, refuse_unheld, widen_dtype
+from towerjax.types.leaves import (
+    a_type,
+    check_like,
+    has_tracers,
+    refuse_unheld,
+    widen_dtype,
+)
 from towerjax.types.options import check_flag, check_takes
 
 
@@ -332,19 +338,20 @@ def _differentiate_means(
 
 def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> None:
     """Raise unless ``init`` of these params makes such a state."""
-    given: Any = type(state).__name__
-    if isinstance(state, TowerOptimizerState):
-        if not has_tracers(params):
-            return  # checked once, while a step is traced, and not at each eager call
-        own = jax.tree.structure(jax.eval_shape(init, params).inner)
-        given = jax.tree.structure(state.inner)
-        if given == own:  # else some optax update raises no error
-            return
-    raise ValueError(
-        "TowerOptimizer.update got the state of another optimizer, or of other params:"
-        f" {given}. Make it with its own init(params); so does"
-        " tj.TrainState.create(params, optimizer) with this TowerOptimizer."
+    what = (
+        "TowerOptimizer.update got the state of another optimizer, or of other params"
     )
+    advice = (
+        "Make it with its own init(params); so does tj.TrainState.create(params,"
+        " optimizer) with this TowerOptimizer."
+    )
+    if not isinstance(state, TowerOptimizerState):
+        raise ValueError(f"{what}: {a_type(state)}. {advice}")
+    # Once, while a step is traced, and not at each eager call; of some other states an
+    # optax update raises no error.
+    if has_tracers(params):
+        own = jax.eval_shape(init, params).inner
+        check_like("state.inner", state.inner, own, what, advice, lambda _: "a leaf")
 
 
 def _divided(grads: PyTree, weight: Any) -> PyTree:

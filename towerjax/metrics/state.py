@@ -15,8 +15,7 @@ from towerjax.metrics.weighted import Additive, Means, Weighted, widen
 from towerjax.types import Sum
 from towerjax.types.leaves import (
     a_type,
-    changes,
-    listed,
+    check_like,
     parts_of,
     promote_dtypes,
     widen_dtype,
@@ -146,11 +145,11 @@ def adapt(metric: Any) -> Adapted:
 def check_merge(state: Any) -> None:
     """Raise unless merging keeps the state's structure, shapes and dtypes."""
     name = type(getattr(state, "metric", state)).__name__
-    if bad := changes("it", state, _trace_merge(name, merge_parts, state)):
-        raise ValueError(
-            f"The merge of two {name} changes the state: {listed(bad)}. Keep shapes and"
-            " dtypes: concatenate on the host what a predict step returns."
-        )
+    merged, what = _trace_merge(name, merge_parts, state), f"The merge of two {name}"
+    advice = (
+        "Keep shapes and dtypes: concatenate on the host what a predict step returns."
+    )
+    check_like("it", merged, state, f"{what} changes the state", advice)
 
 
 def _trace_merge(name: str, merge: Callable[[Any, Any], Any], state: Any) -> Any:

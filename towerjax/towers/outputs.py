@@ -14,7 +14,7 @@ from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
-from towerjax.types.leaves import a_type, changes, listed, widen_dtype
+from towerjax.types.leaves import a_type, check_like, listed, widen_dtype
 
 
 def as_tower_output(
@@ -136,10 +136,10 @@ def check_rows(outputs: PyTree, rows: int, *, name: str = "predictions") -> PyTr
 
 def check_local(before: PyTree, after: PyTree) -> PyTree:
     """Raise unless the next local values have the structure of the current ones."""
-    if changed := changes("local", before, after):
-        raise ValueError(
-            f"TowerOutput.local must be like tower.local, but {listed(changed)}. Start"
-            " from tower.local, or give step.init(local=...) what the loss function"
-            " returns."
-        )
+    advice = (
+        "Start from tower.local, or give step.init(local=...) what the loss function"
+        " returns."
+    )
+    what = "TowerOutput.local must be like tower.local"
+    check_like("local", after, before, what, advice)
     return after

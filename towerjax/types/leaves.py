@@ -249,39 +249,58 @@ def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
     return map_parts(kind, lambda _: next(left), tree)
 
 
-def differing_texts(
-    was: Mapping[str, str], now: Mapping[str, str], form: str
+def unlike(given: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """A text for each leaf, by its name, that is not described as is expected."""
+    names = sorted({*given, *expected})
+    both = [(x, given.get(x, "absent"), expected.get(x, "absent")) for x in names]
+    return [f"{x} is {got}, expected {want}" for x, got, want in both if got != want]
+
+
+def kind_of(leaf: Any) -> str:
+    """The dtype that a leaf has on a device, and its shape: ``"float32[4, 3]"``."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return f"{held_dtype(dtype)}{list(jnp.shape(leaf))}"
+
+
+def differences(
+    root: str,
+    given: PyTree,
+    expected: PyTree,
+    describe: Callable[[Any], str] = kind_of,
 ) -> list[str]:
-    """A text for each name with two descriptions; a form is "{} was {} and is {}"."""
-    both = [(x, was.get(x, "absent"), now.get(x, "absent")) for x in {*was, *now}]
-    return [form.format(x, old, new) for x, old, new in sorted(both) if old != new]
-
-
-def changes(root: str, before: PyTree, after: PyTree) -> list[str]:
-    """A text for each leaf whose dtype or shape changed, or else for the container."""
-    was, now = [
-        {n: f"{_device_dtype(x)}{list(jnp.shape(x))}" for n, x in leaves}
-        for leaves in (named_leaves(root, before), named_leaves(root, after))
-    ]
-    texts = differing_texts(was, now, "{} was {} and is {}")
-    trees = jax.tree.structure(before), jax.tree.structure(after)
+    """What is `unlike` of the leaves; where all are right, of the container."""
+    texts = unlike(
+        {name: describe(x) for name, x in named_leaves(root, given)},
+        {name: describe(x) for name, x in named_leaves(root, expected)},
+    )
+    trees = jax.tree.structure(given), jax.tree.structure(expected)
     if not texts and trees[0] != trees[1]:
-        was, now = _differing(*trees)
-        anew = ", a class that was defined anew" if str(was) == str(now) else ""
-        texts = [f"a container was {was} and is {now}{anew}"]
+        got, want = _differing(*trees)
+        anew = ", a class that was defined anew" if str(got) == str(want) else ""
+        texts = [f"a container is {got}, expected {want}{anew}"]
     return texts
 
 
-def _differing(was: Any, now: Any) -> tuple[Any, Any]:
+def check_like(
+    root: str,
+    given: PyTree,
+    expected: PyTree,
+    what: str,
+    advice: str,
+    describe: Callable[[Any], str] = kind_of,
+) -> None:
+    """Raise unless a tree has the leaves and containers that are expected."""
+    if wrong := differences(root, given, expected, describe):
+        raise ValueError(f"{what}: {listed(wrong)}. {advice}")
+
+
+def _differing(given: Any, expected: Any) -> tuple[Any, Any]:
     """The first nodes in which two tree structures differ."""
-    if was.node_data() != now.node_data():
-        return was, now
-    pairs = zip(was.children(), now.children(), strict=False)
-    return next((_differing(*two) for two in pairs if two[0] != two[1]), (was, now))
-
-
-def _device_dtype(leaf: Any) -> Any:
-    return held_dtype(leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf))
+    if given.node_data() != expected.node_data():
+        return given, expected
+    pairs = zip(given.children(), expected.children(), strict=False)
+    different = (_differing(*two) for two in pairs if two[0] != two[1])
+    return next(different, (given, expected))
 
 
 def has_tracers(tree: PyTree) -> bool:

@@ -20,13 +20,13 @@ from towerjax.towers.tf1.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
 from towerjax.types.leaves import (
-    differing_texts,
     is_key,
     key_data,
     like_key,
     listed,
     parts_of,
     put_parts,
+    unlike,
 )
 from towerjax.types.options import is_one_real
 from towerjax.types.version import __version__
@@ -96,10 +96,10 @@ def check_names(state: PyTree) -> None:
 
 def check_same_model(saved: Sequence[Leaf], state: PyTree, folder: epath.Path) -> None:
     """Raise unless the saved leaves are those of the state, for any towers."""
-    old, new = (
+    there, here = (
         {leaf.name: leaf.description for leaf in x} for x in (saved, leaves_of(state))
     )
-    if problems := differing_texts(old, new, "{} is {} there and {} here"):
+    if problems := unlike(there, here):
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is one of another model:"
             f" {listed(problems)}. Build the model, optimizer and step as they"

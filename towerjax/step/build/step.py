@@ -16,8 +16,9 @@ from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.run.programs import Programs
 from towerjax.step.run.verdicts import Verdicts
 from towerjax.step.state.checks import (
+    OF_THIS_STEP,
+    OTHER_STATE,
     check_is_state,
-    check_like,
     check_made_for,
     check_num_towers,
     is_usable,
@@ -34,6 +35,7 @@ from towerjax.step.state.train_state import (
 from towerjax.towers.strategies import Strategy
 from towerjax.types import PyTree
 from towerjax.types.door import door, doors
+from towerjax.types.leaves import check_like
 from towerjax.types.missing import explain_missing
 
 
@@ -231,7 +233,7 @@ class Step(Examined):
                 raise
             # JAX refuses a wrong state before it runs: name the leaf and the remedy.
             placed = self.start(state)
-            check_like(placed, program.state)
+            check_like("state", placed, program.state, OTHER_STATE, OF_THIS_STEP)
             if placed is state:
                 raise
             return placed, programs(program, split_state(placed), batch, *verdict)

@@ -41,7 +41,7 @@ from towerjax.towers.tower import Tower, with_context
 from towerjax.towers.variables import with_local_values
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.door import door
-from towerjax.types.leaves import changes, listed, map_parts
+from towerjax.types.leaves import check_like, map_parts
 from towerjax.types.options import check_choice, check_function, check_methods
 
 UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
@@ -197,11 +197,9 @@ def apply_gradients(
         return jax.ShapeDtypeStruct(dense_shape(u), p.dtype)
 
     shapes = jax.tree.map(shape_of, updates, part, is_leaf=is_rows)
-    if wrong := changes("params", part, shapes):
-        raise ValueError(
-            f"The optimizer's updates have not the parameters' shapes: {listed(wrong)}."
-            " Return an update of the shape of each parameter."
-        )
+    what = "The optimizer's updates have not the parameters' shapes"
+    advice = "Return an update of the shape of each parameter."
+    check_like("params", shapes, part, what, advice)
     after, culprit = optax.apply_updates(part, updates), "the optimizer's updates"
     after = check_types(part, after, "state.params", culprit)
     opt_state = check_types(opt_state, next_state, "state.opt_state", "the optimizer")

@@ -14,12 +14,12 @@ from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import (
     a_type,
-    changes,
     few,
     is_deleted,
     listed,
     refuse_traced,
     refuse_unheld,
+    unlike,
 )
 from towerjax.types.tables import layout_of
 
@@ -115,40 +115,35 @@ def check_is_state(state: Any, make: str = "step.init(params).") -> None:
         )
 
 
-def check_like(state: TrainState, expected: TrainState) -> None:
-    """Raise unless the state has the leaves that a compiled step takes."""
-    if changed := changes("state", expected, state):
-        raise ValueError(
-            "The state has changed since the step was compiled for such batches:"
-            f" {listed(changed)}. Go on with a state of this step, step.init(params),"
-            " build another step for it, or cast it back; give an"
-            " evaluation a TrainState each time, or parameters alone."
-        )
+OTHER_STATE = "The state is not as this step takes it"
+OF_THIS_STEP = (
+    "Go on with a state of this step, step.init(params), build another step for it, or"
+    " cast it back; give an evaluation a TrainState each time, or parameters alone."
+)
 
 
 def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     """Raise unless each field that a step makes has the leaves that the step makes."""
-    wrong, changed = {}, []
+    wrong, anew = [], []
     for field, needed in made.items():
         given, again = getattr(state, field), f"fresh.{field}"
         own = field == "local"  # `check_num_towers` looks at their first dim
         if own:  # of others' variables a step knows nothing
             given = {k: x for k, x in given.items() if k in needed}
             again = "{**state.local, **fresh.local}"
-        has, needs = (
-            [(n, np.shape(x)[own:]) for n, x in named_leaves("", tree)]
-            for tree in (given, needed)
-        )
-        if has != needs:
-            wrong[field] = again
-            changed += changes(f"state.{field}", given, needed)
+        shapes = [
+            {n: f"{[*np.shape(x)[own:]]}" for n, x in named_leaves(f"state.{field}", t)}
+            for t in (given, needed)
+        ]
+        if found := unlike(*shapes):
+            wrong += found
+            anew.append(f"{field}={again}")
     if wrong:
-        anew = ", ".join(f"{field}={value}" for field, value in wrong.items())
         raise ValueError(
-            "The state was made for another optimizer, other parameters, another"
-            f" extend= than this step's: {listed(changed)}. Begin these anew:"
-            " fresh = step.init(state.params); state = dataclasses.replace(state,"
-            f" {anew})."
+            f"{OTHER_STATE}: {listed(wrong)}. It was made for another optimizer, other"
+            " parameters or another extend=. Begin these anew: fresh ="
+            " step.init(state.params); state = dataclasses.replace(state,"
+            f" {', '.join(anew)})."
         )
 
 

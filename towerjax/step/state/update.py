@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.proof.interpreter import Interpreter
 from towerjax.types import PyTree, named_leaves, readable_leaves
-from towerjax.types.leaves import changes, differing_texts, few, listed
+from towerjax.types.leaves import check_like, few, listed, unlike
 from towerjax.types.version import page
 
 Trainable: TypeAlias = Callable[[str, Any], bool] | PyTree
@@ -156,11 +156,8 @@ def _node_types(tree: Any) -> set[str]:
 
 def check_types(before: PyTree, after: PyTree, root: str, culprit: str) -> PyTree:
     """Raise unless ``after`` has the types of ``before``; else without weak types."""
-    if changed := changes(root, before, after):
-        raise ValueError(
-            "The step would change the type of its state, and so compile anew each"
-            f" time: {listed(changed)}. Look at {culprit}."
-        )
+    what = "The step would change the type of its state, and so compile anew each time"
+    check_like(root, after, before, what, f"Look at {culprit}.")
     # Drops the weak type of what was computed with Python numbers.
     after = jax.tree.map(jnp.asarray, after)
     return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype), after)
@@ -277,7 +274,7 @@ def check_like_params(grads: Any, params: Any) -> None:
         {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}
         for tree in (params, grads)
     )
-    if wrong := differing_texts(needed, given, "{} is of shape {} and is given {}"):
+    if wrong := unlike(given, needed):
         raise ValueError(
             "The gradients are not like the parameters that train:"
             f" {listed(wrong)}. Pass merged['grads'] of tj.value_and_grad, or a tree"

@@ -25,9 +25,8 @@ from towerjax.towers.variables import is_per_tower
 from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import (
     a_type,
-    changes,
+    check_like,
     has_tracers,
-    listed,
     map_parts,
     problem_of,
     shown,
@@ -149,11 +148,9 @@ def _run_steps(
         inputs = batch if isinstance(batch, tuple) else (batch,)
         check_takes("fn(ctx, carry, *inputs)", fn, ctx, carry, *inputs)
         after = _stack_own(fn(ctx, carry, *inputs), num_towers)
-        if changed := changes("initial", carry, after):
-            raise ValueError(
-                "run_steps_on_dataset: a step returns what the next one takes, of the"
-                f" same tree, shapes and dtypes as initial, but {listed(changed)}."
-            )
+        what = "run_steps_on_dataset: a step returned another carry than it was given"
+        advice = "Return one of the tree, shapes and dtypes of initial."
+        check_like("initial", after, carry, what, advice)
         values.update(ctx.non_tensor_outputs)
         return jax.tree.map(jnp.asarray, after), ctx.last_step_outputs
 
