@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import operator
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -116,14 +117,63 @@ class Position(NamedTuple):
     cursor: Any = None  # what the batches' own ``get_state`` says; None: they have none
 
 
+class _Told:
+    """Goes through batches by numbers, and back by their ``get_state``."""
+
+    def __init__(self, elements: Any) -> None:
+        self._elements = elements
+
+    def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
+        """The batch after the one before, placed."""
+        return place(next(self._elements))
+
+    def position(self, number: int) -> Position:
+        """The position after the batch of that number, which was taken last."""
+        return Position(number, self._elements.get_state())
+
+    def forget(self, number: int) -> None:
+        """Steps have used the batches up to that one."""
+
+    def go_back(self, to: Position) -> Iterator[PyTree] | None:
+        """Take the batch after that position next; the batches, if they hold it."""
+        self._elements.set_state(to.cursor)
+        return self._elements
+
+
+class _Kept:
+    """The same for other batches: keeps those that were taken and are not used."""
+
+    def __init__(self, elements: Iterator[PyTree]) -> None:
+        self._elements = elements
+        self._kept: dict[int, Any] = {}  # by number
+
+    def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
+        if number not in self._kept:
+            # One C call: Ctrl-C between two operations would lose the batch.
+            self._kept.update(zip((number,), self._elements, strict=False))
+        if number not in self._kept:
+            raise StopIteration
+        # In place of the loader's arrays.
+        made = self._kept[number] = place(self._kept[number])
+        return made
+
+    def position(self, number: int) -> Position:
+        return Position(number)
+
+    def forget(self, number: int) -> None:
+        for used in [x for x in list(self._kept) if x <= number]:
+            del self._kept[used]
+
+    def go_back(self, to: Position) -> None:
+        pass
+
+
 class Source(Iterator[PyTree]):
     """The batches of a run, which go back to the last used one.
 
-    By their cursor. Of batches without one those that were taken are kept until steps
-    have used them, and this iterator is what a run leaves of them.
-
     Attributes:
-      has_cursor: Whether the batches tell their position, and can be set to one.
+      has_cursor: Whether the batches tell their position themselves, so that another
+        process can go to it.
       is_reproducible: Whether a restarted job is known to get the same batches.
       prefetches: Whether they are placed in advance by a thread of their own.
       used_before: How many came before the next one, earlier runs included.
@@ -134,45 +184,32 @@ class Source(Iterator[PyTree]):
         self._elements: Any = iter(batches)
         self._opened = self._elements is not batches  # what was passed in stays open
         self.has_cursor = has_cursor(self._elements)
+        self._cursor = (_Told if self.has_cursor else _Kept)(self._elements)
         known = isinstance(batches, Sequence)
         self.is_reproducible = known or bool(getattr(batches, "is_reproducible", False))
         self.prefetches = bool(getattr(batches, "prefetches", False))
         self.used_before: int = getattr(batches, "used_before", 0)
-        self._taken = 0  # the number of the newest batch, from 1
+        self._taken = 0  # the number of the newest batch
         length = operator.length_hint(self._elements, operator.length_hint(batches, -1))
         self._all = None if length < 0 else self.used_before + length
-        self._kept: dict[int, PyTree] = {}  # by number
-        self.last = self._position(self.used_before)
-
-    def _position(self, number: int) -> Position:
-        return Position(number, self._elements.get_state() if self.has_cursor else None)
+        self.last = self._cursor.position(self.used_before)
 
     def __next__(self) -> PyTree:
         """The next batch, which a run may have placed on the devices."""
-        batch = self._take(self.used_before + 1)
+        batch = self._cursor.take(self.used_before + 1, lambda batch: batch)
         self.used_before += 1
-        self._kept.pop(self.used_before, None)
+        self._cursor.forget(self.used_before)
         return batch
 
     def __length_hint__(self) -> int:
         """How many batches are left, where that is known."""
         return NotImplemented if self._all is None else self._all - self.used_before
 
-    def _take(self, number: int) -> PyTree:
-        if self.has_cursor:
-            return next(self._elements)
-        if number not in self._kept:
-            # One C call: Ctrl-C between two operations would lose the batch.
-            self._kept.update(zip((number,), self._elements, strict=False))
-        if number not in self._kept:
-            raise StopIteration
-        return self._kept[number]
-
     def go_to(self, position: Position) -> None:
         """Skip the batches that an earlier process used."""
         before, used = self.used_before, position.used
         if position.cursor is not None:
-            self._elements.set_state(position.cursor)
+            self._cursor.go_back(position)
             self.used_before = used
         left = max(used - self.used_before, 0)
         collections.deque(itertools.islice(self, left), 0)
@@ -182,21 +219,18 @@ class Source(Iterator[PyTree]):
                 f" end after {self.used_before}. Pass the same batches, from the first"
                 " one on."
             )
-        self.last = self._position(used)
+        self.last = self._cursor.position(used)
 
     def stream(
         self, place: Callable[[PyTree], Placed], depth: int, *, most: int | None = None
     ) -> "Stream[Placed]":
         """At most so many batches, placed; its state is the `Position` after each."""
-        first, keeps = self.used_before + 1, not self.has_cursor
+        first = self.used_before + 1
 
         def placed(number: int) -> tuple[Placed, Position]:
-            batch = self._take(number)
+            made = self._cursor.take(number, place)
             self._taken = number
-            made = place(batch)
-            if keeps:  # in place of the loader's arrays
-                self._kept[number] = made
-            return made, self._position(number)
+            return made, self._cursor.position(number)
 
         def begin(*_: Any) -> Generator[tuple[Placed, Position]]:
             numbers = itertools.islice(itertools.count(first), most)
@@ -207,27 +241,23 @@ class Source(Iterator[PyTree]):
     def use(self, position: Position) -> None:
         """Forget the batches up to a position: steps have used them."""
         self.last, self.used_before = position, position.used
-        for number in list(self._kept):
-            if number <= position.used:
-                del self._kept[number]
+        self._cursor.forget(position.used)
 
     def rest(self) -> Iterator[PyTree]:
         """The unused batches, when no thread takes from them any more."""
-        if not self.has_cursor:
-            return self
-        self._elements.set_state(self.last.cursor)
-        return self._elements
+        batches = self._cursor.go_back(self.last)
+        return self if batches is None else batches
 
     def settle(self) -> None:
-        """Set the batches back, where they have a cursor; close what was opened."""
-        if self.has_cursor and self._taken > self.last.used:
-            self._elements.set_state(self.last.cursor)
+        """Set the batches back, if some were taken in vain; close what was opened."""
+        if self._taken > self.last.used:
+            self._cursor.go_back(self.last)
         if self._opened:
             close(self._elements)
 
     def close(self) -> None:
         """Drop the kept batches and close their source."""
-        self._kept.clear()
+        self._cursor.forget(sys.maxsize)
         close(self._elements)
 
 
