@@ -357,6 +357,7 @@ step 256:    585 rows
     "synchronise_less": "NoneType   1.016\nLocalSGD   1.018\nDiLoCo     1.026\n",
 }
 TOLD = (
+    "actor_critic",
     "all_or_nothing",
     "compressed",
     "ftrl",

@@ -63,11 +63,11 @@ def test_a_row_takes_the_place_of_its_last_one(tmp_path):
         told = {
             "prove": "shard_map or pmap over 'i': 0 results are the same, 2 split\n"
             "copies of a state that stay the same: 2\nnote: one drifts",
-            "same": "1 leaf:\n  * result['w'] is 1 on 4 devices and 2 on one: they",
+            "depends": program is first,
             "hand": (value, value, 0.0),
         }
         foreign.write(page, program.name, foreign.row_of(program, told))
     *_, one, two, end, last = page.read_text().splitlines()
     assert first.name in one and "2, 2: 0.0e+00 apart" in one and last == "b"
     assert second.name in two and "3, 3: 0.0e+00 apart" in two and end == foreign.END
-    assert "| 2 copies stay; one drifts | depends: `result['w']` is 1 on 4" in one
+    assert "| 2 copies stay; one drifts | depends |" in one and "| the same |" in two
