@@ -754,15 +754,15 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
 
 def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
     own = jnp.arange(3.0)
-    alive, log = weakref.ref(own), HistoryLog(0)
-    log.add({"own": np.asarray(own)}, False, 4, 0.0)  # a view, on CPUs
+    alive, log = weakref.ref(own), HistoryLog()
+    log.add(1, {"own": np.asarray(own)}, False, 4, 0.0)  # a view, on CPUs
     del own
     assert alive() is None
-    log.add({"own": np.ones(1)}, False, 4, 0.0)
-    history = log.history(tj.Mirrored().placement, None)
+    log.add(2, {"own": np.ones(1)}, False, 4, 0.0)
+    history = log.history(2, tj.Mirrored().placement, None)
     assert [row.shape for row in history.metrics["own"]] == [(3,), (1,)]
     with pytest.raises(ValueError, match=r"Step 3 has the metrics \['x'\], but th"):
-        log.add({"x": np.ones(1)}, False, 4, 0.0)
+        log.add(3, {"x": np.ones(1)}, False, 4, 0.0)
 
 
 # What a person sees

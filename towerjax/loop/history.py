@@ -177,8 +177,7 @@ class History:
 class HistoryLog:
     """Collects a `History` while the run is under way."""
 
-    def __init__(self, start: int) -> None:
-        self._start = start
+    def __init__(self) -> None:
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.audit_s = self.compile_s = self.evaluate_s = 0.0
         self._start_s, self._examples = time.perf_counter(), 0
@@ -192,31 +191,30 @@ class HistoryLog:
         return len(self._waits_s)
 
     @property
-    def number(self) -> int:
-        """Of the last of these."""
-        return self._start + self.num_steps
-
-    @property
     def steps_per_second(self) -> float:
         """The rate so far, without the time of compilation and evaluation."""
         seconds = time.perf_counter() - self._start_s
         seconds -= self.audit_s + self.compile_s + self.evaluate_s
         return self.num_steps / max(seconds, 1e-9)
 
-    @property
-    def evaluated(self) -> dict[str, Any] | None:
-        """The evaluation after the last step, or None."""
-        number, values = self.evaluations[-1] if self.evaluations else (None, None)
-        return values if number == self.number else None
+    def evaluated(self, number: int) -> dict[str, Any] | None:
+        """The evaluation after a step, if that was the last one; or None."""
+        after, values = self.evaluations[-1] if self.evaluations else (None, None)
+        return values if after == number else None
 
     def add(
-        self, metrics: Mapping[str, Any], is_refused: bool, examples: int, wait_s: float
+        self,
+        number: int,
+        metrics: Mapping[str, Any],
+        is_refused: bool,
+        examples: int,
+        wait_s: float,
     ) -> None:
         """Add one step; ``is_refused``: it left the parameters as they were."""
         self._columns = self._columns or {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
             raise ValueError(
-                f"Step {self.number + 1} has the metrics {sorted(metrics)}, but those"
+                f"Step {number} has the metrics {sorted(metrics)}, but those"
                 f" before had {sorted(self._columns)}. One without a value can have"
                 " weight 0."
             )
@@ -226,10 +224,12 @@ class HistoryLog:
         self._examples += examples
         self._waits_s.append(wait_s)
         if is_refused:
-            self.skipped.append(self.number)
+            self.skipped.append(number)
 
-    def history(self, placement: Placement, stopped: str | None) -> History:
-        """The `History` of the steps added so far."""
+    def history(
+        self, number: int, placement: Placement, stopped: str | None
+    ) -> History:
+        """The `History` of the steps added so far, of which this is the last."""
         rate, steps = self.steps_per_second, self.num_steps
         summary = RunSummary(
             towers=placement.num_towers,
@@ -241,7 +241,7 @@ class HistoryLog:
             examples_per_second=rate * self._examples / max(steps, 1),
         )
         return History(
-            np.arange(self._start + 1, self.number + 1),
+            np.arange(number - steps, number) + 1,
             Named({name: _column(x) for name, x in self._columns.items()}),
             tuple(self.evaluations),
             tuple(self.skipped),

@@ -60,8 +60,9 @@ class Loop:
         self._saving: Saving | None = None
         self._progress = Progress(False, point.number, None)
         self._writers, self._has_begun = Writers(), False
-        self._log, self._hooked = HistoryLog(point.number), point.number
+        self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
+        self._without_hooks = 0  # how many recorded steps lack the call of all hooks
         self._compiled: set[Any] = set()
 
     def begin(self, stack: contextlib.ExitStack) -> None:
@@ -72,7 +73,7 @@ class Loop:
             where = point.state, self._source, stack
             self._saving = Saving(options.checkpointer, self._step, *where)
             self._saving.resume(point)
-            self._log, self._hooked = HistoryLog(point.number), point.number
+        self._log = HistoryLog()  # whose clock starts here
         with self.guard:
             given = options.progress, point.number, self._end, self._source
             self._progress = Progress(*given)
@@ -87,6 +88,11 @@ class Loop:
             text = f"goes on after step {point.number}, from its checkpoint"
             self._progress.note(text)
         self._has_begun = True
+
+    @property
+    def _recorded(self) -> int:
+        """The number of the last step that is in the history: none is after it."""
+        return self.point.number - len(self._in_flight)
 
     def _close_progress(self) -> None:
         with self.guard:
@@ -106,7 +112,7 @@ class Loop:
 
     def _run(self) -> None:
         placement, point = self._step.strategy.placement, self.point
-        self._writers.open(self._options.writers, self._log.number, placement)
+        self._writers.open(self._options.writers, point.number, placement)
         depth = 0 if self._source.prefetches else self._options.prefetch
         place, end = self._step.place_batch, self._end
         most = None if end is None else max(end - point.number, 0)
@@ -135,7 +141,7 @@ class Loop:
         self.guard.raise_missed()
         self._check_enough()
         self._source.settle()
-        if self._log.evaluated is None:
+        if self._log.evaluated(point.number) is None:
             self._evaluate()
         self._save(last=True)
         self._writers.close()
@@ -183,7 +189,8 @@ class Loop:
         with self.guard:
             self.point.is_saving_due = False
             self._refuse_to_save_nonfinite(self._saving)
-            self._saving.save(self.point, self._log.evaluated or {})
+            evaluation = self._log.evaluated(self.point.number)
+            self._saving.save(self.point, evaluation or {})
         if last:
             self._saving.wait()
 
@@ -227,7 +234,7 @@ class Loop:
         placed = self._in_flight[0].placed
         row, refused = self._record_oldest()
         self._writers.raise_failure()
-        number = self._log.number
+        number = self._recorded
         if refused and self._raises:
             raise self._located(number, placed)
         for hook in self._options.hooks:
@@ -241,7 +248,7 @@ class Loop:
                         " in pieces and change the state between: state, _ = tj.run("
                         f"step, state, batches, steps={hook.every})."
                     )
-        self._hooked = number
+        self._without_hooks = 0
         self._progress.step(number, row, self._log.steps_per_second)
 
     def _located(self, number: int, placed: PlacedBatch) -> NonFiniteError:
@@ -275,9 +282,11 @@ class Loop:
         refused = self._step.options.on_nonfinite != "ignore" and verdict != NONE
         time_s = time.time()
         with self.guard:  # so that each step is once in the history and in the files
+            number, examples = self._recorded + 1, call.placed.num_examples
+            self._log.add(number, row, refused, examples, call.wait_s)
             self._in_flight.popleft()
-            self._log.add(row, refused, call.placed.num_examples, call.wait_s)
-            self._writers.write(Record("train", self._log.number, time_s, row))
+            self._without_hooks += 1
+            self._writers.write(Record("train", number, time_s, row))
         return row, refused
 
     def _evaluate(self) -> None:
@@ -285,7 +294,7 @@ class Loop:
         if options.evaluate is None or options.eval_batches is None:
             return
         self._fetch(0)
-        start_s, number = time.perf_counter(), self._log.number
+        start_s, number = time.perf_counter(), point.number
         given = options.evaluate, self._state_to_evaluate(), options.eval_batches
         values = evaluated(*given, options.prefetch, options.in_flight)
         with self.guard:
@@ -312,7 +321,7 @@ class Loop:
         return dataclasses.replace(state, params=params)
 
     def _check_enough(self) -> None:
-        done, end, number = self._log.num_steps, self._end, self._log.number
+        done, end, number = self._log.num_steps, self._end, self.point.number
         if self.point.watch.stopped is not None:
             return
         is_resumed = self._saving is not None and self._saving.is_resumed
@@ -338,7 +347,7 @@ class Loop:
     def history(self) -> History:
         """The history so far."""
         placement, watch = self._step.strategy.placement, self.point.watch
-        return self._log.history(placement, watch.stopped)
+        return self._log.history(self._recorded, placement, watch.stopped)
 
     def attach_results(self, error: Any) -> None:
         """Attach state, batches and history to an exception: the state was donated."""
@@ -355,7 +364,7 @@ class Loop:
         self._writers.explain(error)
         error.history = self.history()
         error.batches = (self._source.rest if error.state else self._source.settle)()
-        is_last = self._log.number == self._end
+        is_last = self._recorded == self._end
         goes_on = ", the last" if is_last else "; go on from it, with error.batches"
         note = f"error.state is the state after step {point.number}{goes_on}"
         if error.state is None:
@@ -365,7 +374,8 @@ class Loop:
             )
         if self._step.strategy.placement.num_processes > 1:
             note += ". Processes may have stopped after different steps"
+        hooked = self._recorded - self._without_hooks
         for hook in self._options.with_state:
-            if reaches_multiple(hook.every, self._hooked, point.number):
+            if reaches_multiple(hook.every, hooked, point.number):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")

@@ -170,7 +170,9 @@ class Point:
 
     state: TrainState
     watch: Watch = dataclasses.field(default_factory=lambda: Watch(()))
-    number: int = dataclasses.field(init=False)  # of the last dispatched step
+    # Of the last dispatched step: the run's one count, of which it derives the last
+    # recorded and the last hooked one. What is saved is a number of the disk.
+    number: int = dataclasses.field(init=False)
     # What is to be done before the next step.
     is_evaluation_due: bool = False
     is_saving_due: bool = False
