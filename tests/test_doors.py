@@ -140,8 +140,6 @@ CALLS = {
     "cluster: num_processes": ("num_processes", lambda x: initialize(processes=x),
         ODD_COUNTS),
     "cluster: process_id": ("process_id", lambda x: initialize(number=x), ODD_COUNTS),
-    "cluster: exit_on_exception": ("exit_on_exception",
-        lambda x: initialize(exit_on_exception=x), NO_FLAGS),
     "launch: command": ("command", lambda x: launch(x),
         [*NO_LISTS, [], {}, [None], ["true", 3]]),
     "launch: processes": ("processes", lambda x: launch(processes=x), ODD_COUNTS),

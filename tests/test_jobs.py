@@ -232,15 +232,13 @@ def test_a_job_of_another_launcher_is_one_job(job):
 
 
 @pytest.mark.slow
-def test_an_exception_ends_its_process_at_once_or_waits_for_the_others(job):
-    waits = {"exit_on_exception": False, "shutdown_timeout_s": 1}
-    both = [job(fail, named_by_tf_config(**given)) for given in ({}, waits)]
-    for (_, there), given in zip(both, ({}, waits), strict=True):
-        there.until(said(1, 2, "TF_CONFIG"))
-        there.until("ArithmeticError: the loss is a fish\n")
-        assert there.ended() != 0
-        at_once = "towerjax: process 1 of 2, at" in there.text
-        assert ("ends with this exception:\n" in there.text) == at_once == (not given)
+def test_an_exception_ends_its_process_at_once(job):
+    _, there = job(fail, named_by_tf_config())
+    there.until(said(1, 2, "TF_CONFIG"))
+    there.until("ArithmeticError: the loss is a fish\n")
+    assert there.ended() != 0
+    assert "towerjax: process 1 of 2, at" in there.text
+    assert "ends with this exception:\n" in there.text
 
 
 @pytest.mark.slow

@@ -391,11 +391,11 @@ UNASKED = {
     "per_example": False, "bits": False, "lazy": False,
     # Of stopping and of files.
     "min_delta": 0.0, "min_steps": 0, "replace": False,
-    "max_elements": 64, "flush_s": 10.0, "iterations": 0,
+    "max_elements": 64, "iterations": 0,
     # How long processes wait for one another, in seconds, and their exit code.
     "exit_code": 75, "grace_s": 5.0, "heartbeat_timeout_s": 100,
     "initialization_timeout_s": 300, "shutdown_timeout_s": 300,
-    "exit_on_exception": True, "hang_timeout_s": math.inf, "step_timeout_s": math.inf,
+    "hang_timeout_s": math.inf, "step_timeout_s": math.inf,
     # What is sent, in bytes and in parts.
     "pack_below_bytes": 2**18, "fragments": 1, "overlap": 0,
     # Of measures: the thresholds of TensorFlow, a sweep of timings.

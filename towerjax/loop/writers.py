@@ -28,13 +28,14 @@ from towerjax.types.options import (
     check_flag,
     check_list,
     check_methods,
-    check_number,
     check_whole,
     opening,
     require,
 )
 
-_STORED_EVERY_S = 10.0  # lines of steps, where a file is replaced as a whole
+# What a killed process may lose: lines of steps, where a file is replaced as a whole,
+# and curves.
+_STORED_EVERY_S = _FLUSHED_EVERY_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +260,7 @@ class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
     Needs ``tensorboardX``. Values are float32. A metric that is an array has a curve
-    for each element, ``eval/confusion/1/2``.
+    for each element, ``eval/confusion/1/2``. A killed process loses 10 s of curves.
 
     Each run writes its own file, which begins with a mark that the steps from its
     start are done again, so that TensorBoard hides those that a lost run wrote. A run
@@ -268,19 +269,16 @@ class TensorBoard:
     Attributes:
       logdir: The folder, local or such as ``"gs://bucket/logs"``; it is made.
       max_elements: The most curves of one metric.
-      flush_s: How many seconds of curves a killed process may lose.
       replace: Whether a run that starts at step 0 may hide earlier runs.
     """
 
     logdir: str | os.PathLike[str]
     max_elements: int = 64
-    flush_s: float = 10.0
     replace: bool = False
 
     def __post_init__(self) -> None:
         checked_path("TensorBoard.logdir", self.logdir, "a folder")
         check_whole("max_elements", self.max_elements, 1)
-        check_number("flush_s", self.flush_s, "seconds >= 0")
         check_flag("TensorBoard.replace", self.replace)
 
     def open(self, start: int) -> OpenWriter:
@@ -312,7 +310,7 @@ class TensorBoard:
         mark = proto.SessionLog(status=proto.SessionLog.START)
         is_redone = {"step": start + 1, "session_log": mark}
         events.write_event(proto.Event(wall_time=time.time(), **is_redone))
-        flush_at_s = time.monotonic() + self.flush_s
+        flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
 
         def write(record: Record) -> None:
             nonlocal flush_at_s
@@ -323,7 +321,7 @@ class TensorBoard:
             events.write_event(event)
             if record.kind == "eval" or time.monotonic() >= flush_at_s:
                 events.flush()
-                flush_at_s = time.monotonic() + self.flush_s
+                flush_at_s = time.monotonic() + _FLUSHED_EVERY_S
 
         return Opened(write, events.close)
 

@@ -12,7 +12,7 @@ import jax
 from towerjax.mesh.cluster import heartbeat, spec
 from towerjax.mesh.private_jax import detects_cluster
 from towerjax.mesh.processes import calls_after, print_line
-from towerjax.types.options import check_flag, check_whole
+from towerjax.types.options import check_whole
 
 _SILENCE_S = 5
 
@@ -29,7 +29,6 @@ def initialize(
     heartbeat_timeout_s: int = 100,
     initialization_timeout_s: int = 300,
     shutdown_timeout_s: int = 300,
-    exit_on_exception: bool = True,
 ) -> spec.Cluster:
     """Join this process to the others of its job; JAX then has the devices of all.
 
@@ -42,6 +41,9 @@ def initialize(
 
     Call it before JAX is used, after changes of ``jax.config``. Process 0 listens at
     the coordinator's port; at a loopback address to this machine only.
+
+    Note: an uncaught exception ends a process of several at once, by ``os._exit``: it
+    would wait for the others, which wait for it.
 
     Note: from then on JAX holds SIGTERM back, so that a job can save before it is
     preempted: `run` with a `Checkpointer` saves; other programs are ended by SIGKILL.
@@ -58,8 +60,6 @@ def initialize(
         process prints which are missing and exits with code 1: no exception can end
         this wait.
       shutdown_timeout_s: How long to wait for the others at the end.
-      exit_on_exception: Whether an uncaught exception ends this process of several at
-        once, by ``os._exit``. Otherwise it waits for the others, which wait for it.
 
     Returns:
       The `Cluster`.
@@ -77,7 +77,6 @@ def initialize(
     check_whole("heartbeat_timeout_s", heartbeat_timeout_s)
     check_whole("initialization_timeout_s", initialization_timeout_s)
     check_whole("shutdown_timeout_s", shutdown_timeout_s)
-    check_flag("exit_on_exception", exit_on_exception)
     named = spec.find_cluster(os.environ, coordinator, num_processes, process_id)
     if (running := _process.cluster) is not None:
         # Of a cluster that JAX detected the address is not known.
@@ -97,7 +96,7 @@ def initialize(
         "shutdown_timeout_seconds": shutdown_timeout_s,
     }
     cluster = _process.cluster = _join_cluster(named, options)
-    if exit_on_exception and cluster.num_processes > 1:
+    if cluster.num_processes > 1:
         _process.excepthook, sys.excepthook = sys.excepthook, _exit_at_once
     return cluster
 
@@ -134,7 +133,9 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
         how = "a cluster that JAX detected"
         if named is None and (named := spec.started_cluster(os.environ)):
             options = {**options, "local_device_ids": spec.own_devices(os.environ)}
-        if not _has_joined(named, options):
+        if named is not None:
+            _join_named(named, options)
+        elif not _join_detected(options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
     # All have joined. Starting the devices may take longer than the timeout.
     me, count = jax.process_index(), jax.process_count()
@@ -155,50 +156,49 @@ def _refuse_to_be_alone(but: str, cause: Exception | None = None) -> None:
         raise RuntimeError(text) from cause
 
 
-def _has_joined(named: spec.Cluster | None, options: dict[str, Any]) -> bool:
-    """Join the named cluster or what JAX detects; False if that is none."""
-    finds_none = False
-    if named is not None:
-        address = str(named.coordinator)
-        options = {
-            **options,
-            "coordinator_address": address,
-            "num_processes": named.num_processes,
-            "process_id": named.process_id,
-            "cluster_detection_method": "deactivate",
-            "coordinator_bind_address": address if spec.is_loopback(address) else None,
-        }
-        if named.process_id == 0 and not spec.is_free(int(address.rpartition(":")[2])):
-            raise RuntimeError(
-                f"process 0 is to listen at {address}, but something on this machine"
-                " does already. End it, or choose another port for all processes."
-            )
-    else:
-        method = spec.detection(os.environ)
-        # JAX would try a way of which it says that it does not function here.
-        finds_none = not detects_cluster(method)
-        method = "deactivate" if finds_none else method
-        options = {**options, "cluster_detection_method": method}
+def _join_named(named: spec.Cluster, options: dict[str, Any]) -> None:
+    address = str(named.coordinator)
+    if named.process_id == 0 and not spec.is_free(int(address.rpartition(":")[2])):
+        raise RuntimeError(
+            f"process 0 is to listen at {address}, but something on this machine"
+            " does already. End it, or choose another port for all processes."
+        )
+    options = {
+        **options,
+        "coordinator_address": address,
+        "num_processes": named.num_processes,
+        "process_id": named.process_id,
+        "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": address if spec.is_loopback(address) else None,
+    }
+    _initialize_jax(options, _name_of(named), _other_processes(named))
+
+
+def _join_detected(options: dict[str, Any]) -> bool:
+    """Join what JAX detects; False if that is none."""
+    method = spec.detection(os.environ)
+    # JAX would try a way of which it says that it does not function here.
+    finds_none = not detects_cluster(method)
+    method = "deactivate" if finds_none else method
     try:
-        _initialize_jax(named, options)
+        _initialize_jax({**options, "cluster_detection_method": method})
     except (ValueError, RuntimeError) as error:
         # It is a RuntimeError that JAX was used before.
         finds_none &= isinstance(error, ValueError)
-        if named is None:
-            why = "nothing says how they connect" if finds_none else f"{error}"
-            _refuse_to_be_alone(why.rstrip("."), error)
-        if finds_none:
-            return False
-        raise
-    return True
+        why = "nothing says how they connect" if finds_none else f"{error}"
+        _refuse_to_be_alone(why.rstrip("."), error)
+        if not finds_none:
+            raise
+    return not finds_none
 
 
-def _initialize_jax(named: spec.Cluster | None, options: dict[str, Any]) -> None:
+def _initialize_jax(
+    options: dict[str, Any],
+    who: str = "this process",
+    others: str = "the others of the cluster",
+) -> None:
     """Join, and print what is waited for; exit if that takes too long."""
-    limit_s, who = options["initialization_timeout"], "this process"
-    others = "the others of the cluster"
-    if named is not None:
-        who, others = _name_of(named), _other_processes(named)
+    limit_s = options["initialization_timeout"]
 
     def end() -> None:
         print_line(
