@@ -458,8 +458,8 @@ STATE = (
        "test_bad_input.py"
        "::test_each_gradient_is_looked_at_where_leaves_of_a_shape_share_a_look[b]"),
     _m("S40", "a checkpoint is written of parameters that are NaN",
-       "loop.loop:Loop._save", "self._refuse_to_save_nonfinite(self._saving)",
-       "pass", "test_all_or_nothing.py"
+       "loop.checkpoint.checkpointer:Saving.save",
+       'nonfinite_leaves("params", state.params)', "[]", "test_all_or_nothing.py"
        "::test_no_checkpoint_is_written_of_parameters_that_are_not_finite[guard-]"),
     _m("S05", "early stopping takes more for better", "loop.stopping:sign_of",
        'mode == "min"', 'mode != "min"',

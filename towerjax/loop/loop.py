@@ -13,7 +13,6 @@ from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
-from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.evaluate import evaluated
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
@@ -25,10 +24,9 @@ from towerjax.step.build.step import Step
 from towerjax.step.look.audited import asked, noting_its_audit
 from towerjax.step.run.verdicts import NONE, send_to_host
 from towerjax.step.state.checks import is_computed, place_others
-from towerjax.step.state.faults import NonFiniteError, Place, nonfinite_leaves
+from towerjax.step.state.faults import NonFiniteError, Place
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.types import PyTree
-from towerjax.types.leaves import listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +74,7 @@ class Loop:
         self._log = HistoryLog()  # whose clock starts here
         with self.guard:
             given = options.progress, point.number, self._end, self._source
-            self._progress = Progress(*given)
-            stack.callback(self._close_progress)
+            self._progress = stack.enter_context(contextlib.closing(Progress(*given)))
         is_endless = isinstance(batches, Batches) and not batches.epochs
         if options.steps is None and is_endless:
             self._progress.note(
@@ -93,10 +90,6 @@ class Loop:
     def _recorded(self) -> int:
         """The number of the last step that is in the history: none is after it."""
         return self.point.number - len(self._in_flight)
-
-    def _close_progress(self) -> None:
-        with self.guard:
-            self._progress.close()
 
     def run(self) -> None:
         """Do all steps and evaluations; save at the end, at SIGTERM and at Ctrl-C."""
@@ -175,9 +168,9 @@ class Loop:
         if step.audit_note:
             self._progress.note(step.audit_note)
             step.audit_note = ""
-        self._log.audit_s += step.audit_s - before_s
-        start_s += step.audit_s - before_s
-        self._log.compile_s += time.perf_counter() - start_s
+        audit_s = step.audit_s - before_s
+        self._log.aside_s += audit_s
+        self._log.compile_s += time.perf_counter() - start_s - audit_s
         self._compiled.add(placed.signature)
 
     def _save(self, *, last: bool = False) -> None:
@@ -188,24 +181,10 @@ class Loop:
         self._saving.wait()
         with self.guard:
             self.point.is_saving_due = False
-            self._refuse_to_save_nonfinite(self._saving)
             evaluation = self._log.evaluated(self.point.number)
             self._saving.save(self.point, evaluation or {})
         if last:
             self._saving.wait()
-
-    def _refuse_to_save_nonfinite(self, saving: Saving) -> None:
-        """Raise where parameters are not finite: that is no state to go on from."""
-        if names := nonfinite_leaves("params", self.point.state.params):
-            steps = saving.options.steps
-            last = f"the last good one is of step {steps[-1]}" if steps else "none is"
-            raise CheckpointError(
-                f"Parameters are not finite after step {self.point.number}:"
-                f" {listed(names)}. No checkpoint of them is written; {last}"
-                f" in {saving.directory!r}. What lets them"
-                " pass is on_nonfinite='ignore', guard='loss', or an update that"
-                " overflows: lower the learning rate, or clip gradients."
-            )
 
     def _save_at_stop(self, error: BaseException) -> Exception | None:
         """Save the state at SIGTERM and Ctrl-C; return the error if that fails."""
@@ -305,7 +284,7 @@ class Loop:
             if self._saving is not None and self._saving.is_best(number, values):
                 point.is_saving_due = True
         self._writers.raise_failure()
-        self._log.evaluate_s += time.perf_counter() - start_s
+        self._log.aside_s += time.perf_counter() - start_s
         self._progress.evaluation(number, values, point.watch.stopped)
 
     def _state_to_evaluate(self) -> TrainState:

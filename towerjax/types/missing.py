@@ -76,13 +76,8 @@ def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     if isinstance(error, KeyError | AttributeError | TypeError) and not any(notes):
         notes.append(_of_value(error))
     for note in notes:
-        add_note(error, note)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add a note, once; none where it is empty."""
-    if note and note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+        if note and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
@@ -129,12 +124,13 @@ def _of_value(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def noted(note: str) -> Iterator[None]:
-    """The context that adds a note to the error of a missing attribute."""
+def noted(note: str | None) -> Iterator[None]:
+    """The context that adds a note, if any, to the error of a missing attribute."""
     try:
         yield
     except AttributeError as error:
-        error.add_note(note)
+        if note:
+            error.add_note(note)
         raise
 
 
@@ -142,9 +138,8 @@ def explain_missing(note: str | None = None) -> Callable[[Any, str], Any]:
     """A ``__getattr__`` that adds a note, or what `_NAMES` says. Hide it from types."""
 
     def get(self: Any, name: str) -> Any:
-        known = note or _NAMES.get(name)
         # Again: a property may have raised the error.
-        with noted(known) if known else contextlib.nullcontext():
+        with noted(note or _NAMES.get(name)):
             return object.__getattribute__(self, name)
 
     return get
@@ -156,12 +151,9 @@ def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
     def get(name: str) -> Any:
         if name in places:
             return pkgutil.resolve_name(places[name])
-        error = AttributeError(
-            f"module {module!r} has no attribute {name!r}", name=name
-        )
-        if name in _NAMES:
-            error.add_note(_NAMES[name])
-        raise error
+        with noted(_NAMES.get(name)):
+            text = f"module {module!r} has no attribute {name!r}"
+            raise AttributeError(text, name=name)
 
     return get
 

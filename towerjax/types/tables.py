@@ -112,9 +112,7 @@ def in_flops(count: float) -> str:
 
 def in_seconds(seconds: float) -> str:
     """A time for a person."""
-    if seconds >= 1 or seconds == 0:
-        return f"{seconds:.3g} s"
-    return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms"))
+    return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms", "s"))
 
 
 def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:

@@ -24,9 +24,10 @@ from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
 from towerjax.step.build.step import Step
-from towerjax.step.state.faults import check_mirrored
+from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
 from towerjax.types.door import doors
+from towerjax.types.leaves import listed
 from towerjax.types.options import (
     cast_ints,
     check_choice,
@@ -339,8 +340,8 @@ class Saving:
     ) -> None:
         """Begin to save, unless this step and its evaluation, if any, are saved.
 
-        Raise where devices' copies of the state differ: that is none to go on from.
-        Once this returns a step may donate the state's buffers.
+        Raise where devices' copies of the state differ, or parameters are not finite:
+        that is none to go on from. Once this returns a step may donate its buffers.
         """
         state, number = point.state, point.number
         evaluation = record.real_scalars(evaluation)
@@ -348,6 +349,15 @@ class Saving:
         if number == newest and evaluation in ({}, known):
             return
         check_mirrored(state)
+        if names := nonfinite_leaves("params", state.params):
+            steps = self.options.steps
+            good = f"the last good one is of step {steps[-1]}" if steps else "none is"
+            raise CheckpointError(
+                f"Parameters are not finite after step {number}: {listed(names)}. No"
+                f" checkpoint of them is written; {good} in {self.directory!r}. What"
+                " lets them pass is on_nonfinite='ignore', guard='loss', or an update"
+                " that overflows: lower the learning rate, or clip gradients."
+            )
         self.wait()
         strategy, last = self._step.strategy, self._source.last
         self._writing = CheckpointRecord(
