@@ -15,7 +15,7 @@ import pytest
 import towerjax as tj
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import RecordFile, configs_of
-from towerjax.tools.sweep.train import Member, Sweep, _Trainings, traced_names
+from towerjax.tools.sweep.train import Member, Sweep, _evaluated, traced_names
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)
@@ -281,10 +281,9 @@ def test_configurations_are_one_where_the_file_has_one():
 
 @pytest.mark.parametrize("returned", [None, {"v": {"a": 1}}])
 def test_an_evaluation_of_something_else_is_refused(returned):
-    program = _Trainings(small, {}, {}, FEW, None, lambda state, **_: returned)
     text = re.escape(f"evaluate returned {returned} for {{'rate': 0.1}}; it returns {{")
     with pytest.raises(ValueError, match=text):
-        program._evaluate(None, {"rate": 0.1})
+        _evaluated(lambda state, **_: returned, None, {"rate": 0.1})
 
 
 @pytest.mark.slow

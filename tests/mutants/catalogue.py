@@ -987,8 +987,8 @@ TABLES = (
 
 SWEEPS = (
     _m("W01", "members in turn are all given the first one's numbers",
-       "tools.sweep.train:_Trainings.train_members",
-       "{k: x[i] for k, x in numbers.items()}", "{k: x[0] for k, x in numbers.items()}",
+       "tools.sweep.train:sweep",
+       "{k: x[i] for k, x in columns.items()}", "{k: x[0] for k, x in columns.items()}",
        "test_sweep.py::test_a_member_is_what_it_is_alone[in_turn]"),
     _m("W02", "of members that train together all are told the first one's metrics",
        "step.build.members:Members.of_member", "values[:, index]", "values[:, 0]",

@@ -135,11 +135,9 @@ class Progress:
         """Of the steps after one up to another; None: as many as there are batches."""
         if end is None and (left := operator.length_hint(batches, -1)) >= 0:
             end = start + left
-        if progress is None or isinstance(progress, bool):
-            self._names, self._display = ("loss",), choose_display(progress)
-        else:
-            self._names = tuple(dict.fromkeys(("loss", *progress)))
-            self._display = choose_display(None)
+        is_named = not isinstance(progress, bool | None)
+        self._names = tuple(dict.fromkeys(("loss", *(progress if is_named else ()))))
+        self._display = choose_display(None if is_named else progress)
         self._start, self._end = start, end
         self._total = None if end is None else max(end - start, 0)
         self.note = self._display.note  # adds a line that stays

@@ -175,16 +175,13 @@ def refuse_unheld(root: str, tree: PyTree, *, shapes: bool = False) -> None:
 
 def together(named: Iterable[tuple[str, str]]) -> list[str]:
     """``"name is problem"`` of each; once for those of one list, or one problem."""
-    first: dict[str, tuple[str, str]] = {}
-    counts: collections.Counter[str] = collections.Counter()
+    lists = collections.defaultdict(list)
     for name, problem in named:
-        key = re.sub(r"\[\d+\]$", "[]", name)
-        first.setdefault(key, (name, problem))
-        counts[key] += 1
-    names: dict[str, list[str]] = {}
-    for key, (name, problem) in first.items():
-        more = f" (and {counts[key] - 1} more of that list)" * (counts[key] > 1)
-        names.setdefault(problem, []).append(name + more)
+        lists[re.sub(r"\[\d+\]$", "[]", name)].append((name, problem))
+    names = collections.defaultdict(list)
+    for (name, problem), *rest in lists.values():
+        more = f" (and {len(rest)} more of that list)" if rest else ""
+        names[problem].append(name + more)
     return [
         f"{', '.join(few(x))} {'is' if len(x) == 1 else 'are each'} {problem}"
         for problem, x in names.items()

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from towerjax.data.feed import as_reusable
+from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
 from towerjax.step.build.members import Members
@@ -27,6 +27,7 @@ from towerjax.types.tables import picture
 
 Order = Literal["in_turn", "together"]
 Build = Callable[..., tuple[Step, TrainState]]
+Evaluate = Callable[..., Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -157,7 +158,7 @@ def sweep(
     steps: int | None = None,
     static: Sequence[str] = (),
     order: Order = "in_turn",
-    evaluate: Callable[..., Mapping[str, Any]] | None = None,
+    evaluate: Evaluate | None = None,
     results: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Sweep:
@@ -235,18 +236,34 @@ def sweep(
         record = file.get(config)
         return bool(record) and not (evaluate and record["evaluation"] is None)
 
-    programs: dict[str, tuple[Config, list[Config]]] = {}
-    for config in configs:
-        fixed = {k: x for k, x in config.items() if k not in traced}
-        programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
+    def records(fixed: Config, todo: Sequence[Config]) -> Iterator[Line]:
+        """Train members that differ in traced numbers alone; the record of each."""
+
+        def train(step: Any, state: Any) -> tuple[Any, History]:
+            given: Any = as_reusable("batches", batches, "every training needs all")
+            if callable(given):
+                given = given(**(fixed if given is batches else {}))
+            with _explain_tracing(traced):
+                return run(step, state, given, steps=steps, progress=False)
+
+        columns = {k: np.array([x[k] for x in todo], traced[k]) for k in traced}
+        how, groups = order if len(todo) > 1 else "alone", [(columns, todo)]
+        if how != "together":
+            each = enumerate(todo)
+            groups = [({k: x[i] for k, x in columns.items()}, [own]) for i, own in each]
+        with _explain_tracing(traced):
+            members = Members(lambda numbers: build(**fixed, **numbers), groups[0][0])
+        for numbers, configs in groups:
+            for record in _trained(members, numbers, configs, train, evaluate):
+                yield record | {"order": how}
+
     done, total = sum(map(is_done, configs)), len(configs)
     try:
         with of_grid.counted(progress, "member", done, total) as (show, _):
-            for fixed, members in programs.values():
+            for fixed, members in _programs(configs, traced):
                 todo = [config for config in members if not is_done(config)]
-                about = build, fixed, traced, batches, steps, evaluate
                 show(done, of_grid.describe(fixed))
-                for record in _Trainings(*about).train_members(todo, order):
+                for record in records(fixed, todo) if todo else ():
                     file.add(record)
                     done += 1
     except BaseException as error:
@@ -254,6 +271,15 @@ def sweep(
         error.add_note("error.sweep has the members that were trained.")
         raise
     return swept()
+
+
+def _programs(configs: Sequence[Config], traced: Any) -> Iterable[Any]:
+    """What members share that differ in traced numbers alone, and these members."""
+    programs: dict[str, tuple[Config, list[Config]]] = {}
+    for config in configs:
+        fixed = {k: x for k, x in config.items() if k not in traced}
+        programs.setdefault(repr(fixed), (fixed, []))[1].append(config)
+    return programs.values()
 
 
 def traced_names(configs: Sequence[Config], static: Iterable[str]) -> dict[str, Any]:
@@ -287,86 +313,54 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trainings:
-    """The program of all members that differ in traced numbers alone."""
-
-    build: Build
-    fixed: Config
-    traced: Mapping[str, Any]  # name -> dtype
-    source: Any
-    steps: int | None
-    evaluate: Callable[..., Mapping[str, Any]] | None
-
-    def train_members(self, members: Sequence[Config], order: str) -> Iterator[Line]:
-        """Train the members; yield the record of each."""
-        if not members:
-            return
-        columns = {name: [config[name] for config in members] for name in self.traced}
-        numbers = {k: np.array(x, self.traced[k]) for k, x in columns.items()}
-        order, rows = order if len(members) > 1 else "alone", enumerate(members)
-        each = [({k: x[i] for k, x in numbers.items()}, [own]) for i, own in rows]
-        groups = [(numbers, members)] if order == "together" else each
-        build = functools.partial(self.build, **self.fixed)
-        with _explain_tracing(self.traced):
-            trained = Members(lambda traced: build(**traced), groups[0][0])
-        for values, configs in groups:
-            yield from self._train_and_record(trained, values, configs, order)
-
-    def _run(self, step: Any, state: Any) -> Any:
-        """Run all steps; return ``(state, history)``."""
-        source = self.source
-        batches: Any = as_reusable("batches", source, "every training needs all of it")
-        if callable(batches):
-            batches = batches(**(self.fixed if batches is source else {}))
-        with _explain_tracing(self.traced):
-            return run(step, state, batches, steps=self.steps, progress=False)
-
-    def _train_and_record(
-        self, members: Members, numbers: Any, configs: Sequence[Config], order: str
-    ) -> Iterator[Line]:
-        start_s, step = time.perf_counter(), members.step
-        start_s -= step.audit_s  # of the members before
+def _trained(
+    members: Members,
+    numbers: Any,
+    configs: Sequence[Config],
+    train: Callable[[Any, Any], tuple[Any, History]],
+    evaluate: Evaluate | None,
+) -> Iterator[Line]:
+    """Train members of these numbers; yield the record of each."""
+    start_s, step = time.perf_counter(), members.step
+    start_s -= step.audit_s  # of the members before
+    try:
+        state, history = train(step, members.begin(numbers))
+    except BaseException as error:
+        error.add_note(f"This is the training of {listed(map(str, configs))}.")
+        raise
+    seconds = (time.perf_counter() - start_s - step.audit_s) / len(configs)
+    failed: BaseException | None = None
+    left: list[tuple[Config, TrainState]] = []
+    for i, config in enumerate(configs):
+        own = {k: members.of_member(x, i) for k, x in history.metrics.items()}
+        member, evaluation = members.member(state, i), None
         try:
-            state, history = self._run(step, members.begin(numbers))
+            if failed is None or isinstance(failed, Exception):
+                evaluation = _evaluated(evaluate, member, config)
         except BaseException as error:
-            error.add_note(f"This is the training of {listed(map(str, configs))}.")
-            raise
-        seconds = (time.perf_counter() - start_s - step.audit_s) / len(configs)
-        failed: BaseException | None = None
-        left: list[tuple[Config, TrainState]] = []
-        for i, config in enumerate(configs):
-            own = {k: members.of_member(x, i) for k, x in history.metrics.items()}
-            member, evaluation = members.member(state, i), None
-            try:
-                if failed is None or isinstance(failed, Exception):
-                    evaluation = self._evaluate(member, config)
-            except BaseException as error:
-                failed = failed if failed and isinstance(error, Exception) else error
-            left += [(config, member)] if evaluation is None else []
-            yield {
-                "config": config,
-                "order": order,
-                "seconds": round(seconds, 3),
-                "metrics": {name: json_value(name, x) for name, x in own.items()},
-                "evaluation": evaluation,
-            }
-        if failed is not None:
-            vars(failed)["states"] = left
-            failed.add_note(
-                f"There is no evaluation of {listed(x for x, _ in left)}, but training"
-                " has ended: its metrics are recorded, and error.states has"
-                " (configuration, state) of each. The same sweep trains these again,"
-                " or without evaluate leaves them as they are."
-            )
-            raise failed
+            failed = failed if failed and isinstance(error, Exception) else error
+        left += [(config, member)] if evaluation is None else []
+        yield {
+            "config": config,
+            "seconds": round(seconds, 3),
+            "metrics": {name: json_value(name, x) for name, x in own.items()},
+            "evaluation": evaluation,
+        }
+    if failed is not None:
+        vars(failed)["states"] = left
+        failed.add_note(
+            f"There is no evaluation of {listed(x for x, _ in left)}, but training"
+            " has ended: its metrics are recorded, and error.states has"
+            " (configuration, state) of each. The same sweep trains these again,"
+            " or without evaluate leaves them as they are."
+        )
+        raise failed
 
-    def _evaluate(self, state: TrainState, config: Config) -> Line:
-        if self.evaluate is None:
-            return {}
-        returned: Any = self.evaluate(state, **config)
-        try:
-            return {name: json_value(name, x) for name, x in returned.items()}
-        except (AttributeError, ValueError) as error:
-            text = f"evaluate returned {returned!r:.200} for {config}; it returns"
-            raise ValueError(text + " {name: number or array}, or {}.") from error
+
+def _evaluated(evaluate: Evaluate | None, state: Any, config: Config) -> Line:
+    returned: Any = evaluate(state, **config) if evaluate else {}
+    try:
+        return {name: json_value(name, x) for name, x in returned.items()}
+    except (AttributeError, ValueError) as error:
+        text = f"evaluate returned {returned!r:.200} for {config}; it returns"
+        raise ValueError(text + " {name: number or array}, or {}.") from error
