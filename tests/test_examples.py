@@ -360,7 +360,9 @@ TOLD = (
     "actor_critic",
     "all_or_nothing",
     "compressed",
+    "curvature",
     "ftrl",
+    "gradcache",
     "memory_table",
     "synchronise_less",
 )  # shown as results
