@@ -135,8 +135,8 @@ def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
             {n: f"{[*np.shape(x)[own:]]}" for n, x in named_leaves(f"state.{field}", t)}
             for t in (given, needed)
         ]
-        if found := unlike(*shapes):
-            wrong += found
+        if lines := unlike(*shapes):
+            wrong += lines
             anew.append(f"{field}={again}")
     if wrong:
         raise ValueError(
