@@ -9,6 +9,7 @@ from towerjax.proof.findings import Analysis, refuse_draws
 from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.towers.lowering.parts import Shards
+from towerjax.towers.lowering.tower_axis import TowerPrograms
 from towerjax.types import PyTree
 
 _IN_TURN = (
@@ -39,7 +40,7 @@ class OnTowers:
     ) -> None:
         self._on_device, self._placement = on_device, placement
         self._in_layouts, self._args = in_layouts, args
-        self.axes, self.programs = placement.abstract_axes, dict[Any, Any]()
+        self.axes, self.programs = placement.abstract_axes, TowerPrograms()
         self.jaxpr, self.out = self._trace(self.axes)
 
     def _trace(self, axes: TowerAxes) -> tuple[Any, PyTree]:

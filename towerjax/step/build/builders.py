@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.step.build.gradient import refusing_tangents
 from towerjax.step.build.step import Step
@@ -15,10 +16,10 @@ from towerjax.step.run.engine import (
     training_engine,
     training_passes,
 )
-from towerjax.step.run.one_pass import Pass
+from towerjax.step.run.one_pass import Pass, TowerFn
 from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.state.accumulators import as_own
-from towerjax.step.state.next_state import Guard, OnNonfinite
+from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
@@ -31,7 +32,7 @@ from towerjax.types.options import check_function
 @door
 def build_step(
     tower_fn: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
-    update_fn: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    update_fn: Update,
     strategy: Strategy,
     *,
     micro_batches: int = 1,
@@ -103,25 +104,27 @@ def build_step(
     check_function("update_fn", update_fn, "update_fn(state, merged)")
     fns = tuple(map(refusing_tangents, tower_fns))
 
-    def make(strategy: Strategy, options: StepOptions, **how: Any) -> Step:
+    def make(
+        strategy: Strategy, options: StepOptions, *, placer: Placer | None = None
+    ) -> Step:
         each = training_passes(fns, strategy, options, rows_used_later=True)
         # A step without examples is accepted: what it does, update_fn says.
         given = Passes(each), of_last(update_fn), options
         engine = training_engine(*given, needs_examples=False)
         policy = StatePolicy(strategy)
-        return Step(engine, strategy, options, policy, remake=make, **how)
+        return Step(engine, strategy, options, policy, remake=make, placer=placer)
 
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
     return make(with_specs(strategy, specs), options)
 
 
-def _reading_step(
-    tower_fn: Callable[..., dict[str, PyTree]], strategy: Strategy, **options: Any
-) -> Step:
+def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step:
     """A step of one pass that reads a state, and returns what is merged."""
 
-    def finish(_: Any, __: Any, merged: Sequence[PyTree], ___: Any) -> tuple[PyTree]:
+    def finish(
+        _: PyTree, __: PyTree, merged: list[PyTree], ___: PyTree
+    ) -> tuple[PyTree]:
         return (as_own(merged[0]),)
 
     passes = Passes((Pass(tower_fn, strategy, reads_local=True),))

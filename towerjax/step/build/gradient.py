@@ -19,6 +19,7 @@ from towerjax.proof.equation import forwarded_inputs
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower, context_of
 from towerjax.types import (
+    LossFn,
     PyTree,
     Reduction,
     Sum,
@@ -32,8 +33,8 @@ from towerjax.types.options import check_function
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, loss_reduction: Reduction | None = None
-) -> Callable[..., tuple[Any, Weighted | Sum]]:
+    loss_fn: Callable[..., PyTree], *, loss_reduction: Reduction | None = None
+) -> Callable[..., tuple[PyTree, Weighted | Sum]]:
     """A tower's loss with its gradient, which merge over towers exactly.
 
     The sum is differentiated, and nothing is divided: the gradient of the global loss
@@ -183,8 +184,8 @@ def _refuse_no_gradient(loss: Any, params: PyTree) -> None:
 
 
 def call_refusing_writes(
-    loss_fn: Callable[..., Any], params: PyTree, rows: PyTree, tower: Tower
-) -> Any:
+    loss_fn: LossFn, params: PyTree, rows: PyTree, tower: Tower
+) -> PyTree:
     """What a loss function returns; refuses writes into modules it does not return.
 
     No later step would see such a write. ``nnx.jit`` and ``nnx.remat`` write a module

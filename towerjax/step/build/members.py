@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 from towerjax.mesh.transfer import place
 from towerjax.step.build.step import Step
@@ -54,10 +55,9 @@ class Members:
         if self._together:
             own: Any = Layout.PER_TOWER_STEPS
             self._layout = dataclasses.replace(self._layout, local=own)
-        changes: Any = {"donate": True}
         if options.on_nonfinite == "raise":
-            changes["on_nonfinite"] = "skip"
-        options = dataclasses.replace(options, **changes)
+            options = dataclasses.replace(options, on_nonfinite="skip")
+        options = dataclasses.replace(options, donate=True)
         ins = state_ins(strategy, self._layout)
         outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
         engine = Engine(Passes(()), self._finish, ins, outs, donate=True)
@@ -79,7 +79,7 @@ class Members:
         state = dataclasses.replace(state, step=state.step.ravel()[0])
         return place(state, self.step.strategy.placement, self._layout, state.params)
 
-    def of_member(self, values: Any, index: int) -> Any:
+    def of_member(self, values: np.ndarray, index: int) -> np.ndarray:
         """One member's part of results that are stacked over steps, ``[n, ...]``."""
         return values[:, index] if self._together else values
 
@@ -91,17 +91,17 @@ class Members:
             state = dataclasses.replace(parts, step=state.step)
         return self.step.place(dataclasses.replace(state, extra=state.extra[1]))
 
-    def first_engine(self, numbers: Numbers) -> Any:
+    def first_engine(self, numbers: Numbers) -> Engine:
         """The engine of the first member."""
         if self._together:
             numbers = jax.tree.map(lambda x: x[0], numbers)
         return self._build(numbers)[0].engine
 
-    def _finish(self, donated: Any, kept: Any, *batch: PyTree) -> Outcome:
+    def _finish(self, donated: PyTree, kept: PyTree, *batch: PyTree) -> Outcome:
         """One step of all members, of which each traces and proves its own."""
         proofs, placement = self.step.engine.passes.proofs, self.step.strategy.placement
 
-        def train(donated: Any, rng: Any) -> tuple[Any, ...]:
+        def train(donated: PyTree, rng: jax.Array) -> tuple[PyTree, ...]:
             numbers, extra = donated["extra"]
             engine = self._build(numbers)[0].engine
             given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
@@ -121,9 +121,9 @@ class Members:
 class _OfMembers(StatePolicy):
     """The state of several trainings; `Members.begin` or a step made it."""
 
-    members: Any = None
+    members: Members
 
-    def start(self, given: Any, expected: TrainState | None) -> TrainState:
+    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """The state itself: nothing needs checking."""
         return given
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 
@@ -39,6 +39,21 @@ from towerjax.types.leaves import check_like
 from towerjax.types.missing import explain_missing
 
 
+class Remake(Protocol):
+    """Makes a step for a strategy and options."""
+
+    def __call__(
+        self,
+        strategy: Strategy,
+        options: StepOptions,
+        /,
+        *,
+        placer: Placer | None = ...,
+    ) -> "Step":
+        """The step, with that placer."""
+        ...
+
+
 @doors
 class Step(Examined):
     """A pure step: ``(state, batch) -> (state, metrics)``.
@@ -55,9 +70,9 @@ class Step(Examined):
         policy: StatePolicy,
         *,
         placer: Placer | None = None,
-        remake: Callable[..., "Step"] | None = None,
+        remake: "Remake | None" = None,
     ) -> None:
-        """``remake(strategy, options, placer=...)`` makes the same step for others."""
+        """``remake`` makes the same step for other strategies and options."""
         self.engine, self.strategy, self.options = engine, strategy, options
         self.policy, self.remake = policy, remake
         placement, remainder = strategy.placement, options.remainder
@@ -107,7 +122,7 @@ class Step(Examined):
           (5.0, [5.0, 9.0])
         """
 
-        def fn(state: TrainState, batch: PyTree) -> Any:
+        def fn(state: TrainState, batch: PyTree) -> PyTree:
             given = self.policy.as_state(state)
             placed = self._placer.fit_traced(batch)
             self.tell_of_trace()
@@ -212,8 +227,8 @@ class Step(Examined):
         return *self.policy.result(before, out, batch), out.verdict
 
     def outputs(
-        self, state: Any, batch: PlacedBatch, *verdict: jax.Array
-    ) -> tuple[TrainState, Any]:
+        self, state: PyTree, batch: PlacedBatch, *verdict: jax.Array
+    ) -> tuple[TrainState, PyTree]:
         """The state as it was given to the program, and the program's results."""
         policy, programs = self.policy, self.programs
         if (taken := policy.take(state)) is None:
@@ -238,7 +253,7 @@ class Step(Examined):
                 raise
             return placed, programs(program, split_state(placed), batch, *verdict)
 
-    def __call__(self, state: Any, batch: PyTree) -> Any:
+    def __call__(self, state: PyTree, batch: PyTree) -> PyTree:
         """The next state, and the metrics of this step.
 
         Args:

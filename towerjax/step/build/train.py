@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map_values
+from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
@@ -21,9 +22,10 @@ from towerjax.step.run.engine import (
     training_engine,
     training_passes,
 )
+from towerjax.step.run.one_pass import TowerFn
 from towerjax.step.run.policies import StatePolicy
 from towerjax.step.state.checks import check_is_state
-from towerjax.step.state.next_state import Guard, OnNonfinite, with_loss
+from towerjax.step.state.next_state import Guard, OnNonfinite, Update, with_loss
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,
@@ -51,16 +53,16 @@ UpdateExtra: TypeAlias = Callable[[TrainState, PyTree], PyTree]
 class StepFns(NamedTuple):
     """The functions that a train step is made of, as `build_step` takes them."""
 
-    tower: Callable[..., dict[str, Any]]  # returns "loss", "grads" and more
-    update: Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+    tower: TowerFn  # returns "loss", "grads" and more
+    update: Update
     # params -> {"opt_state": ..., "local": a dict of one tower's TowerLocal}
-    init: Callable[[PyTree], dict[str, Any]]
+    init: Callable[[PyTree], dict[str, PyTree]]
     trained: Callable[[PyTree], PyTree]  # params -> those that train, None for others
     strategy: Strategy
     options: StepOptions
     # (fn, carry), with fn(carry) -> (accepted, carry, rest), gives (carry, rest); it
     # keeps the old carry where that is not accepted, without a copy of it.
-    accept_or_keep: Callable[..., tuple[Any, Any]] = accept_or_keep
+    accept_or_keep: Callable[..., tuple[PyTree, PyTree]] = accept_or_keep
 
 
 Extend: TypeAlias = Callable[[StepFns], StepFns]
@@ -84,7 +86,7 @@ class Training:
         fns = StepFns(self.tower, self.update, self.init, trained, strategy, options)
         return self.extend(fns) if self.extend is not None else fns
 
-    def init(self, params: PyTree) -> dict[str, Any]:
+    def init(self, params: PyTree) -> dict[str, PyTree]:
         """What the first state has besides its parameters: the optimizer's state."""
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
@@ -249,22 +251,25 @@ class _OfLoss(Passes):
 
 
 def _train_step(
-    training: Training, strategy: Strategy, options: StepOptions, **how: Any
+    training: Training,
+    strategy: Strategy,
+    options: StepOptions,
+    *,
+    placer: Placer | None = None,
 ) -> Step:
     """The step of a training on these towers."""
     fns = training.fns(strategy, options)
     uses_rows = training.update_extra is not None
-    of_passes: Any = {"rows_used_later": uses_rows}
-    kind = Passes if training.extend is not None else _OfLoss
-    passes = kind(training_passes((fns.tower,), strategy, options, **of_passes))
+    each = training_passes((fns.tower,), strategy, options, rows_used_later=uses_rows)
+    passes = (Passes if training.extend is not None else _OfLoss)(each)
     engine = training_engine(passes, of_last(fns.update), options)
-    makes: Any = {"opt_state": lambda params: fns.init(params)["opt_state"]}
+    makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if training.extend is not None:
         makes["local"] = lambda params: fns.init(params).get("local", {})
     alike = dataclasses.replace(training, extend=None)
     remake = functools.partial(_train_step, alike)
     policy = StatePolicy(strategy, makes=makes)
-    return Step(engine, strategy, options, policy, remake=remake, **how)
+    return Step(engine, strategy, options, policy, remake=remake, placer=placer)
 
 
 @door

@@ -1,14 +1,15 @@
 """The cause of what an audit found, and one remedy."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
-from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
+from towerjax.step.look.comparison import GRADIENT, Compared, Finding, SplitError
+from towerjax.step.look.run_towers import RowsToRun, Towers
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
@@ -100,7 +101,28 @@ _BY_OWN_ROWS = Advice(
 )
 
 
-def advise(audit: Any, error: SplitError) -> SplitError:
+class Asks(Protocol):
+    """An audit, of which `advise` asks more."""
+
+    towers: Callable[..., Towers]
+    one_group: Callable[[], Towers]
+    one_tower: Towers
+    two_towers: Towers
+    splits: list[RowsToRun]
+    is_narrow: bool
+    is_own: bool
+    pads: bool
+
+    def compared(self, splits: list[RowsToRun]) -> list[Compared]:
+        """The splits, on two towers and on one."""
+        ...
+
+    def without(self, names: list[str], one_tower: Towers, **draws: Any) -> list[str]:
+        """Those of the leaves that are the same of other draws, or on other towers."""
+        ...
+
+
+def advise(audit: Asks, error: SplitError) -> SplitError:
     """The error of an `Audit` with the first cause that is found, and its remedy."""
     leaves, advice = next(_causes(audit, error.findings))
     is_of_all = len(leaves) == len(error.findings)
@@ -110,11 +132,14 @@ def advise(audit: Any, error: SplitError) -> SplitError:
 
 
 def _causes(
-    audit: Any, findings: Sequence[Finding]
+    audit: Asks, findings: Sequence[Finding]
 ) -> Iterator[tuple[list[str], Advice]]:
     """Leaves, and what explains them; the last explains all."""
     names = [x.leaf for x in findings]
-    sites, rows = _sites_of(audit.one_tower.traced), audit.one_tower.rows
+    sites, rows = (
+        _sites_of(audit.one_tower.trace(audit.splits[0])),
+        audit.one_tower.rows,
+    )
     if lines := listed(dict.fromkeys(map(user_line, crossed_rows(sites, rows)))):
         yield (
             names,
@@ -152,9 +177,10 @@ def _causes(
     yield names, _BY_OWN_ROWS
 
 
-def _is_times(got: np.ndarray, factor: float, want: np.ndarray) -> bool:
-    is_alike = got.shape == want.shape and want.any()
-    return bool(is_alike and np.allclose(got, factor * want, 1e-4, 0.0))
+def _is_times(got: np.ndarray | None, factor: float, want: np.ndarray | None) -> bool:
+    if got is None or want is None or got.shape != want.shape or not want.any():
+        return False
+    return np.allclose(got, factor * want, 1e-4, 0.0)
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
@@ -209,7 +235,7 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
     return getattr(x.aval, "shape", None)
 
 
-def _size_along(eqn: Any) -> int | None:
+def _size_along(eqn: JaxprEqn) -> int | None:
     """The size of the dim that an equation goes along."""
     params, shape = eqn.params, _shape_of(eqn.invars[0])
     if "length" in params:

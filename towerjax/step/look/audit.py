@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from towerjax.collectives.sparse_rows import splits_entries
 from towerjax.data import feed
@@ -27,6 +28,7 @@ from towerjax.step.look.comparison import (
     judge,
 )
 from towerjax.step.look.run_towers import DRAWS, RowsToRun, Towers, compare
+from towerjax.step.run.engine import Engine
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
@@ -38,7 +40,7 @@ _PERMUTED = 4  # more splits: what agrees by a chance of one half, by one of 32 
 
 
 def run_audit(
-    engine: Any,
+    engine: Engine,
     strategy: Strategy,
     state: TrainState,
     batch: PyTree,
@@ -67,8 +69,8 @@ def run_audit(
         )
     sizes = [*dict.fromkeys([max(min(called_with, _ROWS), 2), called_with])]
     for size in sizes:
-        how: Any = {"each": size + -size % split, "pads": pads}
-        audit = Audit(engine, strategy, state, rows, **how)
+        each = size + -size % split
+        audit = Audit(engine, strategy, state, rows, each=each, pads=pads)
         try:
             audit.trace()
         except RAISED_ON_OTHER_ROWS:
@@ -84,7 +86,7 @@ class Audit:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         strategy: Strategy,
         state: TrainState,
         rows: PyTree,
@@ -229,7 +231,7 @@ def _needs_gradients(traced: Traced) -> bool:
     )
 
 
-def _is_of_own_rule(eqn: Any) -> bool:
+def _is_of_own_rule(eqn: JaxprEqn) -> bool:
     """Whether a rule of a `jax.custom_vjp` wrote it, which has the line of its call."""
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()

@@ -36,7 +36,7 @@ class Asked:
     """What is asked for around a step's first call: by a run, a benchmark, a test."""
 
     audit: bool | None = None  # goes before what the step was built with
-    folder: Any = None  # where verdicts are kept, too
+    folder: str | None = None  # where verdicts are kept, too
     by_default: bool = True  # what steps do that nobody asked
 
 
@@ -128,7 +128,7 @@ def program_hash(traced: Traced, **options: Any) -> str:
     return digest.hexdigest()
 
 
-def _constants_in(jaxpr: Any) -> Iterator[Any]:
+def _constants_in(jaxpr: Any) -> Iterator[jax.Array]:
     """The arrays of which a jaxpr's text has no numbers, or not all."""
     for each in all_jaxprs(jaxpr):
         yield from getattr(each, "consts", ())
@@ -159,12 +159,12 @@ def keep(program: str, report: AuditReport) -> None:
 
 
 @functools.cache
-def _in_memory() -> dict[str, Any]:
+def _in_memory() -> dict[str, dict[str, Any]]:
     """The verdicts of this process."""
     return {}
 
 
-def _read(program: str) -> Any:
+def _read(program: str) -> dict[str, Any] | None:
     if program in _in_memory():
         return _in_memory()[program]
     for path in _paths(program):

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -28,25 +27,28 @@ from towerjax.step.look.comparison import (
     NotAudited,
     SplitError,
 )
-from towerjax.step.look.report import StepReport, report_on
+from towerjax.step.look.report import StepReport, report_on, time_program
 from towerjax.step.run.compile import Program, compile_step
 from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import StatePolicy
 from towerjax.step.run.programs import Programs, send_shared
 from towerjax.step.run.prove import Proof, prove
 from towerjax.step.run.trace import Traced, trace
+from towerjax.step.run.verdicts import Verdicts
 from towerjax.step.state.faults import Place
 from towerjax.step.state.train_state import (
     TrainState,
     join_local,
     make_state,
     split_state,
+    state_layout,
     step_number,
 )
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 from towerjax.types.door import doors
 from towerjax.types.leaves import native, refuse_unheld
+from towerjax.types.options import check_whole
 from towerjax.types.warning import warn
 
 
@@ -59,6 +61,7 @@ class Examined:
     options: StepOptions
     policy: StatePolicy
     programs: Programs
+    verdicts: Verdicts
     num_parts: int  # T A: how many tower calls share a batch
     audit_report: AuditReport | None  # of it or of the same program
     audit_s: float  # the seconds that audits took
@@ -66,7 +69,7 @@ class Examined:
     is_to_be_audited: bool
     _placer: Placer
 
-    def start(self, state: Any) -> TrainState:
+    def start(self, state: PyTree) -> TrainState:
         """The state to start a loop from: the same, checked, its numbers placed."""
         last = self.programs.last
         return self.policy.start(state, None if last is None else last.state)
@@ -159,7 +162,7 @@ class Examined:
             traced_pass.towers.rehearse()
         return prove(traced)
 
-    def program(self, state: Any, batch: PyTree) -> Program:
+    def program(self, state: PyTree, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be.
 
         Args:
@@ -184,7 +187,9 @@ class Examined:
         args = (*first, rows, *others)
         return compile_step(self.engine, placement, args, full_rows=full_rows)
 
-    def report(self, state: Any, batch: PyTree, *, timed_calls: int = 0) -> StepReport:
+    def report(
+        self, state: PyTree, batch: PyTree, *, timed_calls: int = 0
+    ) -> StepReport:
         """What the compiler made of the step for such a batch.
 
         Args:
@@ -200,9 +205,19 @@ class Examined:
         Raises:
           ValueError: As a step's call.
         """
-        return report_on(self, state, batch, timed_calls)
+        check_whole("timed_calls", timed_calls, 0)
+        placement = self.strategy.placement
+        if not timed_calls:
+            return report_on(self.program(state, batch), placement)
+        placed = send_shared(self.place_batch(batch))
+        program, state = self.program(state, placed), self.start(state)
+        copied = place(state, placement, state_layout(self.strategy), state.params)
+        verdict = [self.verdicts.none] * program.engine.gives_verdict
+        others = *placed.args, *verdict
+        timing = time_program(program, copied, others, timed_calls)
+        return dataclasses.replace(report_on(program, placement), timing=timing)
 
-    def audit(self, state: Any, batch: PyTree) -> AuditReport:
+    def audit(self, state: PyTree, batch: PyTree) -> AuditReport:
         """Run two towers and one tower of the same rows, and compare what is merged.
 
         On one device, with so many rows for each of the two as a tower function gets;

@@ -180,7 +180,7 @@ def collectives_of(
     computation: str | None = None,
     trips: int = 1,
     known: bool = True,
-    when: Any = None,
+    when: tuple[Any, ...] | None = None,
 ) -> Iterator[CompiledCollective]:
     """Every collective of the program, in the order of its text from the entry on."""
     there = list(module.computations[computation or module.entry].values())

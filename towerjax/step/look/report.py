@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.look.hlo import CompiledCollective, collectives_of, parse
-from towerjax.step.run.programs import send_shared
-from towerjax.step.state.train_state import split_state
+from towerjax.step.run.compile import Program
+from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree, leaf_name
-from towerjax.types.options import check_whole
 from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
 
 _KINDS = {"params": "parameters", "opt_state": "optimizer state", "num_valid": "batch"}
@@ -36,7 +36,9 @@ class Timing:
     step_s: float  # until the results are there
 
 
-def time_calls(call: Callable[[Any], Any], start: Any, calls: int) -> Timing:
+def time_calls(
+    call: Callable[[PyTree], tuple[PyTree, PyTree]], start: PyTree, calls: int
+) -> Timing:
     """Time ``calls`` calls, after one that does not count."""
     dispatched, done = [], []
     for _ in range(calls + 1):
@@ -112,7 +114,7 @@ class StepReport(Shown):
 
 
 def report_of(
-    fn: Any, args: Sequence[PyTree], strategy: Mirrored | OneDevice
+    fn: Callable[..., PyTree], args: Sequence[PyTree], strategy: Mirrored | OneDevice
 ) -> StepReport:
     """What the compiler makes of a function of your own on a strategy's devices.
 
@@ -143,33 +145,33 @@ def report_of(
     return _make_report(compiled, names, placement, time.perf_counter() - start)
 
 
-def report_on(step: Any, state: PyTree, batch: PyTree, timed_calls: int) -> StepReport:
+def report_on(program: Program, placement: Placement) -> StepReport:
     """The report on a step's program."""
-    check_whole("timed_calls", timed_calls, 0)
-    if timed_calls:
-        batch = send_shared(step.place_batch(batch))
-    program, placement = step.program(state, batch), step.strategy.placement
     names = [*program.engine.ins, "verdict"]
-    report = _make_report(program.call, names, placement, program.seconds)
-    if not timed_calls:
-        return report
-    first, kept = split_state(step.place(state))
-    verdict = [step.verdicts.none] * program.engine.gives_verdict
+    return _make_report(program.call, names, placement, program.seconds)
 
-    def call(first: Any) -> Any:
-        out = program.call(first, kept, *batch.args, *verdict)
+
+def time_program(
+    program: Program, state: TrainState, others: tuple[PyTree, ...], calls: int
+) -> Timing:
+    """The times of a program's calls, of a state of its own and other arguments."""
+    first, kept = split_state(state)
+
+    def call(first: PyTree) -> tuple[PyTree, PyTree]:
+        out = program.call(first, kept, *others)
         return (out[0] if program.engine.donate else first), out
 
-    return dataclasses.replace(report, timing=time_calls(call, first, timed_calls))
+    return time_calls(call, first, calls)
 
 
 def _make_report(
-    compiled: Any, roots: Sequence[str], placement: Placement, compile_s: float
+    compiled: Compiled, roots: Sequence[str], placement: Placement, compile_s: float
 ) -> StepReport:
     """The report on a compiled program, whose arguments are called ``roots``."""
-    absent, module = placement.absent, parse(compiled.as_text())
+    absent, module = placement.absent, parse(compiled.as_text() or "")
     entry = module.computations[module.entry].values()
-    plan, held = compiled.memory_analysis(), _held(compiled, roots)
+    plan: Any = compiled.memory_analysis()
+    held = _held(compiled, roots)
     capacity = absent.memory_bytes if absent else _memory_of(placement)
     held["results not aliased"] = plan.output_size_in_bytes - plan.alias_size_in_bytes
     held["temporaries"] = plan.temp_size_in_bytes
@@ -198,7 +200,7 @@ def _memory_of(placement: Placement) -> int | None:
     return (next(own).memory_stats() or {}).get("bytes_limit")
 
 
-def _held(compiled: Any, roots: Sequence[str]) -> dict[str, int]:
+def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:
     """Bytes of a device's part of each argument that is read, by kind."""
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
     shardings, held = jax.tree.leaves(compiled.input_shardings), {}

@@ -23,7 +23,7 @@ from towerjax.step.look.comparison import (
     refuse_random,
     rounding_of,
 )
-from towerjax.step.run.engine import Passes
+from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.programs import refuse_unread_weight
 from towerjax.step.run.prove import prove
 from towerjax.step.run.trace import Traced, trace
@@ -69,7 +69,7 @@ class Towers:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         strategy: Strategy,
         number: int,
         state: TrainState,
@@ -88,7 +88,7 @@ class Towers:
         own = dataclasses.replace(state, local=_local_of(state.local, number))
         self.state = place(own, self._placement, STATE_LAYOUT, state.params)
         self._known: dict[RowsToRun, Merged] = {}
-        self.traced: Any = None
+        self.traced: Traced | None = None
 
     def trace(self, split: RowsToRun) -> Traced:
         """The passes, traced once."""
@@ -133,7 +133,9 @@ class Towers:
         placed = self._args(split, self.state)[1]
         refuse_unread_weight(placed, prove(self.trace(split)))
 
-    def _args(self, split: RowsToRun, state: TrainState) -> tuple[Any, PlacedBatch]:
+    def _args(
+        self, split: RowsToRun, state: TrainState
+    ) -> tuple[tuple[PyTree, ...], PlacedBatch]:
         key = row_free_key(split.word, shared=split.shared)
         placed = self._placer.place(split.rows)
         keyed = dataclasses.replace(state, rng=key)

@@ -31,7 +31,7 @@ from towerjax.types.leaves import listed
 class Program:
     """A compiled step: the executable, proof, engine, and how long it took to make."""
 
-    call: Any
+    call: jax.stages.Compiled
     proof: Proof
     engine: Engine
     seconds: float
@@ -49,7 +49,7 @@ def lower(
     args: tuple[PyTree, ...],
     *,
     full_rows: int | None = None,
-) -> Any:
+) -> jax.stages.Lowered:
     """The step lowered to its devices, for arguments of these shapes.
 
     With ``full_rows`` it is for so many rows of each tower, all of them examples. The
@@ -117,7 +117,7 @@ def compile_step(
 
 def inline(
     engine: Engine, placement: Placement, args: tuple[PyTree, ...]
-) -> tuple[Any, Proof]:
+) -> tuple[PyTree, Proof]:
     """The results in a trace, as a part of another program; and their proof."""
     if placement.num_devices > 1 and executors.is_inside_tower():
         raise ValueError(
@@ -137,7 +137,7 @@ def _step_of(
     """The function to compile, with names of its arguments for the program's text."""
     at = [*traced.engine.ins].index("num_valid")
 
-    def step(*args: Any) -> PyTree:
+    def step(*args: PyTree) -> PyTree:
         given, before = [*args], None
         if traced.engine.gives_verdict:
             *given, before = args

@@ -2,14 +2,21 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeAlias, get_args
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, get_args
 
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import Remainder, check_remainder
-from towerjax.metrics.weighted import Weighted
+from towerjax.proof.findings import Analysis
 from towerjax.step.run.one_pass import FiniteSums, Pass, TowersFlags
 from towerjax.step.state.accumulators import owned
-from towerjax.step.state.next_state import Guard, NextState, OnNonfinite, Outcome
+from towerjax.step.state.next_state import (
+    Guard,
+    NextState,
+    OnNonfinite,
+    OtherLosses,
+    Outcome,
+    Update,
+)
 from towerjax.step.state.train_state import TrainState, split_state, state_layout
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, short_repr
@@ -41,8 +48,29 @@ class StepOptions:
         cast_ints(self)
 
 
-RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, Any]]
+RunPass: TypeAlias = Callable[[Pass, tuple[PyTree, ...]], tuple[PyTree, PyTree]]
 """``(pass, its arguments) -> (merged, what it looks at)``, traced or run."""
+
+
+Finish: TypeAlias = Callable[..., Sequence[PyTree]]
+"""``(donated, kept, what passes merged, what they looked at) -> results``, traced.
+
+Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
+"""
+
+
+class ProofOfTowers(Protocol):
+    """What was proved of towers that an engine's ``finish`` runs."""
+
+    @property
+    def analysis(self) -> Analysis:
+        """Every output's dependence, and the collectives."""
+        ...
+
+    @property
+    def unmasked(self) -> Callable[[], list[str]]:
+        """Names the sums in which padding would count."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,11 +79,11 @@ class Passes:
 
     each: tuple[Pass, ...]  # none where the engine's ``finish`` runs whole steps
     # Of steps that are traced and proved there.
-    proofs: list[Any] = dataclasses.field(default_factory=list, kw_only=True)
+    proofs: list[ProofOfTowers] = dataclasses.field(default_factory=list, kw_only=True)
     # Whether the update of the state is a part of what towers trace.
     hold_update: ClassVar[bool] = False
 
-    def changed(self, **fields: Any) -> Any:
+    def changed(self, **fields: Any) -> Self:
         """The same with these fields of each pass."""
         each = tuple(dataclasses.replace(x, **fields) for x in self.each)
         return dataclasses.replace(self, each=each)
@@ -66,7 +94,7 @@ class Passes:
             return tuple(args)
         donated, kept, *batch = args
         state = TrainState(**donated, **kept)
-        merged, finite = list[PyTree](), list[Any]()
+        merged, finite = list[PyTree](), list[PyTree]()
         for each in self.in_turn(merged):
             before = (owned(self.given(merged)),) if merged else ()
             out = call(each, (state, *batch, before))
@@ -96,9 +124,7 @@ class Engine:
     """Passes of towers, then once a function of what they merged."""
 
     passes: Passes
-    # What the step returns, of what the passes give; both parts of the state are dicts
-    # of its fields. `NextState` makes an `Outcome`.
-    finish: Callable[..., Any]
+    finish: Finish  # what the step returns, of what the passes give
     ins: dict[str, PyTree]  # by its name, a prefix tree of layouts for each argument
     # Such a tree for the results, for those that are not `TowersOwn`.
     outs: PyTree = Layout.MIRRORED
@@ -121,8 +147,8 @@ class Engine:
 
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
-        changes: Any = {"strategy": strategy, "micro_batches": 1, "looks_at": None}
-        return dataclasses.replace(self, passes=self.passes.changed(**changes))
+        alike = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
+        return dataclasses.replace(self, passes=alike)
 
     def flagging(self) -> "Engine":
         """The towers once more, without an update, to flag what is not finite."""
@@ -145,11 +171,11 @@ def state_ins(
 
 def training_engine(
     passes: Passes,
-    update_fn: Callable[..., Any],
+    update_fn: Update,
     options: StepOptions,
     *,
     needs_examples: bool = True,
-    other_losses: Callable[[list[PyTree]], Sequence[Weighted]] | None = None,
+    other_losses: OtherLosses | None = None,
 ) -> Engine:
     """The engine whose ``update_fn(state, merged)`` is given what all passes merged."""
     on_nonfinite = options.on_nonfinite
@@ -167,11 +193,11 @@ def training_passes(
 ) -> tuple[Pass, ...]:
     """The passes of a training; ``fields`` are further ones of each."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
-    looks_at = FiniteSums() if looks else None
-    how: Any = {"micro_batches": options.micro_batches, "looks_at": looks_at}
-    return tuple(Pass(fn, strategy, **how, **fields) for fn in tower_fns)
+    fields |= {"looks_at": FiniteSums() if looks else None}
+    fields |= {"micro_batches": options.micro_batches}
+    return tuple(Pass(fn, strategy, **fields) for fn in tower_fns)
 
 
-def of_last(update_fn: Callable[..., Any]) -> Callable[..., Any]:
+def of_last(update_fn: Update) -> Update:
     """The update, given what the last pass merged."""
     return lambda state, merged: update_fn(state, merged[-1])

@@ -3,15 +3,21 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, get_opaque_trace_state, jaxpr_as_fun
 
 from towerjax.collectives.ops import sum_over_towers
+from towerjax.collectives.packing import Sums
 from towerjax.collectives.reduce import all_gather_rows
-from towerjax.collectives.sparse_rows import is_rows, num_rows, split_micro_batches
+from towerjax.collectives.sparse_rows import (
+    IndexedRows,
+    is_rows,
+    num_rows,
+    split_micro_batches,
+)
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
@@ -39,7 +45,7 @@ from towerjax.step.state.train_state import STATE_LAYOUT, TrainState
 from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.lowering.in_turn import scan_in_turn
 from towerjax.towers.lowering.parts import Shards, shards_of
-from towerjax.towers.lowering.tower_axis import over_local_towers
+from towerjax.towers.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Denominators, Tower, tower_of, with_context
 from towerjax.towers.variables import (
@@ -53,6 +59,9 @@ from towerjax.types.leaves import key_data, listed, map_parts, parts_of, put_par
 from towerjax.types.version import page
 from towerjax.types.warning import warn
 
+Guarded: TypeAlias = tuple[Sums, int, list[IndexedRows]]
+"""What a step adds up: the sums, how many of them are guarded, rows of tables."""
+
 
 class Look(Protocol):
     """What a pass looks at, on each tower and where all is merged."""
@@ -61,9 +70,9 @@ class Look(Protocol):
         """What one tower says of the `Returned` that it has."""
 
     def at_all(
-        self, own: PyTree, params: PyTree, guarded: tuple[Any, ...], axes: TowerAxes
-    ) -> Any:
-        """The result, of what each tower said; ``guarded``: sums, how many, rows."""
+        self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
+    ) -> PyTree:
+        """The result, of what each tower said."""
 
 
 class FiniteSums:
@@ -72,7 +81,9 @@ class FiniteSums:
     def at_tower(self, tree: PyTree) -> None:
         """Nothing: what is not finite shows in the sum."""
 
-    def at_all(self, own: Any, params: Any, guarded: Any, axes: Any) -> jax.Array:
+    def at_all(
+        self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
+    ) -> jax.Array:
         """``()`` bool."""
         sums, number, rows = guarded
         finite = [jnp.isfinite(x.values).all() for x in rows]
@@ -86,18 +97,26 @@ class TowersFlags:
         """Those of what the tower returns."""
         return flag_leaves(parts_of_tower(values_of(tree)))
 
-    def at_all(self, own: Any, params: PyTree, guarded: Any, axes: TowerAxes) -> Any:
+    def at_all(
+        self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
+    ) -> PyTree:
         """Those of all towers, and of the parameters."""
         common = flag_leaves([("parameter", "params", params)])
         return all_gather_rows(join_flags(common, own), axes)
+
+
+TowerFn: TypeAlias = Callable[..., PyTree]
+"""``(state, rows, tower) -> tree`` of one tower, merged by the types of its leaves.
+
+A later pass is given ``merged``, of the pass before, as a last argument.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
     """Runs all towers once, and merges what they return by its type."""
 
-    # (state, rows, tower, *merged) -> tree, of one tower; merged is of the pass before.
-    tower_fn: Callable[..., PyTree]
+    tower_fn: TowerFn
     strategy: Strategy
     micro_batches: int = 1  # parts of a tower's rows, one after another
     # Whether towers see local variables reduced: such a pass evaluates, and what it
@@ -129,7 +148,9 @@ class Pass:
     def with_weights(self) -> "Pass":
         """This pass, given the weights as the last entry of ``merged``."""
 
-        def tower_fn(state: Any, rows: Any, tower: Tower, *merged: Any) -> PyTree:
+        def tower_fn(
+            state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
+        ) -> PyTree:
             *before, known = merged
             tower = with_context(tower, denominators=Denominators(known=known))
             return self.tower_fn(state, rows, tower, *before)
@@ -137,14 +158,14 @@ class Pass:
         return dataclasses.replace(self, tower_fn=tower_fn)
 
     def on_device(
-        self, axes: TowerAxes, programs: dict[Any, Any]
-    ) -> Callable[..., tuple[PyTree, Any]]:
+        self, axes: TowerAxes, programs: TowerPrograms
+    ) -> Callable[..., tuple[PyTree, PyTree]]:
         """The function that each device runs: ``(merged, what it looks at)``.
 
         What is merged and each tower's own is `TowersOwn`.
         """
 
-        def run(*args: PyTree) -> tuple[PyTree, Any]:
+        def run(*args: PyTree) -> tuple[PyTree, PyTree]:
             own, (tree, flagged) = self._run_towers(axes, programs, args)
             sums = sum_over_towers(self.strategy.cross_tower_ops, own, axes)
             added, shown = sums.tree()
@@ -160,7 +181,7 @@ class Pass:
 
         return run
 
-    def shards(self, args: PyTree, out: tuple[PyTree, Any]) -> Shards | None:
+    def shards(self, args: PyTree, out: tuple[PyTree, PyTree]) -> Shards | None:
         """Which parameters, and sums of their shapes, devices hold in parts."""
         place = self.strategy.placement
         if self.strategy.state != "sharded" or place.num_devices == 1:
@@ -178,12 +199,14 @@ class Pass:
 
         merged = jax.tree.map(of_result, out[0], is_leaf=is_own)
         wanted = merged, jax.tree.map(lambda x: whole, out[1])
-        how: Any = {"params": args[0].params, "exact": exact}
-        return shards_of(place, (args, given), (out, wanted), **how)
+        params = args[0].params
+        return shards_of(
+            place, (args, given), (out, wanted), params=params, exact=exact
+        )
 
     def values_to_mask(
-        self, axes: TowerAxes, programs: dict[Any, Any]
-    ) -> Callable[..., Any]:
+        self, axes: TowerAxes, programs: TowerPrograms
+    ) -> Callable[..., PyTree]:
         """A function that returns the values in which padding must not count."""
 
         def run(*args: PyTree) -> PyTree:
@@ -193,7 +216,7 @@ class Pass:
             # One leaf of Rows that is a weight masks all others.
             weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
 
-            def kept(x: Returned) -> Any:
+            def kept(x: Returned) -> PyTree:
                 if x.how is ROWS:
                     return weighs if self.rows_used_later else None
                 if x.how in (SAME, CARRIED):
@@ -210,7 +233,7 @@ class Pass:
         return run
 
     def _run_towers(
-        self, axes: TowerAxes, programs: dict[Any, Any], args: tuple[PyTree, ...]
+        self, axes: TowerAxes, programs: TowerPrograms, args: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree]:
         """This device's sums over its towers, and each tower's own, ``[k, ...]``."""
         state, batch, num_valid, shared, merged = args
@@ -274,7 +297,7 @@ class Pass:
 
 
 def _weights_of(
-    tower_fn: Callable[..., PyTree], state: Any, rows: Any, tower: Tower, *merged: Any
+    tower_fn: TowerFn, state: TrainState, rows: PyTree, tower: Tower, *merged: PyTree
 ) -> PyTree:
     """The denominators that a tower function's sums of means have, as sums."""
     noted, trace = list[Sum](), get_opaque_trace_state()
@@ -297,7 +320,7 @@ def _weights_of(
 
 
 def _scan_micro_batches(
-    of_part: Callable[..., Any], count: int, parts: PyTree, variables: PyTree
+    of_part: Callable[..., PyTree], count: int, parts: PyTree, variables: PyTree
 ) -> PyTree:
     """The merged results of a tower's micro-batches, traced once, run by ``scan``."""
     first, local = jax.tree.map(lambda x: x[0], parts), plain(variables)
@@ -313,7 +336,9 @@ def _scan_micro_batches(
     before = iter(held[0].unflatten(jax.tree.leaves(local)) if carried else [])
     starts = [x.how.start(next(before) if x.how is CARRIED else x.value) for x in each]
 
-    def body(so_far: list[Any], numbered: PyTree) -> tuple[list[Any], list[Any]]:
+    def body(
+        so_far: list[PyTree], numbered: PyTree
+    ) -> tuple[list[PyTree], list[PyTree]]:
         variables = [c for c, x in zip(so_far, each, strict=True) if x.how is CARRIED]
         now = held[1].unflatten(jax.tree.leaves(variables)) if carried else local
         out = run(*jax.tree.leaves((*numbered, now)))
@@ -328,7 +353,7 @@ def _scan_micro_batches(
 
 
 def _differences(
-    closed: Any, treedef: Any, number: int
+    closed: ClosedJaxpr, treedef: Any, number: int
 ) -> tuple[Analysis, list[str | None]]:
     """What differs between micro-batches, of which so many inputs are rows.
 

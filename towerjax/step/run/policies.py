@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -50,13 +50,13 @@ class StatePolicy:
             made["local"] = jax.eval_shape(lambda x: stack_local(x, towers), more)
         return made
 
-    def as_state(self, given: Any) -> TrainState:
+    def as_state(self, given: PyTree) -> TrainState:
         """The state of what is given, shapes or traced: nothing is placed."""
         check_is_state(given)
         check_made(given, self.made(given.params))
         return given
 
-    def start(self, given: Any, expected: TrainState | None) -> TrainState:
+    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """The state checked, its numbers placed; itself, if that changes nothing.
 
         ``expected``: the shapes that the last program takes, if there is one.
@@ -71,14 +71,14 @@ class StatePolicy:
         check_made_for(placed, self.strategy)
         return placed
 
-    def take(self, given: Any) -> Any:
+    def take(self, given: PyTree) -> TrainState | None:
         """The state where nothing is to be checked; None where it is to be started.
 
         Several processes might have numbers of their own in it.
         """
         return given if self.strategy.placement.num_processes == 1 else None
 
-    def kind(self, state: Any) -> Any:
+    def kind(self, state: TrainState) -> Hashable:
         """By what of a state programs differ; None where by nothing."""
         return None
 
@@ -86,7 +86,7 @@ class StatePolicy:
         """The engine that is audited, and its state."""
         return engine, state
 
-    def result(self, state: TrainState, out: Any, batch: PlacedBatch) -> Any:
+    def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """What a call returns of a program's results: ``(state, metrics)``."""
         metrics = out.metrics
         if own := {
@@ -108,13 +108,13 @@ class Read(StatePolicy):
             counters = (np.int32(0), jax.random.key(0))
             return place(counters, self.strategy.placement, Layout.MIRRORED)
 
-    def as_state(self, given: Any) -> TrainState:
+    def as_state(self, given: PyTree) -> TrainState:
         """What is read of a state or of bare parameters."""
         if not isinstance(given, TrainState):
             given = jax.tree.map(jnp.asarray, given)
         return _model_part(given, jnp.int32(0), jax.random.key(0))
 
-    def start(self, given: Any, expected: TrainState | None) -> TrainState:
+    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """What is read of a state or of bare parameters, on the devices."""
         refuse_traced(given)
         if not isinstance(given, TrainState):
@@ -125,11 +125,11 @@ class Read(StatePolicy):
         where = self.strategy.placement, state_layout(self.strategy)
         return place_others(model, *where, "state", model.params)
 
-    def take(self, given: Any) -> Any:
+    def take(self, given: PyTree) -> TrainState | None:
         """What is read, as it lies; parameters alone are placed."""
         return _model_part(given) if isinstance(given, TrainState) else None
 
-    def result(self, state: TrainState, out: Any, batch: PlacedBatch) -> Any:
+    def result(self, state: TrainState, out: PyTree, batch: PlacedBatch) -> PyTree:
         """What towers returned under one name, without padding."""
         placement = self.strategy.placement
         (merged,) = owned(out, lambda own: on_every_process(own, placement))
@@ -137,7 +137,7 @@ class Read(StatePolicy):
         return result
 
 
-def _model_part(given: Any, *counters: Any) -> TrainState:
+def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:
     """A state, or parameters with these counters, without what is never read."""
     state = given
     if not isinstance(given, TrainState):

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
@@ -33,7 +32,7 @@ def admit(
 ) -> Signature:
     """The batch's signature; raise where ``seen`` are as many as may compile."""
 
-    def dense(x: Any) -> Any:
+    def dense(x: PyTree) -> PyTree:
         if not is_sparse(x):
             return x
         rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
@@ -72,9 +71,11 @@ class Programs:
     max_programs: int | None
     leaves_out_weights: bool  # where nothing is padded
     # A copy that ``dataclasses.replace`` makes has none yet.
-    made: dict[Any, Program] = dataclasses.field(default_factory=dict, init=False)
+    made: dict[tuple[Signature, Hashable], Program] = dataclasses.field(
+        default_factory=dict, init=False
+    )
     # By what else than the batch tells programs apart: the batches so far.
-    _seen: dict[Any, list[Signature]] = dataclasses.field(
+    _seen: dict[Hashable, list[Signature]] = dataclasses.field(
         default_factory=dict, init=False
     )
 
@@ -87,7 +88,7 @@ class Programs:
         """The program that was made last; None before any."""
         return next(reversed(self.made.values()), None)
 
-    def known(self, batch: PlacedBatch, kind: Any) -> Program | None:
+    def known(self, batch: PlacedBatch, kind: Hashable) -> Program | None:
         """The program for such a batch, if it is made."""
         return self.made.get((batch.signature, kind))
 
@@ -95,7 +96,7 @@ class Programs:
         self,
         first: tuple[PyTree, ...],
         batch: PlacedBatch,
-        kind: Any = None,
+        kind: Hashable = None,
         audit: Callable[[Traced], None] | None = None,
     ) -> Program:
         """The program for such a batch, compiled if it is the first of its kind.
@@ -118,21 +119,24 @@ class Programs:
                 " its own with strategy.distribute_dataset(lambda context: ...).",
             )
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
-        how: Any = {"full_rows": batch.rows if is_full else None}
 
         def check(traced: Traced, proof: Proof) -> None:
             refuse_unread_weight(batch, proof)
             if audit is not None:
                 audit(traced)
 
-        how["check"] = check
-        args = (*first, *batch.args)
-        self.made[key] = compile_step(self.engine, self.placement, args, **how)
+        self.made[key] = compile_step(
+            self.engine,
+            self.placement,
+            (*first, *batch.args),
+            full_rows=batch.rows if is_full else None,
+            check=check,
+        )
         if signature not in seen:
             seen.append(signature)
         return self.made[key]
 
-    def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> Any:
+    def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> PyTree:
         """The results in a trace, as a part of another program."""
         out, proof = inline(self.engine, self.placement, (*first, *batch.args))
         refuse_unread_weight(batch, proof)
@@ -144,7 +148,7 @@ class Programs:
         first: tuple[PyTree, ...],
         batch: PlacedBatch,
         *verdict: jax.Array,
-    ) -> Any:
+    ) -> PyTree:
         """The results of one of the programs for this batch."""
         batch, donates = send_shared(batch), program.engine.donate
         if donates and self._on_cpus:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.core
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.metrics.weighted import UnknownWeights
 from towerjax.step.run.engine import Engine
@@ -33,16 +34,16 @@ class TracedPass:
     weights: "TracedPass | None" = None  # of a loss of several means, run before it
 
     @property
-    def out(self) -> tuple[PyTree, Any]:
+    def out(self) -> tuple[PyTree, PyTree]:
         """The shapes of what it merged and looked at, as global values."""
         count = self.pass_.strategy.num_towers
 
-        def of(x: Any) -> Any:
+        def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
 
         return map_parts(TowersOwn, lambda own: jax.tree.map(of, own), self.towers.out)
 
-    def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
+    def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """The results, of and as global values."""
         if self.weights is not None:
             args = _with_weights(args, self.weights.run(args)[0])
@@ -56,7 +57,7 @@ class Traced:
 
     engine: Engine
     passes: tuple[TracedPass, ...]
-    finish: Any  # the jaxpr of the engine's ``finish``
+    finish: ClosedJaxpr  # of the engine's ``finish``
     shapes: PyTree  # those of its results
 
     @property
@@ -102,7 +103,7 @@ class Traced:
         """The results for ``(donated, kept, *batch)``, global values."""
         engine, passes = self.engine, iter(self.passes)
 
-        def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
+        def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
             out = next(passes).run(given)
             return out if pass_.reads_local else _pinned(pass_, out)
 
@@ -117,8 +118,14 @@ class Traced:
         if place.num_devices > 1:
             params = args[0]["params"]
             layouts = _layouts(engine, params, given[2:])
-            how: Any = {"params": params, "taken": layouts[1], "exact": self._is_exact}
-            shards = shards_of(place, (given, layouts[0]), (self.out, self.outs), **how)
+            shards = shards_of(
+                place,
+                (given, layouts[0]),
+                (self.out, self.outs),
+                params=params,
+                taken=layouts[1],
+                exact=self._is_exact,
+            )
         whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
         return over_devices(self._update, place, *whole, shards=shards)(*given)
 
@@ -131,7 +138,7 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
     args, passes = shapes_of(tuple(args)), list[TracedPass]()
 
-    def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, Any]:
+    def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         passes.append(_trace_pass(pass_, given))
         return passes[-1].out
 
@@ -161,7 +168,7 @@ def _with_weights(args: tuple[PyTree, ...], weights: PyTree) -> tuple[PyTree, ..
     return (*others, (*merged, weights[0]))
 
 
-def _pinned(pass_: Pass, out: tuple[PyTree, Any]) -> tuple[PyTree, Any]:
+def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Constrain the results of a pass, so that with `PinnedTree` bits are the same.
 
     XLA would add up rows that are split over devices in an order that depends on their

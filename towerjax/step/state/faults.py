@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax import lax
 
 from towerjax.collectives.packing import all_finite
 from towerjax.collectives.reduce import as_bits
-from towerjax.mesh.devices import canonical_device_name
+from towerjax.mesh.devices import Device, canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import over_devices
@@ -88,7 +88,7 @@ def check_mirrored(state: PyTree) -> None:
         raise ValueError(
             f"state={shown(state)} holds no jax.Array. Pass what a step returned."
         )
-    held: dict[tuple[Any, ...], dict[str, jax.Array]] = {}
+    held: dict[tuple[Device, ...], dict[str, jax.Array]] = {}
     for name, x in leaves:
         if isinstance(x, jax.Array) and x.size and x.is_fully_replicated:
             devices = sorted(x.sharding.device_set, key=lambda device: device.id)
@@ -106,7 +106,7 @@ def check_mirrored(state: PyTree) -> None:
         raise DesyncError(int(getattr(state, "step", 0)), differing)
 
 
-def _fingerprints(devices: tuple[Any, ...], arrays: list[Any]) -> np.ndarray:
+def _fingerprints(devices: tuple[Device, ...], arrays: list[jax.Array]) -> np.ndarray:
     """``[D, L]`` uint32: of each device's copy of each array."""
     names = tuple(map(canonical_device_name, devices))
     placement = Placement(names, len(names))

@@ -6,7 +6,7 @@ import functools
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from towerjax.step.state.accumulators import TowersOwn
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
 from towerjax.towers.executors import vmap_members
-from towerjax.types import PerTower
+from towerjax.types import PerTower, PyTree
 from towerjax.types.leaves import a_type, is_key
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -29,41 +29,46 @@ Guard = Literal["loss", "gradients"]
 class Outcome(NamedTuple):
     """What a training step returns; or the layouts of this."""
 
-    donated: Any  # the donated fields of the next state
-    now: Any  # its other fields, those that changed
-    metrics: Any  # name -> its value, or the towers' values as `TowersOwn`
-    finite: Any  # whether what is guarded was finite
+    donated: PyTree  # the donated fields of the next state, by their names
+    now: PyTree  # its other fields, those that changed
+    metrics: PyTree  # name -> its value, or the towers' values as `TowersOwn`
+    finite: PyTree  # whether what is guarded was finite
 
 
 class Called(NamedTuple):
     """What a training step's program returns; or the layouts of this."""
 
-    donated: Any
-    now: Any
-    metrics: Any
-    verdict: Any  # of `verdicts`, on this call and those before
+    donated: PyTree
+    now: PyTree
+    metrics: PyTree
+    verdict: PyTree  # of `verdicts`, on this call and those before
+
+
+Update: TypeAlias = Callable[[TrainState, PyTree], tuple[PyTree, ...]]
+"""``(state, merged) -> (state, metrics)``, once, of global values; one that guards
+itself also returns whether all was finite."""
+
+OtherLosses: TypeAlias = Callable[[list[PyTree]], Sequence[Weighted]]
+"""``what all passes merged -> means`` that guard a step besides its loss."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NextState:
     """What a training step does once its towers have run: one update, and its guard."""
 
-    # (state, merged) -> (state, metrics), of global values; an update that guards
-    # itself also returns whether all was finite. ``merged`` is a list, of all passes.
-    update_fn: Callable[[TrainState, Any], tuple[Any, ...]]
+    update_fn: Update  # whose ``merged`` is a list, of all passes
     on_nonfinite: OnNonfinite
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
-    # merged -> means that guard the step besides the loss.
-    other_losses: Callable[[Any], Sequence[Weighted]] | None = None
+    other_losses: OtherLosses | None = None
 
     def __call__(
         self,
-        donated: dict[str, Any],
-        kept: dict[str, Any],
-        merged: list[Any],
-        finite: Sequence[Any],
-    ) -> tuple[Any, Any, Any]:
+        donated: dict[str, PyTree],
+        kept: dict[str, PyTree],
+        merged: list[PyTree],
+        finite: Sequence[jax.Array | None],
+    ) -> tuple[jax.Array | bool, PyTree, PyTree]:
         """``(accepted, donated, rest)``, of which an `Outcome` is made."""
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
@@ -98,7 +103,7 @@ _UPDATE = (
 )
 
 
-def _check_update(before: TrainState, updated: Any) -> tuple[Any, ...]:
+def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
     """The next state, the metrics and more that ``update_fn`` returned, checked."""
     given: Any = updated if isinstance(updated, tuple) else (updated,)
     kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
@@ -131,7 +136,7 @@ def with_loss(loss: Any, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _evaluate_metrics(
     metrics: dict[str, Any], others: Sequence[Weighted]
-) -> tuple[dict[str, Any], Any, jax.Array]:
+) -> tuple[dict[str, PyTree], PyTree, jax.Array]:
     """Values, whether there are examples, and whether what is guarded is finite."""
     values = {name: _value_of_metric(name, x) for name, x in metrics.items()}
     loss = metrics.get("loss")
@@ -148,7 +153,7 @@ def _evaluate_metrics(
     return values, has_examples, all_finite((looked_at, [x.sum for x in others]))
 
 
-def _value_of_metric(name: str, x: Any) -> Any:
+def _value_of_metric(name: str, x: Any) -> jax.Array:
     value = compute(x) if has_value(x) else x
     if isinstance(x, PerTower):
         value = vmap_members(compute)(x.values) if has_value(x.values) else x.values

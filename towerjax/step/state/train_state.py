@@ -161,7 +161,7 @@ def step_number(state: TrainState) -> int:
     return int(jax.device_get(state.step)) % 2**32
 
 
-def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_state(state: TrainState) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
     """``(donated, kept)``: the fields of a state as a program takes them.
 
     What is kept is not donated, so that old step numbers can still be read.
@@ -170,7 +170,7 @@ def split_state(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     return donated, {"step": donated.pop("step"), "rng": donated.pop("rng")}
 
 
-def join_state(donated: dict[str, Any], kept: dict[str, Any]) -> TrainState:
+def join_state(donated: dict[str, PyTree], kept: dict[str, PyTree]) -> TrainState:
     """The inverse of `split_state`, in half the time of ``TrainState(...)``."""
     state = object.__new__(TrainState)
     vars(state).update(donated)

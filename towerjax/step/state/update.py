@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.proof.interpreter import Interpreter
@@ -116,15 +116,17 @@ _NEEDS_MORE = (
 _OF_EXAMPLES = "DifferentiallyPrivateAggregateState"
 
 
-def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
+def pass_loss(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
     """Wrap the optimizer: drops ``value=loss`` if it takes none; says what it lacks."""
     inner = optimizer
     if isinstance(optimizer, optax.GradientTransformation):
         inner = optax.with_extra_args_support(optimizer)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
         if _OF_EXAMPLES in _node_types(state):
             raise ValueError(
                 "differentially_private_aggregate, which dpsgd uses, clips the gradient"
@@ -147,7 +149,7 @@ def pass_loss(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _node_types(tree: Any) -> set[str]:
+def _node_types(tree: PyTree) -> set[str]:
     """The names of the types of a tree's nodes."""
     kinds: set[str] = set()
     jax.tree.flatten(tree, is_leaf=lambda x: bool(kinds.add(type(x).__name__)))
@@ -205,7 +207,10 @@ def accept_or_keep(
 
 
 def accept(
-    closed: Any, out: tuple[Any, PyTree, PyTree], carry: PyTree, *others: PyTree
+    closed: ClosedJaxpr,
+    out: tuple[PyTree, PyTree, PyTree],
+    carry: PyTree,
+    *others: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """``(carry, rest)``: what a traced step returns of ``(carry, *others)``.
 
@@ -268,7 +273,7 @@ def needed_eqns(
     return needed[::-1]
 
 
-def check_like_params(grads: Any, params: Any) -> None:
+def check_like_params(grads: PyTree, params: PyTree) -> None:
     """Raise unless gradients, which may be rows, are a tree like the parameters."""
     needed, given = (
         {n: str([*dense_shape(x)]) for n, x in named_leaves("grads", tree, is_rows)}

@@ -6,8 +6,8 @@ replaced by one over the device axis and the local towers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -56,6 +56,10 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
     return [(axes.tower_axis, axes.num_towers), *bound]
 
 
+TowerPrograms: TypeAlias = dict[Hashable, tuple[ClosedJaxpr, Any]]
+"""By the towers' number and arguments: one tower's program, and its results' tree."""
+
+
 def _evaluate(program: ClosedJaxpr, tree: Any, leaves: Sequence[Any]) -> PyTree:
     """The results of a program, as a tree."""
     out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
@@ -65,7 +69,7 @@ def _evaluate(program: ClosedJaxpr, tree: Any, leaves: Sequence[Any]) -> PyTree:
 def _lower_program(
     tower_fn: Callable[..., PyTree],
     axes: TowerAxes,
-    programs: dict[Any, Any],
+    programs: TowerPrograms,
     args: tuple[PyTree, ...],
 ) -> tuple[ClosedJaxpr, Any]:
     """The lowered program of one tower, and the treedef of its results."""
@@ -264,7 +268,7 @@ def over_local_towers(
     *common: PyTree,
     stack_sums: bool,
     number: jax.Array | None = None,
-    programs: dict[Any, Any] | None = None,
+    programs: TowerPrograms | None = None,
 ) -> tuple[PyTree, PyTree]:
     """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
 
