@@ -40,8 +40,13 @@ def test_public_names_are_few_and_all_that_dir_shows():
 
 
 @functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def nodes_of(path):
-    return [*ast.walk(ast.parse(path.read_text()))]
+    return [*ast.walk(parsed(path))]
 
 
 def imports_of(path):
@@ -155,26 +160,23 @@ def test_one_module_imports_what_jax_keeps_private():
         assert re.search(r"  # 0\.\d+ to 0\.\d+$", line), line
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_is_short_and_says_what_it_does(name):
-    module = importlib.import_module(name)
-    lines = pathlib.Path(module.__file__).read_text().splitlines()
-    assert len(lines) <= 450
-    first = module.__doc__.splitlines()[0]
-    assert len(first) <= 88 and "?" not in first
+def test_a_module_is_short_and_says_what_it_does():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        lines = pathlib.Path(module.__file__).read_text().splitlines()
+        assert len(lines) <= 450, name
+        first = module.__doc__.splitlines()[0]
+        assert len(first) <= 88 and "?" not in first, name
 
 
 # Commands of the shell, with what they call; one class for each of Flax's two APIs.
-SHARED_NAMES = {
-    "TowerBatchNorm",
-    *"bench evaluate launch main prove".split(),
-}
+SHARED_NAMES = {"TowerBatchNorm", *"bench evaluate launch main prove".split()}
 
 
 def test_a_name_is_defined_in_one_module():
     where = collections.defaultdict(set)
     for path in ROOT.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             targets = getattr(node, "targets", [getattr(node, "target", node)])
             names = {getattr(x, "name", getattr(x, "id", "__all__")) for x in targets}
             for name in names - {"__all__"}:
@@ -220,20 +222,21 @@ def documented_arguments(doc):
     return [head.strip().split(":")[0].lstrip("*") for head in heads]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_documented_arguments_are_the_signatures(name):
-    for function_name, function in functions_of(importlib.import_module(name)):
-        doc = inspect.getdoc(function)
-        assert doc, f"{function_name} has no docstring"
+def test_documented_arguments_are_the_signatures():
+    modules = [importlib.import_module(name) for name in MODULES]
+    found = [(module, *pair) for module in modules for pair in functions_of(module)]
+    for module, name, function in found:
+        doc, full = inspect.getdoc(function), f"{module.__name__}.{name}"
+        assert doc, f"{full} has no docstring"
         parameters = list(inspect.signature(function).parameters)
         parameters = [p for p in parameters if p not in ("self", "cls")]
         arguments = documented_arguments(doc)
         of_another = re.search(r"\bArguments\b[a-z, ]+\bare those of\s+`(\w+)`", doc)
         if of_another:
-            other = getattr(importlib.import_module(name), of_another[1])
-            assert parameters == list(inspect.signature(other).parameters)
-        elif arguments or (name, function_name) in SHOWN:
-            assert arguments == parameters, f"{name}.{function_name}"
+            other = inspect.signature(getattr(module, of_another[1]))
+            assert parameters == list(other.parameters), full
+        elif arguments or (module.__name__, name) in SHOWN:
+            assert arguments == parameters, full
 
 
 @pytest.mark.slow
@@ -257,7 +260,7 @@ def test_what_users_call_has_an_example():
 def test_the_python_body_of_a_function_is_short():
     long = []
     for path in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef):
                 has_text = ast.get_docstring(node) and len(node.body) > 1
                 first = node.body[1 if has_text else 0]

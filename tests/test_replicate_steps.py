@@ -198,29 +198,6 @@ def test_one_step_at_a_time_and_its_hooks():
 
 
 @pytest.mark.slow
-def test_evaluation_and_prediction_of_a_whole_data_set():
-    model = shared(4, 2)
-    state = model.init(start())
-    batches = [batch(8, 0), batch(5, 1), batch(2, 2)]
-    found = tj.evaluate(model.eval_step(), state, batches)
-    features = {
-        k: np.concatenate([b["features"][k] for b in batches]).astype(float)
-        for k in ("x", "weight")
-    }
-    y = np.concatenate([b["labels"] for b in batches]).astype(float)
-    w, weight = start().params["w"].astype(float), features["weight"]
-    logits = features["x"] @ np.asarray(w) + 0.5
-    loss = (weight * (logits - y) ** 2).sum() / weight.sum()
-    np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
-    mean = (weight * logits).sum() / weight.sum()
-    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5)
-    assert found.keys() == {"loss", "mean"}
-    predict = model.predict_step()
-    got = [predict(state, {"features": b["features"]})["logits"] for b in batches]
-    np.testing.assert_allclose(np.concatenate(got), logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_a_scalar_loss_is_averaged_over_batches():
     model = shared(2, 1, reduction=SUM)
     batches = [batch(8, 0), batch(4, 1)]

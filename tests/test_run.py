@@ -337,21 +337,6 @@ def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("eval_every, expected", [
-    (None, [7]),
-    (7, [7]),  # not twice at the end
-    (4, [4, 7]),
-])  # fmt: skip
-def test_evaluations_come_when_asked_and_at_the_end(eval_step, eval_every, expected):
-    cut, data = cut_of(7), eval_data(20)
-    options = {"eval_batches": lambda: batches(data, 16), "eval_every": eval_every}
-    _, history = train(cut, evaluate=eval_step, **options)
-    assert [number for number, _ in history.evaluations] == expected
-    for number, values in history.evaluations:
-        assert_exact(values, data, oracle(cut[:number])[1], steps=7)
-
-
-@pytest.mark.slow
 def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train_step):
     cut, data = cut_of(3), eval_data(16)
     build = functools.partial(tj.build_eval_step, metric_fn)
@@ -544,19 +529,6 @@ def test_a_run_without_an_end_says_so(train_step, capsys):
     assert "endless: tj.batches(..., epochs=None) without" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_hooks_are_called_in_order_for_every_step():
-    seen = []
-
-    def called(who):
-        return lambda number, metrics: seen.append((number, who, metrics["loss"]))
-
-    _, history = train(cut_of(7), hooks=[called("first"), called("second")])
-    losses = zip(history.steps, history.metrics["loss"], strict=True)
-    assert seen == [(n, who, x) for n, x in losses for who in ("first", "second")]
-    assert isinstance(seen[0][2], np.float32)
-
-
 @pytest.mark.few_fast(1)
 def test_a_hook_sees_the_state_before_the_next_step_takes_it():
     cut, every, seen, plain = cut_of(10), 3, [], []
@@ -595,9 +567,13 @@ def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypa
     assert waits == [4] * 4 + [8] * 4
 
 
-@pytest.mark.parametrize("as_state", [False, True])
+@pytest.mark.parametrize("as_state, every, expected", [
+    (False, 3, [3, 6, 7]),
+    (True, 7, [7]),  # not twice at the end
+    (True, None, [7]),
+], ids=["several", "whole", "unasked"])  # fmt: skip
 def test_other_parameters_are_evaluated_and_the_state_is_the_last(
-    train_step, eval_step, as_state
+    train_step, eval_step, as_state, every, expected
 ):
     cut, data = cut_of(7), eval_data(20)
 
@@ -613,16 +589,15 @@ def test_other_parameters_are_evaluated_and_the_state_is_the_last(
         place_batch = staticmethod(eval_step.place_batch)
 
         def __call__(self, state, batch):
-            assert isinstance(state, tj.TrainState) and int(state.step) in (3, 6, 7)
+            assert isinstance(state, tj.TrainState) and int(state.step) in expected
             return eval_step(state, batch)
 
     options = {"eval_batches": batches(data, 16), "eval_params": halved}
-    state, history = train(cut, evaluate=OfState(), eval_every=3, **options)
-    assert [number for number, _ in history.evaluations] == [3, 6, 7]
+    state, history = train(cut, evaluate=OfState(), eval_every=every, **options)
+    assert [number for number, _ in history.evaluations] == expected
     for number, values in history.evaluations:
         assert_exact(values, data, oracle(cut[:number])[1] / 2, steps=7)
-    expected = oracle(cut)[1]
-    np.testing.assert_allclose(state.params["w"], expected, rtol=7 * 16 * EPS)
+    np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=7 * 16 * EPS)
 
 
 @pytest.mark.few_fast(1)

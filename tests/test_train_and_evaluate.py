@@ -167,8 +167,6 @@ FORMS = [("list", *row) for row in HOW_LONG]
 FORMS += [(form, *HOW_LONG[i]) for form in ("function", "dataset") for i in (3, 4)]
 FORMS += [("own dataset", *HOW_LONG[3])]
 EVALUATED = pairs(29, 10, seed=1)
-FORMS += [(form, *HOW_LONG[i]) for form in ("function", "dataset") for i in (3, 4)]
-FORMS += [("own dataset", *HOW_LONG[3])]
 
 
 @pytest.mark.few_fast(1)

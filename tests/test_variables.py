@@ -243,21 +243,6 @@ def test_assigning_is_differentiable():
 # Assigned across towers.
 
 
-def test_a_mirrored_variable_is_assigned_to_everywhere():
-    strategy = mirrored(T, D)
-    v = strategy.create_var("v", {"x": np.float32([1, 2])})
-    value = {"x": np.float32([6, -1])}
-    for method, expected in [
-        (strategy.assign, [6, -1]),
-        (strategy.assign_add, [7, 1]),
-        (strategy.assign_sub, [-5, 3]),
-    ]:
-        new = method(v, value)
-        shards = [shard.data.tolist() for shard in new.value["x"].addressable_shards]
-        assert shards == [expected] * D
-        assert new.value["x"].sharding == v.value["x"].sharding
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(reduction):
@@ -330,12 +315,6 @@ def test_in_a_tower_a_mirrored_variable_is_every_towers():
     strategy, v = mirrored(2), mirrored(2).create_var("v", 1.0)
     out = strategy.call_for_each_tower(lambda _, v: strategy.select_tower(v, 1), v)
     assert float(out.value) == 1
-
-
-def test_variables_move_to_another_number_of_copies():
-    n = mirrored(2).create_var("n", 1.0, reduction=R.MEAN, tower_local=True)
-    moved = tj.towers.restored_values(mirrored(3), n, tj.towers.saved_values(n))
-    assert mirrored(3).assign(moved, 1.0).value.tolist() == [1.0] * 3
 
 
 # update, read_var and fetch.

@@ -155,21 +155,30 @@ FSDP = {"within": {"data": 2}, "rows": "data"}
 FSDP["specs"] = {"w1": P(None, "data"), "w2": P("data"), "b": P()}
 
 
-@loss_by
-def nested_loss_fn(params, x):
-    def layer(w1, w2, x):
-        return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "model")
+def by_shard_map(**axes):
+    @loss_by
+    def loss_fn(params, x):
+        def layer(w1, w2, x):
+            return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "model")
 
-    specs = {"in_specs": (P(None, "model"), P("model"), P()), "out_specs": P()}
-    mapped = jax.shard_map(layer, axis_names={"model"}, check_vma=False, **specs)
-    return mapped(params["w1"], params["w2"], x)
+        specs = {"in_specs": (P(None, "model"), P("model"), P()), "out_specs": P()}
+        mapped = jax.shard_map(layer, check_vma=False, **specs, **axes)
+        return mapped(params["w1"], params["w2"], x)
+
+    return loss_fn
+
+
+OVER_ONE = by_shard_map(axis_names={"model"})
+# Not over the towers' axis, of one group of devices either.
+OVER_ALL = by_shard_map()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "strategy"), [
     (plain_loss_fn, wide(4, **FSDP)),
-    *[(nested_loss_fn, wide(*sizes)) for sizes in [(4, 8), (4, 4), (1, 2)]],
-], ids=["fsdp", "shard_map 4-8", "shard_map 4-4", "shard_map 1-2"])  # fmt: skip
+    (OVER_ONE, wide(4, 8)), (OVER_ONE, wide(1, 2)),
+    (OVER_ALL, wide(4, 4)), (OVER_ALL, wide(1, 2)),
+], ids=["fsdp", "one 4-8", "one 1-2", "all 4-4", "all 1-2"])  # fmt: skip
 def test_a_step_of_parts_and_rows_within_is_that_of_numpy(loss, strategy):
     with jax.enable_x64(True):
         step = tj.build_train_step(loss, ADAM, strategy)
@@ -430,8 +439,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boxed", [True, False])
-def test_the_logical_annotations_of_flax_as_they_are(boxed):
+def test_the_logical_annotations_of_flax_as_they_are():
     rules = [("mlp", "model"), ("embed", None), ("batch", None)]
 
     def of(net):
@@ -446,15 +454,15 @@ def test_the_logical_annotations_of_flax_as_they_are(boxed):
         variables = Net().init(jax.random.key(0), rows()["x"])
         specs = nn.logical_to_mesh(nn.get_partition_spec(variables), rules)["params"]
         params = nn.unbox(variables["params"])
-        strategy = wide(4, specs=None)
-        step = tj.build_train_step(of(Net()), ADAM, strategy, specs=specs)
-        state = step.init(variables["params"] if boxed else params)
-        state, _ = trained(step, state)
         plain = tj.build_train_step(of(Net(False)), ADAM, tj.OneDevice("cpu:0"))
         wanted, _ = trained(plain, plain.init(params))
-        assert_near(nn.unbox(state.params), wanted.params)
-        kernel = nn.unbox(state.params)["Dense_0"]["kernel"]
-        assert kernel.addressable_shards[0].data.shape == (8, 8)
+        for given in (variables["params"], params):  # boxed, or not
+            parts = wide(4, specs=None)
+            step = tj.build_train_step(of(Net()), ADAM, parts, specs=specs)
+            state, _ = trained(step, step.init(given))
+            assert_near(nn.unbox(state.params), wanted.params)
+            kernel = nn.unbox(state.params)["Dense_0"]["kernel"]
+            assert kernel.addressable_shards[0].data.shape == (8, 8)
 
 
 @pytest.mark.slow
@@ -610,7 +618,15 @@ def by(specs, devices=8):
     checked(tj.Mirrored(CPUS[:devices], within=within, specs=specs))
 
 
+def member(rate):
+    step = tj.build_train_step(loss_fn, optax.sgd(rate), wide(4))
+    return step, step.init(start())
+
+
+TOGETHER = {"order": "together", "progress": False}
 REFUSED = [
+    (lambda: tj.sweep(member, {"rate": [0.1, 0.2]}, [rows()] * 2, **TOGETHER),
+        r"order='in_turn'\), or leave specs out"),
     (lambda: wide(4, executor="pmap"), r"within=\.\.\. needs executor='shard_map'"),
     (lambda: tj.Mirrored(CPUS[:3], within={"model": 2}),
         r"which 3 make no .* 3 devices, or name a multiple of 2; .*_devices', 4\)"),
@@ -676,19 +692,6 @@ def test_an_axis_that_is_not_there_names_the_option(within):
     assert "tj.Mirrored(within={'model': 2})" in "".join(told.value.__notes__)
 
 
-@pytest.mark.slow
-def test_members_that_train_together_have_no_specs():
-    def build(rate):
-        step = tj.build_train_step(loss_fn, optax.sgd(rate), wide(4))
-        return step, step.init(start())
-
-    grid = {"rate": [0.1, 0.2]}
-    with pytest.raises(ValueError, match=r"order='in_turn'\), or leave specs out"):
-        tj.sweep(build, grid, [rows()] * 2, order="together", progress=False)
-    found = tj.sweep(build, grid, [rows()] * 2, order="in_turn", progress=False)
-    assert len(found.rows()) == 2
-
-
 def test_a_tower_is_of_one_process(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
@@ -719,24 +722,3 @@ def test_a_shard_map_that_is_kept_says_to_call_it_anew():
     with pytest.raises(ValueError, match="should match the mesh") as told:
         checked(wide(1, 2), of_kept)
     assert "call jax.shard_map in the tower function" in told.value.__notes__[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("towers, devices", [(4, 8), (4, 2), (1, 2)])
-def test_a_shard_map_over_all_axes_of_a_tower(towers, devices):
-    """Which is not over the towers' axis, of one group of devices either."""
-
-    @loss_by
-    def whole_loss_fn(params, x):
-        def layer(w1, w2, x):
-            return jax.lax.psum(jnp.tanh(x @ w1) @ w2, "model")
-
-        specs = {"in_specs": (P(None, "model"), P("model"), P()), "out_specs": P()}
-        mapped = jax.shard_map(layer, check_vma=False, **specs)
-        return mapped(params["w1"], params["w2"], x)
-
-    with jax.enable_x64(True):
-        options = {"audit": True, "remainder": "pad"}
-        strategy = wide(towers, devices)
-        step = tj.build_train_step(whole_loss_fn, ADAM, strategy, **options)
-        assert_near(trained(step)[0].params, expected()[1])

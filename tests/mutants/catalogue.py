@@ -474,7 +474,7 @@ STATE = (
     _m("S24", "a run evaluates its state, whatever it was told to",
        "loop.loop:Loop._state_to_evaluate", "if self._options.eval_params is None:",
        "if True:", "test_run.py::"
-       "test_other_parameters_are_evaluated_and_the_state_is_the_last[False]"),
+       "test_other_parameters_are_evaluated_and_the_state_is_the_last[several]"),
     _m("S25", "a hook sees the state of a later step", "loop.loop:Loop._dispatch",
        "any(after % hook.every == 0 for hook in options.with_state)", "False",
        "test_run.py::test_a_hook_sees_the_state_before_the_next_step_takes_it"),

@@ -56,11 +56,7 @@ def _watch(run: Callable[[str, int], object]) -> None:
 
 
 def watch_into(path: str) -> None:
-    """Write each line of towerjax that this process runs into a file, at once.
-
-    Args:
-      path: The file, of which each line is a number and a path below the root.
-    """
+    """Write each line of towerjax that this process runs into a file, at once."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
 
     def run(name: str, number: int) -> None:
@@ -122,15 +118,7 @@ def _child(file: str, answer: Any) -> None:
 
 
 def record(files: Sequence[pathlib.Path], workers: int) -> dict[str, Covered]:
-    """Run files of tests, each in a process of its own.
-
-    Args:
-      files: The files.
-      workers: How many at a time.
-
-    Returns:
-      What each test that passes runs, by node id.
-    """
+    """Run files of tests, each in a process of its own."""
     if sys.version_info < (3, 12):
         raise SystemExit("Which test runs a line is known by Python 3.12 and later.")
     context = multiprocessing.get_context("forkserver")
@@ -157,15 +145,7 @@ def record(files: Sequence[pathlib.Path], workers: int) -> dict[str, Covered]:
 
 
 def kept(file: str | None, workers: int) -> dict[str, Covered]:
-    """What a file keeps of an earlier run, or the suite is run.
-
-    Args:
-      file: The file, which is written if it is not there, or None.
-      workers: How many processes at a time.
-
-    Returns:
-      What each test runs.
-    """
+    """What a file keeps of an earlier run, or the suite is run."""
     if file and os.path.exists(file):
         with open(file, "rb") as opened:
             found = pickle.load(opened)

@@ -35,9 +35,6 @@ ROUND_SECONDS = 60.0  # of each later round
 def all_mutants(under: str = "towerjax") -> list[Mutant]:
     """Every mutant of every function of the package.
 
-    Args:
-      under: The folder or file, below the root.
-
     Returns:
       The mutants, in the order of files and lines; `killed_by` is ``(file, line,
       first, last)``, where the first and the last line are those of its statement.
@@ -80,14 +77,7 @@ def _of_function(
 
 
 def changes_of(text: str) -> list[tuple[str, str, str]]:
-    """What is changed of a function, in the order of a breadth-first walk.
-
-    Args:
-      text: The function's source.
-
-    Returns:
-      Of which kind each change is, the text that is replaced, and its replacement.
-    """
+    """What is changed of a function, in the order of a breadth-first walk."""
     text = text.lstrip()
     return [(kind, text[begin:end], new) for kind, _, begin, end, new in _sites(text)]
 
@@ -180,16 +170,7 @@ def _of_node(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
 
 
 def sample(mutants: Sequence[Mutant], number: int, seed: int) -> list[Mutant]:
-    """As many of the mutants, drawn by a seed.
-
-    Args:
-      mutants: The mutants.
-      number: How many.
-      seed: Of the draw.
-
-    Returns:
-      The mutants, in their order.
-    """
+    """As many of the mutants, drawn by a seed."""
     rng = random.Random(seed)
     chosen = set(rng.sample(range(len(mutants)), min(number, len(mutants))))
     return [mutant for i, mutant in enumerate(mutants) if i in chosen]
@@ -199,10 +180,6 @@ def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
     """The jobs that try to kill a mutant: all tests that run its lines, some in each.
 
     Those that run few lines come first, and of few files, since each is imported.
-
-    Args:
-      mutant: The mutant.
-      covers: What each test runs.
 
     Returns:
       The jobs; none if no test runs the lines.
@@ -237,12 +214,6 @@ def run_rounds(
     report: Callable[[Job, Verdict], None],
 ) -> dict[str, list[Mutant]]:
     """Run each mutant against the tests of its line, until one fails by it.
-
-    Args:
-      mutants: The mutants.
-      covers: What each test runs.
-      workers: How many at a time.
-      report: Is told each job and its verdict.
 
     Returns:
       The mutants by what became of them: ``"killed"``, also by a crash,
@@ -306,13 +277,6 @@ def score(
     number: int, seed: int, under: str, covers: Mapping[str, Covered], workers: int
 ) -> int:
     """Draw mutants, run them, and print which survive, and the score.
-
-    Args:
-      number: How many.
-      seed: Of the draw.
-      under: The folder or file whose functions are changed.
-      covers: What each test runs.
-      workers: How many at a time.
 
     Returns:
       0 if at least nine of ten that change anything are killed, else 1.

@@ -43,16 +43,7 @@ class Mutant:
 
 
 def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -> None:
-    """Put the mutated function everywhere where the original is looked up.
-
-    Args:
-      mutant: The mutant.
-      patch: Undoes it.
-      live: Is called each time that the changed statement runs.
-
-    Raises:
-      MutantError: The function is not there, or ``old`` does not stand in it once.
-    """
+    """Put the mutated function everywhere where the original is looked up."""
     module_name, _, path = mutant.where.partition(":")
     try:
         module = importlib.import_module(module_name)

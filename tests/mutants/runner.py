@@ -105,24 +105,13 @@ class _Recorder:
 
 
 def first_in_children(call: Callable[[], None]) -> None:
-    """Have each process of `tests/forked.py` that tests start call a function first.
-
-    Args:
-      call: The function, of a module of this package.
-    """
+    """Have each process of `tests/forked.py` that tests start call a function first."""
     if forked := sys.modules.get("forked"):  # tests were collected that import it
         forked.FIRST.append(call)
 
 
 def run_here(job: Job) -> Verdict:
-    """Run the job's tests in this process, which must not have run any before.
-
-    Args:
-      job: The job.
-
-    Returns:
-      The verdict.
-    """
+    """Run the job's tests in this process, which must not have run any before."""
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     options += [] if job.mutant is None else ["-x"]
     with tempfile.NamedTemporaryFile() as is_live:
@@ -138,15 +127,7 @@ def run_here(job: Job) -> Verdict:
 
 
 def begin(mutant: Mutant | None, is_live: str) -> None:
-    """Put a mutant into this process for good.
-
-    Args:
-      mutant: The mutant, or None.
-      is_live: A file, into which it is written that the changed statement ran.
-
-    Raises:
-      MutantError: It cannot be made.
-    """
+    """Put a mutant into this process for good."""
     if mutant is None:
         return
     file, ran = os.open(is_live, os.O_WRONLY | os.O_APPEND), list[int]()
@@ -194,15 +175,7 @@ def _child(job: Job, output: str, answer: Any) -> None:
 
 
 def run_apart(job: Job, context: Any) -> Verdict:
-    """Run the job's tests in a process of their own.
-
-    Args:
-      job: The job.
-      context: The multiprocessing context.
-
-    Returns:
-      The verdict.
-    """
+    """Run the job's tests in a process of their own."""
     start = time.monotonic()
     mine, theirs = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
@@ -225,14 +198,7 @@ def run_apart(job: Job, context: Any) -> Verdict:
 
 
 def jobs_of(mutants: Sequence[Mutant]) -> list[Job]:
-    """The named tests without a mutant, file by file, and then each mutant.
-
-    Args:
-      mutants: The mutants.
-
-    Returns:
-      The jobs.
-    """
+    """The named tests without a mutant, file by file, and then each mutant."""
     files: dict[str, dict[str, None]] = {}
     for mutant in mutants:
         for test in mutant.killed_by:
@@ -244,16 +210,7 @@ def jobs_of(mutants: Sequence[Mutant]) -> list[Job]:
 def run_all(
     jobs: Sequence[Job], workers: int, report: Callable[[Job, Verdict], None]
 ) -> list[Verdict]:
-    """Run jobs, several at a time.
-
-    Args:
-      jobs: The jobs.
-      workers: How many at a time.
-      report: Is told each verdict as it comes.
-
-    Returns:
-      The verdicts, in the order of the jobs.
-    """
+    """Run jobs, several at a time."""
     # A server that has imported everything and has no threads forks each process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, __name__])

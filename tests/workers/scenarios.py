@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import inspect
 import pathlib
 import threading
 import time
@@ -20,6 +21,7 @@ from towerjax.contrib import LocalSGD
 from towerjax.mesh import placement
 
 placement.LEAST_PART = 1  # as in tests/conftest.py
+FOUR = tj.Mirrored(towers=4)
 
 
 def loss_fn(params, batch, tower):
@@ -36,7 +38,7 @@ def rows(n, start=0):
 
 
 def differing_batches(me):
-    step = step_of.__wrapped__(tj.Mirrored(towers=4))  # the first batch is compared
+    step = step_of.__wrapped__(FOUR)  # the first batch is compared
     step(step.init(np.float32(0)), rows(8, start=me))
 
 
@@ -44,9 +46,9 @@ def audited(me):
     def wrong(params, batch, tower):
         return tj.Weighted(loss_fn(params, batch, tower).sum, 1.0)
 
-    strategy, found = tj.Mirrored(towers=4), []
+    found = []
     for loss in (wrong, loss_fn):
-        step = tj.build_train_step(loss, optax.sgd(0.1), strategy, remainder="error")
+        step = tj.build_train_step(loss, optax.sgd(0.1), FOUR, remainder="error")
         state = step.init(np.float32(0))
         try:
             step(state, rows(8))
@@ -61,7 +63,7 @@ def differing_towers(me):
 
 
 def differing_params(me):
-    step_of(tj.Mirrored(towers=4)).init(np.zeros(2 + me, np.float32))
+    step_of(FOUR).init(np.zeros(2 + me, np.float32))
 
 
 def pmap(me):
@@ -97,7 +99,7 @@ def checkpoints_of_one_process(me):
 
 def folders_of_each(me, folder):
     """Each process sees another folder of this name, as on its own disk."""
-    step = step_of(tj.Mirrored(towers=4))
+    step = step_of(FOUR)
     saving = tj.Checkpointer(pathlib.Path(folder) / f"own {me}")
     tj.run(step, step.init(np.float32(me)), [rows(8)], checkpointer=saving)
 
@@ -113,25 +115,24 @@ def ends(remainder):
     def scenario(me):
         sizes = [4, 4, 3] if me == 0 else [4, 0]
         source = lambda context: [rows(n) for n in sizes]  # noqa: E731
-        return counts(tj.Mirrored(towers=4), source, remainder=remainder)
+        return counts(FOUR, source, remainder=remainder)
 
     return scenario
 
 
 def one_ends_early(me):
     source = lambda context: [rows(4)] * (2 + me)  # noqa: E731
-    return counts(tj.Mirrored(towers=4), source, remainder="error")
+    return counts(FOUR, source, remainder="error")
 
 
 def elements_of_each(me):
     source = lambda context: [rows(2 + me)] * (5 + me)  # noqa: E731
-    return counts(tj.Mirrored(towers=4), source, split="elements")
+    return counts(FOUR, source, split="elements")
 
 
 def elements_of_all(me):
-    strategy = tj.Mirrored(towers=4)
     source = [rows(1, start=i) for i in range(6)]
-    dataset = strategy.distribute_dataset(source, split="elements", remainder="drop")
+    dataset = FOUR.distribute_dataset(source, split="elements", remainder="drop")
     return [
         [shard.data.tolist() for shard in placed.arrays["x"].addressable_shards]
         for placed in dataset
@@ -140,56 +141,49 @@ def elements_of_all(me):
 
 def twice_through(me):
     source = lambda context: [rows(context.part_of(8))] * 2  # noqa: E731
-    dataset = tj.Mirrored(towers=4).distribute_dataset(source)
+    dataset = FOUR.distribute_dataset(source)
     return [len(list(dataset)), len(list(dataset))]
 
 
 def steps_on_data(me):
-    strategy = tj.Mirrored(towers=4)
 
     def step(ctx, total, batch):
         sums = ctx.call_for_each_tower(lambda tower, x: x.sum(), batch["x"])
-        ctx.set_last_step_output("sums", strategy.reduce(tj.Reduction.SUM, sums))
-        return total + strategy.reduce(tj.Reduction.SUM, sums)
+        ctx.set_last_step_output("sums", FOUR.reduce(tj.Reduction.SUM, sums))
+        return total + FOUR.reduce(tj.Reduction.SUM, sums)
 
-    data = iter(strategy.distribute_dataset([rows(8), rows(8, start=1)]))
-    ctx = strategy.run_steps_on_dataset(step, data, 2, np.float32(0))
+    data = iter(FOUR.distribute_dataset([rows(8), rows(8, start=1)]))
+    ctx = FOUR.run_steps_on_dataset(step, data, 2, np.float32(0))
     return [float(ctx.final), float(ctx.last_step_outputs["sums"])]
 
 
 def other_numbers_on_towers(me):
     tower_fn = lambda tower, x: tower.reduce(tj.Reduction.SUM, tower.id * x)  # noqa: E731
-    tj.Mirrored(towers=4).call_for_each_tower(tower_fn, 1.0 + me)
+    FOUR.call_for_each_tower(tower_fn, 1.0 + me)
 
 
 def other_steps_on_data(me):
-    strategy = tj.Mirrored(towers=4)
-    data = iter(strategy.distribute_dataset([rows(8)]))
-    strategy.run_steps_on_dataset(lambda ctx, n, batch: n + me, data, 1, np.float32(0))
+    data = iter(FOUR.distribute_dataset([rows(8)]))
+    FOUR.run_steps_on_dataset(lambda ctx, n, batch: n + me, data, 1, np.float32(0))
 
 
 def towers_values(me):
     """call_for_each_tower, reduce and gather over the devices of both processes."""
-    strategy = tj.Mirrored(towers=4)
-    ids = strategy.call_for_each_tower(lambda tower: 10.0 * tower.id)
-    total = strategy.reduce(tj.Reduction.SUM, ids)
-    mean = strategy.call_for_each_tower(
+    ids = FOUR.call_for_each_tower(lambda tower: 10.0 * tower.id)
+    total = FOUR.reduce(tj.Reduction.SUM, ids)
+    mean = FOUR.call_for_each_tower(
         lambda tower, x: tower.reduce(tj.Reduction.MEAN, x), ids
     )
-    return [float(total), float(mean), [float(x) for x in strategy.unwrap(ids)]]
+    return [float(total), float(mean), [float(x) for x in FOUR.unwrap(ids)]]
 
 
 def fetched(me):
-    strategy = tj.Mirrored(towers=4)
-    v = strategy.create_var("v", [1.0 + me, 2.0])  # process 0's values on both
-    return [float(strategy.fetch(v, fn=lambda x: x[0] + x[1])), float(v.value[0])]
+    v = FOUR.create_var("v", [1.0 + me, 2.0])  # process 0's values on both
+    return [float(FOUR.fetch(v, fn=lambda x: x[0] + x[1])), float(v.value[0])]
 
 
 def destination_of_one_process(me):
-    strategy = tj.Mirrored(towers=4)
-    strategy.reduce(
-        tj.Reduction.SUM, strategy.worker_device_index, destinations="cpu:0"
-    )
+    FOUR.reduce(tj.Reduction.SUM, FOUR.worker_device_index, destinations="cpu:0")
 
 
 def ops(me):
@@ -210,8 +204,7 @@ def ops(me):
 
 def saved_and_restored(me):
     """A tower-local sum of 4 towers on both processes, restored on 8."""
-    strategy = tj.Mirrored(towers=4)
-    v = strategy.create_var("v", 1.5, reduction=tj.Reduction.SUM, tower_local=True)
+    v = FOUR.create_var("v", 1.5, reduction=tj.Reduction.SUM, tower_local=True)
     saved = tj.towers.saved_values({"v": v})
     totals = [float(saved["v"])]
     other = tj.Mirrored(towers=8)
@@ -223,67 +216,61 @@ def saved_and_restored(me):
 
 def of_the_first(me):
     """Host values that differ from process to process, given to methods for all."""
-    strategy, x = tj.Mirrored(towers=4), np.float32(1 + me)
-    v = strategy.create_var("v", x)
-    mean = strategy.reduce(tj.Reduction.MEAN, {"x": x, "n": 1 + me})
+    x = np.float32(1 + me)
+    v = FOUR.create_var("v", x)
+    mean = FOUR.reduce(tj.Reduction.MEAN, {"x": x, "n": 1 + me})
     found = [
-        strategy.update(v, lambda a, b, *, k: a + k * b, x, k=2 + me).value,
-        strategy.assign(v, 4 * x).value,
-        strategy.assign_add(v, 7 + me).value,
+        FOUR.update(v, lambda a, b, *, k: a + k * b, x, k=2 + me).value,
+        FOUR.assign(v, 4 * x).value,
+        FOUR.assign_add(v, 7 + me).value,
         mean["x"],
         mean["n"],
-        *strategy.map(lambda e, y: e * y, [x, 2 * x], x).values,
+        *FOUR.map(lambda e, y: e * y, [x, 2 * x], x).values,
     ]
     return [np.asarray(one).tolist() for one in found]
 
 
 def sums_of_rows(me):
     """Rows of a table, reduced: every process reads and applies them."""
-    strategy = tj.Mirrored(towers=4)
-    rows = strategy.call_for_each_tower(
+    rows = FOUR.call_for_each_tower(
         lambda tower: tj.sparse.IndexedRows(
             jnp.full((1, 2), tower.id + 1.0), jnp.array([1]) + 0 * tower.id, (3, 2)
         )
     )
-    total = strategy.reduce(tj.Reduction.SUM, rows)
-    table = strategy.create_var("table", np.ones((3, 2), np.float32))
-    new = strategy.update(table, lambda x, rows: rows.add_to(x), total).value
+    total = FOUR.reduce(tj.Reduction.SUM, rows)
+    table = FOUR.create_var("table", np.ones((3, 2), np.float32))
+    new = FOUR.update(table, lambda x, rows: rows.add_to(x), total).value
     return [total.to_dense().tolist(), new.tolist()]
 
 
 def evaluated_and_predicted(me):
-    strategy = tj.Mirrored(towers=4)
     evaluate = tj.build_eval_step(
-        lambda w, b, tower: {"mean": tj.Weighted.mean(w * b["x"], tower.weight)},
-        strategy,
+        lambda w, b, tower: {"mean": tj.Weighted.mean(w * b["x"], tower.weight)}, FOUR
     )
-    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], strategy)
+    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], FOUR)
     w = np.float32(2)
     values = tj.evaluate(evaluate, w, [rows(8), rows(3)])
     return [values["mean"], predict(w, rows(5)).tolist()]
 
 
 def other_numbers_of_batches(me):
-    strategy = tj.Mirrored(towers=4)
-    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], strategy)
+    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], FOUR)
     tj.evaluate(predict, np.float32(2), [rows(8)] * (2 + me))
 
 
 def other_numbers_in_the_optimizer(me):
-    strategy = tj.Mirrored(towers=4)
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), strategy)
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), FOUR)
     step(step.init(np.float32(0)), rows(8))
 
 
 def other_numbers_of_steps(me):
-    step = step_of(tj.Mirrored(towers=4))
+    step = step_of(FOUR)
     tj.run(step, step.init(np.float32(0)), [rows(4)] * (3 - me), progress=False)
 
 
 def work_of_one_process(me):
     """What the last process alone is asked for besides the steps."""
-    strategy, told = tj.Mirrored(towers=4), []
-    step, predict = step_of(strategy), tj.build_predict_step(loss_fn, strategy)
+    step, predict, told = step_of(FOUR), tj.build_predict_step(loss_fn, FOUR), []
     for given in (
         {"checkpointer": tj.Checkpointer("nowhere")},
         {"hooks": [tj.loop.WithState(print, every=2)]},
@@ -299,24 +286,22 @@ def work_of_one_process(me):
 
 def restored_from_the_chief(me):
     """Only process 0 read the file: its values count."""
-    strategy = tj.Mirrored(towers=4)
-    step = step_of(strategy)
+    step = step_of(FOUR)
     state = step.init(np.float32(0))
     saved = tj.towers.saved_values(state)
     value = np.float32(100 if me == 0 else -1)
     saved = dataclasses.replace(saved, params=value)
-    restored = tj.towers.restored_values(strategy, state, saved)
+    restored = tj.towers.restored_values(FOUR, state, saved)
     placed = step.place(jax.tree.map(lambda x: x, restored))
-    sent = strategy.broadcast(value)
+    sent = FOUR.broadcast(value)
     return [float(restored.params), float(placed.params), float(sent)]
 
 
 def alone_between_meetings(me):
     """Towers train two steps alone, and then take their mean."""
-    strategy, extend = tj.Mirrored(towers=4), LocalSGD(every=2)
-    step = tj.build_train_step(  # no audit: of towers that go alone nothing is merged
-        loss_fn, optax.sgd(0.1), strategy, extend=extend, audit=False
-    )
+    # No audit: of towers that go alone nothing is merged.
+    options = {"extend": LocalSGD(every=2), "audit": False}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), FOUR, **options)
     state = step.init(np.float32(0))
     for _ in range(2):
         state, _ = step(state, rows(8))
@@ -326,7 +311,7 @@ def alone_between_meetings(me):
 def learning_rates_of_the_first(me):
     """Written into the state as numbers of the host, before and after it compiles."""
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
-    step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored(towers=4))
+    step = tj.build_train_step(loss_fn, optimizer, FOUR)
     state = step.init(np.float32(0))
     for rate in (0.25 + me, np.float32(0.125 + me)):
         state.opt_state.hyperparams["learning_rate"] = rate
@@ -342,24 +327,24 @@ def loader_fails(me):
         yield rows(2)
 
     try:
-        return counts(tj.Mirrored(towers=4), source)
+        return counts(FOUR, source)
     except OSError as error:
         return f"mine: {error}"
 
 
 def one_is_empty(me):
-    return counts(tj.Mirrored(towers=4), lambda context: [rows(4)] * me)
+    return counts(FOUR, lambda context: [rows(4)] * me)
 
 
 def no_leaves(me):
-    return counts(tj.Mirrored(towers=4), lambda context: [rows(2) if me else {}])
+    return counts(FOUR, lambda context: [rows(2) if me else {}])
 
 
 def left_early(me):
     """Breaking out of a loop neither waits nor leaves a thread, however late."""
-    strategy, start = tj.Mirrored(towers=4), time.monotonic()
+    start = time.monotonic()
     source = lambda context: (rows(4) for _ in range(1000))  # noqa: E731
-    for i, _placed in enumerate(strategy.distribute_dataset(source)):
+    for i, _placed in enumerate(FOUR.distribute_dataset(source)):
         if me == 0:
             time.sleep(0.01)
         if i == 3:
@@ -369,14 +354,13 @@ def left_early(me):
 
 
 def side_by_side(me):
-    dataset = tj.Mirrored(towers=4).distribute_dataset(lambda context: [rows(2)] * 3)
+    dataset = FOUR.distribute_dataset(lambda context: [rows(2)] * 3)
     return sum(1 for _ in zip(dataset, dataset, strict=True))
 
 
 @functools.cache
 def one_step():
-    strategy = tj.Mirrored(towers=4)
-    return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), FOUR, remainder="pad")
 
 
 def desynced(me):
@@ -483,7 +467,7 @@ def shared_values_of_the_first(me):
         rate = batch["by"]["rate"] * (1 + seed)
         return tj.Weighted.mean(w * batch["x"] * rate, tower.weight)
 
-    step = tj.build_train_step(loss_fn, optax.sgd(1.0), tj.Mirrored(towers=4))
+    step = tj.build_train_step(loss_fn, optax.sgd(1.0), FOUR)
     state = step.init(np.float32(0))
     given = [
         {**rows(8), "by": tj.Whole({"rate": rate, "key": jax.random.key(seed)})}
@@ -501,49 +485,9 @@ def shared_values_of_the_first(me):
 
 
 SCENARIOS = [
-    shared_values_of_the_first,
-    sharded,
-    bits_of_parts,
-    wide,
-    desynced,
-    not_finite,
-    other_numbers_in_the_optimizer,
-    other_numbers_of_steps,
-    other_numbers_of_batches,
-    work_of_one_process,
-    restored_from_the_chief,
-    alone_between_meetings,
-    learning_rates_of_the_first,
-    loader_fails,
-    one_is_empty,
-    no_leaves,
-    left_early,
-    side_by_side,
-    fetched,
-    destination_of_one_process,
-    ops,
-    saved_and_restored,
-    of_the_first,
-    sums_of_rows,
-    evaluated_and_predicted,
-    audited,
-    differing_batches,
-    differing_towers,
-    differing_params,
-    pmap,
-    one_process_has_more_devices,
-    devices_out_of_order,
-    towers_not_for_all,
-    own_devices_alone,
-    checkpoints_of_one_process,
-    one_ends_early,
-    elements_of_each,
-    elements_of_all,
-    twice_through,
-    steps_on_data,
-    other_numbers_on_towers,
-    other_steps_on_data,
-    towers_values,
+    fn
+    for fn in list(globals().values())
+    if inspect.isfunction(fn) and [*inspect.signature(fn).parameters] == ["me"]
 ]
 
 
