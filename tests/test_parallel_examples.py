@@ -61,7 +61,7 @@ def of_tensor(params, batch):
         hidden = normed(x, params["scales"][1]) @ params["up"] + params["bias"][None]
         return x + jax.nn.gelu(hidden) @ params["down"]
 
-    out = jnp.stack([row(x) for x in batch["x"]])
+    out = jax.vmap(row)(batch["x"])
     return mean(((out - batch["y"]) ** 2).mean(-1), batch)
 
 
@@ -71,12 +71,15 @@ def of_context(params, batch):
         q, k, v = [jnp.tensordot(x, params["qkv"][:, i], 1) for i in range(3)]
         return x + jnp.tensordot(attended(q, k, v), params["out"], 2)
 
-    out = jnp.stack([row(x) for x in batch["x"]])
+    out = jax.vmap(row)(batch["x"])
     return mean(((out - batch["y"]) ** 2).mean(-1), batch)
 
 
 def chosen_by(probs, lengths):
-    """Each token's two best experts, and whether they take it: one by one, in NumPy."""
+    """Each token's two best experts, and whether they take it: one by one, in NumPy.
+
+    And the share of the tokens that asks for each expert.
+    """
     best = np.argsort(-probs, axis=-1, kind="stable")[..., :2]
     taken = np.zeros(best.shape, bool)
     for row, length in enumerate(lengths):
@@ -86,12 +89,13 @@ def chosen_by(probs, lengths):
                 count[best[row, t, choice]] += 1
                 is_room = count[best[row, t, choice]] <= experts.CAPACITY
                 taken[row, t, choice] = is_room
-    return best, taken
+    asked = [row[:n].ravel() for row, n in zip(best, lengths, strict=True)]
+    asked = np.concatenate(asked)
+    return best, taken, np.bincount(asked, minlength=experts.EXPERTS) / asked.size
 
 
 def of_experts(params, batch, chosen):
-    best, taken = chosen
-    x, lengths = batch["x"], batch["length"]
+    (best, taken, share), x = chosen, batch["x"]
     probs = jax.nn.softmax(x @ params["router"])
     gates = jnp.take_along_axis(probs, best, -1)
     gates = taken * gates / gates.sum(-1, keepdims=True)
@@ -101,10 +105,6 @@ def of_experts(params, batch, chosen):
     ]
     picked = jnp.take_along_axis(jnp.stack(each, 2), best[..., None], 2)
     out = x + (gates[..., None] * picked).sum(2)
-    asked = np.concatenate(
-        [row[:n].ravel() for row, n in zip(best, lengths, strict=True)]
-    )
-    share = np.bincount(asked, minlength=experts.EXPERTS) / asked.size
     balance = mean(experts.EXPERTS * (probs * share[None, None]).sum(-1), batch)
     return mean(((out - batch["y"]) ** 2).mean(-1), batch) + 0.01 * balance
 
@@ -155,8 +155,7 @@ def how(program):
 def by_one_device(program, loss):
     """The loss before each step of SGD, and the parameters after it."""
     params, batch = given(program)
-    of = lambda params, *more: jax.value_and_grad(loss)(params, batch, *more)  # noqa: E731
-    of = of if program is experts else jax.jit(of)
+    of = jax.jit(lambda p, *more: jax.value_and_grad(loss)(p, batch, *more))
     losses, states = [], [params]
     for _ in range(STEPS):
         more = ()

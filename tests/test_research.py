@@ -78,15 +78,6 @@ def num_all_reduces(text):
     return len(re.findall(r" all-reduce\(", text))
 
 
-# Privacy
-
-
-# A contrastive loss in two passes
-
-
-# A mean teacher
-
-
 # The step as a JAX function: populations, gradients through training, searches
 
 

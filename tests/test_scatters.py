@@ -54,42 +54,46 @@ def table():
     return np.random.default_rng(0).normal(size=(8, 16))
 
 
-def program(spec, write, state, devices):
-    """A step that gives numbers and gradients of a table written to, and updates it."""
+def loss_by(write):
     factor = jnp.asarray(np.random.default_rng(1).normal(size=(8, 16)))
+    return lambda t: (factor * write(t) ** 2).sum()
 
-    def loss(t):
-        return (factor * write(t) ** 2).sum()
+
+ALL = pytest.param([*WRITES], marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("names", [["set"], ALL], ids=len)
+def test_each_element_is_that_of_one_device(names):
+    """Each way has a table of its own, so that one program holds them all.
+
+    It gives numbers and gradients of each that is written to, and updates it.
+    """
+    specs, writes = ({name: WRITES[name][i] for name in names} for i in (0, 1))
 
     def tower_fn(state, batch, tower):
-        t = state.params["table"]
-        return {"out": write(t), "gradient": jax.grad(loss)(t)}
+        found = {}
+        for name, t in state.params.items():
+            gradient = jax.grad(loss_by(writes[name]))(t)
+            found |= {name: writes[name](t), f"{name}: gradient": gradient}
+        return found
 
     def update_fn(state, merged):
-        new = write(state.params["table"] * 2)
-        return dataclasses.replace(state, params={"table": new}), merged
+        new = {name: writes[name](t * 2) for name, t in state.params.items()}
+        return dataclasses.replace(state, params=new), merged
 
-    options = {"within": {"model": 2}, "specs": {"table": spec}, "state": state}
-    strategy = tj.Mirrored([f"cpu:{i}" for i in range(devices)], **options)
-    return tj.build_step(tower_fn, update_fn, strategy, audit=False), loss
-
-
-def assert_right(spec, write, state="sharded", devices=4):
+    options = {"within": {"model": 2}, "specs": specs, "state": "sharded"}
+    strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)], **options)
     with jax.enable_x64(True):
-        step, loss = program(spec, write, state, devices)
-        state = step.init({"table": table()})
+        step = tj.build_step(tower_fn, update_fn, strategy, audit=False)
+        state = step.init(dict.fromkeys(names, table()))
         done, found = step(state, {"x": np.zeros((4, 1))})
-        on_one = jnp.asarray(table())
-        np.testing.assert_allclose(found["out"], write(on_one), rtol=1e-12)
-        wanted = jax.grad(loss)(on_one)
-        np.testing.assert_allclose(found["gradient"], wanted, rtol=1e-12)
-        np.testing.assert_allclose(done.params["table"], write(on_one * 2), rtol=1e-12)
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("name", WRITES)
-def test_each_element_is_that_of_one_device(name):
-    assert_right(*WRITES[name])
+        t = jnp.asarray(table())
+        for name, write in writes.items():
+            close = {"rtol": 1e-12, "err_msg": name}
+            np.testing.assert_allclose(found[name], write(t), **close)
+            wanted = jax.grad(loss_by(write))(t)
+            np.testing.assert_allclose(found[f"{name}: gradient"], wanted, **close)
+            np.testing.assert_allclose(done.params[name], write(t * 2), **close)
 
 
 def test_towers_of_one_group_of_devices_are_right_too():

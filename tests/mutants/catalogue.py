@@ -981,8 +981,7 @@ TABLES = (
        "metrics.weighted:Weighted.value",
        "map_values(lambda x: x * scale.astype(x.dtype), total)",
        "map_values(lambda x: x * (scale if x.ndim < 2 else 1), total)",
-       "test_sparse_gradient.py::test_towers_train_a_table_as_one_does"
-       "[4-2-how0-2-True]"),
+       "test_sparse_gradient.py::test_towers_train_a_table_as_one_does[lazy]"),
 )
 
 SWEEPS = (
