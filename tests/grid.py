@@ -354,11 +354,16 @@ class Draw:
             "clipped": optax.chain(optax.clip_by_global_norm(0.1), momentum),
             "decayed": optax.chain(optax.add_decayed_weights(0.1), momentum),
             "lamb": optax.lamb(1e-2),
-            "plateau": optax.chain(momentum, reduce_on_plateau(patience=1)),
+            "plateau": optax.chain(momentum, reduce_on_plateau(patience=1), BY_LOSS),
             "several": optax.MultiSteps(momentum, 2).gradient_transformation(),
         }[self.optimizer]
 
 
+def by_loss(updates, state, params=None, *, value, **_):
+    return jax.tree.map(lambda x: x * (1 + jnp.tanh(value)), updates), state
+
+
+BY_LOSS = optax.GradientTransformationExtraArgs(lambda _: (), by_loss)
 FIXED = ("fixed", "scale")
 OPTIMIZERS = ["sgd", "clipped", "plateau", "decayed", "several", "sgd", "lamb"]
 # fmt: off

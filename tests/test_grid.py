@@ -60,6 +60,8 @@ def loss_fn(draw, params, batch, tower, local=None):
         own = jnp.where(tower.weight > 0, errors, 0).sum()
         metrics |= {"rows": tj.Sum(tower.weight.sum()), "scale": params["scale"]}
         metrics |= {"own": tj.PerTower(tj.Sum(own))}
+        own = tj.Weighted(own, tower.weight.sum())
+        metrics |= {"own mean": tj.PerTower(own)}
     return tj.TowerOutput(loss, metrics, local=after, extra=extra)
 
 
@@ -292,7 +294,8 @@ def objective(draw, params, batch, state):
         each = ratio(sum_of(weight * errors, number), sum_of(by, number))
         loss = each.sum() / (sum_of(valid, number) > 0).sum()
     found = {"loss": loss, "far": far, "rows": valid.sum(), "scale": params["scale"]}
-    found |= {"own": sum_of(errors, view.tower)[: draw.towers]}
+    own, each = (sum_of(x, view.tower)[: draw.towers] for x in (errors, valid))
+    found |= {"own": own, "own mean": ratio(own, each)}
     found |= {f"loss/{name}": term for name, term in terms.items()}
     return loss, found | {"predictions": {"x": x, "tower": view.tower}}
 

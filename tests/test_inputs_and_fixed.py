@@ -281,20 +281,6 @@ def test_refusals_name_the_leaf_and_what_to_write():
         check(lora(), "a")
 
 
-@pytest.mark.slow
-def test_shared_leaves_of_a_distributed_data_set():
-    strategy = mirrored(4, 2)
-    step = tj.build_train_step(loss_fn, optax.sgd(RATE), strategy, remainder="pad")
-    sizes = 12, 11
-    given = [{**rows(n), "scale": tj.Whole({"by": n / 10})} for n in sizes]
-    dataset = strategy.distribute_dataset(given, remainder="pad")
-    state, w = step.init(start()), start()["w"]
-    for batch, n in zip(dataset, sizes, strict=True):
-        state, _ = step(state, batch)
-        w = moved(w, rows(n), n / 10)
-        np.testing.assert_allclose(state.params["w"], w, rtol=2e-6)
-
-
 def test_shared_leaves_are_refused_by_name_where_rows_alone_go():
     strategy = mirrored(2, 2)
     batch = {**rows(), "scale": tj.Whole({"by": np.float32(1)})}

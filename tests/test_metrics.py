@@ -796,31 +796,3 @@ def test_small_integers_and_booleans_are_added_as_numbers():
     assert found["seen"] == 8 + 8 * 200
     one = Seen(True, np.uint8(200))
     assert operator.add(*jax.tree.leaves(m.merge(one, one))) == 2 + 400
-
-
-@pytest.mark.slow
-def test_sums_and_what_is_each_towers_own_are_metrics_of_training():
-    T, D, local, A = 4, 2, "scan", 2
-    y, size = np.arange(13, dtype=np.float32), 13
-
-    def counts(batch, weight):
-        columns = jax.nn.one_hot(batch["y"].astype(jnp.int32) % 3, 3)
-        return {"rows": tj.Sum((weight > 0).sum()), "column": tj.Sum(weight @ columns)}
-
-    def loss_fn(params, batch, tower):
-        weight = tower.weight
-        own = tj.Weighted(weight @ jnp.stack([batch["y"]] * 2, 1), weight.sum())
-        metrics = {**counts(batch, weight), "own": tj.PerTower(own)}
-        loss = tj.Weighted.mean(batch["y"] * params, weight)
-        return tj.TowerOutput(loss, metrics)
-
-    strategy = mirrored(T, D, local)
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(0.1), strategy, micro_batches=A, remainder="pad"
-    )
-    _, metrics = step(step.init(np.float32(1)), {"y": y})
-    columns = np.bincount(np.arange(13) % 3)
-    assert metrics["rows"] == size and metrics["column"].tolist() == columns.tolist()
-    each = -(-size // (T * A)) * A
-    own = [y[i * each : (i + 1) * each].mean(dtype=float) for i in range(T)]
-    np.testing.assert_allclose(metrics["own"], np.stack([own, own], 1), rtol=1e-6)

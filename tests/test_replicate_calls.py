@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import mirrored as towers
 from layouts import rows
 
 import towerjax as tj
@@ -17,11 +18,6 @@ from towerjax.estimator.model_fn import ModelFn, static_keys
 Kind = tj.estimator.LossReduction
 SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
 OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(0.1))
-
-
-def towers(count, devices=None, **options):
-    names = [f"cpu:{i}" for i in range(devices or count)]
-    return tj.Mirrored(devices=names, towers=count, **options)
 
 
 def squares(params, features, labels, tower):

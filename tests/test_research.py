@@ -8,19 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import data
+from layouts import data, mirrored
 
 import towerjax as tj
 
 T = 4
 
 
-def mirrored(devices, local="vmap"):
-    names = [f"cpu:{i}" for i in range(devices)]
-    return tj.Mirrored(names, towers=T, local=local)
-
-
-IN_TURN = mirrored(2, "scan")
+IN_TURN = mirrored(T, 2, "scan")
 
 
 W = np.float32([0.5, -1, 2, 0.3, -0.2])
@@ -64,7 +59,7 @@ def test_tower_mean_is_that_of_all_rows(rows):
     def update_fn(state, merged):
         return state, {"mean": merged["mean"], "row": merged["row"][2]}
 
-    step = tj.build_step(tower_fn, update_fn, mirrored(2), remainder="pad")
+    step = tj.build_step(tower_fn, update_fn, mirrored(T, 2), remainder="pad")
     metrics = step(step.init(0.0), batch)[1]
     weight = batch["weight"].astype(float)
     for name, x in {"mean": batch["y"], "row": batch["x"][:, 2]}.items():
@@ -91,7 +86,7 @@ def dropping(w, batch, tower):
 @pytest.fixture(scope="module")
 def noisy():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    return tj.build_train_step(dropping, optimizer, mirrored(2), donate=False)
+    return tj.build_train_step(dropping, optimizer, mirrored(T, 2), donate=False)
 
 
 def member(start, seed, rate):
@@ -128,7 +123,7 @@ def test_a_population_of_seeds_and_rates_is_its_members_in_one_all_reduce(noisy)
 
 @pytest.mark.slow
 def test_a_population_is_evaluated_and_predicted_by_one_program_and_differentiated():
-    strategy, batch = mirrored(4), data(7)  # one row of which is padding
+    strategy, batch = mirrored(T, 4), data(7)  # one row of which is padding
     x, y = batch["x"].astype(float), batch["y"].astype(float)
 
     def metric_fn(w, batch, tower):
@@ -163,8 +158,8 @@ def test_an_evaluation_is_differentiated_by_what_it_reads_of_each_tower():
         read = sum(tower.local.values())
         return {"sum": tj.Sum((read * tower.weight * batch).sum())}
 
-    evaluate = tj.build_eval_step(metric_fn, mirrored(2))
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(2))
+    evaluate = tj.build_eval_step(metric_fn, mirrored(T, 2))
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(T, 2))
     slopes = {"SUM": [36] * 4, "MEAN": [9] * 4, "ONLY_FIRST_TOWER": [36, 0, 0, 0]}
     one = np.float32(1)
     local = {name: tj.TowerLocal(one, tj.Reduction[name]) for name in slopes}
@@ -182,7 +177,7 @@ def test_an_evaluation_is_differentiated_by_what_it_reads_of_each_tower():
 @pytest.mark.slow
 def test_a_gradient_through_three_steps_is_a_finite_difference():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    step = tj.build_train_step(loss_fn, optimizer, mirrored(2), donate=False)
+    step = tj.build_train_step(loss_fn, optimizer, mirrored(T, 2), donate=False)
     start, cut = step.init(W), [data(16, seed) for seed in range(3)]
     stacked, held_out = jax.tree.map(lambda *x: np.stack(x), *cut), data(9, 9)
 

@@ -266,16 +266,6 @@ def test_no_more_calls_than_in_flight_run_without_being_waited_for(
     assert max(lags) == in_flight - 1
 
 
-@pytest.mark.slow
-def test_steps_of_an_own_loop_finish_on_8_devices():
-    # Looking at verdicts waits now and then; "ignore" never looks.
-    train_step = step_with(on_nonfinite="ignore")
-    state, placed = init(train_step), train_step.place_batch(make_data(16))
-    for _ in range(100):
-        state, metrics = train_step(state, placed)
-    assert int(state.step) == 100
-
-
 # Evaluation
 
 

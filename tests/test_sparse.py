@@ -227,17 +227,6 @@ def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
 
 
 @pytest.mark.slow
-def test_rows_of_one_index_all_count():
-    values, indices = np.float32([[1, 2], [3, 4], [5, 6]]), np.array([0, 0, 5])
-    rows = tj.sparse.IndexedRows(values, indices, SHAPE)
-    expected = np.zeros(SHAPE)
-    expected[0], expected[5] = [4, 6], [5, 6]
-    assert rows.to_dense().tolist() == expected.tolist()
-    assert rows.add_to(np.ones(SHAPE, "f")).tolist() == (1 + expected).tolist()
-    assert jax.jit(lambda r: r.to_dense())(rows).tolist() == expected.tolist()
-
-
-@pytest.mark.slow
 def test_a_traced_index_that_names_no_row_spoils_all_of_the_result():
     filled = {np.float32: np.nan, np.int32: -(2**31), np.uint8: 255}
 

@@ -9,16 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import mirrored
 
 import towerjax as tj
 from towerjax.step.state.checks import is_usable
 
 PINNED = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
-
-
-def strategy(towers, devices, options):
-    names = tuple(f"cpu:{i}" for i in range(devices))
-    return tj.Mirrored(names, towers=towers, **options)
 
 
 def data(rows=16):
@@ -48,7 +44,7 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state():
         {"train": optax.sgd(0.125), "keep": optax.set_to_zero()}, labels
     )
     step = tj.build_train_step(
-        loss_fn, optimizer, strategy(4, 2, PINNED), micro_batches=2
+        loss_fn, optimizer, mirrored(4, 2, **PINNED), micro_batches=2
     )
     zero, none = np.int32(0), tj.Reduction.NONE
     params = {
@@ -85,7 +81,7 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state():
 
 def test_place_moves_a_state_and_leaves_the_old_one():
     here, there = (
-        tj.build_train_step(loss_fn, optax.sgd(0.1), strategy(4, n, {})) for n in (4, 2)
+        tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(4, n)) for n in (4, 2)
     )
     local = {
         "key": tj.TowerLocal(jax.random.key(3), tj.Reduction.NONE),
@@ -112,7 +108,7 @@ def collected(w, batch, tower):
 def test_each_tower_may_start_with_its_own_value(options):
     """An array, a tuple, or parts of one variable beside what all towers share."""
     rows = np.arange(4, dtype=np.float32)
-    step = tj.build_train_step(collected, optax.sgd(0.1), strategy(4, 2, options))
+    step = tj.build_train_step(collected, optax.sgd(0.1), mirrored(4, 2, **options))
     own = {"by": tj.PerTower(tuple(rows[:, None] + [0, 5])), "all": np.float32(3)}
     local = {
         "own": tj.TowerLocal(own, tj.Reduction.NONE),
@@ -127,7 +123,7 @@ def test_each_tower_may_start_with_its_own_value(options):
 
 
 def test_own_values_are_as_many_as_the_towers():
-    step = tj.build_train_step(collected, optax.sgd(0.1), strategy(4, 2, {}))
+    step = tj.build_train_step(collected, optax.sgd(0.1), mirrored(4, 2))
     for values in (np.zeros((3, 2)), (0.0, 1.0, 2.0)):
         local = tj.TowerLocal(tj.PerTower(values), tj.Reduction.NONE)
         with pytest.raises(ValueError, match="dim 0 runs over the 4 towers"):
@@ -143,7 +139,7 @@ RATED = optax.inject_hyperparams(optax.sgd)(learning_rate=0.125)
 
 @functools.cache
 def rated(devices):
-    return tj.build_train_step(mean_square, RATED, strategy(2, devices, {}))
+    return tj.build_train_step(mean_square, RATED, mirrored(2, devices))
 
 
 @pytest.mark.few_fast(1)

@@ -1,7 +1,6 @@
 """Early stopping, counted by hand."""
 
 import functools
-import itertools
 import math
 import re
 
@@ -195,25 +194,6 @@ def test_several_rules_of_several_metrics_end_a_run(steps):
     state, history = run(step, init(step), data, early_stopping=early, **how)
     assert history.stopped == "other reached 4, best 4.000 after 4"
     assert int(state.step) == 4
-
-
-def test_data_that_ends_when_a_hook_says_so_end_a_run(steps):
-    step, evaluate = steps
-    enough = []
-    always = itertools.repeat(np.ones(8, np.float32))
-    data = itertools.takewhile(lambda _: not enough, always)
-    state, history = run(
-        step,
-        init(step),
-        data,
-        hooks=[lambda number, metrics: enough.extend([number] * (number >= 3))],
-        evaluate=evaluate,
-        eval_batches=told([1]),
-        progress=False,
-    )
-    # Two calls were in flight, and two batches waiting, when the hook was called.
-    assert 3 <= int(state.step) <= 3 + 2 + 2 + 1 and history.stopped is None
-    assert [number for number, _ in history.evaluations] == [int(state.step)]
 
 
 def test_what_stopped_a_run_is_said(steps, capsys):

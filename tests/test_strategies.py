@@ -293,29 +293,6 @@ def test_one_device_lies_where_it_says():
     assert strategy.worker_device_index.values.tolist() == [0]
 
 
-@pytest.mark.slow
-def test_one_device_is_one_mirrored_tower():
-    def states(strategy):
-        step = tj.build_train_step(
-            lambda w, batch, tower: tj.Weighted.mean(
-                (w * batch - tower.id - 2) ** 2, tower.weight
-            ),
-            optax.sgd(0.1),
-            strategy,
-        )
-        state = step.init(np.float32(1.5))
-        return step(state, np.float32([1, 2, 4]))
-
-    (one, metrics), (other, others) = map(
-        states, (tj.OneDevice("cpu:1"), tj.Mirrored(devices=("cpu:1",)))
-    )
-    # d/dw mean((w x - 2)^2) at 1.5 over x = 1, 2, 4
-    gradient = np.mean([2 * x * (1.5 * x - 2) for x in (1.0, 2.0, 4.0)])
-    np.testing.assert_allclose(one.params, 1.5 - 0.1 * gradient, rtol=1e-6)
-    assert float(one.params) == float(other.params)
-    assert float(metrics["loss"]) == float(others["loss"])
-
-
 def test_numbers_of_numpy_become_those_of_python():
     """16 times 16 of ``np.int8`` is 0, and 128 is no such number."""
 

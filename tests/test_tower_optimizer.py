@@ -384,29 +384,6 @@ def test_two_optimizers_and_two_losses():
         np.testing.assert_allclose(variables["params"]["g"], g, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_the_value_that_line_searches_see_is_the_one_loss():
-    def update(updates, state, params=None, *, value, **extra_args):
-        return updates, {"value": value}
-
-    probe = optax.GradientTransformationExtraArgs(
-        lambda params: {"value": jnp.float32(0)}, update
-    )
-    optimizer = tj.estimator.TowerOptimizer(probe)
-
-    def model_fn(variables, features, labels, mode, tower):
-        def loss_fn(w):
-            return tj.Weighted.mean(w * features, tower.weight)
-
-        loss, after = optimizer.minimize(loss_fn, variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
-
-    x = np.array([1, 2, 3, 4, 10], np.float32)
-    model = tj.estimator.replicate_model_fn(model_fn, devices=towers(3, 1))
-    after = model(tj.TrainState.create(np.float32(1), optimizer), x).train_op
-    np.testing.assert_allclose(after.opt_state.inner["value"], 4.0, rtol=1e-6)
-
-
 def test_what_is_natural_and_wrong_is_named():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
     state = tj.TrainState.create(jnp.float32(1), optimizer)

@@ -95,29 +95,6 @@ def test_variables_are_made_and_changed_inside_jit():
 # Assigned in a tower.
 
 
-def test_towers_assign_to_a_mirrored_variable():
-    strategy = mirrored(T, D)
-    rows = np.stack([ROWS[:T], 2 * ROWS[:T]], axis=1)
-    vs = [
-        strategy.create_var("v", {"x": np.float32([2, 5])}, reduction=reduction)
-        for reduction in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)
-    ]
-
-    def tower_fn(tower, vs, x):
-        methods = (tower.assign, tower.assign_add, tower.assign_sub)
-        return [[method(v, {"x": x}) for method in methods] for v in vs]
-
-    found = strategy.call_for_each_tower(tower_fn, vs, tj.PerTower(rows))
-    for v, news in zip(vs, found, strict=True):
-        total = np.array([expected_of(v.reduction, rows[:, i]) for i in (0, 1)])
-        all_expected = (total, [2, 5] + total, [2, 5] - total)
-        for new, expected in zip(news, all_expected, strict=True):
-            assert isinstance(new, tj.towers.MirroredVar)
-            assert (new.name, new.reduction) == ("v", v.reduction)
-            assert new.value["x"].sharding.is_fully_replicated
-            np.testing.assert_allclose(new.value["x"], expected, atol=8 * EPS)
-
-
 def test_towers_assign_to_their_own_copies():
     strategy = mirrored(T, D)
     own = [strategy.create_var("n", 10, reduction=r, tower_local=True) for r in R]
@@ -154,22 +131,6 @@ def test_assigning_keeps_the_dtype():
     v, n = strategy.call_for_each_tower(tower_fn, v, n)
     assert (v.value.dtype, n.value.dtype) == (jnp.bfloat16, jnp.int8)
     assert float(v.value) == 1.5 and n.value.tolist() == [3, 3]
-
-
-def test_the_ways_out_of_no_reduction_work():
-    strategy = mirrored(2)
-    v = strategy.create_var("v", 1.0)
-
-    def tower_fn(tower, v):
-        return tower.merge_call(
-            lambda strategy, x: strategy.assign(v, strategy.reduce(R.MEAN, x)),
-            tower.id + 1.0,
-        )
-
-    assert float(strategy.call_for_each_tower(tower_fn, v).value) == 1.5
-    v = strategy.create_var("v", 1.0, reduction=R.MEAN)
-    out = strategy.call_for_each_tower(lambda tower, v: tower.assign(v, 4.0), v)
-    assert float(out.value) == 4
 
 
 def test_a_sum_of_zero_or_on_one_tower_is_no_question():
@@ -265,14 +226,6 @@ def test_a_tower_local_variable_reads_as_assigned(reduction):
     np.testing.assert_allclose(last, [each] * T, rtol=EPS)
     assert new.value[0].dtype == jnp.int32
     assert new.value[0].sharding == n.value[0].sharding
-
-
-def test_what_stands_for_adding_to_a_tower_local_variable_across_towers_works():
-    strategy = mirrored(2)
-    n = strategy.create_var("n", 1.0, reduction=R.SUM, tower_local=True)
-    both = strategy.update(n, lambda x: x + 2)
-    whole = strategy.assign(n, strategy.read_var(n) + 2)
-    assert both.value.tolist() == [3, 3] and whole.value.tolist() == [2, 2]
 
 
 def test_a_tower_makes_and_reduces_a_variable_of_its_own():
