@@ -9,6 +9,8 @@ from known_wrong import PARAMS, RIGHT, WRONG, WRONG_WHERE_PADDED, batch
 import towerjax as tj
 from towerjax.tools.testing import SplitError
 
+pytestmark = pytest.mark.slow
+
 
 def build(loss_fn, remainder="error"):
     strategy = tj.Mirrored(["cpu:0"], towers=2)
@@ -22,13 +24,11 @@ def assert_refused(step):
     jax.tree.map(np.testing.assert_array_equal, state.params, PARAMS)
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_known_wrong_loss_is_refused_before_anything_changes(name):
     assert_refused(build(WRONG[name]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_WHERE_PADDED)
 def test_a_loss_that_is_wrong_where_towers_are_padded_is_refused(name):
     full = build(WRONG_WHERE_PADDED[name])
@@ -36,7 +36,6 @@ def test_a_loss_that_is_wrong_where_towers_are_padded_is_refused(name):
     assert_refused(build(WRONG_WHERE_PADDED[name], "pad"))
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_like_it_passes(name):
     step = build(RIGHT[name])

@@ -276,7 +276,7 @@ def assert_as_undisturbed(found, expected):
     assert history.stopped == whole.stopped
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
 def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypatch):
     name, where, act, options, saved = row

@@ -72,7 +72,7 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_depends_on_the_number_of_devices_is_refused(name):
     make, text = WRONG[name]
@@ -82,6 +82,7 @@ def test_what_depends_on_the_number_of_devices_is_refused(name):
     assert len(str(error.value).splitlines()) < 8
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_numpy():
     make, _ = WRONG["share"]
     with pytest.raises(tj.testing.SplitError) as error:
@@ -237,6 +238,7 @@ def test_flaxs_own_reductions_are_right():
     assert tj.testing.same_on_devices(of_flax).largest < 1e-5
 
 
+@pytest.mark.slow
 def test_flaxs_reductions_without_an_axis_drift():
     fn, args = of_flax(4, axis=None)
     [note] = tj.testing.prove(fn, *args).notes

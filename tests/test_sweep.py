@@ -469,6 +469,7 @@ def test_curves_are_a_picture_with_bands():
     assert panel.get_ylabel() == "loss"
 
 
+@pytest.mark.slow
 def test_pictures_of_a_grid_without_seeds_and_of_arrays(monkeypatch):
     pytest.importorskip("matplotlib")
     configs = configs_of({"rate": [1, 2]})
