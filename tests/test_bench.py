@@ -17,12 +17,13 @@ from jax._src.monitoring import get_event_listeners
 import towerjax as tj
 from benchmarks.models import MODELS, mlp
 from benchmarks.trials import LEARNING_RATE, MOMENTUM, Trial, strategy_of
+from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import read_lines
 from towerjax.tools import cli
 from towerjax.tools.cli import main, read_toml
 from towerjax.tools.sweep import bench as of_bench
 from towerjax.tools.sweep import turns
-from towerjax.tools.sweep.bench import Timings, describe_machine, recorded, versions
+from towerjax.tools.sweep.bench import Timings, describe_machine, recorded
 from towerjax.tools.sweep.grid import RecordFile
 from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
 
@@ -150,7 +151,7 @@ def test_a_sweep_is_timed_once_and_goes_on(here, capfd):
     for record in found.records:
         np.testing.assert_allclose(record["losses"], losses, rtol=1e-6)
         assert record["machine"] == describe_machine() and record["device"] == "cpu"
-        assert len(record["rounds_s"]) == 6 and record["versions"] == versions()
+        assert len(record["rounds_s"]) == 6 and record["versions"] == library_versions()
         assert record["from_cache"] is False and record["first_call_s"] > 0
     printed = "".join(capfd.readouterr())
     second = r"configuration 2/2  towers=2, batch=8  0:0\d:\d\d left"
@@ -278,8 +279,8 @@ def test_a_name_that_is_mistyped_is_no_result(here):
 def written(path, seconds):
     """A file of a step time for each number of towers; None is a failure."""
     work = {"builders": {"": "mine:build"}, **QUICK, "rtol": 1e-4}
-    about = {"machine": describe_machine(), "versions": versions(), "work": work}
-    file = RecordFile(path, about)
+    about = {"machine": describe_machine(), "versions": library_versions()}
+    file = RecordFile(path, about | {"work": work})
     for towers, median in seconds.items():
         record = {"config": {"towers": towers}, "status": "failed", "error": "a\nb"}
         if median is not None:

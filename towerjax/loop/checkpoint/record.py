@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import json
 import math
+import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -160,7 +161,7 @@ def restore_leaves(
     return put_parts(TowerLocal, new, split)
 
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_LIBRARIES = "jax jaxlib flax optax orbax-checkpoint numpy keras tensorflow torch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,10 +217,10 @@ class CheckpointRecord:
         return cls(**fields | {"evaluation": {name: float(x) for name, x in values}})
 
 
-def library_versions(*others: str) -> dict[str, str]:
-    """The versions of libraries that change results, and of installed ``others``."""
-    versions = {"towerjax": __version__}
-    for name in (*_LIBRARIES, *others):
+def library_versions() -> dict[str, str]:
+    """Name -> version of Python and of the installed libraries that change results."""
+    versions = {"python": platform.python_version(), "towerjax": __version__}
+    for name in _LIBRARIES.split():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions

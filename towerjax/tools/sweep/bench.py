@@ -91,8 +91,8 @@ def bench(
     configs, names = of_grid.configs_of(grid), {"": build, **(peers or {})}
     work: Line = {"builders": {name: _importable(x) for name, x in names.items()}}
     work |= {"rounds": rounds, "seconds_per_round": seconds_per_round, "rtol": rtol}
-    about = {"machine": describe_machine(), "versions": versions(), "work": work}
-    file = of_grid.RecordFile(results, about)
+    about = {"machine": describe_machine(), "versions": library_versions()}
+    file = of_grid.RecordFile(results, about | {"work": work})
     stay = {"ok"} if retry_failed else {"ok", "failed", "not available"}
     todo = [x for x in configs if (file.get(x) or {"status": ""})["status"] not in stay]
     counts = len(configs) - len(todo), len(configs)
@@ -148,12 +148,6 @@ def describe_machine() -> Line:
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     system = f"{platform.system()} {platform.machine()}"
     return {"processor": [*names, ""][0], "cores": len(usable), "system": system}
-
-
-def versions() -> dict[str, str]:
-    """Name -> version of Python and of installed packages."""
-    others = library_versions("keras", "tensorflow", "torch")
-    return {"python": platform.python_version(), **others}
 
 
 def _measured(work: Line, config: Config, timeout_s: float) -> Line:
