@@ -78,13 +78,6 @@ def evaluate(
     check_batches("batches", batches, or_function=True)
     check_whole("prefetch", prefetch, 0)
     check_whole("in_flight", in_flight, 1)
-    return evaluated(step, state, batches, prefetch, in_flight)
-
-
-def evaluated(
-    step: EvaluationStep, state: Any, batches: AnyBatches, prefetch: int, in_flight: int
-) -> dict[str, Any]:
-    """What `evaluate` returns, of arguments that were checked."""
     totals: dict[str, Any] | None = None
     made = outputs_on_host(step, state, batches, prefetch, in_flight)
     with contextlib.closing(made) as outputs:

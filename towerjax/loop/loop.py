@@ -13,7 +13,7 @@ from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
-from towerjax.loop.evaluate import evaluated
+from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
 from towerjax.loop.progress import Progress
@@ -275,7 +275,8 @@ class Loop:
         self._fetch(0)
         start_s, number = time.perf_counter(), point.number
         given = options.evaluate, self._state_to_evaluate(), options.eval_batches
-        values = evaluated(*given, options.prefetch, options.in_flight)
+        how = {"prefetch": options.prefetch, "in_flight": options.in_flight}
+        values = evaluate(*given, **how)
         with self.guard:
             self._log.evaluations.append((number, values))
             self._writers.write(Record("eval", number, time.time(), values))

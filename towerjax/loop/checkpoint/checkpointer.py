@@ -260,11 +260,9 @@ class Saving:
         # Python takes a thread for ended whose `join` was interrupted by Ctrl-C.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
         stack.callback(self._thread.shutdown)  # called first: no write comes after it
-        self._writing: Any = None  # the `CheckpointRecord` that is being written
         self._written: concurrent.futures.Future[None] | None = None
-        # The newest saved step, and its evaluation.
-        self._saved: tuple[int, Mapping[str, float]] = (-1, {})
-        self.is_resumed = False
+        # What was saved last, or is being written; first nothing, of no step.
+        self._last, self.is_resumed = CheckpointRecord(-1, "", 0, (), ()), False
         costs = call_on_first_process(lambda: [*_costs(options).items()])
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
@@ -299,7 +297,7 @@ class Saving:
             return
         saved = self.options.record(newest)
         if newest >= start:
-            self._saved = newest, saved.evaluation
+            self._last = saved
         if newest <= start:
             where = self.options.path / str(newest)
             record.check_same_model(saved.leaves, point.state, where)
@@ -345,8 +343,8 @@ class Saving:
         """
         state, number = point.state, point.number
         evaluation = record.real_scalars(evaluation)
-        newest, known = self._saved
-        if number == newest and evaluation in ({}, known):
+        is_new = number != self._last.step
+        if not is_new and evaluation in ({}, self._last.evaluation):
             return
         check_mirrored(state)
         if names := nonfinite_leaves("params", state.params):
@@ -360,7 +358,7 @@ class Saving:
             )
         self.wait()
         strategy, last = self._step.strategy, self._source.last
-        self._writing = CheckpointRecord(
+        self._last = CheckpointRecord(
             step=number,
             strategy=repr(strategy),
             towers=strategy.placement.num_towers,
@@ -374,7 +372,7 @@ class Saving:
             versions=record.library_versions(),
         )
         with self._explaining(number):
-            if number != newest:
+            if is_new:
                 from orbax.checkpoint.args import StandardSave
 
                 arrays = record.arrays_of(state)
@@ -382,33 +380,31 @@ class Saving:
                 self._written = self._thread.submit(self._files.wait_until_finished)
             else:  # only the record changes
                 self._replace_record(self.options.path / str(number))
-        self._saved = number, evaluation
 
     def _seal(self) -> None:
         """In Orbax's thread of the first process, before it commits a checkpoint."""
         (where,) = folder.unfinished(self.options.path)
-        folder.seal(where, as_json(dataclasses.asdict(self._writing)))
+        folder.seal(where, as_json(dataclasses.asdict(self._last)))
 
     def _replace_record(self, where: epath.Path) -> None:
         if jax.process_index() == 0:
-            fields = as_json(dataclasses.asdict(self._writing))
+            fields = as_json(dataclasses.asdict(self._last))
             with folder.explained("written to", where):
                 table = {**folder.read_table(where), "record": fields}
                 folder.write_table(where, table)
         there = self._files.all_steps()
-        for number, is_kept in zip(there, self._are_kept(there), strict=True):
-            if not is_kept:
-                self._files.delete(number)
+        for number in {*there} - self._kept(there):
+            self._files.delete(number)
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
     ) -> list[bool]:
         """Which checkpoints stay: Orbax asks as it saves another."""
-        return self._are_kept([x.step for x in checkpoints])
+        kept = self._kept([x.step for x in checkpoints])
+        return [x.step in kept for x in checkpoints]
 
-    def _are_kept(self, steps: Sequence[int]) -> list[bool]:
-        kept = {*sorted(steps)[-self.options.keep :], self._best}
-        return [number in kept for number in steps]
+    def _kept(self, steps: Sequence[int]) -> set[int | None]:
+        return {*sorted(steps)[-self.options.keep :], self._best}
 
     @contextlib.contextmanager
     def _explaining(self, number: int) -> Iterator[None]:
@@ -430,7 +426,7 @@ class Saving:
 
     def wait(self) -> None:
         """Wait until the last checkpoint is committed."""
-        with self._explaining(self._saved[0]):
+        with self._explaining(self._last.step):
             if self._written is not None:
                 self._written.result()
             self._written = None

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import stat
@@ -232,12 +233,7 @@ def _damaged(folder: epath.Path, how: str) -> CheckpointError:
 
 def _is_file(path: epath.Path) -> bool:
     """Whether there is a file; to open a pipe would wait for who writes into it."""
-    if not is_on_disk(path):
-        return path.exists()
-    try:
-        return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
 
 
 def _files_below(folder: epath.Path) -> Iterator[str]:
