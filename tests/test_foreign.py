@@ -62,7 +62,8 @@ def test_a_row_takes_the_place_of_its_last_one(tmp_path):
     for program, value in ((second, 1.0), (first, 2.0), (second, 3.0)):
         told = {
             "prove": "shard_map or pmap over 'i': 0 results are the same, 2 split\n"
-            "copies of a state that stay the same: 2\nnote: one drifts",
+            "copies of a state that stay the same: 2\nnote: result['<a b>'][0].c and 2"
+            " more: each device is given a copy",
             "depends": program is first,
             "hand": (value, value, 0.0),
         }
@@ -70,4 +71,5 @@ def test_a_row_takes_the_place_of_its_last_one(tmp_path):
     *_, one, two, end, last = page.read_text().splitlines()
     assert first.name in one and "2, 2: 0.0e+00 apart" in one and last == "b"
     assert second.name in two and "3, 3: 0.0e+00 apart" in two and end == foreign.END
-    assert "| 2 copies stay; one drifts | depends |" in one and "| the same |" in two
+    assert "| 2 copies stay; 3 do not: each device is given a copy | depends |" in one
+    assert "| the same |" in two

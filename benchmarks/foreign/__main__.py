@@ -262,7 +262,8 @@ def row_of(program: Program, told: dict[str, Any]) -> str:
     at = f"`{program.repository}/{program.file}` at {program.commit}"
     source = f"{at}: {str(program.make.__doc__).rstrip('.')}"
     notes = re.findall("^note: (.*)", told["prove"], re.MULTILINE)
-    notes = [re.sub(r"^result(\[[^]]*\]|\.\w+)*", r"`\g<0>`", x) for x in notes]
+    leaves = re.compile(r"^result.*?(?: and (\d+) more)?(?=: each device)")
+    notes = [leaves.sub(lambda x: f"{int(x[1] or 0) + 1} do not", x) for x in notes]
     copies = re.search("stay the same: (.*)", told["prove"])
     alike = re.search(r"over .*: (.*) results are the same", told["prove"])
     proved = f"{alike[1]} results are the same" if alike else "no map"
