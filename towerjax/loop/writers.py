@@ -51,7 +51,7 @@ class Record:
 class OpenWriter(Protocol):
     """A writer that has been opened for one run."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, /) -> None:
         """Write one record."""
 
     def close(self) -> None:

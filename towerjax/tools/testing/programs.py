@@ -30,7 +30,7 @@ from towerjax.types.leaves import key_data, listed
 from towerjax.types.options import check_function, check_number, check_wholes
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-_NUMBERS = jax.Array | np.ndarray | np.generic | int | float | complex
+_NUMBERS: Any = jax.Array | np.ndarray | np.generic | int | float | complex
 
 _NO_MAP = (
     "no shard_map and no pmap: under jax.jit, shardings are of one global program, of"
