@@ -74,7 +74,7 @@ def test_a_function_of_a_placed_batch_is_given_what_its_towers_share():
 
 
 @pytest.mark.slow
-def test_evaluation_and_model_functions_take_shared_leaves():
+def test_an_evaluation_takes_shared_leaves_and_batches_keep_them():
     strategy, batch = mirrored(2, 2), rows(7)
     shared = {"scale": tj.Whole({"by": 2.0}), **batch}  # before the rows
 
@@ -86,12 +86,6 @@ def test_evaluation_and_model_functions_take_shared_leaves():
     found = tj.build_eval_step(metric_fn, strategy)(start(), shared)["m"].value
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
-    def model_fn(variables, features, labels, mode, tower):
-        return tj.estimator.ModelSpec(mode, loss=loss_fn(variables, features, tower))
-
-    model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
-    spec = model(start(), shared, None, tj.estimator.Mode.EVAL)
-    np.testing.assert_allclose(spec.loss.value, expected, rtol=1e-6)
     cut = list(tj.batches(shared, 4))
     assert [len(b["x"]) for b in cut] == [4, 3]
     assert all(b["scale"] == tj.Whole({"by": 2.0}) for b in cut)

@@ -38,25 +38,6 @@ def test_a_tuple_of_trees_is_handed_out_and_reduced():
         assert out["b"][1][0].tolist() == [[n, n]]
 
 
-@pytest.mark.slow
-def test_a_tuple_of_trees_with_indexed_rows_is_handed_out_and_reduced():
-    strategy = mirrored(4, 2)
-    trees = tuple({"rows": rows_of(t), "n": np.int32(t)} for t in range(4))
-    expected = np.zeros((4, 1))
-    for t in range(4):
-        np.add.at(expected, rows_of(t).indices, rows_of(t).values)
-    inside = strategy.call_for_each_tower(
-        lambda tower, tree: tower.reduce(R.SUM, tree), tj.PerTower(trees)
-    )
-    for out in (inside, strategy.reduce(R.SUM, tj.PerTower(trees))):
-        dense = np.zeros((4, 1))
-        np.add.at(dense, np.asarray(out["rows"].indices), out["rows"].values)
-        np.testing.assert_allclose(dense, expected)
-        assert int(out["n"]) == 6 and out["rows"].values.shape == (8, 1)
-    with pytest.raises(ValueError, match="of tower 3, which .* Give all towers one"):
-        strategy.reduce(R.SUM, tj.PerTower((*trees[:3], {"rows": rows_of(0)})))
-
-
 def test_results_of_map_that_are_trees_are_reduced():
     strategy, elements = mirrored(4, 2), [1.0, 2.0, 3.0, 4.0]
     results = strategy.map(lambda e: {"x": e, "y": [e * np.ones(2)]}, elements)

@@ -972,21 +972,3 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
     assert [x.exception() for x in runs] == [None] * 3
     results = [x.result() for x in runs]
     np.testing.assert_allclose(results, [1 - 0.8**600] * 3, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_call_that_has_run_keeps_none_of_its_results():
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
-    predict = tj.build_predict_step(lambda w, b, tower: b @ b @ (w * b), strategy)
-    take = jax.jit(lambda x: x + 1, donate_argnums=0)
-    batch = predict.place_batch(np.ones((2, 400, 400), np.float32))
-    for i in range(20):
-        out = predict(jnp.float32(2), batch)
-        alive = weakref.ref(out)
-        if i < 18:
-            take(out)  # before it has run; then it cannot be asked
-    jax.block_until_ready(out)
-    del out
-    for _ in range(3):  # a callback of the runtime may hold it for a moment
-        jax.block_until_ready(predict(jnp.float32(2), batch))
-    assert alive() is None

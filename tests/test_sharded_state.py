@@ -100,25 +100,6 @@ def test_a_device_holds_its_part_alone(state):
 
 
 @pytest.mark.slow
-def test_checkpoints_go_from_one_layout_and_number_of_devices_to_another(tmp_path):
-    batches = [rows(seed=i) for i in range(4)]
-
-    def go(state, devices, count, folder):
-        step = build(state, devices=devices)
-        saver = folder and tj.Checkpointer(folder, every=1, batches="count")
-        given, quiet = batches[:count], {"checkpointer": saver, "progress": False}
-        return tj.run(step, step.init(start()), given, **quiet)[0]
-
-    whole = go("mirrored", 4, 4, None)
-    go("mirrored", 4, 1, tmp_path)
-    go("sharded", 2, 2, tmp_path)
-    go("sharded_optimizer", 4, 3, tmp_path)
-    resumed = go("mirrored", 4, 4, tmp_path)
-    assert int(resumed.step) == 4
-    assert_same(resumed, whole)
-
-
-@pytest.mark.slow
 def test_a_state_of_another_layout_is_refused_and_placed():
     mirrored_step, step = build(), build("sharded")
     state = mirrored_step.init(start())

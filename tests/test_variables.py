@@ -95,31 +95,6 @@ def test_variables_are_made_and_changed_inside_jit():
 # Assigned in a tower.
 
 
-def test_towers_assign_to_their_own_copies():
-    strategy = mirrored(T, D)
-    own = [strategy.create_var("n", 10, reduction=r, tower_local=True) for r in R]
-
-    def assigned(tower, n):
-        assert isinstance(n, tj.TowerLocal) and n.value.shape == ()
-        return (
-            tower.assign(n, tower.id),
-            tower.assign_add(n, tower.id),
-            tower.assign_sub(n, tower.id),
-            tower.assign_add(n, 1),
-        )
-
-    ids = np.arange(T)
-    expected = [ids, 10 + ids, 10 - ids, np.full(T, 11)]
-    found = strategy.call_for_each_tower(
-        lambda t, ns: [assigned(t, n) for n in ns], own
-    )
-    for n, news in zip(own, found, strict=True):
-        for new, rows in zip(news, expected, strict=True):
-            assert isinstance(new, tj.TowerLocal) and new.reduction is n.reduction
-            assert new.value.tolist() == rows.tolist()
-            assert new.value.sharding.is_equivalent_to(n.value.sharding, 1)
-
-
 def test_assigning_keeps_the_dtype():
     strategy = mirrored(2)
     v = strategy.create_var("v", jnp.bfloat16(1), reduction=R.MEAN)
