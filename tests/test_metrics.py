@@ -515,36 +515,6 @@ def test_any_number_of_rows_gives_the_value_of_one_pass(T, D, way, names, sizes)
     assert all(x.is_fully_replicated for x in found)
 
 
-@pytest.mark.slow
-def test_train_metrics_are_values_of_the_global_batch():
-    def loss_fn(w, batch, tower):
-        loss = tj.Weighted.mean(w * batch["score"], tower.weight)
-        metrics = {
-            "auc": m.auc(batch["yes"], batch["score"], tower.weight),
-            "rmse": m.root_mean_squared_error(
-                batch["target"], batch["value"], tower.weight
-            ),
-            **own_states(batch["value"], tower.weight, jnp.int32(0)),
-        }
-        return tj.TowerOutput(loss, metrics)
-
-    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, **WAYS["scan"])
-    step = tj.build_train_step(
-        loss_fn, optax.sgd(0.1), strategy, remainder="pad", micro_batches=3
-    )
-    rows = random_rows(11, 21)
-    state = step.init(np.float32(1))
-    _, metrics = step(state, rows)
-    w = np.ones(21)
-    for name, expected in (
-        ("auc", oracle.auc_roc(rows, w)),
-        ("rmse", oracle.VALUES["rmse"](rows, w)),
-        ("variance", rows["value"].astype(float).var()),
-    ):
-        np.testing.assert_allclose(metrics[name], expected, rtol=1e-5)
-    assert metrics["peak"][0] == rows["value"].max()
-
-
 def test_a_step_with_states_is_proved_for_any_number_of_towers():
     def loss_fn(w, x, tower):
         states = own_states(x, tower.weight, jnp.int32(0))

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from clu import metrics as clu_metrics
-from test_metrics import WAYS, batches_of, random_rows
+from test_metrics import WAYS, batches_of, own_states, random_rows
 
 import towerjax as tj
 from towerjax.metrics.state import is_additive, merge_parts
@@ -77,22 +77,27 @@ def test_towers_and_batches_give_the_value_of_one_pass():
 
 @pytest.mark.slow
 def test_train_metrics_are_values_of_the_global_batch():
-    """Also where compute slices by a number of the state, as that of AUCPR does."""
+    """Also where compute slices by a number of the state, as that of AUCPR does.
+
+    And of our own states, which add up or do not.
+    """
 
     def loss_fn(params, batch, tower):
         loss = tj.Weighted.mean(params * batch["value"], tower.weight)
         w = batch["weight"] * tower.weight
-        return tj.TowerOutput(loss, foreign(batch, w))
+        own = own_states(batch["value"], tower.weight, jnp.int32(0))
+        own["auc"] = tj.metrics.auc(batch["yes"], batch["score"], w)
+        return tj.TowerOutput(loss, foreign(batch, w) | own)
 
-    step = tj.build_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        tj.Mirrored(("cpu:0", "cpu:1")),
-        remainder="pad",
-        micro_batches=2,
-    )
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
+    options = {"remainder": "pad", "micro_batches": 3}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     _, metrics = step(step.init(np.float32(1)), ROWS)
     check(metrics, expected())
+    value = ROWS["value"].astype(float)
+    np.testing.assert_allclose(metrics["variance"], value.var(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["auc"], oracle.auc_roc(ROWS, WEIGHT), rtol=1e-5)
+    assert metrics["peak"][0] == ROWS["value"].max()
 
 
 @pytest.mark.slow

@@ -215,10 +215,11 @@ def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
     def fn(variables, features, labels, mode, tower):
         losses, after, slots = {}, {}, {}
         for name, x in variables.params.items():
+            earlier = 0 * sum(after.values())
 
-            def loss_fn(w, name=name):
+            def loss_fn(w, name=name, earlier=earlier):
                 weight = tower.weight * features[name]
-                return tj.Weighted.mean((w - labels[name]) ** 2, weight)
+                return tj.Weighted.mean((w + earlier - labels[name]) ** 2, weight)
 
             losses[name], grads = MOMENTUM.compute_gradients(loss_fn, x)
             after[name], slots[name] = MOMENTUM.apply_gradients(
@@ -227,7 +228,7 @@ def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
         train_op = dataclasses.replace(variables, params=after, opt_state=slots)
         return tj.estimator.ModelSpec(mode, loss=losses["a"], train_op=train_op)
 
-    model = replicated(2, 1, fn=fn)
+    model = replicated(2, 1, fn=fn, local="scan")  # towers in turn meet twice
     params = {"a": np.float32(1), "b": np.float32(2)}
     state = model.init(tj.TrainState.create(params, MOMENTUM))
     slots = {name: MOMENTUM.init(x) for name, x in params.items()}
