@@ -30,7 +30,7 @@ class EvaluationStep(Protocol):
         """Place a batch on the devices of its towers; called in a thread."""
         ...
 
-    def __call__(self, state: Any, batch: PlacedBatch, /) -> Any:
+    def __call__(self, state: PyTree, batch: PlacedBatch, /) -> PyTree:
         """Return metric states by name; the state is not donated."""
         ...
 
@@ -38,7 +38,7 @@ class EvaluationStep(Protocol):
 @door
 def evaluate(
     step: EvaluationStep,
-    state: Any,
+    state: PyTree,
     batches: AnyBatches,
     *,
     prefetch: int = 2,
@@ -110,8 +110,12 @@ def check_evaluate(evaluate: Any) -> None:
 
 
 def outputs_on_host(
-    step: EvaluationStep, state: Any, batches: AnyBatches, prefetch: int, in_flight: int
-) -> Generator[Any, None, None]:
+    step: EvaluationStep,
+    state: PyTree,
+    batches: AnyBatches,
+    prefetch: int,
+    in_flight: int,
+) -> Generator[PyTree, None, None]:
     """Yield a step's outputs for each batch; raise a batch's error after them."""
     source: Any = batches
     if callable(batches) and not isinstance(batches, Iterable):
@@ -127,7 +131,7 @@ def outputs_on_host(
         )
     if isinstance(step, Step):
         state = step.start(state)  # once, not for each batch
-    running: collections.deque[Any] = collections.deque()
+    running: collections.deque[PyTree] = collections.deque()
     failure: Exception | None = None
     depth = 0 if getattr(source, "prefetches", False) else prefetch
     elements = iter(source)

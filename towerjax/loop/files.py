@@ -7,7 +7,8 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from io import FileIO
+from typing import Any
 
 from etils import epath
 
@@ -81,7 +82,7 @@ class StoredFile:
 
 def opened_after(
     path: epath.Path, size: int | None = None, flush_s: float = math.inf
-) -> Any:
+) -> FileIO | StoredFile:
     """A file, open to be written after its first bytes; None keeps all of it."""
     if not is_on_disk(path):
         kept = path.read_bytes() if path.exists() else b""
@@ -110,7 +111,7 @@ def read_lines(
             yield json.loads(line), len(line)
 
 
-def append_line(file: IO[bytes] | StoredFile, fields: Mapping[str, Any]) -> None:
+def append_line(file: FileIO | StoredFile, fields: Mapping[str, Any]) -> None:
     """Write an object to an unbuffered file by one call, which no kill can tear."""
     rest = memoryview(json.dumps(fields, allow_nan=False).encode() + b"\n")
     while rest:

@@ -11,6 +11,7 @@ import jax
 
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
+from towerjax.data.shard import Signature
 from towerjax.data.stream import Source, Stream
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate
@@ -61,7 +62,7 @@ class Loop:
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
         self._without_hooks = 0  # how many recorded steps lack the call of all hooks
-        self._compiled: set[Any] = set()
+        self._compiled: set[Signature] = set()
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Go on from the newest checkpoint, if there is one; show the progress."""

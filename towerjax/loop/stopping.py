@@ -154,7 +154,8 @@ class Watch:
     def add(self, number: int, values: Mapping[str, Any]) -> None:
         """Count an evaluation."""
         # All metrics are read before anything is counted.
-        costs = [cost_of(values, rule) for rule in self._rules]
+        what = "EarlyStopping.metric"
+        costs = [cost_of(values, what, x.metric, x.mode) for x in self._rules]
         counted = zip(self.counts, self._rules, costs, strict=True)
         self.counts = tuple(x.after(rule, number, cost) for x, rule, cost in counted)
 
@@ -188,13 +189,14 @@ class Point:
         self.is_saving_due |= reaches_multiple(every, before, self.number)
 
 
-def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> float:
+def cost_of(
+    values: Mapping[str, Any], option: str, metric: str, mode: Direction
+) -> float:
     """The metric of an evaluation, negated where more is better: less cost is better.
 
     NaN is not better than anything, since no comparison with it is true.
     """
-    metric = getattr(option, name)
-    what = f"{type(option).__name__}.{name}={metric!r}"
+    what = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)
         raise ValueError(f"{what}: the evaluation has no such metric, but {names}.")
@@ -202,4 +204,4 @@ def cost_of(values: Mapping[str, Any], option: Any, name: str = "metric") -> flo
     if not is_one_real(value):
         kind = f"{a_type(value)}{getattr(value, 'shape', '')}"
         raise ValueError(f"{what}: its value is {kind}, not one real number.")
-    return sign_of(option.mode) * float(value)
+    return sign_of(mode) * float(value)

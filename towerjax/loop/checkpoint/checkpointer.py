@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -160,7 +160,7 @@ class Checkpointer:
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
         return self._restore(step, step.start(state), number)
 
-    def _restore(self, step: Step, state: TrainState, number: Any) -> TrainState:
+    def _restore(self, step: Step, state: TrainState, number: int | None) -> TrainState:
         """`restore`, of a state that ``step.start`` returned."""
 
         def choose() -> int:
@@ -177,7 +177,7 @@ class Checkpointer:
         leaves, placement = CheckpointRecord.read(where).leaves, step.strategy.placement
         return record.restore_leaves(where / folder.ARRAYS, leaves, state, placement)
 
-    def _folder(self, number: Any) -> epath.Path:
+    def _folder(self, number: int) -> epath.Path:
         if not is_whole(number) or number not in self.steps:
             raise CheckpointError(
                 f"There is no checkpoint of step {number} in {str(self.path)!r}, but of"
@@ -195,7 +195,7 @@ def _costs(options: Checkpointer) -> dict[int, float]:
     return {number: sign * x for number, x in values.items() if x is not None}
 
 
-def _manager(directory: epath.Path, seal: Any, policy: Any) -> Any:
+def _manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -> Any:
     """Orbax's manager, for saving; its import takes longer than that of towerjax."""
     import orbax.checkpoint as ocp
 
@@ -325,9 +325,10 @@ class Saving:
 
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
         """Whether an evaluation is better than all before it, and to be saved."""
-        if self.options.best is None:
+        best, mode = self.options.best, self.options.mode
+        if best is None:
             return False
-        cost = cost_of(values, self.options, "best")
+        cost = cost_of(values, "Checkpointer.best", best, mode)
         if not cost < self._lowest:
             return False
         self._best, self._lowest = number, cost

@@ -31,7 +31,7 @@ from towerjax.types.leaves import listed
 class Program:
     """A compiled step: the executable, proof, engine, and how long it took to make."""
 
-    call: jax.stages.Compiled
+    call: Any  # a `jax.stages.Compiled`, whose stub has texts that are None
     proof: Proof
     engine: Engine
     seconds: float

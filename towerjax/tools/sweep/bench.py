@@ -24,6 +24,7 @@ from towerjax.step.look.audited import asked
 from towerjax.tools.sweep import grid as of_grid
 from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
 from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
+from towerjax.types import PyTree
 from towerjax.types.options import check_number, check_whole
 
 Builder: TypeAlias = Callable[..., Any] | str
@@ -218,12 +219,12 @@ def recorded(job: Line) -> Line:
 class Contender:
     """A step, its state and its batch."""
 
-    call: Callable[[Any, Any], Any]  # (state, batch) -> (state, loss or metrics)
-    state: Any
-    batch: Any
-    out: Any = None  # of the last call
+    call: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]  # as a step
+    state: PyTree
+    batch: PyTree
+    out: PyTree = None  # of the last call: a loss or metrics
 
-    def run(self) -> Any:
+    def run(self) -> PyTree:
         """Dispatch one call."""
         self.state, self.out = self.call(self.state, self.batch)
         return self.state, self.out

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from etils import epath
 
 from towerjax.loop.files import append_line, checked_path, opened_after, read_lines
 from towerjax.loop.progress import choose_display
@@ -72,7 +73,7 @@ class RecordFile:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
-        self.path: Any = None
+        self.path: epath.Path | None = None
         self.about, self._records, size = about, {}, 0
         if path is None:
             return

@@ -14,7 +14,7 @@ from towerjax.data.feed import as_reusable
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
-from towerjax.step.build.members import Members
+from towerjax.step.build.members import Members, Numbers
 from towerjax.step.build.step import Step
 from towerjax.step.state.train_state import TrainState
 from towerjax.tools.sweep import grid as of_grid
@@ -239,7 +239,7 @@ def sweep(
     def records(fixed: Config, todo: Sequence[Config]) -> Iterator[Line]:
         """Train members that differ in traced numbers alone; the record of each."""
 
-        def train(step: Any, state: Any) -> tuple[Any, History]:
+        def train(step: Step, state: TrainState) -> tuple[TrainState, History]:
             given: Any = as_reusable("batches", batches, "every training needs all")
             if callable(given):
                 given = given(**(fixed if given is batches else {}))
@@ -273,7 +273,9 @@ def sweep(
     return swept()
 
 
-def _programs(configs: Sequence[Config], traced: Any) -> Iterable[Any]:
+def _programs(
+    configs: Sequence[Config], traced: Mapping[str, Any]
+) -> Iterable[tuple[Config, list[Config]]]:
     """What members share that differ in traced numbers alone, and these members."""
     programs: dict[str, tuple[Config, list[Config]]] = {}
     for config in configs:
@@ -315,9 +317,9 @@ def _explain_tracing(traced: Iterable[str]) -> Iterator[None]:
 
 def _trained(
     members: Members,
-    numbers: Any,
+    numbers: Numbers,
     configs: Sequence[Config],
-    train: Callable[[Any, Any], tuple[Any, History]],
+    train: Callable[[Step, TrainState], tuple[TrainState, History]],
     evaluate: Evaluate | None,
 ) -> Iterator[Line]:
     """Train members of these numbers; yield the record of each."""
@@ -357,7 +359,7 @@ def _trained(
         raise failed
 
 
-def _evaluated(evaluate: Evaluate | None, state: Any, config: Config) -> Line:
+def _evaluated(evaluate: Evaluate | None, state: TrainState, config: Config) -> Line:
     returned: Any = evaluate(state, **config) if evaluate else {}
     try:
         return {name: json_value(name, x) for name, x in returned.items()}

@@ -4,10 +4,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol, TypeVar
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
+
+from towerjax.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Interval:
         return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
 
 
-def interval_of_median(values: Any) -> Interval:
+def interval_of_median(values: ArrayLike) -> Interval:
     """The median, with a 95% interval that holds for any distribution.
 
     ``low`` and ``high`` are the ``r``-th smallest and the ``r``-th largest of ``n``
@@ -41,15 +44,23 @@ def interval_of_median(values: Any) -> Interval:
     return Interval(float(np.median(ordered)), float(low), float(high))
 
 
+class Runs(Protocol):
+    """A contender: ``run()`` dispatches a call, whose result is awaited."""
+
+    def run(self) -> PyTree:
+        """Dispatch one call."""
+        ...
+
+
+_Timed = TypeVar("_Timed")
+
+
 def in_turns(
-    contenders: Sequence[Any], *, rounds: int, calls: int, trim: float = 0.0
+    contenders: Sequence[Runs], *, rounds: int, calls: int, trim: float = 0.0
 ) -> np.ndarray:
-    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``.
+    """Seconds to the end and to the return of a call, ``[rounds, contenders, 2]``."""
 
-    A contender has a method ``run()``, which dispatches a call; its result is awaited.
-    """
-
-    def turn(contender: Any) -> np.ndarray:
+    def turn(contender: Runs) -> np.ndarray:
         times = np.sort([_time_call(contender) for _ in range(calls)], axis=0)
         dropped = int(calls * trim)
         return times[dropped : calls - dropped].mean(axis=0)
@@ -58,7 +69,7 @@ def in_turns(
 
 
 def take_turns(
-    contenders: Sequence[Any], rounds: int, turn: Callable[[Any], Any]
+    contenders: Sequence[_Timed], rounds: int, turn: Callable[[_Timed], ArrayLike]
 ) -> np.ndarray:
     """Take turns, odd rounds reversed; the results ``[rounds, contenders, ...]``."""
     table = []
@@ -68,7 +79,7 @@ def take_turns(
     return np.array(table)
 
 
-def _time_call(contender: Any) -> tuple[float, float]:
+def _time_call(contender: Runs) -> tuple[float, float]:
     start = time.perf_counter()
     out = contender.run()
     returned = time.perf_counter()
@@ -76,7 +87,7 @@ def _time_call(contender: Any) -> tuple[float, float]:
     return time.perf_counter() - start, returned - start
 
 
-def calls_in(seconds: float, contenders: Sequence[Any]) -> int:
+def calls_in(seconds: float, contenders: Sequence[Runs]) -> int:
     """Call each three times; return how many calls of the slowest one fit."""
     slowest = max(min(_time_call(x)[0] for _ in range(3)) for x in contenders)
     return int(np.clip(seconds / slowest, 1, 1000))

@@ -289,7 +289,8 @@ def _leaves_on(fn: Callable[..., Any], args: Sequence[Any], by: float = 0.0) -> 
         return jax.device_put(changed, x.sharding) if is_placed else changed
 
     out = named_leaves("result", fn(*(jax.tree.map(near, args) if by else args)))
-    return {name: as_reals(key_data(x)) for name, x in out if isinstance(x, _NUMBERS)}
+    numbers = [pair for pair in out if isinstance(pair[1], _NUMBERS)]
+    return {name: as_reals(key_data(x)) for name, x in numbers}
 
 
 def _alike(got: Any, want: Any) -> tuple[Any, Any]:
