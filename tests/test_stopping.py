@@ -156,7 +156,7 @@ def test_a_goal_and_steps_that_do_not_count(rules, last):
         watch.add(number, {"loss": loss, "accuracy": accuracy})
         ended += [number] * (watch.stopped is not None)
         again = Watch(early)  # a job that goes on from here
-        again.restore_counts(watch.counts)
+        again.go_on(watch.values)
         assert again.stopped == watch.stopped
         if ended:
             break
@@ -170,7 +170,7 @@ def test_counts_of_another_rule_are_not_gone_on_from():
     assert saved.stopped is not None
     for rule in (tj.EarlyStopping("y", 1), tj.EarlyStopping("x", 1, "max")):
         watch = Watch([rule])
-        watch.restore_counts(saved.counts)
+        watch.go_on(saved.values)
         assert watch.stopped is None
 
 

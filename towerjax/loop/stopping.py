@@ -74,10 +74,6 @@ class EarlyStopping:
         check_number("min_delta", self.min_delta, what)
         check_whole("min_steps", self.min_steps, 0)
 
-    def is_reached(self, cost: float) -> bool:
-        """Whether a cost, of which less is better, is as good as ``goal``."""
-        return self.goal is not None and cost <= sign_of(self.mode) * self.goal
-
 
 def sign_of(mode: Direction) -> int:
     """The factor by which a metric is multiplied so that less is better."""
@@ -94,70 +90,55 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
     return rules
 
 
-@dataclasses.dataclass(frozen=True)
-class Count:
-    """What a rule of early stopping has counted of the evaluations of a run."""
+def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
+    """Why a run of these evaluations is to end, in words; None if it is not."""
+    sign, goal = sign_of(rule.mode), rule.goal
 
-    metric: str  # this and the mode as the rule has them
-    mode: Direction
-    lowest: float = math.inf  # the lowest cost so far
-    lowest_after: int | None = None  # the step before that
-    without: int = 0  # how many evaluations came since
-    counted_after: int = -1  # the step before the last evaluation
+    def is_reached(cost: float) -> bool:
+        return goal is not None and cost <= sign * goal
 
-    def after(self, rule: EarlyStopping, number: int, cost: float) -> "Count":
-        """The count with another evaluation, which counts once."""
-        if number == self.counted_after:
-            return self
-        changes: dict[str, Any] = {"counted_after": number}
+    lowest, after, without = math.inf, None, 0
+    for number, value in values.items():
         if number >= rule.min_steps:
-            if rule.is_reached(cost) or cost < self.lowest - rule.min_delta:
-                changes |= {"lowest": cost, "lowest_after": number, "without": 0}
-            else:
-                changes["without"] = self.without + 1
-        return dataclasses.replace(self, **changes)
-
-    def reason(self, rule: EarlyStopping) -> str | None:
-        """Why the run is to end, in words; None if it is not."""
-        if rule.is_reached(self.lowest):
-            text = f"{rule.metric} reached {format_value(rule.goal)}"
-        elif rule.patience is not None and self.without >= rule.patience:
-            text = f"{rule.metric} did not improve in {self.without} evaluation"
-            text += "s in a row" * (self.without > 1)
-        else:
-            return None
-        if self.lowest_after is not None:
-            best = format_value(sign_of(self.mode) * self.lowest)
-            text += f", best {best} after {self.lowest_after}"
+            cost, without = sign * value, without + 1
+            if is_reached(cost) or cost < lowest - rule.min_delta:
+                lowest, after, without = cost, number, 0
+    if is_reached(lowest):
+        text = f"{rule.metric} reached {format_value(rule.goal)}"
+    elif rule.patience is not None and without >= rule.patience:
+        text = f"{rule.metric} did not improve in {without} evaluation"
+        text += "s in a row" * (without > 1)
+    else:
+        return None
+    if after is None:
         return text
+    return f"{text}, best {format_value(sign * lowest)} after {after}"
 
 
 class Watch:
-    """Counts the evaluations of a run for early stopping."""
+    """The evaluations of a run, by which rules of early stopping end it.
+
+    Attributes:
+      values: Metric -> step number -> its value after that step.
+      stopped: Why the run is to end, in words; None if it is not.
+    """
 
     def __init__(self, rules: Sequence[EarlyStopping]) -> None:
-        self.counts = tuple(Count(rule.metric, rule.mode) for rule in rules)
         self._rules = rules
-
-    @property
-    def stopped(self) -> str | None:
-        """Why the run is to end, in words; None if it is not."""
-        reasons = map(Count.reason, self.counts, self._rules)
-        return next(filter(None, reasons), None)
-
-    def restore_counts(self, saved: Sequence[Count]) -> None:
-        """Go on from the counts of a saved run that are of the same metrics."""
-        pairs = zip(self.counts, saved, strict=False)
-        known = [y if (x.metric, x.mode) == (y.metric, y.mode) else x for x, y in pairs]
-        self.counts = (*known, *self.counts[len(saved) :])
+        self.stopped: str | None = None
+        self.values: dict[str, dict[int, float]] = {rule.metric: {} for rule in rules}
 
     def add(self, number: int, values: Mapping[str, Any]) -> None:
-        """Count an evaluation."""
-        # All metrics are read before anything is counted.
-        what = "EarlyStopping.metric"
-        costs = [cost_of(values, what, x.metric, x.mode) for x in self._rules]
-        counted = zip(self.counts, self._rules, costs, strict=True)
-        self.counts = tuple(x.after(rule, number, cost) for x, rule, cost in counted)
+        """Add an evaluation, which counts once."""
+        metrics, what = [x.metric for x in self._rules], "EarlyStopping.metric"
+        self.go_on({x: {number: value_of(values, what, x)} for x in metrics})
+
+    def go_on(self, evaluated: Mapping[str, Mapping[int, float]]) -> None:
+        """Add evaluations, such as those of the run that is gone on with."""
+        for metric, known in self.values.items():
+            known |= evaluated.get(metric, {})
+        reasons = (reason_to_stop(x, self.values[x.metric]) for x in self._rules)
+        self.stopped = next(filter(None, reasons), None)
 
 
 def reaches_multiple(every: int | None, before: int, after: int) -> bool:
@@ -189,13 +170,8 @@ class Point:
         self.is_saving_due |= reaches_multiple(every, before, self.number)
 
 
-def cost_of(
-    values: Mapping[str, Any], option: str, metric: str, mode: Direction
-) -> float:
-    """The metric of an evaluation, negated where more is better: less cost is better.
-
-    NaN is not better than anything, since no comparison with it is true.
-    """
+def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
+    """The metric of an evaluation that an option names; raise unless it is a number."""
     what = f"{option}={metric!r}"
     if metric not in values:
         names = sorted(values)
@@ -204,4 +180,4 @@ def cost_of(
     if not is_one_real(value):
         kind = f"{a_type(value)}{getattr(value, 'shape', '')}"
         raise ValueError(f"{what}: its value is {kind}, not one real number.")
-    return sign_of(mode) * float(value)
+    return float(value)

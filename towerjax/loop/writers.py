@@ -143,7 +143,7 @@ def check_writers(writers: Any) -> tuple[Writer, ...]:
 def as_json(value: Any) -> Any:
     """Replace each float that is not finite by its name, which ``float`` reads."""
     if isinstance(value, Mapping):
-        return {name: as_json(x) for name, x in value.items()}
+        return {str(name): as_json(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
         return [as_json(x) for x in value]
     if not isinstance(value, float) or math.isfinite(value):

@@ -18,7 +18,7 @@ from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
 from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.files import absolute_path, checked_path, is_on_disk
-from towerjax.loop.stopping import Direction, Point, cost_of, sign_of
+from towerjax.loop.stopping import Direction, Point, sign_of, value_of
 from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
@@ -187,7 +187,7 @@ class Checkpointer:
 
 
 def _costs(options: Checkpointer) -> dict[int, float]:
-    """Of each checkpoint with the metric ``best`` its step, and what `cost_of` says."""
+    """Of each checkpoint with the metric ``best`` its step, and the less the better."""
     if options.best is None:
         return {}
     values = {n: options.record(n).evaluation.get(options.best) for n in options.steps}
@@ -304,7 +304,7 @@ class Saving:
             return
         point.state = self.options._restore(self._step, point.state, newest)
         point.number, point.is_evaluation_due = newest, saved.evaluation_due
-        point.watch.restore_counts(saved.stopping)
+        point.watch.go_on(saved.stopping)
         self._seek(saved)
         self._step.expect_batch_rows(saved.batch_rows)
         self.is_resumed = True
@@ -328,7 +328,7 @@ class Saving:
         best, mode = self.options.best, self.options.mode
         if best is None:
             return False
-        cost = cost_of(values, "Checkpointer.best", best, mode)
+        cost = sign_of(mode) * value_of(values, "Checkpointer.best", best)
         if not cost < self._lowest:
             return False
         self._best, self._lowest = number, cost
@@ -369,7 +369,7 @@ class Saving:
             batch_rows=tuple(sorted(self._step.batch_rows)),
             evaluation=evaluation,
             evaluation_due=point.is_evaluation_due,
-            stopping=point.watch.counts,
+            stopping={name: {**x} for name, x in point.watch.values.items()},
             versions=record.library_versions(),
         )
         with self._explaining(number):

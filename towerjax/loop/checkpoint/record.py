@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from etils import epath
 
 from towerjax.loop.checkpoint.folder import CheckpointError, explained, read_table
-from towerjax.loop.stopping import Count
 from towerjax.mesh.placement import Placement
 from towerjax.towers.tf1.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
@@ -180,7 +179,7 @@ class CheckpointRecord:
       evaluation: The scalars of the evaluation after this step, if there was one; no
         NaN.
       evaluation_due: Whether the run ended before an evaluation due after this step.
-      stopping: The counts of each early stopping.
+      stopping: Metric of early stopping -> step number -> its value after that step.
       versions: Library -> version.
     """
 
@@ -193,7 +192,9 @@ class CheckpointRecord:
     batch_rows: tuple[int, ...] = ()
     evaluation: Mapping[str, float] = dataclasses.field(default_factory=dict)
     evaluation_due: bool = False
-    stopping: tuple[Count, ...] = ()
+    stopping: Mapping[str, Mapping[int, float]] = dataclasses.field(
+        default_factory=dict
+    )
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -205,16 +206,16 @@ class CheckpointRecord:
                 f"The checkpoint {str(folder)!r} is by its record of step"
                 f" {fields['step']}: a copy, or renamed. Name it {name!r} or delete it."
             )
-        for leaf in fields["leaves"]:
-            leaf["shape"] = tuple(leaf["shape"])
-        for count in fields["stopping"]:  # an infinity is written as text
-            count["lowest"] = float(count["lowest"])
-        for name, kind in (("leaves", Leaf), ("stopping", Count)):
-            fields[name] = tuple(kind(**x) for x in fields[name])
-        for name in ("devices", "batch_rows"):
-            fields[name] = tuple(fields[name])
+        # JSON has lists for tuples, texts for what is not finite, and for all keys.
+        leaves = [Leaf(**x | {"shape": tuple(x["shape"])}) for x in fields["leaves"]]
+        lists = {"leaves": leaves, **{x: fields[x] for x in ("devices", "batch_rows")}}
         values = fields["evaluation"].items()
-        return cls(**fields | {"evaluation": {name: float(x) for name, x in values}})
+        stopping = {
+            metric: {int(number): float(x) for number, x in known.items()}
+            for metric, known in fields["stopping"].items()
+        }
+        made = {"evaluation": {k: float(x) for k, x in values}, "stopping": stopping}
+        return cls(**fields | {k: tuple(x) for k, x in lists.items()} | made)
 
 
 def library_versions() -> dict[str, str]:
