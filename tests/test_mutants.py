@@ -126,43 +126,33 @@ def test_without_a_mutant_the_tests_pass(verdicts):
     assert "test_wrong: AssertionError" in verdicts["test_wrong"].detail
 
 
+def mutant(where, old, new):
+    return Mutant("a", "", f"towerjax.{where}", old, new, ())
+
+
 def test_the_original_is_replaced_wherever_it_is_looked_up():
     originals = (reduce.add_pairwise, analysis._RULES["cond"], vars(Tower)["rng"])
+    rng = "towers.tower:Tower.rng"
     mutants = [
-        Mutant(
-            "a",
-            "",
-            "towerjax.collectives.reduce:add_pairwise",
-            "return rows[0]",
-            "return 7",
-            (),
-        ),
-        Mutant("b", "", "towerjax.proof.analysis:_cond", "ins[1:]", "ins[0:]", ()),
-        Mutant(
-            "c", "", "towerjax.towers.tower:Tower.rng", "return key", "return None", ()
-        ),
+        mutant("collectives.reduce:add_pairwise", "return rows[0]", "return 7"),
+        mutant("proof.analysis:_cond", "ins[1:]", "ins[0:]"),
+        mutant(rng, "return key", "return None"),
     ]
-    for mutant in mutants[:2]:
+    for one in mutants[:2]:
         with pytest.MonkeyPatch.context() as patch:
-            apply(mutant, patch, lambda: None)
+            apply(one, patch, lambda: None)
             assert reduce.add_pairwise is ops.add_pairwise
             assert analysis._RULES["cond"] is analysis._cond
             held = (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"])
             assert sum(x is not y for x, y in zip(held, originals, strict=True)) == 1
     # Of two places that have the text no one is chosen.
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(MutantError, match="2 ti"),
-    ):
-        apply(
-            Mutant("c", "", "towerjax.towers.tower:Tower.rng", "return", "", ()),
-            patch,
-            print,
-        )
-    assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
-    door, inner = "towerjax.towers.tf1.reduce:map_elements", tj.Mirrored.map
     with pytest.MonkeyPatch.context() as patch:
-        apply(Mutant("d", "", door, "if not elements", "if True", ()), patch, print)
+        with pytest.raises(MutantError, match="2 ti"):
+            apply(mutant(rng, "return", ""), patch, print)
+    assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
+    door, inner = "towers.tf1.reduce:map_elements", tj.Mirrored.map
+    with pytest.MonkeyPatch.context() as patch:
+        apply(mutant(door, "if not elements", "if True"), patch, print)
         with pytest.raises(ValueError, match="there are no elements"):
             tj.Mirrored(towers=2).map(np.sin, [1.0])
     assert tj.Mirrored.map is inner
@@ -173,15 +163,15 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
 
 def test_a_statement_is_counted_where_it_stands():
     counts = []
-    mutant = Mutant("a", "", PACK_SIZES, REST, "[size]", ())
     with pytest.MonkeyPatch.context() as patch:
-        apply(mutant, patch, lambda: counts.append(1))
+        sizes = mutant("collectives.ops:pack_sizes", REST, "[size]")
+        apply(sizes, patch, lambda: counts.append(1))
         assert ops.pack_sizes(10, 3) == [3, 3, 3]
         assert ops.pack_sizes(5, 1) == [5]
     assert len(counts) == 2 and ops.pack_sizes(10, 3) == [3, 3, 4]
-    cached = "towerjax.towers.strategies:OneDevice.placement"
+    cached = "towers.strategies:OneDevice.placement"
     with pytest.MonkeyPatch.context() as patch:
-        apply(Mutant("b", "", cached, "(names, 1", "(names, 2", ()), patch, print)
+        apply(mutant(cached, "(names, 1", "(names, 2"), patch, print)
         assert OneDevice().placement.num_towers == 2
 
 
