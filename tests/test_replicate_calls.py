@@ -250,26 +250,25 @@ def test_a_tower_without_weights_counts_its_penalty_as_the_original_did():
 def test_params_and_config_come_only_where_they_are_named():
     seen = []
 
+    def telling(fn):
+        @functools.wraps(fn)
+        def model_fn(*args, mode, **kwargs):
+            seen.append(fn(*args, mode=mode, **kwargs))
+            return tj.estimator.ModelSpec(mode, predictions=kwargs["features"])
+
+        return model_fn
+
+    @telling
     def both(variables, features, labels, mode, params, config):
-        seen.append((params, config))
-        return tj.estimator.ModelSpec(mode, predictions={"x": features})
+        return params, config
 
+    @telling
     def defaults(variables, features, labels, mode, params="none", config="none"):
-        seen.append((params, config))
-        return tj.estimator.ModelSpec(mode, predictions={"x": features})
+        return params, config
 
-    def neither(variables, features, labels, mode):
-        seen.append(())
-        return tj.estimator.ModelSpec(mode, predictions={"x": features})
-
-    def anything(variables, features, labels, mode, **rest):
-        seen.append(sorted(rest))
-        return tj.estimator.ModelSpec(mode, predictions={"x": features})
-
-    def reordered(weights, *, mode, config, labels, features):
-        seen.append(config)
-        return tj.estimator.ModelSpec(mode, predictions={"x": features})
-
+    neither = telling(lambda variables, features, labels, mode: ())
+    anything = telling(lambda variables, features, labels, mode, **rest: sorted(rest))
+    reordered = telling(lambda weights, *, mode, config, labels, features: config)
     given = {"params": {"rate": 0.5}, "config": ("a", 1)}
     for fn, arguments, expected in [
         (both, given, ({"rate": 0.5}, ("a", 1))),
@@ -286,7 +285,7 @@ def test_params_and_config_come_only_where_they_are_named():
     ]:
         seen.clear()
         wrapped, args = ModelFn.of(fn), {"params": None, "config": None, **arguments}
-        batch = {"features": rows(4)}
+        batch = {"features": {"x": rows(4)}}
         wrapped.call(None, batch, tj.estimator.Mode.PREDICT, "tower", args)
         assert seen == [expected]
 

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import types
+import warnings
 import weakref
 
 import jax
@@ -731,6 +732,18 @@ def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
 
 
 # What a person sees
+
+
+@pytest.mark.slow
+def test_every_step_is_named_in_a_trace(tmp_path):
+    with jax.profiler.trace(str(tmp_path)):
+        train(cut_of(6))
+    [path] = tmp_path.rglob("*.xplane.pb")
+    with warnings.catch_warnings(action="ignore"):  # its classes have no module
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        events = [e for plane in planes for line in plane.lines for e in line.events]
+        stats = [dict(event.stats) for event in events if event.name == "train"]
+    assert sorted(int(each["step_num"]) for each in stats) == [1, 2, 3, 4, 5, 6]
 
 
 def test_lines_without_a_terminal(train_step, eval_step, capsys):
