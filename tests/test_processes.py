@@ -128,10 +128,9 @@ EXPECTED = {
     "ends_drop": [[2, 2, 2, 2]],
     # 5 elements of 2 rows each and 6 elements of 3 rows, two towers each.
     "elements_of_each": [[2, 2, 3, 3], [2, 2, 3, 3], [2, 0, 3, 3]],
-    "twice_through": [2, 2],
+    "data_twice": [3, 3],
     "restored_from_the_chief": [100.0, 100.0, 100.0],
     "left_early": [True, 0],
-    "side_by_side": 3,
     "fetched": [3.0, 1.0],
     "ops": dict.fromkeys(OPS, [28.0, 140.0]),
     "saved_and_restored": [6.0, 6.0, 0.75],

@@ -31,7 +31,6 @@ from towerjax.data.shard import (
     counts_of_towers,
     fingerprint_of,
     fit_batch,
-    row_weights,
 )
 
 R = tj.Reduction
@@ -86,23 +85,6 @@ def test_a_fitted_batch_has_every_row_once_and_in_order(
     counts = counts_of_towers(num_valid, rows // towers, towers)
     valid = (np.arange(rows) < kept).reshape(towers, -1)
     np.testing.assert_array_equal(counts, valid.sum(1))
-
-
-@pytest.mark.slow
-@few(40)
-@given(
-    st.integers(1, 9), st.integers(1, 4), st.sampled_from([1, 2, 5]), st.floats(0, 1)
-)
-def test_weights_are_1_for_each_example_and_0_for_padding(towers, parts, part, filled):
-    total = towers * parts * part
-    num_valid = int(filled * total)
-    weights = [
-        np.asarray(row_weights(count, np.int32(i * part), part))
-        for count in counts_of_towers(num_valid, parts * part, towers)
-        for i in range(parts)
-    ]
-    expected = np.arange(total) < num_valid
-    np.testing.assert_array_equal(np.concatenate(weights), np.float32(expected))
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import functools
 import gc
 import io
 import itertools
-import linecache
 import re
 import signal
 import sys
@@ -294,20 +293,6 @@ def test_evaluation_is_exact_however_the_data_is_cut(eval_step, batch_size):
     data = eval_data(37)
     values = evaluate(eval_step, W, batches(data, batch_size))
     assert isinstance(values["mse"], float)
-    assert_exact(values, data, W["w"])
-
-
-@pytest.mark.slow
-def test_evaluation_of_several_sizes_compiles_each_and_warns_once():
-    data, step = eval_data(70), tj.build_eval_step(metric_fn, tj.Mirrored())
-    cuts = [0, 8, 24, 70]
-    sizes = [{k: x[i:j] for k, x in data.items()} for i, j in itertools.pairwise(cuts)]
-    text = "(?s)has changed.*compiles anew.*max_programs"
-    with pytest.warns(UserWarning, match=text) as warned:
-        values = evaluate(step, W, sizes)
-    [warning] = warned
-    line = linecache.getline(warning.filename, warning.lineno)
-    assert line.strip() == "values = evaluate(step, W, sizes)"
     assert_exact(values, data, W["w"])
 
 

@@ -22,6 +22,7 @@ from towerjax.mesh import placement
 
 placement.LEAST_PART = 1  # as in tests/conftest.py
 FOUR = tj.Mirrored(towers=4)
+CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 
 
 def loss_fn(params, batch, tower):
@@ -58,76 +59,12 @@ def audited(me):
     return found
 
 
-def differing_towers(me):
-    step_of(tj.Mirrored(towers=4 * (me + 1))).init(np.float32(0))
-
-
-def differing_params(me):
-    step_of(FOUR).init(np.zeros(2 + me, np.float32))
-
-
-def pmap(me):
-    step_of(tj.Mirrored(executor="pmap")).init(np.float32(0))
-
-
-def one_process_has_more_devices(me):
-    step_of(tj.Mirrored(devices=("cpu:0", "cpu:1", "cpu:2"))).init(np.float32(0))
-
-
-def devices_out_of_order(me):
-    names = ("cpu:2", "cpu:3", "cpu:0", "cpu:1")
-    step_of(tj.Mirrored(devices=names)).init(np.float32(0))
-
-
-def towers_not_for_all(me):
-    return tj.Mirrored(towers=3).placement
-
-
 def own_devices_alone(me):
     """Each process by itself, on its own devices: no job of several."""
     strategy = tj.Mirrored(devices=(f"cpu:{2 * me}", f"cpu:{2 * me + 1}"))
     step = step_of(strategy)
     state, _ = step(step.init(np.float32(me)), rows(8, start=me))
     return [strategy.between_graph, round(float(state.params), 5)]
-
-
-def checkpoints_of_one_process(me):
-    step = step_of(tj.Mirrored(devices=(f"cpu:{2 * me}",)))
-    saving = tj.Checkpointer("nowhere")
-    tj.run(step, step.init(np.float32(me)), [rows(8)], checkpointer=saving)
-
-
-def folders_of_each(me, folder):
-    """Each process sees another folder of this name, as on its own disk."""
-    step = step_of(FOUR)
-    saving = tj.Checkpointer(pathlib.Path(folder) / f"own {me}")
-    tj.run(step, step.init(np.float32(me)), [rows(8)], checkpointer=saving)
-
-
-def counts(strategy, source, **options):
-    dataset = strategy.distribute_dataset(source, **options)
-    return [placed.counts.tolist() for placed in dataset]
-
-
-def ends(remainder):
-    """Process 0 has batches of 4, 4 and 3 rows, process 1 of 4 rows and none."""
-
-    def scenario(me):
-        sizes = [4, 4, 3] if me == 0 else [4, 0]
-        source = lambda context: [rows(n) for n in sizes]  # noqa: E731
-        return counts(FOUR, source, remainder=remainder)
-
-    return scenario
-
-
-def one_ends_early(me):
-    source = lambda context: [rows(4)] * (2 + me)  # noqa: E731
-    return counts(FOUR, source, remainder="error")
-
-
-def elements_of_each(me):
-    source = lambda context: [rows(2 + me)] * (5 + me)  # noqa: E731
-    return counts(FOUR, source, split="elements")
 
 
 def elements_of_all(me):
@@ -137,12 +74,6 @@ def elements_of_all(me):
         [shard.data.tolist() for shard in placed.arrays["x"].addressable_shards]
         for placed in dataset
     ]
-
-
-def twice_through(me):
-    source = lambda context: [rows(context.part_of(8))] * 2  # noqa: E731
-    dataset = FOUR.distribute_dataset(source)
-    return [len(list(dataset)), len(list(dataset))]
 
 
 def steps_on_data(me):
@@ -155,16 +86,6 @@ def steps_on_data(me):
     data = iter(FOUR.distribute_dataset([rows(8), rows(8, start=1)]))
     ctx = FOUR.run_steps_on_dataset(step, data, 2, np.float32(0))
     return [float(ctx.final), float(ctx.last_step_outputs["sums"])]
-
-
-def other_numbers_on_towers(me):
-    tower_fn = lambda tower, x: tower.reduce(tj.Reduction.SUM, tower.id * x)  # noqa: E731
-    FOUR.call_for_each_tower(tower_fn, 1.0 + me)
-
-
-def other_steps_on_data(me):
-    data = iter(FOUR.distribute_dataset([rows(8)]))
-    FOUR.run_steps_on_dataset(lambda ctx, n, batch: n + me, data, 1, np.float32(0))
 
 
 def towers_values(me):
@@ -180,10 +101,6 @@ def towers_values(me):
 def fetched(me):
     v = FOUR.create_var("v", [1.0 + me, 2.0])  # process 0's values on both
     return [float(FOUR.fetch(v, fn=lambda x: x[0] + x[1])), float(v.value[0])]
-
-
-def destination_of_one_process(me):
-    FOUR.reduce(tj.Reduction.SUM, FOUR.worker_device_index, destinations="cpu:0")
 
 
 def ops(me):
@@ -253,21 +170,6 @@ def evaluated_and_predicted(me):
     return [values["mean"], predict(w, rows(5)).tolist()]
 
 
-def other_numbers_of_batches(me):
-    predict = tj.build_predict_step(lambda w, b, tower: w * b["x"], FOUR)
-    tj.evaluate(predict, np.float32(2), [rows(8)] * (2 + me))
-
-
-def other_numbers_in_the_optimizer(me):
-    step = tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), FOUR)
-    step(step.init(np.float32(0)), rows(8))
-
-
-def other_numbers_of_steps(me):
-    step = step_of(FOUR)
-    tj.run(step, step.init(np.float32(0)), [rows(4)] * (3 - me), progress=False)
-
-
 def work_of_one_process(me):
     """What the last process alone is asked for besides the steps."""
     step, predict, told = step_of(FOUR), tj.build_predict_step(loss_fn, FOUR), []
@@ -327,17 +229,9 @@ def loader_fails(me):
         yield rows(2)
 
     try:
-        return counts(FOUR, source)
+        return [placed.counts.tolist() for placed in FOUR.distribute_dataset(source)]
     except OSError as error:
         return f"mine: {error}"
-
-
-def one_is_empty(me):
-    return counts(FOUR, lambda context: [rows(4)] * me)
-
-
-def no_leaves(me):
-    return counts(FOUR, lambda context: [rows(2) if me else {}])
 
 
 def left_early(me):
@@ -351,11 +245,6 @@ def left_early(me):
             break
     threads = [t for t in threading.enumerate() if t.name == "towerjax-prefetch"]
     return [time.monotonic() - start < 8, len(threads)]
-
-
-def side_by_side(me):
-    dataset = FOUR.distribute_dataset(lambda context: [rows(2)] * 3)
-    return sum(1 for _ in zip(dataset, dataset, strict=True))
 
 
 @functools.cache
@@ -484,19 +373,84 @@ def shared_values_of_the_first(me):
     return [float(x.data) for x in state.params.addressable_shards]
 
 
-SCENARIOS = [
-    fn
-    for fn in list(globals().values())
+def begun(params=0, **options):
+    return step_of(tj.Mirrored(**options)).init(np.float32(params))
+
+
+def ran(step, batches, **options):
+    state = step.init(np.float32(0))
+    return tj.run(step, state, batches, progress=False, **options)
+
+
+def counts(batches, **options):
+    """The rows of each tower of batches, of each process' own."""
+    dataset = FOUR.distribute_dataset(lambda context: batches, **options)
+    return [placed.counts.tolist() for placed in dataset]
+
+
+def ends(me, remainder):
+    """Process 0 has batches of 4, 4 and 3 rows, process 1 of 4 rows and none."""
+    return counts([rows(n) for n in ([4, 0] if me else [4, 4, 3])], remainder=remainder)
+
+
+# fmt: off
+SHORT = {
+    "differing_towers": lambda me: begun(towers=4 * (me + 1)),
+    "differing_params": lambda me: begun(np.zeros(2 + me), towers=4),
+    "pmap": lambda me: begun(executor="pmap"),
+    "one_process_has_more_devices": lambda me: begun(devices=CPUS[:3]),
+    "devices_out_of_order": lambda me: begun(devices=CPUS[2:] + CPUS[:2]),
+    "towers_not_for_all": lambda me: tj.Mirrored(towers=3).placement,
+    "destination_of_one_process": lambda me: FOUR.reduce(
+        tj.Reduction.SUM, FOUR.worker_device_index, destinations="cpu:0"),
+    "other_numbers_on_towers": lambda me: FOUR.call_for_each_tower(
+        lambda tower, x: tower.reduce(tj.Reduction.SUM, tower.id * x), 1.0 + me),
+    "other_steps_on_data": lambda me: FOUR.run_steps_on_dataset(
+        lambda ctx, n, batch: n + me, iter(FOUR.distribute_dataset([rows(8)])), 1,
+        np.float32(0)),
+    "other_numbers_in_the_optimizer": lambda me: ran(
+        tj.build_train_step(loss_fn, optax.sgd(0.1 * (1 + me)), FOUR), [rows(8)]),
+    "other_numbers_of_steps": lambda me: ran(step_of(FOUR), [rows(4)] * (3 - me)),
+    "other_numbers_of_batches": lambda me: tj.evaluate(
+        tj.build_predict_step(lambda w, b, tower: w * b["x"], FOUR), np.float32(2),
+        [rows(8)] * (2 + me)),
+    "checkpoints_of_one_process": lambda me: ran(
+        step_of(tj.Mirrored(devices=CPUS[2 * me : 2 * me + 1])), [rows(8)],
+        checkpointer=tj.Checkpointer("nowhere")),
+    "one_ends_early": lambda me: counts([rows(4)] * (2 + me), remainder="error"),
+    "elements_of_each": lambda me: counts([rows(2 + me)] * (5 + me), split="elements"),
+    "one_is_empty": lambda me: counts([rows(4)] * me),
+    "no_leaves": lambda me: counts([rows(2) if me else {}]),
+    "ends_pad": lambda me: ends(me, "pad"),
+    "ends_drop": lambda me: ends(me, "drop"),
+    "ends_error": lambda me: ends(me, "error"),
+}
+# fmt: on
+
+
+def data_twice(me):
+    """Gone through again, and twice at once."""
+    source = lambda context: [rows(context.part_of(8))] * 3  # noqa: E731
+    data = FOUR.distribute_dataset(source)
+    return [sum(1 for _ in data), sum(1 for _ in zip(data, data, strict=True))]
+
+
+LONG = {
+    name: fn
+    for name, fn in list(globals().items())
     if inspect.isfunction(fn) and [*inspect.signature(fn).parameters] == ["me"]
-]
+}
 
 
 def told(folder):
     """What each scenario returns or fails with; the last one writes to the folder."""
     me, told = jax.process_index(), {}
-    named = {scenario.__name__: scenario for scenario in SCENARIOS}
-    named |= {f"ends_{name}": ends(name) for name in ("pad", "drop", "error")}
-    named["folders_of_each"] = lambda me: folders_of_each(me, folder)
+    # Each process sees another folder of this name, as on its own disk.
+    own = tj.Checkpointer(pathlib.Path(folder) / f"own {me}")
+    named = SHORT | LONG
+    named["folders_of_each"] = lambda me: ran(
+        step_of(FOUR), [rows(8)], checkpointer=own
+    )
     named["written"] = lambda me: writes.written(me, pathlib.Path(folder))
     for name, scenario in named.items():
         quickly.compiled("bits" not in name)
