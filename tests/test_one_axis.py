@@ -195,25 +195,6 @@ def test_a_layer_may_have_a_name_of_its_own(strategy):
     np.testing.assert_allclose(stats["var"], x.var(0), rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by_name", [True, False])
-def test_code_in_a_derivative_meets_too(by_name):
-    def tower_fn(tower, x):
-        def mean(x):
-            if by_name:
-                return lax.pmean(x, tower.axis_names)
-            return tower.reduce(tj.Reduction.MEAN, x)
-
-        own = jax.custom_vjp(mean)  # with a derivative that JAX would not find
-        own.defvjp(lambda x: (mean(x), None), lambda _, g: (3 * mean(g),))
-        return jax.grad(lambda x: (x * own(x)).sum())(x)
-
-    x = np.random.default_rng(3).normal(size=(4, 5))
-    rows = tj.PerTower(x.astype(np.float32))
-    got = mirrored(4, 2).call_for_each_tower(tower_fn, rows)
-    np.testing.assert_allclose(got, 4 * x.mean(0), rtol=2e-5)
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "rule, T, D, jit",

@@ -193,26 +193,6 @@ def test_hooks_come_back_from_every_mode():
 
 
 @pytest.mark.slow
-def test_a_loss_keeps_its_kind():
-    def model_fn(variables, features, labels, mode, tower, params):
-        loss = tj.Weighted.mean(features, tower.weight)
-        if params == "scalar":
-            loss = loss.value
-        return tj.estimator.ModelSpec(mode, loss=loss)
-
-    x = rows(8)
-    for kind, params in [(EXACT, None), (SUM, "scalar")]:
-        model = tj.estimator.replicate_model_fn(model_fn, kind, towers(4, 1))
-        loss = model(np.float32(1), x, None, tj.estimator.Mode.EVAL, params).loss
-        assert isinstance(loss, tj.Weighted) == (params is None)
-        value = loss.value if params is None else loss
-        factor = 4 if kind is SUM else 1
-        np.testing.assert_allclose(value, factor * x.mean(), rtol=1e-5)
-        if params is None:
-            assert float(loss.weight) == 8
-
-
-@pytest.mark.slow
 def test_one_tower_alone_is_neither_split_nor_scaled():
     # A Weighted loss says what it is divided by, under any reduction.
     x, y, w = rows(5, 3), rows(5, seed=1), np.asarray(start().params["w"])

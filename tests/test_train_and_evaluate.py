@@ -1,7 +1,6 @@
 """train_and_evaluate and predict: how long, of what data, and what is refused."""
 
 import collections
-import dataclasses
 import functools
 import itertools
 import operator
@@ -249,36 +248,17 @@ def test_evaluations_are_those_of_numpy(model):
 
 
 @pytest.mark.slow
-def test_another_model_may_evaluate_on_other_towers(model):
-    """As RunConfig(train_distribute=..., eval_distribute=...) of the original."""
-
-    def model_fn(variables, features, labels, mode, tower):
-        losses = losses_of(variables.params, {"features": features, "labels": labels})
-        seen = {"towers": tj.Weighted(tower.num_towers * 1.0, 1.0)}
-        loss = tj.Weighted.mean(losses - tower.local["moved"], tower.weight)
-        return tj.estimator.ModelSpec(mode, loss=loss, eval_metrics=seen)
-
-    three = tj.Mirrored(("cpu:5",), towers=3)
-    other = tj.estimator.replicate_model_fn(model_fn, devices=three)
-    local = {"moved": tj.TowerLocal(np.arange(8, dtype="f4"), tj.Reduction.MEAN)}
-
-    def moved(state):
-        state = dataclasses.replace(state, local=local)
-        return tj.towers.restored_values(three, state, tj.towers.saved_values(state))
-
-    _, plain = train(model, pairs(), EVALUATED)
-    options = {"evaluate": other.eval_step(), "eval_params": moved}
-    _, history = train(model, pairs(), EVALUATED, **options)
-    assert history.final["towers"] == 3
-    expected = plain.final["loss"] - np.arange(8).mean()
-    np.testing.assert_allclose(history.final["loss"], expected, rtol=50 * EPS)
-
-
-@pytest.mark.slow
 def test_options_reach_the_loop(model, tmp_path):
+    """Also an evaluation on other towers, as RunConfig(eval_distribute=...) had it."""
     path, seen = tmp_path / "run.jsonl", []
+
+    def told(params, batch, tower):
+        towers = tj.Weighted(tower.num_towers * 1.0, 1.0)
+        return {**metric_fn(params, batch, tower), "towers": towers}
+
     saving = tj.Checkpointer(tmp_path / "saved", best="loss")
     options = {
+        "evaluate": tj.build_eval_step(told, tj.Mirrored(("cpu:5",), towers=3)),
         "early_stopping": tj.EarlyStopping("loss", patience=2),
         "checkpointer": saving,
         "writers": [tj.JsonLines(path)],
@@ -290,6 +270,7 @@ def test_options_reach_the_loop(model, tmp_path):
     variables, history = result
     values = [x["loss"] for _, x in history.evaluations]
     assert values == sorted(values) and len(values) == 3
+    assert history.final["towers"] == 3
     assert history.stopped and history.steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert int(variables.step) == 6 and saving.best_step == 2
     variables = saving.restore(model.train_step(), model.init(), number=2)
