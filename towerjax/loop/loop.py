@@ -98,10 +98,10 @@ class Loop:
             self._run()
         except BaseException as error:
             self.guard.finish()
-            failure = self._save_at_stop(error)
-            self.guard.ended = True
-            if failure is not None:
-                raise failure from error
+            try:
+                self._save_at_stop(error)
+            finally:
+                self.guard.ended = True
             raise
 
     def _run(self) -> None:
@@ -187,22 +187,21 @@ class Loop:
         if last:
             self._saving.wait()
 
-    def _save_at_stop(self, error: BaseException) -> Exception | None:
-        """Save the state at SIGTERM and Ctrl-C; return the error if that fails."""
+    def _save_at_stop(self, error: BaseException) -> None:
+        """Save the state at SIGTERM and Ctrl-C; raise an error if that fails."""
         # At Ctrl-C several processes may be after different steps: nothing is saved.
         is_ctrl_c = isinstance(error, KeyboardInterrupt) and jax.process_count() == 1
         if self._saving is None or not (is_ctrl_c or isinstance(error, Terminated)):
-            return None
+            return
         try:
             if self._raises and self._log.skipped:
                 raise self._refused(self._log.skipped[0])
             self._save(last=True)
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
-            return failure
+            raise failure from error
         where = f"step {self.point.number} in {self._saving.directory!r}"
         error.add_note(f"It is saved: {where}. The same run again goes on from there.")
-        return None
 
     def _fetch(self, allowed: int) -> None:
         """Wait for the oldest calls until ``allowed`` are in flight; process each."""
@@ -237,19 +236,17 @@ class Loop:
         The step's batch is run again, with the present parameters: the step changed
         none, but later steps may have.
         """
-        error, state = self._refused(number), self.point.state
+        state = self.point.state
         try:
             places = self._step.locate(state, placed, number=number)
+            outcome = "" if places else ": all values were finite"
+            after = f"after step {step_number(state)}{outcome}"
+            note = f"To find this the batch was run again, {after}."
         except RuntimeError as failure:  # such as too little memory
-            error.add_note(f"Looking for the place failed: {failure}")
-            return error
-        located = self._refused(number, places)
-        outcome = "" if places else ": all values were finite"
-        after = step_number(state)
-        located.add_note(
-            f"To find this the batch was run again, after step {after}{outcome}."
-        )
-        return located
+            places, note = (), f"Looking for the place failed: {failure}"
+        error = self._refused(number, places)
+        error.add_note(note)
+        return error
 
     def _refused(self, number: int, places: Sequence[Place] = ()) -> NonFiniteError:
         return NonFiniteError(number, places, guard=self._step.options.guard)
