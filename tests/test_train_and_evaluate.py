@@ -457,12 +457,12 @@ def test_what_is_a_pair():
 
 
 @pytest.mark.parametrize("form, options", [
-    ("pairs", {"prefetch": 2, "in_flight": 2}),
-    ("features", {"prefetch": 0, "in_flight": 1}),
-    ("function", {"prefetch": 1, "in_flight": 5}),
-    ("dataset", {"prefetch": 2, "in_flight": 2}),
+    ("pairs", {"prefetch": 2}),
+    ("features", {"prefetch": 0}),
+    ("function", {"prefetch": 1}),
+    ("dataset", {"prefetch": 2}),
     ("pairs", {"per_example": True}),
-    ("an error", {"prefetch": 2, "in_flight": 4}),
+    ("an error", {"prefetch": 2}),
 ], ids="pairs features function dataset per_example an_error".split())  # fmt: skip
 def test_predictions_are_in_order_and_without_padding(model, form, options):
     batches, error = pairs(45), LookupError("gone")
@@ -517,7 +517,7 @@ def test_endless_data_gives_endless_predictions(model):
             yield {"x": np.full((16, 3), number, np.float32)}
 
     endless = functools.partial(closing, closed, counted())
-    options = {"prefetch": 2, "in_flight": 2}
+    options = {"prefetch": 2}
     made = tj.estimator.predict(model, model.init(), endless, **options)
     assert taken == []  # nothing before it is asked for
     for number, output in zip(range(5), made, strict=False):
@@ -532,7 +532,7 @@ def test_endless_data_gives_endless_predictions(model):
 @pytest.mark.parametrize("data, options, text", [
     (7, {}, "data is an int, but is to be an iterable"),
     (arrays(8)[0], {}, "data is one batch (a dict), but is to be"),
-    ([], {"in_flight": 0}, "in_flight=0 must be a whole number >= 1"),
+    ([], {"prefetch": -1}, "prefetch=-1 must be a whole number >= 0"),
 ])  # fmt: skip
 def test_bad_predictions_are_refused_at_once(model, data, options, text):
     for call in (tj.estimator.predict, tj.estimator.evaluate):

@@ -276,7 +276,6 @@ def evaluate(
     data: Data,
     *,
     prefetch: int = 2,
-    in_flight: int = 2,
     params: Any = None,
     config: Any = None,
 ) -> dict[str, Any]:
@@ -290,7 +289,6 @@ def evaluate(
       variables: As the model takes them; kept.
       data: Batches ``(features, labels)``, or a function that returns them.
       prefetch: How many placed batches may wait; 0 uses no thread.
-      in_flight: How many evaluations may be dispatched before one is waited for.
       params: Hyperparameters, if the model function has the parameter ``params``.
       config: Anything else, if it has the parameter ``config``.
 
@@ -313,9 +311,7 @@ def evaluate(
     """
     check_methods("model", model, "eval_step", MAKE_MODEL)
     step = model.eval_step(**not_none(params=params, config=config))
-    return evaluate_batches(
-        step, variables, Epochs("data", data), prefetch=prefetch, in_flight=in_flight
-    )
+    return evaluate_batches(step, variables, Epochs("data", data), prefetch=prefetch)
 
 
 @door
@@ -326,13 +322,12 @@ def predict(
     *,
     per_example: bool = False,
     prefetch: int = 2,
-    in_flight: int = 2,
     params: Any = None,
     config: Any = None,
 ) -> Iterator[Any]:
     """The model's predictions for each batch, or each example, in order.
 
-    Lazy: endless data gives endless predictions; up to ``prefetch + in_flight`` batches
+    Lazy: endless data gives endless predictions; up to ``prefetch + 2`` batches
     are taken for the first one. When the data raises, all earlier predictions come
     first. Closing the iterator closes what it opened.
 
@@ -343,7 +338,6 @@ def predict(
         or a function that returns them.
       per_example: Whether to yield one example's predictions at a time.
       prefetch: How many placed batches may wait; 0 uses no thread.
-      in_flight: How many predictions may be dispatched before one is waited for.
       params: Hyperparameters, if the model function has the parameter ``params``.
       config: Anything else, if it has the parameter ``config``.
 
@@ -365,11 +359,11 @@ def predict(
       [[0.0, 2.0, 4.0, 6.0], [8.0]]
     """
     check_methods("model", model, "predict_step", MAKE_MODEL)
-    check_whole("in_flight", in_flight, 1)
+    check_whole("prefetch", prefetch, 0)
     check_flag("per_example", per_example)
     batches = Epochs("data", data, with_labels=False)
     step = model.predict_step(**not_none(params=params, config=config))
-    outputs = outputs_on_host(step, variables, batches, prefetch, in_flight)
+    outputs = outputs_on_host(step, variables, batches, prefetch)
     return _examples(outputs) if per_example else outputs
 
 

@@ -42,7 +42,6 @@ def evaluate(
     batches: AnyBatches,
     *,
     prefetch: int = 2,
-    in_flight: int = 2,
 ) -> dict[str, Any]:
     """The metrics over a whole data set, exact for any batch size.
 
@@ -56,7 +55,6 @@ def evaluate(
       state: A ``TrainState``, or parameters alone.
       batches: Global batches, or a function that returns them.
       prefetch: How many placed batches may wait; 0 uses no thread.
-      in_flight: How many dispatched calls may run before one is waited for.
 
     Returns:
       Name -> float, or an array for a metric that has dims. ``compute`` of a state
@@ -77,9 +75,8 @@ def evaluate(
     check_evaluate(step)
     check_batches("batches", batches, or_function=True)
     check_whole("prefetch", prefetch, 0)
-    check_whole("in_flight", in_flight, 1)
     totals: dict[str, Any] | None = None
-    made = outputs_on_host(step, state, batches, prefetch, in_flight)
+    made = outputs_on_host(step, state, batches, prefetch)
     with contextlib.closing(made) as outputs:
         for metrics in outputs:
             if not isinstance(metrics, Mapping):
@@ -110,11 +107,7 @@ def check_evaluate(evaluate: Any) -> None:
 
 
 def outputs_on_host(
-    step: EvaluationStep,
-    state: PyTree,
-    batches: AnyBatches,
-    prefetch: int,
-    in_flight: int,
+    step: EvaluationStep, state: PyTree, batches: AnyBatches, prefetch: int
 ) -> Generator[PyTree, None, None]:
     """Yield a step's outputs for each batch; raise a batch's error after them."""
     source: Any = batches
@@ -143,7 +136,7 @@ def outputs_on_host(
         try:
             for placed in placed_batches:
                 running.append(step(state, placed))
-                if len(running) == in_flight:
+                if len(running) > 1:  # one is fetched while the next one runs
                     yield jax.device_get(running.popleft())
         except Exception as error:
             failure = error

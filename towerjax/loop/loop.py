@@ -273,8 +273,7 @@ class Loop:
         self._fetch(0)
         start_s, number = time.perf_counter(), point.number
         given = options.evaluate, self._state_to_evaluate(), options.eval_batches
-        how = {"prefetch": options.prefetch, "in_flight": options.in_flight}
-        values = evaluate(*given, **how)
+        values = evaluate(*given, prefetch=options.prefetch)
         with self.guard:
             self._log.evaluations.append((number, values))
             self._writers.write(Record("eval", number, time.time(), values))
