@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,19 @@ from jax import lax
 import towerjax as tj
 
 _MINE = "own"
+Tree: TypeAlias = Any  # a pytree
+
+
+class Fns(Protocol):
+    """The functions of a train step, as ``extend=`` is given them."""
+
+    strategy: tj.Mirrored
+    options: Any  # with its on_nonfinite and guard
+    tower: Callable[..., dict[str, Tree]]
+    update: Callable[[tj.TrainState, Tree], tuple[Tree, ...]]
+    init: Callable[[Tree], dict[str, Tree]]
+    trained: Callable[[Tree], Tree]
+    accept_or_keep: Callable[..., tuple[Tree, Tree]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,8 +140,8 @@ class DiLoCo:
 class Own:
     """What each tower has of its own; in ``state.local["own"].value``, ``[T, ...]``."""
 
-    params: Any  # those that are trained
-    opt_state: Any
+    params: Tree  # those that are trained
+    opt_state: Tree
     weight: jax.Array  # [P], of its losses since each fragment was sent
     loss: tj.Weighted  # the mean since towers were merged
     faults: jax.Array  # how many steps since then were not finite
@@ -138,7 +152,7 @@ class Own:
 class Outer:
     """``state.opt_state`` of a step whose towers train alone."""
 
-    fragments: tuple[Any, ...]  # the outer optimizer's states
+    fragments: tuple[Tree, ...]  # the outer optimizer's states
     loss: tj.Weighted  # of all towers in the last round; of weight 0 before it
 
 
@@ -147,9 +161,9 @@ class Rounds:
     """The functions of a step whose towers train alone, made of a train step's."""
 
     sync: DiLoCo
-    fns: Any  # of the train step
+    fns: Fns  # of the train step
 
-    def init(self, params: Any) -> dict[str, Any]:
+    def init(self, params: Tree) -> dict[str, Tree]:
         """The outer optimizer's state, and each tower's own, before the first step."""
         first, part = self.fns.init(params), self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
@@ -162,7 +176,9 @@ class Rounds:
         local = {**first.get("local", {}), _MINE: variable}
         return {"opt_state": outer, "local": local}
 
-    def tower(self, state: Any, rows: Any, tower: Any) -> dict[str, Any]:
+    def tower(
+        self, state: tj.TrainState, rows: Tree, tower: tj.Tower
+    ) -> dict[str, Tree]:
         """What one tower returns, given its own parameters."""
         own = state.local[_MINE]
         if tower.local:
@@ -189,7 +205,7 @@ class Rounds:
         local = local and {**local, _MINE: own}
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
-    def update(self, state: Any, merged: dict[str, Any]) -> tuple[Any, ...]:
+    def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
         """The next state, the loss of the last round, and whether all was finite."""
         common = dataclasses.replace(state, opt_state=(), local={})
         returned = merged["loss"], merged["grads"], _others(merged["local"])
@@ -206,7 +222,13 @@ class Rounds:
         return dataclasses.replace(state, local=local), metrics, faults == 0
 
     def _between(
-        self, tower: Any, variables: Any, loss: Any, grads: Any, after: Any, common: Any
+        self,
+        tower: tj.Tower,
+        variables: dict[str, Tree],
+        loss: tj.Weighted,
+        grads: tj.Weighted,
+        after: Tree,
+        common: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
         """A tower's variables after its step from its own rows."""
         own, options = variables[_MINE].value, self.fns.options
@@ -216,7 +238,7 @@ class Rounds:
         accepts = counts & ((grads.weight != 0) | (options.on_nonfinite == "ignore"))
         merged = {"loss": loss, "grads": grads, "metrics": {}, "local": after}
 
-        def attempt(given: Any) -> tuple[jax.Array, Any, None]:
+        def attempt(given: Tree) -> tuple[jax.Array, Tree, None]:
             before = _of_one(common, *given)
             after, _ = self.fns.update(before, merged)
             if after.extra is not before.extra:
@@ -236,7 +258,9 @@ class Rounds:
         own = Own(part, opt_state, own.weight + weight, mean, own.faults + ~fine)
         return {**local, _MINE: dataclasses.replace(variables[_MINE], value=own)}
 
-    def _meet(self, state: Any, own: Own, p: int) -> tuple[Any, Own, jax.Array]:
+    def _meet(
+        self, state: tj.TrainState, own: Own, p: int
+    ) -> tuple[tj.TrainState, Own, jax.Array]:
         """The state, the towers' own and their faults after a fragment's meeting."""
         sync, outer, done = self.sync, state.opt_state, state.step + 1
         part = self.fns.trained(state.params)
@@ -247,18 +271,19 @@ class Rounds:
         # XLA copies the operands of a branch: they are no more than is needed.
         rows = _chosen(own.params, flags), own.weight[:, p], own.loss, own.faults
 
-        def meet() -> tuple[Any, ...]:
+        def meet() -> tuple[Tree, ...]:
             sent = jax.vmap(_sent, in_axes=(0, None))(rows, mine)
             sums = self.fns.strategy.reduce(tj.Reduction.SUM, tj.PerTower(sent))
             move, loss, faults = sums["move"], sums["loss"], sums["faults"]
             old = dataclasses.replace(state, params=mine, opt_state=before)
-            how: Any = {"loss": loss.value, "trainable": lambda *_: True}
-            new = tj.apply_gradients(sync.outer, old, move, **how)
+            new = tj.apply_gradients(
+                sync.outer, old, move, loss=loss.value, trainable=lambda *_: True
+            )
             pair = (new.params, new.opt_state), (mine, before)
             new = jax.tree.map(lambda x, y: jnp.where(move.weight > 0, x, y), *pair)
             return *new, loss, faults.astype(jnp.int32)
 
-        def go_on() -> tuple[Any, ...]:
+        def go_on() -> tuple[Tree, ...]:
             return mine, before, outer.loss, jnp.int32(0)
 
         mine, after, loss, faults = lax.cond(is_due, meet, go_on)
@@ -271,7 +296,7 @@ class Rounds:
         own = _reset_counters(own, is_due, p)
         return state, self._adopt(own, mine, flags, done - offset), faults
 
-    def _adopt(self, own: Own, mine: Any, flags: Any, since: jax.Array) -> Own:
+    def _adopt(self, own: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
         """A tower's own after it takes the outer parameters, if that is due."""
         since, keep = since - self.sync.overlap, self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
@@ -283,7 +308,7 @@ class Rounds:
         params = jax.tree.map(taken, _chosen(own.params, flags), mine)
         return dataclasses.replace(own, params=_put_into(params, own.params))
 
-    def _fragments(self, part: Any) -> list[Any]:
+    def _fragments(self, part: Tree) -> list[Tree]:
         """For each fragment the flags of its leaves; sizes are as equal as may be."""
         leaves, treedef = jax.tree.flatten(part)
         sizes, chosen = [0] * self.sync.fragments, [0] * len(leaves)
@@ -298,7 +323,7 @@ class Rounds:
         return [treedef.unflatten([x == p for x in chosen]) for p in range(len(sizes))]
 
 
-def _sent(row: Any, outer: Any) -> dict[str, Any]:
+def _sent(row: tuple[Tree, ...], outer: Tree) -> dict[str, Tree]:
     """What one tower sends of a fragment: its weighted move since it was sent."""
     params, weight, loss, faults = row
 
@@ -319,7 +344,7 @@ def _reset_counters(own: Own, is_due: jax.Array, p: int) -> Own:
     return dataclasses.replace(own, weight=weight, loss=loss, faults=faults)
 
 
-def _with_leading_dim(fn: Any, value: Any) -> Any:
+def _with_leading_dim(fn: Callable[[Tree], Tree], value: Tree) -> Tree:
     """``fn(value)``, computed with a leading dim of size 1, as in a state's rows.
 
     XLA:CPU copies a value, at every step, if its update has another shape than the
@@ -331,29 +356,31 @@ def _with_leading_dim(fn: Any, value: Any) -> Any:
     return jax.tree.map(lambda x: x[0], out)
 
 
-def _of_one(state: Any, part: Any, opt_state: Any, local: Any) -> Any:
+def _of_one(
+    state: tj.TrainState, part: Tree, opt_state: Tree, local: Tree
+) -> tj.TrainState:
     """The state of a tower as if it were the only one."""
-    how: Any = {"opt_state": opt_state, "local": local}
-    return dataclasses.replace(state, params=_put_into(part, state.params), **how)
+    params = _put_into(part, state.params)
+    return state.replace(params=params, opt_state=opt_state, local=local)
 
 
-def _others(local: Any) -> dict[str, Any]:
+def _others(local: dict[str, Tree]) -> dict[str, Tree]:
     """Tower-local variables but for those of `DiLoCo`."""
     return {name: x for name, x in local.items() if name != _MINE}
 
 
-def _chosen(tree: Any, flags: Any) -> Any:
+def _chosen(tree: Tree, flags: Tree) -> Tree:
     """The tree's leaves whose flag is set, None for the others."""
     return jax.tree.map(lambda yes, x: x if yes else None, flags, tree)
 
 
-def _put_into(part: Any, tree: Any) -> Any:
+def _put_into(part: Tree, tree: Tree) -> Tree:
     """The tree, with the leaves that ``part`` has, which is None for the others."""
     choose = lambda new, old: old if new is None else new  # noqa: E731
     return jax.tree.map(choose, part, tree, is_leaf=lambda x: x is None)
 
 
-def _are_finite(tree: Any) -> jax.Array:
+def _are_finite(tree: Tree) -> jax.Array:
     finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
     return functools.reduce(jnp.logical_and, finite)
 
@@ -366,7 +393,9 @@ def _as_dense(x: Any) -> Any:
     return x.to_dense() if _is_rows(x) else x
 
 
-def _take_whole(sync: Any, name: str, lowest: int = 1, highest: float = np.inf) -> None:
+def _take_whole(
+    sync: LocalSGD | DiLoCo, name: str, lowest: int = 1, highest: float = np.inf
+) -> None:
     """Make a field a Python integer; raise unless it is whole and in its limits."""
     number = getattr(sync, name)
     is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)

@@ -167,12 +167,14 @@ class TowersOfStep:
         total, grads = self._sum_towers(addend, grads)
         return one_loss(reduction, total, is_split=is_split or is_part), grads
 
-    def sum_weights(self, weights: list[Any]) -> tuple[list[Any], int]:
+    def sum_weights(self, weights: list[PyTree]) -> tuple[list[PyTree], int]:
         """The sum of the weights over all towers, and the number of parts added."""
         _, weights = self._sum_towers(None, weights)
         return weights, self.num_parts
 
-    def _sum_towers(self, loss: Weighted | None, grads: PyTree) -> tuple[Any, PyTree]:
+    def _sum_towers(
+        self, loss: Weighted | None, grads: PyTree
+    ) -> tuple[PyTree, PyTree]:
         """Sum losses and gradients over towers; raise where they cannot communicate."""
         if get_opaque_trace_state() == self.trace:
             return meet(loss, grads, self.num_parts)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from towerjax.estimator.variables import (
     spread,
     store,
 )
+from towerjax.loop.options import Hook
 from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
@@ -87,10 +88,10 @@ class ModelTower:
     mode: Mode
     wanted: tuple[str, ...]  # the parts of the spec to compute
     given: Mapping[str, Any]  # params and config
-    _programs: dict[Any, SplitProgram] = dataclasses.field(default_factory=dict)
+    _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
     def __call__(
-        self, state: TrainState, rows: PyTree, tower: Tower, merged: Any = ()
+        self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree = ()
     ) -> PyTree:
         """One tower's results in the pass after those that ``merged`` has."""
         axes, context = context_args(tower)
@@ -186,21 +187,21 @@ def model_passes(
 ) -> ModelPasses:
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
-    how: Any = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
+    how = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
     passes = training_passes((tower_fn,), strategy, options, **how)
     return ModelPasses(passes, tower_fn.options)
 
 
 def _results_of(
-    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Any]
-) -> Callable[[TrainState, list[Any]], tuple[TrainState, dict[str, Any]]]:
+    tower_fn: ModelTower, strategy: Strategy, options: StepOptions, hooks: list[Hook]
+) -> Callable[[TrainState, list[PyTree]], tuple[TrainState, dict[str, PyTree]]]:
     """Gives the next state, and the other parts of the merged spec; fills ``hooks``."""
     is_split = strategy.num_towers * options.micro_batches > 1
     reduction = tower_fn.options.loss_reduction
 
     def results(
-        state: TrainState, merged: list[Any]
-    ) -> tuple[TrainState, dict[str, Any]]:
+        state: TrainState, merged: list[PyTree]
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         parts, after = merged[0]["split"].results(state, merged), state
         hooks[:] = parts.pop("hooks").value
         if "loss" in parts:
@@ -216,13 +217,15 @@ def _results_of(
     return results
 
 
-def _minimized(merged: list[Any]) -> list[Weighted]:
+def _minimized(merged: list[PyTree]) -> list[Weighted]:
     """The losses of several updates, which guard the step besides the spec's."""
     losses = parts_of(Weighted, [x["minimized"] for x in merged])
     return losses if len(losses) > 1 else []
 
 
-def _with_means(merged: dict[str, Any], reduction: LossReduction) -> dict[str, Any]:
+def _with_means(
+    merged: dict[str, PyTree], reduction: LossReduction
+) -> dict[str, PyTree]:
     """What a pass merged: its loss as one, its sums of gradients as means over it."""
     # Towers give a pair, also of a sum that has no weight.
     if isinstance(merged.get("loss"), Weighted):
@@ -253,22 +256,22 @@ class _TrainedModel(StatePolicy):
     """A `TrainState` that is kept where the model's ``variable_placement`` says."""
 
     kept_at: VariablePlacement = VariablePlacement.MIRRORED
-    hooks: list[Any] = dataclasses.field(default_factory=list)  # of the last spec
+    hooks: list[Hook] = dataclasses.field(default_factory=list)  # of the last spec
 
-    def start(self, given: Any, expected: TrainState | None) -> TrainState:
+    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """As of any training; variables that are kept elsewhere are copied first."""
         check_is_state(given, MAKE_STATE)
         return super().start(spread(given, self.strategy, self.kept_at), expected)
 
-    def take(self, given: Any) -> Any:
+    def take(self, given: PyTree) -> TrainState | None:
         """The state on all devices."""
         if self.kept_at is not VariablePlacement.MIRRORED:
             given = spread(given, self.strategy, self.kept_at)
         return super().take(given)
 
     def result(
-        self, state: TrainState, out: Any, batch: PlacedBatch
-    ) -> tuple[Any, Any]:
+        self, state: TrainState, out: PyTree, batch: PlacedBatch
+    ) -> tuple[TrainState, dict[str, PyTree]]:
         """``(state, metrics)``."""
         after, metrics = super().result(state, out, batch)
         return store(after, self.strategy.placement, self.kept_at), metrics
@@ -280,24 +283,26 @@ class _Variables(Read):
 
     kept_at: VariablePlacement
     mode: Mode
-    hooks: list[Any] = dataclasses.field(default_factory=list)  # of the last spec
+    hooks: list[Hook] = dataclasses.field(default_factory=list)  # of the last spec
 
-    def start(self, given: Any, expected: TrainState | None) -> TrainState:
+    def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """The variables as a state, on all devices."""
         return spread(as_state(given, *self.counters), self.strategy, self.kept_at)
 
-    def kind(self, state: Any) -> Any:
+    def kind(self, state: TrainState) -> Hashable:
         """The types of the variables."""
         return batch_signature(state)
 
-    def as_state(self, given: Any) -> TrainState:
+    def as_state(self, given: PyTree) -> TrainState:
         """The variables as a state."""
         return as_state(given, jnp.int32(0), jax.random.key(0))
 
-    def take(self, given: Any) -> None:
+    def take(self, given: PyTree) -> None:
         """Nothing: each call looks at the variables."""
 
-    def result(self, state: TrainState, out: Any, batch: PlacedBatch) -> dict[str, Any]:
+    def result(
+        self, state: TrainState, out: PyTree, batch: PlacedBatch
+    ) -> dict[str, PyTree]:
         """The loss and the metrics, as states to merge; in PREDICT the predictions."""
         spec = self.spec(out, batch)
         if spec.mode is Mode.PREDICT:
@@ -307,7 +312,7 @@ class _Variables(Read):
             loss = Weighted(loss, jnp.float32(1))
         return with_loss(loss, spec.eval_metrics or {})
 
-    def spec(self, out: Any, batch: PlacedBatch) -> ModelSpec:
+    def spec(self, out: PyTree, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
         (*after, parts), placement = out, self.strategy.placement
         parts = owned(parts, lambda own: on_every_process(own, placement))
@@ -329,7 +334,7 @@ def model_train_step(
     passes = model_passes(tower_fn, strategy, options)
     results = _results_of(tower_fn, strategy, options, policy.hooks)
 
-    def update(state: TrainState, merged: list[Any]) -> tuple[TrainState, Any]:
+    def update(state: TrainState, merged: list[PyTree]) -> tuple[PyTree, ...]:
         after, parts = results(state, merged)
         return after, with_loss(parts["loss"], parts.get("eval_metrics", {}))
 
@@ -344,7 +349,9 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     trains = "train_op" in tower_fn.wanted
     results = _results_of(tower_fn, strategy, options, policy.hooks)
 
-    def finish(donated: Any, kept: Any, merged: list[Any], _: Any) -> tuple[Any, ...]:
+    def finish(
+        donated: PyTree, kept: PyTree, merged: list[PyTree], _: PyTree
+    ) -> tuple[PyTree, ...]:
         after, parts = results(TrainState(**donated, **kept), merged)
         own = as_own(parts)
         return (*split_state(after), own) if trains else (own,)
@@ -355,3 +362,14 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     outs, donate = (*after, Layout.MIRRORED), options.donate and trains
     engine = Engine(passes, finish, ins, outs, donate=donate)
     return Step(engine, strategy, options, policy, placer=placer)
+
+
+def spec_of(step: Step, variables: PyTree, batch: PlacedBatch) -> ModelSpec:
+    """The merged spec of a call of what `model_step` made."""
+    _, out = step.outputs(variables, batch)
+    return cast(_Variables, step.policy).spec(out, batch)
+
+
+def hooks_of(step: Step) -> list[Hook]:
+    """The hooks of the last spec, for what `model_train_step` made."""
+    return cast(_TrainedModel, step.policy).hooks

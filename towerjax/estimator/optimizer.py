@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
@@ -93,17 +94,17 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
             )
         inner = pass_loss(made)
 
-        def init(params: PyTree) -> Any:
+        def init(params: PyTree) -> PyTree:
             return TowerOptimizerState(inner.init(params))
 
         def update(
             updates: PyTree,
-            state: Any,
+            state: PyTree,
             params: PyTree = None,
             *,
             loss: Weighted | jax.Array | None = None,
             **extra_args: Any,
-        ) -> tuple[PyTree, Any]:
+        ) -> tuple[PyTree, PyTree]:
             _check_own_state(state, init, params)
             grads, value = _reduce_gradients(updates, loss, towers_here())
             if value is not None:
@@ -123,7 +124,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         return (self.optimizer,), {"lazy": self.lazy}
 
     def compute_gradients(
-        self, loss_fn: Callable[..., Any], params: PyTree, *, has_aux: bool = False
+        self, loss_fn: Callable[..., PyTree], params: PyTree, *, has_aux: bool = False
     ) -> tuple[Any, PyTree]:
         """A tower's loss and the gradient of its *sum*, not yet reduced.
 
@@ -154,7 +155,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
     def apply_gradients(
         self,
         grads: PyTree,
-        opt_state: Any,
+        opt_state: PyTree,
         params: PyTree,
         *,
         loss: Any = None,
@@ -190,7 +191,11 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         )
 
     def minimize(
-        self, loss_fn: Callable[..., Any], state: TrainState, *, has_aux: bool = False
+        self,
+        loss_fn: Callable[..., PyTree],
+        state: TrainState,
+        *,
+        has_aux: bool = False,
     ) -> tuple[Any, TrainState]:
         """The loss, and the state after one step on it.
 
@@ -236,11 +241,11 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
 
 def _differentiate(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     params: PyTree,
-    differentiated: Callable[[Any], jax.Array],
+    differentiated: Callable[[PyTree], jax.Array],
     has_aux: bool,
-) -> tuple[tuple[jax.Array, Any], PyTree]:
+) -> tuple[tuple[jax.Array, PyTree], PyTree]:
     """``((differentiated(loss), loss_fn's result), gradient)``."""
     if not callable(loss_fn):
         raise ValueError(
@@ -258,7 +263,7 @@ def _differentiate(
     refuse_unheld("params", params)
     trainable_flags(params, True, advice=OF_MODELS)
 
-    def of_loss(params: PyTree) -> tuple[jax.Array, Any]:
+    def of_loss(params: PyTree) -> tuple[jax.Array, PyTree]:
         out = loss_fn(params)
         if isinstance(out, tuple) != has_aux:
             raise ValueError(
@@ -276,7 +281,7 @@ def _differentiate(
         return (value, out), pull_back(jnp.ones_like(value))
 
 
-def refuse_met_sums(jaxpr: Any, tower_axis: str) -> None:
+def refuse_met_sums(jaxpr: ClosedJaxpr, tower_axis: str) -> None:
     """Raise where towers meet in a loss of whose sum a gradient is computed.
 
     The original's is of each tower's own mean: of a sum it is divided by the tower's
@@ -317,8 +322,8 @@ def _as_one_mean(loss: Any) -> Any:
 
 
 def _differentiate_means(
-    loss_fn: Callable[..., Any], state: TrainState, has_aux: bool
-) -> tuple[Any, PyTree, Any]:
+    loss_fn: Callable[..., PyTree], state: TrainState, has_aux: bool
+) -> tuple[PyTree, PyTree, PyTree]:
     """``(result, gradient, loss)`` of a loss function that returns several means."""
     towers, known = towers_here(), None  # divided by this tower's weights
     if towers is not None and not towers.takes_scalars:
@@ -336,7 +341,9 @@ def _differentiate_means(
     return out, grads, Sum(Weighted(value, sum(term.weight for term in terms)))
 
 
-def _check_own_state(state: Any, init: Callable[..., Any], params: PyTree) -> None:
+def _check_own_state(
+    state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree
+) -> None:
     """Raise unless ``init`` of these params makes such a state."""
     what = (
         "TowerOptimizer.update got the state of another optimizer, or of other params"

@@ -2,13 +2,18 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.estimator.losses import LossReduction
-from towerjax.estimator.model_engine import ModelTower, model_step, model_train_step
+from towerjax.estimator.model_engine import (
+    ModelTower,
+    model_step,
+    model_train_step,
+    spec_of,
+)
 from towerjax.estimator.model_fn import (
     Compat,
     Mode,
@@ -58,7 +63,7 @@ class ReplicatedModel:
         self._placers = {
             mode: Placer(strategy.placement, remainder=remainder) for mode in Mode
         }
-        self._steps: dict[Any, Any] = {}
+        self._steps: dict[Hashable, Step] = {}
 
     def __repr__(self) -> str:
         name = getattr(self.model_fn.fn, "__name__", self.model_fn.fn)
@@ -126,8 +131,7 @@ class ReplicatedModel:
         step = self._step(mode, _SPEC_PARTS[mode], params=params, config=config)
         batch = {"features": features, **not_none(labels=labels)}
         placed = step.place_batch(batch)
-        _, out = step.outputs(variables, placed)
-        return step.policy.spec(out, placed)
+        return spec_of(step, variables, placed)
 
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any
@@ -174,8 +178,12 @@ class ReplicatedModel:
         return self._step(Mode.PREDICT, wanted, params=params, config=config)
 
     def _step(
-        self, mode: Mode, wanted: tuple[str, ...], of_step: Any = None, **given: Any
-    ) -> Any:
+        self,
+        mode: Mode,
+        wanted: tuple[str, ...],
+        of_step: StepOptions | None = None,
+        **given: Any,
+    ) -> Step:
         """The step of a mode, or with options of a step the train step; cached."""
         key = mode, wanted, of_step, static_keys(given)
         if key not in self._steps:
@@ -255,8 +263,9 @@ def replicate_model_fn(
     Source:
       ``tf.contrib.estimator.replicate_model_fn`` (2018).
     """
-    calls: Any = {"remainder": remainder, "donate": donate, "audit": audit}
-    step = StepOptions(max_programs=max_programs, **calls)
+    step = StepOptions(
+        remainder=remainder, donate=donate, max_programs=max_programs, audit=audit
+    )
     options = ModelOptions(loss_reduction, variable_placement, compat, step)
     strategy = devices if isinstance(devices, Strategy) else Mirrored(devices=devices)
     if strategy.state != "mirrored" and variable_placement.value != "mirrored":

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.metrics.weighted import Weighted
@@ -64,14 +64,20 @@ class SplitProgram:
     """
 
     def __init__(
-        self, closed: Any, tree: PyTree, num_mirrored: int, num_local: int, *, axis: str
+        self,
+        closed: ClosedJaxpr,
+        tree: PyTree,
+        num_mirrored: int,
+        num_local: int,
+        *,
+        axis: str,
     ) -> None:
         self._closed, eqns, given = closed, closed.jaxpr.eqns, closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         self._own_vars = dependents(closed.jaxpr, given[num_mirrored:], axis, _meet)
-        self._known: dict[Any, int] = {}  # jaxpr variable -> the first pass to know it
-        self._eqns: list[Any] = []
-        self._meets: list[tuple[Any, int]] = []  # each with its pass
+        self._known: dict[Var, int] = {}  # the first pass to know it
+        self._eqns: list[JaxprEqn] = []
+        self._meets: list[tuple[JaxprEqn, int]] = []  # each with its pass
         for eqn in eqns:
             number = self._pass_of(eqn.invars)
             if eqn.primitive is _meet:
@@ -93,7 +99,7 @@ class SplitProgram:
         passes += [self._pass_of(x) for x in shown if self._is_own(x)]
         self.num_passes = max(passes, default=0) + 1
 
-    def run(self, args: PyTree, merged: list[Any]) -> dict[str, Any]:
+    def run(self, args: PyTree, merged: list[PyTree]) -> dict[str, PyTree]:
         """One tower's results in a pass; ``merged`` holds those of earlier passes."""
         number = len(merged)
         walk = self._evaluate(number, jax.tree.leaves(args), merged)
@@ -112,7 +118,7 @@ class SplitProgram:
             "grads": _one_or_all([_as_sums(grads) for _, grads in operands]),
         }
 
-    def results(self, state: TrainState, merged: list[Any]) -> dict[str, Any]:
+    def results(self, state: TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
         """The function's results, merged over towers."""
         leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
         others = len(self._closed.jaxpr.invars) - len(leaves)
@@ -142,7 +148,7 @@ class SplitProgram:
                 " which micro-batches would not see alike. Say micro_batches=1."
             )
 
-    def _meets_of(self, number: int | None) -> list[Any]:
+    def _meets_of(self, number: int | None) -> list[JaxprEqn]:
         return [eqn for eqn, at in self._meets if at == number]
 
     def _pass_of(self, arrays: Iterable[Any]) -> int:
@@ -153,7 +159,7 @@ class SplitProgram:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
     def _evaluate(
-        self, number: int | None, inputs: Sequence[Any], merged: list[Any]
+        self, number: int | None, inputs: Sequence[PyTree], merged: list[PyTree]
     ) -> Interpreter:
         """An interpreter that has what a pass, or for None the update, returns."""
         walk = Interpreter(self._closed.jaxpr, self._closed.consts, inputs)
@@ -165,7 +171,7 @@ class SplitProgram:
                 outcomes = jax.tree.leaves((loss, grads))
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
 
-        def shows(eqn: Any) -> bool:
+        def shows(eqn: JaxprEqn) -> bool:
             at = self.num_passes if number is None else number
             return bool(eqn.effects) and self._pass_of(eqn.invars) == at
 

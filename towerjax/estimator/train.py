@@ -14,6 +14,7 @@ from towerjax.data.feed import as_reusable
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import batch_signature
 from towerjax.data.stream import Source, check_batches, close
+from towerjax.estimator.model_engine import hooks_of
 from towerjax.estimator.model_fn import not_none
 from towerjax.estimator.replicate import MAKE_MODEL, ReplicatedModel
 from towerjax.loop.evaluate import evaluate as evaluate_batches
@@ -253,10 +254,9 @@ def train_and_evaluate(
             f"train_and_evaluate() got an unexpected keyword argument {min(unknown)!r}"
         )
     step = model.train_step(**given, **of_step)
-    policy: Any = step.policy
 
     def model_hooks(number: int, metrics: dict[str, Any]) -> None:
-        for hook in policy.hooks:
+        for hook in hooks_of(step):
             hook(number, metrics)
 
     return run(

@@ -115,8 +115,8 @@ def spread(
 
 
 def _copy_stored(
-    x: Any, layout: Layout, *, placement: Placement, copies: dict[int, Any]
-) -> Any:
+    x: PyTree, layout: Layout, *, placement: Placement, copies: dict[int, jax.Array]
+) -> PyTree:
     """What `store` has put on one device, mirrored; else the leaf itself."""
     is_kept = isinstance(x, jax.Array) and x.committed and not is_key(x)
     is_stored = is_kept and len(x.sharding.device_set) == 1

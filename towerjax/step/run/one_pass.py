@@ -255,10 +255,17 @@ class Pass:
         # Shapes of common arguments may not depend on ``D``: local values are row 0's.
         first = with_local_values(state.local, jax.tree.map(lambda x: x[0], local))
         state = dataclasses.replace(state, local=first)
-        how: Any = {"stack_sums": ops.needs_every_tower, "programs": programs}
-        how["number"] = state.step
         return over_local_towers(
-            tower_fn, axes, own, state, read, shared, merged, **how
+            tower_fn,
+            axes,
+            own,
+            state,
+            read,
+            shared,
+            merged,
+            stack_sums=ops.needs_every_tower,
+            number=state.step,
+            programs=programs,
         )
 
     def _run_tower(

@@ -126,7 +126,9 @@ def _combine(
     )
 
 
-def _given(strategy: StrategyFields, variable: Any, value: PyTree, what: str) -> PyTree:
+def _given(
+    strategy: StrategyFields, variable: Variable, value: PyTree, what: str
+) -> PyTree:
     """What all towers are given for a variable; raise where they cannot share it."""
     check_variable(variable, f"strategy.{what}")
     refuse_per_tower([value], f"strategy.{what} of {label(variable)}")

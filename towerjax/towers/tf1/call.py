@@ -14,7 +14,7 @@ from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
 from towerjax.towers import executors
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.lowering.tower_axis import over_local_towers
+from towerjax.towers.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.tf1 import values
 from towerjax.towers.tower import tower_of
@@ -38,13 +38,13 @@ each the kind of an array, or a constant."""
 
 
 def _on_device(
-    call: _Call, axes: TowerAxes, programs: dict[Any, Any]
-) -> Callable[..., Any]:
+    call: _Call, axes: TowerAxes, programs: TowerPrograms
+) -> Callable[..., PyTree]:
     """What a device runs: its towers' arrays ``[k, ...]``, and other results."""
     strategy, _, fn, treedef, kinds = call
 
     def tower_fn(
-        tower_id: jax.Array, rows: list[Any], arrays: list[Any]
+        tower_id: jax.Array, rows: list[jax.Array], arrays: list[jax.Array]
     ) -> tuple[PyTree, PyTree]:
         tower = tower_of(strategy, axes, tower_id)
         pools = {_ROWS: iter(rows[1:]), _FREE: iter(arrays)}
@@ -58,9 +58,10 @@ def _on_device(
         known = jax.tree.structure(out), tuple(kind for _, kind in pairs)
         return (), (made, executors.Static(known))
 
-    def run(rows: list[Any], arrays: list[Any]) -> Any:
-        how: Any = {"stack_sums": False, "programs": programs}
-        return over_local_towers(tower_fn, axes, rows, arrays, **how)[1]
+    def run(rows: list[jax.Array], arrays: list[jax.Array]) -> PyTree:
+        return over_local_towers(
+            tower_fn, axes, rows, arrays, stack_sums=False, programs=programs
+        )[1]
 
     return run
 
@@ -68,8 +69,8 @@ def _on_device(
 # Kept, since the unused first argument sets the device of a call without others.
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)
 def _run(
-    call: _Call, rows: list[Any], arrays: list[Any]
-) -> tuple[list[Any], executors.TracedCall]:
+    call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
+) -> tuple[list[jax.Array], executors.TracedCall]:
     """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
     placement, args = call[1], (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
@@ -90,7 +91,7 @@ def _run(
     pairs = zip(analysis.outputs, kinds, strict=True)
     mirrored = [x is None and kind != _ROWS for x, kind in pairs]
 
-    def finish(out: tuple[list[Any], executors.Static]) -> list[Any]:
+    def finish(out: tuple[list[jax.Array], executors.Static]) -> list[jax.Array]:
         return [x[0] if m else x for x, m in zip(out[0], mirrored, strict=True)]
 
     layouts = [Layout.MIRRORED if m else Layout.PER_TOWER for m in mirrored]
