@@ -158,10 +158,7 @@ class Checkpointer:
           ValueError: ``state`` is no ``TrainState`` of this step.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
-        return self._restore(step, step.start(state), number)
-
-    def _restore(self, step: Step, state: TrainState, number: int | None) -> TrainState:
-        """`restore`, of a state that ``step.start`` returned."""
+        state = step.start(state)
 
         def choose() -> int:
             chosen = max(self.steps, default=None) if number is None else number
@@ -302,7 +299,7 @@ class Saving:
             where = self.options.path / str(newest)
             record.check_same_model(saved.leaves, point.state, where)
             return
-        point.state = self.options._restore(self._step, point.state, newest)
+        point.state = self.options.restore(self._step, point.state, number=newest)
         point.number, point.is_evaluation_due = newest, saved.evaluation_due
         point.watch.go_on(saved.stopping)
         self._seek(saved)

@@ -119,10 +119,8 @@ def restore_leaves(
     from orbax.checkpoint import StandardCheckpointer
     from orbax.checkpoint.tree import deserialize_tree, serialize_tree
 
-    old = {leaf.name: leaf for leaf in saved}
     leaves, treedef = jax.tree.flatten(state)
-    named = zip(leaves_of(state), leaves, strict=True)
-    pairs = [(old[leaf.name], x) for leaf, x in named]
+    pairs = list(zip(saved, leaves, strict=True))  # of the same model
     resized = [leaf for leaf, x in pairs if leaf.shape != x.shape]
     if bad := [x for x in resized if x.reduction == Reduction.NONE.name]:
         raise CheckpointError(
