@@ -13,6 +13,7 @@ import sys
 import warnings
 from typing import get_args
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from benchmarks import sharded
-from benchmarks.absent import GPT, PROGRAMS, by_hand, by_towerjax
+from benchmarks.absent import PROGRAMS, by_hand, by_towerjax, is_no_worse
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
 from towerjax.mesh import absent
@@ -198,28 +199,37 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
 PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
 
 
-# Of GPT-2 one block and one row a device, since all are alike.
-GPT2 = dataclasses.replace(PROGRAMS["gpt2"], net=GPT(layers=1), rows=1)
+class Words(nn.Module):
+    """A layer that is computed again between tied embeddings, as GPT-2 ends."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(50304, 256, dtype=jnp.bfloat16)
+        layer = nn.remat(nn.Dense)(256, dtype=jnp.bfloat16)
+        return embed.attend(nn.gelu(layer(embed(tokens)))).astype(jnp.float32)
+
+
+WORDS = dataclasses.replace(
+    PROGRAMS["gpt2"], net=Words(), rows=1, example=((64,), jnp.int32), labels=(64,)
+)
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("program", [PROGRAMS["mlp"], GPT2], ids=["mlp", "gpt2"])
-def test_no_more_is_sent_and_held_than_by_hand(program):
-    ours = by_towerjax(program, tj.Mirrored(devices=H200S))
-    hand = by_hand(program, H200S)
-    assert 1 <= len(ours.collectives) <= len(hand.collectives)
+def test_no_more_is_sent_and_held_than_by_hand():
+    ours = by_towerjax(WORDS, tj.Mirrored(devices=H200S))
+    hand = by_hand(WORDS, H200S)
+    assert is_no_worse(ours, hand)
     assert {found.opcode for found in ours.collectives} == {"all-reduce"}
-    params = program.params()
+    params = WORDS.params()
     sent = sum(found.bytes for found in ours.collectives)
-    assert sent <= bytes_of(params) + 4 + 16  # the loss, a weight for each denominator
-    opt_state = jax.eval_shape(program.optimizer.init, params)
+    assert bytes_of(params) < sent <= bytes_of(params) + 4 + 16  # loss, denominators
+    opt_state = jax.eval_shape(WORDS.optimizer.init, params)
     assert ours.memory.aliased == bytes_of((params, opt_state)) > 0
     arguments = hand.memory.arguments  # ours has the number of the step, too
     assert ours.memory.arguments == pytest.approx(arguments, abs=8)
-    assert ours.memory.peak <= 1.02 * hand.memory.peak
-    if program is GPT2:  # XLA starts them while it still computes
-        assert sum(found.beside for found in ours.collectives) > 2**30
+    # XLA starts them while it still computes.
+    assert sum(found.beside for found in ours.collectives) > 2**27
 
 
 @pytest.mark.slow
@@ -450,24 +460,33 @@ def test_an_evaluation_for_devices_that_are_not_here():
     reason="towerjax[tpu-compiler] is not installed",
 )
 def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
-    devices, program = tj.Absent("v5e:2x4"), PROGRAMS["mlp"]
-    ours = by_towerjax(program, tj.Mirrored(devices=devices))
-    hand = by_hand(program, devices)
-    assert len(ours.collectives) == len(hand.collectives) == 1
-    assert ours.collectives[0].bytes <= hand.collectives[0].bytes + 16
-    assert ours.memory.peak <= 1.02 * hand.memory.peak
+    devices = tj.Absent("v5e:2x4")
+    ours = by_towerjax(WORDS, tj.Mirrored(devices=devices))
+    assert is_no_worse(ours, by_hand(WORDS, devices))
+
+
+def blocks(params, x, tower):
+    """Residual layers, of which each is gathered where it is used."""
+
+    def layer(x, both):
+        up, down = (w.astype(jnp.bfloat16) for w in both)
+        return x + jax.nn.gelu(x @ up) @ down, None
+
+    # In a scan nothing is merged that would keep what was gathered.
+    x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)
+    return tj.Weighted.mean(x.astype(jnp.float32).var((1, 2)), tower.weight)
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_large_gpt_fits_in_parts(monkeypatch):
-    """With one row a device, of which XLA makes fewer kernels than of four."""
-    monkeypatch.setattr(sharded, "ROWS", 1)
-    params = sharded.shapes(32, 4096)
-    whole = sum(4 * x.size for x in jax.tree.leaves(params))
-    found = sharded.report_of(params, H200S, "sharded")
-    assert whole > 26.7e9 and found.memory.peak < 18.5e9
-    assert found.memory.arguments < 0.38 * whole
+def test_large_layers_fit_in_parts():
+    strategy = tj.Mirrored(devices=H200S, state="sharded")
+    step = tj.build_train_step(blocks, optax.adamw(3e-4), strategy)
+    params = shapes(32, 4096, 4 * 4096), shapes(32, 4 * 4096, 4096)
+    found = step.report(params, shapes(8, 2048, 4096, dtype=jnp.bfloat16))
+    whole = bytes_of(params)
+    assert whole > 17e9 and found.memory.peak < 0.67 * whole
+    assert found.memory.arguments < 0.38 * whole  # an eighth of three
     kinds = {x.opcode: x for x in found.collectives if x.trips > 1}
     assert kinds.keys() >= {"all-gather", "reduce-scatter"}
     assert sharded.exposed(found) == 0
