@@ -350,9 +350,6 @@ def train_step(loss_fn, strategy=tj.Mirrored(towers=4), **options):  # noqa: B00
     return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
 
 
-SPREAD = pytest.mark.few_fast(2)
-
-
 # What is said of some of them.
 CAUSES = {
     "sum_with_weight_1": "[Hh]alf of it on two towers",
@@ -414,7 +411,6 @@ def test_a_metric_that_counts_padding_is_refused_where_batches_are_padded():
 
 
 @pytest.mark.few_fast(1)
-@SPREAD
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_that_looks_like_a_wrong_one_passes(name):
     # Padding would part pairs: such batches are not padded.
@@ -427,7 +423,7 @@ def test_a_right_loss_that_looks_like_a_wrong_one_passes(name):
     assert step.is_audited
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_STEPS)
 def test_what_a_tower_makes_of_its_own_gradient_is_refused(name):
     def tower_fn(state, batch, tower):
@@ -515,7 +511,7 @@ def test_a_gradient_that_is_not_finite_is_not_compared():
     assert "gradient['w']" in report.compared
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, apart", [(2, 1), (3, 1), (8, 2)])
 def test_towers_of_one_row_are_audited_with_two(rows, apart):
     def loss_fn(w, batch, tower):  # of pairs, of which so many rows have none
@@ -621,7 +617,7 @@ MANY = {
 MANY |= cases(Unlike)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANY)
 def test_a_right_program_of_another_kind_is_accepted(name):
     step = train_step(MANY[name])
@@ -691,6 +687,7 @@ def test_evaluations_predictions_and_towers_in_turn_are_audited(local):
     assert [*refused(predict.audit, MODEL, ROWS)[1]] == ["predictions['wrong']"]
 
 
+@pytest.mark.slow
 def test_predictions_by_the_number_of_a_tower_are_not_called_a_sum():
     def predict_fn(params, batch, tower):
         return scores(params, batch) * (1 + tower.id)  # twice as much on the second

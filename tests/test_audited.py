@@ -117,7 +117,7 @@ def prediction(wrong, **options):
     return tj.build_predict_step(predict_fn, FOUR, **options)
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [own_step, evaluation, prediction])
 def test_each_kind_of_step_is_audited_unasked(runs, make):
     for wrong in (True, False):
@@ -333,7 +333,7 @@ def test_what_an_accelerator_has_left_decides(monkeypatch):
         assert ("cannot hold four" in str(problem)) is is_left_out
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True])
 def test_what_calls_python_is_not_run_unasked(runs, ordered):
     called = []
@@ -369,6 +369,7 @@ def test_what_cannot_be_run_is_told_and_raised_where_it_was_asked_for(runs):
     assert "audit=False leaves it out" in str(error.value.__notes__)
 
 
+@pytest.mark.slow
 def test_nothing_says_audited_of_what_was_not(runs):
     step = step_of(audit=False)
     state = train(step)
@@ -380,8 +381,8 @@ def test_nothing_says_audited_of_what_was_not(runs):
     assert not runs and not step.is_audited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["run", "together", "in_turn"])
-@pytest.mark.few_fast(1)
 def test_no_time_is_that_of_the_audit(counted, monkeypatch, way):
     now, audit_s, run_audit = time.perf_counter, [0.0], examine.run_audit
 
@@ -449,7 +450,7 @@ def test_a_step_in_another_program_says_that_it_is_not_audited(runs):
             loss_of(told, told.init(PARAMS))
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("look", ["report", "program", "audit", "__call__"])
 def test_a_run_tells_of_the_audit_that_a_look_has_made(counted, capsys, look):
     step = step_of(donate=False)
@@ -463,7 +464,7 @@ def test_a_run_tells_of_the_audit_that_a_look_has_made(counted, capsys, look):
     assert len(counted) == 1
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["predicted", "given"])
 def test_rows_that_meet_a_column_are_refused_on_one_tower(runs, column):
     def loss_fn(params, batch, tower):

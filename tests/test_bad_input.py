@@ -817,7 +817,7 @@ def _draws(kind):
 KINDS = [*(("rbg", name) for name in _draws("rbg")), ("unsafe_rbg", "own")]
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, name", KINDS)
 def test_draws_that_depend_on_the_devices_are_refused(kind, name):
     draw, depends = _draws(kind)[name]

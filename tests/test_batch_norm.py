@@ -158,6 +158,7 @@ def test_local_statistics_are_those_of_each_tower_and_send_nothing():
         np.testing.assert_allclose(got["var"], 0.9 + 0.1 * var, **CLOSE)
 
 
+@pytest.mark.slow
 def test_towers_that_never_meet_take_local_statistics():
     strategy, rows = towers(4, 1, local="scan"), batch(12)
     local = tj.TowerLocal(stats_of(), tj.Reduction.MEAN)
@@ -397,6 +398,7 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
     assert (np.abs(np.asarray(moved)) > 1e-3).all()
 
 
+@pytest.mark.slow
 def test_a_step_of_ones_own_writes_into_the_modules_of_its_tower():
     params, stats, loss_fn = split_model()
 

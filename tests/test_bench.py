@@ -207,6 +207,7 @@ def test_a_recorded_job_leaves_no_listener_in_jax(here):
     assert get_event_listeners() == before
 
 
+@pytest.mark.slow
 def test_other_work_is_not_compared(here):
     found = recorded(job("mine:by_hand", ["other"]))
     assert (

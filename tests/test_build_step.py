@@ -254,6 +254,7 @@ def test_a_step_in_a_tower_is_of_one_device_and_of_the_towers_rows(build, near):
         train(mirrored(2, 2))
 
 
+@pytest.mark.slow
 def test_rows_that_go_on_say_which_of_them_are_padding():
     """A threshold of all losses would count those of padded rows."""
 
@@ -357,6 +358,7 @@ def test_an_update_may_guard_itself():
         assert float(state.params) == 11 and float(metrics["loss"]) == 1
 
 
+@pytest.mark.slow
 def test_what_an_update_counts_is_counted_where_the_loss_counts_no_row():
     def tower_fn(state, batch, tower):
         ready = state.extra >= 1  # as of a replay buffer that is filled first
@@ -504,7 +506,7 @@ MOVES = {
 }
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CHANGES, *MOVES])
 def test_a_function_mapped_over_a_gradient_and_its_weight_is_refused(name):
     def tower_fn(state, batch, tower):

@@ -138,6 +138,7 @@ def test_a_state_holds_values_whose_class_checks_them(tmp_path):
     chex.assert_trees_all_equal((back.params, back.extra), (state.params, state.extra))
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
     saving = tj.Checkpointer(tmp_path)
     for _ in range(2):
@@ -506,6 +507,7 @@ def test_a_flipped_bit_is_told_or_harmless(tmp_path):
     assert told > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["ECONNRESET", "EACCES", "EIO", "ESTALE"])
 @pytest.mark.parametrize("name", ["manifest.ocdbt", folder.TABLE])
 def test_what_cannot_be_read_now_is_not_called_damaged(

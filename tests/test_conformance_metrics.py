@@ -168,14 +168,8 @@ def check_uneven(case, strategy):
             tj.metrics.merge(*states)
 
 
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize(
-    "id, one_device",
-    [
-        pytest.param(*run, marks=pytest.mark.slow if run[1] else ())
-        for run in TABLE.runs(towers_of)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)
 

@@ -152,6 +152,7 @@ def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
     assert out["unused"].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_values_of_unequal_sizes_are_joined_by_jax():
     rows = [np.float32(t + np.arange(2 * n)).reshape(n, 2) for t, n in enumerate(SIZES)]
     strategy, joined = mirrored(3), np.concatenate(rows)

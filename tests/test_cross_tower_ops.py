@@ -126,7 +126,7 @@ def test_every_op_is_the_sum(towers, devices, executor):
             raise
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 4])
 def test_finite_looks_at_the_first_leaves_alone(devices):
     for bad in (np.nan, np.inf):

@@ -140,7 +140,7 @@ def test_no_cell_is_empty(page):
             assert len(row) == len(head) and all(row), row
 
 
-@pytest.mark.few_fast(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("page", NAMES)
 def test_each_name_of_the_original_has_a_test(page):
     """The rows of a section's tables are its names in the file, with their tests."""
@@ -311,6 +311,7 @@ print(same == strategy, tj.cluster.initialize().how)
     assert python(tmp_path, program) == "True explicit arguments\n"
 
 
+@pytest.mark.slow
 def test_precision_is_a_ratio_of_counts():
     predicted = np.array([1, 1, 0, 1, 0, 1], bool)
     true = np.array([1, 0, 0, 1, 1, 1], bool)
@@ -470,7 +471,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_loss_of_a_padded_batch_is(way):
     loss_of, reduction, expected = WAYS[way]

@@ -80,7 +80,7 @@ def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
         assert (np.asarray(one.arrays["x"]) == number).all()
 
 
-@pytest.mark.few_fast(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices, dtype", [(1, np.float32), (2, np.float32), (1, np.int64), (2, bool)]
 )
@@ -106,6 +106,7 @@ def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkey
         step.place_batch(batch)
 
 
+@pytest.mark.slow
 def test_where_rows_lie_is_looked_at_each_time():
     """Rows on the step's devices are handed on; those of one device are not."""
     step = known(2)

@@ -116,6 +116,7 @@ def test_a_refused_step_has_not_seen_its_examples():
     np.testing.assert_array_equal(seen_by(state), expected)
 
 
+@pytest.mark.slow
 def test_a_tower_without_examples_has_no_part_in_the_mean_of_towers():
     step = tj.build_train_step(
         lambda w, batch, tower: 3 * w,

@@ -27,6 +27,7 @@ def train(rate):
     return step
 
 
+@pytest.mark.slow
 def test_a_function_within_another_is_called_as_it_is():
     step = adapt.inner(train, "step", rate=0.5)
     w, x = np.ones(3, np.float32), np.eye(3, dtype=np.float32)
