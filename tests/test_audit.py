@@ -106,21 +106,14 @@ def mean_loss(params, batch, tower):
     return tj.Weighted.mean(losses(params, batch), tower.weight)
 
 
-def penalised_in_its_sum(params, batch, tower):
-    own = (losses(params, batch) * tower.weight).sum() + (params["w"] ** 2).sum()
-    return tj.Weighted(own, tower.weight.sum())
-
-
 BAD = {
     "mean of scalars": (mean_of_scalars, "gradient['b']", {"loss_reduction": MEAN}),
     "clipped": (clips_in_tower, "gradient['w']", {}),
     "places": (places, "loss", {"towers": (1,)}),
-    "penalty": (penalised_in_its_sum, "gradient['w']", {}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A term that is the same on all towers")
 @pytest.mark.parametrize("name", BAD)
 def test_what_depends_on_the_split_is_found(name):
     loss_fn, leaf, options = BAD[name]
@@ -210,31 +203,21 @@ def measures_well(params, batch, tower):
     return tj.TowerOutput(loss, metrics, local)
 
 
-def in_half(params, batch, tower):
-    x = batch["x"].astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
-    gap = x.astype(jnp.float32) - batch["y"] + params["b"]
-    return tj.Weighted.mean(gap**2, tower.weight)
-
-
 LOCAL = {name: COUNTED[name] for name in ("counter", "no one value")}
 LOCAL = of_each_tower([*LOCAL.items(), ("first of none", (3, FIRST))])
 KEYS = {"key": jax.random.key(0), "step": np.int32(3)}
-GOOD = {
-    "metrics": (measures_well, {"local": LOCAL, "extra": KEYS}),
-    "half": (in_half, {"padding": False, "towers": (7,)}),
-}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GOOD)
-def test_what_is_right_passes(name):
-    loss_fn, options = GOOD[name]
-    report = assert_replicates(loss_fn, PARAMS, BATCH, **{"towers": (3,)} | options)
-    assert report.examples == 14 and report.largest < 1e-2
+@pytest.mark.parametrize("padding", [True, False])
+def test_what_is_right_passes(padding):
+    how = {"towers": (3 if padding else 7,), "padding": padding}
+    how |= {"local": LOCAL, "extra": KEYS}
+    report = assert_replicates(measures_well, PARAMS, BATCH, **how)
+    assert report.examples == 14 and report.largest < 1e-5
     assert {"loss", "gradient['w']"} <= set(report.compared)
     assert report.splits == 2 * len(report.towers)
-    left_out = {"local['no one value']"}
-    assert {*report.not_compared} == (left_out if name == "metrics" else set())
+    assert report.not_compared == ("local['no one value']",)
 
 
 def test_a_gradient_that_is_0_up_to_rounding_has_the_size_of_the_others():
@@ -338,8 +321,6 @@ def test_bad_arguments_are_refused():
         args = {"params": PARAMS, "batch": BATCH, "towers": (3,), **options}
         with pytest.raises(ValueError, match=wrong):
             assert_replicates(mean_loss, **args)
-    with pytest.raises(ValueError, match="on one tower loss is not finite"):
-        assert_replicates(mean_loss, {**PARAMS, "b": np.float32("nan")}, BATCH, (3,))
 
 
 # The audit of a step.
@@ -829,23 +810,12 @@ def test_a_run_warns_of_what_towers_own_statistics_may_explain():
         tj.run(step, state, tj.batches(ROWS, 8), steps=1)
 
 
-@pytest.mark.slow
-def test_a_run_says_where_it_cannot_audit():
-    def loss_fn(params, batch, tower):
-        own = errors(params, batch)
-        return tj.Weighted.mean(own * np.ones(2, np.float32), tower.weight)
-
-    data = tj.batches(ROWS, 8, epochs=2)
-    step = train_step(loss_fn, audit=None)
-    with pytest.warns(UserWarning, match="not audited: "):
-        tj.run(step, step.init(MODEL), data, steps=3)
-    with pytest.raises(TypeError) as error:
-        tj.run(step, step.init(MODEL), data, audit=True)
-    assert "audit=False leaves it out" in str(error.value.__notes__)
-    with pytest.raises(ValueError, match="audit"):
-        tj.run(step, step.init(MODEL), data, audit=2)
+def test_audit_is_one_of_three():
+    step = train_step(mean_of_means, audit=None)
+    with pytest.raises(ValueError, match="audit=2 must be"):
+        tj.run(step, step.init(MODEL), tj.batches(ROWS, 8), audit=2)
     with pytest.raises(ValueError, match="audit=1 must be"):
-        train_step(loss_fn, audit=1)
+        train_step(mean_of_means, audit=1)
 
 
 @pytest.mark.slow

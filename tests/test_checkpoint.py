@@ -508,10 +508,12 @@ def test_a_flipped_bit_is_told_or_harmless(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", ["ECONNRESET", "EACCES", "EIO", "ESTALE"])
-@pytest.mark.parametrize("name", ["manifest.ocdbt", folder.TABLE])
+@pytest.mark.parametrize("name, code", [
+    ("manifest.ocdbt", "ECONNRESET"), ("manifest.ocdbt", "EACCES"),
+    (folder.TABLE, "EIO"), (folder.TABLE, "ESTALE"),
+])  # fmt: skip
 def test_what_cannot_be_read_now_is_not_called_damaged(
-    step, three, monkeypatch, code, name
+    step, three, monkeypatch, name, code
 ):
     """To whom it is called damaged deletes it."""
     kind = type(epath.Path(three))

@@ -641,7 +641,7 @@ OTHER = (
     _m("O02", "a hierarchical sum stays inside its groups",
        "collectives.ops:_sum_in_stages", "if groups is not None:",
        "if groups is not None and not size:",
-       f"{_EACH_OP}[8-8-shard_map]"),
+       f"{_EACH_OP}[4-4-shard_map]"),
     _m("O03", "the last pack loses the remainder", "collectives.ops:pack_sizes",
        "[total - size * (num_packs - 1)]", "[size]",
        "test_cross_tower_ops.py::test_the_last_pack_has_the_remainder[10-3-sizes0]"),
