@@ -38,6 +38,7 @@ def of_each_tower(T, fn):
 
 
 # By its name: what a tower returns, and what that is after the merge, for T towers.
+# fmt: off
 LEAVES = {
     "sum": (lambda b, t, s: tj.Sum(b["x"].sum()), lambda T: X.sum()),
     "mean": (
@@ -62,12 +63,8 @@ LEAVES = {
     ),
     "own table": (
         lambda b, t, s: tj.PerTower(tj.Weighted(table(b), b["x"].sum())),
-        lambda T: np.stack(
-            [
-                np.bincount(ids, x, 8)[:, None] / x.sum()
-                for ids, x in zip(IDS.reshape(T, -1), X.reshape(T, -1), strict=True)
-            ]
-        ),
+        lambda T: np.stack([np.bincount(ids, x, 8)[:, None] / x.sum() for ids, x in
+            zip(IDS.reshape(T, -1), X.reshape(T, -1), strict=True)]),
     ),
     "variable": (
         lambda b, t, s: dataclasses.replace(
@@ -76,6 +73,7 @@ LEAVES = {
         lambda T: of_each_tower(T, np.sum),
     ),
 }
+# fmt: on
 
 
 def numbers(x):
@@ -94,11 +92,10 @@ def numbers(x):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    ("T", "D", "local"), [(1, 1, "vmap"), (4, 2, "vmap"), (4, 2, "scan")]
-)
-def test_each_type_of_leaf_becomes_one_value(parts, T, D, local):
+@pytest.mark.parametrize("T, D, local, parts", [
+    (1, 1, "vmap", 1), (1, 1, "vmap", 3), (4, 2, "vmap", 1), (4, 2, "scan", 3),
+])  # fmt: skip
+def test_each_type_of_leaf_becomes_one_value(T, D, local, parts):
     def tower_fn(state, batch, tower):
         return {name: make(batch, tower, state) for name, (make, _) in LEAVES.items()}
 
