@@ -234,7 +234,7 @@ def all_jaxprs(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Jaxpr | ClosedJaxpr]:
             yield from all_jaxprs(inner)
 
 
-def all_eqns(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+def all_eqns(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
     """The equations of a jaxpr and of its inner jaxprs."""
     return (eqn for each in all_jaxprs(jaxpr) for eqn in open_jaxpr(each).eqns)
 

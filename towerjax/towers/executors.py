@@ -16,7 +16,7 @@ import jax
 import jax.core
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
@@ -45,7 +45,7 @@ def over_devices(
     in_layouts: Sequence[PyTree],
     out_layouts: PyTree,
     *,
-    traced: tuple[Any, PyTree] | None = None,
+    traced: tuple[ClosedJaxpr, PyTree] | None = None,
     shards: Shards | None = None,
 ) -> Callable[..., PyTree]:
     """Make ``device_fn``, which runs on every device, a function of global values.
@@ -82,7 +82,7 @@ def vmap_members(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 def _trace_in_mesh(
     device_fn: Callable[..., PyTree],
     placement: Placement,
-    traced: tuple[Any, PyTree] | None,
+    traced: tuple[ClosedJaxpr, PyTree] | None,
     shards: Shards | None,
 ) -> Callable[..., PyTree]:
     """Trace ``device_fn``, unless it is, as on one device: with an axis and no mesh.
@@ -122,7 +122,7 @@ def _trace_in_mesh(
     return run
 
 
-def closed_over_kinds(jaxpr: Any) -> str:
+def closed_over_kinds(jaxpr: ClosedJaxpr) -> str:
     """The types of a jaxpr's constants that lie in a mesh, as text; "" for none."""
     return _kinds_in_mesh(x for x in _arrays_in(jaxpr) if not has_tracers(x))
 
@@ -176,7 +176,7 @@ def run_traced(jitted: Any, placement: Placement, call: Any, *args: PyTree) -> A
     return *out, kept.value
 
 
-def _kinds_in_mesh(constants: Iterable[Any]) -> str:
+def _kinds_in_mesh(constants: Iterable[PyTree]) -> str:
     types = [jax.typeof(x) for x in constants if isinstance(x, jax.Array)]
     kinds = {x.str_short() for x in types if not x.sharding.mesh.empty}
     return ", ".join(sorted(kinds)[:4])
@@ -235,7 +235,7 @@ def trace_one_tower(
     axes: TowerAxes,
     in_layouts: Sequence[PyTree],
     args: Sequence[PyTree],
-) -> tuple[Any, PyTree]:
+) -> tuple[ClosedJaxpr, PyTree]:
     """The jaxpr of ``device_fn`` on one of ``axes.num_devices`` absent devices."""
 
     def part(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
@@ -252,7 +252,7 @@ def _trace_on_one(
     num_devices: int,
     args: Sequence[PyTree],
     mesh: AbstractMesh,
-) -> tuple[Any, PyTree]:
+) -> tuple[ClosedJaxpr, PyTree]:
     """The jaxpr of ``device_fn`` on one of several devices, in a tower's own mesh."""
     env = [(DEVICE_AXIS, num_devices)]
     # One group's axis is not manual, and is no axis of a tower either.
@@ -275,7 +275,7 @@ def is_in_tower_fn() -> bool:
     return is_inside_tower() and not _is_bound(_MERGING)
 
 
-def in_merge_fn() -> Any:
+def in_merge_fn() -> contextlib.AbstractContextManager[None]:
     """The context in which a merge function runs."""
     return bind_axis(_MERGING)
 
@@ -289,7 +289,7 @@ def _is_bound(axis: str) -> bool:
 
 
 # The kind of an error in a tower function, what its text says, and what to add to it.
-_NOTES: tuple[tuple[Any, str, str], ...] = (
+_NOTES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ...] = (
     (
         _HAVE_NO_VALUE,
         "",
@@ -349,7 +349,9 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(of, tree)
 
 
-def fingerprint_of_program(traced: Any, lowered: Any) -> str:
+def fingerprint_of_program(
+    traced: jax.stages.Traced, lowered: jax.stages.Lowered
+) -> str:
     """The program's text, and a hash of the constants that the text does not show."""
     digest = hashlib.sha256()
     for array in _arrays_in(traced.jaxpr):
@@ -360,7 +362,7 @@ def fingerprint_of_program(traced: Any, lowered: Any) -> str:
     return f"{lowered.as_text()}{digest.hexdigest()}"
 
 
-def _arrays_in(jaxpr: Any) -> Iterator[Any]:
+def _arrays_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
     """The arrays that are constants or literals of a jaxpr and its inner jaxprs."""
     for each in all_jaxprs(jaxpr):
         body = open_jaxpr(each)

@@ -1,7 +1,8 @@
 """A function on all towers: passes of a step and call_for_each_tower are made of it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
@@ -33,7 +34,7 @@ class OnTowers:
 
     def __init__(
         self,
-        on_device: Callable[[TowerAxes, dict[Any, Any]], Callable[..., PyTree]],
+        on_device: Callable[[TowerAxes, TowerPrograms], Callable[..., PyTree]],
         placement: Placement,
         in_layouts: Sequence[PyTree],
         args: Sequence[PyTree],
@@ -43,7 +44,7 @@ class OnTowers:
         self.axes, self.programs = placement.abstract_axes, TowerPrograms()
         self.jaxpr, self.out = self._trace(self.axes)
 
-    def _trace(self, axes: TowerAxes) -> tuple[Any, PyTree]:
+    def _trace(self, axes: TowerAxes) -> tuple[ClosedJaxpr, PyTree]:
         try:
             run = self._on_device(axes, self.programs)
             return trace_one_tower(run, axes, self._in_layouts, self._args)
@@ -97,6 +98,5 @@ class OnTowers:
         # Where each tower is alone on a device, so is the whole device's.
         is_proved = run is device_fn and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
-        layouts = self._in_layouts, out_layouts
-        how: Any = {"traced": traced, "shards": shards}
-        return over_devices(run, self._placement, *layouts, **how)(*args)
+        place, layouts = self._placement, (self._in_layouts, out_layouts)
+        return over_devices(run, place, *layouts, traced=traced, shards=shards)(*args)

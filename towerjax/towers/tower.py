@@ -32,7 +32,7 @@ from towerjax.towers.variables import (
     is_variable,
     plain,
 )
-from towerjax.types import ArrayLike, PerTower, PyTree, Reduction
+from towerjax.types import ArrayLike, PerTower, PyTree, Reduction, Sum
 from towerjax.types.leaves import parts_of, refuse_unheld
 
 _STATIC = {"static": True}
@@ -42,11 +42,13 @@ class Denominators:
     """Those of a tower's sums of means: noted in one pass, and in the next given."""
 
     def __init__(
-        self, note: Callable[[list[Any]], None] | None = None, known: Iterable[Any] = ()
+        self,
+        note: Callable[[list[PyTree]], None] | None = None,
+        known: Iterable[Sum] = (),
     ) -> None:
         self.note, self._known = note, iter(known)
 
-    def of_all(self) -> list[Any]:
+    def of_all(self) -> list[PyTree]:
         """The next ones, over all towers and micro-batches.
 
         Raises:
@@ -68,7 +70,7 @@ class PassContext:
     rng: jax.Array | None = None
     micro_batch: jax.Array | None = None
     num_valid: jax.Array | None = None
-    first_row: Any = 0
+    first_row: jax.Array | int = 0
     rows: int = dataclasses.field(default=0, metadata=_STATIC)
     # The rows of all micro-batches, where a program may leave out weights that are 1.
     of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
@@ -304,7 +306,7 @@ class Tower:
             return rows
         return jax.tree.map(lambda x: join_rows(x, axis), rows, is_leaf=is_rows)
 
-    def assign(self, variable: Variable, value: PyTree) -> Any:
+    def assign(self, variable: Variable, value: PyTree) -> Variable:
         """The variable with a new value.
 
         A mirrored variable takes the towers' values, reduced by its own reduction,
@@ -332,11 +334,11 @@ class Tower:
         """
         return assign_in_tower(self, variable, value, lambda old, new: new)
 
-    def assign_add(self, variable: Variable, value: PyTree) -> Any:
+    def assign_add(self, variable: Variable, value: PyTree) -> Variable:
         """As `assign`, but adds the reduced value to the variable."""
         return assign_in_tower(self, variable, value, operator.add)
 
-    def assign_sub(self, variable: Variable, value: PyTree) -> Any:
+    def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
         """As `assign`, but subtracts the reduced value from the variable."""
         return assign_in_tower(self, variable, value, operator.sub)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -208,12 +208,25 @@ def plain(value: PyTree) -> PyTree:
     return map_parts(Variable, lambda x: x.value, value)
 
 
+class Reduces(Protocol):
+    """A tower, of which a variable takes the reduced values."""
+
+    @property
+    def num_towers(self) -> int:
+        """``T``."""
+        ...
+
+    def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
+        """One value of all towers' values, the same on each tower."""
+        ...
+
+
 def assign_in_tower(
-    tower: Any,
+    tower: Reduces,
     variable: Variable,
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
-) -> Any:
+) -> Variable:
     """Assign to a variable in a tower: the new variable."""
     check_variable(variable, "tower.assign")
     new = fit(variable, plain(value))

@@ -119,8 +119,9 @@ class Training:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, from the merged values."""
         loss, grads = merged["loss"], merged["grads"]
-        how: Any = {"loss": loss, "trainable": self.trainable}
-        after = apply_gradients(self.optimizer, state, grads, **how)
+        after = apply_gradients(
+            self.optimizer, state, grads, loss=loss, trainable=self.trainable
+        )
         after = dataclasses.replace(after, local=merged["local"])
         extra, culprit = merged.get("extra"), _EXTRA
         if self.update_extra is not None:

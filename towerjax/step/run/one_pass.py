@@ -282,14 +282,21 @@ class Pass:
 
         def of_part(index: Any, rows: PyTree, local: PyTree) -> PyTree:
             seen = local if read is None else read
-            where: Any = {"rows": part, "num_valid": num_valid, "local": seen}
-            where["micro_batches"] = self.micro_batches
-            if not self.strategy.cross_tower_ops.needs_every_tower:
-                # The tower's program may depend on the number of devices.
-                where["of_rows"] = part * self.micro_batches
-            if several:
-                where |= {"first_row": index * part, "micro_batch": index}
-            tower = tower_of(self.strategy, axes, tower_id, state, **where)
+            # Else the tower's program may not depend on the number of devices.
+            may_depend = not self.strategy.cross_tower_ops.needs_every_tower
+            tower = tower_of(
+                self.strategy,
+                axes,
+                tower_id,
+                state,
+                local=seen,
+                micro_batches=self.micro_batches,
+                rows=part,
+                num_valid=num_valid,
+                of_rows=part * self.micro_batches if may_depend else None,
+                first_row=index * part if several else 0,
+                micro_batch=index if several else None,
+            )
             rows = self.strategy.placement.split_rows(rows)
             rows = with_shared(rows, shared) if shared else rows
             with in_tower_fn():

@@ -173,14 +173,14 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
     try:
         yield
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        if error.name is not None:  # Python's, of a name that is not defined
             raise
         raise ReplicationError(
             f"The update communicates: {error}. It runs once, of what the towers add up"
             " to: leave the collective out."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        if re.search(r"\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
+        if re.search(r"(?<!tj\.)\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
             error.add_note(
                 "merged holds the types that towers returned; their numbers are"
                 " merged[...].value, such as merged['grads'].value."

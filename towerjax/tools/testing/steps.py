@@ -108,9 +108,14 @@ def assert_replicates(
 
     def towers_of(number: int, rows: int) -> Towers:
         strategy = Mirrored(devices=(jax.local_devices()[0],), towers=number)
-        how: Any = {"loss_reduction": loss_reduction, "donate": False}
-        how["remainder"] = "pad" if padding else "error"
-        step = build_train_step(loss_fn, optax.identity(), strategy, **how)
+        step = build_train_step(
+            loss_fn,
+            optax.identity(),
+            strategy,
+            loss_reduction=loss_reduction,
+            remainder="pad" if padding else "error",
+            donate=False,
+        )
         step.place_batch(batch)  # which refuses what these towers cannot share
         state = step.init(params, local=local, extra=extra)
         towers = Towers(step.engine, strategy, number, state, rows=rows)
@@ -267,8 +272,10 @@ def one_tower(step: StepOrModel) -> StepOrModel:
     strategy = _one_tower(step.strategy)
     options = dataclasses.replace(step.options, micro_batches=1, donate=False)
     # It takes the batches of a step of several towers.
-    how: Any = {"calls": step.num_parts, "remainder": options.remainder}
-    return step.remake(strategy, options, placer=Placer(strategy.placement, **how))
+    placer = Placer(
+        strategy.placement, remainder=options.remainder, calls=step.num_parts
+    )
+    return step.remake(strategy, options, placer=placer)
 
 
 def _one_tower(strategy: Strategy) -> Strategy:

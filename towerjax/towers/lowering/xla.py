@@ -10,12 +10,13 @@ import jax
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.extend.mlir.passmanager import PassManager
+from jax.stages import Compiled, Lowered, Traced
 
 from towerjax.mesh.placement import Placement
 from towerjax.types.warning import warn
 
 
-def lower_on_devices(traced: Any, placement: Placement) -> Any:
+def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
     """Lower a traced program; under ``local="scan"``, in the same form on any devices.
 
     For several devices XLA inlines calls and merges equal operations first. For one it
@@ -24,9 +25,10 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     ``D``. So all that is done here.
     """
     # JAX would lower for the default platform, which absent devices never have.
-    absent = placement.absent and {"gpu": "cuda"}.get(placement.platform, "tpu")
+    absent = {"gpu": "cuda"}.get(placement.platform, "tpu")
+    platforms = None if placement.absent is None else (absent,)
     try:
-        lowered = traced.lower(lowering_platforms=(absent,) if absent else None)
+        lowered = traced.lower(lowering_platforms=platforms)
     except ValueError as error:
         if "ordered effects" in str(error):
             error.add_note(
@@ -40,7 +42,7 @@ def lower_on_devices(traced: Any, placement: Placement) -> Any:
     return lowered
 
 
-def compile_on_devices(lowered: Any, placement: Placement) -> Any:
+def compile_on_devices(lowered: Lowered, placement: Placement) -> Compiled:
     """Compile a lowered program; for absent GPUs with cuBLAS kernels, if needed."""
     if placement.absent is None:
         return lowered.compile()
@@ -62,7 +64,7 @@ def compile_on_devices(lowered: Any, placement: Placement) -> Any:
     return compiled
 
 
-def inline_and_merge(lowered: Any, *, inverses: bool = True) -> None:
+def inline_and_merge(lowered: Lowered, *, inverses: bool = True) -> None:
     """Inline calls of a lowered program and merge equal operations, in place.
 
     With ``inverses`` divisions by what is broadcast become products, see
@@ -70,7 +72,7 @@ def inline_and_merge(lowered: Any, *, inverses: bool = True) -> None:
     """
     # JAX's build of MLIR has no inliner, and its CSE would merge operations of a loop
     # body with earlier ones; XLA merges within a block alone.
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     with module.context, ir.Location.unknown():
         functions = {
             ir.StringAttr(op.operation.attributes["sym_name"]).value: op.operation
