@@ -18,7 +18,7 @@ from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
 from towerjax.loop.progress import Progress
-from towerjax.loop.stopping import Point, reaches_multiple
+from towerjax.loop.stopping import Point
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.step.build.step import Step
@@ -351,8 +351,8 @@ class Loop:
             )
         if self._step.strategy.placement.num_processes > 1:
             note += ". Processes may have stopped after different steps"
-        hooked = self._recorded - self._without_hooks
+        unhooked = range(self._recorded - self._without_hooks, point.number)
         for hook in self._options.with_state:
-            if reaches_multiple(hook.every, hooked, point.number):
+            if any((before + 1) % hook.every == 0 for before in unhooked):
                 note += f". {hook} was due and not called, or not to its end"
         error.add_note(f"{note}. error.history is what the run saw.")

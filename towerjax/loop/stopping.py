@@ -141,11 +141,6 @@ class Watch:
         self.stopped = next(filter(None, reasons), None)
 
 
-def reaches_multiple(every: int | None, before: int, after: int) -> bool:
-    """Whether a multiple of ``every`` is > ``before`` and <= ``after``."""
-    return every is not None and after // every > before // every
-
-
 @dataclasses.dataclass
 class Point:
     """Where a run is: it changes while signals are held back, all at once."""
@@ -165,9 +160,9 @@ class Point:
 
     def advance(self, eval_every: int | None, every: int | None) -> None:
         """Count a dispatched step; ``every``: of a `Checkpointer`."""
-        before, self.number = self.number, self.number + 1
-        self.is_evaluation_due |= reaches_multiple(eval_every, before, self.number)
-        self.is_saving_due |= reaches_multiple(every, before, self.number)
+        self.number += 1
+        self.is_evaluation_due |= bool(eval_every) and self.number % eval_every == 0
+        self.is_saving_due |= bool(every) and self.number % every == 0
 
 
 def value_of(values: Mapping[str, Any], option: str, metric: str) -> float:
