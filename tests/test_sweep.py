@@ -489,7 +489,7 @@ def test_pictures_of_a_grid_without_seeds_and_of_arrays(monkeypatch):
 
 @pytest.mark.parametrize("progress", [True, False])
 def test_what_is_begun_is_counted_where_it_is_asked_for(capfd, progress):
-    with of_grid.counted(progress, "member", 1, 3, job=False) as (show, _):
+    with of_grid.counted(progress, "member", 1, 3) as (show, _):
         show(1, "rate=0.1")
     shown = "".join(capfd.readouterr())
     assert ("member 2/3  rate=0.1" in shown) == progress
@@ -497,5 +497,5 @@ def test_what_is_begun_is_counted_where_it_is_asked_for(capfd, progress):
 
 def test_what_is_no_progress_is_refused():
     with pytest.raises(ValueError, match="progress='yes' must be one of"):
-        with of_grid.counted("yes", "member", 0, 1, job=False):
+        with of_grid.counted("yes", "member", 0, 1):
             pass

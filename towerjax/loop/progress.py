@@ -107,12 +107,11 @@ def check_progress(progress: Any) -> None:
         refuse_option("progress", progress, what + ", such as ['accuracy']")
 
 
-def choose_display(progress: bool | None, *, job: bool = True) -> Display:
-    """The display that ``progress`` of `run` asks for; starts no JAX without ``job``.
-
-    In a job process 0 shows the progress of all.
-    """
-    if progress is False or (progress is None and job and jax.process_index() > 0):
+def choose_display(progress: bool | None) -> Display:
+    """The display that ``progress`` of `run` asks for; in a job process 0 has it."""
+    # Without a job the question would start JAX's devices, which a bench is to leave.
+    is_other = jax.distributed.is_initialized() and jax.process_index() > 0
+    if progress is False or (progress is None and is_other):
         return Display()
     if in_notebook():
         return _notebook_bar()

@@ -97,8 +97,7 @@ def bench(
     stay = {"ok"} if retry_failed else {"ok", "failed", "not available"}
     todo = [x for x in configs if (file.get(x) or {"status": ""})["status"] not in stay]
     counts = len(configs) - len(todo), len(configs)
-    # Without `job`, which starts JAX's devices: the workers need them.
-    with of_grid.counted(progress, "configuration", *counts, job=False) as (show, note):
+    with of_grid.counted(progress, "configuration", *counts) as (show, note):
         for number, config in enumerate(todo, counts[0]):
             show(number, text := of_grid.describe(config))
             measured = _measured(work, config, timeout_s)

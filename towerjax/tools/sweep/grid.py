@@ -108,7 +108,7 @@ class RecordFile:
 
 @contextlib.contextmanager
 def counted(
-    progress: bool | None, what: str, done: int, total: int, **how: Any
+    progress: bool | None, what: str, done: int, total: int
 ) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
     """``show(done, text)``, of what is begun and the time left, and ``note(text)``."""
     check_choice("progress", progress, (None, True, False))
@@ -122,7 +122,7 @@ def counted(
             text += f"  {left} left"
         display.show(done, total, text)
 
-    with contextlib.closing(choose_display(progress, **how)) as display:
+    with contextlib.closing(choose_display(progress)) as display:
         if done:
             display.note(f"{done} of {total} {what}s were done before")
         yield show, display.note
