@@ -37,19 +37,7 @@ def sum_of_squares(strategy, v):
     return sum(x**2 for x in strategy.unwrap(v))
 
 
-# The original's example, and what goes in and comes out.
-
-
-@pytest.mark.parametrize("D, executor", [(1, "shard_map"), (2, "pmap")])
-def test_example_of_the_original(D, executor):
-    def tower_fn(tower, start):
-        v = start + tower.id
-        s = tower.merge_call(lambda strategy, v: sum(strategy.unwrap(v)), v)
-        return s + v
-
-    strategy = mirrored(2, D, executor=executor)
-    out = strategy.call_for_each_tower(tower_fn, 3)
-    assert out.values.tolist() == [10, 11]
+# What goes in and comes out.
 
 
 def test_pytrees_strings_and_none_go_through():
@@ -76,23 +64,6 @@ def test_pytrees_strings_and_none_go_through():
     assert int(out["total"]["b"][1]) == (values(T) > 0).sum()
     assert (out["word"], out["nothing"], out["n"]) == ("word!", None, 7)
     assert set(map(str, seen)) == {str(("word", None, 7, ["word"]))}
-
-
-def test_per_tower_results_are_handed_out_row_by_row():
-    def merge_fn(strategy, v):
-        rows = strategy.unwrap(v)[::-1]
-        reversed_ = [tj.PerTower(jnp.stack(rows)), tj.PerTower(tuple(rows))]
-        tree = tj.PerTower({"all": jnp.outer(v.values, v.values)})
-        return {"reversed": reversed_, "first": rows[-1], "tree": tree}
-
-    out = mirrored(T, D).call_for_each_tower(
-        lambda tower, x: tower.merge_call(merge_fn, x), per_tower(T)
-    )
-    for found in out["reversed"]:
-        assert all_towers(found, T).tolist() == values(T)[::-1].tolist()
-    assert float(out["first"]) == values(T)[0]
-    x = values(T)
-    assert out["tree"]["all"].values.tolist() == np.outer(x, x).tolist()
 
 
 def test_destinations_inside_may_be_what_is_traced_with_the_value():

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from towerjax.proof import analysis, equation
 from towerjax.proof.analysis import analyse
 
+pytestmark = pytest.mark.slow
 AXIS, T = "device", 4
 ROWS = [[0, 1], [2, 3]]
 COLUMNS = [[0, 2], [1, 3]]
@@ -180,7 +181,6 @@ def several(seeds):
     return jax.jit(sharded).lower(w, x).compile(), found
 
 
-@pytest.mark.slow
 def test_what_a_walk_passes_by_changes_no_answer(monkeypatch):
     def tower(w, x):
         return [value for seed in range(20) for value in program(seed)(w, x)]
@@ -227,6 +227,5 @@ def check(counts):
     return f"{mirrored} MIRRORED, {differing} not, {counts[False, True]} missed"
 
 
-@pytest.mark.slow
 def test_what_is_called_mirrored_has_the_same_bits():
     print(check(fuzz(range(100, 130))))

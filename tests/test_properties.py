@@ -33,6 +33,7 @@ from towerjax.data.shard import (
     fit_batch,
 )
 
+pytestmark = pytest.mark.slow
 R = tj.Reduction
 kinds = st.sampled_from(["ones", "plain", "spread"])
 
@@ -52,7 +53,6 @@ def batch_of(seed, size):
     return {"number": number, "rest": [leaves[0], (leaves[1], {"deep": leaves[2]})]}
 
 
-@pytest.mark.slow
 @few(80)
 @given(
     seeds,
@@ -87,7 +87,6 @@ def test_a_fitted_batch_has_every_row_once_and_in_order(
     np.testing.assert_array_equal(counts, valid.sum(1))
 
 
-@pytest.mark.slow
 @few(40)
 @given(
     seeds,
@@ -120,7 +119,6 @@ def test_placed_batches_lie_on_their_towers_padded_to_few_sizes(
         )
 
 
-@pytest.mark.slow
 @few(40)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=7),
@@ -187,7 +185,6 @@ def check_reduced(reduction, values, found):
             assert (error <= allowed).all(), (name, x, exact)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "ops, towers, reductions",
     [(tj.AllReduce(), 4, (R.SUM, R.MEAN)), (tj.PinnedTree(), 6, (R.MEAN,))],
@@ -245,7 +242,6 @@ def side_by_side(x, towers):
     )
 
 
-@pytest.mark.slow
 @few(5)
 @given(seed=seeds, kind=kinds)
 def test_towers_that_meet_have_each_others_values(seed, kind):
@@ -266,7 +262,6 @@ def test_towers_that_meet_have_each_others_values(seed, kind):
 leaf_kinds = st.sampled_from(["own", "shared", "ragged", "text", "number", "equal"])
 
 
-@pytest.mark.slow
 @few(40)
 @given(trees(leaf_kinds), st.sampled_from([2, 3, 1]), seeds)
 def test_what_is_regrouped_is_selected_again(tree, towers, seed):
@@ -315,7 +310,6 @@ kinds_of_leaves = st.lists(
 )
 
 
-@pytest.mark.slow
 @few(150)
 @given(
     kinds_of_leaves,
@@ -358,7 +352,6 @@ def packed_and_unpacked(leaves):
     return out
 
 
-@pytest.mark.slow
 @few(10)
 @given(seed=seeds, kind=st.sampled_from(["spread", "special"]))
 def test_what_is_packed_is_unpacked_bit_for_bit(seed, kind):
@@ -394,7 +387,6 @@ def pinned_sums(towers, devices):
 ADDED = (*FLOATS, np.int8, np.int32, np.uint32)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("towers, devices", [(7, (1,)), (12, (4,))])
 @few(10)
 @given(seed=seeds, kind=st.sampled_from(["ones", "plain", "spread", "special"]))

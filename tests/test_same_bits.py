@@ -17,6 +17,7 @@ import pytest
 import towerjax as tj
 from benchmarks.same_bits import Case, cases, compare, main
 
+pytestmark = pytest.mark.slow
 CASES = cases()
 # Every batch is ragged, and every mlp has dropout.
 MICRO = {"micro_batches": 2}
@@ -32,13 +33,11 @@ def differing(case, *, devices=(1, 8), towers=8, steps=3, state="mirrored"):
     return {number: names for number, names in found.differing.items() if names}
 
 
-@pytest.mark.slow
 def test_a_run_has_the_same_bits_on_one_device_and_on_many():
     # Both divide by what they use once, which XLA rewrites on one device alone.
     assert differing(Case("", "batch norm", "MultiSteps", options=MICRO)) == {}
 
 
-@pytest.mark.slow
 def test_the_tree_is_not_fused_into_the_update():
     options = {"on_nonfinite": "ignore"}
     assert differing(Case("", "linear", "momentum", options=options)) == {}
@@ -54,7 +53,6 @@ GRID = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, devices, case", GRID, ids=lambda x: getattr(x, "model", None)
 )
@@ -69,13 +67,11 @@ ONCE = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", ONCE, ids=lambda case: case.model)
 def test_what_once_differed_has_the_same_bits(case):
     assert differing(case, devices=(1, 2)) == {}
 
 
-@pytest.mark.slow
 def test_what_an_update_reads_of_its_own_results_has_the_same_bits_in_parts():
     """As a momentum of which an optimizer needs the whole matrix."""
     assert differing(Case("", optimizer="muon"), devices=(1, 2), state="sharded") == {}
@@ -91,7 +87,6 @@ def command(ops, *devices):
     return end.value.code, json.loads(output.getvalue())
 
 
-@pytest.mark.slow
 def test_the_command_on_16_devices_and_its_control():
     status, pinned = forked.called(command, "PinnedTree", "1", "16")
     assert status == 0 and pinned["differing"] == {"1": [], "16": []}
@@ -109,7 +104,6 @@ def in_turn(towers, devices):
     return tj.Mirrored(names, towers=towers, local="scan", cross_tower_ops=ops)
 
 
-@pytest.mark.slow
 def test_a_small_loop_over_towers_has_the_same_bits():
     """Of a size of which XLA made one function, and LLVM another for four trips."""
 
@@ -135,7 +129,6 @@ def test_a_small_loop_over_towers_has_the_same_bits():
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.few_fast(1)
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_xla_makes_no_function_of_the_loop_over_towers(devices):
     """As it does of small loops, whose bits their trips and one device then change."""
@@ -257,7 +250,6 @@ def of_divisors(devices):
     return bits(tj.build_step(tower_fn, update_fn, in_turn(4, devices)), 12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "run, devices", [(of_two_passes, 2), (of_an_update, 3), (of_divisors, 2)]
 )
@@ -266,7 +258,6 @@ def test_what_all_towers_compute_alike_has_the_same_bits(run, devices):
     assert [name for name, x in found[0].items() if x != found[1][name]] == []
 
 
-@pytest.mark.slow
 def test_complex_numbers_on_one_device():
     def loss_fn(params, batch, tower):
         power = jnp.abs(jnp.fft.fft(params[None] * batch, axis=1)) ** 2

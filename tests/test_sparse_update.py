@@ -17,6 +17,7 @@ from towerjax.collectives.sparse_rows import (
     sum_duplicates,
 )
 
+pytestmark = pytest.mark.slow
 N, D = 7, 3
 SHAPES = {"a": (N, D), "b": (3,), "c": (5, 2)}
 # Of each step: the rows of `a` and of `c`: both ends, some twice, none at all.
@@ -104,7 +105,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [True, False])
 def test_rows_are_updated_as_the_table_is(lazy):
     """A table and an array of each kind, all in one program; lazily without moments."""
@@ -123,7 +123,6 @@ def test_rows_are_updated_as_the_table_is(lazy):
     assert_same(*trained(optimizer, ALL_STEPS, params, grads, lazy, value=2.0))
 
 
-@pytest.mark.slow
 def test_without_rows_it_is_the_optimizers_update():
     optimizer = optax.adamw(0.1)
     grads, params = arrays(10), arrays(0)
@@ -136,7 +135,6 @@ def test_without_rows_it_is_the_optimizers_update():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
 def test_lazy_adam_by_hand():
     """NumPy float64: moments move with their rows, the count with each step."""
     t = np.float64(arrays(0)["a"])
@@ -161,7 +159,6 @@ def test_lazy_adam_by_hand():
     np.testing.assert_allclose(params["b"], expected["b"], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_traced_index_that_names_no_row_cannot_go_unseen():
     params, optimizer = arrays(0), optax.adagrad(0.1)
     state = optimizer.init(params)
@@ -194,7 +191,6 @@ def test_a_narrow_state_takes_rows_of_float32_without_a_warning():
     assert state.trace["t"].dtype == jnp.bfloat16
 
 
-@pytest.mark.slow
 def test_a_row_that_is_given_twice_is_its_sum():
     """Also to an optimizer of norms: no row that is none stands beside the others."""
     optimizer, params = optax.lamb(0.1, weight_decay=0.1), {"t": jnp.ones((N, 1))}
@@ -209,7 +205,6 @@ def test_a_row_that_is_given_twice_is_its_sum():
     np.testing.assert_allclose(*updates, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_rows_by_index():
     rng = np.random.default_rng(0)
     for rows, num_rows in [(0, 4), (6, 4), (6, 50)]:
@@ -232,7 +227,6 @@ def test_rows_by_index():
 # array + rows
 
 
-@pytest.mark.slow
 def test_an_array_plus_rows_keeps_its_dtype():
     bf16 = np.full((N, D), 256, jnp.bfloat16)
     ones = np.ones((4, D), np.float32)
@@ -245,7 +239,6 @@ def test_an_array_plus_rows_keeps_its_dtype():
     assert np.asarray(whole)[:, 0].tolist() == [0, 2, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.slow
 def test_a_map_of_values_leaves_indices_alone():
     tree = {"b": np.ones(2), "t": gradients(0)["a"]}
     out = map_values(lambda x, y: x * y, tree, {"b": 2, "t": 3})
@@ -262,7 +255,6 @@ def test_a_map_of_values_leaves_indices_alone():
 # What is compiled.
 
 
-@pytest.mark.slow
 def test_rows_are_put_back_in_place():
     optimizer, lazy = optax.adam(0.1), True
     params = {"t": jnp.ones((20_000, 16))}
