@@ -263,16 +263,15 @@ def test_refusals_name_the_leaf_and_what_to_write():
 
     check(lora())
     half = {**lora(), "scale": np.ones((), jnp.float8_e4m3fn)}
-    with pytest.raises(ValueError, match=r"params\['scale'\] is float8.*trainable="):
-        check(half)
-    with pytest.raises(ValueError, match=r"params\['base'\] is int8"):
-        check(lora(), lambda name, leaf: name == "base")
-    with pytest.raises(ValueError, match="chooses none .* names are 'a', 'b', 'base'"):
-        check(lora(), False)
-    with pytest.raises(ValueError, match="not the upper part of params"):
-        check(lora(), {"a": True})
-    with pytest.raises(ValueError, match="must be a function"):
-        check(lora(), "a")
+    for params, trainable, text in [
+        (half, None, r"params\['scale'\] is float8.*trainable="),
+        (lora(), lambda name, leaf: name == "base", r"params\['base'\] is int8"),
+        (lora(), False, "chooses none .* names are 'a', 'b', 'base'"),
+        (lora(), {"a": True}, "not the upper part of params"),
+        (lora(), "a", "must be a function"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            check(params, trainable)
 
 
 def test_shared_leaves_are_refused_by_name_where_rows_alone_go():

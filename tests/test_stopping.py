@@ -221,21 +221,16 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
             finally:
                 closed.append("ours")
 
-    options = {"evaluate": evaluate, "eval_every": 1, "progress": False}
-    options["early_stopping"] = tj.EarlyStopping("told", 1)
+    def stopped(data, **more):
+        options = {"evaluate": evaluate, "eval_every": 1, "progress": False, **more}
+        options["early_stopping"] = tj.EarlyStopping("told", 1)
+        run(step, init(step), data, eval_batches=told([1, 1]), **options)
+
     for prefetch in (0, 2):
-        run(
-            step,
-            init(step),
-            Data(),
-            steps=100,
-            eval_batches=told([1, 1]),
-            prefetch=prefetch,
-            **options,
-        )
+        stopped(Data(), steps=100, prefetch=prefetch)
         assert closed.pop() == "ours"
     mine = iter(Data())
-    run(step, init(step), mine, eval_batches=told([1, 1]), prefetch=0, **options)
+    stopped(mine, prefetch=0)
     assert not closed
     next(mine)  # the caller's iterator goes on
 

@@ -111,28 +111,25 @@ def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
 
     @jax.jit
     def both(state):
-        (weighted, aux), after = ours.minimize(with_aux, state, has_aux=True)
-        scalar, expected = ours.minimize(lambda p: mean_of(p, x, y), state)
+        of_state = state.opt_state, state.params
+        minimized = ours.minimize(with_aux, state, has_aux=True)
+        plain = ours.minimize(lambda p: mean_of(p, x, y), state)
         loss, grads = ours.compute_gradients(lambda p: loss_of(p, x, y), state.params)
-        updates, _ = ours.update(grads, state.opt_state, state.params, loss=loss)
-        empty = tj.Weighted(loss.sum, 0.0)
-        nothing, _ = ours.update(grads, state.opt_state, state.params, loss=empty)
+        updates, _ = ours.update(grads, *of_state, loss=loss)
+        nothing, _ = ours.update(grads, *of_state, loss=tj.Weighted(loss.sum, 0.0))
         sums = jax.grad(lambda p: losses_of(p, x, y).sum())(state.params)
         again = optax.apply_updates(state.params, updates)
-        return weighted, aux, after, scalar, expected, loss, grads, again, nothing, sums
+        return minimized, plain, (loss.weight, grads, again, nothing), sums
 
-    weighted, aux, after, scalar, expected, loss, grads, again, nothing, sums = both(
-        state
-    )
-    np.testing.assert_allclose(weighted.value, scalar, rtol=1e-6)
-    np.testing.assert_allclose(aux["norm"], params()["w"].sum(), rtol=1e-5)
-    assert int(after.step) == int(expected.step) == 1
-    for name, value in expected.params.items():
-        np.testing.assert_allclose(after.params[name], value, rtol=1e-5)
-    same_bits(grads, sums)
-    assert float(loss.weight) == 4
-    same_bits(again, after.params)
-    assert all((np.asarray(u) == 0).all() for u in jax.tree.leaves(nothing))
+    minimized, (scalar, expected), (weight, grads, again, nothing), sums = both(state)
+    (weighted, aux), after = minimized
+    close = partial(np.testing.assert_allclose, rtol=1e-5)
+    close(weighted.value, scalar, rtol=1e-6)
+    close(aux["norm"], params()["w"].sum())
+    assert int(after.step) == int(expected.step) == 1 and float(weight) == 4
+    jax.tree.map(close, after.params, expected.params)
+    same_bits((grads, again), (sums, after.params))
+    assert not any(np.asarray(u).any() for u in jax.tree.leaves(nothing))
 
 
 # Inside towers: the update of the one gradient, whatever optax makes of the optimizer.
