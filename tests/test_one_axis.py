@@ -170,31 +170,6 @@ def test_a_step_is_the_same_wherever_towers_lie(T, D):
     np.testing.assert_allclose(metrics["loss"], loss, rtol=3e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [tj.OneDevice("cpu:0", axis_name="batch"), mirrored(4, 2, axis_name="batch")],
-)
-def test_a_layer_may_have_a_name_of_its_own(strategy):
-    x = np.random.default_rng(2).normal(size=(12, 3)) + np.arange(12)[:, None]
-    norm = nn.BatchNorm(use_running_average=False, momentum=0, axis_name="batch")
-    variables = norm.init(jax.random.key(0), jnp.zeros((1, 3)))
-
-    def tower_fn(tower, x):
-        assert tower.axis_names == ("batch",)
-        return norm.apply(variables, x, mutable=["batch_stats"])[1]["batch_stats"]
-
-    T = strategy.num_towers
-    rows = x.astype(np.float32).reshape(T, 12 // T, 3)
-    if T == 1:
-        stats = strategy.call_for_each_tower(tower_fn, rows[0])
-    else:
-        stats = strategy.call_for_each_tower(tower_fn, tj.PerTower(rows))
-    # No PerTower: proved the same on every tower.
-    np.testing.assert_allclose(stats["mean"], x.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(stats["var"], x.var(0), rtol=1e-5)
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
     "rule, T, D, jit",

@@ -210,13 +210,6 @@ def by_step(optimizer, params, num_towers, loss=loss_fn):
 
 
 @pytest.mark.slow
-def test_what_asks_for_more_may_do_without():
-    for name in ASKED.keys() - REFUSED.keys():
-        step = tj.build_train_step(loss_fn, made(name), tj.Mirrored(towers=4))
-        assert step.check(PARAMS, DISTINCT).analysis.hangs == ()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_takes_more_is_refused(name):
     optimizer = made(name) if name != "lookahead" else lookahead()

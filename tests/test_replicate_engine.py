@@ -219,30 +219,6 @@ def test_a_models_step_is_proved_for_towers_that_are_not_here():
     assert len(sums) == 1  # gradients, loss and metrics
 
 
-def test_towers_trace_a_model_once_and_update_once():
-    traces, updates = [], []
-
-    def count(updates_, state, params=None):
-        updates.append(1)
-        return jax.tree.map(lambda g: -g, updates_), state
-
-    counted = optax.GradientTransformation(lambda params: (), count)
-    optimizer = tj.estimator.TowerOptimizer(counted)
-
-    def fn(variables, features, labels, mode, tower):
-        traces.append(1)
-
-        def loss_fn(p):
-            return tj.Weighted.mean((features["x"] @ p["w"]) ** 2, tower.weight)
-
-        loss, after = optimizer.minimize(loss_fn, variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
-
-    model = replicated(2, 1, fn=fn)
-    model.train_step().check(model.init(start(optimizer)), batch(8))
-    assert (len(traces), len(updates)) == (1, 1)
-
-
 @pytest.mark.slow
 def test_an_evaluation_sees_local_variables_as_they_are_read():
     seen = []

@@ -135,48 +135,18 @@ def test_what_it_is_given_and_returns_is_told_of():
         assert re.search(text, "\n".join(told)), told
 
 
-@pytest.mark.slow
-def test_an_update_of_ones_own_is_that_of_a_train_step():
+def test_what_an_update_of_ones_own_is_given_is_told_of():
     params = {"w": jnp.bfloat16(W), "scale": jnp.float32(2.0), "fixed": jnp.int32(3)}
     trainable = {"w": True, "scale": True, "fixed": False}
-    plateau = optax.contrib.reduce_on_plateau(patience=1, rtol=1.0)
-    optimizer = optax.chain(optax.adam(0.1), plateau)
-
-    def own_loss(params, batch, tower):
-        losses = (batch["x"] @ params["w"] * params["scale"] - params["fixed"]) ** 2
-        return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
-
-    def tower_fn(state, batch, tower):
-        def of_trained(part, *args):
-            return own_loss({**state.params, **part}, *args)
-
-        part = {name: x for name, x in state.params.items() if name != "fixed"}
-        loss, grads = tj.value_and_grad(of_trained)(part, batch, tower)
-        full = {**grads.sum, "fixed": None}
-        return {"loss": loss, "grads": tj.Weighted(full, grads.weight)}
-
-    def update_fn(state, merged):
-        how = {"loss": merged["loss"], "trainable": trainable}
-        state = tj.apply_gradients(optimizer, state, merged["grads"], **how)
-        return state, {"loss": merged["loss"]}
-
-    expected = tj.build_train_step(
-        own_loss, optimizer, mirrored(2), trainable=trainable
-    )
-    step, state = tj.build_step(tower_fn, update_fn, mirrored(2)), expected.init(params)
-    own = step.init(params, opt_state=state.opt_state)
-    for seed in range(4):
-        state, _ = expected(state, data(12, seed=seed))
-        own, _ = step(own, data(12, seed=seed))
-    for name in ("step", "params", "opt_state"):
-        pair = getattr(own, name), getattr(state, name)
-        jax.tree.map(np.testing.assert_array_equal, *pair)
+    optimizer = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau())
+    step = tj.build_train_step(loss_fn, optimizer, mirrored(2), trainable=trainable)
+    state = step.init(params)
     refused = [
         ({"grads": {"w": jnp.ones(4)}}, r"grads\['scale'\] is of shape \[\] .*absent"),
         ({"loss": None}, r"as tj.apply_gradients\(..., loss=merged\['loss'\]\)"),
         ({"state": params}, "The state is a dict, not a tj.TrainState"),
     ]
     for change, text in refused:
-        given = {"state": own, "grads": params, "loss": 1.0, **change}
+        given = {"state": state, "grads": params, "loss": 1.0, **change}
         with pytest.raises(ValueError, match=text):
             tj.apply_gradients(optimizer, **given, trainable=trainable)
