@@ -124,7 +124,7 @@ def test_what_it_is_given_and_returns_is_told_of():
         build(update_extra=lambda state: state.extra)
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), data(12))
     refused = [
-        (lambda s, m: {**s.extra, "target": m["sums"].value}, r"target.*\[5\].*\[3, 5"),
+        (lambda s, m: {**s.extra, "target": m["sums"].value}, r"target.*\[3, 5\].*\[5"),
         (lambda s, m: None, r"state.extra\['counts'\] .*absent.*Look at what update"),
         (lambda s, m: {**s.extra, "counts": 0.9 * m["counts"]}, r"merged\[...\].value"),
     ]
@@ -142,7 +142,7 @@ def test_what_an_update_of_ones_own_is_given_is_told_of():
     step = tj.build_train_step(loss_fn, optimizer, mirrored(2), trainable=trainable)
     state = step.init(params)
     refused = [
-        ({"grads": {"w": jnp.ones(4)}}, r"grads\['scale'\] is of shape \[\] .*absent"),
+        ({"grads": {"w": jnp.ones(4)}}, r"grads\['scale'\] is absent, expected"),
         ({"loss": None}, r"as tj.apply_gradients\(..., loss=merged\['loss'\]\)"),
         ({"state": params}, "The state is a dict, not a tj.TrainState"),
     ]
