@@ -57,7 +57,6 @@ class Loop:
         self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
-        self._progress = Progress(False, point.number, None)
         self._writers, self._has_begun = Writers(), False
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
