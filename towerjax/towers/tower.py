@@ -332,15 +332,21 @@ class Tower:
           >>> float(out.value)
           0.5
         """
-        return assign_in_tower(self, variable, value, lambda old, new: new)
+        return self._assign(variable, value, lambda old, new: new)
 
     def assign_add(self, variable: Variable, value: PyTree) -> Variable:
         """As `assign`, but adds the reduced value to the variable."""
-        return assign_in_tower(self, variable, value, operator.add)
+        return self._assign(variable, value, operator.add)
 
     def assign_sub(self, variable: Variable, value: PyTree) -> Variable:
         """As `assign`, but subtracts the reduced value from the variable."""
-        return assign_in_tower(self, variable, value, operator.sub)
+        return self._assign(variable, value, operator.sub)
+
+    def _assign(
+        self, variable: Variable, value: PyTree, combine: Callable[..., jax.Array]
+    ) -> Variable:
+        count = self.num_towers
+        return assign_in_tower(self.reduce, count, variable, value, combine)
 
 
 def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -208,21 +208,9 @@ def plain(value: PyTree) -> PyTree:
     return map_parts(Variable, lambda x: x.value, value)
 
 
-class Reduces(Protocol):
-    """A tower, of which a variable takes the reduced values."""
-
-    @property
-    def num_towers(self) -> int:
-        """``T``."""
-        ...
-
-    def reduce(self, reduction: Reduction, value: PyTree) -> PyTree:
-        """One value of all towers' values, the same on each tower."""
-        ...
-
-
 def assign_in_tower(
-    tower: Reduces,
+    reduce: Callable[[Reduction, PyTree], PyTree],
+    num_towers: int,
     variable: Variable,
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
@@ -241,16 +229,16 @@ def assign_in_tower(
             )
         leaves = jax.tree.leaves(plain(value))
         constants = [x for x in leaves if not isinstance(x, jax.Array) and np.any(x)]
-        is_sum = variable.reduction is Reduction.SUM and tower.num_towers > 1
+        is_sum = variable.reduction is Reduction.SUM and num_towers > 1
         for x in constants if is_sum else ():
             shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
             raise ValueError(
                 f"A constant value {shown} cannot be reduced with the given aggregation"
                 f" Reduction.SUM of {label(variable)}: it is the same on all"
-                f" {tower.num_towers} towers. Create the variable with MEAN or"
+                f" {num_towers} towers. Create the variable with MEAN or"
                 " ONLY_FIRST_TOWER, and assign the value itself."
             )
-        new = fit(variable, tower.reduce(variable.reduction, new))
+        new = fit(variable, reduce(variable.reduction, new))
     new = jax.tree.map(combine, variable.value, new)
     return dataclasses.replace(variable, value=new)
 

@@ -106,7 +106,7 @@ class Members:
             engine = self._build(numbers)[0].engine
             given = {**donated, "extra": extra}, {**kept, "rng": rng}, *batch
             out, proof = inline(engine, placement, given)
-            proofs.append(proof)
+            proofs.append((proof.analysis, proof.unmasked))
             now = {name: x for name, x in out.now.items() if name != "step"}
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
             return donated, now, owned(out.metrics), out.finite

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -39,21 +39,6 @@ from towerjax.types.leaves import check_like
 from towerjax.types.missing import explain_missing
 
 
-class Remake(Protocol):
-    """Makes a step for a strategy and options."""
-
-    def __call__(
-        self,
-        strategy: Strategy,
-        options: StepOptions,
-        /,
-        *,
-        placer: Placer | None = ...,
-    ) -> "Step":
-        """The step, with that placer."""
-        ...
-
-
 @doors
 class Step(Examined):
     """A pure step: ``(state, batch) -> (state, metrics)``.
@@ -70,9 +55,9 @@ class Step(Examined):
         policy: StatePolicy,
         *,
         placer: Placer | None = None,
-        remake: "Remake | None" = None,
+        remake: "Callable[..., Step] | None" = None,
     ) -> None:
-        """``remake`` makes the same step for other strategies and options."""
+        """``remake(strategy, options, placer=...)`` makes the same step for others."""
         self.engine, self.strategy, self.options = engine, strategy, options
         self.policy, self.remake = policy, remake
         placement, remainder = strategy.placement, options.remainder

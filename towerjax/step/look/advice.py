@@ -112,14 +112,8 @@ class Asks(Protocol):
     is_narrow: bool
     is_own: bool
     pads: bool
-
-    def compared(self, splits: list[RowsToRun]) -> list[Compared]:
-        """The splits, on two towers and on one."""
-        ...
-
-    def without(self, names: list[str], one_tower: Towers, **draws: Any) -> list[str]:
-        """Those of the leaves that are the same of other draws, or on other towers."""
-        ...
+    compared: Callable[[list[RowsToRun]], list[Compared]]
+    without: Callable[..., list[str]]
 
 
 def advise(audit: Asks, error: SplitError) -> SplitError:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, get_args
+from typing import Any, ClassVar, Self, TypeAlias, get_args
 
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import Remainder, check_remainder
@@ -59,27 +59,15 @@ Both parts of the state are dicts of its fields. `NextState` makes an `Outcome`.
 """
 
 
-class ProofOfTowers(Protocol):
-    """What was proved of towers that an engine's ``finish`` runs."""
-
-    @property
-    def analysis(self) -> Analysis:
-        """Every output's dependence, and the collectives."""
-        ...
-
-    @property
-    def unmasked(self) -> Callable[[], list[str]]:
-        """Names the sums in which padding would count."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Passes:
     """Passes one after another, each given the merged result of the one before."""
 
     each: tuple[Pass, ...]  # none where the engine's ``finish`` runs whole steps
-    # Of steps that are traced and proved there.
-    proofs: list[ProofOfTowers] = dataclasses.field(default_factory=list, kw_only=True)
+    # Of steps that are traced and proved there: the fields of a `Proof` each.
+    proofs: list[tuple[Analysis, Callable[[], list[str]]]] = dataclasses.field(
+        default_factory=list, kw_only=True
+    )
     # Whether the update of the state is a part of what towers trace.
     hold_update: ClassVar[bool] = False
 

@@ -41,7 +41,7 @@ def prove(traced: Traced) -> Proof:
             given = first.pass_, first.args, first.towers
             proofs.append(_prove_pass(*given, of_weights=True))
         proofs.append(_prove_pass(each.pass_, each.args, each.towers))
-    proofs += traced.engine.passes.proofs
+    proofs += [Proof(*fields) for fields in traced.engine.passes.proofs]
     if traced.passes:
         place = traced.engine.strategy.placement
         counts = place.num_towers, len(place.devices)

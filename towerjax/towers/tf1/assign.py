@@ -42,7 +42,7 @@ def create_var(
     *,
     reduction: Reduction = Reduction.NONE,
     tower_local: bool = False,
-) -> Any:
+) -> Variable:
     """A new ``MirroredVar``, or ``TowerLocal`` ``[T, ...]``, on the strategy's devices.
 
     ``initial`` is a pytree of arrays or numbers, or a function that makes one.
@@ -84,7 +84,7 @@ def create_var(
     return TowerLocal(place(rows, self.placement, Layout.PER_TOWER), reduction, name)
 
 
-def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
+def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
     """The variable with a new value, one for all towers.
 
     A tower-local variable reads as the value afterwards: of a SUM each tower gets a
@@ -97,12 +97,12 @@ def assign(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
     return _replace_value(variable, fit_copies(variable, value, self.num_towers))
 
 
-def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
+def assign_add(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
     """The mirrored variable plus a value; a tower-local one is refused, as unclear."""
     return _combine(self, variable, value, operator.add, "+")
 
 
-def assign_sub(self: StrategyFields, variable: Variable, value: PyTree) -> Any:
+def assign_sub(self: StrategyFields, variable: Variable, value: PyTree) -> Variable:
     """The mirrored variable minus a value, as `assign_add`."""
     return _combine(self, variable, value, operator.sub, "-")
 
@@ -113,7 +113,7 @@ def _combine(
     value: PyTree,
     combine: Callable[[jax.Array, jax.Array], jax.Array],
     sign: str,
-) -> Any:
+) -> Variable:
     what = f"assign_{combine.__name__}"
     value = _given(strategy, variable, value, what)
     if isinstance(variable, MirroredVar):
@@ -142,7 +142,7 @@ def update_var(
     /,
     *args: PyTree,
     **kwargs: PyTree,
-) -> Any:
+) -> Variable:
     """The variable after ``fn(value, *args, **kwargs)``, of each copy of a tower-local.
 
     All towers share the arguments, of which a mirrored variable is its value.
