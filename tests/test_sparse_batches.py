@@ -105,33 +105,6 @@ def test_training_is_that_on_the_dense_rows():
         np.testing.assert_allclose(state.params, expected, rtol=1e-6, atol=1e-6)
 
 
-def model_fn(variables, features, labels, mode, tower):
-    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
-    predictions = {"y": features @ variables.params}
-    if mode is tj.estimator.Mode.PREDICT:
-        return tj.estimator.ModelSpec(mode, predictions=predictions)
-
-    def loss_of(w):
-        return loss_fn(w, {"x": features, **labels}, tower)
-
-    loss, train_op = optimizer.minimize(loss_of, variables)
-    given = {"loss": loss, "train_op": train_op, "predictions": predictions}
-    return tj.estimator.ModelSpec(mode, **given)
-
-
-@pytest.mark.slow
-def test_a_model_function_gets_its_own_rows():
-    model = tj.estimator.replicate_model_fn(model_fn, devices=mirrored(4, 2))
-    batch, x = batch_of(7)
-    features, labels = batch["x"], {k: v for k, v in batch.items() if k != "x"}
-    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
-    variables = model.init(tj.TrainState.create(W, optimizer))
-    spec = model(variables, features, labels, tj.estimator.Mode.TRAIN)
-    np.testing.assert_allclose(spec.predictions["y"], np.float64(x) @ W, rtol=1e-6)
-    expected = next_w(np.float64(W), x, batch)
-    np.testing.assert_allclose(spec.train_op.params, expected, rtol=1e-6)
-
-
 def test_the_example_of_four_rows():
     indices = np.array([[0, 0], [0, 1], [0, 2], [3, 0]])
     x = sparse.BCOO((np.float32([1, 2, 3, 4]), indices), shape=(4, 3))
