@@ -297,17 +297,7 @@ StackFrames
   ROOT %yes = pred[] constant(true)
 }
 
-ENTRY %main (x: bf16[3,8,16], w: bf16[3,16,4], y: f32[2,9,9,5]) -> f32[6] {
-  %x = bf16[3,8,16]{2,1,0} parameter(0), metadata={op_name="x"}
-  %w = bf16[3,16,4]{2,1,0:T(8,128)(2,1)} parameter(1), metadata={op_name="w"}
-  %y = f32[2,9,9,5]{3,2,1,0} parameter(2)
-  %k = f32[3,3,5,7]{3,2,1,0} constant({...})
-  %gemm = (bf16[3,8,4]{2,1,0}, s8[4096]{0}) custom-call(%x, %w), custom_call_target="__cublas$gemm", backend_config={"x":")"}
-  %conv = (f32[2,4,4,7]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convForward"
-  %gy = f32[2,4,4,7]{3,2,1,0} get-tuple-element(%conv), index=0
-  %gx = (f32[2,9,9,5]{3,2,1,0}, u8[0]{0}) custom-call(%gy, %k), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardInput"
-  %gk = (f32[3,3,5,7]{3,2,1,0}, u8[0]{0}) custom-call(%y, %gy), window={size=3x3 stride=2x2}, dim_labels=b01f_01io->b01f, custom_call_target="__cudnn$convBackwardFilter"
-  %topk = (f32[2]{0}, s32[2]{0}) custom-call(%gy), custom_call_target="TopK"
+ENTRY %main () -> f32[6] {
   %b = bf16[8,4]{1,0} constant({...})
   %start = ((bf16[8,4]{1,0}), bf16[2,4]{1,0}) async-start(%b), calls=%async
   %done = bf16[2,4]{1,0} async-done(%start), calls=%async
