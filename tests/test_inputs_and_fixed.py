@@ -31,13 +31,6 @@ def loss_fn(params, batch, tower):
     return tj.Weighted.mean(losses, batch["weight"] * tower.weight)
 
 
-def moved(w, batch, scale):
-    """One step of SGD in float64."""
-    w, x = w.astype(float), batch["x"].astype(float)
-    error = 2 * scale * (x @ w * scale - batch["y"]) * batch["weight"]
-    return w - RATE * error @ x / batch["weight"].astype(float).sum()
-
-
 # tj.Whole: the same on all towers, not split, traced.
 
 

@@ -17,10 +17,6 @@ def tree_of(t):
     return {"a": np.float32([t, 2 * t]), "b": (np.int32(t), [np.ones((1, 2)) * t])}
 
 
-def rows_of(t):
-    return tj.sparse.IndexedRows(np.float32([[t], [10 * t]]), np.array([0, t]), (4, 1))
-
-
 @pytest.mark.slow
 def test_a_tuple_of_trees_is_handed_out_and_reduced():
     T, strategy = 4, mirrored(4, 2)

@@ -29,10 +29,7 @@ def every_other(step, *args, **kwargs):
     return step % 2 == 0
 
 
-NOISE, MUON = (
-    dict(l2_norm_clip=1.0, noise_multiplier=0.1),
-    contrib.MuonDimensionNumbers(),
-)
+NOISE = dict(l2_norm_clip=1.0, noise_multiplier=0.1)
 PARTS = dict(transforms={True: SGD, False: optax.adam(0.1)}, param_labels=MASK)
 # What those that need arguments are given. A callable is called with the function.
 ARGUMENTS = {

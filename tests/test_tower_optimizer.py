@@ -16,7 +16,7 @@ from layouts import rows
 import towerjax as tj
 
 Kind = tj.estimator.LossReduction
-SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
+SUM = Kind.SUM
 INNER = {
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": optax.adamw(0.01, weight_decay=0.1),
