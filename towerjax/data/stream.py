@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -117,10 +117,26 @@ class Position(NamedTuple):
     cursor: Any = None  # what the batches' own ``get_state`` says; None: they have none
 
 
+class WithCursor(Protocol):
+    """Batches that tell their position, such as those of `batches` and of Grain."""
+
+    def __next__(self) -> PyTree:
+        """The next batch."""
+        ...
+
+    def get_state(self) -> Any:
+        """The position after the last one, as JSON can hold it."""
+        ...
+
+    def set_state(self, state: Any, /) -> None:
+        """Continue after that position."""
+        ...
+
+
 class _Told:
     """Goes through batches by numbers, and back by their ``get_state``."""
 
-    def __init__(self, elements: Any) -> None:
+    def __init__(self, elements: WithCursor) -> None:
         self._elements = elements
 
     def take(self, number: int, place: Callable[[PyTree], Placed]) -> Placed:
@@ -134,7 +150,7 @@ class _Told:
     def forget(self, number: int) -> None:
         """Steps have used the batches up to that one."""
 
-    def go_back(self, to: Position) -> Iterator[PyTree] | None:
+    def go_back(self, to: Position) -> WithCursor | None:
         """Take the batch after that position next; the batches, if they hold it."""
         self._elements.set_state(to.cursor)
         return self._elements
@@ -243,7 +259,7 @@ class Source(Iterator[PyTree]):
         self.last, self.used_before = position, position.used
         self._cursor.forget(position.used)
 
-    def rest(self) -> Iterator[PyTree]:
+    def rest(self) -> WithCursor | Iterator[PyTree]:
         """The unused batches, when no thread takes from them any more."""
         batches = self._cursor.go_back(self.last)
         return self if batches is None else batches
