@@ -96,8 +96,9 @@ def compare(model: Model, num_devices: int, *, rounds: int, steps: int) -> Row:
     pairs = [_compile_both(model, strategy) for _ in range(3)]
     compile_ratio = np.median([b.compile_seconds / a.compile_seconds for a, b in pairs])
     hand, ours = pair = pairs[-1]
-    awaited = in_turns(pair, rounds=1, calls=steps)  # warm
-    awaited = in_turns(pair, rounds=rounds, calls=steps, trim=0.1)
+    runs = [x.run for x in pair]
+    awaited = in_turns(runs, rounds=1, calls=steps)  # warm
+    awaited = in_turns(runs, rounds=rounds, calls=steps, trim=0.1)
     awaited_ratio, dispatch_ratio = np.median(awaited[:, 1] / awaited[:, 0], axis=0)
     kinds = (hand.batch, ours.batch), (hand.batch,) * 2, (model.work().batch,) * 2
     times = []

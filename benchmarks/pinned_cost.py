@@ -56,8 +56,9 @@ def measure(
     ways = (pinned, in_turn, dataclasses.replace(in_turn, local="vmap"))
     contenders = [by_towerjax(model.work(), strategy) for strategy in ways]
     sent = [bytes_sent(one.program) for one in contenders[:2]]
-    in_turns(contenders, rounds=1, calls=steps)  # warm
-    seconds = in_turns(contenders, rounds=rounds, calls=steps, trim=0.1)[:, :, 0]
+    runs = [one.run for one in contenders]
+    in_turns(runs, rounds=1, calls=steps)  # warm
+    seconds = in_turns(runs, rounds=rounds, calls=steps, trim=0.1)[:, :, 0]
 
     def quartiles(other: int) -> tuple[float, ...]:
         ratios = seconds[:, 0] / seconds[:, other]

@@ -148,7 +148,7 @@ def main() -> None:
     for name, (layers, width) in MODELS.items() if options.rounds else ():
         for devices in options.devices:
             found = ways(layers, width, options.members, devices)
-            contenders = list(found.values())
+            contenders = [x.run for x in found.values()]
             in_turns(contenders, rounds=1, calls=2)  # compile
             table = in_turns(contenders, rounds=options.rounds, calls=3)[:, :, 0]
             first = np.median(table[:, 0]) * 1e3

@@ -157,7 +157,7 @@ def main() -> None:
         batch = np.float32(rng.normal(size=(rows * DEVICES, options.width)))
         made = [by_towerjax(params, batch)]
         made += [fn(params, batch, mesh) for fn in (by_shard_map, by_jit)]
-        found = in_turns(made, rounds=options.rounds, calls=3)[:, :, 0]
+        found = in_turns([x.run for x in made], rounds=options.rounds, calls=3)[:, :, 0]
         times = [interval_of_median(found[:, 0] / found[:, i]) for i in (1, 2)]
         peaks = ", ".join(f"{x.memory / 1e6:.0f}" for x in made)
         cells = f"{np.median(found[:, 0]) * 1e3:.1f}", *map(str, times), peaks

@@ -41,30 +41,19 @@ def test_the_interval_is_the_textbooks():
         assert found == Interval((count + 1) / 2, rank, count + 1 - rank), count
 
 
-class Fake:
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def run(self):
-        self.log.append(self.name)
-
-
 def test_contenders_have_their_turns():
     log = []
-    table = in_turns([Fake("a", log), Fake("b", log)], rounds=3, calls=2)
+    runs = [lambda: log.append("a"), lambda: log.append("b")]
+    table = in_turns(runs, rounds=3, calls=2)
     assert "".join(log) == "aabb" + "bbaa" + "aabb"
     assert table.shape == (3, 2, 2) and (table[..., 0] >= table[..., 1]).all()
 
 
 def test_a_call_is_awaited(monkeypatch):
-    class Slow:
-        def run(self):
-            return "result"
-
     seconds, awaited = iter([0.0, 1.0, 3.0]), []
     monkeypatch.setattr(turns.time, "perf_counter", lambda: next(seconds))
     monkeypatch.setattr(turns.jax, "block_until_ready", awaited.append)
-    table = in_turns([Slow()], rounds=1, calls=1)
+    table = in_turns([lambda: "result"], rounds=1, calls=1)
     assert table.tolist() == [[[3.0, 1.0]]] and awaited == ["result"]
 
 
@@ -79,8 +68,8 @@ def test_extremes_are_dropped(monkeypatch):
 
 def test_calls_of_a_round_fill_its_time():
     log = []
-    assert calls_in(0.0, [Fake("a", log)]) == 1 and len(log) == 3
-    assert calls_in(1e9, [Fake("a", log)]) == 1000
+    assert calls_in(0.0, [lambda: log.append("a")]) == 1 and len(log) == 3
+    assert calls_in(1e9, [lambda: log.append("a")]) == 1000
 
 
 # Workers.

@@ -40,21 +40,6 @@ class Job:
     device: str
 
 
-@dataclasses.dataclass
-class Step:
-    """A peer's step, as `in_turns` wants it.
-
-    Attributes:
-      step: Does one step and waits for it; returns its loss.
-    """
-
-    step: Callable[[], Any]
-
-    def run(self) -> None:
-        """One step."""
-        self.step()
-
-
 def job_of(trial: Trial, device: str) -> Job:
     """The work of a trial, where it is one that the peers have."""
     if trial.model not in ("mlp", "cnn") or trial.dtype != "float32":
@@ -70,13 +55,13 @@ def job_of(trial: Trial, device: str) -> Job:
 def measured(job: Job, step: Callable[[], Any], losses: Sequence[float]) -> dict:
     """The figures of a peer's step, in this process."""
     check_losses(job.trial.by, losses[:NUM_LOSSES], job.expected, 1e-4)
-    calls = calls_in(SECONDS_PER_ROUND, [Step(step)])
+    calls = calls_in(SECONDS_PER_ROUND, [step])
     return as_figures(job, losses, calls, timed_rounds(step, calls))
 
 
 def timed_rounds(step: Callable[[], Any], calls: int) -> np.ndarray:
     """Seconds of a step in each round, ``[rounds, 1, 2]``."""
-    return in_turns([Step(step)], rounds=ROUNDS, calls=calls, trim=0.1)
+    return in_turns([step], rounds=ROUNDS, calls=calls, trim=0.1)
 
 
 def as_figures(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.peers.same_work import Job, Step, as_figures, job_of, timed_rounds
+from benchmarks.peers.same_work import Job, as_figures, job_of, timed_rounds
 from benchmarks.trials import (
     LEARNING_RATE,
     MOMENTUM,
@@ -64,7 +64,7 @@ def _rank(rank: int, job: Job, folder: str) -> None:
 
 def _same_calls(torch: Any, job: Job, step: Callable[[], Any], where: Any) -> int:
     """As many calls in a round on each rank as fit on the slowest."""
-    calls = calls_in(SECONDS_PER_ROUND, [Step(step)])
+    calls = calls_in(SECONDS_PER_ROUND, [step])
     least = torch.tensor(calls, device=where)
     torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
     return int(least)

@@ -261,7 +261,8 @@ def _timed(job: Line) -> Line:
             measured["examples"] = config.get("batch", rows)
         losses += [own.loss() for _ in range(_NUM_LOSSES - 1)]
         check_losses(name, losses, measured.setdefault("losses", losses), job["rtol"])
-    measured["device"], timed = jax.devices()[0].device_kind, list(contenders.values())
+    measured["device"] = jax.devices()[0].device_kind
+    timed = [contender.run for contender in contenders.values()]
     measured["calls"] = calls_in(job["seconds_per_round"], timed)
     table = in_turns(timed, rounds=job["rounds"], calls=measured["calls"], trim=0.1)
     return measured | _figures({name: table[:, i] for i, name in enumerate(contenders)})

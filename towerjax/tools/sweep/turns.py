@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -44,13 +44,8 @@ def interval_of_median(values: ArrayLike) -> Interval:
     return Interval(float(np.median(ordered)), float(low), float(high))
 
 
-class Runs(Protocol):
-    """A contender: ``run()`` dispatches a call, whose result is awaited."""
-
-    def run(self) -> PyTree:
-        """Dispatch one call."""
-        ...
-
+Runs: TypeAlias = Callable[[], PyTree]
+"""A contender: dispatches a call, whose result is awaited."""
 
 _Timed = TypeVar("_Timed")
 
@@ -81,7 +76,7 @@ def take_turns(
 
 def _time_call(contender: Runs) -> tuple[float, float]:
     start = time.perf_counter()
-    out = contender.run()
+    out = contender()
     returned = time.perf_counter()
     jax.block_until_ready(out)
     return time.perf_counter() - start, returned - start
