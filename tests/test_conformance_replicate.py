@@ -409,15 +409,8 @@ def check_one_holder(case, strategy):
     assert variable_devices(OneGpu, policy) == [Gpu()]
 
 
-# The file and this module.
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("id, one_device", TABLE.runs(towers_of))
 def test_case(id, one_device):
     with jax.enable_x64(True):
         TABLE.run(id, towers_of, one_device)
-
-
-def test_every_case_is_run_or_has_a_reason():
-    TABLE.check_complete()
