@@ -77,6 +77,7 @@ def scaled(factor):
     return loss_fn
 
 
+@pytest.mark.slow
 def test_a_changed_loss_is_audited_before_anything_changes(runs):
     train(step_of())
     step = step_of(WRONG["sum_with_weight_1"])

@@ -549,6 +549,7 @@ def test_a_lock_that_is_no_plain_file_is_refused(light, tmp_path, kind):
     assert outside.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_what_others_own_is_refused_before_the_first_step(step, copied, monkeypatch):
     """A checkpoint that cannot be deleted would end the run after its first save."""
 
