@@ -216,11 +216,9 @@ class Step(Examined):
     ) -> tuple[TrainState, PyTree]:
         """The state as it was given to the program, and the program's results."""
         policy, programs = self.policy, self.programs
-        if (taken := policy.take(state)) is None:
-            taken = self.start(state)
-        state = taken
+        taken, audit = policy.take(state), None
+        state = self.start(state) if taken is None else taken
         kind = policy.kind(state)
-        audit = None
         if programs.known(batch, kind) is None or not is_usable(state):
             state = self.start(state)
             audit = functools.partial(self._audit_once, state, batch)
