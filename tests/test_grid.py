@@ -30,9 +30,6 @@ def penalty_of(params):
     return 0.01 * (params["out"] ** 2).sum()
 
 
-# What a user writes.
-
-
 def loss_fn(draw, params, batch, tower, local=None):
     """The loss of a draw, and what else its towers return."""
     if "local" in draw.has and local is None:
@@ -334,9 +331,6 @@ def one_tower(draw):
         of = jax.jit(functools.partial(objective, draw))
         found.append(of(params, batches[0], state)[1])
     return (params | fixed, opt_state, local, extra), found
-
-
-# The law.
 
 
 def assert_near(found, expected, what):

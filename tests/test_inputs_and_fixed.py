@@ -173,9 +173,6 @@ def test_an_evaluation_sees_the_extra_state_and_a_refused_step_keeps_it():
     jax.tree.map(np.testing.assert_array_equal, state.extra, first_extra())
 
 
-# One key for all towers.
-
-
 @pytest.mark.slow
 def test_all_towers_share_a_key_that_is_no_towers_own():
     def loss_fn(params, batch, tower):
@@ -195,9 +192,6 @@ def test_all_towers_share_a_key_that_is_no_towers_own():
         np.testing.assert_array_equal(metrics["noise"], jax.random.key_data(shared))
         seen.append(np.asarray(metrics["noise"]))
     assert (seen[0] != seen[1]).all()
-
-
-# Parameters that do not train, of any dtype.
 
 
 def lora():

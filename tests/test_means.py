@@ -54,34 +54,6 @@ def oracle(w, batch):
 
 
 WEIGHTS = ("labelled", "weight")
-NAMES = ("loss/0", "loss/1", "loss/penalty")
-
-
-def model_fn_of(optimizer, **how):
-    """The same loss in a model function."""
-
-    def model_fn(variables, features, labels, mode, tower):
-        def loss_of(params):
-            return loss_fn(params, features, tower)
-
-        loss, train_op = optimizer.minimize(loss_of, variables)
-        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
-
-    return tj.estimator.replicate_model_fn(model_fn, **how)
-
-
-@pytest.mark.slow
-def test_a_model_function_minimizes_a_sum_of_means():
-    optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
-    model = model_fn_of(optimizer, devices=mirrored(3, 1), remainder="pad")
-    step, batch = model.train_step(micro_batches=2), data()
-    state = step.start(model.init(tj.TrainState.create(params(), optimizer)))
-    w = params()["w"].astype(float)
-    terms, grad = oracle(w, batch)
-    state, metrics = step(state, {"features": batch, "labels": None})
-    got = [metrics[name] for name in (*NAMES, "loss")]
-    np.testing.assert_allclose(got, [*terms, sum(terms)], rtol=200 * EPS)
-    np.testing.assert_allclose(state.params["w"], w - RATE * grad, atol=400 * EPS)
 
 
 @pytest.mark.slow

@@ -37,9 +37,6 @@ def sum_of_squares(strategy, v):
     return sum(x**2 for x in strategy.unwrap(v))
 
 
-# What goes in and comes out.
-
-
 def test_pytrees_strings_and_none_go_through():
     seen = []
 
@@ -149,9 +146,6 @@ def test_values_that_are_closed_over_stay_the_towers_own():
     np.testing.assert_allclose(all_towers(out, T), 3 * x * x.sum(), rtol=8 * EPS)
 
 
-# tower.reduce
-
-
 @pytest.mark.slow
 def test_a_reduction_in_16_bits_is_rounded_once():
     rows = {"f2": np.float16([60000] * 3), "bf": np.array([256, 1, 1], jnp.bfloat16)}
@@ -183,9 +177,6 @@ def test_other_towers_nan_does_not_leak_into_the_first():
     assert float(value) == float(other) == values(T)[0]
     # A share of tower 0's value, as each tower has it.
     assert all_towers(gradient, T).tolist() == [1] + [0] * (T - 1)
-
-
-# tower.all_gather, typed keys and names
 
 
 def test_typed_keys_meet():

@@ -104,9 +104,6 @@ def check(found, rows, w, prefix="", names=tuple(oracle.VALUES)):
         )
 
 
-# Any split, on the host.
-
-
 @functools.cache
 def compiled():
     return jax.jit(lambda rows: states(rows, rows["weight"]))
@@ -420,9 +417,6 @@ def test_counts_are_exact_beyond_24_bits_on_the_host():
     large = on_host(tj.Weighted(np.complex64(2**24 * 1j), np.float32(2**24)))
     one = on_host(tj.Weighted(np.complex64(1j), np.float32(1)))
     assert complex(large.merge(one).sum) == (2**24 + 1) * 1j
-
-
-# On real towers.
 
 
 def batches_of(rows, size):

@@ -239,7 +239,6 @@ LOSSES = {right: "counts" for right, *_ in CASES.values()}
     ids=[*(x.__name__ for x in LOSSES), "#7452, 3"],
 )
 def test_for_whole_arrays_it_is_right(losses, weight):
-
     def loss(params):
         of_tokens = losses(params, rows())
         return (of_tokens * rows()[weight]).sum() / rows()[weight].sum()

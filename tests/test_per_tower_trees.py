@@ -53,9 +53,6 @@ def test_what_has_no_elements_is_reduced_in_a_tower():
         ]
 
 
-# Rows of an array.
-
-
 def test_rows_and_saved_values_in_another_byte_order():
     swapped = np.array([[1, 2]], ">f4")
     rows = tj.sparse.IndexedRows(swapped, np.array([1], ">i4"), (2, 2))

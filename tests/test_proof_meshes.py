@@ -62,9 +62,6 @@ def one_tower(update=None):
     return PARAMS["w"] - 0.1 * (2.0 * grad if update else grad)
 
 
-# Updates of a shard each, by hand: twice the gradient.
-
-
 def own_part(g):
     """Each device computes its quarter, and gathers."""
 

@@ -116,9 +116,6 @@ def test_what_a_backward_adds_up_by_right_trains_as_one_tower(loss_fn, ops):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *after)
 
 
-# A collective that not every tower reaches.
-
-
 class Hanging:
     def sum_where_it_is_needed(params, batch, tower):
         def summed():
@@ -209,9 +206,6 @@ def test_forces_of_a_share_or_of_ones_own_rows_are_those_of_one_tower(energy):
         state, metrics = step(step.init({"w": w}), {"x": x})
         np.testing.assert_allclose(metrics["loss"], of_one(w), rtol=1e-12)
         np.testing.assert_allclose(w - state.params["w"], np.array(near) / 2e-6, 1e-6)
-
-
-# A mean times a number, which is to be the same on all towers.
 
 
 class Factors:

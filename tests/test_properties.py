@@ -38,9 +38,6 @@ R = tj.Reduction
 kinds = st.sampled_from(["ones", "plain", "spread"])
 
 
-# A batch: every row goes to one tower, in order; what is added weighs nothing.
-
-
 def batch_of(seed, size):
     """Rows that know their number, of several dtypes and dims, in a tree."""
     rng = np.random.default_rng(seed)
@@ -153,9 +150,6 @@ def test_a_distributed_data_set_loses_no_row(sizes, grid, parts, split, remainde
     np.testing.assert_array_equal(np.concatenate(found), kept)
 
 
-# A reduction: that of NumPy in float64, or of whole numbers.
-
-
 def whole_sum(rows, dtype):
     """The sum of whole numbers modulo what the dtype holds."""
     return rows.astype(np.int64).sum(0).astype(dtype)
@@ -202,9 +196,6 @@ def test_every_op_reduces_as_numpy_does(ops, towers, reductions, seed, kind):
             copies = [np.asarray(shard.data) for shard in x.addressable_shards]
             for other in copies[1:]:
                 assert_same_bits(other, copies[0])
-
-
-# In a tower: reductions, and values that are merged and handed back.
 
 
 def meet(tower, value):
@@ -359,9 +350,6 @@ def test_what_is_packed_is_unpacked_bit_for_bit(seed, kind):
     leaves = jax.tree.leaves(trees)
     for again in packed_and_unpacked(leaves):
         assert_same_bits(again, leaves)
-
-
-# PinnedTree: the bits of the tree over towers, whatever the devices.
 
 
 def add_in_numpy(rows):

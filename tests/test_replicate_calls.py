@@ -48,9 +48,6 @@ def predicting(
     return model({"w": np.float32(1)}, features, labels, mode)
 
 
-# What comes back.
-
-
 @pytest.mark.parametrize("mode", [tj.estimator.Mode.EVAL, tj.estimator.Mode.PREDICT])
 def test_an_error_of_missing_labels_says_that_there_are_none(mode):
     def model_fn(variables, features, labels, mode):
@@ -224,9 +221,6 @@ def test_a_tower_without_weights_counts_its_penalty_as_the_original_did():
     np.testing.assert_allclose(spec.train_op.params, 3 - 0.1 * (3 + 7) / 2, rtol=1e-6)
 
 
-# What the function is given.
-
-
 def test_params_and_config_come_only_where_they_are_named():
     seen = []
 
@@ -344,9 +338,6 @@ def test_params_that_change_after_a_call_change_later_calls_only(which, compiled
     # Equal to what the first call was given: the same, for a new kind of batch too.
     assert run({"factor": 2.0}, 0) == 2
     assert run({"factor": 2.0}, 1, size=6) == 2
-
-
-# Whose buffers.
 
 
 def alive(tree):

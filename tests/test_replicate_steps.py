@@ -249,9 +249,6 @@ def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
     assert changed(0, 0, whole) == changed(1, 1, gap) == [".step"]
 
 
-# Where variables lie.
-
-
 def where(tree):
     return [sorted(d.id for d in x.devices()) for x in jax.tree.leaves(tree)]
 

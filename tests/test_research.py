@@ -73,9 +73,6 @@ def num_all_reduces(text):
     return len(re.findall(r" all-reduce\(", text))
 
 
-# The step as a JAX function: populations, gradients through training, searches
-
-
 def dropping(w, batch, tower):
     """A loss with noise of each tower's own key."""
     noise = jax.random.key_data(tower.rng)[0] / 2.0**32  # a draw compiles long

@@ -74,9 +74,6 @@ def undisturbed(name, evaluates):
     return model.bits(state), history
 
 
-# Sources
-
-
 def cut():
     return [*itertools.islice(model.batches(), STEPS + 3)]  # more than are used
 
@@ -307,9 +304,6 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
     again = SOURCES[name]() if saved else None
     found = gone_on(error, then, again, saving, **options)
     assert_as_undisturbed(found, undisturbed(first, evaluates))
-
-
-# At any moment
 
 
 def signalled_at(event_number, act, run):

@@ -144,9 +144,6 @@ def oracle(cut, skip=()):
     return np.array(losses), w
 
 
-# The same numbers, however the loop is cut
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_run_equals_gradient_descent(prefetch, compiled):
@@ -266,9 +263,6 @@ def test_no_more_calls_than_in_flight_run_without_being_waited_for(
     assert max(lags) == in_flight - 1
 
 
-# Evaluation
-
-
 def eval_data(num_examples):
     data = make_data(num_examples, seed=1)
     weight = np.random.default_rng(2).uniform(0, 3, num_examples).astype(np.float32)
@@ -351,9 +345,6 @@ def test_rates_leave_out_compiling_and_evaluating(eval_step):
     np.testing.assert_allclose(summary.examples_per_second, examples_per_second)
 
 
-# Options and inputs that are refused
-
-
 def test_bad_arguments_are_refused_and_the_state_is_kept(train_step, eval_step):
     state = init(train_step)
     data = list(batches(eval_data(16), 16))
@@ -418,9 +409,6 @@ def test_a_prediction_is_no_evaluation():
     predict = tj.build_predict_step(lambda p, batch, tower: batch, tj.Mirrored())
     with pytest.raises(ValueError, match="Pass a step of tj.build_eval_step"):
         evaluate(predict, jnp.float32(0), [np.ones(8, np.float32)])
-
-
-# Nothing is lost
 
 
 class Unbegun:
@@ -714,9 +702,6 @@ def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
     assert [row.shape for row in history.metrics["own"]] == [(3,), (1,)]
     with pytest.raises(ValueError, match=r"Step 3 has the metrics \['x'\], but th"):
         log.add(3, {"x": np.ones(1)}, False, 4, 0.0)
-
-
-# What a person sees
 
 
 @pytest.mark.slow

@@ -223,9 +223,6 @@ def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
         np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
-# Applying rows, and indices that name none, which nobody knows.
-
-
 @pytest.mark.slow
 def test_a_traced_index_that_names_no_row_spoils_all_of_the_result():
     filled = {np.float32: np.nan, np.int32: -(2**31), np.uint8: 255}
@@ -241,9 +238,6 @@ def test_a_traced_index_that_names_no_row_spoils_all_of_the_result():
         ):
             np.testing.assert_array_equal(out, np.full(SHAPE, value, dtype))
     assert [float(np.sum(out)) for out in apply(np.array([1, 5]))] == [4, 4, 4]
-
-
-# Trees.
 
 
 @pytest.mark.slow

@@ -153,9 +153,6 @@ def test_elsewhere_it_is_a_lookup_as_any_other():
     assert float(frozen(np.float32(1))[1]) != 0
 
 
-# What is refused.
-
-
 def inside(transform):
     return lambda t: transform(lambda i: tj.sparse.take(t, i).sum())(IDS[0]).sum()
 
@@ -207,9 +204,6 @@ def test_ids_that_are_none_are_refused():
                 lambda: tj.sparse.take(np.float32(1), 0)):  # fmt: skip
         with pytest.raises(ValueError, match="Give integers, and a table"):
             bad()
-
-
-# In a step: N towers are one tower.
 
 
 def batch_of(size, seed=0):

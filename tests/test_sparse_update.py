@@ -223,9 +223,6 @@ def test_rows_by_index():
         assert not summed[~exist].any()
 
 
-# array + rows
-
-
 def test_an_array_plus_rows_keeps_its_dtype():
     bf16 = np.full((N, D), 256, jnp.bfloat16)
     ones = np.ones((4, D), np.float32)

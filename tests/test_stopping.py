@@ -74,9 +74,6 @@ def bits(tree):
     return [of(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-# Early stopping
-
-
 def by_hand(values, patience, mode, min_delta):
     """The same count, from the definition."""
     best = INF if mode == "min" else -INF
@@ -233,9 +230,6 @@ def test_stopping_leaves_the_rest_of_the_data_and_closes_ours(steps):
     stopped(mine, prefetch=0)
     assert not closed
     next(mine)  # the caller's iterator goes on
-
-
-# What is refused
 
 
 @pytest.mark.parametrize("make, text", [

@@ -44,9 +44,6 @@ def light_bits(light):
     return model.bits(train(light, None)[0])
 
 
-# Checkpoints
-
-
 class Bucket(DirFileSystem):
     """The buckets of gs://, in a folder; it keeps listings as fsspec's do."""
 
@@ -170,9 +167,6 @@ def test_a_local_path_is_made_absolute(tmp_path):
         assert checked_path("x", path, "a file") == epath.Path(tmp_path / "run")
 
 
-# Writers
-
-
 def lines_of(name):
     return [json.loads(line) for line in store.FILES[name].splitlines()]
 
@@ -237,9 +231,6 @@ def test_curves_are_stored():
     with pytest.raises(ValueError, match="'fake://bucket/logs' holds event files"):
         tj.TensorBoard("fake://bucket/logs").open(0)
     tj.TensorBoard("fake://bucket/logs").open(2).close()
-
-
-# Sweeps
 
 
 @pytest.mark.slow

@@ -77,9 +77,6 @@ def test_replacing_an_option_checks_it_again():
         dataclasses.replace(strategy, towers=6)
 
 
-# Names of devices.
-
-
 @pytest.mark.parametrize("written", [
     *("gpu:0", "GPU:0", "cuda:0", "CUDA:0", "rocm:0", "/gpu:0", "/device:GPU:0"),
     "/job:localhost/replica:0/task:0/device:GPU:0",
@@ -193,9 +190,6 @@ def test_missing_devices_are_named_before_anything_is_traced(strategy, text):
         assert text in str(error.value)
 
 
-# Defaults.
-
-
 def test_all_devices_by_default():
     here = jax.local_devices()
     strategy = tj.Mirrored()
@@ -251,9 +245,6 @@ def test_as_many_devices_as_divide_the_towers(towers, used):
         strategy = tj.Mirrored(towers=towers)
         assert strategy.num_towers == towers
         assert len(strategy.worker_devices) == used
-
-
-# Where towers lie.
 
 
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])

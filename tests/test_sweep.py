@@ -389,9 +389,6 @@ def test_several_processes_are_refused(monkeypatch):
         quiet(small, {"rate": [0.1]})
 
 
-# What came out.
-
-
 @pytest.mark.slow
 def test_a_sweep_is_a_table(swept, monkeypatch):
     found = swept("together")

@@ -51,9 +51,6 @@ def mean_of(params, features, labels):
 same_bits = partial(chex.assert_trees_all_equal, strict=True)
 
 
-# Outside of towers.
-
-
 @pytest.mark.few_fast(3)
 @pytest.mark.parametrize("name", INNER)
 def test_outside_of_towers_it_is_the_wrapped_one(name):
@@ -130,9 +127,6 @@ def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
     jax.tree.map(close, after.params, expected.params)
     same_bits((grads, again), (sums, after.params))
     assert not any(np.asarray(u).any() for u in jax.tree.leaves(nothing))
-
-
-# Inside towers: the update of the one gradient, whatever optax makes of the optimizer.
 
 
 def trained(optimizers, strategy, *, steps=3):

@@ -288,9 +288,6 @@ def test_a_run_goes_on(model, tmp_path):
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 6
 
 
-# Nothing is lost, nothing left open
-
-
 @pytest.mark.parametrize(
     "kind, prefetch", [("loader", 2), ("loader", 0), ("hook", 0), ("ctrl-c", 2)]
 )
@@ -451,9 +448,6 @@ def test_what_is_a_pair():
         assert jax.tree.structure(made) == jax.tree.structure(expected)
         assert all(map(np.array_equal, *map(jax.tree.leaves, (made, expected))))
     assert as_batch((one, two), with_labels=False) == {"features": one}
-
-
-# Prediction
 
 
 @pytest.mark.parametrize("form, options", [

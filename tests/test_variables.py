@@ -28,9 +28,6 @@ def refuses(text):
     return pytest.raises(ValueError, match=text)
 
 
-# Made.
-
-
 def test_a_variable_is_placed_on_all_devices():
     strategy = mirrored(T, D)
     v = strategy.create_var("v", {"a": np.arange(3.0), "b": 2})
@@ -90,9 +87,6 @@ def test_variables_are_made_and_changed_inside_jit():
     v, n = program(1.0)
     assert isinstance(v, tj.towers.MirroredVar) and float(v.value) == 30 - 3
     assert isinstance(n, tj.TowerLocal) and n.value.tolist() == [3, 4]
-
-
-# Assigned in a tower.
 
 
 def test_assigning_keeps_the_dtype():
@@ -176,9 +170,6 @@ def test_assigning_is_differentiable():
     np.testing.assert_allclose(of_v.value, 2 * new, rtol=8 * EPS)
 
 
-# Assigned across towers.
-
-
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(reduction):
@@ -245,9 +236,6 @@ def test_in_a_tower_a_mirrored_variable_is_every_towers():
     assert float(out.value) == 1
 
 
-# update, read_var and fetch.
-
-
 def test_update_calls_once_for_each_copy():
     strategy = mirrored(T, D)
     v = strategy.create_var("v", {"x": 2.0})
@@ -287,9 +275,6 @@ def test_fetch_reads_on_one_device():
     assert float(total) == 3 and total.devices() == {jax.devices("cpu")[0]}
 
 
-# regroup and select_tower.
-
-
 def test_regroup_of_variables():
     strategy = mirrored(2)
     v = strategy.create_var("v", (1.0, 2.0))
@@ -319,9 +304,6 @@ def test_select_tower_takes_the_towers_device():
     for device in ("cpu:1", "/device:CPU:1", strategy.placement.jax_devices[1]):
         assert strategy.select_tower({"x": value}, device) == {"x": 8}
     assert strategy.select_tower(value, np.int64(2)) == 9
-
-
-# Saved and restored.
 
 
 KEYS = np.random.default_rng(3).integers(2**32, size=(4, 2), dtype=np.uint32)

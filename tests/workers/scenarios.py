@@ -77,7 +77,6 @@ def elements_of_all(me):
 
 
 def steps_on_data(me):
-
     def step(ctx, total, batch):
         sums = ctx.call_for_each_tower(lambda tower, x: x.sum(), batch["x"])
         ctx.set_last_step_output("sums", FOUR.reduce(tj.Reduction.SUM, sums))
