@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 
 import jax
 import jax.numpy as jnp
@@ -777,18 +776,7 @@ def test_each_of_two_towers_has_its_own_variables_and_one_has_both():
 
 
 @pytest.mark.slow
-def test_a_run_audits_small_models_and_says_so(capsys):
-    data = tj.batches(ROWS, 8, epochs=2)
-    step = train_step(RIGHT["plain_mean"], audit=None)
-    state, _ = tj.run(step, step.init(MODEL), data)
-    out = capsys.readouterr().err
-    assert re.search(
-        r"audited (in (?!0\.0 )\S+ s|before): 4 values are the same on 2 towers", out
-    )
-    assert out.count("audited") == 1 and step.is_audited
-    data = tj.batches(ROWS, 8)
-    tj.run(step, state, data)  # once is enough
-    assert "audited" not in capsys.readouterr().err
+def test_a_run_goes_on_without_an_audit_where_it_is_told_to():
     data = tj.batches(ROWS, 8, epochs=2)
     wrong = train_step(WRONG["cumsum_along_rows"], audit=None)
     error, _ = refused(tj.run, wrong, wrong.init(MODEL), data)

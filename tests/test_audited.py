@@ -292,20 +292,6 @@ def test_a_run_that_goes_on_is_not_audited_again(counted, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_members_of_one_program_are_audited_once(counted):
-    def build(rate):
-        step = tj.build_train_step(
-            RIGHT["plain_mean"], optax.sgd(rate), tj.Mirrored(towers=2)
-        )
-        return step, step.init(PARAMS)
-
-    grid = {"rate": [0.1, 0.2, 0.3]}
-    data = lambda: tj.batches(BATCH, 24, epochs=2)  # noqa: E731
-    swept = tj.sweep(build, grid, data, progress=False)
-    assert len(counted) == 1 and len(swept.members) == 3
-
-
-@pytest.mark.slow
 def test_what_is_too_large_is_told_in_one_line(counted, monkeypatch):
     monkeypatch.setattr(audited, "MOST_PARAMETERS", 16)
     text = "not audited: 17 parameters, more than 16. Run step.audit.* small model"

@@ -1,6 +1,7 @@
 """What is compiled, and how often: traces, collectives, donated buffers."""
 
 import contextlib
+import dataclasses
 import gc
 import signal
 
@@ -252,18 +253,21 @@ def twins():
 
 @pytest.mark.slow
 def test_a_refused_step_leaves_each_leaf_as_it_was():
-    step = tj.build_train_step(
-        loss_fn, twins(), tj.Mirrored(devices(2)), on_nonfinite="skip"
-    )
-    state = step.init(params())
+    def counting(params, batch, tower):
+        rows = tj.Sum(tower.extra / tower.num_towers + tower.weight.sum())
+        return dataclasses.replace(loss_fn(params, batch, tower), extra=rows)
+
+    strategy, how = tj.Mirrored(devices(2)), {"on_nonfinite": "skip"}
+    step = tj.build_train_step(counting, twins(), strategy, **how)
+    state = step.init(params(), extra=np.float32(7))
     poisoned = batch()
     poisoned["x"][0, 0] = np.nan
     state, _ = step(state, poisoned)
     kept = jax.tree.map(float, state.opt_state)
-    assert kept == {"a": 0.0, "b": 10.0, "c": 7.0, "d": 3.0}
+    assert kept == {"a": 0.0, "b": 10.0, "c": 7.0, "d": 3.0} and state.extra == 7
     state, _ = step(state, batch())
     kept = jax.tree.map(float, state.opt_state)
-    assert kept == {"a": 1.0, "b": 1.0, "c": 5.0, "d": 3.0}
+    assert kept == {"a": 1.0, "b": 1.0, "c": 5.0, "d": 3.0} and state.extra == 7 + 32
 
 
 @pytest.mark.slow

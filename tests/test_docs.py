@@ -461,51 +461,6 @@ def test_recall_at_k_divides_by_all_labels(towers):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-LOSSES = np.array([1, 2, 3, 4, 5, 6, 7], np.float32)
-WEIGHTS = np.array([1, 0, 2, 1, 0, 3, 1], np.float32)
-# Four towers have rows 0-1, 2-3, 4-5 and 6, and the last one fills up.
-WAYS = {
-    "mean": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM_BY_NONZERO_WEIGHTS", 4.0),
-    "nonzero": (lambda x, w: tj.estimator.compute_weighted_loss(*x, valid=w),
-        "SUM_BY_NONZERO_WEIGHTS", 36 / 5),
-    "size": (
-        lambda x, w: tj.estimator.compute_weighted_loss(
-            *x, valid=w, reduction=tj.estimator.LossReduction.SUM_OVER_BATCH_SIZE
-        ),
-        "SUM_OVER_BATCH_SIZE",
-        36 / 7,
-    ),
-    "sum": (lambda x, w: (x[0] * w).sum(), "SUM", 28.0),
-    "means": (lambda x, w: tj.Weighted.mean(x[0], w).value, "MEAN",
-        (1.5 + 3.5 + 5.5 + 7) / 4),
-    "unread": (lambda x, w: x[0].mean(), "MEAN", "padding would count"),
-    "bare": (lambda x, w: x[0].mean(), "SUM_BY_NONZERO_WEIGHTS", "a bare scalar"),
-    "said": (lambda x, w: tj.Weighted.mean(x[0], w), "SUM", "is of scalar losses"),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_what_the_loss_of_a_padded_batch_is(way):
-    loss_of, reduction, expected = WAYS[way]
-
-    def model_fn(variables, features, labels, mode, tower):
-        loss = loss_of((features, labels), tower.weight)
-        return tj.estimator.ModelSpec(mode, loss=loss)
-
-    how = tj.estimator.LossReduction[reduction], mirrored(2, towers=4)
-    # An audit refuses a mean of means alone.
-    audit = False if way == "means" else None
-    model = tj.estimator.replicate_model_fn(model_fn, *how, audit=audit)
-    if isinstance(expected, str):
-        with pytest.raises(ValueError, match=expected):
-            model(np.float32(0), LOSSES, WEIGHTS, tj.estimator.Mode.EVAL)
-        return
-    loss = model(np.float32(0), LOSSES, WEIGHTS, tj.estimator.Mode.EVAL).loss
-    value = loss.value if isinstance(loss, tj.Weighted) else loss
-    assert float(value) == pytest.approx(expected, rel=1e-6)
-
-
 def test_params_are_a_plain_tree_for_export():
     def loss_fn(params, batch, tower):
         return tj.Weighted.mean((batch @ params["w"]) ** 2, tower.weight)

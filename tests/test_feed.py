@@ -101,6 +101,7 @@ def test_epochs_none_never_ends():
     ({"batch_size": 0}, "batch_size=0 must be a whole number >= 1"),
     ({"epochs": 0}, "epochs=0 must be a whole number >= 1"),
     ({"seed": -1}, "seed=-1 must be a whole number >= 0"),
+    ({"batch_size": 5, "drop_remainder": True}, "leaves nothing of 4 examples"),
 ])  # fmt: skip
 def test_bad_arguments_are_refused_at_the_call(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -308,13 +309,3 @@ def test_rows_are_placed_in_the_precision_in_which_a_run_is_called(depth):
         placed = list(prefetch(data, train_step().place_batch, depth=depth))
     for batch, rows in zip(placed, data, strict=True):
         np.testing.assert_array_equal(batch.arrays, rows, strict=True)
-
-
-@pytest.mark.parametrize("seed", [None, 3])
-def test_drop_remainder_leaves_the_smaller_last_batch_out(seed):
-    found = list(batches(np.arange(11), 4, epochs=2, seed=seed, drop_remainder=True))
-    assert [len(batch) for batch in found] == [4, 4, 4, 4]
-    for epoch in (found[:2], found[2:]):
-        assert len(np.unique(np.concatenate(epoch))) == 8
-    with pytest.raises(ValueError, match="leaves nothing of 3 examples"):
-        batches(np.arange(3), 4, drop_remainder=True)
