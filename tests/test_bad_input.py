@@ -265,6 +265,15 @@ def measure(batches):
     return lambda: tj.evaluate(tj.build_eval_step(metric_fn, S), start(), batches)
 
 
+def forgotten(params, batch, tower):
+    out = batch["x"] @ params["w"]
+    return tj.TowerOutput(
+        loss=tj.Weighted.mean(out**2, tower.weight),
+        metrics={"fine": tj.Weighted.mean(out), "worst": jnp.abs(out).max()},
+    )
+
+
+FORGOTTEN = forgotten.__code__.co_firstlineno + 4
 # fmt: off
 CALLS = {
     "a state of other devices": (in_place(lambda: start_of(THERE)),
@@ -358,6 +367,9 @@ CALLS = {
         r"rng is key<fry>\[2\]; pass one key"),
     "reduction": (lambda: tj.TowerLocal(np.zeros(3), "mean"),
         "TowerLocal.reduction is 'mean'"),
+    "a forgotten reduction": (lambda: build(forgotten)(start_of(), good()),
+        rf"metrics\['worst'\] depends on batch\['x'\].*test_bad_input\.py:{FORGOTTEN} "
+        r"\(forgotten\)"),
     "predictions without rows": (
         lambda: tj.build_predict_step(lambda p, b, t: {"mean": b["x"].mean(0)}, S)(
             start(), good()),
@@ -521,28 +533,7 @@ def test_an_error_is_short_however_many_leaves_there_are():
         refused([], call, text)
 
 
-# Towers that differ, and towers that cannot meet.
-
-
-def forgotten(params, batch, tower):
-    out = batch["x"] @ params["w"]
-    return tj.TowerOutput(
-        loss=tj.Weighted.mean(out**2, tower.weight),
-        metrics={"fine": tj.Weighted.mean(out), "worst": jnp.abs(out).max()},
-    )
-
-
-@pytest.mark.few_fast(1)
-@pytest.mark.parametrize("towers, devices", [(1, 1), (8, 2)])
-def test_a_forgotten_reduction_is_refused_naming_leaf_and_line(
-    towers, devices, compiled
-):
-    step = build(forgotten, tj.Mirrored(TWO[:devices], towers=towers))
-    state = step.init(start())
-    line = forgotten.__code__.co_firstlineno + 4
-    text = rf"metrics\['worst'\].*batch\['x'\].*test_bad_input\.py:{line} \(forgotten\)"
-    call = lambda: step(state, good(16))  # noqa: E731
-    assert "fine" not in refused(compiled, call, text, tj.ReplicationError)
+# Without a device.
 
 
 def test_check_refuses_without_a_device():

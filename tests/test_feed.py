@@ -162,13 +162,6 @@ def test_a_placed_batch_that_was_used_is_not_kept(data):
     assert placed() is None
 
 
-def test_what_came_before_an_exception_comes_first():
-    made = Source(failing_loader(5)).stream(lambda x: x[0], 0)
-    assert [next(made) for _ in range(5)] == [*range(5)]
-    with pytest.raises(LoaderError):
-        next(made)
-
-
 # Prefetching
 
 
