@@ -14,13 +14,7 @@ import forked
 import pytest
 
 from towerjax.mesh.cluster import launch
-from towerjax.mesh.cluster.group import (
-    Timeouts,
-    _Job,
-    _process_group,
-    _Worker,
-    write,
-)
+from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _Worker, write
 from towerjax.mesh.cluster.launcher import _collect_signals
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main

@@ -245,9 +245,8 @@ def test_weights_that_move_with_the_parameters_are_refused():
         return tj.Weighted.mean(losses(params, batch)[0], sure * tower.weight)
 
     for loss in (held, chosen):
-        tj.build_train_step(loss, optax.sgd(RATE), mirrored(2, 2)).check(
-            params(), data()
-        )
+        step = tj.build_train_step(loss, optax.sgd(RATE), mirrored(2, 2))
+        step.check(params(), data())
 
 
 @pytest.mark.few_fast(1)

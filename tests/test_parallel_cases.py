@@ -201,9 +201,14 @@ CASES = {
 }
 
 
-def step_of(losses, within=None, weight="counts"):
+def step_of(losses, within=None, weight="counts", times=0):
+    """The losses are weighed by a share of all tokens, added up so many times."""
+
     def loss_fn(params, batch, tower):
-        found = losses(params, batch)
+        found, count = losses(params, batch), batch["counts"].sum()
+        for _ in range(times):
+            count = tower.reduce(tj.Reduction.SUM, count)
+        found = found * count if times else found
         return tj.Weighted.mean(found, batch[weight] * tower.weight[:, None])
 
     clipped = optax.chain(optax.clip_by_global_norm(LIMIT), optax.sgd(RATE))
@@ -258,14 +263,6 @@ def test_by_hand_it_is_refused(name):
     assert re.search(by[kind], str(told.value))
 
 
-def balanced(params, batch, tower, times):
-    """Losses that are weighed by a share of all tokens, added up so many times."""
-    count = batch["counts"].sum()
-    for _ in range(times):
-        count = tower.reduce(tj.Reduction.SUM, count)
-    return plain(params, batch) * count
-
-
 @pytest.mark.slow
 def test_a_count_of_all_tokens_is_added_up_once():
     """#7452, 10."""
@@ -274,18 +271,9 @@ def test_a_count_of_all_tokens_is_added_up_once():
         counts = rows()["counts"]
         return (plain(params, rows()) * counts).sum()
 
-    def step_with(times):
-        def loss_fn(params, batch, tower):
-            losses = balanced(params, batch, tower, times)
-            return tj.Weighted.mean(losses, batch["counts"])
-
-        clipped = optax.chain(optax.clip_by_global_norm(LIMIT), optax.sgd(RATE))
-        strategy = tj.Mirrored(towers=2, within={"model": 4}, specs=SPECS)
-        return tj.build_train_step(loss_fn, clipped, strategy)
-
-    assert_of_one_device(step_with(1), loss)
+    assert_of_one_device(step_of(plain, times=1), loss)
     with jax.enable_x64(True), pytest.raises(AUDIT):
-        step = step_with(2)
+        step = step_of(plain, times=2)
         step(step.init(start()), rows())
 
 
