@@ -86,35 +86,24 @@ def trees(like, given):
         yield restored(lambda make=make: jax.tree.map(make, like), given)
 
 
+# fmt: off
 REDUCTIONS = "SUM, MEAN or ONLY_FIRST_TOWER"
 MIRRORED = "Expected value to be mirrored across towers"
 IS_OWN = "variable 'v' is the tower's own copy in a tower function"
 COPIES = r"variable 'v' has shape \(2,\), but dim 0 .* the 3 towers.*restored_values"
-ADDED = (
-    r"^strategy.assign_{0} of tower-local variable 'v': shall each copy change\? Wri"
-)
-ADDED += (
-    r"te strategy.update\(v, lambda x: x {1} value\). Or what they read as\? strateg"
-)
-ADDED += r"y.assign\(v, strategy.read_var\(v\) {1} value\)\.$"
+ADDED = (r"^strategy.assign_{0} of tower-local variable 'v': shall each copy change\? "
+    r"Write strategy.update\(v, lambda x: x {1} value\). Or what they read as\? "
+    r"strategy.assign\(v, strategy.read_var\(v\) {1} value\)\.$")
 NO_NUMBER = "of a random key, which is no number. Use Reduction.ONLY_FIRST"
 ONLY_SOME = "Only some towers reach"
-IN_TURN = (
-    r"{} needs all towers at once, but local='scan' runs the towers of a.*Use local"
-)
-IN_TURN += (
-    r"='vmap', or return the value as.*rows comes from an earlier pass of tj.build_"
-)
-IN_TURN += r"step; what.*call_for_each_tower returns, strategy.reduce reduces"
+IN_TURN = (r"{} needs all towers at once, but local='scan' runs the towers of a.*Use "
+    r"local='vmap', or return the value as.*rows comes from an earlier pass of "
+    r"tj.build_step; what.*call_for_each_tower returns, strategy.reduce reduces")
 UNEQUAL = r"shapes \(1,\), \(2,\), \(1,\), which .*concatenate\(strategy.unwrap"
-SHARED = (
-    r"^SUM of {}, which is the same on all 3 towers. Use Reduction.MEAN for the val"
-)
-SHARED += r"ue itself, or multiply by num_towers\.$"
-MADE = (
-    r"variable 'v', the result\['new'\],\['x'\] depends on tower.id and is not.*\nWrite"
-)
-MADE += r" tower.assign\(v, x\), or tower.assign_add, which"
+SHARED = (r"^SUM of {}, which is the same on all 3 towers. Use Reduction.MEAN for the "
+    r"value itself, or multiply by num_towers\.$")
+MADE = (r"variable 'v', the result\['new'\],\['x'\] depends on tower.id and is "
+    r"not.*\nWrite tower.assign\(v, x\), or tower.assign_add, which")
 MEETINGS = {
     "tower.merge_call": lambda t: t.merge_call(lambda s, v: s.reduce(R.SUM, v), t.id),
     "tower.reduce": lambda t: t.reduce(R.SUM, t.id),
@@ -122,13 +111,10 @@ MEETINGS = {
     "tower.axis_names": lambda t: lax.psum(t.id, t.axis_names),
 }
 WHOLE = "={} must be a whole number >= "
-CONSTANT = (
-    r"A constant value 5.0 cannot be reduced with the given aggregation Reduction\."
-)
-CONSTANT += (
-    r"SUM of variable 'v': it is the same on all 2 towers. Create the variable wi"
-)
-CONSTANT += r"th MEAN or ONLY_FIRST_TOWER, and assign the value itself\."
+CONSTANT = (r"A constant value 5.0 cannot be reduced with the given aggregation "
+    r"Reduction\.SUM of variable 'v': it is the same on all 2 towers. Create the "
+    r"variable with MEAN or ONLY_FIRST_TOWER, and assign the value itself\.")
+# fmt: on
 SHAPE, PAIRS, NO_ROW = (6, 2), np.ones((2, 2), np.float32), "IndexedRows.indices has {}"
 NO_ROW += ", but the array has 6 rows, from 0 to 5."
 TABLE, FACTORED = PAIRS[[0] * 6], optax.adafactor(0.1, min_dim_size_to_factor=2)
