@@ -2,6 +2,8 @@
 
 import functools
 import os
+from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -66,12 +68,12 @@ def is_literal_zero(x: Any) -> bool:
     return isinstance(literal, Literal) and not np.any(literal.val)
 
 
-def bind_axis(name: Any) -> Any:
+def bind_axis(name: Hashable) -> AbstractContextManager[None]:
     """A context in which a named axis of size 1 is bound; any hashable is a name."""
     return extend_axis_env_nd([(name, 1)])
 
 
-def without_axis(name: str) -> Any:
+def without_axis(name: str) -> AbstractContextManager[None]:
     """A context in which ``jax.shard_map`` takes all axes of a mesh but this one."""
     names: Any = [name]  # its annotation says one
     return add_explicit_mesh_axis_names(names)

@@ -15,7 +15,7 @@ from towerjax.metrics.rows import quotient
 from towerjax.metrics.weighted import Weighted
 from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
-from towerjax.types import Reduction
+from towerjax.types import ArrayLike, Reduction
 from towerjax.types.leaves import promote_dtypes
 from towerjax.types.options import check_choice, check_number
 
@@ -40,7 +40,9 @@ def check_options(layer: Any) -> None:
     check_number("epsilon", layer.epsilon, "a number >= 0")
 
 
-def check_call(layer: Any, x: Any, tower: Any) -> tuple[jax.Array, tuple[int, ...]]:
+def check_call(
+    layer: Any, x: ArrayLike, tower: Tower | None
+) -> tuple[jax.Array, tuple[int, ...]]:
     """The input as an array, and its feature dims; raises unless the call fits."""
     if tower is not None and not isinstance(tower, Tower):
         raise ValueError(

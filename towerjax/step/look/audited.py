@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equation import all_jaxprs, open_jaxpr
@@ -128,7 +128,7 @@ def program_hash(traced: Traced, **options: Any) -> str:
     return digest.hexdigest()
 
 
-def _constants_in(jaxpr: Any) -> Iterator[jax.Array]:
+def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
     """The arrays of which a jaxpr's text has no numbers, or not all."""
     for each in all_jaxprs(jaxpr):
         yield from getattr(each, "consts", ())

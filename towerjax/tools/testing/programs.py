@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equation import all_sites, named_axes, user_line
@@ -140,7 +141,7 @@ def _at(x: OwnMesh) -> str:
     return f"shard_map or pmap{at} over {listed(map(repr, x.along))}"
 
 
-def _copies(jaxpr: Any, args: tuple, out: PyTree) -> dict[str, str]:
+def _copies(jaxpr: ClosedJaxpr, args: tuple, out: PyTree) -> dict[str, str]:
     """What becomes of one copy a device of a state, by the names of its leaves.
 
     A state is an argument whose tree and shapes a result has. A leaf of which devices
@@ -303,7 +304,7 @@ def _alike(got: Any, want: Any) -> tuple[Any, Any]:
     return got, want
 
 
-def _reasons(findings: Sequence[Finding], jaxpr: Any) -> Iterator[str]:
+def _reasons(findings: Sequence[Finding], jaxpr: ClosedJaxpr) -> Iterator[str]:
     """What the numbers say, and the lines that communicate."""
     for text, power in ((_TIMES, 1), (_OVER, -1)):
         expected = [(x, x.towers**power * x.one_tower) for x in findings]
