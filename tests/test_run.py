@@ -173,21 +173,16 @@ def test_steps_end_a_run_of_endless_data_and_take_no_more():
     assert int(state.step) == len(history.steps) == len(taken) == 5
 
 
-def test_step_numbers_go_on_where_the_state_stopped():
+def test_step_numbers_go_on_where_the_state_stopped(compiled):
+    """And nothing is compiled again."""
     cut, seen = cut_of(5), []
     state, _ = train(cut[:2])
+    compiled.clear()
     hook = lambda number, metrics: seen.append(number)  # noqa: E731
     state, history = train(cut[2:], state=state, hooks=[hook])
     assert seen == history.steps.tolist() == [3, 4, 5]
+    assert compiled == [] and history.summary.compile_seconds < 0.05
     np.testing.assert_allclose(state.params["w"], oracle(cut)[1], rtol=80 * EPS)
-
-
-def test_a_second_run_compiles_nothing(compiled):
-    state, _ = train(cut_of(3))
-    compiled.clear()
-    _, history = train(cut_of(3), state=state)
-    assert compiled == []
-    assert history.summary.compile_seconds < 0.05
 
 
 def test_of_calls_on_several_cpus_at_most_sixteen_are_in_flight(monkeypatch):
