@@ -13,27 +13,6 @@ import towerjax as tj
 R = tj.Reduction
 
 
-def tree_of(t):
-    return {"a": np.float32([t, 2 * t]), "b": (np.int32(t), [np.ones((1, 2)) * t])}
-
-
-@pytest.mark.slow
-def test_a_tuple_of_trees_is_handed_out_and_reduced():
-    T, strategy = 4, mirrored(4, 2)
-    value = tj.PerTower(tuple(tree_of(t) for t in range(T)))
-
-    def tower_fn(tower, tree):
-        assert tree["a"].shape == (2,) and tree["b"][1][0].shape == (1, 2)
-        return tree["a"].sum() + tree["b"][0], tower.reduce(R.SUM, tree)
-
-    own, total = strategy.call_for_each_tower(tower_fn, value)
-    assert own.values.tolist() == [4.0 * t for t in range(T)]
-    for out in (total, strategy.reduce(R.SUM, value)):
-        n = T * (T - 1) / 2
-        assert out["a"].tolist() == [n, 2 * n] and int(out["b"][0]) == n
-        assert out["b"][1][0].tolist() == [[n, n]]
-
-
 def test_results_of_map_that_are_trees_are_reduced():
     strategy, elements = mirrored(4, 2), [1.0, 2.0, 3.0, 4.0]
     results = strategy.map(lambda e: {"x": e, "y": [e * np.ones(2)]}, elements)

@@ -189,21 +189,6 @@ def test_gradients_pass_through_a_reduction_of_rows():
         np.testing.assert_allclose(x, expected, rtol=1e-6)
 
 
-def test_a_step_can_update_rows_alone():
-    """Each tower's gradient with regard to its rows, applied to the whole table."""
-    table = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
-    ids = np.array([[0, 3], [3, 5], [3, 3]])
-
-    def tower_fn(tower, table, ids):
-        rows = jax.grad(lambda rows: (rows**2).sum() / 2)(table[ids])
-        grads = tower.reduce(R.MEAN, tj.sparse.IndexedRows(-0.5 * rows, ids, SHAPE))
-        return grads.add_to(table)
-
-    out = mirrored(3, 3).call_for_each_tower(tower_fn, table, tj.PerTower(ids))
-    counts = np.bincount(ids.ravel(), minlength=6)[:, None]
-    np.testing.assert_allclose(out, table * (1 - 0.5 * counts / 3), rtol=1e-6)
-
-
 @pytest.mark.slow
 def test_rows_of_a_batch_go_to_the_towers_of_their_examples():
     predict = tj.build_predict_step(
