@@ -171,13 +171,6 @@ def test_counts_of_another_rule_are_not_gone_on_from():
         assert watch.stopped is None
 
 
-def test_a_goal_ends_a_run_and_is_said(steps):
-    early = tj.EarlyStopping("told", goal=1)
-    state, history = train(steps, [NAN, 3, 1, 0], 9, early_stopping=early)
-    assert history.stopped == "told reached 1, best 1.000 after 3"
-    assert int(state.step) == 3
-
-
 def test_several_rules_of_several_metrics_end_a_run(steps):
     step, values = steps[0], {"told": iter([3, 1, 2, 0]), "other": iter([1, 2, 3, 4])}
 
