@@ -473,7 +473,9 @@ def blocks(params, x, tower):
 
     def layer(x, both):
         up, down = (w.astype(jnp.bfloat16) for w in both)
-        return x + jax.nn.gelu(x @ up) @ down, None
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-6)
+        return x + jax.nn.gelu(y.astype(x.dtype) @ up) @ down, None
 
     # In a scan nothing is merged that would keep what was gathered.
     x, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, params)
@@ -488,7 +490,7 @@ def test_large_layers_fit_in_parts():
     params = shapes(32, 4096, 4 * 4096), shapes(32, 4 * 4096, 4096)
     found = step.report(params, shapes(8, 2048, 4096, dtype=jnp.bfloat16))
     whole = bytes_of(params)
-    assert whole > 17e9 and found.memory.peak < 0.67 * whole
+    assert whole > 17e9 and found.memory.peak < 0.7 * whole
     assert found.memory.arguments < 0.38 * whole  # an eighth of three
     kinds = {x.opcode: x for x in found.collectives if x.trips > 1}
     assert kinds.keys() >= {"all-gather", "reduce-scatter"}
