@@ -7,9 +7,7 @@ import os
 import pathlib
 import re
 import runpy
-import sys
 import sysconfig
-import types
 
 import forked
 import jax
@@ -95,41 +93,18 @@ def test_gpt_has_one_loss_and_one_hash_in_all_layouts(tmp_path):
 
 
 def test_digits_reaches_its_accuracy(tmp_path):
-    output = run_example("digits.py", folder=tmp_path, compiled="by older emitters")
+    flags, how = ("--towers", "4", "--devices", "2"), {"compiled": "by older emitters"}
+    output = run_example("digits.py", *flags, folder=tmp_path, **how)
     accuracy = final_accuracy(output)
-    assert accuracy >= 0.98  # 0.9916 was measured
+    assert accuracy >= 0.98  # 0.9888 was measured, and 0.9916 of 8 towers
     seen = evaluations(output)
     assert [step for step, _ in seen] == list(range(15, 181, 15))
     assert seen[-1][1] == pytest.approx(accuracy, abs=5e-5)
     (row,) = re.findall(r"│ (\d+) +│ (\d+) +│ +([\d,]+) +│ +([\d,]+) +│", output)
     towers, devices, steps_rate, examples_rate = (int(x.replace(",", "")) for x in row)
-    assert (towers, devices) == (8, 8)
+    assert (towers, devices) == (4, 2)
     assert examples_rate == pytest.approx(96 * steps_rate, rel=0.05)
     assert contrast(tmp_path / "runs/digits/learning_curve.png") > 0.01
-
-
-def digits_told(*flags):
-    """What its ``main`` would train, and with what it ends after a bad training."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    import digits
-
-    def train(strategy, epochs, *splits):
-        asked.append((strategy.num_towers, len(strategy.worker_devices), epochs))
-        return types.SimpleNamespace(evaluations=[(9, {"accuracy": 0.9})], summary=0)
-
-    asked, sys.argv = [], ["digits.py", *flags]
-    digits.train, digits.draw, digits.table = train, print, str
-    with pytest.raises(SystemExit) as error:
-        digits.main()
-    return asked, str(error.value)
-
-
-def test_digits_takes_its_flags_and_fails_below_its_accuracy():
-    flags = ("--towers", "4", "--devices", "2", "--epochs", "13")
-    asked, message = forked.called(digits_told, *flags)
-    assert asked == [(4, 2, 13)]
-    expected = "13 epochs should reach a test accuracy of 0.97, but reached 0.9000."
-    assert message == expected
 
 
 def test_nnx_digits_reaches_its_accuracy(tmp_path):
