@@ -609,3 +609,22 @@ def test_a_tower_knows_into_how_many_parts_its_rows_are_cut():
         )
         step.check(np.float32(1), np.ones(8, np.float32))
         assert parts == {count}
+
+
+@pytest.mark.slow
+def test_a_refused_step_keeps_the_key_that_its_update_would_change():
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(loss_fn)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    def update_fn(state, merged):
+        after, metrics = sgd(0.1)(state, merged)
+        return dataclasses.replace(after, rng=jax.random.split(state.rng)[1]), metrics
+
+    step = tj.build_step(tower_fn, update_fn, mirrored(2), on_nonfinite="skip")
+    state, keys = step.init(params(), rng=jax.random.key(3)), [jax.random.key(3)]
+    for y in (1.0, np.nan, 2.0):
+        state, _ = step(state, {**data(8), "y": np.full(8, y, np.float32)})
+        keys += [] if np.isnan(y) else [jax.random.split(keys[-1])[1]]
+        assert (jax.random.key_data(state.rng) == jax.random.key_data(keys[-1])).all()
+    assert int(state.step) == 3
