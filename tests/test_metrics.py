@@ -629,6 +629,8 @@ REFUSED = [
     (lambda: weighted_loss(np.ones((2, 3)), valid=np.ones((1, 3))), OF_LOSS),
     (lambda: weighted_loss(np.ones((2, 3)), np.ones(3)), OF_LOSS),
     (lambda: weighted_loss(np.ones((2, 3)), -np.ones((1, 3))), "a weight of -1"),
+    (lambda: weighted_loss(np.ones(2), reduction=tj.estimator.LossReduction.NONE),
+        "yet none reduction is"),
     (lambda: mean() + 0.5, ADDED), (lambda: jnp.float32(0.5) + mean(), ADDED),
     (lambda: np.ones(1) + mean(), ADDED),
     (lambda: mean() * mean(), TIMES), (lambda: mean() * several(), TIMES),

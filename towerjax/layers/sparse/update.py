@@ -12,7 +12,6 @@ import optax
 from towerjax.collectives.sparse_rows import (
     IndexedRows,
     as_dense,
-    check_fits,
     is_rows,
     set_rows,
     sum_duplicates,
@@ -84,19 +83,15 @@ def update_with_rows(
     check_methods("optimizer", optimizer, "init update", "optax.sgd(0.1)")
     check_flag("lazy", lazy)
     optimizer = optax.with_extra_args_support(optimizer)
-    named, treedef = _named_rows(grads)
-    tables = {i: x for i, (_, x) in enumerate(named) if is_rows(x)}
+    named, _ = _named_rows(grads)
+    tables = {i: name for i, (name, x) in enumerate(named) if is_rows(x)}
     if tables or params is not None:
         check_like_params(grads, params)
     if not tables:
         return optimizer.update(grads, opt_state, params, **extra_args)
-    leaves, names = treedef.flatten_up_to(params), [name for name, _ in named]
-    for i, rows in tables.items():
-        check_fits(names[i], rows, np.shape(leaves[i]))
     if not lazy:
         return optimizer.update(as_dense(grads), opt_state, params, **extra_args)
-    names = {i: names[i] for i in tables}
-    owners = _owners(optimizer.init, params, opt_state, names)
+    owners = _owners(optimizer.init, params, opt_state, tables)
     update = functools.partial(optimizer.update, **extra_args)
     return _update_rows(update, grads, opt_state, params, owners)
 
