@@ -314,7 +314,7 @@ def test_odd_options_of_a_loop_are_refused_by_name(steps):
 
     drawn = [
         *[(run, name, x) for name in LOOP for x in NUMBERS.values()],
-        *[(evaluate, name, x) for name in LOOP for x in NUMBERS.values()],
+        *[(evaluate, "prefetch", x) for x in NUMBERS.values()],
         *[(run, "steps", x) for x in some(NUMBERS).values()],
         *[(run, "step", x) for x in (None, 3, "step", tj.run, steps.evaluate)],
         *[(evaluate, "evaluate", x) for x in (None, 3, "step", metric_fn)],

@@ -180,7 +180,7 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
             " to: leave the collective out."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        if re.search(r"(?<!tj\.)\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
+        if re.search(r"\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
             error.add_note(
                 "merged holds the types that towers returned; their numbers are"
                 " merged[...].value, such as merged['grads'].value."
