@@ -18,6 +18,10 @@ UNITS = {
 }  # fmt: skip
 
 
+def test_no_time_is_shown_in_seconds():
+    assert tables.in_seconds(0.0) == "0 s"
+
+
 @pytest.mark.parametrize("in_words", UNITS, ids=lambda x: x.__name__)
 def test_a_number_is_shown_by_three_digits_of_the_unit_that_fits(in_words):
     base, units = UNITS[in_words]

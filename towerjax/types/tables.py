@@ -112,6 +112,8 @@ def in_flops(count: float) -> str:
 
 def in_seconds(seconds: float) -> str:
     """A time for a person."""
+    if seconds == 0:
+        return "0 s"
     return _with_unit(seconds * 1e9, 1000, ("ns", "us", "ms", "s"))
 
 

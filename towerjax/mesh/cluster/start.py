@@ -187,9 +187,10 @@ def _join_detected(options: dict[str, Any]) -> bool:
         finds_none &= isinstance(error, ValueError)
         why = "nothing says how they connect" if finds_none else f"{error}"
         _refuse_to_be_alone(why.rstrip("."), error)
-        if not finds_none:
-            raise
-    return not finds_none
+        if finds_none:
+            return False
+        raise
+    return True
 
 
 def _initialize_jax(

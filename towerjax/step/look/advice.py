@@ -130,10 +130,8 @@ def _causes(
 ) -> Iterator[tuple[list[str], Advice]]:
     """Leaves, and what explains them; the last explains all."""
     names = [x.leaf for x in findings]
-    sites, rows = (
-        _sites_of(audit.one_tower.trace(audit.splits[0])),
-        audit.one_tower.rows,
-    )
+    traced, rows = audit.one_tower.trace(audit.splits[0]), audit.one_tower.rows
+    sites = _sites_of(traced)
     if lines := listed(dict.fromkeys(map(user_line, crossed_rows(sites, rows)))):
         yield (
             names,
