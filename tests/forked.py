@@ -96,9 +96,9 @@ def program(path, folder, flags):
     runpy.run_path(path, run_name="__main__")
 
 
-def told(run, *args, timeout_s=1800, **options):
+def told(run, *args, timeout_s=1800, code=0, **options):
     """What it prints to call a function in a process of its own; fails as it does."""
-    (text,) = _outputs([(in_child, run, args, options)], timeout_s)
+    (text,) = _outputs([(in_child, run, args, options)], timeout_s, code)
     return text
 
 

@@ -89,6 +89,23 @@ def test_programs_run(page, number, tmp_path):
         assert again == re.sub(r"this( run did 30)?\n", "this run did 0\n", done)
 
 
+@pytest.mark.slow
+def test_the_program_of_from_jit_goes_on_where_it_was_killed(tmp_path):
+    """Killed at step 10 of 12, and started twice more; the last has nothing to do."""
+    program, output = whole_programs()["from_jit.md", 2][1:]
+    dies = "tj.loop.WithState(lambda *_: os.kill(os.getpid(), 9), every=10)"
+    killed = "import os\n" + program.replace(
+        '"progress": False', f'"progress": False, "hooks": [{dies}]'
+    )
+    (tmp_path / "killed.py").write_text(killed)
+    forked.printed(tmp_path / "killed.py", compiled="unoptimized", code=-9)
+    (saved,) = tj.Checkpointer(tmp_path / "run").steps[-1:]  # 4, or 8 as well
+    rows, *losses = output.splitlines(keepends=True)
+    left = "".join(losses[(saved - 12) // 4 :])
+    assert python(tmp_path, program, "unoptimized") == rows + left
+    assert python(tmp_path, program, "unoptimized") == rows
+
+
 def test_no_output_shows_a_digit_that_depends_on_the_processor():
     """A float32 has 7.2 digits, and each processor rounds sums in its own order."""
     outputs = {(p[0], p[1]): p[4] for p in programs()}

@@ -1,6 +1,7 @@
 """What other libraries have, and what Python says too little of: what to write."""
 
 import dataclasses
+import tempfile
 
 import flax.linen as nn
 import jax
@@ -40,6 +41,14 @@ def own(params_of):
 def run(**options):
     step = build()
     return tj.run(step, step.init(W), [BATCH], progress=False, **options)
+
+
+def of_no_step():
+    """The history of a run that found a checkpoint after its last step."""
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            history = run(checkpointer=tj.Checkpointer(folder))[1]
+    return history
 
 
 def assign():
@@ -152,6 +161,8 @@ WRITE = [
     (of_another_loss, "Go on with a state of this step, step.init(params)"),
     (run_out_of_memory, "micro_batches=2 or more; let jax.checkpoint"),
     (lambda: run()[1].metrics["accuracy"], "There are 'loss'."),
+    (lambda: of_no_step().metrics["loss"], "There are none. This run did no step"),
+    (lambda: of_no_step().final["loss"], "There are none. This run did no step"),
     (lambda: run(epochs=3), "tj.batches(data, batch_size, epochs=3)"),
     (lambda: run(callbacks=[]), "hooks=[hook]"),
     (lambda: tj.MirroredStrategy(), "Write tj.Mirrored();"),

@@ -92,7 +92,8 @@ class History:
         last = {
             name: column[-1] for name, column in self.metrics.items() if len(column)
         }
-        return Named(last | (self.evaluations[-1][1] if self.evaluations else {}))
+        evaluated = self.evaluations[-1][1] if self.evaluations else {}
+        return Named(last | evaluated, num_steps=len(self.steps))
 
     def table(self, *, rows: int = 20) -> str:
         """The history as a table of text.
@@ -230,6 +231,7 @@ class HistoryLog:
     ) -> History:
         """The `History` of the steps added so far, of which this is the last."""
         rate, steps = self.steps_per_second, self.num_steps
+        columns = {name: _column(x) for name, x in self._columns.items()}
         summary = RunSummary(
             towers=placement.num_towers,
             devices=len(placement.devices),
@@ -241,7 +243,7 @@ class HistoryLog:
         )
         return History(
             np.arange(number - steps, number) + 1,
-            Named({name: _column(x) for name, x in self._columns.items()}),
+            Named(columns, num_steps=steps),
             tuple(self.evaluations),
             tuple(self.skipped),
             np.array(self._waits_s),

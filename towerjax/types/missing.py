@@ -158,16 +158,27 @@ def later_in_module(module: str, **places: str) -> Callable[[str], Any]:
     return get
 
 
+_MORE = (
+    "A loss function returns more, tj.TowerOutput(loss, metrics={...}); those of an"
+    " evaluation are history.final and history.evaluations."
+)
+_OF_NO_STEP = (
+    "This run did no step, so no step has metrics; history.evaluations has what it"
+    " evaluated. A run that is resumed after its last step has none to do."
+)
+
+
 class Named(dict[str, Any]):
     """Metrics by their names; says which there are where one is not."""
 
+    def __init__(self, metrics: Any = (), *, num_steps: int = 1) -> None:
+        super().__init__(metrics)
+        self._note = _MORE if num_steps else _OF_NO_STEP
+
     def __missing__(self, name: str) -> Any:
         error = KeyError(name)
-        error.add_note(
-            f"There are {', '.join(map(repr, self)) or 'none'}. A loss function returns"
-            " more, tj.TowerOutput(loss, metrics={...}); those of an evaluation are"
-            " history.final and history.evaluations."
-        )
+        there = ", ".join(map(repr, self)) or "none"
+        error.add_note(f"There are {there}. {self._note}")
         raise error
 
 
