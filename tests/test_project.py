@@ -300,3 +300,36 @@ def test_the_program_of_the_readme_runs(tmp_path):
     last = forked.printed(tmp_path / "train.py").splitlines()[-1]
     weights = re.search(r"\[([\d.]+) *, ([\d.]+) *, ([\d.]+) *\]", last)
     assert [round(float(x), 2) for x in weights.groups()] == [1.0, 2.0, 3.0]
+
+
+LOOP = """
+import numpy as np
+import optax
+import towerjax as tj
+
+def loss_fn(w, batch, tower):
+    return tj.Weighted.mean(w * batch, tower.weight)
+
+strategy = tj.Mirrored()
+step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+own = tj.build_step(lambda s, b, t: {}, lambda s, merged: (s, merged), strategy)
+evaluate = tj.build_eval_step(lambda w, b, t: {"loss": loss_fn(w, b, t)}, strategy)
+state, batch = step.init(0.0), np.ones(4)
+for each in (step, own, step.fn, own.fn):
+    reveal_type(each(state, batch))
+state, metrics = step(state, batch)
+reveal_type(state)
+reveal_type(evaluate(state, batch))
+"""
+
+
+@pytest.mark.slow
+def test_an_editor_knows_what_a_step_returns(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    check = ["basedpyright", "--pythonpath", sys.executable, "loop.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", *check], capture_output=True, text=True, cwd=tmp_path
+    )
+    types = re.findall(r'information: Type of ".*" is "(.*)"', done.stdout)
+    both = "tuple[TrainState, dict[str, Any]]"
+    assert types == [both, "TrainState", "dict[str, Any]"], done.stdout

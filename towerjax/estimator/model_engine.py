@@ -39,7 +39,7 @@ from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.step import Step
+from towerjax.step.build.step import Step, TrainStep
 from towerjax.step.build.train import next_extra
 from towerjax.step.look.comparison import NotAudited
 from towerjax.step.run.engine import (
@@ -325,7 +325,7 @@ class _Variables(Read):
 
 def model_train_step(
     tower_fn: ModelTower, strategy: Strategy, options: StepOptions
-) -> Step:
+) -> TrainStep:
     """A train step of a replicated model: ``(state, batch) -> (state, metrics)``.
 
     The state is a ``TrainState``; a batch is ``{"features": ..., "labels": ...}``.

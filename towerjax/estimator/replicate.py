@@ -30,7 +30,7 @@ from towerjax.estimator.variables import (
     store,
 )
 from towerjax.mesh.transfer import place
-from towerjax.step.build.step import Step
+from towerjax.step.build.step import EvalStep, Step, TrainStep
 from towerjax.step.run.engine import StepOptions
 from towerjax.step.state.train_state import state_layout
 from towerjax.towers.strategies import Mirrored, Strategy
@@ -135,7 +135,7 @@ class ReplicatedModel:
 
     def train_step(
         self, *, params: Any = None, config: Any = None, **options: Any
-    ) -> Step:
+    ) -> TrainStep:
         """The train step, for ``tj.run``: ``(state, batch) -> (state, metrics)``.
 
         Args:
@@ -158,7 +158,7 @@ class ReplicatedModel:
         wanted = "loss", "train_op", "eval_metrics"
         return self._step(Mode.TRAIN, wanted, of_step, params=params, config=config)
 
-    def eval_step(self, *, params: Any = None, config: Any = None) -> Step:
+    def eval_step(self, *, params: Any = None, config: Any = None) -> EvalStep:
         """The evaluation step, for ``tj.evaluate``; arguments are as for a call.
 
         Returns:
@@ -168,7 +168,7 @@ class ReplicatedModel:
         wanted = "loss", "eval_metrics"
         return self._step(Mode.EVAL, wanted, params=params, config=config)
 
-    def predict_step(self, *, params: Any = None, config: Any = None) -> Step:
+    def predict_step(self, *, params: Any = None, config: Any = None) -> Step[Any]:
         """The prediction step; arguments are as for a call.
 
         Returns:
@@ -183,7 +183,7 @@ class ReplicatedModel:
         wanted: tuple[str, ...],
         of_step: StepOptions | None = None,
         **given: Any,
-    ) -> Step:
+    ) -> Step[Any]:
         """The step of a mode, or with options of a step the train step; cached."""
         key = mode, wanted, of_step, static_keys(given)
         if key not in self._steps:

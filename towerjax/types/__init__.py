@@ -12,6 +12,8 @@ from towerjax.types.missing import explain_missing
 
 PyTree: TypeAlias = Any
 ArrayLike: TypeAlias = jax.typing.ArrayLike
+Metrics: TypeAlias = dict[str, Any]
+"""By its name the value of a metric, or of an evaluation its state."""
 
 
 class Reduction(enum.Enum):

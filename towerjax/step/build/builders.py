@@ -6,7 +6,7 @@ from typing import Any
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.step.build.gradient import refusing_tangents
-from towerjax.step.build.step import Step
+from towerjax.step.build.step import EvalStep, Step, TrainStep
 from towerjax.step.run.engine import (
     Engine,
     Passes,
@@ -43,7 +43,7 @@ def build_step(
     max_programs: int = 1,
     audit: bool | None = None,
     specs: Any = None,
-) -> Step:
+) -> TrainStep:
     """A step of your own: towers compute, what they return is merged, one update.
 
     A leaf's type says how it is merged: ``Weighted`` and other metric states over
@@ -106,7 +106,7 @@ def build_step(
 
     def make(
         strategy: Strategy, options: StepOptions, *, placer: Placer | None = None
-    ) -> Step:
+    ) -> TrainStep:
         each = training_passes(fns, strategy, options, rows_used_later=True)
         # A step without examples is accepted: what it does, update_fn says.
         given = Passes(each), of_last(update_fn), options
@@ -119,7 +119,7 @@ def build_step(
     return make(with_specs(strategy, specs), options)
 
 
-def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step:
+def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:
     """A step of one pass that reads a state, and returns what is merged."""
 
     def finish(
@@ -142,7 +142,7 @@ def build_eval_step(
     max_programs: int | None = None,
     audit: bool | None = None,
     specs: Any = None,
-) -> Step:
+) -> EvalStep:
     """A step that computes metrics over a global batch.
 
     Merge the states of several batches, then compute: the metric of a data set is
@@ -192,7 +192,7 @@ def build_predict_step(
     max_programs: int | None = None,
     audit: bool | None = None,
     specs: Any = None,
-) -> Step:
+) -> Step[PyTree]:
     """A step that computes one output row for each example, in their order.
 
     Args:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import jax
 
@@ -33,14 +33,16 @@ from towerjax.step.state.train_state import (
     state_layout,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.types import PyTree
+from towerjax.types import Metrics, PyTree
 from towerjax.types.door import door, doors
 from towerjax.types.leaves import check_like
 from towerjax.types.missing import explain_missing
 
+_Result = TypeVar("_Result")
+
 
 @doors
-class Step(Examined):
+class Step(Examined, Generic[_Result]):
     """A pure step: ``(state, batch) -> (state, metrics)``.
 
     Made by `build_train_step` and `build_step`; those of `build_eval_step` and
@@ -55,7 +57,7 @@ class Step(Examined):
         policy: StatePolicy,
         *,
         placer: Placer | None = None,
-        remake: "Callable[..., Step] | None" = None,
+        remake: "Callable[..., Step[_Result]] | None" = None,
     ) -> None:
         """``remake(strategy, options, placer=...)`` makes the same step for others."""
         self.engine, self.strategy, self.options = engine, strategy, options
@@ -87,7 +89,7 @@ class Step(Examined):
         return self.audit_report is not None
 
     @property
-    def fn(self) -> Callable[[TrainState, PyTree], tuple[TrainState, dict[str, Any]]]:
+    def fn(self) -> Callable[[TrainState, PyTree], _Result]:
         """The step as a JAX function of global arrays, ``(state, batch)``.
 
         For ``jax.jit``, ``lax.scan``, ``jax.vmap`` over states and ``jax.grad``. It is
@@ -107,7 +109,7 @@ class Step(Examined):
           (5.0, [5.0, 9.0])
         """
 
-        def fn(state: TrainState, batch: PyTree) -> PyTree:
+        def fn(state: TrainState, batch: PyTree) -> _Result:
             given = self.policy.as_state(state)
             placed = self._placer.fit_traced(batch)
             self.tell_of_trace()
@@ -161,7 +163,7 @@ class Step(Examined):
         return dataclasses.replace(state, **made)
 
     @property
-    def trained(self) -> "Step":
+    def trained(self) -> "Step[_Result]":
         """The step, if it trains; raises for one that reads."""
         if isinstance(self.policy, Read):
             raise ValueError(
@@ -236,7 +238,7 @@ class Step(Examined):
                 raise
             return placed, programs(program, split_state(placed), batch, *verdict)
 
-    def __call__(self, state: PyTree, batch: PyTree) -> PyTree:
+    def __call__(self, state: PyTree, batch: PyTree) -> _Result:
         """The next state, and the metrics of this step.
 
         Args:
@@ -276,3 +278,10 @@ class Step(Examined):
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
         """
         self.verdicts.settle()
+
+
+TrainStep: TypeAlias = Step[tuple[TrainState, Metrics]]
+"""``(state, batch) -> (state, metrics)``."""
+
+EvalStep: TypeAlias = Step[Metrics]
+"""``(state, batch) -> {name: metric state}``."""

@@ -14,7 +14,7 @@ from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.build.step import Step
+from towerjax.step.build.step import Step, TrainStep
 from towerjax.step.run.engine import (
     Passes,
     StepOptions,
@@ -257,7 +257,7 @@ def _train_step(
     options: StepOptions,
     *,
     placer: Placer | None = None,
-) -> Step:
+) -> TrainStep:
     """The step of a training on these towers."""
     fns = training.fns(strategy, options)
     uses_rows = training.update_extra is not None
@@ -291,7 +291,7 @@ def build_train_step(
     audit: bool | None = None,
     extend: Extend | None = None,
     specs: Any = None,
-) -> Step:
+) -> TrainStep:
     """A step that trains one tower function on all towers.
 
     With the towers' losses ``s_t / w_t`` the global loss is ``sum_t s_t / sum_t
