@@ -318,6 +318,9 @@ CALLS = {
         {"w": np.ones((2, 3))}), INSIDE),
     "a loss_reduction of a mean": (check(loss_reduction=tj.Reduction.MEAN),
         "gives a meaning to a scalar loss"),
+    "a loss_reduction that takes one": (
+        lambda: tj.value_and_grad(loss_fn, loss_reduction=tj.Reduction.NONE),
+        "one of None, Reduction.SUM, Reduction.MEAN"),
     "an optimizer that casts": (check(optimizer=CAST),
         r"state\.opt_state is float32\[\], expected int32\[\]"),
     "an optimizer that needs more": (check(optimizer=optax.chain(NEEDY, SGD)),

@@ -600,6 +600,38 @@ def test_a_merge_function_reduces_what_it_is_given():
     assert [float(x) for x in out] == [10, 4]
 
 
+def test_a_reduction_that_is_added_to_the_others_is_nowhere_a_sum():
+    greatest = object.__new__(R)
+    greatest._name_ = greatest._value_ = "MAX"
+    strategy, x = mirrored(4, 2), np.float32([1, 5, 2, 3])
+    mirrored_var = tj.towers.MirroredVar(np.float32(1), greatest, name="v")
+    own = tj.TowerLocal(x, greatest, name="n")
+
+    def metric_fn(params, batch, tower):
+        return {"own": tower.local["n"]}
+
+    evaluate = tj.build_eval_step(metric_fn, strategy)
+    state = tj.build_train_step(metric_fn, optax.sgd(0.1), strategy).init(
+        0.0, local={"n": tj.TowerLocal(np.float32(1), greatest)}
+    )
+    calls = [
+        lambda: strategy.call_for_each_tower(
+            lambda tower, x: tower.reduce(greatest, x), tj.PerTower(x)
+        ),
+        lambda: strategy.call_for_each_tower(
+            lambda tower, v: tower.assign(v, tower.id), mirrored_var
+        ),
+        lambda: strategy.reduce(greatest, tj.PerTower(x)),
+        lambda: strategy.reduce(greatest, 5.0),
+        lambda: strategy.assign(own, 5.0),
+        lambda: strategy.read_var(own),
+        lambda: evaluate(state, x),
+    ]
+    for call in calls:
+        with pytest.raises(AssertionError, match="MAX"):
+            call()
+
+
 PLACES = [Place(3, 1, "params/w", "gradient", "NaN")]
 ERRORS = [
     tj.CheckpointError("no manifest"),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, TypeVar, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,37 @@ from towerjax.types import PyTree, Reduction, named_leaves
 from towerjax.types.leaves import a_type, is_key, key_data, like_key
 from towerjax.types.options import is_whole, refuse_option
 
+_T = TypeVar("_T")
+
+
+def choose(reduction: Reduction, *, total: _T, mean: _T, first: _T) -> _T:
+    """What is said of SUM, MEAN or ONLY_FIRST_TOWER; each use says it of each."""
+    match reduction:
+        case Reduction.SUM:
+            return total
+        case Reduction.MEAN:
+            return mean
+        case Reduction.ONLY_FIRST_TOWER:
+            return first
+        case Reduction.NONE:
+            raise ValueError(
+                "Reduction.NONE says that the value is not to be reduced, so it has no"
+                " one value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read all with"
+                " unwrap."
+            )
+        case _:
+            assert_never(reduction)
+
+
+def takes_first(reduction: Reduction) -> bool:
+    """Whether the value is the first tower's, and nothing is added."""
+    return choose(reduction, total=False, mean=False, first=True)
+
+
+def multiplies(reduction: Reduction) -> bool:
+    """Whether a value that is the same on all ``T`` towers becomes ``T`` times it."""
+    return choose(reduction, total=True, mean=False, first=False)
+
 
 def check_reduction(reduction: Any, value: PyTree = ()) -> None:
     """Raise unless it is a member of ``Reduction`` that gives one value of these."""
@@ -31,13 +62,7 @@ def check_reduction(reduction: Any, value: PyTree = ()) -> None:
             f"reduction is {reduction!r:.200}; write tj.Reduction.SUM, MEAN or"
             " ONLY_FIRST_TOWER."
         )
-    if reduction is Reduction.NONE:
-        raise ValueError(
-            "Reduction.NONE says that the value is not to be reduced, so it has no one"
-            " value. Give it SUM, MEAN or ONLY_FIRST_TOWER, or read all with unwrap."
-        )
-    is_first = reduction is Reduction.ONLY_FIRST_TOWER
-    if not is_first and any(map(is_key, jax.tree.leaves(value))):
+    if not takes_first(reduction) and any(map(is_key, jax.tree.leaves(value))):
         raise ValueError(
             f"{reduction!r} of a random key, which is no number. Use"
             " Reduction.ONLY_FIRST_TOWER for one key that all towers share."
@@ -54,7 +79,7 @@ def one_of(reduction: Reduction, stacked: PyTree) -> PyTree:
         total = add_pairwise(as_addend(reduction, x))
         return from_total(reduction, total, x.shape[0], x.dtype)
 
-    if reduction is Reduction.ONLY_FIRST_TOWER:
+    if takes_first(reduction):
         return jax.tree.map(lambda x: jnp.asarray(x)[0], stacked)
     return jax.tree.map(reduce_leaf, stacked, is_leaf=is_rows)
 
@@ -81,7 +106,7 @@ def reduce_rows(reduction: Reduction, towers: list[Any]) -> IndexedRows:
                 f"Tower {tower} has rows of an array of shape {x.dense_shape} and tower"
                 f" 0 of {rows[0].dense_shape}; give all of one shape."
             )
-    if reduction is Reduction.ONLY_FIRST_TOWER:
+    if takes_first(reduction):
         rows = rows[:1]
     joined = end_to_end(rows, rows[0].dense_shape)
     return share_of_rows(reduction, joined, len(rows))
@@ -91,8 +116,7 @@ def reduce_over_towers(
     reduction: Reduction, value: PyTree, tower_id: jax.Array, axes: TowerAxes
 ) -> PyTree:
     """Reduce the towers' values inside a tower; the result is the same on each."""
-    check_reduction(reduction, value)
-    is_first = reduction is Reduction.ONLY_FIRST_TOWER
+    is_first = takes_first(reduction)
 
     def reduce_leaf(x: Any) -> Any:
         if is_rows(x):  # gathered, since rows of one index are not added
@@ -166,10 +190,10 @@ def drop_weak_type(x: Any) -> jax.Array:
 
 def reduced_dtype(reduction: Reduction, dtype: Any) -> Any:
     """The dtype of a reduced value."""
-    if reduction is Reduction.ONLY_FIRST_TOWER or jnp.issubdtype(dtype, jnp.inexact):
+    added = choose(reduction, total=jnp.sum, mean=jnp.mean, first=None)
+    if added is None or jnp.issubdtype(dtype, jnp.inexact):
         return dtype
-    reduce = jnp.sum if reduction is Reduction.SUM else jnp.mean
-    return jax.eval_shape(reduce, jax.ShapeDtypeStruct((1,), dtype)).dtype
+    return jax.eval_shape(added, jax.ShapeDtypeStruct((1,), dtype)).dtype
 
 
 def as_addend(reduction: Reduction, x: jax.Array) -> jax.Array:
@@ -181,8 +205,9 @@ def from_total(
     reduction: Reduction, total: jax.Array, count: int, dtype: Any
 ) -> jax.Array:
     """The SUM or MEAN of ``count`` values of a dtype, from their sum."""
-    if reduction is Reduction.MEAN:
-        total = total / count
+    divisor = choose(reduction, total=None, mean=count, first=None)
+    if divisor is not None:
+        total = total / divisor
     return total.astype(reduced_dtype(reduction, dtype))
 
 

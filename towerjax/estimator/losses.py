@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import Any
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -97,13 +97,20 @@ def compute_weighted_loss(
     weights = _like_losses(weights, losses, repeats=True)
     rows = _like_losses(valid, losses)
     weighted = Weighted.mean(losses, weights * rows)
-    if reduction is LossReduction.SUM:
-        return jnp.asarray(weighted.sum)
-    if reduction is LossReduction.MEAN:
-        return weighted.value
-    if reduction is LossReduction.SUM_BY_NONZERO_WEIGHTS:
-        rows = jnp.where(weights != 0, rows, 0)
-    return Weighted(weighted.sum, rows.sum())
+    match reduction:
+        case LossReduction.SUM:
+            return jnp.asarray(weighted.sum)
+        case LossReduction.MEAN:
+            return weighted.value
+        case LossReduction.SUM_BY_NONZERO_WEIGHTS:
+            counted = jnp.where(weights != 0, rows, 0)
+        case LossReduction.SUM_OVER_BATCH_SIZE:
+            counted = rows
+        case LossReduction.NONE:
+            raise AssertionError("refused above")
+        case _:
+            assert_never(reduction)
+    return Weighted(weighted.sum, counted.sum())
 
 
 def _like_losses(

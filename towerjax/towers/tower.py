@@ -11,9 +11,11 @@ from jax import lax
 
 from towerjax.collectives.reduce import (
     check_joins,
+    check_reduction,
     gather_over_towers,
     join_rows,
     reduce_over_towers,
+    takes_first,
 )
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
@@ -244,8 +246,9 @@ class Tower:
         _check_meeting(self._context.axes, "tower.reduce", value)
         value = plain(value)
         refuse_unheld("tower.reduce: value", value)
-        is_first = reduction is Reduction.ONLY_FIRST_TOWER
-        with jax.named_scope("tower.first" if is_first else tags.REDUCED):
+        check_reduction(reduction, value)
+        name = "tower.first" if takes_first(reduction) else tags.REDUCED
+        with jax.named_scope(name):
             return reduce_over_towers(reduction, value, self.id, self._all_axes)
 
     def mean(

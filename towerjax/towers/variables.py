@@ -12,10 +12,13 @@ import numpy as np
 from towerjax.collectives.ops import CrossTowerOps, sum_rows_over_towers
 from towerjax.collectives.reduce import (
     as_addend,
+    choose,
     from_total,
+    multiplies,
     one_of,
     reduced_dtype,
     take_first,
+    takes_first,
 )
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.mesh.processes import says_if_alone
@@ -160,11 +163,12 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
     problems = []
 
     def dtypes(dtype: Any) -> tuple[Any, ...]:  # the preferred one first
-        adds = reads and variable.reduction in (Reduction.SUM, Reduction.MEAN)
-        if not adds or jnp.issubdtype(dtype, jax.dtypes.extended):
+        is_read = reads and variable.reduction is not Reduction.NONE
+        if not is_read or jnp.issubdtype(dtype, jax.dtypes.extended):
             return (dtype,)
         read = reduced_dtype(variable.reduction, dtype)
-        return (read, dtype) if variable.reduction is Reduction.SUM else (dtype, read)
+        both = dtype, read
+        return choose(variable.reduction, total=both[::-1], mean=both, first=both)
 
     def fit_leaf(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
         leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
@@ -229,7 +233,7 @@ def assign_in_tower(
             )
         leaves = jax.tree.leaves(plain(value))
         constants = [x for x in leaves if not isinstance(x, jax.Array) and np.any(x)]
-        is_sum = variable.reduction is Reduction.SUM and num_towers > 1
+        is_sum = multiplies(variable.reduction) and num_towers > 1
         for x in constants if is_sum else ():
             shown = x if np.ndim(x) == 0 else f"of shape {np.shape(x)}"
             raise ValueError(
@@ -317,8 +321,8 @@ def read_local(local: PyTree) -> PyTree:
     for name, x in own:
         refuse_own_copy(x)
         has_keys = any(map(is_key, jax.tree.leaves(x.value)))
-        adds = x.reduction is not Reduction.ONLY_FIRST_TOWER
-        if x.reduction is Reduction.NONE or (adds and has_keys):
+        is_none = x.reduction is Reduction.NONE
+        if is_none or (has_keys and not takes_first(x.reduction)):
             where = f"{name}: " if name != "tree" else ""
             problems.append(f"{where}{label(x)} has {x.reduction!r}")
     if problems:
@@ -345,7 +349,7 @@ def read_local_over_towers(
     first_tower, variables = first_tower_of_device(axes), parts_of(TowerLocal, local)
 
     def addend(x: TowerLocal) -> PyTree:
-        if x.reduction not in (Reduction.SUM, Reduction.MEAN):
+        if x.reduction is Reduction.NONE or takes_first(x.reduction):
             return None
         return jax.tree.map(functools.partial(as_addend, x.reduction), x.value)
 
@@ -359,7 +363,7 @@ def read_local_over_towers(
         reduction, rows = variable.reduction, variable.value
         if reduction is Reduction.NONE:
             return None
-        if reduction is Reduction.ONLY_FIRST_TOWER:
+        if takes_first(reduction):
             return jax.tree.map(of_first, rows)
         finish = functools.partial(from_total, reduction, count=axes.num_towers)
         return jax.tree.map(lambda x, row: finish(x, dtype=row.dtype), total, rows)

@@ -29,7 +29,7 @@ from towerjax.types import (
     named_leaves,
 )
 from towerjax.types.leaves import is_key, listed, widen_dtype
-from towerjax.types.options import check_function
+from towerjax.types.options import check_choice, check_function
 
 
 def value_and_grad(
@@ -70,6 +70,8 @@ def value_and_grad(
     """
     form = "loss_fn(params, batch, tower)"
     check_function("loss_fn", loss_fn, form, takes=False)
+    ways = None, Reduction.SUM, Reduction.MEAN
+    check_choice("loss_reduction", loss_reduction, ways)
 
     def run(params: PyTree, *args: Any, **named: Any) -> tuple[Any, Weighted | Sum]:
         _refuse_without_gradient(params)

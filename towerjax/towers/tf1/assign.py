@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.collectives.reduce import reduced_dtype
+from towerjax.collectives.reduce import multiplies, reduced_dtype
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place, readable
 from towerjax.towers.executors import is_in_tower_fn
@@ -187,7 +187,9 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
 def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     """The towers' copies of which a tower-local variable reads as the value."""
     refuse_own_copy(variable)
-    split = _shares if variable.reduction is Reduction.SUM else replicate
+    reduction = variable.reduction
+    adds_up = reduction is not Reduction.NONE and multiplies(reduction)
+    split = _shares if adds_up else replicate
 
     def copies(x: jax.Array, old: Any) -> jax.Array:
         rows, dtype = split(x, num_towers), jnp.result_type(old)

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.collectives.reduce import check_reduction, one_of, reduce_rows
+from towerjax.collectives.reduce import (
+    check_reduction,
+    multiplies,
+    one_of,
+    reduce_rows,
+    takes_first,
+)
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.mesh.transfer import place_rows, wait_on_cpus
 from towerjax.metrics.weighted import Weighted
@@ -82,7 +88,7 @@ def _reduce_on_devices(
     strategy: StrategyFields, reduction: Reduction, stacked: PyTree
 ) -> PyTree:
     """Reduce leaves ``[T, ...]`` to one value, by the strategy's cross-tower ops."""
-    no_sums = not jax.tree.leaves(stacked) or reduction is Reduction.ONLY_FIRST_TOWER
+    no_sums = not jax.tree.leaves(stacked) or takes_first(reduction)
     if no_sums or is_inside_tower():  # nothing travels
         return one_of(reduction, stacked)
     if is_traced(stacked):
@@ -150,7 +156,7 @@ def _by_leaf(value: PyTree, num_towers: int, kind: Any) -> PyTree:
 
 def _reduce_mirrored(strategy: StrategyFields, reduction: Reduction, value: Any) -> Any:
     values.refuse_in_tower("reduce", value, f"tower.reduce(tj.{reduction!r}, x)")
-    if reduction is not Reduction.SUM or strategy.num_towers == 1:
+    if not multiplies(reduction) or strategy.num_towers == 1:
         value = values.of_first_process(value, strategy.placement)
         # A copy, since the caller may write into a NumPy array later.
         return map_parts(np.ndarray | np.generic, jnp.array, value)
