@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.metrics.rows import Pairs
 from towerjax.metrics.state import on_host, value_on_host
 
 m = tj.metrics
@@ -125,6 +126,16 @@ def test_states_on_the_host_give_values_of_the_same_dtype():
         of_host = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), state)
         value = jax.eval_shape(lambda state: state.compute(), state)
         assert np.asarray(of_host.compute()).dtype == value.dtype, name
+
+
+def test_a_value_does_not_depend_on_the_name_that_errors_show(monkeypatch):
+    rows = random_rows(3, 25)
+    names = ["sensitivity", "specificity", "precisions", "recalls", "recall"]
+    renamed = property(lambda self: "a metric", lambda self, name: None)
+    monkeypatch.setattr(Pairs, "name", renamed, raising=False)
+    found = states(rows, rows["weight"], names)
+    found = {name: state.compute() for name, state in found.items()}
+    check(found, rows, rows["weight"], "", names)
 
 
 def test_the_weights_of_no_rows_are_none():

@@ -147,11 +147,14 @@ def auc(
     return _curves(Pairs("auc", labels, predictions, weight), given, area)
 
 
-def _at_nearest(pairs: Pairs, wanted: float, num_thresholds: int) -> Tally:
-    name = pairs.name
-    rate, _, given = name.split("_")
+def _at_nearest(
+    pairs: Pairs, rate: str, given: str, wanted: float, num_thresholds: int
+) -> Tally:
+    """The histograms whose value is a rate where the one given is as wanted."""
     if not is_one_real(wanted) or not 0 <= wanted <= 1:
-        raise ValueError(f"{name} got {given}={wanted!r}; it lies between 0 and 1.")
+        raise ValueError(
+            f"{pairs.name} got {given}={wanted!r}; it lies between 0 and 1."
+        )
     return _curves(pairs, num_thresholds, _rate_at_nearest, rate, given, float(wanted))
 
 
@@ -182,7 +185,8 @@ def sensitivity_at_specificity(
       0.5
     """
     pairs = Pairs("sensitivity_at_specificity", labels, predictions, weight)
-    return _at_nearest(pairs, specificity, num_thresholds)
+    rates = "sensitivity", "specificity"
+    return _at_nearest(pairs, *rates, specificity, num_thresholds)
 
 
 def specificity_at_sensitivity(
@@ -206,7 +210,8 @@ def specificity_at_sensitivity(
       num_thresholds: As for `auc`.
     """
     pairs = Pairs("specificity_at_sensitivity", labels, predictions, weight)
-    return _at_nearest(pairs, sensitivity, num_thresholds)
+    rates = "specificity", "sensitivity"
+    return _at_nearest(pairs, *rates, sensitivity, num_thresholds)
 
 
 def precision_at_thresholds(
