@@ -7,6 +7,7 @@ examples. Hypothesis draws seeds and kinds and shrinks them to 0 and "ones".
 import jax
 import jax.numpy as jnp
 import numpy as np
+from containers import KINDS, held
 from hypothesis import settings
 from hypothesis import strategies as st
 from layouts import names
@@ -78,13 +79,17 @@ def towers_values(seed, kind, towers, dtypes=FLOATS + INTEGERS):
 
 
 def trees(leaves):
-    """Nested lists, tuples, dicts and None around leaves, some of which there are."""
+    """Nested containers and None around leaves, some of which there are."""
     nested = st.recursive(
         leaves | st.none(),
         lambda inner: st.one_of(
             st.lists(inner, max_size=3),
             st.lists(inner, max_size=3).map(tuple),
-            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+            st.builds(
+                held,
+                st.sampled_from(KINDS),
+                st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+            ),
         ),
         max_leaves=5,
     )

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from containers import KINDS as CONTAINERS
+from containers import as_dicts
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from layouts import names
@@ -196,7 +198,8 @@ class OfAll:
 def of_rows(params, view):
     """Hidden values and errors of each row, ``[n, h]`` and ``[n]``."""
     has, batch = view.draw.has, view.batch
-    x = jnp.tanh(batch["x"] @ params["in"])
+    params = as_dicts(params)
+    x = jnp.tanh(batch["x"] @ params["into"])
     if "local" in has:
         x = view.shifted(x)
     for p, name in zip(params["ops"], view.draw.ops, strict=True):
@@ -228,6 +231,7 @@ class Draw:
         ``whole`` leaf of the batch, ``fixed`` ones, and a loss under ``remat``.
       odd: What the second batch has: ``"nan"``, ``"nothing"`` that counts, or None.
       after: What is done with the trained state.
+      container: The kind of container that holds the parameters.
       seed: Of all numbers.
     """
 
@@ -243,6 +247,7 @@ class Draw:
     has: tuple[str, ...]
     odd: str | None
     after: str | None
+    container: str
     seed: int
 
     @property
@@ -317,7 +322,7 @@ class Draw:
             known = name in OPS
             return {"w": normal(LAYERS, h, h), "b": normal(LAYERS, h)} if known else {}
 
-        p = {"in": normal(FEATURES, h), "out": normal(h, CLASSES)}
+        p = {"into": normal(FEATURES, h), "out": normal(h, CLASSES)}
         p |= {"ops": [of(name) for name in self.ops], "scale": np.float64(1.3)}
         fixed = {"fixed": rng.integers(-9, 9, h, np.int8)}
         return p | (fixed if "fixed" in self.has else {})
@@ -381,7 +386,7 @@ OF_SHARDS = [REDUCING[2], REDUCING[1], REDUCING[2], *REDUCING[3:]]  # parts are 
 STATES = ["mirrored", "sharded", "sharded_optimizer", "sharded"]
 WIDE = [{"model": 2}, {"data": 2, "model": 2}]
 # fmt: on
-SPECS = {"in": P(None, "model"), "out": P("model"), "w": P(None, None, "model")}
+SPECS = {"into": P(None, "model"), "out": P("model"), "w": P(None, None, "model")}
 
 
 def specs(name, leaf):
@@ -443,6 +448,7 @@ def drawn(seed, number):
         has=tuple(has),
         odd=odd,
         after=deal("after", ["evaluate", None, "predict", None]),
+        container=deal("container", CONTAINERS),
         seed=int(rng.integers(2**31)),
     )
 

@@ -18,6 +18,8 @@ from audited_losses import (
     errors,
     scores,
 )
+from containers import KINDS, as_dicts, held
+from flax import nnx
 from layouts import cases
 
 import towerjax as tj
@@ -341,6 +343,37 @@ def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     assert "as many rows each" not in str(error)  # ROWS are shared evenly
 
 
+@pytest.mark.few_fast(2)
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize("kind", [*KINDS, "equinox"])
+def test_parameters_in_any_container_are_audited(kind, wrong):
+    of = WRONG["sum_with_weight_1"] if wrong else RIGHT["plain_mean"]
+    step = train_step(lambda p, b, t: of(as_dicts(p), b, t))
+    state = step.init(held(kind, MODEL))
+    if wrong:
+        found = refused(step, state, ROWS, text="Half of it")[1]
+    else:
+        found = step.audit(state, ROWS).compared
+    of_one = ("gradient['w']", "loss") if kind == "dict" else ("gradient.w", "loss")
+    assert set(of_one) <= set(found)
+
+
+@pytest.mark.slow
+def test_a_whole_module_of_nnx_is_audited():
+    class Module(nnx.Module):
+        def __init__(self):
+            for name, x in MODEL.items():
+                setattr(self, name, nnx.Param(jnp.asarray(x)))
+
+    def loss_fn(module, batch, tower):
+        params = {name: getattr(module, name)[...] for name in MODEL}
+        return WRONG["sum_with_weight_1"](params, batch, tower)
+
+    step = train_step(loss_fn)
+    _, found = refused(step, step.init(Module()), ROWS, text="Half of it")
+    assert {"gradient.w.value", "loss"} <= found.keys()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*padded")
 @pytest.mark.parametrize("name", WRONG_WHERE_PADDED)
@@ -466,7 +499,8 @@ def test_a_gradient_that_is_not_finite_is_not_compared():
         return tj.Weighted.mean(own, tower.weight)
 
     step = train_step(loss_fn)
-    report = step.audit(step.init(MODEL), ROWS)
+    with jax.debug_nans(True):
+        report = step.audit(step.init(MODEL), ROWS)
     assert report.not_compared == ("gradient['b']",) and "loss" in report.compared
     assert "gradient['w']" in report.compared
 

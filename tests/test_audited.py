@@ -351,9 +351,35 @@ def test_what_cannot_be_run_is_told_and_raised_where_it_was_asked_for(runs):
 
     with pytest.warns(UserWarning, match="not audited: .*audit=False leaves this"):
         train(step_of(loss_fn))
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(NotAudited, match="raises TypeError: ") as error:
         train(step_of(loss_fn, audit=True))
     assert "audit=False leaves it out" in str(error.value.__notes__)
+    assert isinstance(error.value.__cause__, TypeError)
+
+
+def test_a_function_that_asserts_its_number_of_rows_is_told(runs):
+    def loss_fn(params, batch, tower):
+        if len(batch["y"]) != 24 // FOUR.num_towers:
+            raise AssertionError
+        return RIGHT["plain_mean"](params, batch, tower)
+
+    text = "not audited: traced for other rows and keys it raises AssertionError. aud"
+    with pytest.warns(UserWarning, match=text):
+        train(step_of(loss_fn, remainder="pad"))
+    assert not runs
+
+
+@pytest.mark.parametrize("audit", [None, True])
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError, AssertionError])
+def test_what_no_audit_expects_is_raised_and_names_the_audit(monkeypatch, kind, audit):
+    def broken(*_, **__):
+        raise kind("gradient.w")
+
+    forget()
+    monkeypatch.setattr(examine, "run_audit", broken)
+    with pytest.raises(kind, match="gradient.w") as error:
+        train(step_of(audit=audit))
+    assert error.value.__notes__[0].startswith("The audit ran into this")
 
 
 @pytest.mark.slow

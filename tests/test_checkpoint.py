@@ -21,6 +21,7 @@ import types
 
 import checkpoint_model as model
 import chex
+import containers
 import forked
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,30 @@ def test_a_state_holds_values_whose_class_checks_them(tmp_path):
     state, _ = tj.run(step, state, batches, checkpointer=saving, progress=False)
     back = saving.restore(step, step.init(np.float32(5), extra=extra))
     chex.assert_trees_all_equal((back.params, back.extra), (state.params, state.extra))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*containers.KINDS, "equinox"])
+def test_parameters_in_any_container_go_on_as_they_were(kind, tmp_path):
+    def loss_fn(params, batch, tower):
+        p = containers.as_dicts(params)
+        errors = batch["x"] @ p["inner"]["w"] - batch["y"]
+        return tj.Weighted.mean(errors**2, tower.weight)
+
+    step = tj.build_train_step(loss_fn, optax.adam(0.1), tj.OneDevice())
+    first = {"inner": {"w": model.params()["w"]}, "unused": np.ones(2, np.float32)}
+    start, how = containers.held(kind, first), {"batches": [*model.batches(epochs=1)]}
+    how["batches"] = how["batches"][:2] * 2
+    ends = [
+        train(step, saving, steps, state=step.init(start), **how)[0]
+        for saving, steps in ((None, 4), (tj.Checkpointer(tmp_path), 2))
+    ]
+    state, history = train(
+        step, tj.Checkpointer(tmp_path), 4, state=step.init(start), **how
+    )
+    assert len(history.metrics["loss"]) == 2 and int(ends[1].step) == 2
+    model.assert_same_bits(state, model.bits(ends[0]))
+    assert jax.tree.structure(state.params) == jax.tree.structure(start)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from containers import as_dicts, held
 from grid import FEATURES, IDS, of_rows
 
 import towerjax as tj
@@ -32,6 +33,7 @@ def penalty_of(params):
 
 def loss_fn(draw, params, batch, tower, local=None):
     """The loss of a draw, and what else its towers return."""
+    params = as_dicts(params)
     if "local" in draw.has and local is None:
         local = tower.local["mean"]
     x, errors = of_rows(params, grid.OfTower(draw, batch, tower, local))
@@ -75,7 +77,7 @@ def first_of(draw):
 
 def step_of(draw):
     """A step of `build_train_step`, or of one's own, and its first state."""
-    optimizer, params = draw.made_optimizer(), draw.params()
+    optimizer, params = draw.made_optimizer(), held(draw.container, draw.params())
     how = {"micro_batches": draw.micro_batches, "remainder": draw.remainder}
     how |= {"guard": draw.guard, "on_nonfinite": "skip" if draw.odd else "raise"}
     loss = functools.partial(loss_fn, draw)
@@ -177,7 +179,8 @@ def trained_model(draw):
     how |= {"compat": "tf1"} if draw.kind.startswith("tf1") else {}
     how |= {"loss_reduction": Kind[draw.reduction]} if draw.reduction else {}
     model = tj.estimator.replicate_model_fn(model_fn_of(draw, optimizer), **how)
-    state = tj.TrainState.create(draw.params(), optimizer, **first_of(draw))
+    params = held(draw.container, draw.params())
+    state = tj.TrainState.create(params, optimizer, **first_of(draw))
     if draw.door == "plain":
         local = state.local or {}
         state = {"params": state.params, "slots": state.opt_state, "step": np.int32(0)}
@@ -358,7 +361,8 @@ def check_after(draw, state, params):
     """Evaluations and predictions of any number of rows, by NumPy."""
 
     def logits_of(p, batch):
-        return batch["x"] @ p["in"] @ p["out"]
+        p = as_dicts(p)
+        return batch["x"] @ p["into"] @ p["out"]
 
     def metric_fn(p, batch, tower):
         logits, weight = logits_of(p, batch), tower.weight * batch["weight"]

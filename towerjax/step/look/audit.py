@@ -15,6 +15,7 @@ from towerjax.mesh.processes import call_on_first_process
 from towerjax.mesh.transfer import copy_to_host
 from towerjax.proof import tags
 from towerjax.proof.equation import all_eqns, all_sites, named_axes, scopes_of
+from towerjax.proof.findings import ReplicationError
 from towerjax.step.look.advice import advise
 from towerjax.step.look.audited import too_large
 from towerjax.step.look.comparison import (
@@ -63,7 +64,7 @@ def run_audit(
     called_with = min(-(-total // parts), total // 2)
     called_with -= 0 if pads else called_with % split  # what is dropped is not padded
     if not called_with:
-        raise ValueError(
+        raise NotAudited(
             f"The audit compares two towers, and the batch has {total} rows, too few"
             f" for both. Give {2 * split}."
         )
@@ -73,7 +74,7 @@ def run_audit(
         audit = Audit(engine, strategy, state, rows, each=each, pads=pads)
         try:
             audit.trace()
-        except RAISED_ON_OTHER_ROWS:
+        except NotAudited:
             if size == sizes[-1]:
                 raise
         else:
@@ -117,16 +118,16 @@ class Audit:
     def trace(self) -> None:
         """Trace both numbers of towers, the second without gradients if it may be."""
         try:
-            traced = self.one_tower.trace(self.first)
-        except RAISED_ON_OTHER_ROWS:  # it may name how many devices its tower is of
+            traced = self._traced(self.one_tower)
+        except NotAudited:  # it may name how many devices its tower is of
             if not self.is_narrow:
                 raise
             self.is_narrow, self.one_tower = False, self.one_group()
-            traced = self.one_tower.trace(self.first)
+            traced = self._traced(self.one_tower)
         if _needs_gradients(traced):
             self._alone = None
         self.two_towers = self.towers(2, rows=2 * self.each, passes=self._alone)
-        self.two_towers.trace(self.first)
+        self._traced(self.two_towers)
         bodies, self.rtol = [x.towers.jaxpr for x in traced.passes], self.one_tower.rtol
         names = {x.primitive.name for body in bodies for x in all_eqns(body)}
         self.splits = [self.first]
@@ -135,12 +136,27 @@ class Audit:
             name = "unevenly" if self.pads else "evenly"
             self.splits.append(self.split(name, np.arange(count), word=DRAWS[1]))
 
+    def _traced(self, towers: Towers) -> Traced:
+        """These towers, traced; `NotAudited` where the function takes no such rows."""
+        try:
+            return towers.trace(self.first)
+        except (NotAudited, ReplicationError):
+            raise
+        except RAISED_ON_OTHER_ROWS as error:
+            lines = str(error).splitlines() or [""]
+            what = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+            refused = NotAudited(f"traced for other rows and keys it raises {what}")
+            for note in getattr(error, "__notes__", ()):
+                refused.add_note(note)
+            raise refused from error
+
     def run(self) -> AuditReport:
         """The report; raises where a leaf differs."""
         if self._alone is not None:
             if (report := self._run_cheaply()) is not None:
                 return report
             self.two_towers = self.towers(2, rows=2 * self.each)
+            self._traced(self.two_towers)
         try:
             return self._judged()
         except SplitError as error:
@@ -163,8 +179,16 @@ class Audit:
             return self.judge([*runs, *self.compared(permuted)])
 
     def compared(self, splits: list[RowsToRun]) -> list[Compared]:
-        """The splits, on two towers and on one."""
-        return [*compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])]
+        """The splits, on two towers and on one; raise first for one that is wrong."""
+        runs = list[Compared]()
+        try:
+            for split in splits:
+                runs += compare(self.one_tower, [self.two_towers], [(split, split)])
+        except NotAudited:
+            if runs:
+                self.judge(runs)
+            raise
+        return runs
 
     def judge(self, runs: list[Compared]) -> AuditReport:
         """The report of such runs; raises where a leaf differs."""
@@ -173,12 +197,15 @@ class Audit:
     def without(self, names: list[str], one_tower: Towers, **draws: Any) -> list[str]:
         """Those of the leaves that are the same of other draws, or on other towers."""
         splits = [dataclasses.replace(x, **draws) for x in self.splits]
-        runs = compare(one_tower, [self.two_towers], [(x, x) for x in splits])
         try:
+            self._traced(one_tower)
+            runs = compare(one_tower, [self.two_towers], [(x, x) for x in splits])
             self.judge([*runs])
         except SplitError as error:
             differ = {finding.leaf for finding in error.findings}
             return [x for x in names if x not in differ]
+        except NotAudited:
+            return []
         return names
 
     def _run_cheaply(self) -> AuditReport | None:

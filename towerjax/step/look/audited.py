@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equation import all_jaxprs, open_jaxpr
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS, AuditReport, NotAudited
+from towerjax.step.look.comparison import AuditReport, NotAudited
 from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data
@@ -61,7 +61,7 @@ def noting_its_audit() -> Iterator[None]:
         yield
     except ReplicationError:
         raise
-    except RAISED_ON_OTHER_ROWS as error:
+    except Exception as error:
         error.add_note("The audit ran into this; audit=False leaves it out.")
         raise
 
@@ -73,7 +73,7 @@ def is_wanted(audit: bool | None) -> bool | None:
     return False if wanted is None and not now.by_default else wanted
 
 
-def tell_not_audited(error: Exception, wanted: bool | None) -> None:
+def tell_not_audited(error: NotAudited, wanted: bool | None) -> None:
     """Say in a line why a step is not audited; raise where somebody asked for it."""
     if wanted:
         raise error

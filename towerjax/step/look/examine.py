@@ -22,7 +22,6 @@ from towerjax.step.look.audited import (
     verdict_on,
 )
 from towerjax.step.look.comparison import (
-    RAISED_ON_OTHER_ROWS,
     AuditReport,
     NotAudited,
     SplitError,
@@ -252,7 +251,8 @@ class Examined:
         start = time.perf_counter()
         engine, state = self.policy.audited(self.engine, self.start(state))
         try:
-            with jax.transfer_guard("allow"):  # of what only the audit makes
+            # Of what only the audit makes, and judges: what is not finite, too.
+            with jax.transfer_guard("allow"), jax.debug_nans(False):
                 state = jax.tree.map(readable, state)
                 how = {"parts": self.num_parts, "pads": self._placer.may_pad}
                 report = run_audit(engine, self.strategy, state, batch, **how)
@@ -291,7 +291,7 @@ class Examined:
                 raise
             how = "Say audit=False if each tower's own statistics are meant."
             warn(f"{error}\n{how}")
-        except RAISED_ON_OTHER_ROWS as error:
+        except NotAudited as error:
             tell_not_audited(error, wanted)
         self.is_to_be_audited = False
 

@@ -149,15 +149,14 @@ def compare(
 ) -> Iterator[Compared]:
     """What several towers make of the second of each pair, and one of the first."""
     for alone, together in splits:
-        want = one_tower(alone).values
+        whole = one_tower(alone)
+        want = whole.values
         refuse_nonfinite(want)
         near = functools.cache(functools.partial(one_tower.nearby, alone))
         for towers in several:
             got = towers(together).values
             if not towers.has_gradients:
-                want = {
-                    n: x for n, x in want.items() if n.partition("[")[0] != GRADIENT
-                }
+                want = {n: x for n, x in want.items() if n not in whole.sums}
             yield Compared(towers.number, together.name, got, want, near)
 
 
