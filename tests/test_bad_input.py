@@ -959,7 +959,7 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
     placement = SimpleNamespace(
         platform="cpu", devices=("cpu:0",) * processes, num_processes=processes
     )
-    verdicts = Verdicts(placement, raises=True, guard="loss")
+    verdicts = Verdicts(placement, tj.NonFiniteError)
     given = [Verdict() for _ in range(15)] + [Verdict(2)]
     for i, verdict in enumerate(given):
         if i == 15:  # a call of 8 before is waited for, so that few are in flight

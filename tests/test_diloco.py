@@ -208,8 +208,8 @@ def test_between_rounds_nothing_is_sent_and_then_what_the_formula_says(streaming
     assert not re.search(others, text)
     names = [name for name, body in bodies.items() if " all-reduce(" in body]
     assert len(names) == 2 and chosen.issuperset(names)
-    # A fragment's numbers, 3 sums of weights and losses, and the number of faults.
-    formula = sorted(4 * (n + 4) for n in (3, 1))
+    # A fragment's numbers, 3 sums of weights and losses, and the faults of 2 steps.
+    formula = sorted(4 * (n + 3 + 2) for n in (3, 1))
     assert sorted(sent(bodies[name]) for name in names) == formula
 
 
@@ -337,13 +337,27 @@ def test_it_is_told_when_towers_meet(streaming):
     given = batches()[:2] + spoiled()[1:2] + batches()[3:4]
     for batch in given:
         state, _ = streaming(state, batch)
-    with pytest.raises(tj.NonFiniteError, match="of step 4 was not finite") as told:
+    text = "^A tower's loss or gradient was not finite in step 3. That tower left"
+    with pytest.raises(tj.NonFiniteError, match=text) as told:
         streaming.settle()
-    assert told.value.step == 4
+    assert told.value.step == 3 and "changed nothing" not in str(told.value)
     (here, *_) = streaming.locate(streaming.init(START), given[2])
     assert (here.tower, here.part, here.kind) == (2, "loss", "NaN")
     _, told = expected(SYNCS["streaming"], given)
     assert_as_expected(state, told, SYNCS["streaming"], given)
+
+
+@pytest.mark.slow
+def test_a_run_tells_the_true_step_and_looks_only_into_its_batch(streaming):
+    """Of steps 2 and 4 that are not finite, the towers meet after 2, and after 4."""
+    quiet = {"progress": False}
+    for given, places in ((spoiled(), 1), (spoiled()[3:4] + batches(), 0)):
+        with pytest.raises(tj.NonFiniteError, match="in step [12]. That") as told:
+            tj.run(streaming, streaming.init(START), given, **quiet)
+        step = 2 if places else 1
+        assert (told.value.step, len(told.value.places) > 0) == (step, places > 0)
+        assert told.value.history.skipped == (step,)
+        assert int(told.value.state.step) >= 2
 
 
 def two_means(params, batch, tower):
@@ -417,7 +431,7 @@ def test_they_are_data():
     assert hash(DiLoCo(4)) == hash(DiLoCo(4))
     with pytest.raises(dataclasses.FrozenInstanceError):
         LocalSGD(4).every = 5
-    assert build(LocalSGD(4)).init(START).local["own"].value.faults.shape == (T,)
+    assert build(LocalSGD(4)).init(START).local["own"].value.faults.shape == (T, 4)
 
 
 # Another extend= in mid-training.

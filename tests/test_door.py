@@ -226,7 +226,7 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
     placement = types.SimpleNamespace(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
-    verdicts = Verdicts(placement, raises=True, guard="loss")
+    verdicts = Verdicts(placement, tj.NonFiniteError)
     verdicts.put(Verdict(NONE))
     for call in range(1, 25):  # step 9 is refused, just too late to be asked for
         if call == 24:
@@ -247,11 +247,11 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
 @pytest.mark.parametrize("bad", [0, 6, 8, 18])
 def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
     placement = tj.Mirrored([f"cpu:{i}" for i in range(num_devices)]).placement
-    verdicts = Verdicts(placement, raises=True, guard="loss")
+    verdicts = Verdicts(placement, tj.NonFiniteError)
     program = jax.jit(next_verdict)
     for number in range(20):
-        fine = number not in (bad, 19)
-        verdicts.put(program(verdicts.take(), np.bool_(fine), np.int32(number)))
+        refused = number if number in (bad, 19) else NONE
+        verdicts.put(program(verdicts.take(), np.int32(refused)))
     with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
         verdicts.settle()
     verdicts.settle()  # nothing pends
@@ -260,7 +260,7 @@ def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
 
 def test_threads_that_call_at_once_keep_each_others_verdicts():
     placement = tj.OneDevice().placement
-    verdicts = Verdicts(placement, raises=True, guard="loss")
+    verdicts = Verdicts(placement, tj.NonFiniteError)
     assert verdicts.take() is verdicts.take() is verdicts.none
     verdicts.put(jnp.int32(7))
     verdicts.put(verdicts.none)
@@ -279,7 +279,7 @@ def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
             raise RuntimeError("Connection closed by peer")
 
     several = types.SimpleNamespace(platform="cuda", num_processes=2)
-    skips = Verdicts(several, raises=False, guard="loss")
+    skips = Verdicts(several, None)
     skips.put(jnp.int32(3))
     skips.settle()
     skips.put(Lost())

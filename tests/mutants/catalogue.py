@@ -467,7 +467,7 @@ STATE = (
        "self._newest[:] = [verdict]",
        "door::threads_that_call_at_once_keep_each_others_verdicts"),
     _m("S28", "of several steps that were refused the last one is named",
-       "step.run.verdicts:next_verdict", "(before != NONE) | finite", "finite",
+       "step.run.verdicts:next_verdict", "before != NONE", "refused == NONE",
        "door::a_program_keeps_the_first_step_that_was_refused[6-1]"),
     _m("S41", "a call that fails loses the verdict of those before",
        "step.build.step:Step.__call__", "self.verdicts.put(verdict)",

@@ -132,7 +132,8 @@ class DiLoCo:
                 " them train alone. Say state='mirrored'."
             )
         rounds = Rounds(self, fns)
-        return fns._replace(tower=rounds.tower, update=rounds.update, init=rounds.init)
+        made = {"tower": rounds.tower, "update": rounds.update, "init": rounds.init}
+        return fns._replace(**made, refuses_by_tower=True)
 
 
 @jax.tree_util.register_dataclass
@@ -144,7 +145,7 @@ class Own:
     opt_state: Tree
     weight: jax.Array  # [P], of its losses since each fragment was sent
     loss: tj.Weighted  # the mean since towers were merged
-    faults: jax.Array  # how many steps since then were not finite
+    faults: jax.Array  # [H / P], how often each step since then was not finite
 
 
 @jax.tree_util.register_dataclass
@@ -163,6 +164,11 @@ class Rounds:
     sync: DiLoCo
     fns: Fns  # of the train step
 
+    @property
+    def _period(self) -> int:
+        """After so many steps towers meet again, for the next fragment."""
+        return self.sync.every // self.sync.fragments
+
     def init(self, params: Tree) -> dict[str, Tree]:
         """The outer optimizer's state, and each tower's own, before the first step."""
         first, part = self.fns.init(params), self.fns.trained(params)
@@ -170,7 +176,8 @@ class Rounds:
         fragments = [_chosen(part, flags) for flags in self._fragments(part)]
         zero = jnp.zeros(())
         none, weight = tj.Weighted(zero, zero), jnp.zeros(len(fragments))
-        own = Own(part, first["opt_state"], weight, none, jnp.int32(0))
+        faults = jnp.zeros(self._period, jnp.int32)
+        own = Own(part, first["opt_state"], weight, none, faults)
         variable = tj.TowerLocal(own, tj.Reduction.NONE, name=_MINE)
         outer = Outer(tuple(map(self.sync.outer.init, fragments)), none)
         local = {**first.get("local", {}), _MINE: variable}
@@ -206,12 +213,12 @@ class Rounds:
         return {"loss": tj.PerTower(loss), "grads": tj.PerTower(grads), "local": local}
 
     def update(self, state: tj.TrainState, merged: dict[str, Tree]) -> tuple[Tree, ...]:
-        """The next state, the loss of the last round, and whether all was finite."""
+        """The next state, the loss of the last round, and which step was refused."""
         common = dataclasses.replace(state, opt_state=(), local={})
         returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = self.fns.strategy.call_for_each_tower
         local = on_each(self._between, state.local, *returned, common)
-        own, faults = local[_MINE].value, jnp.int32(0)
+        own, faults = local[_MINE].value, jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
             state, own, fault = self._meet(state, own, p)
             faults += fault
@@ -219,7 +226,10 @@ class Rounds:
         # Before the first meeting there is no loss of all towers.
         metrics = {"loss": jnp.where(loss.weight > 0, loss.value, jnp.nan)}
         local = {**local, _MINE: dataclasses.replace(local[_MINE], value=own)}
-        return dataclasses.replace(state, local=local), metrics, faults == 0
+        # Towers meet after each period, whose first step has the index 0.
+        first = state.step + 2 - self._period + jnp.argmax(faults > 0)
+        refused = jnp.where(faults.any(), first.astype(jnp.int32), -1)
+        return dataclasses.replace(state, local=local), metrics, refused
 
     def _between(
         self,
@@ -255,7 +265,8 @@ class Rounds:
         weight = jnp.where(counts, grads.weight, 0).astype(own.weight.dtype)
         total = jnp.where(weight > 0, loss.value * weight, 0)
         mean = own.loss.merge(tj.Weighted(total.astype(weight.dtype), weight))
-        own = Own(part, opt_state, own.weight + weight, mean, own.faults + ~fine)
+        faults = own.faults.at[common.step % self._period].add(~fine)
+        own = Own(part, opt_state, own.weight + weight, mean, faults)
         return {**local, _MINE: dataclasses.replace(variables[_MINE], value=own)}
 
     def _meet(
@@ -284,7 +295,7 @@ class Rounds:
             return *new, loss, faults.astype(jnp.int32)
 
         def go_on() -> tuple[Tree, ...]:
-            return mine, before, outer.loss, jnp.int32(0)
+            return mine, before, outer.loss, jnp.zeros(self._period, jnp.int32)
 
         mine, after, loss, faults = lax.cond(is_due, meet, go_on)
         fragments = (*outer.fragments[:p], after, *outer.fragments[p + 1 :])

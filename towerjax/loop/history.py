@@ -64,7 +64,8 @@ class History:
         shape changed between steps is an array of objects.
       evaluations: ``(step number, {name: float or array})``, in order.
       skipped: The numbers of the steps that left the parameters as they were,
-        because a loss or gradient was not finite.
+        because a loss or gradient was not finite; where towers train alone, for each
+        time that they were merged, of the first step that one of them left out.
       input_wait_s: ``[n]``, seconds that this process waited for each step's batch,
         while dispatched calls ran.
       summary: How much and how fast.
@@ -206,11 +207,11 @@ class HistoryLog:
         self,
         number: int,
         metrics: Mapping[str, Any],
-        is_refused: bool,
+        refused: int | None,
         examples: int,
         wait_s: float,
     ) -> None:
-        """Add one step; ``is_refused``: it left the parameters as they were."""
+        """Add one step, and the number of the one that is known to be refused."""
         self._columns = self._columns or {name: [] for name in metrics}
         if metrics.keys() != self._columns.keys():
             raise ValueError(
@@ -223,8 +224,8 @@ class HistoryLog:
             self._columns[name].append(value.copy())
         self._examples += examples
         self._waits_s.append(wait_s)
-        if is_refused:
-            self.skipped.append(number)
+        if refused is not None:
+            self.skipped.append(refused)
 
     def history(
         self, number: int, placement: Placement, stopped: str | None

@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,9 +23,10 @@ from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.step.build.step import Step
 from towerjax.step.look.audited import asked, noting_its_audit
-from towerjax.step.run.verdicts import NONE, send_to_host
+from towerjax.step.run.verdicts import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
-from towerjax.step.state.faults import NonFiniteError, Place
+from towerjax.step.state.faults import NonFiniteError
+from towerjax.step.state.next_state import NONE
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.types import PyTree
 
@@ -194,7 +195,7 @@ class Loop:
             return
         try:
             if self._raises and self._log.skipped:
-                raise self._refused(self._log.skipped[0])
+                raise self._step.refused(self._log.skipped[0])
             self._save(last=True)
         except Exception as failure:
             failure.add_note(f"{error!r} had asked the run to end.")
@@ -213,8 +214,8 @@ class Loop:
         row, refused = self._record_oldest()
         self._writers.raise_failure()
         number = self._recorded
-        if refused and self._raises:
-            raise self._located(number, placed)
+        if refused is not None and self._raises:
+            raise self._located(refused, placed)
         for hook in self._options.hooks:
             if not isinstance(hook, WithState):
                 hook(number, row)
@@ -233,9 +234,12 @@ class Loop:
         """The error of a refused step, with the tower and leaf that was not finite.
 
         The step's batch is run again, with the present parameters: the step changed
-        none, but later steps may have.
+        none, but later steps may have. Where towers are merged later, so is it told,
+        and the batch is gone.
         """
         state = self.point.state
+        if number != self._recorded:
+            return self._step.refused(number)
         try:
             places = self._step.locate(state, placed, number=number)
             outcome = "" if places else ": all values were finite"
@@ -243,19 +247,17 @@ class Loop:
             note = f"To find this the batch was run again, {after}."
         except RuntimeError as failure:  # such as too little memory
             places, note = (), f"Looking for the place failed: {failure}"
-        error = self._refused(number, places)
+        error = self._step.refused(number, places)
         error.add_note(note)
         return error
 
-    def _refused(self, number: int, places: Sequence[Place] = ()) -> NonFiniteError:
-        return NonFiniteError(number, places, guard=self._step.options.guard)
-
-    def _record_oldest(self) -> tuple[dict[str, Any], bool]:
-        """Put a step into the history and the files; whether it was refused."""
+    def _record_oldest(self) -> tuple[dict[str, Any], int | None]:
+        """Put a step into the history and the files; the step that it refused."""
         call = self._in_flight[0]
         metrics, verdict = jax.device_get((call.metrics, call.verdict))
         row = {name: x[()] for name, x in metrics.items()}  # NumPy's scalars
-        refused = self._step.options.on_nonfinite != "ignore" and verdict != NONE
+        is_told = self._step.options.on_nonfinite != "ignore" and verdict != NONE
+        refused = int(verdict) % 2**32 if is_told else None
         time_s = time.time()
         with self.guard:  # so that each step is once in the history and in the files
             number, examples = self._recorded + 1, call.placed.num_examples

@@ -109,12 +109,12 @@ class Members:
             proofs.append((proof.analysis, proof.unmasked))
             now = {name: x for name, x in out.now.items() if name != "step"}
             donated = {**out.donated, "extra": (numbers, out.donated["extra"])}
-            return donated, now, owned(out.metrics), out.finite
+            return donated, now, owned(out.metrics), out.refused
 
         proofs.clear()
-        donated, now, metrics, finite = self._over(train)(donated, kept["rng"])
+        donated, now, metrics, refused = self._over(train)(donated, kept["rng"])
         now["step"] = kept["step"] + 1
-        return Outcome(donated, now, metrics, finite.all())
+        return Outcome(donated, now, metrics, refused.max())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from towerjax.step.state.checks import (
     check_num_towers,
     is_usable,
 )
+from towerjax.step.state.faults import NonFiniteError, Place
 from towerjax.step.state.train_state import (
     TrainState,
     check_params,
@@ -75,7 +76,7 @@ class Step(Examined, Generic[_Result]):
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
-        self.verdicts = Verdicts(placement, raises=raises, guard=options.guard)
+        self.verdicts = Verdicts(placement, self.refused if raises else None)
 
     if not TYPE_CHECKING:
         __getattr__ = explain_missing()
@@ -278,6 +279,11 @@ class Step(Examined, Generic[_Result]):
           NonFiniteError: With ``on_nonfinite="raise"``, a step was refused.
         """
         self.verdicts.settle()
+
+    def refused(self, number: int, places: Sequence[Place] = ()) -> NonFiniteError:
+        """The error of a step that was refused, with the places that are known."""
+        how = {"guard": self.options.guard, "by_tower": self.engine.refuses_by_tower}
+        return NonFiniteError(number % 2**32, places, **how)
 
 
 TrainStep: TypeAlias = Step[tuple[TrainState, Metrics]]

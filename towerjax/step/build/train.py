@@ -63,6 +63,9 @@ class StepFns(NamedTuple):
     # (fn, carry), with fn(carry) -> (accepted, carry, rest), gives (carry, rest); it
     # keeps the old carry where that is not accepted, without a copy of it.
     accept_or_keep: Callable[..., tuple[PyTree, PyTree]] = accept_or_keep
+    # Whether each tower refuses a step for itself. Then ``update`` also returns the
+    # number of the first step that one has refused, int32, or -1.
+    refuses_by_tower: bool = False
 
 
 Extend: TypeAlias = Callable[[StepFns], StepFns]
@@ -263,7 +266,8 @@ def _train_step(
     uses_rows = training.update_extra is not None
     each = training_passes((fns.tower,), strategy, options, rows_used_later=uses_rows)
     passes = (Passes if training.extend is not None else _OfLoss)(each)
-    engine = training_engine(passes, of_last(fns.update), options)
+    update, by_tower = of_last(fns.update), fns.refuses_by_tower
+    engine = training_engine(passes, update, options, by_tower=by_tower)
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if training.extend is not None:
         makes["local"] = lambda params: fns.init(params).get("local", {})

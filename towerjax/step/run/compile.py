@@ -146,7 +146,7 @@ def _step_of(
         out: Outcome = traced(*given)
         if before is None:
             return out
-        return Called(*out[:3], next_verdict(before, out.finite, out.now["step"]))
+        return Called(*out[:3], next_verdict(before, out.refused))
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [inspect.Parameter(name, kind) for name in names]

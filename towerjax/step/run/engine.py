@@ -13,7 +13,6 @@ from towerjax.step.state.next_state import (
     Guard,
     NextState,
     OnNonfinite,
-    OtherLosses,
     Outcome,
     Update,
 )
@@ -133,6 +132,11 @@ class Engine:
         """Whether what is donated is kept unless the step is accepted."""
         return isinstance(self.finish, NextState)
 
+    @property
+    def refuses_by_tower(self) -> bool:
+        """Whether each tower refuses a step for itself, and not all of them."""
+        return isinstance(self.finish, NextState) and self.finish.by_tower
+
     def on(self, strategy: Strategy) -> "Engine":
         """The passes on other towers, without checks and without micro-batches."""
         alike = self.passes.changed(strategy=strategy, micro_batches=1, looks_at=None)
@@ -161,13 +165,13 @@ def training_engine(
     passes: Passes,
     update_fn: Update,
     options: StepOptions,
-    *,
-    needs_examples: bool = True,
-    other_losses: OtherLosses | None = None,
+    **fields: Any,
 ) -> Engine:
-    """The engine whose ``update_fn(state, merged)`` is given what all passes merged."""
-    on_nonfinite = options.on_nonfinite
-    finish = NextState(update_fn, on_nonfinite, needs_examples, other_losses)
+    """The engine whose ``update_fn(state, merged)`` is given what all passes merged.
+
+    ``fields`` are further ones of its `NextState`.
+    """
+    finish = NextState(update_fn, options.on_nonfinite, **fields)
     ins = state_ins(passes.each[0].strategy)
     outs = Outcome(ins["state"], *[Layout.MIRRORED] * 3)
     return Engine(passes, finish, ins, outs, donate=options.donate)

@@ -1,6 +1,7 @@
 """The verdict on a step's calls: one number, which travels from call to call."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,17 +10,16 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import place_own
-from towerjax.step.state.faults import NonFiniteError
+from towerjax.step.state.next_state import NONE
 from towerjax.types import Layout, PyTree
 
-NONE, ASKED_EACH = -1, 8
-"""The verdict that no step was refused, else it is the first's number; and calls."""
+ASKED_EACH = 8
+"""After how many calls what they tell is read, where each would stall the devices."""
 
 
-def next_verdict(before: jax.Array, finite: jax.Array, number: jax.Array) -> jax.Array:
+def next_verdict(before: jax.Array, refused: jax.Array) -> jax.Array:
     """In a program: the verdict of the call before, or else that on this step."""
-    number = number.astype(before.dtype)  # of a state whose step is int64
-    return jnp.where((before != NONE) | finite, before, number)
+    return jnp.where(before != NONE, before, refused)
 
 
 def send_to_host(tree: PyTree, placement: Placement) -> None:
@@ -39,8 +39,11 @@ class Verdicts:
     begins. CPUs of one process need no copy: each call reads it if its step has run.
     """
 
-    def __init__(self, placement: Placement, *, raises: bool, guard: str) -> None:
-        self._placement, self._raises, self._guard = placement, raises, guard
+    def __init__(
+        self, placement: Placement, error: Callable[[int], Exception] | None
+    ) -> None:
+        """``error``: of a refused step's number, what to raise; None: nothing."""
+        self._placement, self._error, raises = placement, error, error is not None
         several = placement.num_processes > 1
         self._is_read = raises or several  # another may have died, which reading tells
         self._polls = placement.platform == "cpu" and not several
@@ -87,9 +90,9 @@ class Verdicts:
     def _read(self, verdicts: list[jax.Array]) -> None:
         for verdict in verdicts:
             number = self._fetch(verdict)  # raises if the devices failed
-            if number != NONE and self._raises:
+            if number != NONE and self._error is not None:
                 self._newest, self._asked = [], []
-                raise NonFiniteError(number % 2**32, guard=self._guard)
+                raise self._error(number)
 
     def _fetch(self, x: jax.Array) -> int:
         """A number on the host; a transfer is meant, so transfer guards allow it."""

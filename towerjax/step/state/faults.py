@@ -185,6 +185,8 @@ class Place:
 class NonFiniteError(Portable, FloatingPointError):
     """The loss or a gradient of a step was NaN or infinite; it changed nothing.
 
+    Where towers train alone, the tower whose it was left its step out.
+
     Attributes:
       step: Which step, counted from 1, as history and hooks do.
       places: A `Place` for each tower and leaf; empty where not known:
@@ -192,10 +194,21 @@ class NonFiniteError(Portable, FloatingPointError):
     """
 
     def __init__(
-        self, step: int, places: Sequence[Place] = (), *, guard: str = "gradients"
+        self,
+        step: int,
+        places: Sequence[Place] = (),
+        *,
+        guard: str = "gradients",
+        by_tower: bool = False,
     ) -> None:
         looked_at = "loss" if guard == "loss" else "loss or a gradient"
         what = f"The {looked_at} of step {step} was not finite, so it changed nothing."
+        if by_tower:
+            what = (
+                f"A tower's {looked_at.replace(' a ', ' ')} was not finite in step"
+                f" {step}. That tower left the step out, and the others trained; since"
+                " then the towers were merged, which is when it is told."
+            )
         where = f" Found: {places_text(places)}." if places else ""
         advice = (
             "Lower the learning rate, clip gradients, or look at the batch;"
