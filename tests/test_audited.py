@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from audited_losses import BATCH, PARAMS, RIGHT, WRONG, errors
+from flax import linen as nn
 from jax.experimental import io_callback
 
 import towerjax as tj
@@ -135,6 +136,90 @@ def test_each_kind_of_step_is_audited_unasked(runs, make):
         step = make(True, audit=False)
         step(step.init(PARAMS) if make is own_step else PARAMS, BATCH)
     assert not step.is_audited and step.audit_report is None
+
+
+def root_of_own_mean(params, batch, tower):
+    return tj.Weighted(jnp.sqrt(errors(params, batch).mean()), 1.0)
+
+
+def trained_by_a_model(loss_fn):
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+    mode = tj.estimator.Mode.TRAIN
+
+    def model_fn(variables, features, labels, mode, tower):
+        of = lambda params: loss_fn(params, features, tower)  # noqa: E731
+        loss, train_op = optimizer.minimize(of, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=train_op)
+
+    model = tj.estimator.replicate_model_fn(model_fn, devices=FOUR)
+    return model(model.init(tj.TrainState.create(PARAMS, optimizer)), BATCH, None, mode)
+
+
+def evaluated(loss_fn):
+    metric_fn = lambda *args: {"loss": loss_fn(*args)}  # noqa: E731
+    return tj.build_eval_step(metric_fn, FOUR)(PARAMS, BATCH)
+
+
+MAY_PAD = {
+    "step": lambda loss_fn: train(step_of(loss_fn, remainder="pad")),
+    "evaluation": evaluated,
+    "model": trained_by_a_model,
+}
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("way", MAY_PAD)
+def test_what_full_batches_show_is_refused_where_others_may_be_padded(runs, way):
+    with pytest.raises(tj.testing.SplitError) as error:
+        MAY_PAD[way](root_of_own_mean)
+    [loss] = [x for x in error.value.findings if "loss" in x.leaf]
+    own = np.asarray(errors(PARAMS, BATCH), np.float64)[:12]
+    np.testing.assert_allclose(loss.one_tower, np.sqrt(own.mean()), rtol=1e-5)
+    if loss.split == "evenly":
+        halves = np.sqrt(own.reshape(2, 6).mean(1))
+        np.testing.assert_allclose(loss.value, halves.mean(), rtol=1e-5)
+
+
+def flax_norm(params, batch, tower):
+    norm = nn.BatchNorm(False, axis_name=tower.axis_names, use_scale=False)
+    variables = norm.init(jax.random.key(0), batch["x"][:1])
+    x, _ = norm.apply(variables, batch["x"], mutable=["batch_stats"])
+    return tj.Weighted.mean(errors(params, {**batch, "x": x}), tower.weight)
+
+
+def without_weights(params, batch, tower):
+    return tj.Weighted.mean(errors(params, batch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_fn", [flax_norm, without_weights])
+@pytest.mark.parametrize("way", MAY_PAD)
+def test_what_is_right_of_full_batches_is_audited_without_a_line(runs, way, loss_fn):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MAY_PAD[way](loss_fn)
+    assert len(runs) == 1
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_padded_is_refused_with_its_own_number_of_examples():
+    step = step_of(without_weights, remainder="pad")
+    short = jax.tree.map(lambda x: x[:22], BATCH)
+    for call in (step, step.audit):
+        with pytest.raises(ValueError, match="A batch of 22 examples was padded"):
+            call(step.init(PARAMS), short)
+
+
+def divides_by_padding(params, batch, tower):
+    rows = tower.weight / (tower.weight > 0)
+    return tj.Weighted((errors(params, batch) * rows).sum(), 1.0)
+
+
+@pytest.mark.slow
+def test_what_is_wrong_of_some_rows_is_refused_though_others_give_no_number(runs):
+    """Padding has 0 / 0, so that the second comparison has nothing to compare."""
+    with pytest.raises(tj.testing.SplitError, match="evenly"):
+        train(step_of(divides_by_padding, remainder="pad"))
 
 
 LAID_OUT = {"w": np.float32([1, -1, 2, 0.5]), "m": np.ones((4, 4, 4), np.float32)}

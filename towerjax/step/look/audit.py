@@ -30,6 +30,8 @@ from towerjax.step.look.comparison import (
 )
 from towerjax.step.look.run_towers import DRAWS, RowsToRun, Towers, compare
 from towerjax.step.run.engine import Engine
+from towerjax.step.run.programs import refuse_padding
+from towerjax.step.run.prove import prove
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
@@ -57,7 +59,9 @@ def run_audit(
     The rows are the batch's first: few, or where the function takes no few, as many as
     a tower function is called with, in one of ``parts`` calls; two at least. Where
     batches may be padded, they are compared once more with half as many for the second
-    tower, and with more padding on the one: what counts padding differs.
+    tower, and with more padding on the one: what counts padding differs. What is wrong
+    because nothing in it says which rows are padding is compared without any, as is
+    right for full batches: a padded one is refused.
     """
     rows = _on_host(batch)
     total, split = len(feed.batches(rows, 1)), strategy.placement.row_parts
@@ -78,8 +82,21 @@ def run_audit(
             if size == sizes[-1]:
                 raise
         else:
-            return audit.run()
-    raise AssertionError
+            break
+    try:
+        return audit.run()
+    except (NotAudited, SplitError) as error:
+        unmasked = audit.unmasked()
+        if unmasked and total % (parts * split):
+            refuse_padding(total, unmasked)
+        if unmasked or (pads and isinstance(error, NotAudited)):
+            # What is wrong without padding is wrong, whatever padding gives.
+            report = run_audit(engine, strategy, state, batch, parts=parts, pads=False)
+            if unmasked:
+                return report
+        if isinstance(error, SplitError):
+            raise advise(audit, error) from None
+        raise
 
 
 class Audit:
@@ -157,12 +174,11 @@ class Audit:
                 return report
             self.two_towers = self.towers(2, rows=2 * self.each)
             self._traced(self.two_towers)
-        try:
-            return self._judged()
-        except SplitError as error:
-            if self.pads:
-                self.one_tower.prove(self.splits[1])
-            raise advise(self, error) from None
+        return self._judged()
+
+    def unmasked(self) -> list[str]:
+        """What counts padded rows, since nothing in it says which ones they are."""
+        return prove(self.one_tower.trace(self.first)).unmasked() if self.pads else []
 
     def _judged(self) -> AuditReport:
         """The report of the splits, and of the first one's rows in other orders.
@@ -179,16 +195,8 @@ class Audit:
             return self.judge([*runs, *self.compared(permuted)])
 
     def compared(self, splits: list[RowsToRun]) -> list[Compared]:
-        """The splits, on two towers and on one; raise first for one that is wrong."""
-        runs = list[Compared]()
-        try:
-            for split in splits:
-                runs += compare(self.one_tower, [self.two_towers], [(split, split)])
-        except NotAudited:
-            if runs:
-                self.judge(runs)
-            raise
-        return runs
+        """The splits, on two towers and on one."""
+        return [*compare(self.one_tower, [self.two_towers], [(x, x) for x in splits])]
 
     def judge(self, runs: list[Compared]) -> AuditReport:
         """The report of such runs; raises where a leaf differs."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from typing import NoReturn
 
 import jax
 
@@ -211,16 +212,21 @@ def _first_of(values: PyTree, placement: Placement) -> PyTree:
 def refuse_unread_weight(batch: PlacedBatch, proof: Proof) -> None:
     """Raise if padded rows would count in a sum."""
     if batch.padded and (unmasked := proof.unmasked()):
-        unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
-        shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
-        raise ValueError(
-            f"A batch of {batch.num_examples} examples was padded, but {shown} does not"
-            " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
-            "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
-            " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), and"
-            " other collectives alike, TowerBatchNorm in place of another batch norm,"
-            " or use remainder='drop' or 'error'."
-        )
+        refuse_padding(batch.num_examples, unmasked)
+
+
+def refuse_padding(examples: int, unmasked: Sequence[str]) -> NoReturn:
+    """Raise for a padded batch of so many examples, with what counts its padding."""
+    unmasked = sorted(unmasked, key=len)  # so that losses come before gradients
+    shown = ", ".join(unmasked[:8]) + " ..." * (len(unmasked) > 8)
+    raise ValueError(
+        f"A batch of {examples} examples was padded, but {shown} does not"
+        " depend on tower.weight, so padding would count. Write tj.Weighted.mean("
+        "losses, tower.weight), tj.Sum(tower.weight @ values), tj.Rows({'x': x,"
+        " 'weight': tower.weight}), tower.all_gather((x, tower.weight)), and"
+        " other collectives alike, TowerBatchNorm in place of another batch norm,"
+        " or use remainder='drop' or 'error'."
+    )
 
 
 def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
