@@ -210,6 +210,12 @@ def donated(take):
     return call
 
 
+def put_aside():
+    kept = []
+    jax.eval_shape(kept.append, np.float32(1))
+    return kept[0]
+
+
 def twice(devices):
     """A state of which one array is two leaves."""
 
@@ -245,6 +251,10 @@ NO_ARRAYS_TEXT += r" func.*params\['name'\] is a str"
 TWINS = r"params\[0\]\['kernel'\] and .*\[1\]\['kernel'\] are one nnx.Param, .*split"
 FLOAT8 = start(k=np.ones(3, "float8_e4m3fn"))
 FLOAT8_TEXT = r"is floating.*params\['k'\] is float8_e4m3fn\."
+UNPACK, NO_STATE = r"state, metrics = step\(state, batch\)\.$", "^The state is None. G"
+ASIDE = r": a function computed it .*put it aside.*return it.*tj\.TowerOutput\(loss"
+MIXED = {"x": np.ones(4, np.float32), 0: np.ones(4, np.float32)}
+KEYS = " is a dict with the keys 'x', 0, of several types.* Make them all texts"
 OTHERS, ELSEWHERE = "towers than 2: state.local", r"not a tj.TrainState. Make it with"
 SWAPPED = r"build_train_step: optimizer is a Mirrored, strategy is a Gradient\w+, as if"
 SWAPPED += r" arguments were swapped. Write build_train_step\(loss_fn, optimizer, strat"
@@ -283,7 +293,38 @@ CALLS = {
     "a state of the host": (in_place(lambda: jax.device_get(start_of())), "the host"),
     "parameters as a state": (in_place(start), ELSEWHERE),
     "None as a state": (in_place(lambda: None), ELSEWHERE),
-    "a state and more": (in_place(lambda: (start_of(), 1)), ELSEWHERE),
+    "a state and more": (in_place(lambda: (start_of(), 1)), UNPACK),
+    **{f"what a step returned, to {name}": (lambda call=call: call(used()), UNPACK)
+        for name, call in {
+            "its fn": lambda both: both[0].fn((both[1], {}), good()),
+            "an evaluation": lambda both: evaluate((both[1], {}), good()),
+            "tj.evaluate": lambda both: tj.evaluate(
+                tj.build_eval_step(metric_fn, S), (both[1], {}), [good()]),
+            "check": lambda both: both[0].check((both[1], {}), good()),
+            "init": lambda both: both[0].init((both[1], {})),
+            "place": lambda both: both[0].place((both[1], {}))}.items()},
+    "a donated state, to fn": (
+        donated(lambda step, state: step.fn(state, good())), DONATED),
+    "a donated state, to place": (
+        donated(lambda step, state: step.place(state)), DONATED),
+    "None to evaluate": (lambda: tj.evaluate(
+        tj.build_eval_step(metric_fn, S), None, [good()]), NO_STATE),
+    "None to an evaluation": (lambda: evaluate(None, good()), NO_STATE),
+    "a value put aside, as a batch": (
+        lambda: used()[0](used()[1], {**good(), "y": put_aside()}),
+        rf"^batch\['y'\]{ASIDE}"),
+    "a value put aside, as parameters": (lambda: init({"w": put_aside()})(),
+        rf"^params\['w'\]{ASIDE}"),
+    "a value put aside, to evaluate": (
+        lambda: evaluate({"w": put_aside()}, good()), rf"^state\['w'\]{ASIDE}"),
+    **{f"mixed keys, to {name}": (call, text) for name, call, text in [
+        ("init", init({"a": start(), "b": MIXED}), rf"^params\['b'\]{KEYS}"),
+        ("init, extra", init(extra=[MIXED]), rf"^extra\[0\]{KEYS}"),
+        ("create", lambda: tj.TrainState.create(MIXED, SGD), f"^params{KEYS}"),
+        ("a step", lambda: used()[0](used()[1], MIXED), f"^batch{KEYS}"),
+        ("check", lambda: build().check(start(), MIXED), f"^batch{KEYS}"),
+        ("batches", lambda: tj.batches(MIXED, 2), f"^batch{KEYS}"),
+        ("a data set", lambda: [*S.distribute_dataset([MIXED])], f"^batch{KEYS}")]},
     "no copies": (copies(), rf"{OTHERS}.* model\.init\(tj\.TrainState\.create"),
     "three copies": (copies(3), OTHERS), "four copies": (copies(4, 2), OTHERS),
     "other parameters": (

@@ -254,7 +254,8 @@ def test_refusals_name_the_leaf_and_what_to_write():
         (half, None, r"params\['scale'\] is float8.*trainable="),
         (lora(), lambda name, leaf: name == "base", r"params\['base'\] is int8"),
         (lora(), False, "chooses none .* names are 'a', 'b', 'base'"),
-        (lora(), {"a": True}, "not the upper part of params"),
+        (lora(), {"A": True}, r"params have no \['A'\]; params\['a'\] is left out; "),
+        ([lora()], (True,), r"it is PyTreeDef\(\(\*,\)\), and params are PyTree"),
         (lora(), "a", "must be a function"),
     ]:
         with pytest.raises(ValueError, match=text):

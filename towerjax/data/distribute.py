@@ -23,7 +23,7 @@ from towerjax.data.stream import (
     InputContext,
     Stream,
     check_source,
-    from_tensor,
+    from_tensors,
     has_cursor,
     open_source,
 )
@@ -127,7 +127,7 @@ class DistributedDataset:
         self, number: int, stopped: threading.Event, source: Any, most_rows: int
     ) -> Generator[tuple[PlacedBatch, Any]]:
         """Each round's batch, and the cursor after it."""
-        elements = (jax.tree.map(from_tensor, x) for x in source)
+        elements = (from_tensors(x) for x in source)
         peers: Exchange | None = None
         taken: Any = None  # of the newest round that this process has a part of
         if self._asks_peers:

@@ -19,9 +19,10 @@ from towerjax.mesh.transfer import (
     has_sharding,
     place_own,
     place_rows,
+    refuse_traced,
 )
 from towerjax.types import Layout, PerTower, PyTree
-from towerjax.types.leaves import held_dtype, native, refuse_traced, refuse_unheld
+from towerjax.types.leaves import held_dtype, native, refuse_unheld
 
 BATCH_LAYOUT = {
     "batch": Layout.PER_TOWER,
@@ -179,7 +180,7 @@ class Placer:
             else:
                 arrays = place_rows(batch, self.placement, Layout.PER_TOWER)
             return template.with_arrays(arrays)
-        refuse_traced(batch)
+        refuse_traced("batch", batch)
         rows, counts, shared = self._fit(batch)
         arrays = place_rows(rows, self.placement, Layout.PER_TOWER)
         placed = self.wrap_arrays(arrays, counts, shared, rows)

@@ -14,7 +14,13 @@ from jax import lax
 
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.types import PyTree, Whole, named_leaves
+from towerjax.types import (
+    PyTree,
+    Whole,
+    named_leaves,
+    refuse_unsortable,
+    sorted_keys,
+)
 from towerjax.types.leaves import (
     a_type,
     differences,
@@ -74,7 +80,8 @@ def fingerprint_of(batch: PyTree) -> str:
 
 def without_shared(batch: PyTree) -> tuple[PyTree, list[PyTree]]:
     """The batch without the values of its `Whole` leaves, and these values."""
-    held = [x.value for x in parts_of(Whole, batch)]
+    with sorted_keys("batch", batch):
+        held = [x.value for x in parts_of(Whole, batch)]
     return map_parts(Whole, lambda _: Whole(None), batch), held
 
 
@@ -270,7 +277,11 @@ def row_weights(
 
 def flatten_with_key(batch: PyTree) -> tuple[list[Any], Any, Any]:
     """A batch's leaves, its tree, and a key (or None) of all else that is read."""
-    leaves, treedef = jax.tree.flatten(batch)
+    try:
+        leaves, treedef = jax.tree.flatten(batch)
+    except ValueError:
+        refuse_unsortable("batch", batch)
+        raise
     key: list[Any] = [jax.config.read("jax_enable_x64"), treedef]
     for x in leaves:
         if type(x) is np.ndarray:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.types import PyTree
+from towerjax.types import PyTree, sorted_keys
 from towerjax.types.leaves import a_type
 from towerjax.types.options import check_takes
 from towerjax.types.warning import warn
@@ -97,7 +97,13 @@ def is_function(source: Any) -> bool:
     return not isinstance(source, Iterable) and not hasattr(source, "as_numpy_iterator")
 
 
-def from_tensor(leaf: Any) -> Any:
+def from_tensors(batch: PyTree) -> PyTree:
+    """A batch with arrays in place of tensors of other libraries."""
+    with sorted_keys("batch", batch):
+        return jax.tree.map(_from_tensor, batch)
+
+
+def _from_tensor(leaf: Any) -> Any:
     """A tensor of another library as an array; any other leaf as it is."""
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return leaf

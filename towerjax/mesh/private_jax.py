@@ -15,6 +15,7 @@ from jax._src.core import (  # 0.10 to 0.12
     add_explicit_mesh_axis_names,  # 0.10 to 0.12
     extend_axis_env_nd,
     get_axis_env,
+    trace_state_clean,
 )
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
@@ -66,6 +67,11 @@ def is_literal_zero(x: Any) -> bool:
     """Is ``x``, now being traced, the number 0, as the tangent of a constant is?"""
     literal = getattr(x, "val", None)
     return isinstance(literal, Literal) and not np.any(literal.val)
+
+
+def is_tracing() -> bool:
+    """Does JAX trace a function now?"""
+    return not trace_state_clean()
 
 
 def bind_axis(name: Hashable) -> AbstractContextManager[None]:

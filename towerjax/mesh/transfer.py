@@ -11,15 +11,17 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from towerjax.mesh.placement import Placement, whole_on
-from towerjax.mesh.private_jax import put
+from towerjax.mesh.private_jax import is_tracing, put
 from towerjax.mesh.processes import from_first_process, require_same, says_if_alone
-from towerjax.types import Layout, PyTree
+from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import (
+    has_tracers,
     held_dtype,
     is_key,
     is_traced,
     key_data,
     like_key,
+    listed,
     refuse_unheld,
 )
 
@@ -27,6 +29,30 @@ from towerjax.types.leaves import (
 # Bytes below which a program's own copy of an argument takes the least time, and from
 # which NumPy's does, whose pages are large.
 _ALIGNED, _SMALL, _LARGE = 64, 2**17, 2**20
+
+
+def refuse_leaked(root: str, tree: PyTree) -> None:
+    """Raise for what a function under a trace, which has ended, has put aside."""
+    named = named_leaves(root, tree)
+    leaked = [name for name, x in named if isinstance(x, Tracer)]
+    if leaked and not is_tracing():
+        raise ValueError(
+            f"{listed(leaked)}: a function computed it while JAX traced it, and put it"
+            " aside, in a list, a global or an attribute. It has no value: return it"
+            " from the function, of a loss function tj.TowerOutput(loss, metrics={...})"
+            "."
+        )
+
+
+def refuse_traced(root: str, tree: PyTree) -> None:
+    """Raise if a step, which places and donates, is given what has no value."""
+    refuse_leaked(root, tree)
+    if has_tracers(tree):
+        raise ValueError(
+            "A step is called from Python, and JAX traces what it was given. Inside of"
+            " jax.jit, scan, vmap or grad write step.fn(state, batch), of a train step;"
+            " what a function has computed and put aside is to be returned by it."
+        )
 
 
 def place(

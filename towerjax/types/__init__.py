@@ -1,9 +1,10 @@
 """The nouns: Sum, Rows, Whole, PerTower, TowerOutput, Reduction and Layout."""
 
+import contextlib
 import dataclasses
 import enum
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -232,9 +233,41 @@ def names_by_key(tree: PyTree) -> list[str]:
 
 def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """``(name, leaf)`` of every leaf, in tree order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    with sorted_keys(root, tree):
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     keystr = jax.tree_util.keystr
     return [(f"{root}{keystr(path)}", leaf) for path, leaf in leaves]
+
+
+@contextlib.contextmanager
+def sorted_keys(root: str, tree: PyTree) -> Iterator[None]:
+    """The context that names the dict of a tree whose keys JAX cannot sort."""
+    try:
+        yield
+    except ValueError:
+        refuse_unsortable(root, tree)
+        raise
+
+
+def refuse_unsortable(root: str, tree: PyTree) -> None:
+    """Raise where a dict has keys that JAX cannot sort."""
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_unsortable)
+    for path, x in named:
+        if _is_unsortable(x):
+            raise ValueError(
+                f"{leaf_name(root, path)} is a dict with the keys"
+                f" {', '.join(map(repr, x)):.200}, of several types, which JAX cannot"
+                " sort. Make them all texts."
+            )
+
+
+def _is_unsortable(x: Any) -> bool:
+    """Whether it is a dict with keys of several types."""
+    try:
+        sorted(x if isinstance(x, dict) else ())
+    except TypeError:
+        return True
+    return False
 
 
 def readable_leaves(root: str, tree: PyTree) -> list[tuple[str, Any]]:

@@ -305,16 +305,6 @@ def has_tracers(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
-def refuse_traced(tree: PyTree) -> None:
-    """Raise if a step, which places and donates, is called inside a trace."""
-    if has_tracers(tree):
-        raise ValueError(
-            "A step is called from Python, and JAX traces what it was given. Inside of"
-            " jax.jit, scan, vmap or grad write step.fn(state, batch), of a train step;"
-            " what a function has computed and put aside is to be returned by it."
-        )
-
-
 def is_traced(tree: PyTree) -> bool:
     """Whether any leaf is a tracer, or a new array would be one."""
     return has_tracers((tree, jax.device_put(np.int32(0))))

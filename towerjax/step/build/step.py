@@ -20,6 +20,7 @@ from towerjax.step.state.checks import (
     OTHER_STATE,
     check_is_state,
     check_made_for,
+    check_not_donated,
     check_num_towers,
     is_usable,
 )
@@ -189,6 +190,7 @@ class Step(Examined, Generic[_Result]):
         if isinstance(self.policy, Read):
             return self.start(state)
         check_is_state(state)
+        check_not_donated(state)
         check_num_towers(state, self.strategy.placement.num_towers)
         layouts = state_layout(self.strategy)
         placed = place(state, self.strategy.placement, layouts, state.params)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch
-from towerjax.mesh.transfer import on_every_process, place
+from towerjax.mesh.transfer import on_every_process, place, refuse_traced
 from towerjax.step.run.engine import Engine
 from towerjax.step.state.accumulators import TowersOwn, owned, without_padding
 from towerjax.step.state.checks import (
@@ -23,12 +23,17 @@ from towerjax.step.state.checks import (
     place_others,
     with_numbers_placed,
 )
-from towerjax.step.state.train_state import TrainState, join_state, state_layout
+from towerjax.step.state.train_state import (
+    TrainState,
+    join_state,
+    refuse_result,
+    state_layout,
+)
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tf1.values import stack_local
 from towerjax.towers.variables import is_never_read
 from towerjax.types import Layout, PyTree
-from towerjax.types.leaves import refuse_traced, refuse_unheld
+from towerjax.types.leaves import refuse_unheld
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +58,7 @@ class StatePolicy:
     def as_state(self, given: PyTree) -> TrainState:
         """The state of what is given, shapes or traced: nothing is placed."""
         check_is_state(given)
+        check_not_donated(given)
         check_made(given, self.made(given.params))
         return given
 
@@ -110,15 +116,18 @@ class Read(StatePolicy):
 
     def as_state(self, given: PyTree) -> TrainState:
         """What is read of a state or of bare parameters."""
-        if not isinstance(given, TrainState):
+        if isinstance(given, TrainState):
+            check_not_donated(given)
+        else:
+            _check_read(given)
             given = jax.tree.map(jnp.asarray, given)
         return _model_part(given, jnp.int32(0), jax.random.key(0))
 
     def start(self, given: PyTree, expected: TrainState | None) -> TrainState:
         """What is read of a state or of bare parameters, on the devices."""
-        refuse_traced(given)
+        refuse_traced("state", given)
         if not isinstance(given, TrainState):
-            refuse_unheld("params", given)
+            _check_read(given)
         model = _model_part(given, *self.counters)
         check_not_donated(model)
         check_num_towers(model, self.strategy.num_towers)
@@ -135,6 +144,17 @@ class Read(StatePolicy):
         (merged,) = owned(out, lambda own: on_every_process(own, placement))
         (result,) = without_padding(merged, batch).values()
         return result
+
+
+def _check_read(params: PyTree) -> None:
+    """Raise unless devices can hold parameters that are given in place of a state."""
+    refuse_result(params)
+    if params is None:
+        raise ValueError(
+            "The state is None. Give a tj.TrainState, or parameters alone; a function"
+            " that reads none takes ()."
+        )
+    refuse_unheld("params", params)
 
 
 def _model_part(given: PyTree, *counters: jax.Array) -> TrainState:

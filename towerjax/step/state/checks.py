@@ -8,8 +8,13 @@ import numpy as np
 
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import DeviceArray
-from towerjax.mesh.transfer import has_sharding, place
-from towerjax.step.state.train_state import TrainState, split_state, state_layout
+from towerjax.mesh.transfer import has_sharding, place, refuse_traced
+from towerjax.step.state.train_state import (
+    TrainState,
+    refuse_result,
+    split_state,
+    state_layout,
+)
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree, named_leaves
 from towerjax.types.leaves import (
@@ -17,7 +22,6 @@ from towerjax.types.leaves import (
     few,
     is_deleted,
     listed,
-    refuse_traced,
     refuse_unheld,
     unlike,
 )
@@ -110,6 +114,7 @@ def is_usable(state: Any) -> bool:
 def check_is_state(state: Any, make: str = "step.init(params).") -> None:
     """Raise unless it is a ``TrainState``; ``make`` says how one is made."""
     if not isinstance(state, TrainState):
+        refuse_result(state)
         raise ValueError(
             f"The state is {a_type(state)}, not a tj.TrainState. Make it with {make}"
         )
@@ -185,7 +190,7 @@ def check_num_towers(state: TrainState, num_towers: int) -> None:
 
 def check_leaves(state: TrainState) -> None:
     """Raise unless a state holds numbers, and arrays that are still there."""
-    refuse_traced(state)
+    refuse_traced("state", state)
     check_not_donated(state)
     refuse_unheld("state", state)
 

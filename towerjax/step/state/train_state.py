@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from towerjax.mesh.processes import require_same
-from towerjax.mesh.transfer import place
+from towerjax.mesh.transfer import place, refuse_leaked
 from towerjax.step.state.update import OF_MODELS, trainable_flags
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tf1.values import stack_local
@@ -260,8 +260,19 @@ def join_local(local: PyTree, more: dict[str, PyTree]) -> dict[str, PyTree]:
     return {**local, **more}
 
 
+def refuse_result(given: Any) -> None:
+    """Raise for all that a step returned, in the place of a state or parameters."""
+    if isinstance(given, tuple) and given and isinstance(given[0], TrainState):
+        raise ValueError(
+            "A state is expected, but this is what a step returned, (state, metrics)."
+            " Take it apart: state, metrics = step(state, batch)."
+        )
+
+
 def check_params(params: PyTree) -> PyTree:
     """Check parameters, and return them as JAX arrays."""
+    refuse_result(params)
+    refuse_leaked("params", params)
     if hasattr(params, "opt_state"):
         further = "and give build_train_step its optimizer (of Flax state.tx)"
         if isinstance(params, TrainState):
@@ -270,7 +281,7 @@ def check_params(params: PyTree) -> PyTree:
             f"params is {a_type(params)}, not parameters. Begin anew with"
             f" step.init(state.params), {further}."
         )
-    if not jax.tree.leaves(params):
+    if not named_leaves("params", params):
         raise ValueError(f"params holds no arrays: {params!r}.")
     refuse_unheld("params", params)
     if "flax.nnx" in sys.modules:

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
 from towerjax.proof.interpreter import Interpreter
-from towerjax.types import PyTree, named_leaves, readable_leaves
+from towerjax.types import PyTree, leaf_name, named_leaves, readable_leaves
 from towerjax.types.leaves import check_like, few, listed, unlike
 from towerjax.types.version import page
 
@@ -44,8 +44,9 @@ def trainable_flags(
             flags = jax.tree.broadcast(trainable, params)
         except ValueError as error:
             raise ValueError(
-                f"trainable is not the upper part of params: {error}. Give it the same"
-                " containers, and True or False for a leaf or for all below."
+                "trainable is not the upper part of params:"
+                f" {_unlike(trainable, params)}. Give it the same containers and names,"
+                " and True or False for a leaf or for all below."
             ) from error
     named, chosen = named_leaves("params", shapes), jax.tree.leaves(flags)
     if trainable is not None and not any(chosen):
@@ -64,6 +65,24 @@ def trainable_flags(
             " fixed; cast inside the loss function to what is narrower."
         )
     return flags
+
+
+def _unlike(trainable: PyTree, params: PyTree) -> str:
+    """In what a tree of bool is not the upper part of parameters."""
+    flags, leaves = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (trainable, params)
+    )
+
+    def above(path: tuple[Any, ...], leaf: tuple[Any, ...]) -> bool:
+        return leaf[: len(path)] == path
+
+    unknown = [x for x in flags if not any(above(x, leaf) for leaf in leaves)]
+    left_out = [x for x in leaves if not any(above(flag, x) for flag in flags)]
+    texts = [f"params have no {leaf_name('', x)}" for x in unknown]
+    texts += [f"{leaf_name('params', x)} is left out" for x in left_out]
+    given, expected = jax.tree.structure(trainable), jax.tree.structure(params)
+    return listed(texts or [f"it is {given}, and params are {expected}"])
 
 
 def _refuse_statistics(params: PyTree, advice: str) -> None:
