@@ -1,9 +1,13 @@
 """Which steps are audited unasked, how often, and what is said of the others."""
 
 import dataclasses
+import errno
 import functools
 import json
+import os
+import pathlib
 import shutil
+import sys
 import time
 import warnings
 
@@ -18,7 +22,7 @@ from jax.experimental import io_callback
 
 import towerjax as tj
 from towerjax.step.look import audited, examine
-from towerjax.step.look.comparison import NotAudited
+from towerjax.step.look.comparison import AuditReport, NotAudited
 from towerjax.tools.sweep.bench import _timed
 
 FOUR, ONE = tj.Mirrored(("cpu:0",), towers=4), tj.OneDevice()
@@ -325,36 +329,169 @@ def test_a_program_is_audited_once(counted):
     assert len(counted) == 9
 
 
-@pytest.mark.slow
-def test_a_verdict_stays_beside_the_programs_of_a_cache(counted, tmp_path, monkeypatch):
+@pytest.fixture
+def cache():
+    """Sets the folder of JAX's cache."""
     before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    try:
-        train(step_of())
-        forget()
-        step = step_of()
-        train(step)
-        assert len(counted) == 1 and step.audit_report == counted[0]
-        [path] = (tmp_path / "audited").iterdir()
-        # A verdict under another program's name, one that was changed, one cut short.
-        train(step_of(scaled(2.0)))
-        [other] = [x for x in (tmp_path / "audited").iterdir() if x != path]
-        kept = json.loads(path.read_text())
-        changed = {**kept, "report": {**kept["report"], "examples": 80}}
-        for text in (other.read_text(), json.dumps(changed), path.read_text()[:-9]):
-            path.write_text(text)
-            forget()
-            counted.clear()
-            train(step_of())
-            assert len(counted) == 1
-        # One of another version.
+    yield functools.partial(jax.config.update, "jax_compilation_cache_dir")
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.slow
+def test_a_verdict_stays_beside_the_programs_of_a_cache(
+    counted, tmp_path, monkeypatch, cache
+):
+    cache(str(tmp_path))
+    train(step_of())
+    forget()
+    step = step_of()
+    train(step)
+    assert len(counted) == 1 and step.audit_report == counted[0]
+    [path] = (tmp_path / "audited").iterdir()
+    # A verdict under another program's name, one that was changed, one cut short.
+    train(step_of(scaled(2.0)))
+    [other] = [x for x in (tmp_path / "audited").iterdir() if x != path]
+    kept = json.loads(path.read_text())
+    changed = {**kept, "report": {**kept["report"], "examples": 80}}
+    for text in (other.read_text(), json.dumps(changed), path.read_text()[:-9]):
+        path.write_text(text)
         forget()
         counted.clear()
-        monkeypatch.setattr(audited, "__version__", "0.0.1")
         train(step_of())
         assert len(counted) == 1
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    # One of another version.
+    forget()
+    counted.clear()
+    monkeypatch.setattr(audited, "__version__", "0.0.1")
+    train(step_of())
+    assert len(counted) == 1
+
+
+# Folders of JAX's cache that take no record, and what fails in a folder that does.
+UNWRITTEN = {
+    "below a file": ("file/cache", None),
+    "of an unknown store": ("nowhere://bucket", None),
+    "of a store whose library is absent": ("gs://bucket/cache", None),
+    "of another user": ("cache", (pathlib.Path, "mkdir", PermissionError)),
+    "full": ("cache", (pathlib.Path, "replace", OSError)),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_a_record_that_cannot_be_kept_is_a_line(tmp_path, monkeypatch, cache, name):
+    folder, failure = UNWRITTEN[name]
+    (tmp_path / "file").write_text("")
+    cache(folder if "://" in folder else str(tmp_path / folder))
+    if folder.startswith("gs:"):
+        monkeypatch.setitem(sys.modules, "gcsfs", None)
+    if failure is not None:
+        where, what, kind = failure
+
+        def fail(*_, **__):
+            raise kind(errno.ENOSPC, "No space left")
+
+        monkeypatch.setattr(where, what, fail)
+    forget()
+    with pytest.warns(UserWarning, match="has passed, but its record cannot be kept"):
+        audited.keep("program", some_report())
+    assert audited.verdict_on("program") == some_report()
+    forget()
+    assert audited.verdict_on("program") is None
+    monkeypatch.undo()
+    assert not [*tmp_path.rglob("*program*")]
+
+
+def some_report():
+    return AuditReport((2,), 12, 5, ("loss",), (), 1e-7, "loss")
+
+
+def test_a_record_is_read_and_written_through_no_symbolic_link(tmp_path, cache):
+    outside, folder = tmp_path / "outside", tmp_path / "cache" / "audited"
+    forget()
+    cache(str(tmp_path / "other"))
+    audited.keep("program", some_report())
+    record = (tmp_path / "other" / "audited" / "program.json").read_text()
+    cache(str(tmp_path / "cache"))
+    for link, target in (folder / "program.json", outside), (folder, tmp_path / "out"):
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        (tmp_path / "out").mkdir(exist_ok=True)
+        link.parent.mkdir(parents=True)
+        outside.write_text(record)
+        (tmp_path / "out" / "program.json").write_text(record)
+        link.symlink_to(target)
+        forget()
+        assert audited.verdict_on("program") is None
+        outside.write_text("mine")
+        (tmp_path / "out" / "program.json").write_text("mine")
+        with pytest.warns(UserWarning, match="is a symbolic link"):
+            audited.keep("program", some_report())
+        assert outside.read_text() == "mine"
+        assert [x.read_text() for x in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def sealed(**changes):
+    """A record with the seal of its own fields; None leaves one out."""
+    fields = json.loads(json.dumps(dataclasses.asdict(some_report()))) | changes
+    fields = {name: x for name, x in fields.items() if x is not None}
+    return json.dumps({"report": fields, "seal": audited._seal("program", fields)})
+
+
+FORGED = [
+    *[sealed(**{x.name: None}) for x in dataclasses.fields(AuditReport)],
+    *[sealed(**{x.name: {"a": 1}}) for x in dataclasses.fields(AuditReport)],
+    *[sealed(towers=x) for x in (2, ["2"], [2.0], [[2]], [True])],
+    *[sealed(compared=x) for x in ("loss", [1], [None], ["loss", ["loss"]])],
+    *[sealed(examples=x) for x in ("12", 12.5, True)],
+    *[sealed(largest=x) for x in ("0", 1, [0.1])],
+    *[sealed(by_rounding="loss"), sealed(more=1)],
+    *["", "null", "[]", "3", '{"report": 1}', "[" * 100_000, "\0", "1" * 5000],
+    json.dumps({"report": [], "seal": audited._seal("program", [])}),
+    json.dumps({"report": None, "seal": audited._seal("program", None)}),
+]
+
+
+def test_a_malformed_record_is_none(tmp_path, cache):
+    cache(str(tmp_path))
+    path = tmp_path / "audited" / "program.json"
+    path.parent.mkdir()
+    for text in [*FORGED, sealed(), b"\xff"]:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        forget()
+        found = audited.verdict_on("program")
+        assert found == (some_report() if text == sealed() else None), text
+    path.unlink()
+    os.mkfifo(path)
+    forget()
+    assert audited.verdict_on("program") is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loss", "rule"])
+def test_of_a_program_with_a_callback_there_is_no_record(counted, where):
+    """The function that it calls may have changed, which its program does not show."""
+
+    def step_with(factor):
+        def call(x):
+            return jax.pure_callback(
+                lambda x: factor * x, x, x, vmap_method="expand_dims"
+            )
+
+        @jax.custom_vjp
+        def scale(x):
+            return x if where == "rule" else call(x)
+
+        rule = call if where == "rule" else lambda g: g
+        scale.defvjp(lambda x: (scale(x), None), lambda _, g: (rule(g),))
+
+        def loss_fn(params, batch, tower):
+            own = scale(errors(params, batch))
+            return tj.Weighted.mean(own, tower.weight)
+
+        return step_of(loss_fn)
+
+    for factor in (1, 2, 2):
+        train(step_with(np.float32(factor)))
+    assert len(counted) == 3
 
 
 @pytest.mark.slow

@@ -4,11 +4,15 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
+import os
+import pathlib
 import re
+import secrets
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -16,17 +20,19 @@ from etils import epath
 from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof.equation import all_jaxprs, open_jaxpr
+from towerjax.proof.equation import all_eqns, all_jaxprs, open_jaxpr
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.look.comparison import AuditReport, NotAudited
 from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
-from towerjax.types.leaves import key_data
+from towerjax.types.leaves import key_data, shown
 from towerjax.types.version import __version__
 from towerjax.types.warning import warn
 
 MOST_PARAMETERS = 250_000_000
 """Of a step that is audited unasked, where no accelerator says what it has left."""
+
+_MOST_BYTES = 10_000_000  # of a record: what is longer is cut, and is none
 
 _SMALL = ". Run step.audit(state, batch) with a small model of its kind"
 
@@ -113,18 +119,24 @@ def too_large(params: PyTree, devices: int) -> str | None:
     return None
 
 
-def program_hash(traced: Traced, **options: Any) -> str:
-    """A hash of what towers run, with its shapes, constants, options and versions."""
+def program_hash(traced: Traced, **options: Any) -> str | None:
+    """A hash of what towers run, with its shapes, constants, options and versions.
+
+    None where they call Python, since no program shows that a callback has changed.
+    """
+    passes = [x for each in traced.passes for x in (each.weights, each) if x]
+    # Of members, the step is traced in the update.
+    jaxprs = [x.towers.jaxpr for x in passes] or [traced.finish]
+    eqns = itertools.chain.from_iterable(map(all_eqns, jaxprs))
+    if any("callback" in eqn.primitive.name for eqn in eqns):
+        return None
     versions = jax.__version__, __version__, jax.default_backend()
     digest = hashlib.sha256(repr((versions, sorted(options.items()))).encode())
-    for each in traced.passes:
-        for jaxpr in [x.towers.jaxpr for x in (each.weights, each) if x]:
-            # Functions in it have addresses, others in each process.
-            digest.update(re.sub(r"0x[0-9a-f]+", "", str(jaxpr)).encode())
-            for array in _constants_in(jaxpr):
-                digest.update(np.asarray(key_data(array)).tobytes())
-    if not traced.passes:  # of members, whose step is traced in its update
-        digest.update(re.sub(r"0x[0-9a-f]+", "", str(traced.finish)).encode())
+    for jaxpr in jaxprs:
+        # Functions in it have addresses, others in each process.
+        digest.update(re.sub(r"0x[0-9a-f]+", "", str(jaxpr)).encode())
+        for array in _constants_in(jaxpr):
+            digest.update(np.asarray(key_data(array)).tobytes())
     return digest.hexdigest()
 
 
@@ -136,26 +148,31 @@ def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
             yield from (x.val for x in eqn.invars if isinstance(x, Literal))
 
 
-def verdict_on(program: str) -> AuditReport | None:
+def verdict_on(program: str | None) -> AuditReport | None:
     """What an audit of the program found, if any is kept; the same on all processes."""
-    fields = call_on_first_process(lambda: _read(program))
-    if fields is None:
+    if program is None:
         return None
-    lists: dict[str, Any] = {
-        k: tuple(x) if isinstance(x, list) else x for k, x in fields.items()
-    }
-    return AuditReport(**lists)
+    fields = call_on_first_process(lambda: _read(program))
+    return fields and _report_of(fields)
 
 
-def keep(program: str, report: AuditReport) -> None:
-    """Keep a verdict in memory and in the folders there are."""
+def keep(program: str | None, report: AuditReport) -> None:
+    """Keep a verdict in memory and in the folders there are; say where it cannot be."""
+    if program is None:
+        return
     fields = json.loads(json.dumps(dataclasses.asdict(report)))
     _in_memory()[program] = fields
-    if jax.process_index() == 0:
-        text = json.dumps({"report": fields, "seal": _seal(program, fields)})
-        for path in _paths(program):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    if jax.process_index() != 0:
+        return
+    text = json.dumps({"report": fields, "seal": _seal(program, fields)})
+    for folder in _folders():
+        try:
+            _write(folder, program, text)
+        except Exception as error:  # a store raises what it likes
+            warn(
+                f"the audit has passed, but its record cannot be kept in {folder!r}, so"
+                f" that the next process audits the step again: {error}"
+            )
 
 
 @functools.cache
@@ -165,15 +182,32 @@ def _in_memory() -> dict[str, dict[str, Any]]:
 
 
 def _read(program: str) -> dict[str, Any] | None:
+    """The fields of the program's report; what is no record of ours is none at all."""
     if program in _in_memory():
         return _in_memory()[program]
-    for path in _paths(program):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            kept = json.loads(path.read_text())
-            if kept["seal"] == _seal(program, kept["report"]):
-                _in_memory()[program] = kept["report"]
-                return kept["report"]
+    for folder in _folders():
+        with contextlib.suppress(Exception):
+            kept = json.loads(_read_text(folder, program))
+            fields = kept["report"]
+            if kept["seal"] == _seal(program, fields) and _report_of(fields):
+                _in_memory()[program] = fields
+                return fields
     return None
+
+
+def _report_of(fields: dict[str, Any]) -> AuditReport:
+    """The report of fields as JSON has them; raise unless each is of its type."""
+    kinds = get_type_hints(AuditReport)
+    if fields.keys() != kinds.keys():
+        raise ValueError(f"A report has {[*kinds]}, and not {[*fields]}.")
+    values = dict[str, Any]()
+    for name, kind in kinds.items():
+        value, [kind, *several] = fields[name], get_args(kind) or [kind]
+        each = value if several else [value]
+        if not isinstance(each, list) or any(type(x) is not kind for x in each):
+            raise ValueError(f"{name} of a report is {shown(value)}.")
+        values[name] = tuple(value) if several else value
+    return AuditReport(**values)
 
 
 def _seal(program: str, fields: dict[str, Any]) -> str:
@@ -185,8 +219,50 @@ def _seal(program: str, fields: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _paths(program: str) -> list[epath.Path]:
-    """The files of a verdict: beside JAX's programs, and those of a run."""
+def _folders() -> list[str]:
+    """Where verdicts are kept: beside JAX's programs, and in the folder of a run."""
     config: Any = jax.config
     folders = [config.jax_compilation_cache_dir, ASKED.get().folder]
-    return [epath.Path(x) / "audited" / f"{program}.json" for x in folders if x]
+    return [os.fspath(folder) for folder in folders if folder]
+
+
+def _write(folder: str, program: str, text: str) -> None:
+    """Write a record as a whole: beside, and then renamed, where files can be."""
+    path = _path(folder, program)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not isinstance(path, pathlib.Path):  # a store writes files as wholes
+        path.write_text(text)
+        return
+    _refuse_links(path)
+    being_made = path.with_suffix(f".{secrets.token_hex(8)}")
+    try:
+        with open(being_made, "x") as file:
+            file.write(text)
+        being_made.replace(path)
+    finally:
+        being_made.unlink(missing_ok=True)
+
+
+def _read_text(folder: str, program: str) -> bytes:
+    """The text of a record, of which none is long."""
+    path = _path(folder, program)
+    if isinstance(path, pathlib.Path):
+        _refuse_links(path)
+        if not path.is_file():  # a pipe would not end
+            raise FileNotFoundError(path)
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
+
+
+def _path(folder: str, program: str) -> Any:
+    """The file of a verdict: a path of this machine, or of a store."""
+    is_stored = "://" in folder
+    made = epath.Path(folder) if is_stored else pathlib.Path(folder)
+    return made / "audited" / f"{program}.json"
+
+
+def _refuse_links(path: pathlib.Path) -> None:
+    """Raise for a symbolic link, of which nobody knows where it leads."""
+    for each in (path.parent, path):
+        if each.is_symlink():
+            raise OSError(f"{each} is a symbolic link")
