@@ -141,7 +141,7 @@ def test_only_four_files_name_the_executors():
     allowed = {"mesh/placement.py", "towers/executors.py"}
     allowed |= {f"towers/lowering/{name}.py" for name in ("tower_axis", "vmap_sums")}
     # Any program, in an example.
-    allowed.add("tools/testing/programs.py")
+    allowed |= {f"tools/testing/{name}.py" for name in ("programs", "same")}
     # Rows of towers, and what devices share, in an update.
     allowed |= {f"contrib/{name}.py" for name in ("by_owner", "diloco")}
     for path in ROOT.rglob("*.py"):

@@ -28,7 +28,7 @@ WHOLE = P()
 
 
 def mesh_of(devices):
-    return Mesh(np.array(jax.devices()[:devices]), "i")
+    return Mesh(devices, "i")
 
 
 def mapped(fn, *args, out=WHOLE, **how):
@@ -99,11 +99,8 @@ def of_pmap(devices):
     def step(w, x, y):
         return lax.pmean(jax.grad(loss)(w, x, y), "i"), x @ w
 
-    rows = [a.reshape(devices, -1, *a.shape[1:]) for a in (X, Y)]
-    return jax.pmap(step, "i", in_axes=(None, 0, 0), devices=jax.devices()[:devices]), (
-        W,
-        *rows,
-    )
+    rows = [a.reshape(len(devices), -1, *a.shape[1:]) for a in (X, Y)]
+    return jax.pmap(step, "i", in_axes=(None, 0, 0), devices=devices), (W, *rows)
 
 
 def of_jit(devices):
@@ -150,11 +147,44 @@ def test_what_does_not_depend_on_it_passes(name):
         assert report.compared == tuple(names.split())
 
 
+def on_all(devices):  # whatever it is given
+    return mapped(lambda w, x: lax.pmean(x.mean(0), "i"), W, X)(jax.devices()[:4])
+
+
+def on_one(devices):
+    return jax.jit(jax.grad(loss)), (W, X, Y)
+
+
+def within(devices):  # on the devices, but for a part of it
+    part = NamedSharding(mesh_of(jax.devices()[:4]), P("i"))
+    fn, args = RIGHT["rows"](devices)
+    whole = NamedSharding(mesh_of(devices), P())
+    put = lambda x: jax.device_put(jax.device_put(x, part), whole)  # noqa: E731
+    return lambda w, x: put(fn(w, x)), args
+
+
+def as_a_number(devices):  # which nobody can see
+    return lambda w, x: float(loss(w, x, 0.0)), (W, X)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize(("make", "text"), [
+    (on_all, r"make\(1 devices\) runs on 4 devices: cpu:0, cpu:1, cpu:2, cpu:3"),
+    (on_one, r"make\(2 devices\) runs on 1 device, as"),
+    (within, r"make\(2 devices\) runs on 4 devices: cpu:0, "),
+    (as_a_number, r"make\(2 devices\) runs on 1 device, as .*return an array"),
+])  # fmt: skip
+def test_a_program_that_runs_on_other_devices_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        tj.testing.same_on_devices(make)
+
+
 def test_a_program_that_draws_anew_is_told():
     drawn = np.random.default_rng(0)
-    make = lambda devices: (lambda: np.float32(drawn.uniform()), ())  # noqa: E731
+    make, _ = WRONG["share"]
+    draws = lambda devices: (lambda x: make(devices)[0](W, x * drawn.uniform()), [X])  # noqa: E731
     with pytest.raises(NotAudited, match="not deterministic"):
-        tj.testing.same_on_devices(make)
+        tj.testing.same_on_devices(draws)
 
 
 @pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 16)])
@@ -164,14 +194,14 @@ def test_numbers_of_devices_that_cannot_be_compared_are_refused(wrong):
 
 
 PROGRAM = """
-import jax, numpy as np
+import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 W, X = np.ones(3, np.float32), np.arange(24, dtype=np.float32).reshape(8, 3)
 
 def made(fn, devices, **how):
-    mesh = Mesh(np.array(jax.devices()[:devices]), "i")
+    mesh = Mesh(devices, "i")
     how |= {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P()}
     return jax.jit(jax.shard_map(fn, **how)), (W, X)
 
@@ -225,14 +255,14 @@ def of_flax(devices, axis="i", masked=False):
         return state.apply_gradients(grads=grads), stats, scale
 
     copies = (state, variables["batch_stats"], dynamic)
-    copies = jax.tree.map(lambda x: np.stack([x] * devices), copies)
-    rows = [a.reshape(devices, -1, *a.shape[1:]) for a in (X, Y, MASK)]
+    copies = jax.tree.map(lambda x: np.stack([x] * len(devices)), copies)
+    rows = [a.reshape(len(devices), -1, *a.shape[1:]) for a in (X, Y, MASK)]
     return jax.pmap(step, axis_name="i"), (copies, *rows)
 
 
 @pytest.mark.slow
 def test_flaxs_own_reductions_are_right():
-    fn, args = of_flax(4)
+    fn, args = of_flax(jax.devices()[:4])
     report = tj.testing.prove(fn, *args)
     assert report.copies == len(jax.tree.leaves(args[0])) and not report.notes
     assert tj.testing.same_on_devices(of_flax).largest < 1e-5
@@ -240,14 +270,14 @@ def test_flaxs_own_reductions_are_right():
 
 @pytest.mark.slow
 def test_flaxs_reductions_without_an_axis_drift():
-    fn, args = of_flax(4, axis=None)
+    fn, args = of_flax(jax.devices()[:4], axis=None)
     [note] = tj.testing.prove(fn, *args).notes
     assert "each device is given a copy, and returns another" in note
 
 
 @pytest.mark.slow
 def test_flaxs_masked_batch_norm_depends_on_the_devices():  # flax#2417, still so
-    fn, args = of_flax(4, masked=True)
+    fn, args = of_flax(jax.devices()[:4], masked=True)
     assert not tj.testing.prove(fn, *args).notes
     with pytest.raises(tj.testing.SplitError, match="depend on the number of devices"):
         tj.testing.same_on_devices(functools.partial(of_flax, masked=True))

@@ -28,7 +28,7 @@ import numpy as np
 
 import towerjax as tj
 from benchmarks.foreign import rl, supervised
-from benchmarks.foreign.adapt import Absent, Made
+from benchmarks.foreign.adapt import Absent, Devices, Made
 
 NOT_USED = (
     "algoperf._version ase cv2 dm_pix flaxformer h5py matscipy pandas pycolmap pyscf"
@@ -46,7 +46,7 @@ class Program:
     """A program: where it is from, how it is called, and what it turned out to be.
 
     Attributes:
-      make: ``number of devices -> (fn, args)``, its own step with global arguments.
+      make: ``devices -> (fn, args)``, its own step with global arguments.
       repository: ``owner/name`` at GitHub.
       commit: Of its sources.
       file: Of the step.
@@ -207,8 +207,8 @@ PROGRAMS = [
 def by_hand(make: Callable[..., Made]) -> tuple[float, float, float]:
     """The size of the step on one device and on four, and how far they are apart."""
     steps = []
-    for devices in (1, 4):
-        fn, args = make(devices)
+    for number in (1, 4):
+        fn, args = make(jax.devices()[:number])
         old = _first(args[0])
         out = fn(*args)
         is_whole = jax.tree.structure(out) == jax.tree.structure(args[0])
@@ -236,17 +236,17 @@ def check(program: Program, folder: pathlib.Path) -> dict[str, Any]:
         importlib.import_module("tensorflow_probability.substrates.jax")
     sys.meta_path.append(Absent(NOT_USED.split()))
     jax.config.update("jax_num_cpu_devices", 4)
-    made = functools.cache(program.make)
+    made = functools.cache(lambda number: program.make(jax.devices()[:number]))
 
-    def make(devices: int) -> Made:  # what a step has donated is made of copies
-        fn, args = made(devices)
+    def make(devices: Devices) -> Made:  # what a step has donated is made of copies
+        fn, args = made(len(devices))
         return fn, jax.tree.map(lambda x: x.copy(), args)
 
     row: dict[str, Any] = {"hand": by_hand(make)}
     if program.without:
         row["without"] = by_hand(functools.partial(program.make, **program.without))
     try:
-        fn, args = make(4)
+        fn, args = make(jax.devices())
         row["prove"] = str(tj.testing.prove(fn, *args))
     except tj.ReplicationError as error:
         row["prove"] = str(error)

@@ -10,13 +10,13 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from towerjax.types import PyTree
 
 Made = tuple[Callable[..., Any], Sequence[Any]]
+Devices = list[Any]  # of ``jax.Device``, which type checkers take for a variable
 
 
 class Empty(mock.MagicMock):
@@ -66,19 +66,21 @@ def _within(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _within(constant)
 
 
-def copies(tree: PyTree, devices: int) -> PyTree:
+def copies(tree: PyTree, devices: Devices) -> PyTree:
     """A copy for each device, as `flax.jax_utils.replicate` makes them."""
-    return placed(jax.tree.map(lambda x: jnp.stack([x] * devices), tree), devices, "i")
+    number = len(devices)
+    return placed(jax.tree.map(lambda x: jnp.stack([x] * number), tree), devices, "i")
 
 
-def parts(tree: PyTree, devices: int) -> PyTree:
+def parts(tree: PyTree, devices: Devices) -> PyTree:
     """The rows of each device, ``[devices, rows, ...]``."""
-    return jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), tree)
+    number = len(devices)
+    return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), tree)
 
 
-def placed(tree: PyTree, devices: int, *spec: str) -> PyTree:
+def placed(tree: PyTree, devices: Devices, *spec: str) -> PyTree:
     """Copies on the devices, or what their axis splits."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), spec or ("i",))
+    mesh = Mesh(devices, spec or ("i",))
     return jax.device_put(tree, NamedSharding(mesh, P(*spec)))
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.foreign.adapt import Made, copies, inner, normal, parts
+from benchmarks.foreign.adapt import Devices, Made, copies, inner, normal, parts
 
 
-def brax_ppo(devices: int, **options: Any) -> Made:
+def brax_ppo(devices: Devices, **options: Any) -> Made:
     """A minibatch of PPO."""
     from brax.training import gradients, types
     from brax.training.agents.ppo import losses, networks
@@ -47,7 +47,7 @@ def brax_ppo(devices: int, **options: Any) -> Made:
     return jax.pmap(step, axis_name="i"), (*state, parts(data, devices))
 
 
-def brax_apg(devices: int, bound: float = 0.1) -> Made:
+def brax_apg(devices: Devices, bound: float = 0.1) -> Made:
     """A minibatch of analytic policy gradients."""
     from brax.envs import base
     from brax.training.acme import running_statistics
@@ -89,7 +89,7 @@ def brax_apg(devices: int, bound: float = 0.1) -> Made:
     return jax.pmap(of_device, axis_name="i"), (*held, parts(state, devices))
 
 
-def ferminet(devices: int) -> Made:
+def ferminet(devices: Devices) -> Made:
     """A step on the energy of helium, clipped about the median of all."""
     from ferminet import constants, hamiltonian, loss, networks, train
 

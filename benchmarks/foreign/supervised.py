@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.foreign.adapt import Made, copies, inner, normal, parts, placed
+from benchmarks.foreign.adapt import Devices, Made, copies, inner, normal, parts, placed
 
 
 def images(size: int = 8) -> tuple[jax.Array, jax.Array]:
@@ -19,7 +19,7 @@ def images(size: int = 8) -> tuple[jax.Array, jax.Array]:
     return normal(8, size, size, 3) * bright, jnp.arange(8) % 10
 
 
-def nequix(devices: int, atoms: int | None = None) -> Made:
+def nequix(devices: Devices, atoms: int | None = None) -> Made:
     """A step on graphs of two to nine atoms."""
     import equinox as eqx
     import jraph
@@ -48,7 +48,7 @@ def nequix(devices: int, atoms: int | None = None) -> Made:
     def batch(graphs: Any) -> Any:  # one graph more, and atoms, pad
         return jraph.pad_with_graphs(jraph.batch(graphs), 48, 96, len(graphs) + 1)
 
-    graphs, each = [graph(atoms or 2 + i) for i in range(8)], 8 // devices
+    graphs, each = [graph(atoms or 2 + i) for i in range(8)], 8 // len(devices)
     rows = [batch(graphs[i : i + each]) for i in range(0, 8, each)]
     sgd = optax.sgd(0.1)
     names = ("energy_weight", "force_weight", "stress_weight", "loss_type", "ema_decay")
@@ -75,7 +75,7 @@ def nequix(devices: int, atoms: int | None = None) -> Made:
     return jax.pmap(of_arrays, axis_name="device"), (*state, rows)
 
 
-def flax_imagenet(devices: int) -> Made:
+def flax_imagenet(devices: Devices) -> Made:
     """A step of a ResNet of one block, with BatchNorm."""
     import models
     import train
@@ -93,7 +93,7 @@ def flax_imagenet(devices: int) -> Made:
     return jax.pmap(step, axis_name="batch"), (copies(state, devices), batch)
 
 
-def flax_lm1b(devices: int) -> Made:
+def flax_lm1b(devices: Devices) -> Made:
     """A step of a language model on rows of other lengths, by jit with shardings."""
     import models
     import train
@@ -117,7 +117,7 @@ def flax_lm1b(devices: int) -> Made:
     )
 
 
-def vit(devices: int, dropout: float = 0.0) -> Made:
+def vit(devices: Devices, dropout: float = 0.0) -> Made:
     """A step of a vision transformer, with two micro-batches."""
     from ml_collections import ConfigDict
     from vit_jax import models_vit, train
@@ -142,12 +142,12 @@ def vit(devices: int, dropout: float = 0.0) -> Made:
     return update, (*state, parts(batch, devices), keys)
 
 
-def vit_dropout(devices: int) -> Made:
+def vit_dropout(devices: Devices) -> Made:
     """The same with dropout, of which each device draws its own."""
     return vit(devices, dropout=0.1)
 
 
-def haiku_imagenet(devices: int) -> Made:
+def haiku_imagenet(devices: Devices) -> Made:
     """A step of a ResNet of four blocks, with BatchNorm."""
     import haiku as hk
     from absl import flags
@@ -164,7 +164,7 @@ def haiku_imagenet(devices: int) -> Made:
     return train.train_step, (copies(state, devices), parts(batch, devices))
 
 
-def scenic(devices: int, masked: int = 3) -> Made:
+def scenic(devices: Devices, masked: int = 3) -> Made:
     """A step of a classifier of which padding rows are masked."""
     from ml_collections import ConfigDict
     from scenic.projects.baselines import fully_connected
@@ -198,7 +198,7 @@ def scenic(devices: int, masked: int = 3) -> Made:
     return jax.pmap(new_state, axis_name="batch"), (copies(state, devices), batch)
 
 
-def multinerf(devices: int, heavy: float = 4.0) -> Made:
+def multinerf(devices: Devices, heavy: float = 4.0) -> Made:
     """A step on rays of other weights, as of a Bayer mosaic."""
     import gin
     from internal import configs, models, train_utils, utils
@@ -233,7 +233,7 @@ def multinerf(devices: int, heavy: float = 4.0) -> Made:
     return new_state, (copies(state, devices), parts(batch, devices), keys)
 
 
-def big_vision(devices: int, **config: Any) -> Made:
+def big_vision(devices: Devices, **config: Any) -> Made:
     """A step of a vision transformer by jit with shardings."""
     import big_vision.optax as bv_optax
     from big_vision import train
@@ -254,7 +254,7 @@ def big_vision(devices: int, **config: Any) -> Made:
         "update_fn",
         bv_optax=bv_optax,
         config=given,
-        devices_flat=jax.devices()[:devices],
+        devices_flat=devices,
         model=net,
         tx=tx,
     )
@@ -264,12 +264,12 @@ def big_vision(devices: int, **config: Any) -> Made:
     return jax.jit(step), (state, key, placed(batch, devices, "data"))
 
 
-def big_vision_mixup(devices: int) -> Made:
+def big_vision_mixup(devices: Devices) -> Made:
     """The same with mixup, of the images of each device."""
     return big_vision(devices, mixup={"p": 0.2})
 
 
-def algoperf(devices: int) -> Made:
+def algoperf(devices: Devices) -> Made:
     """A step of NAdamW on MNIST with weights of rows, by jit with shardings."""
     from algoperf.workloads.mnist.mnist_jax.workload import MnistWorkload
     from algorithms.baselines.external_tuning import jax_nadamw_full_budget as nadamw
@@ -288,7 +288,7 @@ def algoperf(devices: int) -> Made:
     return jax.jit(step), (*state, batch)
 
 
-def kfac(devices: int) -> Made:
+def kfac(devices: Devices) -> Made:
     """A step of K-FAC with adaptive damping."""
     import kfac_jax
 
@@ -318,7 +318,8 @@ def kfac(devices: int) -> Made:
     state = optimizer.init(params, how["rng"], rows)
 
     def step(params: Any, state: Any, rows: Any, how: Any) -> Any:
-        with mock.patch("jax.device_count", lambda: devices):  # it counts rows by that
+        # It counts rows by that.
+        with mock.patch("jax.device_count", lambda: len(devices)):
             return optimizer.step(params, state, batch=rows, global_step_int=0, **how)
 
     return step, (params, state, rows, how)

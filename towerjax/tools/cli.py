@@ -18,7 +18,10 @@ from towerjax.mesh.devices import want_cpu_devices
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.sweep.bench import bench as bench_all
 from towerjax.tools.sweep.bench import resolve
-from towerjax.tools.testing import SplitError, prove, same_on_devices
+from towerjax.tools.testing import SplitError, same_on_devices
+from towerjax.tools.testing.programs import proved
+from towerjax.tools.testing.runs import UserProgram
+from towerjax.tools.testing.same import lists_of_devices
 from towerjax.towers.strategies import Mirrored
 from towerjax.types.options import check_takes
 from towerjax.types.version import __version__
@@ -156,30 +159,42 @@ def audit(make_step: str, json: bool = False) -> int:
 def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> int:
     """Check a JAX program on several numbers of devices.
 
-    What its maps over devices call the same is proved, and results are compared.
+    What its maps over devices call the same is proved. What it returns, and what it
+    changes in place, is compared with one device.
 
     Example:
       towerjax check train:make --devices 1 2 4
 
-    where make(devices) returns (fn, args) for so many devices.
+    where make(devices) is given a list of devices and returns (fn, args).
 
     exit code: 0 if nothing depends on them, 1 if something does, 2 for wrong arguments.
     """
     want_cpu_devices(max(devices))
     maker = resolve(make, "train:make")
-    check_takes(f"{make.rpartition(':')[2]}(devices)", maker, max(devices))
-    fn, args = maker(max(devices))
-    told, faults = [], dict[str, Any]()
-    for name, run in {
-        "proof": lambda: prove(fn, *args),
-        "comparison": lambda: same_on_devices(maker, devices),
-    }.items():
-        try:
-            told.append(str(run()))
-        except ReplicationError as error:
-            told.append("\n".join(str(error).splitlines()[:_SCREEN]))
-            faults[name] = str(error)
-    outcome = {"same": not faults, "findings": faults}
+    lists = lists_of_devices(devices)
+    form = f"{make.rpartition(':')[2]}(devices)"
+    check_takes(form, maker, lists[max(devices)])
+    told, faults, notes = list[str](), dict[str, str](), list[str]()
+    fields = dict[str, Any]()
+    try:
+        outcome = same_on_devices(maker, devices)
+        told.append(str(outcome))
+        notes += outcome.notes
+        fields = {"compared": outcome.compared, "not_compared": outcome.not_compared}
+    except SplitError as error:
+        faults["comparison"] = str(error)
+    # What has run, and is not traced, cannot be.
+    program = UserProgram(form, maker(lists[max(devices)]))
+    traced, why = program.trace()
+    try:
+        if traced:
+            proof = proved(traced, program.args)
+            told.insert(0, str(proof))
+            notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
+    except ReplicationError as error:
+        faults["proof"] = str(error)
+    told += ["\n".join(x.splitlines()[:_SCREEN]) for x in faults.values()]
+    outcome = {"same": not faults, "findings": faults, "notes": notes} | fields
     return show("\n".join(told), outcome, json, FAULT if faults else OK)
 
 

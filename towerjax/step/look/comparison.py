@@ -1,7 +1,7 @@
 """Compare what several towers and one tower merged, leaf by leaf."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -74,6 +74,7 @@ class AuditReport:
       by_rounding: Names of leaves that differ by more than the tolerance, and by no
         more than the rounding of what goes in explains, which decides them.
       of: What ``towers`` counts: towers, or devices.
+      notes: What was not seen, or is to be known.
     """
 
     towers: tuple[int, ...]
@@ -85,6 +86,7 @@ class AuditReport:
     largest_leaf: str
     by_rounding: tuple[str, ...] = ()
     of: str = "towers"
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         towers = ", ".join(str(n) for n in self.towers)
@@ -97,7 +99,7 @@ class AuditReport:
             text += f"; not compared: {', '.join(self.not_compared)}"
         if self.by_rounding:
             text += f"; rounding decides {listed(list(self.by_rounding))}"
-        return text
+        return "\n".join([text, *[f"note: {note}" for note in self.notes]])
 
 
 RAISED_ON_OTHER_ROWS = (
@@ -273,6 +275,10 @@ def rounding_of(jaxprs: Iterable[Any]) -> float:
     """The tolerance for rounding: eight times the epsilon of the narrowest dtype."""
     eqns = (eqn for jaxpr in jaxprs for eqn in all_eqns(jaxpr))
     avals = [v.aval for eqn in eqns for v in eqn.outvars]
-    dtypes = {str(getattr(x, "dtype", None)) for x in avals}
+    return rounding_of_dtypes({str(getattr(x, "dtype", None)) for x in avals})
+
+
+def rounding_of_dtypes(dtypes: Collection[str]) -> float:
+    """The tolerance for rounding in any of these dtypes."""
     rtols = {"bfloat16": 8 * 2.0**-7, "float16": 8 * 2.0**-10}
     return next((rtol for dtype, rtol in rtols.items() if dtype in dtypes), _TOLERANCE)

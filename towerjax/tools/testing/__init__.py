@@ -5,7 +5,7 @@ from towerjax.step.look.comparison import Finding as Finding
 from towerjax.step.look.comparison import SplitError as SplitError
 from towerjax.tools.testing.programs import ProgramReport as ProgramReport
 from towerjax.tools.testing.programs import prove as prove
-from towerjax.tools.testing.programs import same_on_devices as same_on_devices
+from towerjax.tools.testing.same import same_on_devices as same_on_devices
 from towerjax.tools.testing.steps import assert_replicates as assert_replicates
 from towerjax.tools.testing.steps import assert_same as assert_same
 from towerjax.tools.testing.steps import one_tower as one_tower

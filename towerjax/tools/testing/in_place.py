@@ -1,0 +1,104 @@
+"""What a program changes in place: of its arguments, and of what its function holds."""
+
+import functools
+import hashlib
+import inspect
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.proof.equation import is_library
+from towerjax.tools.testing.traced import NUMBER_TYPES
+
+# What is looked at, and not into; and what a compiled function of JAX wraps.
+_WHOLE = type | types.ModuleType | str | bytes
+_JAX = "jax", "jaxlib", "numpy"
+_FN = "fn"
+
+
+class Held:
+    """What a program holds before it runs, by name: arrays, numbers and Refs."""
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._roots = {f"args[{i}]": x for i, x in enumerate(args)} | {_FN: fn}
+        self._before = {name: (x, _content(x)) for name, x in _leaves(self._roots)}
+
+    def changed(self) -> dict[str, Any]:
+        """The values that are others than before, by name."""
+        now = dict(_leaves(self._roots))
+        kept = {name for name, x in now.items() if self._is_kept(name, x)}
+        return {name: _read_now(x) for name, x in now.items() if name not in kept}
+
+    def _is_kept(self, name: str, x: Any) -> bool:
+        if name not in self._before:
+            return False
+        old, content = self._before[name]
+        if isinstance(x, jax.Array):
+            return old is x or x.is_deleted()
+        return content == _content(x)
+
+
+def _content(x: Any) -> Any:
+    """What tells whether a value was written; an array of JAX never is."""
+    if isinstance(x, jax.Array):
+        return None
+    x = _read_now(x)
+    if isinstance(x, jax.Array | np.ndarray):
+        return hashlib.sha256(np.asarray(x).tobytes()).digest()
+    return x
+
+
+def _read_now(x: Any) -> Any:
+    return x[...] if _is_ref(x) else x
+
+
+def _is_ref(x: Any) -> bool:
+    return isinstance(x, jax.Ref) and not isinstance(x, jax.Array)
+
+
+def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arrays, numbers and Refs that can be reached, with their names."""
+    todo, seen = [*roots.items()][::-1], dict[int, Any]()
+    names = set[str]()
+    while todo:
+        name, x = todo.pop()
+        if isinstance(x, NUMBER_TYPES) or _is_ref(x):
+            if name not in names:
+                names.add(name)
+                yield name, x
+        elif id(x) not in seen and not isinstance(x, _WHOLE):
+            seen[id(x)] = x  # which keeps it, and with it its id
+            todo += [(name + key, part) for key, part in _held_in(name, x)][::-1]
+
+
+def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
+    """What an object holds, with what its name adds to its own."""
+    if isinstance(x, types.MethodType):
+        return [(".self", x.__self__), ("", x.__func__)]
+    if isinstance(x, functools.partial):
+        bound = {"args": x.args, **x.keywords}
+        return [("", x.func), *[(f".{key}", part) for key, part in bound.items()]]
+    if isinstance(x, types.FunctionType):
+        closed = inspect.getclosurevars(x).nonlocals
+        parts = [(f".{key}", part) for key, part in closed.items()]
+        return [*parts, ("", vars(x).get("__wrapped__"))]
+    is_leaf = functools.partial(operator.is_not, x)
+    if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
+        nodes = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_leaf)
+        return [(jax.tree_util.keystr(path), part) for path, part in nodes]
+    own = getattr(x, "__dict__", {})
+    if type(x).__module__.partition(".")[0] in _JAX:
+        return [("", own.get("__wrapped__"))]  # of a compiled function
+    # What libraries keep in a function, as caches, may well depend on the devices.
+    is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
+    return [] if is_kept else [(f".{key}", part) for key, part in own.items()]
+
+
+def _is_of_library(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return is_library(getattr(module, "__file__", None) or "")

@@ -1,0 +1,189 @@
+"""Run a program that somebody has made: what it gives, call by call, and where."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.mesh.devices import Device
+from towerjax.step.look.run_towers import as_reals, rounded
+from towerjax.tools.testing.in_place import Held
+from towerjax.tools.testing.traced import (
+    ARRAY_TYPES,
+    NUMBER_TYPES,
+    TracedProgram,
+    devices_in,
+    flatten,
+    state_places,
+    trace_or_say_why,
+)
+from towerjax.types import PyTree, named_leaves
+from towerjax.types.leaves import a_type, is_key, key_data
+
+CALLS = 3  # of a program that returns its state, or changes it in place
+_KEY_WORDS = 2, 4  # of a raw key
+
+
+class Value(NamedTuple):
+    """A leaf of what a call gave."""
+
+    numbers: np.ndarray | None  # None: it has none
+    is_state: bool  # an argument comes back so, or it is changed in place
+    is_key: bool
+
+
+class Run(NamedTuple):
+    """What the calls of a program gave, and what it used."""
+
+    calls: tuple[dict[str, Value], ...]
+    devices: frozenset[Device]  # of arguments and results that are laid on some
+    dtypes: frozenset[str]  # of arguments and results
+    is_changed: bool  # something, in place
+
+
+class UserProgram:
+    """What a user's ``make`` returned: a function and its arguments.
+
+    It is run first and then traced, after which what it holds may be tracers.
+    """
+
+    def __init__(self, form: str, made: Any) -> None:
+        match made:
+            case (fn, tuple() | list() as args) if callable(fn):
+                self.fn, self.args = fn, tuple(args)
+            case _:
+                what = a_type(made)
+                if isinstance(made, tuple | list):
+                    what = f"({', '.join(map(a_type, made))})"
+                raise ValueError(
+                    f"{form} must return (fn, args), a function and the tuple of its"
+                    f" arguments, and returned {what}."
+                )
+        leaves, self._treedef = flatten(self.args)
+        self._leaves = [x.copy() if isinstance(x, ARRAY_TYPES) else x for x in leaves]
+        self._given = self._treedef.unflatten(self._leaves)
+        self._is_new = True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its arguments are arrays, numbers and functions alone."""
+        return all(
+            isinstance(x, NUMBER_TYPES | str) or callable(x) for x in self._leaves
+        )
+
+    def run(self, by: float = 0.0) -> Run:
+        """Call it; of arguments that are rounded, where ``by`` says.
+
+        The first run is of the arguments themselves, which may hold one another.
+        """
+        args = self.args if self._is_new and not by else self._copies(by)
+        self._is_new = False
+        held, calls, seen = Held(self.fn, args), list[dict[str, Value]](), [args]
+        for call in range(CALLS):
+            try:
+                out = self.fn(*args)
+            except StopIteration:  # of an iterator that holds the rows of one call
+                if not call:
+                    raise
+                break
+            changed, places = held.changed(), state_places(self._given, out)
+            calls.append(_values(out, places, changed))
+            seen += [out, changed]
+            if not (changed or places):
+                break
+            args = self._after(args, out, places)
+        leaves, _ = flatten(seen)
+        dtypes = {str(x.dtype) for x in leaves if isinstance(x, ARRAY_TYPES)}
+        devices = frozenset(_laid_on(leaves))
+        return Run(tuple(calls), devices, frozenset(dtypes), bool(changed))
+
+    def trace(self) -> tuple[TracedProgram | None, str]:
+        """The traced program, or why it cannot be traced."""
+        if any(isinstance(x, Iterator) for x in self._leaves):
+            return None, "an argument is an iterator"
+        return trace_or_say_why(self.fn, self._copies())
+
+    def _copies(self, by: float = 0.0) -> tuple[Any, ...]:
+        """The arguments as they were, arrays and containers anew."""
+        leaves = [
+            _near(x, by) if isinstance(x, ARRAY_TYPES) else x for x in self._leaves
+        ]
+        return self._treedef.unflatten(leaves)
+
+    def _after(
+        self, args: Sequence[Any], out: PyTree, places: dict[int, int | None]
+    ) -> list[Any]:
+        """The arguments of the next call: a state that was returned, the others again.
+
+        What was donated is a copy.
+        """
+        again, copies = [], self._copies()
+        for i, x in enumerate(args):
+            if i in places:
+                at = places[i]
+                new = out if at is None else out[at]
+                again.append(jax.tree.map(_given_as, copies[i], new))
+            else:
+                gone = [
+                    y.is_deleted() for y in flatten(x)[0] if isinstance(y, jax.Array)
+                ]
+                again.append(copies[i] if any(gone) else x)
+        return again
+
+
+def _near(x: Any, by: float) -> Any:
+    """A copy, rounded by this part of it and placed as it was."""
+    changed = rounded(x, by, only_broken=True) if by else x
+    is_placed = isinstance(x, jax.Array) and changed is not x
+    return jax.device_put(changed, x.sharding) if is_placed else x.copy()
+
+
+def _given_as(old: Any, new: Any) -> Any:
+    """A new value of a state, placed as the old one was given."""
+    if not isinstance(old, NUMBER_TYPES):
+        return old
+    if isinstance(old, jax.Array) and old.committed:
+        return jax.device_put(new, old.sharding)
+    if is_key(new):
+        words = jnp.asarray(np.asarray(key_data(new)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(new))
+    host = np.asarray(new)
+    if isinstance(old, jax.Array):
+        return jnp.asarray(host)
+    return host if isinstance(old, np.ndarray) else host.item()
+
+
+def _values(
+    out: PyTree, places: dict[int, int | None], changed: dict[str, Any]
+) -> dict[str, Value]:
+    """The leaves of what a call returned, and of what it changed in place."""
+    states = ["result" if at is None else f"result[{at}]" for at in places.values()]
+    named = {name: (x, False) for name, x in named_leaves("result", out)}
+    for name in named:
+        if any(name.startswith(state) for state in states):
+            named[name] = named[name][0], True
+    named = {name: (x, True) for name, x in changed.items()} | named
+    return {name: _value(*pair) for name, pair in named.items()}
+
+
+def _value(x: Any, is_state: bool) -> Value:
+    if not isinstance(x, NUMBER_TYPES):
+        return Value(None, is_state, False)
+    data = key_data(x)
+    is_raw = getattr(data, "dtype", None) == np.uint32 and np.ndim(data) in (1, 2)
+    is_one_key = is_key(x) or (is_raw and np.shape(data)[-1] in _KEY_WORDS)
+    return Value(as_reals(data), is_state, is_one_key)
+
+
+def _laid_on(leaves: Iterable[Any]) -> Iterable[Device]:
+    """The devices of arrays that were laid on some: JAX may put the others anywhere."""
+    for x in leaves:
+        if isinstance(x, jax.Array) and x.committed:
+            yield from x.sharding.device_set
+
+
+def meshes_of_trace(traced: TracedProgram | None) -> frozenset[Device]:
+    """The devices of the meshes in a program; none of one that cannot be traced."""
+    return frozenset(devices_in(traced.jaxpr)) if traced else frozenset()

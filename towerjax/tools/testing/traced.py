@@ -1,0 +1,106 @@
+"""Trace any JAX program: its jaxpr, its results, its devices, the state it returns."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AbstractMesh, Mesh, Sharding
+
+from towerjax.mesh.devices import Device
+from towerjax.proof.equation import all_eqns, param_leaves
+from towerjax.types import PyTree
+
+ARRAY_TYPES: Any = jax.Array | np.ndarray | np.generic
+NUMBER_TYPES: Any = ARRAY_TYPES | int | float | complex
+_SHAPED: Any = ARRAY_TYPES | jax.ShapeDtypeStruct
+
+
+class TracedProgram(NamedTuple):
+    """A program that was traced: its jaxpr, and its results with their shapes."""
+
+    jaxpr: ClosedJaxpr
+    out: PyTree
+
+
+def flatten(tree: PyTree) -> tuple[list[Any], Any]:
+    """The leaves and the structure of any tree; an iterator is a leaf."""
+    return jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Iterator))
+
+
+def trace_program(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict
+) -> TracedProgram:
+    """Trace a program.
+
+    Leaves of arguments that are no arrays are constants, as of static arguments. A
+    result that is no number is returned as it is, and is 0 in the jaxpr.
+    """
+    leaves, treedef = flatten((tuple(args), kwargs))
+    at = [i for i, x in enumerate(leaves) if isinstance(x, _SHAPED)]
+    results: Any = None
+
+    def of_arrays(*arrays: Any) -> Any:
+        nonlocal results
+        given = [*leaves]
+        for i, x in zip(at, arrays, strict=True):
+            given[i] = x
+        args, kwargs = treedef.unflatten(given)
+        results = flatten(fn(*args, **kwargs))
+        return [x if isinstance(x, NUMBER_TYPES) else 0 for x in results[0]]
+
+    jaxpr, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(
+        *[leaves[i] for i in at]
+    )
+    pairs = zip(results[0], shapes, strict=True)
+    out = [shape if isinstance(x, NUMBER_TYPES) else x for x, shape in pairs]
+    return TracedProgram(jaxpr, results[1].unflatten(out))
+
+
+def trace_or_say_why(
+    fn: Callable[..., Any], args: Sequence[Any]
+) -> tuple[TracedProgram | None, str]:
+    """Trace a program that has run; or why it cannot be, whatever it raises then."""
+    try:
+        return trace_program(fn, args, {}), ""
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        return None, f"{type(error).__name__}: {lines[0]:.150}"
+
+
+def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
+    """The devices of the meshes and shardings that a program names."""
+    for eqn in all_eqns(jaxpr):
+        for x in param_leaves(eqn.params):
+            mesh = getattr(x, "mesh", x)
+            if isinstance(mesh, Mesh) and not mesh.empty:
+                yield from mesh.devices.flat
+            elif isinstance(x, Sharding) and not isinstance(mesh, AbstractMesh | Mesh):
+                yield from x.device_set
+
+
+def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
+    """Which arguments are a state that is returned, and as which result.
+
+    A state is an argument whose tree and shapes a result has; None: as all of them. A
+    lone array comes back at its own place.
+    """
+    is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind([*args[:1]])
+    kinds = [_kind([x]) for x in ([out] if is_one else out)]
+    places: dict[int, int | None] = {}
+    for i, x in enumerate(args):
+        kind, leaves = _kind([x]), flatten(x)[0]
+        alike = [j for j, of_result in enumerate(kinds) if of_result == kind]
+        at = [i] if i in alike else alike * (len(leaves) > 1)
+        if at and any(isinstance(leaf, _SHAPED) for leaf in leaves):
+            places[i] = None if is_one else at[0]
+    return places
+
+
+def _kind(tree: PyTree) -> Any:
+    leaves, treedef = flatten(tree)
+    return treedef, [
+        np.shape(x) if isinstance(x, NUMBER_TYPES) else getattr(x, "shape", None)
+        for x in leaves
+    ]
