@@ -268,6 +268,20 @@ def test_run_looks_for_the_place_of_a_refused_step():
     assert len(error.history.steps) == int(error.state.step)
 
 
+@pytest.mark.slow
+def test_labels_are_shown_where_the_loss_is_nan():
+    def of_classes(w, batch, tower):
+        losses = optax.softmax_cross_entropy_with_integer_labels
+        return tj.Weighted.mean(losses(batch["x"] @ w, batch["y"]), tower.weight)
+
+    step = build(STRATEGIES["shard_map"](), fn=of_classes, audit=False)
+    w, labels = np.ones((3, 4), np.float32), np.arange(16, dtype=np.int32) % 5
+    with pytest.raises(tj.NonFiniteError, match="label that is no class") as caught:
+        tj.run(step, step.init(w), [batch() | {"y": labels}], progress=False)
+    text = "Of its integers batch['y'] is from 0 to 4; an integer label that is no"
+    assert text in caught.value.__notes__[0]
+
+
 def bad_loss(params, batch, tower):
     return tj.Weighted.mean(params["c"] * batch["one"], tower.weight)
 

@@ -25,7 +25,7 @@ from towerjax.step.build.step import Step
 from towerjax.step.look.audited import asked, noting_its_audit
 from towerjax.step.run.verdicts import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
-from towerjax.step.state.faults import NonFiniteError
+from towerjax.step.state.faults import NonFiniteError, integers_text
 from towerjax.step.state.next_state import NONE
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
 from towerjax.types import PyTree
@@ -245,6 +245,10 @@ class Loop:
             outcome = "" if places else ": all values were finite"
             after = f"after step {step_number(state)}{outcome}"
             note = f"To find this the batch was run again, {after}."
+            has_nan = any(x.part == "loss" and "NaN" in x.kind for x in places)
+            if has_nan and (integers := integers_text(placed.arrays)):
+                why = "an integer label that is no class makes a loss NaN"
+                note += f" Of its integers {integers}; {why}."
         except RuntimeError as failure:  # such as too little memory
             places, note = (), f"Looking for the place failed: {failure}"
         error = self._step.refused(number, places)

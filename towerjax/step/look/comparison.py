@@ -241,7 +241,7 @@ def refuse_nonfinite(leaves: Leaves) -> None:
         if name.startswith("loss") and x is not None and not np.isfinite(x).all():
             raise NotAudited(
                 f"on one tower {name} is not finite. Give parameters and a batch whose"
-                " loss is finite"
+                " loss is finite; an integer label that is no class makes it NaN"
             )
 
 

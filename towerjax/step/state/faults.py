@@ -16,7 +16,7 @@ from towerjax.mesh.devices import Device, canonical_device_name
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import over_devices
-from towerjax.types import Layout, Portable, PyTree, readable_leaves
+from towerjax.types import Layout, Portable, PyTree, named_leaves, readable_leaves
 from towerjax.types.door import door
 from towerjax.types.leaves import key_data, listed, shown
 
@@ -211,7 +211,8 @@ class NonFiniteError(Portable, FloatingPointError):
             )
         where = f" Found: {places_text(places)}." if places else ""
         advice = (
-            "Lower the learning rate, clip gradients, or look at the batch;"
+            "Lower the learning rate, clip gradients, or look at the batch, of which an"
+            " integer label that is no class makes a loss NaN;"
             " on_nonfinite='skip' goes on without such batches, 'ignore' updates all"
             " the same."
         )
@@ -224,6 +225,23 @@ class NonFiniteError(Portable, FloatingPointError):
             advice += " With guard='loss' no step looks at its gradients."
         super().__init__(f"{what}{where} {advice}")
         self.step, self.places = step, tuple(places)
+
+
+def integers_text(batch: PyTree) -> str:
+    """The least and the greatest of each leaf of integers, which may be labels."""
+    named = [
+        (name, x)
+        for name, x in named_leaves("batch", batch)
+        if jnp.issubdtype(x.dtype, jnp.integer) and x.size
+    ]
+    limits = jax.device_get(_limits([x for _, x in named]))
+    pairs = zip(named, limits, strict=True)
+    return listed(f"{name} is from {low} to {high}" for (name, _), (low, high) in pairs)
+
+
+@jax.jit
+def _limits(arrays: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    return [(x.min(), x.max()) for x in arrays]
 
 
 @jax.tree_util.register_dataclass
