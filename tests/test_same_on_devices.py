@@ -217,6 +217,20 @@ def bad(devices):
 
 def unproved(devices):
     return made(jax.grad(loss), devices, check_vma=False)
+
+def everywhere(devices):
+    return good(jax.devices()[:2])
+
+def noted(devices):
+    fn = lambda w, x: 2 * (lax.psum(w, "i") / lax.axis_size("i"))[None]
+    return made(fn, devices, check_vma=False)
+
+def untraced(devices):
+    fn, args = good(devices)
+    return lambda *args: [float(fn(*args).sum()), fn(*args)], args
+
+def forgot(devices):
+    return {"fn": 1}
 """
 
 
@@ -230,6 +244,89 @@ def test_the_command_says_both_and_has_a_status(shell):
     told = json.loads(out)
     assert code == 1 and not told["same"] and {*told["findings"]} >= {"proof"}
     assert shell("check", "of_user:nothing")[0] == 2
+    code, out, err = shell("check", "of_user:everywhere", "--json")
+    assert code == 2 and not out and "runs on 2 devices" in err
+
+
+@pytest.mark.slow
+def test_the_command_has_all_notes_in_its_json(shell):
+    for name, texts in {
+        "noted": ["one call was compared", "what is the same on all is added up"],
+        "untraced": ["one call", "cannot be traced", "nothing is proved"],
+    }.items():
+        code, out, _ = shell("check", f"of_user:{name}", "--devices", "1", "2")
+        _, in_json, _ = shell(
+            "check", f"of_user:{name}", "--devices", "1", "2", "--json"
+        )
+        notes = json.loads(in_json)["notes"]
+        assert code == 0 and all(note in out for note in notes)
+        for note, text in zip(notes, texts, strict=True):
+            assert text in note
+
+
+def test_what_make_must_return_is_one_sentence(shell):
+    code, _, err = shell("check", "of_user:forgot")
+    assert code == 2 and err.count("\n") == 1
+    assert "make(devices) must return (fn, args), " in err and "returned a dict" in err
+    with pytest.raises(ValueError, match=r"and returned \(a function, a str\)"):
+        tj.testing.same_on_devices(lambda devices: (loss, "x"))
+
+
+# What each device returns, of which the host makes one number.
+def of_devices(state, devices, ways=("mean", "sum", "copies"), of_key="split"):
+    number = len(devices)
+    keys = jax.random.split(jax.random.PRNGKey(0), number)
+    if of_key == "copies":
+        keys = np.stack([jax.random.PRNGKey(0)] * number)
+
+    def step(w, x, y, key):
+        errors = (x @ w - y) ** 2
+        told = {"mean": errors.mean(), "sum": errors.sum(), "max": errors.max()}
+        told["copies"] = lax.pmean(told["mean"], "i")
+        grads = jax.grad(loss)(w, x, y)
+        grads = lax.pmean(grads, "i") if state == "reduced" else grads
+        new = jax.random.split(key)[0]
+        return w - 0.1 * grads, {name: told[name] for name in ways}, new
+
+    rows = [a.reshape(number, -1, *a.shape[1:]) for a in (X, Y)]
+    copies = np.stack([W] * number)
+    return jax.pmap(step, "i", devices=devices), (copies, *rows, keys)
+
+
+@pytest.mark.slow
+def test_the_mean_or_sum_of_what_devices_return_may_be_that_of_one():
+    report = tj.testing.same_on_devices(functools.partial(of_devices, "reduced"))
+    told = "devices return different values, whose {} is that of one device"
+    assert report.notes == (
+        f"result[1]['mean']: {told.format('mean')}",
+        f"result[1]['sum']: {told.format('sum')}",
+        "result[2]: not compared: each device has a key of its own",
+    )
+    assert report.not_compared == ("result[2]",) and report.splits == 6
+    same = functools.partial(of_devices, "reduced", of_key="copies")
+    assert "result[2]" in tj.testing.same_on_devices(same).compared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("state", "ways", "leaf"), [
+    ("reduced", ("max",), "result[1]['max']"),  # neither of both
+    ("forgotten", ("mean",), "result[0]"),  # whose mean is right, too
+])  # fmt: skip
+def test_other_values_of_devices_depend_on_them(state, ways, leaf):
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_on_devices(functools.partial(of_devices, state, ways=ways))
+    assert [x.leaf for x in error.value.findings] == [leaf]
+
+
+def test_a_key_is_told_last():
+    def make(devices):
+        key = jax.random.key(len(devices))
+        fn, args = WRONG["share"][0](devices)
+        return lambda *args: (key, fn(*args)), args
+
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_on_devices(make, (1, 2))
+    assert [x.leaf for x in error.value.findings] == ["result[1]", "result[0]"]
 
 
 # What pip packages reduce over devices: Flax's scaled gradient, state and layer.

@@ -24,7 +24,7 @@ def interrupted():
 
 @pytest.mark.parametrize(("said", "arguments"), [
     ("is no function: 3", ["of_user:value"]),
-    ("returns (step, state, batch)", ["of_user:make_value"]),
+    ("make_value() must return (step, state, batch), ", ["of_user:make_value"]),
     ("has no attribute 'nothing'", ["of_user:nothing"]),
     ("is not of the form module:name", ["of_user.py:value"]),
     ("is not of the form module:name", ["../src/of_user:value"]),

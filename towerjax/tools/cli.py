@@ -23,6 +23,7 @@ from towerjax.tools.testing.programs import proved
 from towerjax.tools.testing.runs import UserProgram
 from towerjax.tools.testing.same import lists_of_devices
 from towerjax.towers.strategies import Mirrored
+from towerjax.types.leaves import types_of
 from towerjax.types.options import check_takes
 from towerjax.types.version import __version__
 
@@ -191,6 +192,9 @@ def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> 
             proof = proved(traced, program.args)
             told.insert(0, str(proof))
             notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
+        else:
+            notes.append(f"nothing is proved: the program cannot be traced ({why})")
+            told.append(f"note: {notes[-1]}")
     except ReplicationError as error:
         faults["proof"] = str(error)
     told += ["\n".join(x.splitlines()[:_SCREEN]) for x in faults.values()]
@@ -224,10 +228,14 @@ def _made(make_step: str, *strategy: Mirrored) -> tuple[Any, Any, Any]:
         raise ValueError(f"{make_step} is no function: {function!r}.")
     form = f"{make_step.rpartition(':')[2]}({'strategy' if strategy else ''})"
     check_takes(form, function, *strategy)
-    match function(*strategy):
+    match made := function(*strategy):
         case (step, state, batch) if hasattr(step, "audit"):
             return step, state, batch
-    raise ValueError(f"{make_step} is a function that returns (step, state, batch).")
+    second = "params" if strategy else "state"
+    raise ValueError(
+        f"{form} must return (step, {second}, batch), a step of towerjax and what it is"
+        f" called with, and returned {types_of(made)}."
+    )
 
 
 def _devices_of(text: str) -> Absent:

@@ -204,6 +204,13 @@ def a_type(x: Any) -> str:
     return f"{article} {name}"
 
 
+def types_of(x: Any) -> str:
+    """The name of a value's type, and of what a tuple or list holds."""
+    if not isinstance(x, tuple | list):
+        return a_type(x)
+    return f"({', '.join(map(a_type, x))})"
+
+
 def shown(x: Any) -> str:
     """A value and its type, on one short line."""
     text = " ".join(repr(x).split())

@@ -20,7 +20,7 @@ from towerjax.tools.testing.traced import (
     trace_or_say_why,
 )
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import a_type, is_key, key_data
+from towerjax.types.leaves import is_key, key_data, types_of
 
 CALLS = 3  # of a program that returns its state, or changes it in place
 _KEY_WORDS = 2, 4  # of a raw key
@@ -54,12 +54,9 @@ class UserProgram:
             case (fn, tuple() | list() as args) if callable(fn):
                 self.fn, self.args = fn, tuple(args)
             case _:
-                what = a_type(made)
-                if isinstance(made, tuple | list):
-                    what = f"({', '.join(map(a_type, made))})"
                 raise ValueError(
                     f"{form} must return (fn, args), a function and the tuple of its"
-                    f" arguments, and returned {what}."
+                    f" arguments, and returned {types_of(made)}."
                 )
         leaves, self._treedef = flatten(self.args)
         self._leaves = [x.copy() if isinstance(x, ARRAY_TYPES) else x for x in leaves]

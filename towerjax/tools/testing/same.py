@@ -182,7 +182,8 @@ def compare_runs(
             "there is nothing to compare: no result has numbers that are finite, and"
             " nothing was changed in place. Return the new state from fn"
         )
-    notes = [f"{listed(names)}: {how}" for how, names in differing.items()]
+    hows = sorted(differing, key=lambda how: how == _KEYS)
+    notes = [f"{listed(differing[how])}: {how}" for how in hows]
     notes += _unseen(first, reports[0], [why for traced, why in traces if not traced])
     most = max(reports, key=lambda x: x.largest)
     by_rounding = dict.fromkeys(name for x in reports for name in x.by_rounding)
