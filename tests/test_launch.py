@@ -194,6 +194,9 @@ def test_the_shell_command_does_what_the_function_does(capfd):
             main(arguments)
         assert ended.value.code == code
     assert "towerjax launch --processes 2 --devices" in capfd.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["launch", "-n", "4", "--", "true"])
+    assert "there is no -n: write --processes 4; see" in capfd.readouterr().err
 
 
 # The first child tells the launcher, which is this process, once all have come so far.

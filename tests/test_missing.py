@@ -12,6 +12,7 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.loop.history import HistoryLog
 
 BATCH, W = np.ones((4, 3), np.float32), np.ones(3, np.float32)
 BY_NAME, SGD = {"x": BATCH}, optax.sgd(0.1)
@@ -138,6 +139,16 @@ def given(*batch, **options):
     return step.check(W, *batch)
 
 
+def in_tower(name):
+    return mirrored(2).call_for_each_tower(lambda tower: getattr(tower, name))
+
+
+def history():
+    log = HistoryLog()
+    log.add(1, {"loss": W[0]}, None, 4, 0.0)
+    return log.history(1, mirrored(2).placement, None)
+
+
 def run_out_of_memory():
     def fail(_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
@@ -166,6 +177,21 @@ WRITE = [
     (lambda: run(epochs=3), "tj.batches(data, batch_size, epochs=3)"),
     (lambda: run(callbacks=[]), "hooks=[hook]"),
     (lambda: tj.MirroredStrategy(), "Write tj.Mirrored();"),
+    (lambda: tj.Trainer(), "a loop over batches is tj.run(step, state, batches)"),
+    (lambda: tj.DataParallel(), "Write tj.Mirrored(), and give it to tj.build_train"),
+    (lambda: tj.estimator.EstimatorSpec(0), "Write tj.estimator.ModelSpec(mode, loss"),
+    (lambda: tj.estimator.ModeKeys.TRAIN, "Write tj.estimator.Mode.TRAIN"),
+    (lambda: in_tower("key"), "Write tower.rng, the key of this tower"),
+    (lambda: in_tower("index"), "Write tower.id, from 0 to"),
+    (lambda: in_tower("psum"), "Write tower.reduce(tj.Reduction.SUM, value)"),
+    (lambda: in_tower("pmean"), "Write tower.reduce(tj.Reduction.MEAN, value)"),
+    (lambda: history().loss, "history.metrics['loss'] of all steps, history.final"),
+    (lambda: history()["loss"], "history.metrics['loss'] of all steps, history.final"),
+    (lambda: build().init(W, key=jax.random.key(0)), "rng=jax.random.key(0)"),
+    (lambda: tj.batches(BATCH, 2, shuffle=True), "(data, batch_size, seed=0)"),
+    (lambda: tj.EarlyStopping(patience=3), 'As in early = EarlyStopping("loss", pat'),
+    (lambda: tj.build_train_step(loss_fn, strategy=mirrored(2)),
+        "As in step = build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers="),
     (lambda: build().fit(BATCH), "tj.run(step, state, batches)"),
     (lambda: build().state, "state, metrics = step(state, batch)"),
     (assign, "Write state = state.replace(params=...)"),

@@ -3,15 +3,20 @@
 import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from towerjax.loop.progress import format_value
 from towerjax.mesh.placement import Placement
-from towerjax.types.missing import Named
+from towerjax.types.missing import Named, explain_missing
 from towerjax.types.options import require
 from towerjax.types.tables import Table, as_text, by_rich, picture
+
+_BY_NAME = (
+    "Metrics have names: history.metrics['loss'] of all steps, history.final['loss'] of"
+    " the last one."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,12 @@ class History:
     input_wait_s: np.ndarray
     summary: RunSummary
     stopped: str | None = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(_BY_NAME)
+
+        def __getitem__(self, name: Any) -> Any:
+            raise TypeError(f"A history has no items. {_BY_NAME}")
 
     def __repr__(self) -> str:
         last = [f"{name} {format_value(x)}" for name, x in self.final.items()]

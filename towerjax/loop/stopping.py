@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from towerjax.loop.progress import format_value
 from towerjax.step.state.train_state import TrainState, step_number
+from towerjax.types.door import doors
 from towerjax.types.leaves import a_type
 from towerjax.types.options import (
     check_choice,
@@ -20,6 +21,7 @@ from towerjax.types.options import (
 Direction: TypeAlias = Literal["min", "max"]
 
 
+@doors
 @dataclasses.dataclass(frozen=True)
 class EarlyStopping:
     """Stop a run once its evaluations no longer improve, or are good enough.
@@ -41,8 +43,9 @@ class EarlyStopping:
       min_steps: Evaluations before this step number do not count, >= 0.
 
     Example:
-      >>> early = EarlyStopping("accuracy", goal=0.99, mode="max")
-      >>> early.patience is None and early.min_steps == 0
+      >>> early = EarlyStopping("loss", patience=3)
+      >>> enough = EarlyStopping("accuracy", goal=0.99, mode="max")
+      >>> early.goal is None and enough.patience is None
       True
 
     Source: L. Prechelt, "Early Stopping - But When?", in Neural Networks: Tricks of

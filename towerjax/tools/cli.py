@@ -43,6 +43,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+class Instead(argparse.Action):
+    """An option that other launchers have: the error says which is ours."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """End the process with code 2."""
+        parser.error(f"there is no {option_string}: write {self.const} {values}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a ``towerjax`` command; return its exit code."""
     about = "Replicated training with JAX. Arguments of one: towerjax command --help"
@@ -287,6 +301,7 @@ _NEEDED, _SEVERAL = {"required": True}, {"nargs": "+"}
 _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     launch: (
         ("--processes", int, "how many", _NEEDED),
+        ("-n", int, argparse.SUPPRESS, {"action": Instead, "const": "--processes"}),
         ("--devices-per-process", int, "CPU devices of each; default: JAX's"),
         ("--port", int, "where process 0 listens; default: a free one"),
         ("--restarts", int, "restart after so many losses of a process"),

@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from towerjax.towers.variables import (
 )
 from towerjax.types import ArrayLike, PerTower, PyTree, Reduction, Sum
 from towerjax.types.leaves import parts_of, refuse_unheld
+from towerjax.types.missing import explain_missing
 
 _STATIC = {"static": True}
 
@@ -107,6 +108,15 @@ class Tower:
     extra: PyTree
     _context: PassContext
     micro_batches: int = dataclasses.field(default=1, metadata=_STATIC)
+
+    if not TYPE_CHECKING:
+        __getattr__ = explain_missing(
+            key="Write tower.rng, the key of this tower, step and micro-batch.",
+            index="Write tower.id, from 0 to tower.num_towers - 1.",
+            psum="Write tower.reduce(tj.Reduction.SUM, value).",
+            pmean="Write tower.reduce(tj.Reduction.MEAN, value), or of all rows"
+            " tower.mean(values, tower.weight).",
+        )
 
     @property
     def step(self) -> jax.Array:

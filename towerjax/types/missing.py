@@ -34,6 +34,14 @@ _NAMES = {
     "profile": "Write jax.profiler.trace(folder) around a run of a few steps.",
     "WandB": f"A writer of 15 lines: {page('how_to/wandb_and_mlflow')}",
     "callbacks": "Write hooks=[hook], each called as hook(number, metrics).",
+    "Trainer": "Write step = tj.build_train_step(loss_fn, optimizer, tj.Mirrored()); a"
+    " loop over batches is tj.run(step, state, batches).",
+    "DataParallel": "Write tj.Mirrored(), and give it to tj.build_train_step.",
+    "EstimatorSpec": "Write tj.estimator.ModelSpec(mode, loss=..., train_op=...).",
+    "ModeKeys": "Write tj.estimator.Mode.TRAIN, EVAL or PREDICT.",
+    "key": "Keys are rng: step.init(params, rng=jax.random.key(0)).",
+    "shuffle": "Give a seed, by which each epoch has an order of its own:"
+    " tj.batches(data, batch_size, seed=0).",
     "accumulate": "To process rows in several parts write micro_batches=3.",
 }
 """By a name, or a keyword argument, of other libraries: what to write here."""
@@ -90,6 +98,8 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
     if wrong := re.match(r"got an unexpected keyword argument '(\w+)'", rest):
         near = difflib.get_close_matches(wrong[1], [x.name for x in parameters])
         return _NAMES.get(wrong[1], f"Write {near[0]}=..." if near else "")
+    if rest.startswith("missing ") and (example := _example_of(fn)):
+        return f"As in {example}"
     if by_name and "positional arguments but" in rest:
         given = [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
         return (
@@ -97,6 +107,17 @@ def _of_arguments(text: str, fn: Callable[..., Any]) -> str:
             " name, in any order."
         )
     return ""
+
+
+def _example_of(fn: Callable[..., Any]) -> str:
+    """The call of a function, or of its class, in the example of its docstring."""
+    from doctest import DocTestParser  # with a debugger, which imports are too long for
+
+    name, is_method, _ = fn.__qualname__.partition(".")
+    doc = inspect.getdoc(fn.__globals__.get(name) if is_method else fn) or ""
+    calls = [x.source for x in DocTestParser().get_examples(doc)]
+    called = name if fn.__name__ == "__init__" else fn.__name__
+    return next((" ".join(x.split()) for x in calls if f"{called}(" in x), "")
 
 
 def _of_value(error: Exception) -> str:
@@ -134,12 +155,15 @@ def noted(note: str | None) -> Iterator[None]:
         raise
 
 
-def explain_missing(note: str | None = None) -> Callable[[Any, str], Any]:
-    """A ``__getattr__`` that adds a note, or what `_NAMES` says. Hide it from types."""
+def explain_missing(note: str | None = None, **notes: str) -> Callable[[Any, str], Any]:
+    """A ``__getattr__`` that adds a note: of the name, else of all, else of `_NAMES`.
+
+    Hide it from types.
+    """
 
     def get(self: Any, name: str) -> Any:
         # Again: a property may have raised the error.
-        with noted(note or _NAMES.get(name)):
+        with noted(notes.get(name) or note or _NAMES.get(name)):
             return object.__getattribute__(self, name)
 
     return get
