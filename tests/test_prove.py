@@ -220,6 +220,53 @@ def test_a_mean_of_equals_is_not_where_jax_adds_nothing_up():
     assert not tj.testing.prove(fn, W, X).notes
 
 
+def drawn(key):
+    return jax.random.normal(key, (8,))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_draws_by_rbg_are_noted_where_they_may_be_split(impl):
+    key = jax.random.key(0, impl=impl)
+    keys = jax.random.split(key, 8)
+    by_device = by_hand(
+        lambda x, key: x + drawn(key).sum(), ins=(SPLIT, SHARED), out=SPLIT
+    )
+    by_row = jax.vmap(lambda x, key: x + drawn(key).sum())
+    of_rows = by_hand(by_row, ins=(SPLIT, SPLIT), out=SPLIT)
+    some = mapped(
+        lambda x, key: x + drawn(key).sum(),
+        Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("i", "j")),
+        (SPLIT, SHARED),
+        SPLIT,
+        axis_names={"i"},
+    )
+    noted = {
+        "whole": tj.testing.prove(jax.jit(drawn), key),
+        "rows": tj.testing.prove(of_rows, X[:, 0], keys),
+        "some": tj.testing.prove(some, X[:, 0], key),
+    }
+    for report in noted.values():
+        assert len(report.notes) == ("rbg" in impl), report.notes
+        assert all("test_prove.py" in note and "TPUs" in note for note in report.notes)
+    assert not tj.testing.prove(by_device, X[:, 0], key).notes
+
+
+@pytest.mark.parametrize("order", [("i", "j"), ("j", "i"), "i"])
+def test_a_ppermute_in_another_order_than_the_meshs_is_noted(order):
+    ring = [(0, 1), (1, 0)]
+    if order != "i":
+        ring = [(n, (n + 1) % 8) for n in range(8)]
+    fn = by_hand(
+        lambda x: lax.ppermute(x, order, ring),
+        abstract(*((2, 4) if len(order) == 2 else (2,))),
+        P(order),
+        P(order),
+    )
+    notes = tj.testing.prove(fn, X[:, 0]).notes
+    assert len(notes) == (order == ("j", "i"))
+    assert all("test_prove.py" in note and "ppermute" in note for note in notes)
+
+
 def test_a_program_without_a_map_says_so():
     report = tj.testing.prove(jax.jit(loss), W, X)
     assert report.maps == () and "no shard_map and no pmap" in str(report)

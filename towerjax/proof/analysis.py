@@ -26,6 +26,7 @@ from towerjax.proof.equation import (
     is_foreign,
     is_hidden,
     loop_sizes,
+    manual_axes,
     meshes_of,
     named_axes,
     names_in,
@@ -245,9 +246,8 @@ def along_each_axis(
     An output that ``out_specs`` split may differ. Other specs may stand for its own.
     """
     params, analyses = site[0].params, {}
-    manual = params.get("newly_manual_axes", params.get("manual_axes"))
     sizes = params["mesh"].shape
-    for axis in [x for x in sizes if x in manual and sizes[x] > 1]:
+    for axis in [x for x in sizes if x in manual_axes(site[0]) and sizes[x] > 1]:
         is_split, may_differ = (
             [axis in names_in(spec) for spec in specs or params[name]]
             for specs, name in ((ins, "in_specs"), (outs, "out_specs"))

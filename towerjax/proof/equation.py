@@ -169,6 +169,12 @@ def named_axes(eqn: JaxprEqn) -> tuple[str, ...]:
     return tuple([axis for axis in axes if isinstance(axis, str)])
 
 
+def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+    """The axes of the mesh that a `shard_map` maps over."""
+    name = "newly_manual_axes"
+    return frozenset(eqn.params[name if name in eqn.params else "manual_axes"])
+
+
 def names_in(spec: PartitionSpec) -> set[str]:
     """The axes along which a value of a `shard_map` may differ."""
     parts = [x if isinstance(x, tuple) else (x,) for x in spec.partitions]

@@ -2,13 +2,21 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.proof.analysis import COPIES, analyse, becomes_of
+from towerjax.proof.equation import (
+    all_sites,
+    manual_axes,
+    named_axes,
+    outwards,
+    user_line,
+)
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.tools.testing.traced import (
@@ -43,7 +51,8 @@ class ProgramReport:
       maps: A line for each `shard_map` and `pmap`: where it is, its axes, how many of
         its results it calls the same, all of which are, and how many it splits.
       notes: Sums and means of what is the same on all devices, and copies of a state
-        that do not stay the same: which may be meant.
+        that do not stay the same: which may be meant; draws by rbg, and ``ppermute``
+        over axes in another order than the mesh's: which are not portable.
       unread: Code that no jaxpr shows, whose results may differ.
       same: The number of results that were proved the same, over all maps and axes.
       copies: How many leaves of such a state stay the same on all devices.
@@ -119,11 +128,52 @@ def proved(traced: TracedProgram, args: Sequence[Any]) -> ProgramReport:
         notes.append(
             f"{leaves}: each device is given a copy, and returns another: {how}"
         )
+    notes += dict.fromkeys(_elsewhere(jaxpr))
     unread = [f"{x.primitive} at {x.line}" for x in analysis.unread]
     lines = [f"{_at(x)}: {x.alike} results are the same, {x.split} split" for x in maps]
     told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
     same = sum(x.alike for x in maps)
     return ProgramReport(*told_of, same, len(kept) - len(drifts))
+
+
+def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
+    """What gives other numbers on other devices, or in another version of JAX."""
+    for site in all_sites(jaxpr):
+        eqn, outer = site
+        at = user_line(site) or "a line of a library"
+        maps = [x for x in outwards(outer) if x.primitive.name == "shard_map"]
+        if _draws_by_rbg(eqn, is_manual=_is_manual(maps)):
+            yield (
+                f"rbg and unsafe_rbg draw at {at}: on TPUs by the number of shards, and"
+                " under vmap by that of keys. Use jax.random.key(seed,"
+                " impl='threefry2x32')."
+            )
+        if eqn.primitive.name == "ppermute" and maps:
+            names, given = maps[0].params["mesh"].axis_names, named_axes(eqn)
+            if sorted(given, key=names.index) != [*given]:
+                yield (
+                    f"ppermute at {at} is over {given}, in another order than the"
+                    f" mesh's {names}: JAX 0.10 counts devices in the mesh's order,"
+                    " whatever is written, and JAX 0.12 refuses it. Write the mesh's."
+                )
+
+
+def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
+    """Whether rbg draws what the compiler may split, or of several keys at once."""
+    if eqn.primitive.name == "rng_bit_generator":  # of a raw key
+        return not is_manual
+    if eqn.primitive.name not in ("random_bits", "random_gamma"):
+        return False
+    keys: Any = eqn.invars[0].aval
+    return "rbg" in str(keys.dtype) and (keys.ndim > 0 or not is_manual)
+
+
+def _is_manual(maps: Sequence[JaxprEqn]) -> bool:
+    """Whether maps leave the compiler no axis over which it could split a draw."""
+    axes = {axis for x in maps for axis in manual_axes(x)}
+    return bool(maps) and all(
+        axis in axes or size == 1 for axis, size in maps[0].params["mesh"].shape.items()
+    )
 
 
 def _at(x: OwnMesh) -> str:
