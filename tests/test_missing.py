@@ -246,6 +246,13 @@ def test_an_error_says_what_to_write(make, text):
     assert text in told and told.count(text) == 1
 
 
+def test_an_error_of_ours_has_the_remedy_where_it_is_raised_alone():
+    with pytest.raises(ValueError, match=r"tj\.Weighted.*write \.value") as caught:
+        own(lambda state, merged: merged["loss"] + 1)
+    notes = getattr(caught.value, "__notes__", [])
+    assert not any("merged" in note for note in notes)
+
+
 def test_what_is_no_name_of_others_is_told_as_by_python():
     for get in (lambda: tj.nonsense, lambda: build().nonsense):
         with pytest.raises(AttributeError, match="nonsense") as caught:

@@ -269,7 +269,7 @@ class Means(_LossTerm):
                 "A mean and a number: write mean + tj.penalty(number) for one that all"
                 " towers share, such as 0.1 * l2(params), or add a mean of the rows,"
                 " tj.Weighted.mean(values, tower.weight). After the merge write .value,"
-                f" as in merged['loss'].value. It got {a_type(other)}."
+                f" as in merged['grads'].value. It got {a_type(other)}."
             )
         return Means((*self.terms, *other.terms), self.penalty + other.penalty)
 

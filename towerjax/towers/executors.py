@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from towerjax.towers.lowering.scatters import hold_indexed
 from towerjax.towers.lowering.shards import on_shards
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
+from towerjax.types.missing import says
 
 _IN_TOWER, _MERGING = "towerjax_in_tower", "towerjax_merging"
 _HAVE_NO_VALUE = (
@@ -108,7 +108,7 @@ def _trace_in_mesh(
                 values = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves)
         except Exception as error:
             kinds = _kinds_in_mesh(_arrays_in(jaxpr))
-            if not kinds or "Mesh for all inputs" not in str(error):
+            if not kinds or not says(error, "Mesh for all inputs"):
                 raise
             raise ValueError(
                 "A tower function closes over arrays that lie in a mesh, such as"
@@ -336,8 +336,8 @@ def in_tower_fn() -> Iterator[None]:
             yield
     except Exception as error:
         for kinds, pattern, note in _NOTES:
-            match = re.search(pattern, str(error))
-            if match and isinstance(error, kinds):
+            match = says(error, pattern) if isinstance(error, kinds) else None
+            if match is not None:
                 error.add_note(note.format(*match.groups()))
                 break
         raise

@@ -47,7 +47,7 @@ _NAMES = {
 """By a name, or a keyword argument, of other libraries: what to write here."""
 
 _NO_EXTRA = "extra is None, since it was never given: step.init(params, extra=...)."
-# By what an error says.
+# By what an error of JAX says.
 _TEXTS = {
     r"RESOURCE_EXHAUSTED|[Oo]ut of memory": (
         "Out of memory: build the step with micro_batches=2 or more; let jax.checkpoint"
@@ -55,7 +55,7 @@ _TEXTS = {
         " run a device's towers in turn, local='scan'; leave donate=True."
         " step.report(state, batch) says what takes the memory."
     ),
-    r"^Array has been deleted|^An array was donated": (
+    r"^Array has been deleted": (
         "A call of a step took over the arrays of the state that it was given, and this"
         " is one of them: go on with the state that the step returned, copy before"
         " (jnp.copy(x)), or build the step with donate=False."
@@ -72,11 +72,24 @@ _TEXTS = {
 }
 
 
+def says(error: BaseException, pattern: str) -> re.Match[str] | None:
+    """What a pattern finds in an error of JAX, of Python or of another library.
+
+    Nothing in one of ours, which has its remedy where it is raised.
+    """
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    module = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    is_ours = module.partition(".")[0] == "towerjax"
+    return None if is_ours else re.search(pattern, str(error))
+
+
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     """Add what to do, where an error of a call says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
     text, line = str(error), (frames[-1].line or "") if frames else ""
-    notes = [note for why, note in _TEXTS.items() if re.search(why, text)]
+    notes = [note for why, note in _TEXTS.items() if says(error, why)]
     if "'NoneType' object" in text and "extra" in line:
         notes.append(_NO_EXTRA)
     if isinstance(error, TypeError):

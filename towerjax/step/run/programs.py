@@ -236,7 +236,11 @@ def _refuse_donated_twice(donated: PyTree, shared: PyTree) -> None:
     """
     leaves = jax.tree.leaves((donated, shared))
     if any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")]):
-        raise ValueError("An array was donated to an earlier step.")
+        raise ValueError(
+            "An array of the state or of a tj.Whole was donated to an earlier step. Go"
+            " on with the state that the last step returned, pass jnp.copy(x), or say"
+            " donate=False."
+        )
     if len(set(map(id, leaves))) == len(leaves):
         return
     seen: dict[int, str] = {}

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -21,6 +20,7 @@ from towerjax.step.state.update import check_types
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PerTower, PyTree
 from towerjax.types.leaves import a_type, is_key
+from towerjax.types.missing import says
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 Guard = Literal["loss", "gradients"]
@@ -188,7 +188,7 @@ def _explain_errors(before: TrainState) -> Iterator[None]:
             " to: leave the collective out."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        if re.search(r"\b(Weighted|Means|Sum|Rows|PerTower)\b", str(error)):
+        if says(error, r"\b(Weighted|Means|Sum|Rows|PerTower)\b"):
             error.add_note(
                 "merged holds the types that towers returned; their numbers are"
                 " merged[...].value, such as merged['grads'].value."
