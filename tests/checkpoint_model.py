@@ -38,7 +38,7 @@ def build(devices, towers=8, **options):
     return tj.build_train_step(loss_fn, optimizer, strategy, **options)
 
 
-def build_light(**options):
+def build_light(strategy=None, **options):
     """A step that compiles in a moment, for what any state shows."""
 
     def light_loss_fn(params, batch, tower):
@@ -46,7 +46,8 @@ def build_light(**options):
 
     options = {"remainder": "pad", "max_programs": 1, **options}
     optimizer = optax.sgd(0.01, momentum=0.9)
-    return tj.build_train_step(light_loss_fn, optimizer, tj.OneDevice(), **options)
+    strategy = strategy or tj.OneDevice()
+    return tj.build_train_step(light_loss_fn, optimizer, strategy, **options)
 
 
 def params():

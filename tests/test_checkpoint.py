@@ -224,6 +224,24 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
 
 
 @pytest.mark.slow
+def test_a_run_says_what_was_other_where_it_was_saved(
+    light, tmp_path, monkeypatch, capsys
+):
+    saving, data = tj.Checkpointer(tmp_path), model.batches()
+    train(light, saving, 2)
+    four = model.build_light(tj.Mirrored(["cpu:0"], towers=4))
+    versions = record.library_versions()
+    monkeypatch.setattr(record, "library_versions", lambda: {**versions, "jax": "9.9"})
+    state = four.init(np.float32(0))
+    tj.run(four, state, data, steps=3, checkpointer=saving)
+    told = (
+        f"goes on after step 2, from its checkpoint; strategy was {light.strategy!r},"
+        f" and is {four.strategy!r}; jax was {jax.__version__}, and is 9.9\n"
+    )
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
     """They go on at the ragged batch, which needs no program of its own."""
     saving = tj.Checkpointer(tmp_path, batches="count")
@@ -381,7 +399,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
     text = r"cannot be deleted from .* Directory not empty \(ENOTEMPTY\)"
     with pytest.raises(tj.CheckpointError, match=text):
         train(light, saving)
-    assert saving.steps[:2] == (1, 2)
+    assert saving.steps == (2,) and (tmp_path / folder.DELETED / "1").is_dir()
+    monkeypatch.undo()
+    train(light, saving)
+    assert not (tmp_path / folder.DELETED).exists()
 
 
 def told_without_room(path, bytes, after):
@@ -563,6 +584,22 @@ def test_what_cannot_be_read_now_is_not_called_damaged(
     assert text in str(error.value) and "delete" not in str(error.value)
 
 
+def test_a_lock_that_was_deleted_lets_the_first_run_write_no_more(light, tmp_path):
+    """For others may write there now; the lock of an ended run hinders none."""
+
+    def second(number, _):
+        if number == 1:  # before the first has written anything
+            (tmp_path / ".lock").unlink()
+            train(light, tj.Checkpointer(tmp_path), 1)
+
+    saving = tj.Checkpointer(tmp_path, every=2)
+    with pytest.raises(tj.CheckpointError, match=r"\.lock', .* was deleted or repl"):
+        train(light, saving, 4, hooks=[second])
+    assert saving.steps == (1,)
+    train(light, saving, 3)
+    assert saving.steps == (1, 2, 3)
+
+
 @pytest.mark.parametrize("kind", NO_FILE)
 def test_a_lock_that_is_no_plain_file_is_refused(light, tmp_path, kind):
     """A run writes its name into the lock, and not where a link leads."""
@@ -603,6 +640,88 @@ def test_a_copy_under_another_steps_name_is_refused(step, copied):
             call()
     (copied / "04").mkdir()  # not a name that is given
     assert saving.steps == (2, 3, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "default/more"])
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_pipe_at_which_orbax_would_wait_is_refused(step, copied, name, number):
+    """Of an older checkpoint, too: a manager reads all of them."""
+    path, saving = copied / str(number) / name, tj.Checkpointer(copied)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    text = f"/{number}' is not what was written: {name} is no file. Rest"
+    with pytest.raises(tj.CheckpointError, match=text):
+        train(step, saving, 5)
+    with pytest.raises(tj.CheckpointError, match=text):
+        saving.restore(step, model.init(step), number=number)
+
+
+def test_a_table_that_names_a_file_outside_is_refused(light, tmp_path):
+    saving = tj.Checkpointer(tmp_path / "run")
+    train(light, saving, 1)
+    (tmp_path / "x").write_text("outside")
+    table = folder.read_table(saving.path / "1")
+    size_and_crc = folder._checksum(epath.Path(tmp_path / "x"))
+    table["files"]["../../x"] = size_and_crc
+    folder.write_table(saving.path / "1", table)
+    with pytest.raises(tj.CheckpointError, match=r"\.\./\.\./x is missing, or no file"):
+        saving.restore(light, model.init(light))
+
+
+def deleted_while_read(copied, monkeypatch, name):
+    """Have 4 be saved and 3 be deleted as soon as a file of 3 is read."""
+    (copied / "4").rename(copied / "later")
+    read = getattr(folder, name)
+
+    def reading(path, *args):
+        if (copied / "later").exists():
+            (copied / "later").rename(copied / "4")
+            shutil.rmtree(copied / "3")
+        return read(path, *args)
+
+    monkeypatch.setattr(folder, name, reading)
+
+
+@pytest.mark.slow
+def test_what_is_deleted_while_it_is_read_is_not_called_damaged(
+    step, copied, monkeypatch
+):
+    """An evaluator reads beside a training: the newest there is then."""
+    saving, like = tj.Checkpointer(copied, best="loss"), model.init(step)
+    expected = model.bits(saving.restore(step, like))
+    for name in ("_checksum", "read_table"):
+        shutil.copytree(copied / "4", copied / "3", dirs_exist_ok=True)
+        with monkeypatch.context() as patch:
+            deleted_while_read(copied, patch, name)
+            model.assert_same_bits(saving.restore(step, like), expected)
+    gone = [
+        lambda: saving.restore(step, like, number=3),
+        lambda: saving.record(3),
+    ]
+    for call in gone:
+        shutil.copytree(copied / "4", copied / "3")
+        with monkeypatch.context() as patch:
+            deleted_while_read(copied, patch, "_is_file")
+            with pytest.raises(tj.CheckpointError, match=r"no checkpoint of step 3 in"):
+                call()
+    shutil.copytree(copied / "4", copied / "3")
+    with monkeypatch.context() as patch:
+        deleted_while_read(copied, patch, "_is_file")
+        assert saving.best_step is None
+
+
+def test_a_run_moves_a_checkpoint_away_before_it_deletes_it(
+    light, tmp_path, monkeypatch
+):
+    """So that what can be read under its number is whole."""
+    deleted, kind = [], type(epath.Path(tmp_path))
+    rmtree = kind.rmtree
+    monkeypatch.setattr(
+        kind, "rmtree", lambda path, *args: deleted.append(path) or rmtree(path, *args)
+    )
+    train(light, tj.Checkpointer(tmp_path, every=1, keep=1), 4)
+    assert {*deleted} == {epath.Path(tmp_path / folder.DELETED)} and len(deleted) == 3
 
 
 @pytest.mark.slow

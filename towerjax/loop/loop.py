@@ -84,7 +84,7 @@ class Loop:
             )
         if self._saving is not None and self._saving.is_resumed:
             text = f"goes on after step {point.number}, from its checkpoint"
-            self._progress.note(text)
+            self._progress.note("; ".join([text, *self._saving.differs]))
         self._has_begun = True
 
     @property

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import types
@@ -16,6 +15,7 @@ from etils import epath
 from towerjax.data.stream import Position, Source
 from towerjax.loop.checkpoint import folder, record
 from towerjax.loop.checkpoint.folder import CheckpointError
+from towerjax.loop.checkpoint.manager import open_manager, quiet_orbax
 from towerjax.loop.checkpoint.record import CheckpointRecord
 from towerjax.loop.files import absolute_path, checked_path, is_on_disk
 from towerjax.loop.stopping import Direction, Point, sign_of, value_of
@@ -134,7 +134,11 @@ class Checkpointer:
         Raises:
           CheckpointError: There is none, or it cannot be read.
         """
-        return CheckpointRecord.read(self._folder(number))
+        try:
+            return CheckpointRecord.read(self._folder(number))
+        except CheckpointError:
+            self._folder(number)  # a run that trains beside may have deleted it
+            raise
 
     def restore(
         self, step: Step, state: TrainState, *, number: int | None = None
@@ -156,23 +160,43 @@ class Checkpointer:
           CheckpointError: There is none; a file is missing, truncated or changed; or
             it is of another model. Names files and leaves.
           ValueError: ``state`` is no ``TrainState`` of this step.
+
+        A run that trains beside may delete a checkpoint while it is read. Then the
+        newest is read if ``number`` is None.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
-        state = step.start(state)
+        state, placement = step.start(state), step.strategy.placement
 
         def choose() -> int:
             chosen = max(self.steps, default=None) if number is None else number
             if chosen is None:
                 raise CheckpointError(f"There is no checkpoint in {str(self.path)!r}.")
             where = self._folder(chosen)
-            folder.check_files(where)
-            saved = CheckpointRecord.read(where)
+            try:
+                folder.check_files(where)
+                saved = CheckpointRecord.read(where)
+            except CheckpointError:
+                if self._is_passed(chosen, number):
+                    return choose()
+                raise
             record.check_same_model(saved.leaves, state, where)
             return chosen
 
-        where = self.path / str(call_on_first_process(choose))
-        leaves, placement = CheckpointRecord.read(where).leaves, step.strategy.placement
-        return record.restore_leaves(where / folder.ARRAYS, leaves, state, placement)
+        chosen = call_on_first_process(choose)
+        where = self.path / str(chosen)
+        try:
+            leaves, at = CheckpointRecord.read(where).leaves, where / folder.ARRAYS
+            return record.restore_leaves(at, leaves, state, placement)
+        except CheckpointError:
+            # Several processes would not all have to read it again.
+            if placement.num_processes == 1 and self._is_passed(chosen, number):
+                return self.restore(step, state, number=number)
+            raise
+
+    def _is_passed(self, chosen: int, number: int | None) -> bool:
+        """Whether it was deleted since; or, if the newest is meant, is not that now."""
+        steps = self.steps
+        return chosen not in steps or number is None and chosen != steps[-1]
 
     def _folder(self, number: int) -> epath.Path:
         if not is_whole(number) or number not in self.steps:
@@ -187,43 +211,15 @@ def _costs(options: Checkpointer) -> dict[int, float]:
     """Of each checkpoint with the metric ``best`` its step, and the less the better."""
     if options.best is None:
         return {}
-    values = {n: options.record(n).evaluation.get(options.best) for n in options.steps}
+    values = {}
+    for number in options.steps:
+        try:
+            values[number] = options.record(number).evaluation.get(options.best)
+        except CheckpointError:
+            if number in options.steps:  # not deleted by a run that trains beside
+                raise
     sign = sign_of(options.mode)
     return {number: sign * x for number, x in values.items() if x is not None}
-
-
-def _manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -> Any:
-    """Orbax's manager, for saving; its import takes longer than that of towerjax."""
-    import orbax.checkpoint as ocp
-
-    in_thread = ocp.AsyncOptions(
-        post_finalization_callback=seal,
-        # Else two managers of one process, each in a thread, wait for each other.
-        create_directories_asynchronously=False,
-    )
-    options = ocp.CheckpointManagerOptions(
-        create=False, async_options=in_thread, preservation_policy=policy
-    )
-    handler = ocp.StandardCheckpointHandler()
-    manager = ocp.CheckpointManager(directory, options=options, item_handlers=handler)
-    # It asks from another thread for an older step, which `is_preempted` may not.
-    manager.reached_preemption = lambda step: False
-    return manager
-
-
-@contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Leave out what Orbax logs of failures, which are raised."""
-
-    def is_others(line: logging.LogRecord) -> bool:
-        return "/orbax/" not in line.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(is_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_others)
 
 
 class Saving:
@@ -243,16 +239,20 @@ class Saving:
         self._refuse_what_cannot_be_saved()
         record.check_names(state)
         needed = sum(x.nbytes for x in jax.tree.leaves(record.arrays_of(state)))
-        call_on_first_process(
-            lambda: stack.enter_context(folder.lock(options.path, needed))
-        )
+        self._check_lock: Callable[[], None] = lambda: None  # of the first process
+
+        def lock() -> None:
+            held = folder.lock(options.path, needed)
+            self._check_lock = stack.enter_context(held)
+
+        call_on_first_process(lock)
         require_same(
             "Who has locked the folder of the checkpoints",
             folder.owner(options.path),
             f"Here it is in {self.directory!r}. Name one that all processes see.",
         )
-        stack.enter_context(_quiet_orbax())
-        self._files = _manager(options.path, self._seal, self)
+        stack.enter_context(quiet_orbax())
+        self._files = open_manager(options.path, self._seal, self)
         stack.callback(self._close)
         # Python takes a thread for ended whose `join` was interrupted by Ctrl-C.
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -260,6 +260,7 @@ class Saving:
         self._written: concurrent.futures.Future[None] | None = None
         # What was saved last, or is being written; first nothing, of no step.
         self._last, self.is_resumed = CheckpointRecord(-1, "", 0, (), ()), False
+        self.differs: list[str] = []  # where it goes on from other circumstances
         costs = call_on_first_process(lambda: [*_costs(options).items()])
         self._best, self._lowest = min(
             costs, key=lambda pair: pair[1], default=(None, math.inf)
@@ -305,6 +306,7 @@ class Saving:
         self._seek(saved)
         self._step.expect_batch_rows(saved.batch_rows)
         self.is_resumed = True
+        self.differs = record.what_was_other(saved, self._step.strategy)
 
     def _seek(self, saved: CheckpointRecord) -> None:
         used, cursor = saved.batches["used"], saved.batches["cursor"]
@@ -355,6 +357,7 @@ class Saving:
                 " that overflows: lower the learning rate, or clip gradients."
             )
         self.wait()
+        call_on_first_process(self._check_lock)
         strategy, last = self._step.strategy, self._source.last
         self._last = CheckpointRecord(
             step=number,
@@ -375,9 +378,15 @@ class Saving:
 
                 arrays = record.arrays_of(state)
                 self._files.save(number, args=StandardSave(arrays), force=True)
-                self._written = self._thread.submit(self._files.wait_until_finished)
+                self._written = self._thread.submit(self._finish)
             else:  # only the record changes
                 self._replace_record(self.options.path / str(number))
+
+    def _finish(self) -> None:
+        """Wait until it is committed, and delete those that it takes the place of."""
+        self._files.wait_until_finished()
+        if jax.process_index() == 0:
+            folder.empty_deleted(self.options.path)
 
     def _seal(self) -> None:
         """In Orbax's thread of the first process, before it commits a checkpoint."""
@@ -393,6 +402,7 @@ class Saving:
         there = self._files.all_steps()
         for number in {*there} - self._kept(there):
             self._files.delete(number)
+        self._finish()
 
     def should_preserve(
         self, checkpoints: Sequence[Any], *, context: Any
@@ -409,6 +419,7 @@ class Saving:
         try:
             yield
         except Exception as error:
+            self._check_lock()  # another run deletes what it finds unfinished
             if number in self.options.steps:  # and one before could not be deleted
                 with folder.explained("deleted from", self.options.path):
                     raise

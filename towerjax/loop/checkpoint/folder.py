@@ -17,7 +17,7 @@ import shutil
 import stat
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from etils import epath
@@ -28,8 +28,10 @@ from towerjax.types.leaves import listed
 FORMAT = 1
 TABLE = "towerjax.json"
 ARRAYS = "default"  # what Orbax's CheckpointManager calls the one item of a step
+DELETED = ".deleted"  # where a checkpoint is moved, as a whole, before it is deleted
 _COMMITTED = "commit_success.txt"  # the last file, where no folder can be renamed
-_METADATA = "_CHECKPOINT_METADATA"  # which Orbax changes last, and restoring needs not
+# Orbax changes the second after the table is written, and restoring needs neither.
+_NOT_READ = _COMMITTED, "_CHECKPOINT_METADATA"
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _UNFINISHED = re.compile(r"[0-9]+\.orbax-checkpoint-tmp.*")
 _TO_WRITE = "Name a folder that this process may write to"
@@ -92,22 +94,29 @@ def _is_committed(path: epath.Path) -> bool:
     return is_on_disk(path) or (path / _COMMITTED).exists()
 
 
+def empty_deleted(directory: epath.Path) -> None:
+    """Delete the checkpoints that Orbax has moved away."""
+    if (directory / DELETED).exists():
+        (directory / DELETED).rmtree()
+
+
 # Whether a run may use it
 
 
 @contextlib.contextmanager
-def lock(directory: epath.Path, needed: int = 0) -> Iterator[None]:
+def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]:
     """Make the directory; lock it against others until the block or process ends.
 
     What a killed process left is deleted. ``needed`` bytes must be free. Object stores
-    have neither locks nor an end.
+    have neither locks nor an end. Yields a function that raises if the lock is lost.
     """
     free, name, is_local = math.inf, uuid.uuid4().hex, is_on_disk(directory)
     with contextlib.ExitStack() as stack:
         with explained("written to", directory):
             directory.mkdir(parents=True, exist_ok=True)
             if is_local:
-                stack.callback(os.close, _lock_locally(directory / ".lock", name))
+                file = _lock_locally(directory / ".lock", name)
+                stack.callback(os.close, file)
                 (probe := directory / f".{name}").mkdir()
                 probe.rmdir()
             else:
@@ -118,8 +127,12 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[None]:
             for folder, _, _ in itertools.chain.from_iterable(walks):
                 if not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, f"{folder!r} is read-only")
+            for path in paths:
+                if bad := _no_files(path):  # at which Orbax would wait
+                    raise _damaged(path, listed(bad))
             for path in unfinished(directory):
                 path.rmtree()
+            empty_deleted(directory)
         with explained("written to", directory):
             free = shutil.disk_usage(directory).free if is_local else free
         if free < needed:
@@ -127,7 +140,26 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[None]:
                 f"A checkpoint takes up to {needed / 1e6:.1f} MB, but at"
                 f" {str(directory)!r} only {free / 1e6:.1f} MB are free. Make room."
             )
-        yield
+
+        def check() -> None:
+            is_ours = is_local and _is_at(file, directory / ".lock")
+            if not is_ours and (is_local or owner(directory) != name):
+                raise CheckpointError(
+                    f"{str(directory / '.lock')!r}, by which this run has locked its"
+                    " folder, was deleted or replaced, so another run may write here,"
+                    " too. Nothing more is written. End the other one and start this"
+                    " one again, or name another folder."
+                )
+
+        yield check
+
+
+def _is_at(file: int, path: epath.Path) -> bool:
+    """Whether an open file is the one of a path, which may have been deleted."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _raise(error: OSError) -> None:
@@ -173,7 +205,8 @@ def seal(folder: epath.Path, record: dict[str, Any]) -> None:
     """Write the table of a checkpoint, of which all else is there."""
     # With it a manager refuses to restore on any but the same devices.
     (folder / ARRAYS / "_sharding").unlink(missing_ok=True)
-    files = {name: _checksum(folder / name) for name in _files_below(folder)}
+    names = [x for x in _below(folder) if x.split("/")[-1] not in _NOT_READ]
+    files = {name: _checksum(folder / name) for name in names}
     write_table(folder, {"format": FORMAT, "files": files, "record": record})
 
 
@@ -210,10 +243,13 @@ def check_files(folder: epath.Path) -> None:
 
     This finds damage, not forgery: who can write the files can write the table.
     """
-    problems = []
-    for name, (size, crc) in read_table(folder)["files"].items():
+    known = read_table(folder)["files"]
+    with explained("read from", folder):
+        problems, there = _no_files(folder), {*_below(folder)}
+    for name, (size, crc) in known.items():
+        is_there = name in there and _is_file(folder / name)  # a name may be ../../x
         with explained("read from", folder):
-            actual = _checksum(folder / name) if _is_file(folder / name) else None
+            actual = _checksum(folder / name) if is_there else None
         if actual is None:
             problems.append(f"{name} is missing, or no file")
         elif actual[0] != size:
@@ -236,11 +272,17 @@ def _is_file(path: epath.Path) -> bool:
     return pathlib.Path(path).is_file() if is_on_disk(path) else path.exists()
 
 
-def _files_below(folder: epath.Path) -> Iterator[str]:
+def _no_files(folder: epath.Path) -> list[str]:
+    """Of each that is neither a file nor a folder: that it is no file."""
+    return [f"{x} is no file" for x in _below(folder) if not _is_file(folder / x)]
+
+
+def _below(folder: epath.Path) -> Iterator[str]:
+    """The names of all but folders below a folder."""
     for path in sorted(folder.iterdir()):
         if path.is_dir():
-            yield from (f"{path.name}/{name}" for name in _files_below(path))
-        elif path.name not in (_COMMITTED, _METADATA):
+            yield from (f"{path.name}/{name}" for name in _below(path))
+        else:
             yield path.name
 
 

@@ -16,6 +16,7 @@ from etils import epath
 
 from towerjax.loop.checkpoint.folder import CheckpointError, explained, read_table
 from towerjax.mesh.placement import Placement
+from towerjax.towers.strategies import Strategy
 from towerjax.towers.tf1.assign import restore_on
 from towerjax.towers.variables import TowerLocal, is_variable, read_local
 from towerjax.types import Layout, PyTree, Reduction, leaf_name
@@ -223,6 +224,16 @@ def library_versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
+
+
+def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
+    """What was other where a checkpoint was saved, as its record knows it."""
+    before, now = {"strategy": saved.strategy}, {"strategy": repr(strategy)}
+    if before == now:  # which may leave the number of towers to the devices
+        before, now = {"towers": saved.towers}, {"towers": strategy.num_towers}
+    before, now = {**before, **saved.versions}, {**now, **library_versions()}
+    names = [x for x in {**before, **now} if before.get(x) != now.get(x)]
+    return [f"{x} was {before.get(x)}, and is {now.get(x)}" for x in names]
 
 
 def real_scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,50 @@
+"""Orbax's manager of a folder, which writes, commits and deletes checkpoints."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from etils import epath
+
+from towerjax.loop.checkpoint.folder import DELETED
+from towerjax.loop.files import is_on_disk
+
+
+def open_manager(directory: epath.Path, seal: Callable[[], None], policy: Any) -> Any:
+    """Orbax's manager, for saving; its import takes longer than that of towerjax."""
+    import orbax.checkpoint as ocp
+
+    in_thread = ocp.AsyncOptions(
+        post_finalization_callback=seal,
+        # Else two managers of one process, each in a thread, wait for each other.
+        create_directories_asynchronously=False,
+    )
+    # By a rename, so that it is gone at once for who reads it; stores have none.
+    moved_to = DELETED if is_on_disk(directory) else None
+    options = ocp.CheckpointManagerOptions(
+        create=False,
+        async_options=in_thread,
+        preservation_policy=policy,
+        todelete_subdir=moved_to,
+    )
+    handler = ocp.StandardCheckpointHandler()
+    manager = ocp.CheckpointManager(directory, options=options, item_handlers=handler)
+    # It asks from another thread for an older step, which `is_preempted` may not.
+    manager.reached_preemption = lambda step: False
+    return manager
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Leave out what Orbax logs of failures, which are raised."""
+
+    def is_others(line: logging.LogRecord) -> bool:
+        return "/orbax/" not in line.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_others)
