@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import towerjax as tj
+from benchmarks import options_of
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.tools import StepReport
@@ -332,7 +333,7 @@ def main() -> None:
     parser.add_argument("--on", default="h200", help="a GPU, or a TPU topology")
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 512])
     parser.add_argument("--out", type=pathlib.Path, help="write a page")
-    options = parser.parse_args()
+    options = options_of(parser, programs=["mlp"], devices=[8])
     numbers = [None] if Absent.is_topology(options.on) else options.devices
     devices = [Absent(options.on, number) for number in numbers]
     text, good = page(options.programs, devices)

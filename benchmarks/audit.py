@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 
+from benchmarks import options_of
 from benchmarks.absent import ResNet50
 from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.metrics.weighted import Weighted
@@ -87,7 +88,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--only", nargs="*", default=[])
-    options = parser.parse_args()
+    options = options_of(parser, rounds=1, only=["mlp", "cnn"])
     makes: dict[str, Callable[[], Any]] = {
         "mlp": lambda: of_model(mlp, 64),
         "cnn": lambda: of_model(cnn, 64),

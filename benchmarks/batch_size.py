@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from benchmarks import options_of
 from examples.noise_scale import noise_scale, with_statistics
 from towerjax import Mirrored, Weighted, build_train_step
 from towerjax.types import PyTree
@@ -63,7 +64,9 @@ def learning(size: int) -> Any:
     rows = data()
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=8)
-    step = build_train_step(loss_fn, optimizer, strategy, extend=with_statistics)
+    step = build_train_step(
+        loss_fn, optimizer, strategy, extend=with_statistics, audit=False
+    )
     start = step.init(np.zeros((20, 10), np.float32))
 
     def one(state: Any, key: jax.Array) -> Any:
@@ -99,11 +102,12 @@ def main() -> None:
     """Print the table; draw it."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("svg", nargs="?")
-    options = parser.parse_args()
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    options = options_of(parser, sizes=[256])
     steps, scales = [], {}
     print(f"JAX {jax.__version__}, to a loss of {ENOUGH}")
     print(f"{'rows a step':>11} {'steps':>6} {'rows':>8}")
-    for size in SIZES:
+    for size in options.sizes:
         number, scale = best_of(size)
         steps.append(number)
         scales[size] = scale

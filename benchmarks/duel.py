@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 
 import towerjax as tj
+from benchmarks import options_of
 from benchmarks.faults import DoneStep, Launched, steps_of, train
 
 TOWERS = 32
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     help_ = "without a compilation cache, and with an audit at every start"
     parser.add_argument("--plain", action="store_true", help=help_)
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = options_of(parser, argv, steps=60, apart=3.0)
     if (folder := options.train) is not None:
         resumes = (folder / "saved").exists()
         audit = False if resumes and not options.plain else None

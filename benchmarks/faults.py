@@ -30,6 +30,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
+from benchmarks import options_of
 
 STEPS, EVERY, HANG_S = 60, 5, 30.0
 FAULTS = ("kill", "stop", "launcher")
@@ -301,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first one's seed")
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=STEPS, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    options = options_of(parser, argv, moments=1)
     if options.train is not None:
         job = tj.cluster.initialize().coordinator or ""
         train(options.train, job, steps=options.steps)

@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from benchmarks import options_of
 from benchmarks.models import Model, cross_entropy, embedding, mlp, normal, transformer
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Weighted
@@ -38,7 +39,7 @@ _WIDTH, _TOKENS = 64, 16
 
 
 def conv_net(blocks: int, widths: tuple[int, ...]) -> Model:
-    """Residual blocks of two convolutions with batch norm, at each width."""
+    """Residual blocks of two convolutions with instance norm, at each width."""
 
     def init(seed: int) -> PyTree:
         rng, last, stages = np.random.default_rng(seed), 3, []
@@ -59,7 +60,8 @@ def conv_net(blocks: int, widths: tuple[int, ...]) -> Model:
         )
 
     def normalise(x: jax.Array, norm: jax.Array) -> jax.Array:
-        x = (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+        own = {"axis": (1, 2), "keepdims": True}  # of each image
+        x = (x - x.mean(**own)) * lax.rsqrt(x.var(**own) + 1e-5)
         return x * norm[0] + norm[1]
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
@@ -191,7 +193,7 @@ MODELS: dict[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "mlp, 2 layers, sgd": (lambda: mlp(np.float32, layers=2, width=32), _sgd),
     "mlp, 2 layers, adam": (lambda: mlp(np.float32, layers=2, width=32), _adam),
     "mlp, 25 layers, adam": (lambda: mlp(np.float32, layers=25, width=16), _adam),
-    "cnn, batch norm, momentum": (lambda: conv_net(1, (16, 32)), _momentum),
+    "cnn, instance norm, momentum": (lambda: conv_net(1, (16, 32)), _momentum),
     "resnet, 17 layers, momentum": (lambda: conv_net(2, (16, 32, 64, 128)), _momentum),
     "transformer, 4 layers, adam": (lambda: attention_net(4, scans=False), _adam),
     "transformer, 12 layers, adam": (lambda: attention_net(12, scans=False), _adam),
@@ -342,7 +344,9 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = options_of(
+        parser, models=["mlp, 2 layers, sgd", "cnn"], devices=[2], rounds=1
+    )
     jax.config.update("jax_num_cpu_devices", max(options.devices))
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {options.rounds} rounds")
     columns = ["model", "D", "jit", "towerjax", "ratio", "shard_map", "wall"]

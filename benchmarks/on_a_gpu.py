@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import towerjax as tj
+from benchmarks import options_of
 from benchmarks.absent import PROGRAMS, Program, hand_written
 from towerjax.mesh.transfer import place, place_rows
 from towerjax.step.look.report import time_calls
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", default=[*PROGRAMS], choices=PROGRAMS)
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = options_of(parser, programs=["mlp"], calls=2, rounds=1)
     for name in options.programs:
         row = measure(name, PROGRAMS[name], options.calls, options.rounds)
         print(json.dumps(row), flush=True)

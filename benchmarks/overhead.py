@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import optax
 
+from benchmarks import options_of
 from benchmarks.models import mlp
 from benchmarks.trials import Contender, Work, by_hand, by_towerjax
 from towerjax.tools.sweep.turns import in_turns, take_turns
@@ -152,11 +153,12 @@ def _compile_both(model: Model, strategy: Mirrored) -> tuple[Contender, Contende
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="few rounds, for CI")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--steps", type=int, default=40, help="of a round")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 8])
-    options = parser.parse_args()
+    options = options_of(parser, rounds=5, steps=10, devices=[2])
     jax.config.update("jax_num_cpu_devices", max(options.devices))
-    rounds, steps = (5, 10) if options.small else (21, 40)
+    rounds, steps = options.rounds, options.steps
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {rounds} paired rounds")
     print(f"{'model':>10} {'D':>2} {'hand ms':>8} {'ours ms':>8}", end=" ")
     print(f"{'step':>6} {'bound':>6} {'arrays':>6} {'NumPy':>6}", end=" ")

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
+from benchmarks import options_of
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 LOSSES = {
@@ -69,11 +70,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--towers", type=int, default=3)
     parser.add_argument("--on", default="h200")
-    args = parser.parse_args()
+    names = [*LOSSES]
+    parser.add_argument("--examples", nargs="+", default=names, choices=names)
+    args = options_of(parser, towers=2, examples=["tensor_parallel"])
     print(f"| in a tower: | {' | '.join(KINDS)} | of all towers |")
     print("|" + "---|" * (len(KINDS) + 2))
-    for name, parts in LOSSES.items():
-        for part in parts:
+    for name in args.examples:
+        for part in LOSSES[name]:
             print(row(name, part, args.towers, args.on), flush=True)
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from benchmarks import options_of
 from benchmarks.overhead import MODELS, Model
 from benchmarks.trials import by_towerjax
 from towerjax.collectives import AllReduce, PinnedTree
@@ -74,15 +75,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--towers", type=int, default=8)
+    names = [model.name for model in MODELS]
+    parser.add_argument("--models", nargs="+", default=names, choices=names)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
-    options = parser.parse_args()
+    options = options_of(
+        parser, rounds=2, steps=2, towers=4, devices=[2], models=["tiny"]
+    )
     jax.config.update("jax_num_cpu_devices", max(options.devices))
     rounds, steps = options.rounds, options.steps
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {options.towers} towers,")
     print(f"{rounds} rounds of {steps} steps; milliseconds, and median (quartiles)\n")
     print(f"{'model':>10} {'D':>2} {'pinned':>8} {'scan':>8} {'vmap':>8}", end=" ")
     print(f"{'pinned / scan':>18} {'pinned / vmap':>18} {'bytes sent':>21}")
-    for model in MODELS:
+    for model in [x for x in MODELS if x.name in options.models]:
         for number in options.devices:
             row = measure(model, options.towers, number, rounds=rounds, steps=steps)
             print(f"{model.name:>10} {number:>2}", end=" ")

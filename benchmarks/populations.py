@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import options_of
 from benchmarks.models import mlp
 from towerjax import Mirrored, Weighted, build_train_step, run, sweep
 from towerjax.tools.sweep.turns import in_turns
@@ -122,7 +123,7 @@ def whole_trainings(name: str, devices: int, grid: list[dict[str, Any]]) -> None
         lambda: each_built(plain, batches, grid),
         lambda: one_injected(injected, batches, grid),
     ]
-    for order in ("in_turn", "together", "fastest"):
+    for order in ("in_turn", "together"):
         options: Any = {"order": order, "progress": False}
         ways.append(functools.partial(sweep, plain, grid, batches, **options))
     print(f"{name:>16} {devices:2}", end=" ")
@@ -141,11 +142,15 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--trainings", type=int, default=18)
-    options = parser.parse_args()
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
+    options = options_of(
+        parser, members=2, devices=[1], rounds=1, trainings=2, models=["2 layers of 32"]
+    )
     jax.config.update("jax_num_cpu_devices", max(options.devices))
     print(f"JAX {jax.__version__}, {options.members} members, {STEPS} steps of {ROWS}")
     print(f"{'model':>16}  D {'one after another':>18} {'lax.map':>9} {'vmap':>9}")
-    for name, (layers, width) in MODELS.items() if options.rounds else ():
+    for name in options.models if options.rounds else ():
+        layers, width = MODELS[name]
         for devices in options.devices:
             found = ways(layers, width, options.members, devices)
             contenders = [x.run for x in found.values()]
@@ -158,10 +163,8 @@ def main() -> None:
     rates = np.geomspace(1e-4, 1e-2, options.trainings).tolist()
     grid = [{"rate": rate, "seed": seed} for seed, rate in enumerate(rates)]
     print(f"{len(grid)} trainings of {TRAINED} steps, compiling included")
-    print(
-        f"{'model':>16}  D  each built    injected     in_turn    together     fastest"
-    )
-    for name in MODELS:
+    print(f"{'model':>16}  D  each built    injected     in_turn    together")
+    for name in options.models:
         for devices in options.devices:
             whole_trainings(name, devices, grid)
 

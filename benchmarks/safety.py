@@ -1,8 +1,9 @@
 """Measure what checkpoints cost.
 
-JAX_NUM_CPU_DEVICES=2 python -m benchmarks.safety
+Run: ``python -m benchmarks.safety [--rounds 6]``
 """
 
+import argparse
 import contextlib
 import functools
 import tempfile
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
+from benchmarks import options_of
 from towerjax.data.stream import Source
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.stopping import Point
@@ -41,7 +43,7 @@ def _batch(rows: int, width: int) -> dict[str, Any]:
     return {"x": np.float32(x)}
 
 
-def save_seconds(devices: int) -> dict[str, float]:
+def save_seconds(devices: int, rounds: int, epochs: int) -> dict[str, float]:
     """The least time of a step of a run, as often as it is saved."""
     strategy = tj.Mirrored(devices=tuple(jax.devices()[:devices]))
     step = tj.build_train_step(_loss_fn, optax.adam(1e-3), strategy)
@@ -53,11 +55,11 @@ def save_seconds(devices: int) -> dict[str, float]:
         seconds = time.perf_counter() - start_s
         best[name] = min(best.get(name, seconds), seconds)
 
-    for _ in range(6):  # the first compiles
+    for _ in range(rounds):  # the first compiles
         for every in (None, 100, 25):
             with tempfile.TemporaryDirectory() as folder:
                 saving = tj.Checkpointer(folder, every=every) if every else None
-                cut = tj.batches(_batch(64, 256), 64, epochs=200)
+                cut = tj.batches(_batch(64, 256), 64, epochs=epochs)
                 state = step.init(_params(8, 256))
                 state, history = tj.run(
                     step, state, cut, checkpointer=saving, progress=False
@@ -78,8 +80,13 @@ def save_seconds(devices: int) -> dict[str, float]:
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=200)
+    options = options_of(parser, rounds=1, epochs=30)
+    jax.config.update("jax_num_cpu_devices", 2)
     for devices in (1, 2):
-        timed = save_seconds(devices)
+        timed = save_seconds(devices, options.rounds, options.epochs)
         text = "  ".join(f"{name} {s * 1e3:.2f} ms" for name, s in timed.items())
         print(f"{devices} devices, saved: {text}", flush=True)
 

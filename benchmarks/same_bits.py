@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import options_of
 from benchmarks.catalogue import MODELS, OPTIMIZERS, Model
 from towerjax import collectives
 from towerjax.collectives import CrossTowerOps
@@ -226,7 +227,7 @@ def main() -> None:
     parser.add_argument("--ops", default="PinnedTree", help="a cross-tower op's name")
     parser.add_argument("--state", default="mirrored", choices=get_args(StateLayout))
     parser.add_argument("--json", action="store_true", help="a line of JSON a case")
-    options = parser.parse_args()
+    options = options_of(parser, only="linear", devices=[1, 2], steps=3)
     jax.config.update("jax_num_cpu_devices", max(options.devices or [8]))
     options.devices = options.devices or [
         number for number in (1, 2, 4, 8) if number <= jax.device_count()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import jax
 
+from benchmarks import options_of
 from benchmarks.same_bits import LOCAL, Case, cases, train_step
 from towerjax.collectives import PinnedTree
 from towerjax.mesh.absent import Absent
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--on", default="h200", help="a GPU, as tj.Absent takes it")
     parser.add_argument("--towers", type=int, default=8)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8])
-    options = parser.parse_args()
+    options = options_of(parser, only="linear", devices=[1, 2])
     heads = "".join(f"{f'D={number}':>6}" for number in options.devices)
     print(f"kernels that are not as for {options.devices[0]} {options.on}\n")
     print(f"{'':28}{heads}")

@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
+from benchmarks import options_of
 from towerjax.towers.strategies import StateLayout
 from towerjax.types import PyTree
 
@@ -138,7 +139,7 @@ def main() -> None:
     states = get_args(StateLayout)
     parser.add_argument("--states", nargs="+", default=["sharded"], choices=states)
     parser.add_argument("--on", default="h200")
-    options = parser.parse_args()
+    options = options_of(parser, layers=2, width=256, devices=2)
     params = shapes(options.layers, options.width)
     total = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     devices = tj.Absent(options.on, options.devices)

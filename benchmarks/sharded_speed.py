@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
+from benchmarks import options_of
 from towerjax.tools.sweep.turns import in_turns, interval_of_median
 
 DEVICES, OPTIMIZER = 8, optax.adam(1e-3)
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 512])
     parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
+    options = options_of(parser, width=32, layers=2, rows=[8], rounds=1)
     jax.config.update("jax_num_cpu_devices", DEVICES)
     mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)

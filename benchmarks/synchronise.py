@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 
+from benchmarks import options_of
 from towerjax import Mirrored, batches, build_eval_step, build_train_step, run
 from towerjax.contrib import DiLoCo, LocalSGD
 
@@ -62,9 +63,9 @@ def model() -> dict[str, Any]:
     return found
 
 
-def trained(way: Any, given: dict[str, Any]) -> tuple[float, Any]:
+def trained(way: Any, given: dict[str, Any], steps: int) -> tuple[float, Any]:
     """What a tower sends in a step, on average; its run's history."""
-    rates = optax.warmup_cosine_decay_schedule(0, 1e-2, 10, STEPS)
+    rates = optax.warmup_cosine_decay_schedule(0, 1e-2, 10, steps)
     strategy = Mirrored([f"{jax.default_backend()}:0"], towers=TOWERS)
     optimizer = optax.adamw(rates, b2=0.98)
     step = build_train_step(given["loss_fn"], optimizer, strategy, extend=way)
@@ -79,7 +80,7 @@ def trained(way: Any, given: dict[str, Any]) -> tuple[float, Any]:
         step,
         step.init(params, rng=jax.random.key(1)),
         batches(given["train"], ROWS, epochs=None, seed=0),
-        steps=STEPS,
+        steps=steps,
         evaluate=build_eval_step(given["metric_fn"], strategy),
         eval_batches=lambda: batches(given["test"], 250),
         eval_every=2 * EVERY,
@@ -92,14 +93,17 @@ def main() -> None:
     """Print the table; draw it."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("svg", nargs="?")
-    options = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
+    options = options_of(parser, steps=32, ways=["every step"])
     jax.config.update("jax_num_cpu_devices", TOWERS)
     given, curves = model(), []
-    print(f"JAX {jax.__version__}, {STEPS} steps of {ROWS} rows on {TOWERS} towers")
+    head = f"{options.steps} steps of {ROWS} rows on {TOWERS} towers"
+    print(f"JAX {jax.__version__}, {head}")
     print(f"{'':23} {'kB a step':>9} {'MB in all':>9} {'bits per byte':>13}")
-    for name, way in WAYS.items():
-        start_s = time.perf_counter()
-        sent, history = trained(way, given)
+    for name in options.ways:
+        way, start_s = WAYS[name], time.perf_counter()
+        sent, history = trained(way, given, options.steps)
         curve = [(n * sent / 1e6, x["bits"]) for n, x in history.evaluations]
         curves.append((name, curve))
         line = f"{name:23} {sent / 1e3:9.1f} {curve[-1][0]:9.1f} {curve[-1][1]:13.3f}"

@@ -19,6 +19,7 @@ import optax
 from jax import lax
 
 import towerjax as tj
+from benchmarks import options_of
 from towerjax.types import PyTree
 
 ROWS, RANK = 16, 8  # rows of a tower, and of a micro-batch; the rank of an adapter
@@ -115,7 +116,9 @@ def main() -> None:
     parser.add_argument("--on", default="h100")
     parser.add_argument("--states", nargs="+", default=["sharded"])
     parser.add_argument("--forms", nargs="+", default=[*FORMS], choices=[*FORMS])
-    options = parser.parse_args()
+    options = options_of(
+        parser, on="cpu", width=64, layers=2, devices=2, forms=["scanned", "written"]
+    )
     devices: Any = [f"cpu:{i}" for i in range(options.devices)]
     if options.on == "cpu":
         jax.config.update("jax_num_cpu_devices", options.devices)

@@ -12,6 +12,8 @@ import pytest
 import towerjax as tj
 
 ROOT = pathlib.Path(__file__).parent.parent
+# Benchmarks that CI does not run, and the one that draws docs' pictures, as tests do.
+LEFT_OUT = {"duel", "faults", "public_run", "pictures"}
 VERSION = f'__version__ = "{tj.__version__}"\n'
 CHANGES = f"# Changelog\n\n## Unreleased\n\n## {tj.__version__}\n\n- It began.\n"
 CITED = f"version: {tj.__version__}\n"
@@ -118,3 +120,12 @@ def test_every_extra_that_is_named_is_there():
         for names in re.findall(r"(?:towerjax|'\.)\[([\w,-]+)\]", path.read_text()):
             found.update(names.split(","))
     assert {"gpu", "plot", "test"} <= found <= set(project["optional-dependencies"])
+
+
+def test_ci_runs_each_benchmark_in_its_small_form():
+    text = (ROOT / ".ci/run").read_text()
+    named = re.search(r'benchmarks="(.*?)"', text, re.DOTALL)[1].split()
+    files = {x.stem: x.read_text() for x in (ROOT / "benchmarks").glob("*.py")}
+    scripts = {name for name, x in files.items() if '__name__ == "__main__"' in x}
+    assert {*named} == scripts - LEFT_OUT and len(named) == len({*named})
+    assert all(" = options_of(" in files[name] for name in named)
