@@ -139,6 +139,30 @@ def test_a_value_does_not_depend_on_the_name_that_errors_show(monkeypatch):
     check(found, rows, rows["weight"], "", names)
 
 
+@pytest.mark.slow
+def test_an_evaluation_says_which_metric_an_invalid_label_made_nan():
+    def metric_fn(params, batch, tower):
+        ids = batch["label"], batch["label"] % 3
+        return {
+            "iou": m.mean_iou(*ids, 3, tower.weight * batch["weight"]),
+            "sensitivity": m.sensitivity_at_specificity(
+                ids[0] == 1, batch["score"], 0.5, tower.weight
+            ),
+            "mean": m.mean(batch["score"], tower.weight),
+        }
+
+    evaluate = tj.build_eval_step(metric_fn, mirrored(2, 2))
+    rows = {"label": np.int32([0, 1, 2, 3]), "score": np.float32([0, 0.5, 1, 0.2])}
+    left_out = rows | {"weight": np.float32([1, 1, 1, 0])}
+    values = tj.evaluate(evaluate, (), [left_out])
+    assert values["iou"] == 1 and np.isfinite([*values.values()]).all()
+    text = r"^iou: NaN, since a row .* a class id .* weight 0\.$"
+    invalid = rows | {"weight": np.ones(4, np.float32)}
+    with pytest.warns(UserWarning, match=text):
+        values = tj.evaluate(evaluate, (), [left_out, invalid])
+    assert np.isnan(values["iou"]) and np.isfinite(values["sensitivity"])
+
+
 def test_the_weights_of_no_rows_are_none():
     none = np.zeros(0, np.float32)
     assert float(m.mean(none, none).weight) == 0

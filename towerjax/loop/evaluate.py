@@ -12,12 +12,13 @@ from towerjax.data.placer import PlacedBatch
 from towerjax.data.stream import check_batches, close
 from towerjax.data.stream import prefetch as prefetch_batches
 from towerjax.mesh.processes import require_same
-from towerjax.metrics.state import add_batch, value_on_host
+from towerjax.metrics.state import add_batch, has_invalid_rows, value_on_host
 from towerjax.step.build.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import a_type
 from towerjax.types.options import check_methods, check_whole
+from towerjax.types.warning import warn
 
 AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
 """An iterable of batches that can be iterated again, or a function that makes one."""
@@ -90,6 +91,13 @@ def evaluate(
     if totals is None:
         raise ValueError(
             "There are no batches to evaluate. An iterator is empty the second time."
+        )
+    if invalid := [name for name, total in totals.items() if has_invalid_rows(total)]:
+        warn(
+            f"{', '.join(invalid)}: NaN, since a row has a label, a prediction or a"
+            " weight that is invalid, such as a class id that is not from 0 to"
+            " num_classes - 1, or a score that is not from 0 to 1. Give rows that are"
+            " to be left out the weight 0."
         )
     return {name: value_on_host(total) for name, total in totals.items()}
 

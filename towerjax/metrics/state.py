@@ -11,7 +11,7 @@ from jax import lax
 
 from towerjax.collectives.reduce import drop_weak_type
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.metrics.weighted import Additive, Means, Weighted, widen
+from towerjax.metrics.weighted import Additive, Means, Tally, Weighted, widen
 from towerjax.types import Sum
 from towerjax.types.leaves import (
     a_type,
@@ -364,6 +364,14 @@ def add_batch(total: Any, metric: Any) -> Any:
         return metric
     state = on_host(metric)
     return state if total is None else merge(total, state)
+
+
+def has_invalid_rows(total: Any) -> bool:
+    """Whether a state on the host had a row whose weight `Pairs` made NaN."""
+    if not isinstance(total, Weighted | Tally):
+        return False
+    weights = jax.tree.leaves(total)[-1]
+    return bool(np.isnan(weights).any())
 
 
 def value_on_host(total: Any) -> Any:
