@@ -290,6 +290,13 @@ def test_arguments_that_are_no_arrays_and_those_by_name():
     assert tj.testing.prove(fn, W, "none", x=X).maps == ()
 
 
+def test_an_iterator_is_an_argument_too():
+    def fn(w, batches):
+        return Right.mean_of_gradients(w, next(batches))
+
+    assert tj.testing.prove(fn, W, iter([X])).same == 1
+
+
 # A state of which each device has a copy, as jax.pmap is given it, and what drifts.
 def of_copies(reduced, counted):
     def step(state, batch, key):

@@ -297,3 +297,13 @@ def test_a_program_is_made_once_for_each_number_of_devices():
         tj.testing.same_on_devices(
             lambda devices: (lambda x: "text", [jax.device_put(X, rows(devices))])
         )
+
+
+@pytest.mark.slow
+def test_a_generator_that_make_has_seeded_is_seeded_for_each_run():
+    def make(devices):
+        draw, gradient = np.random.default_rng(0), gradient_of(devices, wrong)
+        return lambda x, y: gradient(W, x * draw.uniform(), y), (X, Y)
+
+    with pytest.raises(tj.testing.SplitError):  # and not that it is not deterministic
+        tj.testing.same_on_devices(make, (1, 2))

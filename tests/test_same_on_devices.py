@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
 from towerjax.step.look.comparison import NotAudited
+from towerjax.tools.testing.same import refuse_others
 
 P = PartitionSpec
 DRAW = np.random.default_rng(3)
@@ -179,6 +180,17 @@ def test_a_program_that_runs_on_other_devices_is_refused(make, text):
         tj.testing.same_on_devices(make)
 
 
+class Host:
+    platform = "of_the_host"
+
+
+def test_what_is_kept_on_another_platform_runs_nowhere_else():
+    own, other = jax.devices()[:2], Host()
+    refuse_others(own, frozenset([*own, other]))
+    with pytest.raises(ValueError, match=r"make\(2 devices\) runs on 1 device: cpu:0"):
+        refuse_others(own, frozenset([own[0], other]))
+
+
 def test_a_program_that_draws_anew_is_told():
     drawn = np.random.default_rng(0)
     make, _ = WRONG["share"]
@@ -238,6 +250,9 @@ def forgot(devices):
 def test_the_command_says_both_and_has_a_status(shell):
     code, out, _ = shell("check", "of_user:good", "--devices", "1", "2")
     assert code == 0 and "1 value is the same on 2 devices as on one" in out
+    code, out, _ = shell("check", "of_user:good", "--devices", "1", "2", "--json")
+    told = json.loads(out)
+    assert told["compared"] == ["result"] and "over 'i'" in told["proved"][0]
     code, out, _ = shell("check", "of_user:bad")
     assert code == 1 and "as many times as much" in out and out.count("\n") < 24
     code, out, _ = shell("check", "of_user:unproved", "--json")

@@ -205,6 +205,7 @@ def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> 
         if traced:
             proof = proved(traced, program.args)
             told.insert(0, str(proof))
+            fields["proved"] = proof.maps
             notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
         else:
             notes.append(f"nothing is proved: the program cannot be traced ({why})")

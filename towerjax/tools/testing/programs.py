@@ -22,6 +22,7 @@ from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.tools.testing.traced import (
     ARRAY_TYPES,
     TracedProgram,
+    flatten,
     state_places,
     trace_program,
 )
@@ -189,12 +190,12 @@ def _copies(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
     """
     jaxpr, out = traced
     places = state_places(args, out)
-    sizes = [len(jax.tree.leaves(x)) for x in out] if _is_list(out) else [0]
+    sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
     starts = [*itertools.accumulate(sizes, initial=0)]
     copied, back = list[bool](), list[int]()
     for i, x in enumerate(args):
         start = starts[places.get(i) or 0]
-        for n, leaf in enumerate(jax.tree.leaves(x)):
+        for n, leaf in enumerate(flatten(x)[0]):
             if isinstance(leaf, _ARRAYS):
                 is_asked = i in places or _is_setting(leaf)
                 copied.append(is_asked and _may_be_copies(leaf))

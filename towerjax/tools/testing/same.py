@@ -128,7 +128,11 @@ def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
 
 
 def refuse_others(given: Sequence[Device], used: frozenset[Device]) -> None:
-    """Raise unless a program uses the devices that it was given, and all of them."""
+    """Raise unless a program uses the devices that it was given, and all of them.
+
+    Those of another platform hold what is kept on the host.
+    """
+    used = frozenset(x for x in used if x.platform == given[0].platform)
     # What is laid on no device by name, JAX puts on one.
     if used == {*given} or (len(given) == 1 and not used):
         return
