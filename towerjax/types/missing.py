@@ -8,6 +8,7 @@ import pkgutil
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from opcode import opmap
 from typing import Any, TypeVar
 
 import jax
@@ -80,9 +81,16 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
-    module = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
-    is_ours = module.partition(".")[0] == "towerjax"
-    return None if is_ours else re.search(pattern, str(error))
+    if trace is not None:
+        code, module = (
+            trace.tb_frame.f_code,
+            trace.tb_frame.f_globals.get("__name__", ""),
+        )
+        # JAX may have dropped its own frames, and what is left of ours is a call.
+        raises = code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
+        if raises and module.partition(".")[0] == "towerjax":
+            return None
+    return re.search(pattern, str(error))
 
 
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
