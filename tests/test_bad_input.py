@@ -18,7 +18,7 @@ from refusals import refused
 
 import towerjax as tj
 from towerjax.loop.options import check_hooks
-from towerjax.step.run.verdicts import NONE, Verdicts
+from towerjax.step.run.verdicts import NONE, Lineage, Verdicts
 
 TWO, SGD, SUM = ("cpu:0", "cpu:1"), optax.sgd(0.01), tj.Reduction.SUM
 S = tj.Mirrored(TWO)
@@ -970,10 +970,10 @@ def test_what_fails_on_the_device_shows_and_not_that_the_state_was_donated():
 def test_a_call_that_fails_keeps_the_verdict_of_those_before(monkeypatch):
     step = build()
     state = step.init(start())
-    step(state, poisoned())
-    monkeypatch.setattr(step.verdicts, "check", lambda: None)
+    after, _ = step(state, poisoned())
+    monkeypatch.setattr(step.verdicts, "check", lambda at: None)
     with pytest.raises(ValueError, match="was donated to"):
-        step(state, good())
+        step(after.replace(params=state.params), good())
     with pytest.raises(tj.NonFiniteError, match="of step 1 "):
         step.settle()
 
@@ -1001,21 +1001,23 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
         platform="cpu", devices=("cpu:0",) * processes, num_processes=processes
     )
     verdicts = Verdicts(placement, tj.NonFiniteError)
-    given = [Verdict() for _ in range(15)] + [Verdict(2)]
+    given, state = [Verdict() for _ in range(15)] + [Verdict(2)], object()
+    line = Lineage(state, Verdict())
     for i, verdict in enumerate(given):
         if i == 15:  # a call of 8 before is waited for, so that few are in flight
             given[6].has_arrived = True
-        verdicts.check()
-        if verdicts._newest:
-            verdicts.take()
-        verdicts.put(verdict)
+        verdicts.put(line)
+        verdicts.check(state)
+        line = verdicts.take(state)
+        line.verdict = verdict
+    verdicts.put(line)
     assert not any(verdict.waits for verdict in given)
     given[-1].has_arrived = True
     if processes == 2:
         for _ in range(15):  # the other process may not see it yet
-            verdicts.check()
+            verdicts.check(state)
     with pytest.raises(tj.NonFiniteError, match="of step 2 "):
-        verdicts.check()
+        verdicts.check(state)
 
 
 @pytest.mark.slow

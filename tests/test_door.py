@@ -13,7 +13,14 @@ from jax._src.config import guard_lib
 
 import towerjax as tj
 from towerjax.mesh.private_jax import put
-from towerjax.step.run.verdicts import NONE, Verdicts, next_verdict, send_to_host
+from towerjax.step.run.verdicts import (
+    MOST_STATES,
+    NONE,
+    Lineage,
+    Verdicts,
+    next_verdict,
+    send_to_host,
+)
 from towerjax.types import Layout
 
 
@@ -227,15 +234,18 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
         platform="cuda", num_processes=1, num_devices=num_devices
     )
     verdicts = Verdicts(placement, tj.NonFiniteError)
-    verdicts.put(Verdict(NONE))
+    state = object()
+    verdicts.put(Lineage(state, Verdict(NONE)))
     for call in range(1, 25):  # step 9 is refused, just too late to be asked for
         if call == 24:
             with pytest.raises(tj.NonFiniteError, match="of step 9 "):
-                verdicts.check()
+                verdicts.check(state)
             break
-        verdicts.check()
-        before = verdicts.take().number
-        verdicts.put(Verdict(before if before != NONE or call != 9 else 9))
+        verdicts.check(state)
+        line = verdicts.take(state)
+        before = line.verdict.number
+        line.verdict = Verdict(before if before != NONE or call != 9 else 9)
+        verdicts.put(line)
     times = [("sent", 8), ("sent", 16), ("read", 16), ("sent", 24), ("read", 24)]
     assert events == times
     verdicts.settle()  # it is told once
@@ -248,24 +258,53 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
 def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
     placement = tj.Mirrored([f"cpu:{i}" for i in range(num_devices)]).placement
     verdicts = Verdicts(placement, tj.NonFiniteError)
-    program = jax.jit(next_verdict)
+    program, state = jax.jit(next_verdict), object()
     for number in range(20):
         refused = number if number in (bad, 19) else NONE
-        verdicts.put(program(verdicts.take(), np.int32(refused)))
+        line = verdicts.take(state)
+        verdicts.put(Lineage(state, program(line.verdict, np.int32(refused))))
     with pytest.raises(tj.NonFiniteError, match=f"of step {bad} "):
         verdicts.settle()
     verdicts.settle()  # nothing pends
-    assert verdicts.take() is verdicts.none
+    assert verdicts.take(state).verdict is verdicts.none
 
 
 def test_threads_that_call_at_once_keep_each_others_verdicts():
     placement = tj.OneDevice().placement
     verdicts = Verdicts(placement, tj.NonFiniteError)
-    assert verdicts.take() is verdicts.take() is verdicts.none
-    verdicts.put(jnp.int32(7))
-    verdicts.put(verdicts.none)
+    state = object()
+    assert verdicts.take(state).verdict is verdicts.take(state).verdict
+    verdicts.put(Lineage(state, jnp.int32(7)))
+    verdicts.put(Lineage(state, jnp.int32(NONE)))
     with pytest.raises(tj.NonFiniteError, match="of step 7 "):
         verdicts.settle()
+
+
+def test_no_state_is_told_of_another_and_each_is_told_once():
+    """Two trainings of one step; the second's batch is at fault."""
+    step = build(on_nonfinite="raise")
+    states = [step.init(np.float32(0)) for _ in range(2)]
+    for _ in range(2):
+        states[0], _ = step(states[0], rows())
+    states[1], metrics = step(states[1], {"x": rows()["x"] * np.float32(np.nan)})
+    jax.block_until_ready((states, metrics))
+    kept = states[1].replace(rng=states[1].rng)
+    states[0], _ = step(states[0], rows())  # which has nothing to do with it
+    with pytest.raises(tj.NonFiniteError, match="of step 1 "):
+        step(kept, rows())
+    states[1], _ = step(kept, rows())
+    step.settle()
+    assert [int(state.step) for state in states] == [3, 2]
+
+
+def test_verdicts_on_states_that_were_left_are_few_and_none_is_lost():
+    verdicts = Verdicts(tj.OneDevice().placement, tj.NonFiniteError)
+    for number in range(200):
+        verdicts.put(Lineage(object(), jnp.int32(5 if number == 3 else NONE)))
+    assert len(verdicts._lines) <= MOST_STATES
+    with pytest.raises(tj.NonFiniteError, match="of step 5 "):
+        verdicts.settle()
+    verdicts.settle()
 
 
 def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
@@ -280,13 +319,14 @@ def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
 
     several = types.SimpleNamespace(platform="cuda", num_processes=2)
     skips = Verdicts(several, None)
-    skips.put(jnp.int32(3))
+    state = object()
+    skips.put(Lineage(state, jnp.int32(3)))
     skips.settle()
-    skips.put(Lost())
+    skips.put(Lineage(state, Lost()))
     for _ in range(15):
-        skips.check()
+        skips.check(state)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        skips.check()
+        skips.check(state)
 
 
 @pytest.mark.slow

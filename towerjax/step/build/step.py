@@ -256,22 +256,24 @@ class Step(Examined, Generic[_Result]):
         Raises:
           ValueError: A malformed batch or a state that is not this step's, before
             anything is compiled; nothing is lost.
-          NonFiniteError: With ``on_nonfinite="raise"``, at most 16 calls
-            after a step that was refused; on CPUs at the first call after it has run,
+          NonFiniteError: With ``on_nonfinite="raise"``, at most 16 calls of a state
+            after a step that was refused; on CPUs at its first call after that has run,
             of several processes at the same call on all. `settle`, for the end of a
-            loop, waits for the last. That step changed nothing, and ``state`` is still
-            usable.
+            loop, waits for the last of all states. That step changed nothing, and
+            ``state`` is still usable.
         """
-        self.verdicts.check()
+        at = getattr(state, "step", None)  # by which its verdict is known
+        self.verdicts.check(at)
         placed = self._placer.place(batch, by_call=True)
         if not self.engine.gives_verdict:
             return self.policy.result(*self.outputs(state, placed), placed)
-        verdict = self.verdicts.take()
+        line = self.verdicts.take(at)
         try:
-            before, out = self.outputs(state, placed, verdict)
-            verdict = out.verdict
+            before, out = self.outputs(state, placed, line.verdict)
+            now = {"at": out.now["step"], "verdict": out.verdict}
+            line = dataclasses.replace(line, **now)
         finally:
-            self.verdicts.put(verdict)
+            self.verdicts.put(line)
         return self.policy.result(before, out, placed)
 
     def settle(self) -> None:

@@ -1,5 +1,7 @@
 """The verdict on a step's calls: one number, which travels from call to call."""
 
+import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +15,9 @@ from towerjax.mesh.transfer import place_own
 from towerjax.step.state.next_state import NONE
 from towerjax.types import Layout, PyTree
 
-ASKED_EACH = 8
-"""After how many calls what they tell is read, where each would stall the devices."""
+ASKED_EACH, MOST_STATES = 8, 64
+"""After how many calls of a state its verdict is read, where each would stall the
+devices; and for how many states verdicts are kept that were not read."""
 
 
 def next_verdict(before: jax.Array, refused: jax.Array) -> jax.Array:
@@ -30,8 +33,18 @@ def send_to_host(tree: PyTree, placement: Placement) -> None:
                 x.copy_to_host_async()
 
 
+@dataclasses.dataclass(eq=False)
+class Lineage:
+    """The verdict on the calls of which one made the next one's state."""
+
+    at: Any  # the number of steps of the last one's state, the array itself
+    verdict: Any  # an array, whose stub has no is_ready
+    asked: Any = None  # that of some calls before, of which a copy was begun
+    calls: int = 0
+
+
 class Verdicts:
-    """The newest verdict of a step's calls, read now and then.
+    """The newest verdict on each state of a step, read now and then.
 
     Nothing is lost by reading late, since a refused step changed nothing; waiting for
     each verdict would stall the devices. Each eighth call reads what the eighth before
@@ -48,9 +61,7 @@ class Verdicts:
         self._is_read = raises or several  # another may have died, which reading tells
         self._polls = placement.platform == "cpu" and not several
         # Threads at once each take one and bring one back; read twice does no harm.
-        self._newest: list[Any] = []  # arrays, whose stub has no is_ready
-        self._asked: list[jax.Array] = []
-        self._calls = 0
+        self._lines: list[Lineage] = []
 
     @functools.cached_property
     def none(self) -> jax.Array:
@@ -58,44 +69,56 @@ class Verdicts:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             return place_own(np.int32(NONE), self._placement, Layout.MIRRORED)
 
-    def take(self) -> jax.Array:
-        """What the next call's program is given."""
-        try:
-            return self._newest.pop()
-        except IndexError:
-            return self.none
+    def take(self, at: Any) -> Lineage:
+        """The line of a state with this number of steps; its verdict is given on."""
+        for line in [*self._lines]:
+            if line.at is at:
+                self._drop(line)
+                return line
+        return Lineage(at, self.none)
 
-    def put(self, verdict: jax.Array) -> None:
-        """What a call's program returned, or was given where the call failed."""
-        if self._is_read:
-            self._newest.append(verdict)
-
-    def check(self) -> None:
-        """Read verdicts; called before a step, whose returned state an error loses."""
+    def put(self, line: Lineage) -> None:
+        """Bring back a line, with what a call's program returned if it did not fail."""
         if not self._is_read:
             return
-        self._calls += 1
-        if self._calls % ASKED_EACH == 0:
-            asked, self._asked = self._asked, [*self._newest]
-            send_to_host(self._asked, self._placement)
-            self._read(asked)
-        elif self._polls:
-            self._read([x for x in [*self._newest] if x.is_ready()])
+        self._lines.append(line)
+        if len(self._lines) > MOST_STATES:
+            old = [self._lines.pop(0) for _ in range(MOST_STATES // 2)]
+            self._lines += [x for x in old if self._number(x.verdict) != NONE]
+
+    def check(self, at: Any) -> None:
+        """Read verdicts; called before a step, whose returned state an error loses."""
+        for line in [*self._lines]:
+            if line.at is at:
+                line.calls += 1
+                if line.calls % ASKED_EACH == 0:
+                    asked, line.asked = line.asked, line.verdict
+                    send_to_host(line.asked, self._placement)
+                    self._read(line, asked)
+                elif self._polls and line.verdict.is_ready():
+                    self._read(line, line.verdict)
 
     def settle(self) -> None:
         """Wait for all steps so far, and read their verdicts."""
-        self._asked, newest, self._newest = [], self._newest, []
-        self._read(newest)
+        while self._lines:
+            line = self._lines.pop(0)
+            self._read(line, line.verdict)
 
-    def _read(self, verdicts: list[jax.Array]) -> None:
-        for verdict in verdicts:
-            number = self._fetch(verdict)  # raises if the devices failed
-            if number != NONE and self._error is not None:
-                self._newest, self._asked = [], []
-                raise self._error(number)
+    def _drop(self, line: Lineage) -> None:
+        with contextlib.suppress(ValueError):  # another thread was first
+            self._lines.remove(line)
 
-    def _fetch(self, x: jax.Array) -> int:
-        """A number on the host; a transfer is meant, so transfer guards allow it."""
+    def _read(self, line: Lineage, verdict: jax.Array | None) -> None:
+        number = NONE if verdict is None else self._number(verdict)
+        if number != NONE and self._error is not None:
+            self._drop(line)
+            raise self._error(number)
+
+    def _number(self, x: jax.Array) -> int:
+        """A number on the host; a transfer is meant, so transfer guards allow it.
+
+        Raises what the devices failed with.
+        """
         if self._placement.platform != "cpu":
             with jax.transfer_guard_device_to_host("allow"):
                 return np.asarray(x).item()
