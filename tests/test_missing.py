@@ -174,6 +174,10 @@ WRITE = [
     (lambda: run()[1].metrics["accuracy"], "There are 'loss'."),
     (lambda: of_no_step().metrics["loss"], "There are none. This run did no step"),
     (lambda: of_no_step().final["loss"], "There are none. This run did no step"),
+    (lambda: run(evaluate=build(), eval_batches=[BATCH]),
+        "is a step that trains: it returns a state, and takes over the one that it is"
+        " given. Pass tj.build_eval_step(metric_fn, strategy)"),
+    (lambda: tj.evaluate(build(), W, [BATCH]), "is a step that trains"),
     (lambda: run(epochs=3), "tj.batches(data, batch_size, epochs=3)"),
     (lambda: run(callbacks=[]), "hooks=[hook]"),
     (lambda: tj.MirroredStrategy(), "Write tj.Mirrored();"),

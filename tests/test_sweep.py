@@ -1,6 +1,7 @@
 """Sweeps of training: each member is what it is alone, whatever trains beside it."""
 
 import functools
+import inspect
 import json
 import re
 import sys
@@ -373,6 +374,8 @@ def refused_by_numpy(rate, seed):
     (refused_by_the_proof, {"rate": [0.1]}, {}, r"metrics\['own'\]"),
     (refused_by_numpy, {"rate": [0.1], "seed": [1]}, {}, "jax.random.key.seed"),
     (refused_by_state, {"rate": [0.1]}, {}, "is an int, not a"),
+    (small, {"raet": [0.1]}, {}, "takes no 'raet'. Write 'rate' in place of 'raet'.$"),
+    (small, {"rate": [0.1], "sede": [1]}, {}, "Write 'seed' in place of 'sede'.$"),
     (7, {"rate": [0.1]}, {}, "build=7 is not a function"),
     (small, {"rate": [0.1]}, {"evaluate": 7}, "evaluate=7 is not a function"),
     (small, {"rate": [0.1]}, {"evaluate": lambda state: {}},
@@ -490,6 +493,15 @@ def test_what_is_begun_is_counted_where_it_is_asked_for(capfd, progress):
         show(1, "rate=0.1")
     shown = "".join(capfd.readouterr())
     assert ("member 2/3  rate=0.1" in shown) == progress
+
+
+def test_no_progress_is_promised_that_is_refused():
+    """The names of metrics, which `run` takes, are of a training that is not shown."""
+    for fn in (tj.sweep, tj.tools.bench):
+        (told,) = re.findall(r"progress: (.*?)\n\n", inspect.getdoc(fn), re.S)
+        assert "run" not in told and re.findall("None|True|False", told) == [
+            "None", "True", "False",
+        ]  # fmt: skip
 
 
 def test_what_is_no_progress_is_refused():

@@ -16,7 +16,7 @@ from towerjax.metrics.state import add_batch, has_invalid_rows, value_on_host
 from towerjax.step.build.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
-from towerjax.types.leaves import a_type
+from towerjax.types.leaves import a_type, shown
 from towerjax.types.options import check_methods, check_whole
 from towerjax.types.warning import warn
 
@@ -112,6 +112,11 @@ def check_evaluate(evaluate: Any) -> None:
     """Raise unless ``evaluate`` is an `EvaluationStep`."""
     example = "tj.build_eval_step(metric_fn, strategy)"
     check_methods("evaluate", evaluate, "place_batch __call__", example)
+    if isinstance(evaluate, Step) and evaluate.engine.gives_verdict:
+        raise ValueError(
+            f"evaluate={shown(evaluate)} is a step that trains: it returns a state, and"
+            f" takes over the one that it is given. Pass {example}."
+        )
 
 
 def outputs_on_host(

@@ -1,12 +1,13 @@
 """Checks of options, with one error text for each kind of option."""
 
 import contextlib
+import difflib
 import importlib
 import inspect
 import numbers
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -158,10 +159,22 @@ def check_takes(form: str, fn: Any, /, *args: Any, **kwargs: Any) -> None:
         if any(x in names and names.index(x) != i for i, x in enumerate(taken)):
             raise TypeError("its arguments stand in another order")
     except TypeError as error:
+        why, remedy = _misnamed(signature, kwargs) or (error, f"Write def {form}.")
         raise ValueError(
-            f"A function of {signature} cannot be called as {form}: {error}. Write def"
-            f" {form}."
+            f"A function of {signature} cannot be called as {form}: {why}. {remedy}"
         ) from None
+
+
+def _misnamed(
+    signature: inspect.Signature, given: Mapping[str, Any]
+) -> tuple[str, str] | None:
+    """What is wrong with a name of what is given by name, and what to write."""
+    known = signature.parameters
+    for name in given:
+        near = difflib.get_close_matches(name, known, 1)
+        if name not in known and near and near[0] not in given:
+            return f"it takes no {name!r}", f"Write {near[0]!r} in place of {name!r}."
+    return None
 
 
 def check_methods(name: str, value: Any, methods: str, example: str) -> None:

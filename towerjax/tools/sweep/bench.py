@@ -70,7 +70,8 @@ def bench(
         configuration fails. None compares none.
       retry_failed: Time again what the file has as failed or not available.
       timeout_s: A configuration that takes longer is ended, and has failed.
-      progress: As for `run`.
+      progress: None shows a bar on a terminal and in a notebook, else a plain line
+        now and then; True always shows a bar, False nothing.
 
     Returns:
       A `towerjax.tools.Timings`, in the grid's order.

@@ -187,7 +187,8 @@ def sweep(
       results: A file of JSON lines, written as members end. Those that it has are not
         trained again, so that a killed sweep can be continued; but those without an
         evaluation are, with ``evaluate``.
-      progress: As for `run`.
+      progress: None shows a bar on a terminal and in a notebook, else a plain line
+        now and then; True always shows a bar, False nothing.
 
     Returns:
       A `towerjax.tools.Sweep`, in the grid's order.
