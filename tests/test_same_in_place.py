@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
+from towerjax.tools.testing.in_place import Held
 
 P = PartitionSpec
 DRAW = np.random.default_rng(5)
@@ -307,3 +308,44 @@ def test_a_generator_that_make_has_seeded_is_seeded_for_each_run():
 
     with pytest.raises(tj.testing.SplitError):  # and not that it is not deterministic
         tj.testing.same_on_devices(make, (1, 2))
+
+
+@pytest.mark.slow
+def test_a_result_of_another_dtype_is_no_state():
+    def make(devices):
+        rows = NamedSharding(Mesh(devices, "i"), P("i"))
+
+        def fn(x):
+            assert x.dtype == jnp.bfloat16
+            return x.astype(jnp.float32) * 2
+
+        return fn, [jax.device_put(X.astype(jnp.bfloat16), rows)]
+
+    assert tj.testing.same_on_devices(make, (1, 2)).splits == 1
+
+
+def test_what_is_not_yet_defined_holds_nothing():
+    def make(devices):
+        gradient = gradient_of(devices, right)
+        if not devices:
+            later = None
+        return lambda w, x, y: gradient(w, x, y) or later, (W, X, Y)
+
+    fn, args = make(jax.devices()[:1])
+    assert not Held(fn, args).changed()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_traced_may_compute_in_16_bits():
+    def make(devices):
+        fn = gradient_of(devices, lambda number: 1 + 0.01 * (number - 1))
+
+        def step(w, x, y):
+            gradient = fn(w, x, y)
+            return {"gradient": gradient, "first": float(gradient[0])}
+
+        return step, (W, X, Y)
+
+    with pytest.raises(tj.testing.SplitError, match="in 16 bits, say rtol=0.06"):
+        tj.testing.same_on_devices(make, (1, 2))
+    assert tj.testing.same_on_devices(make, (1, 2), rtol=0.06).largest > 0.005

@@ -199,7 +199,7 @@ def test_a_program_that_draws_anew_is_told():
         tj.testing.same_on_devices(draws)
 
 
-@pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 16)])
+@pytest.mark.parametrize("wrong", [(2, 4), (1,), (1, 1), (1, 16)])
 def test_numbers_of_devices_that_cannot_be_compared_are_refused(wrong):
     with pytest.raises(ValueError, match="must be 1 and other numbers, of at most 8"):
         tj.testing.same_on_devices(RIGHT["rows"], wrong)

@@ -171,7 +171,12 @@ def audit(make_step: str, json: bool = False) -> int:
     return show(outcome, {"same": True, **dataclasses.asdict(outcome)}, json)
 
 
-def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> int:
+def check(
+    make: str,
+    devices: Sequence[int] = (1, 2, 4),
+    rtol: float | None = None,
+    json: bool = False,
+) -> int:
     """Check a JAX program on several numbers of devices.
 
     What its maps over devices call the same is proved. What it returns, and what it
@@ -192,7 +197,7 @@ def check(make: str, devices: Sequence[int] = (1, 2, 4), json: bool = False) -> 
     told, faults, notes = list[str](), dict[str, str](), list[str]()
     fields = dict[str, Any]()
     try:
-        outcome = same_on_devices(maker, devices)
+        outcome = same_on_devices(maker, devices, rtol=rtol)
         told.append(str(outcome))
         notes += outcome.notes
         fields = {"compared": outcome.compared, "not_compared": outcome.not_compared}
@@ -334,6 +339,7 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
     check: (
         ("make", str, "module:function"),
         ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
+        ("--rtol", float, "the largest difference over a leaf's largest value (1e-4)"),
         _JSON,
     ),
 }

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import inspect
 import operator
 import sys
 import types
@@ -84,8 +83,8 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
         bound = {"args": x.args, **x.keywords}
         return [("", x.func), *[(f".{key}", part) for key, part in bound.items()]]
     if isinstance(x, types.FunctionType):
-        closed = inspect.getclosurevars(x).nonlocals
-        parts = [(f".{key}", part) for key, part in closed.items()]
+        cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
+        parts = [(f".{key}", _content_of(cell)) for key, cell in cells]
         return [*parts, ("", vars(x).get("__wrapped__"))]
     is_leaf = functools.partial(operator.is_not, x)
     if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
@@ -97,6 +96,14 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
     # What libraries keep in a function, as caches, may well depend on the devices.
     is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
     return [] if is_kept else [(f".{key}", part) for key, part in own.items()]
+
+
+def _content_of(cell: types.CellType) -> Any:
+    """What a function closes over; None where that is not yet defined."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _is_of_library(kind: type) -> bool:

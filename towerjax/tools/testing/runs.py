@@ -16,6 +16,7 @@ from towerjax.tools.testing.traced import (
     TracedProgram,
     devices_in,
     flatten,
+    is_iterator,
     state_places,
     trace_or_say_why,
 )
@@ -96,6 +97,12 @@ class UserProgram:
         devices = frozenset(_laid_on(leaves))
         return Run(tuple(calls), devices, frozenset(dtypes), bool(changed))
 
+    def release(self) -> None:
+        """Let go of what its arguments hold on devices: it is not run again."""
+        self.args = ()
+        self._leaves = [_shape_of(x) for x in self._leaves]
+        self._given = self._treedef.unflatten(self._leaves)
+
     def trace(self) -> tuple[TracedProgram | None, str]:
         """The traced program, or why it cannot be traced."""
         if any(isinstance(x, Iterator) for x in self._leaves):
@@ -130,6 +137,14 @@ class UserProgram:
         return again
 
 
+def _shape_of(x: Any) -> Any:
+    if not isinstance(x, ARRAY_TYPES):
+        return x
+    is_laid = isinstance(x, jax.Array) and x.committed
+    sharding = x.sharding if is_laid else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
 def _near(x: Any, by: float) -> Any:
     """A copy, rounded by this part of it and placed as it was."""
     changed = rounded(x, by, only_broken=True) if by else x
@@ -157,7 +172,7 @@ def _values(
 ) -> dict[str, Value]:
     """The leaves of what a call returned, and of what it changed in place."""
     states = ["result" if at is None else f"result[{at}]" for at in places.values()]
-    named = {name: (x, False) for name, x in named_leaves("result", out)}
+    named = {name: (x, False) for name, x in named_leaves("result", out, is_iterator)}
     for name in named:
         if any(name.startswith(state) for state in states):
             named[name] = named[name][0], True

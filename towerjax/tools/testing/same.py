@@ -48,6 +48,10 @@ _SCALARS = (
 _KEYS = "not compared: each device has a key of its own"
 _DIFFER = "devices return different values, whose {} is that of one device"
 _HOST = (np.mean, _DIFFER.format("mean")), (np.sum, _DIFFER.format("sum"))
+_UNREAD = (
+    "The program cannot be traced, so its lines were not read; where it computes in 16"
+    " bits, say rtol=0.06 (--rtol 0.06)."
+)
 _MAKE = "make(devices)"
 
 
@@ -104,8 +108,12 @@ def same_on_devices(
     def made(number: int) -> UserProgram:
         return UserProgram(_MAKE, make(lists[number]))
 
-    programs = {number: made(number) for number in lists}
-    runs = {number: program.run() for number, program in programs.items()}
+    programs, runs = dict[int, UserProgram](), dict[int, Run]()
+    for number in lists:
+        program = programs[number] = made(number)
+        runs[number] = program.run()
+        if number > 1:
+            program.release()
     # What a trace leaves behind would disturb a run.
     traces = {number: programs[number].trace() for number in [*lists][1:]}
     for number, run in runs.items():
@@ -118,7 +126,7 @@ def same_on_devices(
 def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
     """The devices to give to ``make``, by their number; 1 is the first."""
     given, here = check_wholes("devices", numbers), len(jax.devices())
-    if given[0] != 1 or len(given) < 2 or max(given) > here:
+    if given[0] != 1 or len({*given}) < 2 or max(given) > here:
         raise ValueError(
             f"devices={numbers!r} must be 1 and other numbers, of at most {here}"
             ' devices. On CPUs say jax.config.update("jax_num_cpu_devices",'
@@ -302,6 +310,8 @@ def _reasons(
         expected = [(x, x.towers**power * x.one_tower) for x in findings]
         if names := [x.leaf for x, y in expected if np.isclose(x.value, y, 1e-4, 0)]:
             yield f"{listed(names)}: {text}"
+    if not jaxprs:
+        yield _UNREAD
     sites = [x for jaxpr in jaxprs[-1:] for x in all_sites(jaxpr) if named_axes(x[0])]
     lines = [(user_line(x), x[0].primitive.name) for x in sites]
     if at := list(dict.fromkeys(f"{line} ({how})" for line, how in lines if line)):

@@ -11,10 +11,12 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 from towerjax.mesh.devices import Device
 from towerjax.proof.equation import all_eqns, param_leaves
 from towerjax.types import PyTree
+from towerjax.types.leaves import kind_of
 
 ARRAY_TYPES: Any = jax.Array | np.ndarray | np.generic
 NUMBER_TYPES: Any = ARRAY_TYPES | int | float | complex
 _SHAPED: Any = ARRAY_TYPES | jax.ShapeDtypeStruct
+_NUMBERS: Any = NUMBER_TYPES | jax.ShapeDtypeStruct
 
 
 class TracedProgram(NamedTuple):
@@ -24,9 +26,14 @@ class TracedProgram(NamedTuple):
     out: PyTree
 
 
+def is_iterator(x: Any) -> bool:
+    """Whether JAX is to be told that it is a leaf."""
+    return isinstance(x, Iterator)
+
+
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """The leaves and the structure of any tree; an iterator is a leaf."""
-    return jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Iterator))
+    return jax.tree.flatten(tree, is_leaf=is_iterator)
 
 
 def trace_program(
@@ -83,8 +90,8 @@ def devices_in(jaxpr: ClosedJaxpr) -> Iterator[Device]:
 def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
     """Which arguments are a state that is returned, and as which result.
 
-    A state is an argument whose tree and shapes a result has; None: as all of them. A
-    lone array comes back at its own place.
+    A state is an argument whose tree, shapes and dtypes a result has; None: as all of
+    them. A lone array comes back at its own place.
     """
     is_one = not isinstance(out, tuple | list) or _kind([out]) == _kind([*args[:1]])
     kinds = [_kind([x]) for x in ([out] if is_one else out)]
@@ -100,7 +107,4 @@ def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
 
 def _kind(tree: PyTree) -> Any:
     leaves, treedef = flatten(tree)
-    return treedef, [
-        np.shape(x) if isinstance(x, NUMBER_TYPES) else getattr(x, "shape", None)
-        for x in leaves
-    ]
+    return treedef, [kind_of(x) if isinstance(x, _NUMBERS) else None for x in leaves]
