@@ -100,7 +100,7 @@ class UserProgram:
     def release(self) -> None:
         """Let go of what its arguments hold on devices: it is not run again."""
         self.args = ()
-        self._leaves = [_shape_of(x) for x in self._leaves]
+        self._leaves = [_let_go(x) for x in self._leaves]
         self._given = self._treedef.unflatten(self._leaves)
 
     def trace(self) -> tuple[TracedProgram | None, str]:
@@ -137,7 +137,8 @@ class UserProgram:
         return again
 
 
-def _shape_of(x: Any) -> Any:
+def _let_go(x: Any) -> Any:
+    """The shape of an array, in its place."""
     if not isinstance(x, ARRAY_TYPES):
         return x
     is_laid = isinstance(x, jax.Array) and x.committed
