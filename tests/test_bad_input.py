@@ -818,6 +818,65 @@ def test_a_loss_without_a_gradient_is_refused(loss_of):
     check(penalised)()
 
 
+def of_outside(params, batch, tower):
+    """A mean over rows of a notebook, and not of the batch."""
+    return tj.Weighted.mean((OUTSIDE @ params["w"]) ** 2)
+
+
+READS_NO_ROW = {
+    "a mean": of_outside,
+    "in jit": jax.jit(of_outside),
+    "means": lambda *args: of_outside(*args) + 0.1 * of_outside(*args),
+    "a penalty": lambda p, b, t: tj.Weighted.mean(0 * t.weight) + tj.penalty(p["w"][0]),
+    "only a metric reads": lambda p, b, t: tj.TowerOutput(
+        of_outside(p, b, t), {"x": tj.Weighted.mean(b["x"], t.weight[:, None])}
+    ),
+}
+OUTSIDE = np.float32([[1, 2, 3], [4, 5, 6]])
+READS = {
+    "noise": lambda p, b, t: tj.Weighted.mean(
+        jax.random.normal(t.rng, t.weight.shape) * p["w"][0], t.weight
+    ),
+    "0 * a leaf": lambda *args: 0 * tj.Weighted.mean(args[1]["x"]) + of_outside(*args),
+    "a value of all rows": lambda p, b, t: tj.Weighted.mean(
+        b["all"] * p["w"][0] * t.weight, t.weight
+    ),
+}
+
+
+@pytest.mark.few_fast(2)
+@pytest.mark.parametrize("name", [*READS_NO_ROW, *READS])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2}], ids=str)
+def test_a_loss_that_reads_no_leaf_of_its_batch_is_refused(name, options):
+    step = tj.build_train_step(
+        (READS_NO_ROW | READS)[name],
+        optax.sgd(0.1),
+        tj.Mirrored(towers=2),
+        **options,
+    )
+    given = {"w": np.ones(3, np.float32)}
+    batch = {"x": np.ones((8, 3), np.float32), "all": tj.Whole(np.float32(2))}
+    if name in READS:
+        step.check(given, batch)
+        return
+    with pytest.raises(ValueError, match="The loss reads no leaf of its batch"):
+        step.check(given, batch)
+
+
+@pytest.mark.slow
+def test_a_pass_of_an_own_step_that_reads_no_leaf_of_its_batch_is_refused():
+    def tower_fn(state, batch, tower):
+        loss, grads = tj.value_and_grad(of_outside)(state.params, batch, tower)
+        return {"loss": loss, "grads": grads}
+
+    def update_fn(state, merged):
+        return state, {"loss": merged["loss"]}
+
+    step = tj.build_step(tower_fn, update_fn, tj.OneDevice())
+    with pytest.raises(ValueError, match="The loss reads no leaf of its batch"):
+        step(step.init({"w": np.ones(3, np.float32)}), np.ones((4, 3), np.float32))
+
+
 def _draws(kind):
     """Losses with keys of a kind, and whether the draws depend on the devices."""
     key = functools.partial(jax.random.key, 3, impl=kind)

@@ -21,7 +21,7 @@ from towerjax.mesh.transfer import (
     place_rows,
     refuse_traced,
 )
-from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types import Layout, PerTower, PyTree, Whole
 from towerjax.types.leaves import held_dtype, native, refuse_unheld
 
 BATCH_LAYOUT = {
@@ -201,7 +201,8 @@ class Placer:
         shard.refuse_wrapping(rows)
 
         def fit(rows: PyTree, shared: PyTree) -> tuple[PyTree, ...]:
-            return self.fit_traced(shard.with_shared(rows, shared)).args
+            batch = shard.with_shared(rows, [Whole(x) for x in shared])
+            return self.fit_traced(batch).args
 
         held = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, held_dtype(x.dtype)), rows

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,8 @@ from jax._src.core import (  # 0.10 to 0.12
     get_axis_env,
     trace_state_clean,
 )
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding
 from jaxlib import xla_client  # 0.10 to 0.12
 
@@ -67,6 +68,11 @@ def is_literal_zero(x: Any) -> bool:
     """Is ``x``, now being traced, the number 0, as the tangent of a constant is?"""
     literal = getattr(x, "val", None)
     return isinstance(literal, Literal) and not np.any(literal.val)
+
+
+def inputs_read(program: ClosedJaxpr, outputs: Sequence[bool]) -> list[bool]:
+    """Which inputs of a program these of its outputs read."""
+    return partial_eval.dce_jaxpr(program.jaxpr, outputs)[1]  # 0.10 to 0.12
 
 
 def is_tracing() -> bool:

@@ -21,6 +21,7 @@ from towerjax.collectives.sparse_rows import (
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.data.shard import split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
+from towerjax.mesh.private_jax import inputs_read
 from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
@@ -231,6 +232,25 @@ class Pass:
             )
 
         return run
+
+    def reads_no_row(self, programs: TowerPrograms) -> bool:
+        """Whether a loss with a gradient reads no leaf of its batch, and draws nothing.
+
+        A draw may be all that it needs, as may a tower's own variable, or what an
+        earlier pass has merged.
+        """
+        if not programs:  # of values that are traced, whose programs are not kept
+            return False
+        [(_, given, *_), (program, returned)] = next(iter(programs.items()))
+        number = returned.num_leaves
+        sums, (rest, _) = returned.unflatten(range(number))
+        out = values_of(put_sums(rest, sums))
+        if not (isinstance(out, dict) and {"loss", "grads"} <= out.keys()):
+            return False
+        of_loss = {*jax.tree.leaves(out["loss"])}
+        are_read = inputs_read(program, [i in of_loss for i in range(number)])
+        _, (rows, _, local), state, _, shared, merged = given.unflatten(are_read)
+        return not any(jax.tree.leaves((rows, local, state.rng, shared, merged)))
 
     def _run_towers(
         self, axes: TowerAxes, programs: TowerPrograms, args: tuple[PyTree, ...]

@@ -67,6 +67,13 @@ def _prove_pass(
     if {*outputs} - {None, "finite"}:  # else each tower has means of its own
         findings.refuse_factors(analysis)
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
+    if pass_.reads_no_row(towers.programs):
+        raise ValueError(
+            "The loss reads no leaf of its batch, so that each step trains on the same"
+            " numbers. Read the rows from the batch that the loss function is given,"
+            " and not from arrays that it closes over. Where none are meant, add 0 *"
+            " a leaf of the batch, such as 0 * batch['x'].sum()."
+        )
     if of_weights:
         unknown = depends(body, [None] * len(inputs)).outputs
         pairs = zip(unknown, outputs, strict=True)

@@ -6,7 +6,7 @@ replaced by one over the device axis and the local towers.
 """
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -56,7 +56,7 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
     return [(axes.tower_axis, axes.num_towers), *bound]
 
 
-TowerPrograms: TypeAlias = dict[Hashable, tuple[ClosedJaxpr, Any]]
+TowerPrograms: TypeAlias = dict[tuple[Any, ...], tuple[ClosedJaxpr, Any]]
 """By the towers' number and arguments: one tower's program, and its results' tree."""
 
 
