@@ -274,6 +274,8 @@ def _is_file(path: epath.Path) -> bool:
 
 def _no_files(folder: epath.Path) -> list[str]:
     """Of each that is neither a file nor a folder: that it is no file."""
+    if not is_on_disk(folder):  # where each look would be a request, and all are files
+        return []
     return [f"{x} is no file" for x in _below(folder) if not _is_file(folder / x)]
 
 
