@@ -48,7 +48,7 @@ class Called(NamedTuple):
 
 Update: TypeAlias = Callable[[TrainState, PyTree], tuple[PyTree, ...]]
 """``(state, merged) -> (state, metrics)``, once, of global values; one that guards
-itself also returns the number of the first step that it refused, or `NONE`."""
+itself also returns whether all was finite, or which step it refused, or `NONE`."""
 
 OtherLosses: TypeAlias = Callable[[list[PyTree]], Sequence[Weighted]]
 """``what all passes merged -> means`` that guard a step besides its loss."""
@@ -63,7 +63,7 @@ class NextState:
     # Whether a step with a loss of weight 0 is refused.
     needs_examples: bool = True
     other_losses: OtherLosses | None = None
-    # Whether each tower refuses a step for itself, of which the update tells.
+    # Whether each tower refuses a step for itself: then the update tells which, int32.
     by_tower: bool = False
 
     def __call__(
@@ -77,13 +77,13 @@ class NextState:
         before = TrainState(**donated, **kept)
         with _explain_errors(before):
             updated = self.update_fn(before, merged)
-        after, metrics, *told = _check_update(before, updated, self.by_tower)
+        after, metrics, *told = _check_update(before, updated)
         others = self.other_losses(merged) if self.other_losses else ()
         values, has_examples, is_fine = _evaluate_metrics(metrics, others)
         finite = [x for x in finite if x is not None]
         is_fine = functools.reduce(jnp.logical_and, finite, is_fine)
         accepted = is_fine & (has_examples | (not self.needs_examples))
-        if self.by_tower or self.on_nonfinite == "ignore":
+        if told or self.on_nonfinite == "ignore":
             accepted = True
         donated, now = split_state(after)
         now = {
@@ -92,11 +92,13 @@ class NextState:
             if x is not kept[name]
         }
         now["step"] = kept["step"] + 1
-        refused = jnp.where(is_fine, NONE, now["step"].astype(jnp.int32))
+        [refused] = told or [is_fine]
+        if refused.dtype == bool:
+            refused = jnp.where(refused, NONE, now["step"].astype(jnp.int32))
         for name, x in metrics.items():
             if isinstance(x, PerTower):
                 values[name] = TowersOwn(values[name])
-        return accepted, donated, (now, values, told[0] if self.by_tower else refused)
+        return accepted, donated, (now, values, refused)
 
 
 _UPDATE = (
@@ -106,22 +108,17 @@ _UPDATE = (
 )
 
 
-def _check_update(
-    before: TrainState, updated: Any, by_tower: bool
-) -> tuple[PyTree, ...]:
+def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
     """The next state, the metrics and more that ``update_fn`` returned, checked."""
     given: Any = updated if isinstance(updated, tuple) else (updated,)
-    kinds = (TrainState, Mapping, jax.Array)[: 3 if by_tower else 2]
+    kinds = (TrainState, Mapping, jax.Array)[: max(len(given), 2)]
     fits = len(given) == len(kinds) and all(map(isinstance, given, kinds))
-    if not fits or any(x.shape or x.dtype != jnp.int32 for x in given[2:]):
-        also = (
-            "; where each tower refuses a step for itself also the number of the first"
-            " step that one refused, int32[], or -1"
-        )
+    if not fits or any(x.shape or x.dtype not in (bool, jnp.int32) for x in given[2:]):
         raise ValueError(
             f"update_fn returned {', '.join(type(x).__name__ for x in given)}, but it"
             " returns (state, metrics), such as (dataclasses.replace(state,"
-            f" params=...), {{'loss': merged['loss']}}){also if by_tower else ''}."
+            " params=...), {'loss': merged['loss']}); an update that refuses by itself"
+            " what is not finite also returns whether all was, a bool ()."
         )
     after, metrics, *told = given
     for field in dataclasses.fields(TrainState):
