@@ -1,0 +1,675 @@
+"""Random functions of a tower, what is proved of them, and what they give when run."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from one_tower_programs import NUMBERS, equalities, program_of, rows_of
+
+import towerjax as tj
+from towerjax.mesh.placement import TOWER_AXIS, TowerAxes
+from towerjax.proof.equal.one_tower import Merge, MergedLeaf
+from towerjax.step.state.train_state import TrainState
+from towerjax.towers.row_free_keys import row_free_key
+from towerjax.towers.tower import tower_of
+
+F, STEPS = 3, 2  # features, steps of time
+EXAMPLES = 17  # of a padded batch
+ELEMENTWISE = {
+    "tanh": jnp.tanh,
+    "negative": jnp.negative,
+    "abs": jnp.abs,
+    "square": jnp.square,
+    "root": lambda x: jnp.sqrt(jnp.abs(x) + 0.1),
+    "reciprocal": lambda x: 1 / (1 + x**2),
+    "sigmoid": jax.nn.sigmoid,
+    "relu": jax.nn.relu,
+    "sign": jnp.sign,
+    "floor": jnp.floor,
+    "double": lambda x: 2.0 * x,
+    "one_more": lambda x: x + 1.0,
+    "one_less": lambda x: 1.0 - x,
+    "clipped": lambda x: jnp.clip(x, -0.5, 0.7),
+    "positive": lambda x: (x > 0).astype(x.dtype),
+    "to_integers": lambda x: (3 * x).astype(jnp.int32).astype(x.dtype),
+    "stopped": lax.stop_gradient,
+    "short": lambda x: x.astype(jnp.float32).astype(x.dtype),
+    "complex": lambda x: jnp.real((x + 0j) * (1 + 2j)),
+    "log": lambda x: jnp.log1p(jnp.abs(x)),
+    "sine": jnp.sin,
+    "finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+    "in_jit": jax.jit(lambda x: x * 0.5),
+    "in_remat": jax.checkpoint(lambda x: jnp.sin(x) * 0.5),
+    "in_rule": lambda x: jax.nn.silu(x),
+}
+BINARY = {
+    "add": jnp.add,
+    "subtract": jnp.subtract,
+    "multiply": jnp.multiply,
+    "divide": lambda x, y: x / (jnp.abs(y) + 0.5),
+    "divide_as_is": lambda x, y: x / y,
+    "maximum": jnp.maximum,
+    "minimum": jnp.minimum,
+    "where_first": lambda x, y: jnp.where(x > 0.1, x, y),
+    "where_larger": lambda x, y: jnp.where(x > y, 1.0, y),
+    "where_any": lambda x, y: jnp.where(x > 0, y, 0.0),
+    "where_none": lambda x, y: jnp.where(x == 0, 0.0, y),
+    "power": lambda x, y: jnp.abs(x) ** jnp.tanh(y),
+    "ratio_of_guarded": lambda x, y: x / jnp.maximum(y, 1.0),
+    "ratio_if_any": lambda x, y: jnp.where(y > 0, x / jnp.where(y > 0, y, 1.0), 0.0),
+    "angle": jnp.arctan2,
+    "remainder": lambda x, y: jnp.fmod(x, jnp.abs(y) + 0.5),
+    "both": lambda x, y: ((x > 0) & (y > 0)).astype(x.dtype),
+    "either": lambda x, y: ((x > 0) | (y > 0.2)).astype(x.dtype),
+}
+REDUCED = {
+    "sum": jnp.sum,
+    "mean": jnp.mean,
+    "max": jnp.max,
+    "min": jnp.min,
+    "product": lambda x, axis: jnp.prod(jnp.tanh(x), axis=axis),
+    "any": lambda x, axis: jnp.any(x > 0.3, axis=axis).astype(x.dtype),
+    "all": lambda x, axis: jnp.all(x > -2.0, axis=axis).astype(x.dtype),
+    "largest_at": lambda x, axis: jnp.argmax(x, axis=axis).astype(x.dtype),
+    "logsumexp": jax.nn.logsumexp,
+}
+ALONG = {
+    "cumsum": jnp.cumsum,
+    "cummax": lambda x, axis: lax.cummax(x, axis),
+    "sort": jnp.sort,
+    "argsort": lambda x, axis: jnp.argsort(x, axis=axis).astype(x.dtype),
+    "flip": jnp.flip,
+    "softmax": jax.nn.softmax,
+    "roll": lambda x, axis: jnp.roll(x, 1, axis),
+    "fft": lambda x, axis: jnp.real(jnp.fft.fft(x, axis=axis)),
+    "scanned": lambda x, axis: lax.associative_scan(operator.add, x, axis=axis),
+    "window": lambda x, axis: jnp.stack([x, jnp.roll(x, 1, axis)]).max(0),
+}
+MEETINGS = {
+    "psum": lambda x: lax.psum(x, TOWER_AXIS),
+    "pmean": lambda x: lax.pmean(x, TOWER_AXIS),
+    "pmax": lambda x: lax.pmax(lax.stop_gradient(x), TOWER_AXIS),
+    "pmin": lambda x: lax.pmin(lax.stop_gradient(x), TOWER_AXIS),
+    "gathered_sum": lambda x: lax.all_gather(x, TOWER_AXIS).sum(0),
+    "gathered_max": lambda x: lax.all_gather(lax.stop_gradient(x), TOWER_AXIS).max(0),
+}
+
+
+class Draw:
+    """What a program draws; the same for any number of towers."""
+
+    def __init__(self, seed, tower, pool):
+        self.rng, self.tower, self.pool = np.random.default_rng(seed), tower, pool
+
+    def below(self, number):
+        return int(self.rng.integers(number))
+
+    def of(self, *choices):
+        return choices[self.below(len(choices))]
+
+    def value(self, *shapes):
+        """A value of one of these shapes; later ones are likelier."""
+        found = [x for name in shapes or self.pool for x in self.pool[name]]
+        return found[
+            len(found) - 1 - min(self.below(len(found)), self.below(len(found)))
+        ]
+
+    def named(self, table):
+        return table[sorted(table)[self.below(len(table))]]
+
+
+def of_each(d):
+    return d.named(ELEMENTWISE)(d.value())
+
+
+def of_two(d):
+    x = d.value()
+    same = [y for values in d.pool.values() for y in values if y.shape == x.shape]
+    y = same[d.below(len(same))]
+    return d.named(BINARY)(*d.of((x, y), (y, x)))
+
+
+def with_a_number(d):
+    return d.named(BINARY)(*_together(d.value(), d.value("number")))
+
+
+def with_features(d):
+    return d.named(BINARY)(*_together(d.value("rows of features"), d.value("features")))
+
+
+def with_rows(d):
+    x, y = d.value("rows of features"), d.value("rows")
+    return d.named(BINARY)(x, jnp.broadcast_to(y[:, None], x.shape))
+
+
+def _together(x, y):
+    return x, jnp.broadcast_to(y, x.shape)
+
+
+def reduced(d):
+    x = d.value("features", "rows", "rows of features", "rows of steps", "matrix")
+    return d.named(REDUCED)(x, axis=d.below(x.ndim))
+
+
+def reduced_at_once(d):
+    return d.of(jnp.sum, jnp.mean, jnp.max)(d.value())
+
+
+def along(d):
+    x = d.value("features", "rows", "rows of features", "rows of steps", "matrix")
+    return d.named(ALONG)(x, axis=d.below(x.ndim))
+
+
+def met(d):
+    x = d.value("number", "number", "features", "features", "rows of features")
+    return d.named(MEETINGS)(x)
+
+
+def gathered_rows(d):
+    x, y = d.value("rows of features"), d.value("rows of features")
+    every = d.tower.all_gather(y, axis=0)
+    return d.of(lambda: x @ every.T @ every, lambda: (x @ every.T).max(1))()
+
+
+def scattered_rows(d):
+    size = d.tower.rows * d.tower.num_towers
+    every = jnp.zeros(size).at[: d.tower.rows].set(d.value("rows"))
+    x = d.of(every, jnp.ones(size) * d.value("number"))
+    return lax.psum_scatter(x, TOWER_AXIS, tiled=True)
+
+
+def own_mean(d):
+    values, weight = d.value("rows"), d.value("rows")
+    return d.tower.mean(values, jnp.abs(weight))
+
+
+def own_mean_of_examples(d):
+    return d.tower.mean(d.value("rows"), d.tower.weight)
+
+
+def reduced_over_towers(d):
+    how = d.of(tj.Reduction.SUM, tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER)
+    return d.tower.reduce(how, d.value("number", "features"))
+
+
+def masked(d):
+    x = d.value("rows", "rows of features")
+    weight = d.tower.weight.astype(x.dtype).reshape((-1,) + (1,) * (x.ndim - 1))
+    return d.of(lambda: x * weight, lambda: jnp.where(weight > 0, x, 0.0))()
+
+
+def masked_sum(d):
+    x = d.value("rows", "rows of features")
+    return d.tower.weight.astype(x.dtype) @ x
+
+
+def sum_of_flagged(d):
+    flag = (d.value("rows") > 0) * d.tower.weight
+    flag = flag.astype(jnp.float64)
+    x, count = d.value("rows") @ flag, flag.sum()
+    mean = d.of(
+        lambda: x / jnp.maximum(count, 1),
+        lambda: jnp.where(count > 0, x / jnp.maximum(count, 1), 0.0),
+        lambda: jnp.where(count > 0, x, 0.0),
+        lambda: x / count,
+        lambda: jnp.where(count == 0, 0.0, x / jnp.where(count == 0, 1.0, count)),
+    )()
+    return d.of(lambda: mean * count, lambda: mean, lambda: mean + d.value("number"))()
+
+
+def quotient_and_back(d):
+    x, y, z = d.value("number"), d.value("number"), d.value("number")
+    return d.of(x / y * y, x / y * z, (x / y + z) * y, lax.stop_gradient(x / y) * y)
+
+
+def counts(d):
+    return d.of(
+        jnp.float64(d.tower.rows),
+        jnp.float64(d.tower.num_towers),
+        d.tower.weight.astype(jnp.float64).sum(),
+        d.tower.id.astype(jnp.float64),
+        jnp.ones(d.tower.rows).sum(),
+    )
+
+
+def row_numbers(d):
+    rows = jnp.arange(d.tower.rows)
+    first = d.of(0, d.tower.id * d.tower.rows, d.tower.id, d.tower.rows)
+    return (first + rows).astype(jnp.float64)
+
+
+def products(d):
+    x, y = d.value("rows of features"), d.value("rows of features")
+    return d.of(
+        lambda: x.T @ y,
+        lambda: x @ y.T @ y,
+        lambda: x @ d.value("matrix"),
+        lambda: jnp.einsum("nf,nf->n", x, y),
+        lambda: jnp.einsum("nf,nf->f", x, y),
+        lambda: jnp.einsum("nf,mf->n", x, y),
+        lambda: x @ d.value("features"),
+        lambda: d.value("rows") @ y,
+        lambda: d.value("rows") @ d.value("rows"),
+        lambda: jnp.outer(d.value("features"), d.value("features")),
+        lambda: d.value("matrix") @ d.value("features"),
+    )()
+
+
+def convolved(d):
+    x, kernel = d.value("rows of features"), d.value("features")
+    window = kernel[None, None]
+    return d.of(
+        lambda: lax.conv(x[:, None], window, (1,), "SAME")[:, 0],
+        lambda: lax.conv(x.T[:, None], window, (1,), "SAME")[:, 0].T,
+        lambda: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME"),
+        lambda: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME"),
+        lambda: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "SAME"),
+    )()
+
+
+def laid_otherwise(d):
+    x, y = d.value("rows of features"), d.value("rows of features")
+    n, v = d.tower.rows, d.value("rows")
+    return d.of(
+        lambda: jnp.concatenate([x, y]).reshape(2, n, F).sum(0),
+        lambda: jnp.concatenate([x, y]).reshape(n, 2, F).sum(1),
+        lambda: jnp.concatenate([x, y])[:n],
+        lambda: jnp.concatenate([x, y])[n:] * 2.0,
+        lambda: jnp.split(jnp.concatenate([x, y]), 2)[d.below(2)],
+        lambda: jnp.concatenate([y, x])[1 : n + 1],
+        lambda: jnp.tanh(x.reshape(-1)).reshape(n, F),
+        lambda: x.T.reshape(n, F),
+        lambda: jnp.tanh(x.T.reshape(-1)).reshape(F, n).T,
+        lambda: v.reshape(2, -1).sum(0).sum(),
+        lambda: v.reshape(-1, 3).sum(1).sum(),
+        lambda: v.reshape(2, -1).sum(1)[d.below(2)],
+        lambda: (v.reshape(2, -1) * 0.5).max(0).sum(),
+        lambda: (v.reshape(2, -1) * jnp.array([[1.0], [2.0]])).sum(),
+        lambda: (v.reshape(2, -1) + v.reshape(-1, 2).T).sum(),
+        lambda: jnp.broadcast_to(v[:, None], (n, F)).reshape(F, n).T,
+        lambda: jnp.repeat(v, F).reshape(n, F),
+        lambda: jnp.tile(v, F).reshape(n, F),
+        lambda: jnp.stack([v, v * 2, x[:, 0]], axis=1),
+        lambda: jnp.pad(x[:, 1:], ((0, 0), (1, 0))),
+        lambda: jnp.pad(x[1:], ((1, 0), (0, 0))),
+        lambda: x[:, ::-1],
+        lambda: x[::-1],
+        lambda: x[:1].sum(0),
+        lambda: x[: n // 2].sum(0),
+        lambda: jnp.broadcast_to(d.value("features"), (n, F)).reshape(F, n).T,
+        lambda: jnp.broadcast_to(d.value("features")[:, None], (F, n)).sum(0),
+    )()
+
+
+def indexed(d):
+    x, label = d.value("rows of features"), jnp.abs(d.value("rows")).astype(int) % F
+    n, numbers = d.tower.rows, jnp.arange(d.tower.rows)
+    other = d.of(label, (numbers + 1) % n, numbers[::-1], label + d.tower.id)
+    table = d.value("features")
+    return d.of(
+        lambda: x[numbers, label],
+        lambda: x[other],
+        lambda: table[label],
+        lambda: table[d.of(numbers % F, d.tower.id % F, label)],
+        lambda: jnp.take_along_axis(x, label[:, None], axis=1)[:, 0],
+        lambda: jax.nn.one_hot(label, F) * table,
+        lambda: jnp.zeros(F).at[label].add(d.value("rows")),
+        lambda: jnp.zeros(F).at[label].set(d.value("rows")),
+        lambda: jnp.zeros(F).at[label].max(d.value("rows")),
+        lambda: table.at[label].add(d.value("rows") * d.tower.weight),
+        lambda: jax.ops.segment_sum(x, label, F),
+        lambda: x.at[numbers, label].add(d.value("rows")),
+        lambda: x.at[other].set(x),
+        lambda: x.at[:, 1].set(d.value("rows")),
+        lambda: x.at[0].set(table),
+        lambda: lax.dynamic_index_in_dim(x, label[0], 1, keepdims=False),
+        lambda: lax.dynamic_index_in_dim(x, d.of(0, label[0]), 0, keepdims=False),
+        lambda: lax.dynamic_update_slice(x, d.value("rows")[:, None], (0, 1)),
+        lambda: lax.top_k(x, 2)[0].sum(1),
+        lambda: lax.top_k(d.value("rows"), 2)[0].sum(),
+    )()
+
+
+def branched(d):
+    x, test = d.value(), d.value("number")
+    return d.of(
+        lambda: lax.cond(test > 0.1, jnp.tanh, lambda x: x * 2, x),
+        lambda: lax.cond(test > 0.1, jnp.zeros_like, lambda x: x, x),
+        lambda: lax.switch(test.astype(int) % 2, [lambda x: x, jnp.sin], x),
+        lambda: lax.cond(test > 0.1, jnp.sum, lambda x: x.max() * 0.5, x),
+    )()
+
+
+def looped(d):
+    x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
+    table, w = d.value("features"), d.value("matrix")
+
+    def over_time(carry, column):
+        carry = jnp.tanh(carry + column * number)
+        return carry, carry * 0.5
+
+    def until(carry):
+        i, x = carry
+        return i + 1, jnp.tanh(x) + x.mean(0) * d.of(0.0, 0.0, 0.1)
+
+    ends = d.of(lambda i: i < 3, lambda i: i < jnp.abs(number) % 3)
+    start = d.of(y, y * 0, table.sum() + y)
+    return d.of(
+        lambda: lax.scan(over_time, start, x.T)[0],
+        lambda: lax.scan(over_time, start, x.T)[1].sum(0),
+        lambda: lax.scan(lambda c, _: (c @ w * 0.3, c.sum(0)), x, None, length=2)[0],
+        lambda: lax.while_loop(lambda c: ends(c[0]), until, (0.0, x))[1],
+        lambda: lax.fori_loop(0, 3, lambda i, c: c + number * x[:, i % F], y),
+        lambda: jax.vmap(_newton)(y),
+        lambda: lax.fori_loop(0, 2, lambda i, c: (c[1], c[0] * 0.5), (table, x.sum(0)))[
+            0
+        ],
+        lambda: lax.scan(lambda c, v: (c + v, c), number, table)[0],
+    )()
+
+
+def _newton(x):
+    """The number of trips depends on the row."""
+    step = lambda c: (c[0] + 1, c[1] * 0.5)  # noqa: E731
+    return lax.while_loop(lambda c: jnp.abs(c[1]) > 0.3, step, (0, x))[1]
+
+
+def over_rows(d):
+    x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
+    n, kept, table = d.tower.rows, jnp.zeros(d.tower.rows), d.value("features")
+
+    def body(carry, row):
+        total, other = carry
+        loss = jnp.tanh(row @ table)
+        new = d.of(
+            lambda: (total + loss, other),
+            lambda: (total + loss, other + row.sum()),
+            lambda: (total - loss, other),
+            lambda: (loss - total, other),
+            lambda: (total + loss + loss, other - 1.0),
+            lambda: (total + total * 0.1 + loss, other),
+            lambda: (other + loss, total),
+            lambda: (jnp.where(loss > 0, total + loss, total), other),
+            lambda: (jnp.where(loss > 0, total + loss, 0.0), other),
+            lambda: (jnp.maximum(total, loss), other),
+            lambda: (total + number, other),
+            lambda: (total * 0.5 + loss, other),
+            lambda: (loss, other),
+            lambda: (total + loss * (other > 0), other + loss),
+        )()
+        return new, d.of(
+            lambda: loss, lambda: new[0], lambda: total, lambda: 1.0 + 0 * loss
+        )()
+
+    def by_index(i, carry):
+        total, every = carry
+        loss = jnp.tanh(x[i] @ table)
+        at = d.of(i, i, i, (i + 1) % n, 0)
+        new = d.of(loss, loss, total, loss + every[i], loss + every[at])
+        return total + loss * y[i], every.at[at].set(new)
+
+    def matrix(carry, row):
+        more = jnp.outer(row, row)
+        return d.of(
+            carry + more, carry.T + more, carry + more, carry @ carry.T + more
+        ), None
+
+    start = d.of((0.0, 0.0), (number, 0.0))
+    backwards = d.of(False, False, True)
+    return d.of(
+        lambda: lax.scan(body, start, x, reverse=backwards)[0][0],
+        lambda: lax.scan(body, start, x, reverse=backwards)[0][1],
+        lambda: lax.scan(body, start, x, reverse=backwards)[1],
+        lambda: lax.fori_loop(0, n, by_index, (0.0, kept))[0],
+        lambda: lax.fori_loop(0, n, by_index, (0.0, d.of(kept, y)))[1],
+        lambda: lax.map(lambda row: jnp.tanh(row).sum(), x),
+        lambda: lax.scan(matrix, jnp.zeros((F, F)), x)[0],
+        lambda: lax.scan(lambda c, v: (c + 1, c * v), 0, y, reverse=backwards)[1],
+    )()
+
+
+def solved(d):
+    a = jnp.eye(F) * 3 + 0.1 * d.value("matrix")
+    x = d.value("rows of features")
+    return d.of(
+        lambda: jnp.linalg.solve(a, d.value("features")),
+        lambda: jnp.linalg.solve(a, x.T).T,
+        lambda: jnp.linalg.inv(jnp.eye(F) + x.T @ x) @ d.value("features"),
+        lambda: jnp.linalg.cholesky(jnp.eye(F) + a @ a.T).sum(0),
+    )()
+
+
+def derived(d):
+    x, w, y = d.value("rows of features"), d.value("features"), d.value("rows")
+    return d.of(
+        lambda: jax.grad(lambda w: (jnp.tanh(x @ w) * y).sum())(w),
+        lambda: jax.grad(lambda w: jnp.tanh(x @ w).mean() ** 2)(w),
+        lambda: jax.grad(lambda x: (jnp.tanh(x @ w) * y).sum())(x),
+        lambda: jax.vmap(jax.grad(lambda w, x: jnp.tanh(x @ w)), (None, 0))(w, x),
+        lambda: jax.jvp(lambda w: jnp.tanh(x @ w), (w,), (w * 2,))[1],
+    )()
+
+
+def drawn(d):
+    n, x = d.tower.rows, d.value("rows")
+    key = d.of(
+        d.tower.rng, d.tower.rng, jax.random.split(d.tower.rng)[0], d.tower.shared_rng
+    )
+    return d.of(
+        lambda: jax.random.uniform(key, (n,)) * x,
+        lambda: jax.random.bernoulli(key, 0.5, (n, F)).astype(x.dtype),
+        lambda: jax.random.normal(d.tower.shared_rng, (F,)),
+        lambda: jax.random.uniform(key),
+    )()
+
+
+OPERATIONS = [of_each, of_each, of_two, of_two, of_two, with_a_number, with_features]
+OPERATIONS += [with_rows, reduced, reduced, reduced_at_once, along, met, met, masked]
+OPERATIONS += [gathered_rows, scattered_rows, own_mean, own_mean_of_examples, counts]
+OPERATIONS += [reduced_over_towers, masked_sum, sum_of_flagged, quotient_and_back]
+OPERATIONS += [row_numbers, products, products, convolved, laid_otherwise, indexed]
+OPERATIONS += [laid_otherwise, indexed, branched, looped, over_rows, over_rows, solved]
+OPERATIONS += [derived, drawn]
+"""What a program is made of; what stands twice is likelier."""
+
+
+def shape_name(x, rows):
+    """The name of the shapes that an array is among, or None."""
+    names = {(): "number", (F,): "features", (rows,): "rows", (F, F): "matrix"}
+    names |= {(rows, F): "rows of features", (rows, STEPS): "rows of steps"}
+    return names.get(x.shape)
+
+
+def start_pool(params, batch, tower):
+    """The first values: of each shape copies, rows, sums and extremes of own rows."""
+    x, y = batch["x"], batch["y"]
+    weight = tower.weight.astype(x.dtype)
+    return {
+        "number": [params["b"], (y * weight).sum(), (x[:, 0] ** 2 * weight).sum()],
+        "features": [params["w"], weight @ x, lax.stop_gradient(x.max(0))],
+        "rows": [y, (x * params["w"]).sum(1), weight],
+        "rows of features": [x, x * params["w"]],
+        "rows of steps": [x[:, :STEPS]],
+        "matrix": [params["k"], (x * weight[:, None]).T @ x],
+    }
+
+
+def function_of(seed, operations=OPERATIONS, length=6):
+    """A random function of a tower: its leaves, and how each is merged."""
+
+    def fn(params, batch, tower):
+        pool = start_pool(params, batch, tower)
+        d, made = Draw(seed, tower, pool), []
+        for number in range(1 + d.below(length)):
+            d.rng = np.random.default_rng([seed, number])
+            operation = operations[d.below(len(operations))]
+            try:
+                with jax.numpy_rank_promotion("allow"):
+                    new = jnp.asarray(operation(d))
+            except (TypeError, ValueError, ZeroDivisionError):
+                continue  # it does not fit
+            name = shape_name(new, tower.rows)
+            if name is not None and jnp.issubdtype(new.dtype, jnp.floating):
+                pool[name].append(new)
+                made.append(new)
+        return leaves_of(d, made[-3:] or [params["b"]], batch, tower)
+
+    return fn
+
+
+def leaves_of(d, made, batch, tower):
+    """The last values as leaves, each merged in ways that its shape allows."""
+    d.rng = np.random.default_rng([999, d.below(10**6)])
+    rows = d.value("rows")
+    weight = tower.weight.astype(rows.dtype)
+    weights = [weight.sum(), jnp.float64(1.0), jnp.float64(tower.rows)]
+    weights += [(jnp.abs(rows) * weight).sum(), d.value("number")]
+    arrays = [d.of(*weights)]
+    leaves = [MergedLeaf("weight", Merge.PER_TOWER)]
+    for number, x in enumerate(made):
+        name = shape_name(x, tower.rows)
+        has_rows = name.startswith("rows")
+        if has_rows and d.below(2):
+            arrays.append(x)
+            leaves.append(MergedLeaf(f"rows {number}", Merge.ROWS))
+            continue
+        if has_rows:
+            shape = (-1,) + (1,) * (x.ndim - 1)
+            x = d.of(x, x * weight.reshape(shape)).sum(0)
+        merge = d.of(Merge.SUM, Merge.MEAN, Merge.REPLICATED)
+        arrays.append(x)
+        leaves.append(
+            MergedLeaf(
+                f"{merge.name} {number}", merge, 0 if merge is Merge.MEAN else None
+            )
+        )
+    return arrays, leaves
+
+
+def params_and_batch(rows, seed=0):
+    """Parameters, and a batch of so many rows."""
+    draw = np.random.default_rng(seed)
+    params = {
+        "w": draw.normal(size=F),
+        "k": draw.normal(size=(F, F)),
+        "b": np.array(0.7),
+    }
+    return params, {"x": draw.normal(size=(rows, F)), "y": draw.normal(size=rows)}
+
+
+def run_on_towers(fn, params, batch, towers, rows, valid, wanted):
+    """The merged leaves of these numbers, and a derivative of each, under vmap."""
+    axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
+    strategy, seen = tj.Mirrored(("cpu:0",), towers=towers), []
+    key = row_free_key(0x45A319E6)
+
+    def of_tower(params, own, valid):
+        state = TrainState(jnp.int32(0), params, (), {}, key)
+        number = lax.axis_index(TOWER_AXIS).astype(jnp.int32)
+        tower = tower_of(
+            strategy, axes, number, state, rows=rows, num_valid=valid, of_rows=rows
+        )
+        arrays, seen[:] = fn(params, own, tower)
+        return arrays
+
+    def merged(params):
+        own = jax.vmap(of_tower, (None, 0, 0), axis_name=TOWER_AXIS, axis_size=towers)
+        arrays = own(params, batch, valid)
+        return [merge_of(seen[i], arrays, i, valid) for i in wanted]
+
+    def looked_at(params):
+        values, pull = jax.vjp(merged, params)
+        ones = [jnp.cos(jnp.arange(x.size) * 1.0).reshape(x.shape) for x in values]
+        grads = []
+        for i in range(len(values)):
+            cotangents = [x * (i == k) for k, x in enumerate(ones)]
+            grads.append(pull(cotangents)[0])
+        return values, grads
+
+    return jax.device_get(jax.jit(looked_at)(params))
+
+
+def merge_of(leaf, arrays, number, valid):
+    """The towers' values ``[T, ...]`` of a leaf as one; NaN where they should agree."""
+    x = arrays[number]
+    if leaf.merge is Merge.ROWS:
+        kept = np.arange(x.shape[1]) < np.asarray(valid)[:, None]
+        return x[np.nonzero(kept)]
+    if leaf.merge is Merge.SUM:
+        return x.sum(0)
+    if leaf.merge is Merge.MEAN:
+        return x.sum(0) / arrays[leaf.weight].sum(0)
+    off = jnp.abs(lax.stop_gradient(x - x[:1])).max() > 1e-6 * (1e-9 + jnp.abs(x).max())
+    return x[0] + jnp.where(off, 1e3 * len(x), 0.0)
+
+
+def split_batch(batch, towers, rows, padded):
+    """The batch of each tower ``[T, b, ...]``, padded with garbage, and the counts."""
+    total = len(batch["y"])
+    counts = np.full(towers, total // towers)
+    counts[: total % towers] += 1
+    if not padded:
+        assert (counts == rows).all()
+    starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    draw = np.random.default_rng(towers)
+
+    def of(x):
+        own = draw.normal(size=(towers, rows, *x.shape[1:])) * 3
+        for t, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            own[t, :count] = x[start : start + count]
+        return own
+
+    return {key: of(x) for key, x in batch.items()}, counts.astype(np.int32)
+
+
+@functools.cache
+def rows_to_run(towers, padded):
+    """The rows of a tower that is run: few of them, so that it is fast."""
+    return {1: 18, 2: 12, 4: 6}[towers] if padded else 24 // towers
+
+
+def judged(fn, *, padded=False, looks_at=("proved",)):
+    """What is said of each leaf, and whether it and its derivative are equal."""
+    params, traced = params_and_batch(rows_of(1, padded))
+    said = equalities(fn, params, traced, padded=padded)
+    leaves = fn_leaves(fn, params, traced, padded)
+    named = {leaf.name: i for i, leaf in enumerate(leaves)}
+    said = [x for x in said if x.says in looks_at]
+    if not said:
+        return []
+    params, batch = params_and_batch(EXAMPLES if padded else 24)
+    results = []
+    for towers in NUMBERS:
+        rows = rows_to_run(towers, padded)
+        given = split_batch(batch, towers, rows, padded)
+        own, counts = given
+        wanted = [named[x.leaf] for x in said]
+        found = run_on_towers(fn, params, own, towers, rows, counts, wanted)
+        results.append(found)
+    return [
+        (x, are_same([v[i] for v, _ in results]), are_same([g[i] for _, g in results]))
+        for i, x in enumerate(said)
+    ]
+
+
+def fn_leaves(fn, params, batch, padded):
+    """How the results of a function are merged."""
+    return program_of(fn, params, batch, 1, rows_of(1, padded))[2]
+
+
+def are_same(trees):
+    """Whether all are the same but for rounding; None where they are not finite."""
+    leaves = [[np.asarray(x) for x in jax.tree.leaves(tree)] for tree in trees]
+    if not all(np.isfinite(x).all() for x in leaves[0]):
+        return None
+    for others in leaves[1:]:
+        for x, y in zip(leaves[0], others, strict=True):
+            scale = 1e-9 + np.abs(x).max(initial=0)
+            if x.shape != y.shape or not np.allclose(
+                x, y, rtol=1e-6, atol=1e-7 * scale
+            ):
+                return False
+    return True

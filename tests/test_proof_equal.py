@@ -1,0 +1,227 @@
+"""What is proved equal to one tower is: nothing wrong, and almost all that is right."""
+
+import pathlib
+from fractions import Fraction
+
+import audited_losses
+import jax
+import jax.numpy as jnp
+import known_wrong
+import numpy as np
+import pytest
+import split_functions
+from equal_programs import params_and_batch
+from jax import lax
+from one_tower_programs import equalities, of_loss, rows_of, verdict_of
+from split_functions import ONLY_PADDED, SPLIT, TOGETHER, TOGETHER_UNPADDED
+
+import towerjax as tj
+from towerjax.proof.equal import kinds
+from towerjax.proof.equal.equation_pair import RULES, ProgramsDifferError, Sizes
+from towerjax.proof.equal.kinds import Kind, copy, part, rows
+
+PARAMS, BATCH = params_and_batch(rows_of(1, False))
+
+
+def verdict_on(fn, **options):
+    return verdict_of(fn, PARAMS, BATCH, **options)
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_a_function_that_depends_on_the_split_is_not_proved(name):
+    assert verdict_on(SPLIT[name], padded=name in ONLY_PADDED).says != "proved"
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_a_function_that_does_not_is_proved(name, padded):
+    found = verdict_on(TOGETHER[name], padded=padded)
+    assert found.says == "proved", found
+
+
+@pytest.mark.parametrize("name", TOGETHER_UNPADDED)
+def test_a_function_of_towers_without_padding_is_proved(name):
+    found = verdict_on(TOGETHER_UNPADDED[name])
+    assert found.says == "proved", found
+
+
+def test_a_number_of_rows_may_be_a_symbol():
+    found = {name: verdict_on(fn, symbolic=True).says for name, fn in TOGETHER.items()}
+    unknown = {name for name, says in found.items() if says != "proved"}
+    # A loop of so many trips is a while, and a slice by a symbol is a dynamic one.
+    assert unknown == {"rows_in_a_loop_by_number", "views_and_back"}
+
+
+@pytest.mark.parametrize("name", SPLIT.keys() - {"groups_of_rows", "largest_of_groups"})
+def test_what_depends_on_the_split_is_not_proved_of_a_symbol(name):
+    try:
+        says = verdict_on(SPLIT[name], symbolic=True, padded=name in ONLY_PADDED).says
+    except (jax.errors.InconclusiveDimensionOperation, TypeError):
+        return  # the program asks for the number
+    assert says != "proved"
+
+
+def test_programs_that_compute_of_other_values_are_not_proved():
+    def fn(params, batch, tower):
+        x, y = batch["x"][:, 0], batch["y"]
+        first, second = (x, y) if tower.num_towers == 1 else (y, x)
+        return tj.Sum((jnp.tanh(first) + 2 * jnp.tanh(second)).sum())
+
+    assert verdict_on(fn).says == "unknown"
+
+
+def test_what_is_equal_for_two_numbers_of_towers_alone_is_not_proved():
+    def fn(params, batch, tower):
+        y = batch["y"][:24]
+        return tj.Sum(y.reshape(-1, len(y) // (1 + (len(y) > 12))).max(1).sum())
+
+    assert verdict_on(fn).says == "unknown"
+
+
+LOSSES = {
+    "T times": lambda p, b, t: tj.Sum(p["b"]),
+    "1/T times": lambda p, b, t: tj.Weighted(b["y"].sum(), 1.0),
+    "T^2 times": lambda p, b, t: tj.Sum(b["y"].sum() * t.num_towers**2),
+    "1/T^3 times": lambda p, b, t: tj.Sum(b["y"].sum() / t.num_towers**3),
+    "an average of the towers' averages": lambda p, b, t: tj.Weighted(
+        b["y"].sum() / jnp.abs(b["y"]).sum(), 1.0
+    ),
+}
+
+
+@pytest.mark.parametrize("text", LOSSES)
+def test_what_is_refuted_says_the_factor(text):
+    found = verdict_on(LOSSES[text])
+    assert found.says == "refuted" and text in found.why, found
+
+
+def test_what_is_unknown_says_since_which_line():
+    found = verdict_on(SPLIT["sorted_rows"])
+    lines = pathlib.Path(split_functions.__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "jnp.sort(b" in text)
+    assert f"own rows are sorted, at tests/split_functions.py:{line}" in found.why
+
+
+# The decks of the audit.
+
+# No rule knows that all rows are finite, or that a mean of thirds of the rows is one of
+# rows; 1e-9 of each tower is wrong, though little.
+UNKNOWN = {"sums_and_each_row_in_a_loop", "where_any", "mean_of_rows"}
+UNKNOWN |= {"a term a constant"}
+# Wrong where towers have padding: it counts, or makes groups of other rows.
+UNMASKED = """
+    of_neighbours where_any of_all_towers at_least_one mean_of_rows surrogate dual
+    stacked_totals in_two_sums two_means pairs_of_neighbours
+""".split()
+UNMASKED += ["a term of a number of rows", "a term of rows, divided"]
+UNMASKED += ["a term of a tower's mean", "a term a constant"]
+
+
+def said_of(deck, params, batch, **options):
+    """The names of the losses by what is said of them."""
+    found = {"proved": set(), "unknown": set(), "refuted": set()}
+    for name, fn in deck.items():
+        found[verdict_of(fn, params, batch, **options).says].add(name)
+    return found
+
+
+OF_KNOWN = known_wrong.PARAMS, known_wrong.batch()
+OF_AUDITED = audited_losses.PARAMS, audited_losses.BATCH
+
+
+@pytest.mark.slow
+def test_what_is_known_to_be_right_is_proved():
+    known = said_of(known_wrong.RIGHT, *OF_KNOWN)
+    assert known["unknown"] == UNKNOWN and not known["refuted"]
+    assert len(known["proved"]) == 43
+    audited = said_of(audited_losses.RIGHT, *OF_AUDITED)
+    assert len(audited["proved"]) == len(audited_losses.RIGHT) == 25
+
+
+@pytest.mark.slow
+def test_what_is_right_with_padding_is_proved():
+    known = said_of(known_wrong.RIGHT, *OF_KNOWN, padded=True)
+    audited = said_of(audited_losses.RIGHT, *OF_AUDITED, padded=True)
+    unknown = known["unknown"] | audited["unknown"]
+    assert unknown == {"sums_and_each_row_in_a_loop", *UNMASKED}
+    assert len(known["proved"]) == 32 and len(audited["proved"]) == 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_nothing_that_is_known_to_be_wrong_is_proved(padded):
+    known = said_of(known_wrong.WRONG, *OF_KNOWN, padded=padded)
+    audited = said_of(audited_losses.WRONG, *OF_AUDITED, padded=padded)
+    assert not known["proved"] and not audited["proved"]
+
+
+@pytest.mark.slow
+def test_nothing_that_is_wrong_where_padded_is_proved():
+    known = said_of(known_wrong.WRONG_WHERE_PADDED, *OF_KNOWN, padded=True)
+    wrong = audited_losses.WRONG_WHERE_PADDED
+    audited = said_of(wrong, *OF_AUDITED, padded=True)
+    assert not known["proved"] and not audited["proved"]
+
+
+# Kinds.
+
+
+def test_copies_are_parts_of_another_power():
+    both = kinds.joined([part(1), copy(0)])
+    assert (both.kind, both.power) == (Kind.PART, 1)
+    with pytest.raises(kinds.NotOfOneKindError, match="is added to"):
+        kinds.joined([part(0), copy(0)])
+
+
+def test_rows_are_of_one_order():
+    assert kinds.joined([rows(), copy(), kinds.ZERO]).kind is Kind.ROWS
+    with pytest.raises(kinds.NotOfOneKindError, match="another order"):
+        kinds.joined([rows(0, 1), rows(0, 2)])
+
+
+def test_powers_of_a_product_are_added():
+    product = kinds.product_of(part(1), copy(Fraction(-1, 2)))
+    assert (product.kind, product.power) == (Kind.PART, Fraction(1, 2))
+    with pytest.raises(kinds.NotOfOneKindError, match="times"):
+        kinds.product_of(part(), rows())
+
+
+def test_dims_that_differ_are_those_of_rows_or_towers():
+    sizes = Sizes((1, 2), (8, 4))
+    shape = jax.ShapeDtypeStruct
+    first, second = shape((3, 8), "f"), shape((3, 4), "f")
+    assert sizes.axes(first, second) == (1, None)
+    assert sizes.axes(shape((1, 24), "f"), shape((2, 12), "f")) == (1, 0)
+    with pytest.raises(ProgramsDifferError, match="no number of rows"):
+        sizes.axes(shape((7,), "f"), shape((3,), "f"))
+    with pytest.raises(ProgramsDifferError, match="rows meet other rows"):
+        sizes.axes(shape((8, 8), "f"), shape((4, 4), "f"))
+
+
+def test_each_rule_says_why_it_holds():
+    for name, registered in RULES.items():
+        assert registered.rule.__doc__, name
+
+
+def test_short_floats_are_numbers():
+    """NumPy knows no values of bfloat16: 1 is not 0, and 1 is not 2."""
+
+    def fn(params, batch, tower):
+        factor = jnp.asarray(tower.num_towers, jnp.bfloat16)
+        number = np.asarray(3.0 + factor.dtype.type(tower.num_towers) ** 2)
+        return tj.Sum((batch["y"] * number.astype(jnp.bfloat16)).sum())
+
+    assert verdict_on(fn).says != "proved"
+    one = lambda p, b, t: tj.Sum((b["y"] * np.ones(1, jnp.bfloat16)[0]).sum())  # noqa: E731
+    assert verdict_on(one).says == "proved"
+
+
+def test_metrics_beside_a_loss_have_verdicts_of_their_own():
+    def fn(params, batch, tower):
+        mean = tj.Weighted.mean(batch["y"] * params["b"], tower.weight)
+        best = lax.pmax(batch["y"].max(), tower.axis_names)
+        return tj.TowerOutput(mean, {"best": best, "last": batch["y"][-1]})
+
+    found = equalities(of_loss(fn), PARAMS, BATCH)
+    says = {x.leaf: x.says for x in found}
+    assert says == {"loss": "proved", "best": "proved", "last": "unknown"}

@@ -1,0 +1,35 @@
+"""Random functions of a tower: what is proved of them holds when they are run."""
+
+import equal_programs
+import jax
+import pytest
+from equal_programs import function_of, judged
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    """Numbers of 64 bits, and no check of ranks: programs are random."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def refuse_false(seed, padded, operations=equal_programs.OPERATIONS):
+    """How much was proved; each value and derivative of it must be the same."""
+    found = judged(function_of(seed, operations), padded=padded)
+    for equality, is_value, is_derivative in found:
+        assert is_value is not False, (seed, equality)
+        assert is_derivative is not False, (seed, equality)
+    return len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("first", range(0, 300, 20))
+def test_what_is_proved_of_a_random_function_holds(first, padded):
+    numbers = [refuse_false(seed, padded) for seed in range(first, first + 10)]
+    assert sum(numbers) > 0
+
+
+@pytest.mark.parametrize("seed", [3, 8])
+def test_what_is_proved_of_a_few_random_functions_holds(seed):
+    refuse_false(seed, padded=True)

@@ -1,0 +1,1 @@
+"""The static proof that what towers give is what one tower gives."""

@@ -1,0 +1,431 @@
+"""Rules of what computes each element of its elements."""
+
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.proof.equal import guards
+from towerjax.proof.equal.equation_pair import (
+    SPECIAL,
+    EquationPair,
+    rule,
+)
+from towerjax.proof.equal.kinds import (
+    EACH,
+    LINEAR,
+    NEVER,
+    PADDING,
+    ROWS_OF_TOWER,
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    copy,
+    function_of,
+    joined,
+    product_of,
+    rows,
+)
+
+_SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
+_ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
+
+
+@rule(
+    """copy copy_p name sharding_constraint optimization_barrier pvary pcast reshard
+    device_put layout_constraint random_clone preduced""",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=SPECIAL,
+)
+def _as_it_is(pair: EquationPair) -> list[Value]:
+    """Result i is operand i."""
+    return [*pair.ins]
+
+
+@rule("stop_gradient", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
+def _without_derivative(pair: EquationPair) -> Value:
+    """Of the same kind, and another value: where it is 0, so is the derivative."""
+    return pair.ins[0]._replace(number=None)
+
+
+@rule("reduce_precision", knows_constants=True, knows_identity=True)
+def _rounded(pair: EquationPair) -> Value:
+    """Rounding is left out of account, and keeps an order."""
+    return pair.ins[0]
+
+
+@rule(
+    "neg", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
+)
+def _negative(pair: EquationPair) -> Value:
+    """Linear; it makes a minimum of a maximum, so these end."""
+    [x] = pair.ins
+    is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
+    if x.kind not in _SCALED or is_extreme:
+        raise NotOfOneKindError(f"the negative of {x}")
+    return x if x.kind is Kind.MEAN else x.times_tower(x.power)
+
+
+@rule("real imag conj", knows_constants=True)
+def _linear_of_complex(pair: EquationPair) -> Value:
+    """Linear over real numbers."""
+    [x] = pair.ins
+    if x.kind not in LINEAR:
+        raise NotOfOneKindError(f"{pair.name} of {x}")
+    return x
+
+
+@rule("squeeze expand_dims transpose", knows_constants=True, knows_identity=True)
+def _laid_otherwise(pair: EquationPair) -> Value:
+    """The dims have other numbers, which the programs' shapes show."""
+    return pair.ins[0]
+
+
+@rule(
+    "convert_element_type",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.SPREAD, Kind.STACKED, Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
+)
+def _converted(pair: EquationPair) -> Value:
+    """Floats stay what they are but for rounding, and integers as they grow wider.
+
+    All else is a function of each element.
+    """
+    [x] = pair.ins
+    old, new = np.dtype(pair.dtype(0)), np.dtype(pair.params["new_dtype"])
+    widens = old.kind == "b" or (
+        old.kind == new.kind and new.itemsize >= old.itemsize and new.kind in "iu"
+    )
+    is_inexact = jnp.issubdtype(new, jnp.inexact)
+    loses_imaginary = jnp.issubdtype(old, jnp.complexfloating)
+    loses_imaginary &= not jnp.issubdtype(new, jnp.complexfloating)
+    keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
+    if keeps or x.kind is Kind.ZERO:
+        return x
+    is_number = x.kind not in EACH
+    keeps_number = {Kind.NUMBERS, Kind.COUNTER, Kind.VALID, Kind.SIZE, Kind.TOWER}
+    keeps_number |= {Kind.FIRST_ROW, Kind.NEXT, Kind.NEVER, Kind.COLUMNS, Kind.ROW}
+    if is_number and x.kind in keeps_number and new.kind in "iu" and old.kind in "iu":
+        return x
+    if x.note == ROWS_OF_TOWER and new.kind in "iu":
+        return x
+    found = function_of([x], f"a conversion to {new.name}")
+    # A flag that is a number stays the same number.
+    is_flag = x.number is not None and x.number[0] == "flag"
+    if is_flag and (new.kind in "biu" or old.kind in "biu"):
+        return found._replace(zeros=x.zeros, number=x.number)
+    return found
+
+
+@rule(
+    "add sub add_any",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.SPREAD, Kind.SO_FAR],
+)
+def _sum_of_two(pair: EquationPair) -> Value:
+    """Kinds are closed under sums; a copy is a part of T times it."""
+    x, y = pair.ins
+    is_sum, kinds = pair.name != "sub", pair.kinds
+    if Kind.SPREAD in kinds:
+        if (x.kind, x.power, x.note) != (y.kind, y.power, y.note):
+            raise NotOfOneKindError(f"{x} and {y}")
+        return x.times_tower(x.power)
+    if kinds == {Kind.NUMBERS, Kind.FIRST_ROW} and is_sum:
+        # Numbers of all rows, where each tower has equally many.
+        at = 0 if x.kind is Kind.NUMBERS else 1
+        if pair.times_rows(at, pair.rows_in[at]) == 1 and not pair.sizes.padded:
+            return rows()
+        raise NotOfOneKindError("the number of a tower's first row")
+    own = {Kind.NUMBERS, Kind.FIRST_ROW, Kind.TOWER, Kind.COUNTER}
+    if kinds & own:
+        return _sum_with_number(pair)
+    if Kind.SO_FAR in kinds:
+        return _sum_so_far(pair)
+    if found := guards.sum_with_mean(pair):
+        return found
+    if kinds & {Kind.MAXIMUM, Kind.MINIMUM}:
+        raise NotOfOneKindError(f"{x} added to {y}")
+    return joined(pair.ins)
+
+
+def _sum_with_number(pair: EquationPair) -> Value:
+    """A number of a row and 0 is the same; in a loop and 1 that of the next row."""
+    x, y = pair.ins
+    is_sum = pair.name != "sub"
+    if y.kind is Kind.ZERO:
+        return x
+    if x.kind is Kind.ZERO and is_sum:
+        return y
+    for one, other, operand in ((x, y, 1), (y, x, 0)):
+        is_next = one.kind is Kind.COUNTER and pair.constant(operand) == 1
+        if is_next and is_sum and other.kind is Kind.COPY:
+            return Value(Kind.NEXT)
+    raise NotOfOneKindError(f"a sum of {x} and {y}")
+
+
+def _sum_so_far(pair: EquationPair) -> Value:
+    """In a loop over rows: what one row, or none, adds to a carry of its own."""
+    x, y = pair.ins
+    one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
+    is_taken_off = pair.name == "sub" and one is y
+    if other.kind is Kind.ZERO and not is_taken_off:
+        return one
+    is_even = one.power in (None, other.power)
+    adds = other.kind in (Kind.ROW, Kind.COPY) and is_even and not is_taken_off
+    if not adds:
+        raise NotOfOneKindError(f"{other} and {one}")
+    if pair.has_padding(other.zeros):
+        raise NotOfOneKindError("padding counts in a sum over rows")
+    return one._replace(power=other.power)
+
+
+@rule(
+    "mul", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
+)
+def _product(pair: EquationPair) -> Value:
+    """A multiple of a part is a part; rows times rows are rows."""
+    x, y = pair.ins
+    if Kind.ZERO in pair.kinds:
+        return ZERO
+    if pair.kinds & {Kind.SPREAD, Kind.STACKED}:
+        return _multiple(pair)
+    for one, other, operand in ((x, y, 1), (y, x, 0)):
+        if one.kind in (Kind.NUMBERS, Kind.TOWER) and other.kind is Kind.COPY:
+            if pair.constant(operand) == 1:
+                return one
+            if one.kind is Kind.TOWER and other.note == ROWS_OF_TOWER:
+                return Value(Kind.FIRST_ROW)
+    for one, operand in ((x, 1), (y, 0)):
+        if pair.constant(operand) == 1 and one.kind in EACH:
+            return one
+    if found := guards.product_with_mean(pair):
+        return found
+    found = product_of(x, y)
+    if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
+        return guards.as_flag(pair, found)
+    return found
+
+
+def _multiple(pair: EquationPair) -> Value:
+    """A multiple, by one number for all elements."""
+    x, y = pair.ins
+    one, other, operand = (x, y, 1) if x.kind is not Kind.COPY else (y, x, 0)
+    is_extreme = one.kind is Kind.STACKED and one.note in _ORDERED
+    if other.kind is not Kind.COPY or pair.shape(operand) != () or is_extreme:
+        raise NotOfOneKindError(f"{x} times {y}")
+    return one.times_tower(one.power + other.power)
+
+
+@rule(
+    "div", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
+)
+def _quotient(pair: EquationPair) -> Value:
+    """As a product; integers are cut off, which is no multiple."""
+    x, y = pair.ins
+    if x.kind is Kind.ZERO:
+        return ZERO
+    if np.dtype(pair.dtype(0)).kind in "iu":
+        return function_of(pair.ins, "a whole part")
+    if y.kind is Kind.ZERO:
+        raise NotOfOneKindError("a division by 0")
+    if found := guards.quotient_of_parts(pair):
+        return found
+    is_part = x.kind in (Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.MEAN)
+    if is_part:
+        is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
+        is_one = x.kind in (Kind.PART, Kind.MEAN) or pair.shape(1) == ()
+        if y.kind is not Kind.COPY or is_extreme or not is_one:
+            raise NotOfOneKindError(f"{x} divided by {y}")
+        if x.kind is Kind.MEAN:
+            return guards.multiple_of_mean(x, -y.power)
+        return x.times_tower(x.power - y.power)._replace(zeros=x.zeros)
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"{x} divided by {y}")
+    return product_of(x, y.times_tower(-y.power), "divided by")
+
+
+_EXPONENTS = {
+    "square": Fraction(2),
+    "sqrt": Fraction(1, 2),
+    "rsqrt": -Fraction(1, 2),
+    "cbrt": Fraction(1, 3),
+    "abs": Fraction(1),
+}
+
+
+@rule("integer_pow square sqrt rsqrt cbrt abs", knows_constants=True)
+def _power(pair: EquationPair) -> Value:
+    """(T^p x)^y is T^(p y) x^y, and powers of T are positive."""
+    [x] = pair.ins
+    exponent = _EXPONENTS.get(pair.name)
+    exponent = Fraction(pair.params["y"]) if exponent is None else exponent
+    if x.kind is Kind.ZERO:
+        return ZERO if exponent > 0 else copy()
+    if x.kind not in EACH:
+        raise NotOfOneKindError(f"{pair.name} of {x}")
+    return x.times_tower(x.power * exponent)
+
+
+@rule("max min", knows_constants=True, knows_identity=True)
+def _larger(pair: EquationPair) -> Value:
+    """The larger of two is so for all powers, if both have the same."""
+    x, y = pair.ins
+    if found := guards.at_least_one(pair):
+        return found
+    extremes = [v for v in pair.ins if v.kind in _ORDERED]
+    if extremes:
+        wanted = {v for v in (Kind.MAXIMUM, Kind.MINIMUM) if _ORDERED[v] == pair.name}
+        is_even = len({v.power for v in pair.ins if v.kind is not Kind.ZERO}) == 1
+        if pair.kinds <= wanted | {Kind.COPY} and is_even:
+            return extremes[0].times_tower(x.power)
+        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
+    return joined(pair.ins, "compared with")
+
+
+@rule("eq ne lt le gt ge", knows_constants=True, knows_identity=True)
+def _comparison(pair: EquationPair) -> Value:
+    """Which of two is larger is the same for all powers, if both have the same."""
+    x, y = pair.ins
+    if pair.name == "lt" and y.kind is Kind.ZERO:
+        own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
+        if x.kind in own:
+            return NEVER
+    if x.kind is Kind.NUMBERS and pair.name == "lt":
+        is_each = pair.times_rows(0, pair.rows_in[0]) == 1
+        if y.kind is Kind.VALID and is_each:  # rows that are no padding come first
+            is_flag = len(pair.shape(0)) == 1
+            weight = ("flag", PADDING) if is_flag else None
+            return rows()._replace(zeros=frozenset([PADDING]), number=weight)
+        if y.note == ROWS_OF_TOWER and is_each:
+            return copy(note=True)
+    if pair.name == "ge" and y.note == ROWS_OF_TOWER:
+        if x.kind is Kind.VALID:
+            return Value(Kind.IS_FULL)
+        if x.note == ROWS_OF_TOWER:
+            return copy(note=True)
+    if found := guards.comparison(pair):
+        return found
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"{x} compared with {y}")
+    found = joined(pair.ins, "compared with")
+    if found.kind is Kind.ZERO:
+        return copy()
+    return guards.as_flag(pair, found.times_tower(0))
+
+
+@rule("or", knows_constants=True, knows_identity=True)
+def _either(pair: EquationPair) -> Value:
+    """A function; and a row is no padding, or no row is, where the first holds."""
+    x, y = pair.ins
+    weight = ("flag", PADDING)
+    for one, other in ((x, y), (y, x)):
+        if one.number == weight and other.kind is Kind.IS_FULL:
+            return one
+    is_true = pair.constant(0) is True or pair.constant(1) is True
+    if is_true and pair.kinds <= {Kind.COPY, Kind.ZERO}:
+        return copy(note=True)
+    return function_of(pair.ins, "or")
+
+
+@rule("and", knows_constants=True, knows_identity=True)
+def _both(pair: EquationPair) -> Value:
+    """A function; of two flags it is a flag."""
+    found = function_of(pair.ins, "and")
+    if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
+        return guards.as_flag(pair, found)
+    return found
+
+
+@rule("not", knows_constants=True, knows_identity=True)
+def _opposite(pair: EquationPair) -> Value:
+    """A function."""
+    [x] = pair.ins
+    if x.kind is Kind.HAS_ANY:
+        flag, is_any = x.note
+        return x._replace(note=(flag, not is_any))
+    return function_of(pair.ins, "not")
+
+
+@rule(
+    "select_n",
+    knows_constants=True,
+    knows_identity=True,
+    knows_unknown=True,
+    kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
+)
+def _choice(pair: EquationPair) -> Value:
+    """One that all towers make alike keeps kinds; one for each row makes rows."""
+    predicate, *cases = pair.ins
+    if predicate.kind is Kind.NEVER:
+        return cases[0]
+    unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
+    if unknown:
+        return unknown[0]
+    if found := guards.choice(pair):
+        return found
+    if {x.kind for x in cases} & {Kind.SO_FAR, Kind.BUFFER}:
+        return _choice_in_loop(pair)
+    if predicate.kind not in EACH or predicate.power:
+        raise NotOfOneKindError(f"a choice by {predicate}")
+    found = joined(cases, "or")
+    if predicate.kind in (Kind.COPY, Kind.ZERO):
+        return found
+    if found.kind not in EACH:
+        raise NotOfOneKindError(f"rows choose {found}")
+    if found.kind is Kind.ZERO:
+        return found
+    both = joined([predicate, found.times_tower(0)], "chooses")
+    return both.times_tower(found.power)
+
+
+def _choice_in_loop(pair: EquationPair) -> Value:
+    """Of one carry as it was, and as it was added to or filled."""
+    predicate, *cases = pair.ins
+    known = [x for x in cases if x.power is not None] or cases
+    is_of_row = predicate.kind in (Kind.ROW, Kind.COPY, Kind.ZERO)
+    is_one = len({(x.kind, x.note) for x in cases}) == 1
+    is_even = len({x.power for x in known}) == 1
+    if not (is_of_row and is_one and is_even) or pair.rows_in[0] is not None:
+        raise NotOfOneKindError(f"{predicate} chooses {cases[0]} or {cases[-1]}")
+    return known[0]
+
+
+@rule("clamp", knows_constants=True)
+def _clamped(pair: EquationPair) -> Value:
+    """As the larger and the smaller of two."""
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"a clip of {pair.ins[1]}")
+    return joined(pair.ins, "clipped by")
+
+
+@rule("complex", knows_constants=True)
+def _of_two_parts(pair: EquationPair) -> Value:
+    """Linear in both."""
+    if not pair.kinds <= LINEAR:
+        raise NotOfOneKindError(f"a complex number of {pair.ins[0]}")
+    return joined(pair.ins, "beside")
+
+
+@rule(
+    """exp log tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh logistic erf
+    erfc erf_inv log1p expm1 floor ceil round sign is_finite exp2 atan2 rem nextafter
+    xor shift_left shift_right_logical shift_right_arithmetic pow population_count clz
+    lgamma digamma polygamma zeta igamma igammac igamma_grad_a random_gamma_grad
+    one_minus_square log2 mulhi eq_to lt_to le_to
+    regularized_incomplete_beta bessel_i0e bessel_i1e bitcast_convert_type""",
+    knows_constants=True,
+)
+def _function(pair: EquationPair) -> Value:
+    """Each element is a function of one element of each operand."""
+    if pair.name == "bitcast_convert_type":
+        sizes = {np.dtype(pair.dtype(0)).itemsize}
+        sizes.add(np.dtype(pair.params["new_dtype"]).itemsize)
+        if len(sizes) > 1 and pair.rows_in[0] is not None:
+            raise NotOfOneKindError("bits of rows are joined")
+    return function_of(pair.ins, pair.name)

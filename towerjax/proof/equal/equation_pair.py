@@ -1,0 +1,205 @@
+"""One equation of two programs, and the table of the rules for its primitive."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from towerjax.proof.equal.kinds import Kind, Value
+from towerjax.proof.equation import Site, user_line
+
+
+class ProgramsDifferError(Exception):
+    """The programs differ in another way than in their numbers of rows and towers."""
+
+
+class Sizes(NamedTuple):
+    """The sizes that two programs differ in: of each, one for either program."""
+
+    towers: tuple[int, int]
+    rows: tuple[Any, Any]  # of one tower: numbers, or one symbol
+    padded: bool = False  # whether towers may have padding, and not equally much
+
+    def times(self, first: Any, second: Any) -> Fraction | None:
+        """How many times the rows of a tower these sizes are; None: they are not."""
+        found = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
+        return found[0] if found[0] == found[1] else None
+
+    def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
+        """The dim of rows of two arrays, and the dim of towers.
+
+        Raises:
+          ProgramsDifferError: Another dim differs, or several have rows.
+        """
+        found: dict[str, int] = {}
+        pairs = zip(first.shape, second.shape, strict=True)
+        for i, (m, n) in enumerate(pairs):
+            if is_size(m) and is_size(n) and m == n:
+                continue
+            what = self._what_differs(m, n)
+            if what in found:
+                raise ProgramsDifferError(f"{what} meet other {what}")
+            if what:
+                found[what] = i
+        return found.get("rows"), found.get("towers")
+
+    def _what_differs(self, m: Any, n: Any) -> str:
+        if self.times(m, n) is not None:
+            return "rows"
+        is_number = is_size(m) and is_size(n)
+        a, b = self.towers
+        if is_number and m * b == n * a:
+            return "towers"
+        times = [_times(x, r) for x, r in zip((m, n), self.rows, strict=True)]
+        is_of_all = None not in times and times[0] * b == times[1] * a  # type: ignore
+        if is_of_all and not is_number and not self.padded:
+            return ""  # the rows of all towers, equally many
+        raise ProgramsDifferError("a size differs that is no number of rows")
+
+
+def _times(size: Any, rows: Any) -> Fraction | None:
+    if is_size(rows):
+        return Fraction(int(size), int(rows)) if is_size(size) else None
+    if is_size(size) or size % rows != 0:
+        return None
+    times = size // rows
+    return Fraction(int(times)) if is_size(times) else None
+
+
+def is_size(x: Any) -> bool:
+    """Whether a size is a number and no symbol."""
+    return isinstance(x, int | np.integer)
+
+
+@dataclasses.dataclass(frozen=True)
+class EquationPair:
+    """The same equation of both programs, with what is known of its operands."""
+
+    walk: Any  # of the two programs
+    first: JaxprEqn
+    second: JaxprEqn
+    outer: Site | None
+    ins: Sequence[Value]
+    rows_in: Sequence[int | None]  # the dim of rows of each operand
+    rows_out: Sequence[int | None]
+    towers_in: Sequence[int | None]
+    towers_out: Sequence[int | None]
+
+    @property
+    def name(self) -> str:
+        """The name of the primitive."""
+        return self.first.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters in the first program."""
+        return self.first.params
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes that the programs differ in."""
+        return self.walk.sizes
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """The kinds of all operands."""
+        return {x.kind for x in self.ins}
+
+    def shape(self, operand: int) -> tuple[Any, ...]:
+        """The shape of an operand in the first program."""
+        aval: Any = self.first.invars[operand].aval
+        return aval.shape
+
+    def out_shape(self, result: int = 0) -> tuple[Any, ...]:
+        """The shape of a result in the first program."""
+        aval: Any = self.first.outvars[result].aval
+        return aval.shape
+
+    def dtype(self, operand: int) -> Any:
+        """The dtype of an operand."""
+        aval: Any = self.first.invars[operand].aval
+        return aval.dtype
+
+    def sizes_along(self, operand: int, axis: int) -> tuple[Any, Any]:
+        """The sizes of a dim of an operand, in both programs."""
+        first: Any = self.first.invars[operand].aval
+        second: Any = self.second.invars[operand].aval
+        return first.shape[axis], second.shape[axis]
+
+    def times_rows(self, operand: int, axis: int | None) -> Fraction | None:
+        """How many times the rows of a tower a dim of an operand has."""
+        if axis is None:
+            return None
+        return self.sizes.times(*self.sizes_along(operand, axis))
+
+    def constant(self, operand: int) -> Any:
+        """The number that an operand is in both programs; None if it is not known."""
+        value = self.ins[operand]
+        if value.kind is Kind.ZERO:
+            return 0
+        known = isinstance(value.note, bool | int | float)
+        return value.note if value.kind is Kind.COPY and known else None
+
+    def has_padding(self, *zeros: frozenset[Any]) -> bool:
+        """Whether padding may count in what is 0 only there."""
+        return self.walk.has_padding(frozenset().union(*zeros))
+
+    def unknown(self, why: str) -> Value:
+        """What is not known, since this equation."""
+        line = user_line((self.first, self.outer))
+        return Value(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
+
+
+Rule: TypeAlias = Callable[[EquationPair], Value | list[Value]]
+
+
+class Registered(NamedTuple):
+    """A rule, and what it can be given."""
+
+    rule: Rule
+    # Whether it knows that a COPY is constant along its dim of rows; else it gets ROWS.
+    knows_constants: bool = False
+    # Whether it is given UNKNOWN; else what it gives is unknown, too.
+    knows_unknown: bool = False
+    # Whether it says which value a result is, and where that is 0; else nothing is kept
+    # of what is known of its operands.
+    knows_identity: bool = False
+    kinds: frozenset[Kind] = frozenset()  # that no other rule is given
+
+
+RULES: dict[str, Registered] = {}
+"""The rules, by the names of their primitives; what is not here is unknown."""
+
+SPECIAL = frozenset([Kind.SPREAD, Kind.STACKED, Kind.COLUMNS, Kind.SO_FAR, Kind.BUFFER])
+"""Kinds that only those rules are given that name them."""
+
+
+def rule(
+    names: str,
+    *,
+    knows_constants: bool = False,
+    knows_unknown: bool = False,
+    knows_identity: bool = False,
+    kinds: Iterable[Kind] = (),
+) -> Callable[[Rule], Rule]:
+    """Register a rule for the primitives of these names."""
+
+    def register(function: Rule) -> Rule:
+        knows = knows_constants, knows_unknown, knows_identity
+        found = Registered(function, *knows, frozenset(kinds))
+        RULES.update(dict.fromkeys(names.split(), found))
+        return function
+
+    return register
+
+
+def size_before(shape: Sequence[Any], axis: int) -> int:
+    """How many elements of the dims before an axis there are."""
+    sizes = shape[:axis]
+    if not all(is_size(x) for x in sizes):
+        raise ProgramsDifferError("a size differs that is no number of rows")
+    return math.prod(map(int, sizes))

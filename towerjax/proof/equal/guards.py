@@ -1,0 +1,144 @@
+"""Means over a tower's own rows: what a part divided by a part of the tower's own is.
+
+Such a mean depends on the split; times what it was divided by it is a part again. That
+holds for derivatives, too, as both are the same value in the program. A guard against
+no rows, such as ``max(count, 1)`` or ``where(count > 0, ...)``, changes nothing in a
+sum over rows with the flag that is counted: where there are none, that sum is 0.
+"""
+
+from typing import Any
+
+from towerjax.proof.equal.equation_pair import EquationPair
+from towerjax.proof.equal.kinds import Kind, NotOfOneKindError, Value, part
+
+_ANY_IS = {"gt": True, "ne": True, "eq": False, "le": False}
+_SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
+
+
+def as_flag(pair: EquationPair, value: Value) -> Value:
+    """A value of rows that is 0 or 1: it is 0 where it is nowhere 1."""
+    if value.kind is not Kind.ROWS:
+        return value
+    what, number = pair.walk.new_number("flag")
+    return value._replace(number=(what, number), zeros=value.zeros | {number})
+
+
+def counted_flag(value: Value) -> Any:
+    """The flag whose rows a value counts, or None."""
+    if value.kind is not Kind.PART or value.number is None:
+        return None
+    what, flag = value.number
+    return flag if what == "count" else None
+
+
+def comparison(pair: EquationPair) -> Value | None:
+    """Whether a count is above 0; a flag that is compared with 0 is itself."""
+    (x, y), name = pair.ins, pair.name
+    against = pair.constant(1)
+    if x.kind is Kind.ZERO or counted_flag(y) is not None:
+        x, y, name, against = y, x, _SWAPPED.get(name, name), pair.constant(0)
+    flag = counted_flag(x)
+    if flag is not None:
+        if against == 1 and name in ("ge", "lt"):
+            return Value(Kind.HAS_ANY, note=(flag, name == "ge"))
+        if y.kind is Kind.ZERO and name in _ANY_IS:
+            return Value(Kind.HAS_ANY, note=(flag, _ANY_IS[name]))
+        return None
+    is_flag = x.number is not None and x.number[0] == "flag"
+    if is_flag and y.kind is Kind.ZERO and name in ("gt", "ne"):
+        return x
+    return None
+
+
+def at_least_one(pair: EquationPair) -> Value | None:
+    """The larger of a count and a number from 0 to 1: a count is a whole number."""
+    for operand, other in ((0, 1), (1, 0)):
+        flag, bound = counted_flag(pair.ins[operand]), pair.constant(other)
+        if pair.name == "max" and flag is not None and bound is not None:
+            if 0 < bound <= 1:
+                power = pair.ins[operand].power
+                return Value(Kind.AT_LEAST, power, note=flag)
+    return None
+
+
+def choice(pair: EquationPair) -> Value | None:
+    """A choice by whether there is a row with a flag; a flag chosen by itself."""
+    predicate, *cases = pair.ins
+    if len(cases) != 2:
+        return None
+    is_flag = predicate.number is not None and predicate.number[0] == "flag"
+    if is_flag and predicate.kind is Kind.ROWS and cases[0].kind is Kind.ZERO:
+        if pair.constant(2) == 1:
+            return predicate
+    if predicate.kind is not Kind.HAS_ANY:
+        return None
+    flag, is_any = predicate.note
+    order = (0, 1) if is_any else (1, 0)
+    without, with_any = [cases[i] for i in order]
+    number = pair.constant(1 + order[0])
+    if number is not None and number > 0 and counted_flag(with_any) == flag:
+        return Value(Kind.AT_LEAST, with_any.power, note=flag)
+    if without.kind is Kind.ZERO and with_any.kind is Kind.PART:
+        if flag in with_any.zeros:
+            return with_any
+    if without.kind in (Kind.ZERO, Kind.COPY) and with_any.kind is Kind.MEAN:
+        _, vanishes = with_any.note
+        if vanishes and with_any.number == ("count", flag):
+            return with_any
+    raise NotOfOneKindError(f"a choice by {predicate}")
+
+
+def quotient_of_parts(pair: EquationPair) -> Value | None:
+    """A part divided by a part of the tower's own, or by a guarded count.
+
+    The note has the power of what it is divided by, and whether what is divided is 0
+    where that is.
+    """
+    x, y = pair.ins
+    if x.kind is not Kind.PART or pair.shape(1) != ():
+        return None
+    if y.kind is Kind.AT_LEAST:
+        if y.note not in x.zeros:
+            raise NotOfOneKindError(f"{x} divided by {y}")
+        number = "count", y.note
+    elif y.kind is Kind.PART and y.number is not None:
+        number = y.number
+    else:
+        return None
+    vanishes = number[0] == "count" and number[1] in x.zeros
+    return Value(Kind.MEAN, x.power, number=number, note=(y.power, vanishes))
+
+
+def multiple_of_mean(mean: Value, power: Any) -> Value:
+    """A mean times a copy: what was divided is multiplied."""
+    return mean._replace(power=mean.power + power)
+
+
+def product_with_mean(pair: EquationPair) -> Value | None:
+    """Times what it was divided by, a mean is the part that was divided."""
+    for mean, other in (pair.ins, pair.ins[::-1]):
+        if mean.kind is not Kind.MEAN:
+            continue
+        if other.kind is Kind.COPY:
+            return multiple_of_mean(mean, other.power)
+        if other.kind is Kind.PART and other.number == mean.number:
+            return part(mean.power)
+        raise NotOfOneKindError(f"{mean} times {other}")
+    return None
+
+
+def sum_with_mean(pair: EquationPair) -> Value | None:
+    """X / n + y / n is (x + y) / n, and x / n + c is (x + c n) / n for a copy c."""
+    x, y = pair.ins
+    if Kind.MEAN not in pair.kinds:
+        return None
+    mean, other = (x, y) if x.kind is Kind.MEAN else (y, x)
+    power, vanishes = mean.note
+    if other.kind is Kind.ZERO:
+        return mean
+    if other.kind is Kind.COPY and other.power + power == mean.power:
+        return mean
+    is_of_one = (x.kind, x.power, x.number) == (y.kind, y.power, y.number)
+    if is_of_one:
+        return mean._replace(note=(power, vanishes and other.note[1]))
+    raise NotOfOneKindError(f"{x} added to {y}")

@@ -1,0 +1,248 @@
+"""Rules of what reads or writes elements by indices that a program computes."""
+
+from typing import Any
+
+from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.kinds import (
+    EACH,
+    LINEAR,
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    joined,
+    part,
+    product_of,
+)
+
+_AMONG_ROWS = "rows are read or written by the numbers of others"
+_SAME = (Kind.COPY, Kind.ZERO)
+
+
+def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
+    """Whether a dim of an operand is what the loop around runs over."""
+    if pair.walk.loop is None or axis is None:
+        return False
+    return pair.sizes_along(operand, axis) == pair.walk.loop.lengths
+
+
+def _of_this_row(x: Value) -> Value:
+    """In a loop over rows: this row of an array of all rows."""
+    if x.kind is Kind.ZERO or x.power is None:
+        return ZERO
+    return Value(Kind.ROW, x.power, zeros=x.zeros)
+
+
+def _with_this_row(pair: EquationPair, x: Value, new: Value) -> Value:
+    """In a loop over rows: an array that is filled, with this row, too."""
+    if new.kind not in (Kind.ROW, Kind.COPY, Kind.ZERO):
+        raise NotOfOneKindError(f"{new} becomes a row")
+    if new.kind is Kind.ZERO:
+        return x
+    if x.power not in (None, new.power):
+        raise NotOfOneKindError(f"{new} becomes one of {x}")
+    return x._replace(power=new.power)
+
+
+def _are_same(indices: Any) -> bool:
+    return all(v.kind in _SAME and not v.power for v in indices)
+
+
+@rule("dynamic_slice", kinds=[Kind.BUFFER, Kind.STACKED])
+def _slice_at(pair: EquationPair) -> Value:
+    """Along other dims than rows at one place for all; in a loop this row."""
+    x, *at = pair.ins
+    axis, sizes = pair.rows_in[0], pair.params["slice_sizes"]
+    others = [v for i, v in enumerate(at) if i != axis]
+    if x.kind is Kind.STACKED:
+        return _own_of_stacked(pair, x, at)
+    is_here = axis is not None and at[axis].kind is Kind.COUNTER and sizes[axis] == 1
+    if is_here and x.kind in (Kind.ROWS, Kind.ZERO, Kind.BUFFER) and x.blocks == 1:
+        whole = _are_same(others) and pair.rows_out[0] is None
+        if whole and _is_loop_over(pair, 0, axis):
+            return _of_this_row(x)
+    if axis != pair.rows_out[0] or x.kind not in LINEAR | {Kind.KEY}:
+        raise NotOfOneKindError(_AMONG_ROWS)
+    if axis is not None and sizes[axis] != pair.shape(0)[axis]:
+        raise NotOfOneKindError(_AMONG_ROWS)
+    if axis is None and sizes != pair.second.params["slice_sizes"]:
+        raise NotOfOneKindError("elements that depend on the number of rows")
+    if _are_same(at):
+        return x
+    is_by_row = all(v.kind in EACH and not v.power for v in at)
+    if axis is None and is_by_row and x.kind in (Kind.COPY, Kind.ROW):
+        return joined([x, *[v.times_tower(x.power) for v in at if v.kind is Kind.ROW]])
+    raise NotOfOneKindError(_AMONG_ROWS)
+
+
+def _own_of_stacked(pair: EquationPair, x: Value, at: list[Value]) -> Value:
+    """Of all towers' values that of the tower itself."""
+    axis = pair.towers_in[0]
+    assert axis is not None
+    sizes, shape = pair.params["slice_sizes"], pair.shape(0)
+    is_own = at[axis].kind is Kind.TOWER and sizes[axis] == 1
+    others = [i for i in range(len(shape)) if i != axis]
+    is_whole = all(sizes[i] == shape[i] for i in others)
+    if not (is_own and is_whole and _are_same([at[i] for i in others])):
+        raise NotOfOneKindError("a value of another tower")
+    return Value(x.note, x.power)
+
+
+@rule("dynamic_update_slice", kinds=[Kind.BUFFER])
+def _update_at(pair: EquationPair) -> Value:
+    """As a slice, written."""
+    (x, new, *at), axis = pair.ins, pair.rows_in[0]
+    if x.kind is Kind.BUFFER:
+        others = [v for i, v in enumerate(at) if i != axis]
+        is_here = axis is not None and at[axis].kind is Kind.COUNTER
+        is_one = axis is not None and pair.shape(1)[axis] == 1 and _are_same(others)
+        if not (is_here and is_one and _is_loop_over(pair, 0, axis)):
+            raise NotOfOneKindError(_AMONG_ROWS)
+        return _with_this_row(pair, x, new)
+    if new.kind is Kind.BUFFER or axis != pair.rows_in[1] or not _are_same(at):
+        raise NotOfOneKindError(_AMONG_ROWS)
+    if axis is not None and pair.shape(0)[axis] != pair.shape(1)[axis]:
+        raise NotOfOneKindError(_AMONG_ROWS)
+    if not {x.kind, new.kind} <= LINEAR:
+        raise NotOfOneKindError(f"{new} is written among {x}")
+    return joined([x, new], "beside")
+
+
+def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
+    """The kind of each column of indices."""
+    at = pair.ins[operand]
+    if at.kind is Kind.COLUMNS:
+        return [*at.note]
+    return [at.kind] * pair.shape(operand)[-1]
+
+
+@rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS])
+def _gathered(pair: EquationPair) -> Value:
+    """Elements of one table for all by indices; of rows, each by its own number."""
+    (x, at), dims = pair.ins, pair.params["dimension_numbers"]
+    (axis, at_axis), [out_axis] = pair.rows_in, pair.rows_out
+    sizes = pair.params["slice_sizes"]
+    if x.kind is Kind.ZERO:
+        # Where an index is beyond the table, JAX may give NaN.
+        return ZERO
+    if at.kind is Kind.COUNTER and axis is not None:
+        is_row = dims.start_index_map == (axis,) and axis in dims.collapsed_slice_dims
+        known = x.kind in (Kind.ROWS, Kind.BUFFER) and x.blocks == 1
+        if is_row and known and _is_loop_over(pair, 0, axis):
+            return _of_this_row(x)
+    usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
+    if not usable or at.power or x.kind is Kind.BUFFER:
+        raise NotOfOneKindError(f"elements by {at}")
+    if axis is None:
+        return _from_table(pair, x, at, sizes)
+    is_plain = x.kind is Kind.ROWS and x.blocks == at.blocks == 1
+    if is_plain and out_axis is not None:
+        by_number = _by_own_number(pair, dims, axis, at_axis, sizes)
+        whole = axis not in dims.start_index_map and at_axis is None
+        whole &= sizes[axis] == pair.shape(0)[axis] and at.kind in _SAME
+        if by_number or whole or _is_batched(dims, axis, at_axis, at):
+            return x
+    raise NotOfOneKindError(_AMONG_ROWS)
+
+
+def _from_table(pair: EquationPair, x: Value, at: Value, sizes: Any) -> Value:
+    """Elements of an array that has no rows."""
+    if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
+        raise NotOfOneKindError("elements by the numbers of own rows")
+    if sizes != pair.second.params["slice_sizes"]:
+        raise NotOfOneKindError("elements that depend on the number of rows")
+    if x.kind is Kind.PART and at.kind in _SAME:
+        return x
+    if x.kind not in (Kind.COPY, Kind.ROW):
+        raise NotOfOneKindError(f"some elements of {x}")
+    places = [] if at.kind is Kind.ZERO else [at]
+    return product_of(x, places[0]) if places else x
+
+
+def _by_own_number(
+    pair: EquationPair, dims: Any, axis: int, at_axis: int | None, sizes: Any
+) -> bool:
+    """Whether row i is read by an index of which one column is i."""
+    if axis not in dims.start_index_map or at_axis is None:
+        return False
+    columns, place = _columns_of(pair, 1), dims.start_index_map.index(axis)
+    others = [x for i, x in enumerate(columns) if i != place]
+    is_one = sizes[axis] == 1 and axis in dims.collapsed_slice_dims
+    is_even = pair.shape(1)[at_axis] == pair.shape(0)[axis]
+    known = {Kind.ROWS, Kind.COPY, Kind.ZERO}
+    return is_one and is_even and columns[place] is Kind.NUMBERS and known >= {*others}
+
+
+def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Value) -> bool:
+    """Whether rows and indices are one batch dim."""
+    if axis not in dims.operand_batching_dims or at.kind not in EACH:
+        return False
+    place = dims.operand_batching_dims.index(axis)
+    return at_axis == dims.start_indices_batching_dims[place]
+
+
+@rule("scatter scatter-add scatter-sub", kinds=[Kind.BUFFER, Kind.COLUMNS])
+def _scattered(pair: EquationPair) -> Value:
+    """As a gather, written; rows that are added to a table make parts of it."""
+    (x, at, new), dims = pair.ins, pair.params["dimension_numbers"]
+    axis, at_axis, new_axis = pair.rows_in
+    adds = pair.name in ("scatter-add", "scatter-sub")
+    if x.kind is new.kind is Kind.ZERO:
+        return ZERO
+    if x.kind is Kind.BUFFER:
+        is_row = dims.scatter_dims_to_operand_dims == (axis,)
+        is_row &= axis in dims.inserted_window_dims and at.kind is Kind.COUNTER
+        if adds or not is_row or not _is_loop_over(pair, 0, axis):
+            raise NotOfOneKindError(_AMONG_ROWS)
+        return _with_this_row(pair, x, new)
+    usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
+    if not usable or at.power or max(at.blocks, new.blocks, x.blocks) > 1:
+        raise NotOfOneKindError(f"elements are written to {at}")
+    if axis is not None:
+        fits = {x.kind, new.kind} <= {Kind.ZERO, Kind.ROWS, Kind.COPY}
+        if fits and _writes_own_rows(pair, dims, axis, at_axis, new_axis):
+            return joined([x, new], "beside")
+        raise NotOfOneKindError(_AMONG_ROWS)
+    if at_axis is None and new_axis is None and at.kind in _SAME:
+        return joined([x, new], "beside")
+    is_of_rows = new_axis is not None and at_axis is not None
+    if adds and is_of_rows and new_axis not in dims.update_window_dims:
+        fits = at.kind in (Kind.ROWS, Kind.ZERO) and new.kind in (Kind.ROWS, Kind.ZERO)
+        if fits and x.kind in (Kind.ZERO, Kind.PART, Kind.COPY):
+            if new.kind is Kind.ZERO:
+                return x
+            if pair.has_padding(new.zeros):
+                raise NotOfOneKindError("padding counts in a sum over rows")
+            return joined([x, part(new.power)])
+    raise NotOfOneKindError(f"{new} is written to a table")
+
+
+def _writes_own_rows(
+    pair: EquationPair,
+    dims: Any,
+    axis: int,
+    at_axis: int | None,
+    new_axis: int | None,
+) -> bool:
+    """Whether each row is written to its own place."""
+    at = pair.ins[1]
+    if axis in dims.operand_batching_dims:
+        place = dims.operand_batching_dims.index(axis)
+        is_one = at_axis == dims.scatter_indices_batching_dims[place]
+        return at.kind in EACH and is_one and new_axis is not None
+    if axis in dims.scatter_dims_to_operand_dims:
+        place = dims.scatter_dims_to_operand_dims.index(axis)
+        columns = _columns_of(pair, 1)
+        others = {x for i, x in enumerate(columns) if i != place}
+        if at_axis is None:
+            return False
+        is_own = columns[place] is Kind.NUMBERS and axis in dims.inserted_window_dims
+        is_own &= others <= {Kind.ROWS, Kind.COPY, Kind.ZERO}
+        return is_own and pair.shape(1)[at_axis] == pair.shape(0)[axis]
+    gone = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+    kept = [i for i in range(len(pair.shape(0))) if i not in gone]
+    if at_axis is not None or new_axis is None or axis not in kept:
+        return False
+    is_here = new_axis == dims.update_window_dims[kept.index(axis)]
+    is_whole = pair.shape(2)[new_axis] == pair.shape(0)[axis]
+    return at.kind in _SAME and is_here and is_whole

@@ -1,0 +1,188 @@
+"""Kinds: what a value on each of T towers has to do with that on one tower.
+
+A proof compares two numbers of towers, ``a`` and ``b``, on one global batch. With a
+power ``p`` each says: what the towers' values make together is for ``b`` towers ``(b /
+a)^p`` times what it is for ``a``.
+"""
+
+import enum
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+
+class Kind(enum.Enum):
+    """What the values of the towers make together; a member's text is for errors."""
+
+    UNKNOWN = "unknown"
+    ZERO = "zero"
+    # Each tower has it. Where such a value has a dim of rows, it is constant along it.
+    COPY = "a value that is the same on all towers"
+    # The towers' values, joined along their dim of rows, are it.
+    ROWS = "rows"
+    # The towers' values, added up, are it.
+    PART = "a sum over own rows"
+    # The same, once its elements along the dims of its note are added up, too.
+    SPREAD = "own rows in groups"
+    # The largest, or smallest, of the towers' values is it.
+    MAXIMUM = "a maximum over own rows"
+    MINIMUM = "a minimum over own rows"
+    # A part divided by a part of the tower's own, which its note names.
+    MEAN = "a mean over own rows"
+    # The towers' values one after another, of the kind in its note.
+    STACKED = "the values of all towers"
+
+    # Numbers and keys that a tower has of its own.
+    TOWER = "tower.id"
+    FIRST_ROW = "the number of a tower's first row"
+    NUMBERS = "the numbers of own rows"
+    COLUMNS = "indices with the numbers of own rows"
+    KEY = "a tower's own key"
+    VALID = "how many own rows are no padding"
+    SIZE = "the number of own rows, padding included"
+    IS_FULL = "whether no own row is padding"
+    NEVER = "false"
+    # Of the rows with a flag, which its note names: whether there is one, and their
+    # number where there is one, else any number above 0.
+    HAS_ANY = "whether own rows have a flag"
+    AT_LEAST = "how many own rows have a flag, or another number where none has"
+
+    # In a loop over rows.
+    ROW = "a value of one row"
+    SO_FAR = "what the rows so far add up to"
+    COUNTER = "the number of the row in a loop"
+    NEXT = "the number of the next row in a loop"
+    BUFFER = "an array that a loop fills row by row"
+
+
+PADDING = "padding"
+"""Stands among `Value.zeros` for the rows that are padding."""
+
+ROWS_OF_TOWER = "rows of a tower"
+"""The note of a copy that is the number of a tower's rows."""
+
+NO_ZEROS: frozenset[Any] = frozenset()
+
+
+class Value(NamedTuple):
+    """What is known of a value in two programs."""
+
+    kind: Kind
+    power: Any = 0  # of the number of towers; None of a sum to which nothing is added
+    # The dim of its rows is so many blocks, each of which has all rows in order.
+    blocks: int = 1
+    # Where it is 0: PADDING, and flags without which it is all 0.
+    zeros: frozenset[Any] = NO_ZEROS
+    # ("flag", id), ("count", id of a flag) or ("value", id): the same number, the same
+    # value, with the same derivative.
+    number: Any = None
+    # Of a COPY the number that it is, if it is known; else as its kind says.
+    note: Any = None
+    why: str = ""  # of UNKNOWN: since where
+
+    def bare(self) -> "Value":
+        """The value without what holds in one round of a loop alone."""
+        zeros = self.zeros & {PADDING}
+        note = None if self.kind is Kind.COPY else self.note
+        return self._replace(zeros=zeros, number=None, note=note)
+
+    def times_tower(self, power: Any) -> "Value":
+        """The same kind with another power, which is another value."""
+        note = None if self.kind is Kind.COPY else self.note
+        return self._replace(power=power, number=None, note=note)
+
+    def __str__(self) -> str:
+        by = "" if not self.power else f" times T^{self.power}"
+        return self.kind.value + by
+
+
+ZERO = Value(Kind.ZERO)
+NEVER = Value(Kind.NEVER)
+EACH = frozenset([Kind.COPY, Kind.ROWS, Kind.ROW, Kind.ZERO])
+"""Kinds of which any function of their elements is of the same kind."""
+
+LINEAR = EACH | {Kind.PART}
+"""Kinds that keep under a linear function of the elements of one value."""
+
+
+def copy(power: Any = 0, note: Any = None) -> Value:
+    """The same on all towers."""
+    return Value(Kind.COPY, Fraction(power), note=note)
+
+
+def rows(power: Any = 0, blocks: int = 1) -> Value:
+    """Rows of the batch."""
+    return Value(Kind.ROWS, Fraction(power), blocks)
+
+
+def part(power: Any = 0) -> Value:
+    """A part of a sum over towers."""
+    return Value(Kind.PART, Fraction(power))
+
+
+def as_part(value: Value) -> Value:
+    """A copy is the T-th part of what the towers' copies add up to."""
+    is_copy = value.kind is Kind.COPY
+    return part(value.power + 1) if is_copy else value
+
+
+class NotOfOneKindError(Exception):
+    """The values have no kind in common; its text says why."""
+
+
+def joined(values: Sequence[Value], verb: str = "added to") -> Value:
+    """The kind of what is chosen among values of one shape, or joined, or added.
+
+    Raises:
+      NotOfOneKindError: They are of kinds, powers or orders that do not fit.
+    """
+    live = [x for x in values if x.kind is not Kind.ZERO]
+    if not live:
+        return ZERO
+    kinds = {x.kind for x in live}
+    if kinds == {Kind.PART, Kind.COPY}:
+        live, kinds = [as_part(x) for x in live], {Kind.PART}
+    alone = {Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
+    fits = kinds <= {Kind.COPY, Kind.ROWS} or kinds <= {Kind.COPY, Kind.ROW}
+    fits |= len(kinds) == 1 and kinds <= alone
+    is_even = len({x.power for x in live}) == 1
+    if not (fits and is_even):
+        first = live[0]
+        odd = [x for x in live if (x.kind, x.power) != (first.kind, first.power)]
+        other = odd[0] if odd else live[-1]
+        raise NotOfOneKindError(f"{first} is {verb} {other}")
+    orders = {x.blocks for x in live if x.kind is Kind.ROWS}
+    if len(orders) > 1:
+        raise NotOfOneKindError("rows meet rows in another order")
+    found = next((x for x in live if x.kind is not Kind.COPY), live[0])
+    return Value(found.kind, found.power, found.blocks)
+
+
+def function_of(values: Sequence[Value], what: str) -> Value:
+    """The kind of a function of each element of its operands, whatever it computes.
+
+    Raises:
+      NotOfOneKindError: One of the operands is no copy and no rows, or has a power.
+    """
+    for x in values:
+        if x.kind not in EACH or x.power:
+            raise NotOfOneKindError(f"{what} of {x}")
+    return joined([copy() if x.kind is Kind.ZERO else x for x in values], "beside")
+
+
+def product_of(x: Value, y: Value, verb: str = "times") -> Value:
+    """The kind of the product of two values, element by element.
+
+    Raises:
+      NotOfOneKindError: Neither is a copy, and they are not both rows.
+    """
+    if Kind.ZERO in (x.kind, y.kind):
+        return ZERO
+    power = x.power + y.power if None not in (x.power, y.power) else None
+    for one, other in ((x, y), (y, x)):
+        if one.kind is Kind.PART and other.kind is Kind.COPY:
+            return part(power)
+    if not {x.kind, y.kind} <= EACH:
+        raise NotOfOneKindError(f"{x} {verb} {y}")
+    both = joined([x.times_tower(0), y.times_tower(0)], verb)
+    return both.times_tower(power)

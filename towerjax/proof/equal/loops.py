@@ -1,0 +1,363 @@
+"""Rules of what runs a program inside: calls, branches, loops, loops over rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from towerjax.proof.equal.equation_pair import (
+    SPECIAL,
+    EquationPair,
+    ProgramsDifferError,
+    rule,
+)
+from towerjax.proof.equal.kinds import (
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    copy,
+    joined,
+    part,
+    rows,
+)
+from towerjax.proof.equal.walk import RowLoop
+from towerjax.proof.equation import (
+    all_eqns,
+    is_hidden,
+    loop_sizes,
+    named_axes,
+    open_jaxpr,
+    sub_jaxprs,
+    trace_hidden,
+)
+
+_ROUNDS = 12  # of a loop, until kinds stay as they are
+
+
+def _inside(
+    pair: EquationPair, programs: Sequence[Any], ins: Sequence[Value]
+) -> list[Value]:
+    """The kinds of the results of programs in the equation."""
+    return pair.walk.closed(*programs, ins, (pair.first, pair.outer))
+
+
+@rule(
+    """jit pjit closed_call core_call remat remat2 remat3 checkpoint custom_lin
+    eval_jaxpr composite""",
+    knows_constants=True,
+    knows_unknown=True,
+    knows_identity=True,
+    kinds=SPECIAL,
+)
+def _called(pair: EquationPair) -> list[Value]:
+    """What its program gives."""
+    programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
+    return _inside(pair, programs, pair.ins)
+
+
+@rule(
+    "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call",
+    knows_constants=True,
+    knows_unknown=True,
+    knows_identity=True,
+)
+def _called_with_rule(pair: EquationPair) -> list[Value]:
+    """What its program gives; a derivative of its own makes it another value."""
+    ins = [_without_number(pair, x) for x in pair.ins]
+    programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
+    return [_without_number(pair, x) for x in _inside(pair, programs, ins)]
+
+
+def _without_number(pair: EquationPair, value: Value) -> Value:
+    if value.kind is Kind.MEAN:
+        return pair.unknown(f"a rule for the derivative of {value}")
+    return value._replace(number=None)
+
+
+def _program_of(eqn: Any) -> Any:
+    """The program that a call runs, with its constants."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
+        if key in eqn.params:
+            return eqn.params[key]
+    if is_hidden(eqn):
+        hidden = trace_hidden(eqn, {})
+        if hidden is not None:
+            return hidden
+    raise ProgramsDifferError(f"{eqn.primitive.name} hides its program")
+
+
+@rule("cond", knows_constants=True, knows_unknown=True, knows_identity=True)
+def _branched(pair: EquationPair) -> list[Value]:
+    """A branch that all towers take alike; it may be any."""
+    predicate, *ins = pair.ins
+    if predicate.kind is Kind.UNKNOWN:
+        return [predicate] * len(pair.rows_out)
+    if predicate.kind not in (Kind.COPY, Kind.ZERO) or predicate.power:
+        raise NotOfOneKindError(f"a branch by {predicate}")
+    branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
+    each = [_inside(pair, both, ins) for both in zip(*branches, strict=True)]
+    return [_either_of(pair, values) for values in zip(*each, strict=True)]
+
+
+def _either_of(pair: EquationPair, values: Sequence[Value], verb: str = "or") -> Value:
+    """What may be one or another."""
+    if all(x == values[0] for x in values):
+        return values[0]
+    unknown = [x for x in values if x.kind is Kind.UNKNOWN]
+    if unknown:
+        return unknown[0]
+    known = [x for x in values if x.power is not None]
+    is_one_carry = len({x._replace(power=None) for x in values}) == 1
+    if is_one_carry and len(set(known)) == 1:
+        return known[0]
+    if any(x.kind in SPECIAL for x in values):
+        return pair.unknown(f"{values[0]} {verb} {values[-1]}")
+    try:
+        found = joined(values, verb)
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+    live = [x.zeros for x in values if x.kind is not Kind.ZERO]
+    return found._replace(zeros=frozenset.intersection(*live)) if live else found
+
+
+def _settled(
+    pair: EquationPair,
+    trip: Callable[[list[Value]], list[Value]],
+    carry: Sequence[Value],
+) -> list[Value]:
+    """The kinds of a carry that a trip leaves as they are."""
+    found = [x.bare() for x in carry]
+    for _ in range(_ROUNDS):
+        ends = [x.bare() for x in trip(found)]
+        pairs = zip(found, ends, strict=True)
+        new = [_either_of(pair, both, "and then") for both in pairs]
+        if new == found:
+            return found
+        found = new
+    return [pair.unknown("a loop, the carry of which changes its kind")] * len(carry)
+
+
+def _refuse_special(ins: Sequence[Value], allowed: Sequence[Kind] = ()) -> None:
+    for x in ins:
+        if x.kind in {Kind.STACKED, Kind.SPREAD, Kind.MEAN} - {*allowed}:
+            raise NotOfOneKindError(f"a loop with {x}")
+
+
+@rule(
+    "while",
+    knows_constants=True,
+    knows_unknown=True,
+    knows_identity=True,
+    kinds=SPECIAL,
+)
+def _while_it_holds(pair: EquationPair) -> list[Value]:
+    """As often on all towers; or, under vmap, until each row is done."""
+    first, second = pair.first.params, pair.second.params
+    tests, bodies = first["cond_nconsts"], first["body_nconsts"]
+    start = tests + bodies
+    _refuse_special(pair.ins)
+    ins = [x.bare() for x in pair.ins]
+    of_body = first["body_jaxpr"], second["body_jaxpr"]
+    of_test = first["cond_jaxpr"], second["cond_jaxpr"]
+
+    is_by_row = pair.sizes.axes(*_avals_of_test(pair))[0] is not None
+
+    def trip(carry: list[Value]) -> list[Value]:
+        ends = _inside(pair, of_body, [*ins[tests:start], *carry])
+        return _each_for_itself(ends) if is_by_row else ends
+
+    carry = ins[start:]
+    carry = _settled(pair, trip, _each_for_itself(carry) if is_by_row else carry)
+    [test] = _inside(pair, of_test, [*ins[:tests], *carry])
+    if test.kind is Kind.UNKNOWN:
+        return [test] * len(carry)
+    if test.kind in (Kind.COPY, Kind.ZERO) and not test.power:
+        if not is_by_row:
+            return carry
+    _refuse_unless_by_row(pair, test, carry)
+    return carry
+
+
+def _each_for_itself(carry: Sequence[Value]) -> list[Value]:
+    """Carries whose rows have trips of their own: none is constant along rows."""
+    return [rows(x.power) if x.kind is Kind.COPY else x for x in carry]
+
+
+def _avals_of_test(pair: EquationPair) -> list[Any]:
+    eqns = pair.first, pair.second
+    return [open_jaxpr(x.params["cond_jaxpr"]).outvars[0].aval for x in eqns]
+
+
+def _refuse_unless_by_row(
+    pair: EquationPair, test: Value, carry: Sequence[Value]
+) -> None:
+    """Raise unless ``vmap`` made the loop: rows that are done stay as they are."""
+    is_of_rows = test.kind is Kind.ROWS and not test.power and test.blocks == 1
+    is_of_rows &= all(
+        x.kind is Kind.ZERO or (x.kind is Kind.ROWS and x.blocks == 1) for x in carry
+    )
+    is_of_rows &= all(axis == 0 for axis in pair.rows_out)
+    is_of_rows &= pair.sizes.axes(*_avals_of_test(pair))[0] == 0
+    programs = [pair.params[key] for key in ("cond_jaxpr", "body_jaxpr")]
+    meets = [named_axes(eqn) for x in programs for eqn in all_eqns(x)]
+    if not is_of_rows or any(meets):
+        raise NotOfOneKindError(f"a loop that ends by {test}")
+
+
+@rule(
+    "scan",
+    knows_constants=True,
+    knows_unknown=True,
+    knows_identity=True,
+    kinds=SPECIAL,
+)
+def _scanned(pair: EquationPair) -> list[Value]:
+    """A loop over another dim than rows; or over rows, see `_over_own_rows`."""
+    consts, carry_size = loop_sizes(pair.first)
+    start = consts + carry_size
+    lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
+    programs = [eqn.params["jaxpr"] for eqn in (pair.first, pair.second)]
+    _refuse_special(pair.ins)
+    ins = [x.bare() for x in pair.ins]
+    if pair.sizes.times(*lengths) is not None:
+        return _over_own_rows(pair, lengths, programs)
+    if lengths[0] != lengths[1]:
+        raise NotOfOneKindError("a loop with another number of trips")
+    if any(axis == 0 for axis in pair.rows_in[start:]):
+        raise NotOfOneKindError("a loop over own rows")
+    xs = ins[start:]
+
+    def trip(carry: list[Value]) -> list[Value]:
+        return _inside(pair, programs, [*ins[:consts], *carry, *xs])[:carry_size]
+
+    carry = _settled(pair, trip, ins[consts:start])
+    outs = _inside(pair, programs, [*ins[:consts], *carry, *xs])
+    kept = [x.bare() for x in outs[carry_size:]]
+    for i, x in enumerate(kept):
+        if x.kind in SPECIAL or x.kind is Kind.MEAN:
+            kept[i] = pair.unknown(f"a loop keeps {x}")
+    return [*carry, *kept]
+
+
+def _over_own_rows(
+    pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
+) -> list[Value]:
+    """A loop over rows: each adds to sums, fills arrays, and is no other's concern."""
+    if pair.walk.loop is not None:
+        raise NotOfOneKindError("a loop over own rows in another one")
+    consts, carry_size = loop_sizes(pair.first)
+    start = consts + carry_size
+    given = [x.bare() for x in pair.ins]
+    each = [_of_one_row(pair, i, x) for i, x in enumerate(given) if i >= start]
+    body: Any = open_jaxpr(programs[0])
+    pairs = zip(body.invars[consts:start], body.outvars, strict=False)
+    is_kept = [x is y for x, y in pairs]
+    carry = [
+        given[i] if is_kept[i - consts] else _start_of(pair, i, given[i])
+        for i in range(consts, start)
+    ]
+
+    def trip(carry: list[Value]) -> list[Value]:
+        return _inside(pair, programs, [*given[:consts], *carry, *each])
+
+    pair.walk.loop = RowLoop(lengths)
+    try:
+        outs = trip(carry)
+        counts = [x.kind is Kind.COUNTER for x in carry]
+        is_next = [x.kind is Kind.NEXT for x in outs[:carry_size]]
+        if counts != [a and b for a, b in zip(counts, is_next, strict=True)]:
+            # What starts at 0 and is no counter is a sum.
+            carry = [
+                _sum_of_carry(i) if x.kind is Kind.COUNTER and not is_next[i] else x
+                for i, x in enumerate(carry)
+            ]
+            outs = trip(carry)
+    finally:
+        pair.walk.loop = None
+    starts = given[consts:start]
+    ends = [
+        first if kept else _end_of(pair, first, *both)
+        for first, kept, *both in zip(starts, is_kept, carry, outs, strict=False)
+    ]
+    return [*ends, *[_rows_of(pair, x) for x in outs[carry_size:]]]
+
+
+def _of_one_row(pair: EquationPair, operand: int, x: Value) -> Value:
+    """What a loop over rows sees of an array of them."""
+    if pair.rows_in[operand] != 0:
+        return pair.unknown("a loop over own rows and another dim")
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
+        return x
+    if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
+        return Value(Kind.COUNTER)
+    if x.kind is Kind.ROWS and x.blocks == 1:
+        return Value(Kind.ROW, x.power, zeros=x.zeros)
+    return pair.unknown(f"a loop over {x}")
+
+
+def _sum_of_carry(number: int) -> Value:
+    return Value(Kind.SO_FAR, None, note=number)
+
+
+def _start_of(pair: EquationPair, operand: int, x: Value) -> Value:
+    """What a carry is in any round: its kind says what a row may do with it."""
+    number = operand - loop_sizes(pair.first)[0]
+    if x.kind is Kind.UNKNOWN:
+        return x
+    if pair.rows_in[operand] is not None:
+        x = rows(x.power) if x.kind is Kind.COPY else x
+        if x.kind not in (Kind.ROWS, Kind.ZERO) or x.blocks > 1:
+            return pair.unknown(f"a loop over own rows that changes {x}")
+        power = None if x.kind is Kind.ZERO else x.power
+        return Value(Kind.BUFFER, power, zeros=x.zeros, note=number)
+    is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
+    if x.kind is Kind.ZERO and is_whole and not pair.params["reverse"]:
+        return Value(Kind.COUNTER)
+    return _sum_of_carry(number)
+
+
+def _end_of(pair: EquationPair, first: Value, start: Value, end: Value) -> Value:
+    """What a carry is after all rows."""
+    if end.kind is Kind.UNKNOWN:
+        return end
+    is_own = start.kind is end.kind and start.note == end.note
+    if is_own and start.kind is Kind.SO_FAR:
+        if end.power is None:
+            return first
+        return _either_sum(pair, first, part(end.power))
+    if is_own and start.kind is Kind.BUFFER:
+        return ZERO if end.power is None else rows(end.power)
+    if start.kind is Kind.COUNTER and end.kind is Kind.NEXT:
+        return pair.unknown("the number of a tower's rows")
+    return pair.unknown("what one row leaves for the next")
+
+
+def _either_sum(pair: EquationPair, first: Value, added: Value) -> Value:
+    try:
+        return joined([first, added])
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+
+
+def _rows_of(pair: EquationPair, x: Value) -> Value:
+    """What a loop over rows keeps of each of them."""
+    if x.kind is Kind.ROW:
+        return rows(x.power)._replace(zeros=x.bare().zeros)
+    if x.kind is Kind.COPY:
+        return copy(x.power)
+    if x.kind is Kind.COUNTER:
+        return Value(Kind.NUMBERS)
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x
+    return pair.unknown(f"a loop over own rows keeps {x} of each")
+
+
+@rule("custom_linear_solve", knows_constants=True, knows_unknown=True)
+def _solved(pair: EquationPair) -> list[Value]:
+    """What its program of the solution gives."""
+    lengths = pair.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    ins = [*pair.ins[start : start + lengths.solve], *pair.ins[sum(lengths) :]]
+    programs = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
+    solve = [eqn.params["jaxprs"].solve for eqn in (pair.first, pair.second)]
+    assert [open_jaxpr(x) for x in solve] == programs
+    return _inside(pair, solve, ins)

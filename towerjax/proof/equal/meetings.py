@@ -1,0 +1,134 @@
+"""Rules of collectives, of what a tower has of its own, and of random numbers."""
+
+from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.kinds import (
+    EACH,
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    copy,
+    function_of,
+    rows,
+)
+from towerjax.proof.equation import named_axes
+
+_KEPT_BY_GATHER = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
+
+
+def _refuse_other_axes(pair: EquationPair) -> None:
+    """Raise unless the collective is one of all towers."""
+    axes = named_axes(pair.first)
+    is_of_all = len(axes) == 1 and axes[0] in pair.walk.axes
+    if not is_of_all or pair.params.get("axis_index_groups") is not None:
+        raise NotOfOneKindError(f"{pair.name} along another axis, or in groups")
+
+
+@rule("axis_index", knows_constants=True)
+def _tower_id(pair: EquationPair) -> Value:
+    """The number of the tower."""
+    _refuse_other_axes(pair)
+    return Value(Kind.TOWER)
+
+
+@rule("psum psum_invariant", knows_constants=True)
+def _added_over_towers(pair: EquationPair) -> list[Value]:
+    """Parts add up; copies are so often there as there are towers."""
+    _refuse_other_axes(pair)
+    found = []
+    for x in pair.ins:
+        if x.kind not in (Kind.PART, Kind.COPY, Kind.ZERO):
+            raise NotOfOneKindError(f"a sum over towers of {x}")
+        more = 1 if x.kind is Kind.COPY else 0
+        found.append(ZERO if x.kind is Kind.ZERO else copy(x.power + more))
+    return found
+
+
+@rule("pmax pmin", knows_constants=True)
+def _extreme_over_towers(pair: EquationPair) -> list[Value]:
+    """The largest of own maxima, or the smallest of own minima."""
+    _refuse_other_axes(pair)
+    wanted = Kind.MAXIMUM if pair.name == "pmax" else Kind.MINIMUM
+    found = []
+    for x in pair.ins:
+        if x.kind not in (wanted, Kind.COPY, Kind.ZERO):
+            raise NotOfOneKindError(f"{pair.name} of {x}")
+        found.append(ZERO if x.kind is Kind.ZERO else copy(x.power))
+    return found
+
+
+@rule("all_gather all_gather_invariant")
+def _gathered_over_towers(pair: EquationPair) -> Value:
+    """Joined along their dim, the towers' rows are the batch's rows."""
+    _refuse_other_axes(pair)
+    [x], along = pair.ins, pair.params["all_gather_dimension"]
+    if x.kind is Kind.ZERO:
+        return ZERO
+    if x.blocks > 1 or x.kind not in _KEPT_BY_GATHER:
+        raise NotOfOneKindError(f"a gather of {x}")
+    if not pair.params["tiled"]:
+        if along != 0 or pair.rows_in[0] not in (None, 0):
+            raise NotOfOneKindError(f"a gather of {x} along a dim between others")
+        return Value(Kind.STACKED, x.power, note=x.kind, zeros=x.zeros)
+    is_joined = x.kind is Kind.ROWS and pair.rows_in[0] == along
+    if not is_joined or pair.rows_out[0] is not None or pair.sizes.padded:
+        raise NotOfOneKindError(f"a gather of {x}")
+    return copy(x.power)
+
+
+@rule("reduce_scatter psum_scatter")
+def _scattered_over_towers(pair: EquationPair) -> Value:
+    """Each tower gets its rows of what parts add up to."""
+    _refuse_other_axes(pair)
+    [x], along = pair.ins, pair.params["scatter_dimension"]
+    is_split = x.kind is Kind.PART and pair.params["tiled"]
+    if not is_split or pair.rows_out[0] != along or pair.rows_in[0] is not None:
+        raise NotOfOneKindError(f"{pair.name} of {x}")
+    return rows(x.power)
+
+
+@rule("random_seed", knows_constants=True)
+def _key_of_seed(pair: EquationPair) -> Value:
+    """A function of the seed."""
+    [x] = pair.ins
+    if x.kind not in (Kind.COPY, Kind.ZERO):
+        raise NotOfOneKindError(f"a key of {x}")
+    return function_of(pair.ins, "a key")
+
+
+@rule("random_fold_in", knows_constants=True)
+def _key_of_number(pair: EquationPair) -> Value:
+    """With the tower's number a key of its own, which stays one; else a function."""
+    key, number = pair.ins
+    if key.kind is Kind.KEY and number.kind in EACH:
+        return key
+    if key.kind in (Kind.COPY, Kind.ZERO) and number.kind is Kind.TOWER:
+        return Value(Kind.KEY)
+    return function_of(pair.ins, "a key")
+
+
+@rule("random_split", knows_constants=True)
+def _keys_of_key(pair: EquationPair) -> Value:
+    """Keys of a tower's own key are its own; one for each row only of rows."""
+    [key] = pair.ins
+    if key.kind is Kind.KEY:
+        return key
+    if pair.rows_out[0] is not None and pair.rows_in[0] is None:
+        raise NotOfOneKindError("the same keys for the rows of all towers")
+    return function_of([key], "a key")
+
+
+@rule("random_bits random_gamma")
+def _draw_of(pair: EquationPair) -> Value:
+    """A tower's own key draws for each row, as rows; a key of all for all towers."""
+    key, *others = pair.ins
+    has_rows = pair.rows_out[0] is not None
+    if key.kind is Kind.KEY:
+        if any(x.kind not in EACH or x.power or x.blocks > 1 for x in others):
+            raise NotOfOneKindError("a draw by values of a tower")
+        if not has_rows:
+            raise NotOfOneKindError("a draw of a tower that is not one for each row")
+        return rows()
+    if has_rows and pair.rows_in[0] is None:
+        raise NotOfOneKindError("the same draws for the rows of all towers")
+    return function_of(pair.ins, "a draw")

@@ -1,0 +1,261 @@
+"""Prove, without a run, that what towers return is merged to what one tower returns.
+
+The programs of one tower are given for several numbers of towers of one global batch.
+Each two of them are walked side by side, which tells the kind of each result, and the
+kind tells whether it is merged to the same for both numbers.
+
+What is proved holds for all values of the inputs, in real arithmetic, and so does its
+derivative, where no rule of the user's own says what a derivative is: a rule here holds
+for derivatives, too, and none uses that two values cancel.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from towerjax.proof.equal import (  # noqa: F401
+    elementwise,
+    indexing,
+    loops,
+    meetings,
+    shapes,
+    sums,
+)
+from towerjax.proof.equal.equation_pair import Sizes
+from towerjax.proof.equal.kinds import (
+    ROWS_OF_TOWER,
+    Kind,
+    Value,
+    as_part,
+    copy,
+    rows,
+)
+from towerjax.proof.equal.walk import kinds_of_results
+from towerjax.proof.equation import all_eqns, open_jaxpr
+
+
+class Given(enum.Enum):
+    """What an input of a tower's program is."""
+
+    REPLICATED = "the same on all towers"
+    ROWS = "the tower's rows of the batch, along dim 0"
+    VALID = "how many of its rows are no padding"
+    TOWER_ID = "the number of the tower"
+    PER_TOWER = "a value that a tower has of its own"
+
+
+class Merge(enum.Enum):
+    """How the towers' values of a result become one."""
+
+    SUM = "added up"
+    MEAN = "added up, and divided by what another result adds up to"
+    ROWS = "joined"
+    TABLE_ROWS = "joined, in any order"
+    REPLICATED = "the same on all towers"
+    PER_TOWER = "each tower's own"
+    OTHER = "merged by a function of its own"
+
+
+class TowerProgram(NamedTuple):
+    """One tower's program, for so many towers of so many rows.
+
+    Attributes:
+      jaxpr: Its closed jaxpr.
+      towers: T.
+      rows: The rows of one tower: a number, or a symbol that all programs share.
+    """
+
+    jaxpr: ClosedJaxpr
+    towers: int
+    rows: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedLeaf:
+    """A result of a tower's program, and how it is merged.
+
+    Attributes:
+      name: Its name in the verdict.
+      merge: How the towers' values become one.
+      weight: Of a MEAN, the number of the result that it is divided by.
+    """
+
+    name: str
+    merge: Merge
+    weight: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Equality:
+    """Whether a leaf is the same for any of these numbers of towers.
+
+    Attributes:
+      leaf: Its name.
+      says: "proved", "refuted" or "unknown".
+      why: Of what is refuted or unknown, the reason, with a line of the program.
+    """
+
+    leaf: str
+    says: str
+    why: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
+
+
+_WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_JAX = str(Path(jax.__file__).parent)
+_WORSE_LAST = ("proved", "unknown", "refuted")
+_INPUTS = {
+    Given.REPLICATED: copy(),
+    Given.ROWS: rows(),
+    Given.TOWER_ID: Value(Kind.TOWER),
+    Given.PER_TOWER: Value(Kind.UNKNOWN, why="a value that each tower has of its own"),
+}
+
+
+def equal_to_one_tower(
+    programs: Sequence[TowerProgram],
+    inputs: Sequence[Given],
+    outputs: Sequence[MergedLeaf],
+    *,
+    axes: Sequence[str],
+    padded: bool = False,
+) -> list[Equality]:
+    """Whether each result is merged to the same for all numbers of towers.
+
+    Args:
+      programs: For two numbers of towers or more, of one global batch.
+      inputs: What each input of the programs is.
+      outputs: How each result is merged.
+      axes: The names of the axis of all towers.
+      padded: Whether the last rows of a tower may be padding. Numbers of rows must then
+        not be in the proportion of the numbers of towers, or be one symbol.
+
+    Returns:
+      One verdict for each leaf but those of PER_TOWER; where pairs of programs differ,
+      the worst.
+    """
+    found: dict[str, Equality] = {}
+    for pair in zip(programs, programs[1:], strict=False):
+        for equality in _verdicts(pair, inputs, outputs, axes, padded):
+            known = found.get(equality.leaf)
+            worst = -1 if known is None else _WORSE_LAST.index(known.says)
+            if _WORSE_LAST.index(equality.says) > worst:
+                found[equality.leaf] = equality
+    return list(found.values())
+
+
+def _verdicts(
+    pair: Sequence[TowerProgram],
+    inputs: Sequence[Given],
+    outputs: Sequence[MergedLeaf],
+    axes: Sequence[str],
+    padded: bool,
+) -> list[Equality]:
+    """The verdicts for two numbers of towers."""
+    first, second = pair
+    towers, rows_each = zip(*[(x.towers, x.rows) for x in pair], strict=True)
+    sizes = Sizes(towers, rows_each, padded)
+    numbers = Value(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
+    ins = [_INPUTS.get(x, numbers) for x in inputs]
+    kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
+    avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=False)
+    is_shape = [_has_rows_first(sizes, *both) for both in avals]
+    found = []
+    for leaf, value, has_rows in zip(outputs, kinds, is_shape, strict=False):
+        if leaf.merge is Merge.PER_TOWER:
+            continue
+        weight = None if leaf.weight is None else kinds[leaf.weight]
+        says, why = _verdict(leaf.merge, value, weight, has_rows)
+        found.append(Equality(leaf.name, says, why))
+    return found
+
+
+def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a rule that is not JAX's own says what a derivative is.
+
+    Then the derivatives are to be walked, too: what is proved of a value says nothing
+    of them.
+    """
+    for eqn in all_eqns(jaxpr):
+        if eqn.primitive.name in _WITH_RULES:
+            inner: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+            info = getattr(open_jaxpr(inner), "debug_info", None)
+            source = str(getattr(info, "func_src_info", ""))
+            if _JAX not in source:
+                return True
+    return False
+
+
+def _has_rows_first(sizes: Sizes, first: Any, second: Any) -> bool:
+    """Whether dim 0 of a result is that of a tower's rows."""
+    if not first.shape or not second.shape:
+        return False
+    return sizes.times(first.shape[0], second.shape[0]) == 1
+
+
+def _verdict(
+    merge: Merge, value: Value, weight: Value | None, has_rows: bool
+) -> tuple[str, str]:
+    """What is said of a leaf, and why."""
+    unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
+    if unknown:
+        return "unknown", unknown[0].why
+    if merge is Merge.OTHER:
+        return "unknown", f"it is {merge.value}"
+    if merge in (Merge.ROWS, Merge.TABLE_ROWS):
+        return _of_rows(merge, value, has_rows)
+    if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
+        return "proved", ""
+    if merge is Merge.REPLICATED:
+        return _off_by(value, Kind.COPY, value.power)
+    if merge is Merge.SUM:
+        value = as_part(value)
+        return _off_by(value, Kind.PART, value.power)
+    assert weight is not None
+    return _of_mean(value, weight)
+
+
+def _of_rows(merge: Merge, value: Value, has_rows: bool) -> tuple[str, str]:
+    """Rows are joined to those of the batch."""
+    if value.kind is Kind.ZERO and has_rows:
+        return "proved", ""
+    if merge is Merge.TABLE_ROWS and value.kind in (Kind.ROWS, Kind.ZERO):
+        return _off_by(value, value.kind, value.power)
+    if not has_rows or value.blocks > 1:
+        return "unknown", "its dim 0 is not that of the rows"
+    kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
+    return _off_by(value, kind, value.power)
+
+
+def _off_by(value: Value, wanted: Kind, power: Any) -> tuple[str, str]:
+    """The power of the number of towers that a value is off."""
+    if value.kind is not wanted:
+        return "unknown", f"it is {value}"
+    return ("refuted", _told(power)) if power else ("proved", "")
+
+
+def _of_mean(value: Value, weight: Value) -> tuple[str, str]:
+    """Sum and weight are off by one power, so that their quotient is not."""
+    if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
+        return "refuted", "an average of the towers' averages, each over its own rows"
+    value, weight = as_part(value), as_part(weight)
+    for each in (value, weight):
+        if each.kind is not Kind.PART:
+            return "unknown", f"it is {value} over {weight}"
+    return _off_by(value, Kind.PART, value.power - weight.power)
+
+
+def _told(power: Any) -> str:
+    """A power of T as the factor that a value is off by."""
+    power = Fraction(power)
+    size = "T" if abs(power) == 1 else f"T^{abs(power)}"
+    factor = size if power > 0 else f"1/{size}"
+    return f"on T towers it is {factor} times what it is on one"

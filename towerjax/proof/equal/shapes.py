@@ -1,0 +1,310 @@
+"""Rules of what lays elements out in another shape, or takes some of them."""
+
+from fractions import Fraction
+from typing import Any
+
+from towerjax.proof.equal.equation_pair import (
+    EquationPair,
+    is_size,
+    rule,
+    size_before,
+)
+from towerjax.proof.equal.kinds import (
+    LINEAR,
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    copy,
+    joined,
+    rows,
+)
+
+_MOVED = LINEAR | {Kind.KEY, Kind.NUMBERS}
+_TOWER_NUMBERS = {Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_FULL}
+_TOWER_NUMBERS |= {Kind.NEVER, Kind.NEXT, Kind.SIZE}
+# Numbers of a tower that tell the same of each row.
+_OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.NEVER, Kind.SIZE}
+
+
+@rule("iota", knows_constants=True)
+def _counted_up(pair: EquationPair) -> Value:
+    """Along rows the numbers of own rows, else a constant."""
+    is_along = pair.params["dimension"] == pair.rows_out[0]
+    return Value(Kind.NUMBERS) if is_along else copy()
+
+
+@rule("dim_as_value", knows_constants=True, knows_identity=True)
+def _size_as_number(pair: EquationPair) -> Value:
+    """A number of rows is the batch's by the number of towers."""
+    sizes = [x.params["dim"] for x in (pair.first, pair.second)]
+    times = pair.sizes.times(*sizes)
+    if times == 1:
+        return pair.walk.size_of_rows()
+    if times is None or pair.sizes.padded:
+        raise NotOfOneKindError("a size that is a number of rows")
+    return copy(-1)
+
+
+@rule("platform_index", knows_constants=True)
+def _platform(pair: EquationPair) -> Value:
+    """All towers are on devices of one platform."""
+    return copy()
+
+
+@rule("random_wrap random_unwrap", knows_constants=True)
+def _key_as_bits(pair: EquationPair) -> Value:
+    """The same key."""
+    return pair.ins[0]
+
+
+@rule("broadcast_in_dim", knows_constants=True, knows_identity=True)
+def _broadcast(pair: EquationPair) -> Value:
+    """Elements are repeated along new dims; rows stay along theirs."""
+    x, [r_in, *_], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
+    dims = pair.params["broadcast_dimensions"]
+    moved = None if r_in is None else dims[r_in]
+    is_one = _size(pair.shape(0)) == _size(pair.out_shape())
+    kept = x if is_one else x._replace(number=None)
+    if x.kind in (Kind.COPY, Kind.ZERO):
+        if r_in is None or moved == r_out:
+            return kept
+    if x.kind in _OF_EACH_ROW and moved in (None, r_out):
+        return kept
+    movable = {*_MOVED, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW}
+    movable |= {Kind.MAXIMUM, Kind.MINIMUM}
+    if x.kind not in movable or moved != r_out:
+        if not (x.kind is Kind.MEAN and is_one):
+            raise NotOfOneKindError(f"{x} is repeated along rows or others")
+    return kept
+
+
+def _size(shape: tuple[Any, ...]) -> Any:
+    """The number of elements, as the sizes that are not 1; symbols as they are."""
+    return sorted(map(str, (x for x in shape if str(x) != "1")))
+
+
+@rule("reshape", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
+def _reshaped(pair: EquationPair) -> Value:
+    """All blocks of rows are blocks of rows again, where no row is cut."""
+    x, [r_in], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
+    if x.kind is Kind.STACKED:
+        return _joined_over_towers(pair, x)
+    is_one = _size(pair.shape(0)) == _size(pair.out_shape())
+    if r_in is None and r_out is None:
+        if x.kind in {*_MOVED, *_TOWER_NUMBERS, Kind.MAXIMUM, Kind.MINIMUM} or is_one:
+            return x
+        raise NotOfOneKindError(f"{x} in another shape")
+    if x.kind is Kind.ZERO or x.kind in _OF_EACH_ROW:
+        return x
+    if r_in is None or r_out is None:
+        raise NotOfOneKindError(f"{x} in another shape")
+    if is_one and x.kind in (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY):
+        if _ones_apart(pair.shape(0), r_in) == _ones_apart(pair.out_shape(), r_out):
+            return x
+    x = rows(x.power) if x.kind is Kind.COPY else x
+    if x.kind is not Kind.ROWS:
+        raise NotOfOneKindError(f"{x} in another shape")
+    blocks = _blocks_after(pair, x.blocks, r_in, r_out)
+    if blocks is not None:
+        return x._replace(blocks=blocks)
+    if pair.has_padding(x.zeros):
+        raise NotOfOneKindError("own rows in groups, some of them padding")
+    return _as_groups(pair, x, r_in)
+
+
+def _joined_over_towers(pair: EquationPair, x: Value) -> Value:
+    """The rows of all towers, ``[T, b, ...]``, as those of the batch, ``[B, ...]``."""
+    is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
+    is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
+    is_whole = pair.rows_out[0] is None and pair.towers_out[0] is None
+    if x.note is not Kind.ROWS or not (is_joined and is_whole) or pair.sizes.padded:
+        raise NotOfOneKindError(f"{x} in another shape")
+    return copy(x.power)
+
+
+def _ones_apart(shape: tuple[Any, ...], axis: int) -> tuple[Any, Any]:
+    """The sizes before and after a dim that are not 1."""
+    sides = shape[:axis], shape[axis + 1 :]
+    before, after = [[str(n) for n in side if str(n) != "1"] for side in sides]
+    return before, after
+
+
+def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | None:
+    """How many blocks the rows' new dim has; None where blocks or rows are cut."""
+    before = size_before(pair.shape(0), r_in) * old
+    blocks, left = divmod(before, size_before(pair.out_shape(), r_out))
+    if left or not blocks:
+        return None
+    avals: list[Any] = [x.outvars[0].aval for x in (pair.first, pair.second)]
+    pairs = [x.shape[r_out] for x in avals]
+    times = pair.sizes.times(*pairs)
+    each = Fraction(times or 0) / blocks
+    if pair.sizes.padded or not is_size(pairs[0]):
+        return blocks if each.denominator == 1 else None
+    return blocks if not any(n % blocks for n in pairs) else None
+
+
+def _as_groups(pair: EquationPair, x: Value, r_in: int) -> Value:
+    """Groups of rows, all of which are still to be added up.
+
+    The dims that the rows' dim became are those whose elements, and no others, make it
+    up.
+    """
+    old, new = pair.shape(0), pair.out_shape()
+    start, end = r_in, len(new) - (len(old) - 1 - r_in)
+    is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
+    if not is_kept or start >= end or x.blocks > 1:
+        raise NotOfOneKindError("own rows in another order")
+    return Value(Kind.SPREAD, x.power, note=tuple(range(start, end)))
+
+
+@rule("concatenate", kinds=[Kind.COLUMNS])
+def _put_together(pair: EquationPair) -> Value:
+    """Along another dim elements stay apart; blocks of rows are blocks again."""
+    axis, ins = pair.params["dimension"], pair.ins
+    if axis not in pair.rows_in:
+        if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS}:
+            return _columns(pair, axis)
+        if axis == pair.rows_out[0]:
+            raise NotOfOneKindError("a dim of rows that is made of others")
+        return joined(ins, "beside")
+    if any(r != axis for r in pair.rows_in):
+        raise NotOfOneKindError("own rows are joined with others")
+    if not pair.kinds <= {Kind.ROWS, Kind.ZERO}:
+        raise NotOfOneKindError(f"own rows are joined with {ins[0]}")
+    times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
+    found = joined([x._replace(blocks=1) for x in ins], "beside")
+    if found.kind is Kind.ZERO:
+        return ZERO
+    pairs = [*zip(times, ins, strict=True)]
+    sizes = {n / x.blocks for n, x in pairs if x.kind is Kind.ROWS}
+    blocks = [n / max(sizes) for n in times]
+    if len(sizes) > 1 or any(n.denominator > 1 for n in blocks):
+        raise NotOfOneKindError("rows are joined with rows in another order")
+    return found._replace(blocks=int(sum(blocks)))
+
+
+def _columns(pair: EquationPair, axis: int) -> Value:
+    """Indices, some columns of which are the numbers of own rows."""
+    columns: list[Kind] = []
+    is_last = axis == len(pair.out_shape()) - 1
+    for i, x in enumerate(pair.ins):
+        known = x.kind in {Kind.NUMBERS, Kind.ROWS, Kind.ZERO, Kind.COLUMNS}
+        if not (known and is_last) or x.power or x.blocks > 1:
+            raise NotOfOneKindError("indices of own rows")
+        size = pair.shape(i)[axis]
+        columns += x.note if x.kind is Kind.COLUMNS else [x.kind] * size
+    return Value(Kind.COLUMNS, note=tuple(columns))
+
+
+@rule("stack")
+def _stacked_up(pair: EquationPair) -> Value:
+    """Along a new dim, elements stay apart."""
+    return joined(pair.ins, "beside")
+
+
+@rule("unstack")
+def _unstacked(pair: EquationPair) -> Value:
+    """Elements along another dim than rows."""
+    return _some_of(pair, pair.params["axis"])
+
+
+@rule("rev")
+def _reversed(pair: EquationPair) -> Value:
+    """The order along another dim than rows."""
+    for axis in pair.params["dimensions"]:
+        _some_of(pair, axis)
+    return pair.ins[0]
+
+
+def _some_of(pair: EquationPair, axis: int) -> Value:
+    """Some elements along a dim, which must not be that of rows."""
+    [x] = pair.ins
+    if x.kind is Kind.ZERO:
+        return x
+    if axis == pair.rows_in[0]:
+        raise NotOfOneKindError("some own rows are taken, or in another order")
+    if x.kind not in LINEAR and x.kind is not Kind.KEY:
+        raise NotOfOneKindError(f"some elements of {x}")
+    return x
+
+
+@rule("split")
+def _split_apart(pair: EquationPair) -> list[Value] | Value:
+    """Along rows, whole blocks of them."""
+    [x], axis, sizes = pair.ins, pair.params["axis"], pair.params["sizes"]
+    if axis != pair.rows_in[0] or x.kind is Kind.ZERO:
+        if sizes != pair.second.params["sizes"] and x.kind is not Kind.ZERO:
+            raise NotOfOneKindError("parts that depend on the number of rows")
+        return _some_of(pair, axis)
+    each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
+    found = []
+    for size, other in zip(sizes, pair.second.params["sizes"], strict=True):
+        times = pair.sizes.times(size, other)
+        blocks = (times or Fraction(0)) / each
+        if x.kind is not Kind.ROWS or not blocks or blocks.denominator != 1:
+            raise NotOfOneKindError("some own rows are taken")
+        found.append(x._replace(blocks=int(blocks)))
+    return found
+
+
+@rule("slice")
+def _sliced(pair: EquationPair) -> Value:
+    """Along rows all of them, or whole blocks; along other dims any elements."""
+    [x], [axis] = pair.ins, pair.rows_in
+    if x.kind is Kind.ZERO:
+        return x
+    starts, ends, steps = [
+        [eqn.params[key] for eqn in (pair.first, pair.second)]
+        for key in ("start_indices", "limit_indices", "strides")
+    ]
+    for i in range(len(pair.shape(0))):
+        bounds = [(low[i], high[i]) for low, high in zip(starts, ends, strict=True)]
+        if i != axis and bounds[0] != bounds[1]:
+            raise NotOfOneKindError("elements that depend on the number of rows")
+    if axis is None:
+        return _elements_of(pair, x)
+    given = [1 if step is None else step[axis] for step in steps]
+    pairs = zip(pair.sizes_along(0, axis), starts, ends, strict=True)
+    bounds = [(size, low[axis], high[axis]) for size, low, high in pairs]
+    is_all = all((low, high) == (0, size) for size, low, high in bounds)
+    if given == [1, 1] and is_all:
+        return _elements_of(pair, x)
+    low, high = [_in_blocks(pair, x, [b[i] for b in bounds], axis) for i in (1, 2)]
+    is_whole = x.kind is Kind.ROWS and given == [1, 1] and None not in (low, high)
+    if not is_whole:
+        raise NotOfOneKindError("some own rows are taken")
+    return x._replace(blocks=high - low)  # type: ignore
+
+
+def _elements_of(pair: EquationPair, x: Value) -> Value:
+    if x.kind in LINEAR or x.kind is Kind.KEY or x.kind in _OF_EACH_ROW:
+        return x
+    if x.kind is Kind.NUMBERS and len(pair.shape(0)) == 1:
+        return x
+    raise NotOfOneKindError(f"some elements of {x}")
+
+
+def _in_blocks(pair: EquationPair, x: Value, at: list[Any], axis: int) -> int | None:
+    """A place along rows in blocks; None where it is in one."""
+    each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
+    if all(is_size(n) and n == 0 for n in at):
+        return 0
+    times = pair.sizes.times(*at)
+    number = None if times is None or not each else times / each
+    return int(number) if number is not None and number.denominator == 1 else None
+
+
+@rule("pad")
+def _padded(pair: EquationPair) -> Value:
+    """Along another dim than rows, beside another number."""
+    x, filler = pair.ins
+    axis = pair.rows_in[0]
+    if axis != pair.rows_out[0]:
+        raise NotOfOneKindError("own rows are joined with others")
+    if axis is not None and tuple(pair.params["padding_config"][axis]) != (0, 0, 0):
+        raise NotOfOneKindError("own rows are joined with others")
+    if x.kind not in LINEAR or filler.kind not in (Kind.COPY, Kind.ZERO):
+        raise NotOfOneKindError(f"{x} is padded by {filler}")
+    return joined([x, filler], "beside")

@@ -1,0 +1,302 @@
+"""Rules of what adds up, multiplies or compares along dims."""
+
+import numpy as np
+
+from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.kinds import (
+    EACH,
+    LINEAR,
+    NO_ZEROS,
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    copy,
+    function_of,
+    joined,
+    part,
+    product_of,
+)
+from towerjax.proof.equation import PLAIN, all_eqns, sub_jaxprs
+
+_EXTREMES = {
+    "reduce_max": Kind.MAXIMUM,
+    "reduce_or": Kind.MAXIMUM,
+    "reduce_min": Kind.MINIMUM,
+    "reduce_and": Kind.MINIMUM,
+}
+_SCALING = ("reduce_sum", "reduce_max", "reduce_min")
+
+
+@rule(
+    """reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor
+    argmax argmin""",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.SPREAD, Kind.STACKED],
+)
+def _reduction(pair: EquationPair) -> Value:
+    """Along other dims than rows a function of a row; along rows as the kind says."""
+    [x], name = pair.ins, pair.name
+    axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
+    if x.kind is Kind.STACKED:
+        return _over_stacked(pair, x, axes)
+    if x.kind is Kind.SPREAD:
+        return _over_groups(pair, x, axes)
+    is_over = pair.rows_in[0] in axes
+    if x.kind is Kind.ZERO:
+        is_zero = name not in ("argmax", "argmin")
+        return ZERO if is_zero else copy()
+    if x.kind is Kind.PART and name == "reduce_sum":
+        return part(x.power)
+    if _EXTREMES.get(name) is x.kind:
+        return x.times_tower(x.power)
+    if x.kind not in EACH:
+        raise NotOfOneKindError(f"{name} of {x}")
+    if is_over and x.kind is Kind.COPY:
+        return _of_equal_rows(pair, x)
+    if is_over:
+        return _over_rows(pair, x, axes)
+    if name in _SCALING:
+        return x.times_tower(x.power)
+    if name.startswith("arg"):
+        return x.times_tower(0)._replace(zeros=NO_ZEROS)
+    return function_of([x], name)
+
+
+def _of_equal_rows(pair: EquationPair, x: Value) -> Value:
+    """What is constant along rows is so often there as the tower has rows."""
+    if pair.name in ("reduce_max", "reduce_min"):
+        return copy(x.power)
+    if pair.name in ("reduce_or", "reduce_and"):
+        return function_of([x], pair.name)
+    if pair.name != "reduce_sum" or pair.sizes.padded:
+        raise NotOfOneKindError(f"{pair.name} over a tower's number of rows")
+    return copy(x.power - 1)
+
+
+def _over_rows(pair: EquationPair, x: Value, axes: set[int]) -> Value:
+    """Rows make a part of a sum, or of a maximum; padding must not count in it."""
+    if pair.name == "reduce_sum":
+        if pair.has_padding(x.zeros):
+            raise NotOfOneKindError("padding counts in a sum over rows")
+        found = part(x.power)
+        is_all = len(axes) == len(pair.shape(0))
+        if x.number is not None and x.number[0] == "flag" and is_all:
+            return found._replace(number=("count", x.number[1]))
+        return found
+    kind = _EXTREMES.get(pair.name)
+    if kind is None:
+        raise NotOfOneKindError(f"{pair.name} over own rows")
+    is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
+    if pair.sizes.padded and not is_false:
+        raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
+    return Value(kind, x.power)
+
+
+def _over_groups(pair: EquationPair, x: Value, axes: set[int]) -> Value:
+    """What is added up of what is to be added up."""
+    if pair.name != "reduce_sum":
+        raise NotOfOneKindError(f"{pair.name} of {x}")
+    left = [i for i in x.note if i not in axes]
+    if not left:
+        return part(x.power)
+    moved = [i - sum(j < i for j in axes) for i in left]
+    return x._replace(note=tuple(moved))
+
+
+def _over_stacked(pair: EquationPair, x: Value, axes: set[int]) -> Value:
+    """Over all towers, as a collective does it."""
+    [over], name = pair.towers_in, pair.name
+    if over not in axes:
+        raise NotOfOneKindError(f"{name} of {x}")
+    is_known = (x.note, name) in (
+        (Kind.PART, "reduce_sum"),
+        (Kind.MAXIMUM, "reduce_max"),
+        (Kind.MINIMUM, "reduce_min"),
+        (Kind.COPY, "reduce_max"),
+        (Kind.COPY, "reduce_min"),
+    )
+    if is_known:
+        return copy(x.power)
+    if x.note is Kind.COPY and name == "reduce_sum":
+        return copy(x.power + 1)
+    is_whole = x.note is Kind.ROWS and pair.rows_in[0] in axes and name in _SCALING
+    if is_whole and not pair.sizes.padded:
+        return copy(x.power)
+    raise NotOfOneKindError(f"{name} of {x}")
+
+
+@rule("reduce")
+def _reduction_by_a_function(pair: EquationPair) -> Value:
+    """Along other dims than rows, any function of a row."""
+    over = set(pair.params["dimensions"])
+    if any(i in over for i in pair.rows_in if i is not None):
+        raise NotOfOneKindError("a reduction of own rows by a function")
+    inner = [eqn for x in sub_jaxprs(pair.first) for eqn in all_eqns(x)]
+    if not all(eqn.primitive in PLAIN for eqn in inner):
+        raise NotOfOneKindError("a reduction by a function that is not looked into")
+    return function_of(pair.ins, "a reduction by a function")
+
+
+@rule("cumsum cumprod cummax cummin cumlogsumexp")
+def _cumulative(pair: EquationPair) -> Value:
+    """Along another dim than rows: linear, or a function of a row."""
+    [x] = pair.ins
+    if x.kind is Kind.ZERO and pair.name != "cumlogsumexp":
+        return ZERO
+    if pair.params["axis"] == pair.rows_in[0]:
+        raise NotOfOneKindError(f"{pair.name} along own rows")
+    if pair.name == "cumsum" and x.kind in LINEAR:
+        return x
+    if pair.name in ("cummax", "cummin") and x.kind in EACH:
+        return x
+    return function_of([x], pair.name)
+
+
+@rule("sort")
+def _sorted(pair: EquationPair) -> list[Value]:
+    """Along another dim than rows a function of a row, which only moves elements."""
+    if pair.params["dimension"] in pair.rows_in:
+        raise NotOfOneKindError("own rows are sorted")
+    if not pair.kinds <= EACH:
+        odd = next(x for x in pair.ins if x.kind not in EACH)
+        raise NotOfOneKindError(f"a sort of {odd}")
+    order = joined([copy() if x.kind is Kind.ZERO else _places_in(x) for x in pair.ins])
+    return [order.times_tower(x.power) for x in pair.ins]
+
+
+def _places_in(value: Value) -> Value:
+    """The kind of where elements are: no power changes it."""
+    return value.times_tower(0)
+
+
+@rule("top_k")
+def _best(pair: EquationPair) -> list[Value]:
+    """Along another dim than rows a function of a row, as a sort."""
+    [x] = pair.ins
+    along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
+    if along == pair.rows_in[0] or x.kind not in EACH:
+        raise NotOfOneKindError(f"the largest of {x}")
+    x = copy() if x.kind is Kind.ZERO else x
+    return [x.times_tower(x.power), _places_in(x)]
+
+
+@rule("dot_general", knows_constants=True)
+def _matrix_product(pair: EquationPair) -> Value:
+    """Rows times rows, added up over the rows, are a part; else a product."""
+    x, y = pair.ins
+    (x_sums, _), _ = pair.params["dimension_numbers"]
+    if Kind.ZERO in pair.kinds:
+        return ZERO
+    # Own rows that meet other rows would make a result with two dims of rows.
+    if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
+        return product_of(x, y)
+    if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
+        raise NotOfOneKindError(f"{x} times {y}")
+    both = product_of(x, y)
+    if both.kind is Kind.ROWS:
+        if pair.has_padding(x.zeros, y.zeros):
+            raise NotOfOneKindError("padding counts in a sum over rows")
+        return part(both.power)
+    if pair.sizes.padded:
+        raise NotOfOneKindError("a sum over a tower's number of rows")
+    return copy(both.power - 1)
+
+
+@rule("conv_general_dilated")
+def _convolution(pair: EquationPair) -> Value:
+    """Rows are images, or are added up where an image's gradient is a kernel's."""
+    (x, y), params = pair.ins, pair.params
+    dims, (x_rows, y_rows) = params["dimension_numbers"], pair.rows_in
+    if Kind.ZERO in pair.kinds:
+        return ZERO
+    is_alone = params["batch_group_count"] == 1
+    if x_rows is None and y_rows is None:
+        return product_of(x, y)
+    if y_rows is None and x_rows == dims.lhs_spec[0] and is_alone:
+        if pair.rows_out[0] == dims.out_spec[0]:
+            return product_of(x, y)
+    are_summed = x_rows == dims.lhs_spec[1] and y_rows == dims.rhs_spec[1]
+    if are_summed and params["feature_group_count"] == 1 and is_alone:
+        if pair.kinds == {Kind.ROWS} and not pair.has_padding(x.zeros, y.zeros):
+            return part(product_of(x, y).power)
+    raise NotOfOneKindError("a convolution along own rows")
+
+
+_WINDOW = {
+    "window_dimensions": 1,
+    "window_strides": 1,
+    "window_dilation": 1,
+    "base_dilation": 1,
+    "padding": (0, 0),
+}
+
+
+@rule(
+    """reduce_window reduce_window_sum reduce_window_max reduce_window_min
+    select_and_scatter_add select_and_gather_add"""
+)
+def _window(pair: EquationPair) -> Value:
+    """Windows along other dims than rows are functions of a row."""
+    for axis in {*pair.rows_in, *pair.rows_out} - {None}:
+        for key, alone in _WINDOW.items():
+            given = pair.params.get(key)
+            if given is not None and given[axis] not in (alone, [*np.ravel(alone)]):
+                raise NotOfOneKindError("a window along own rows")
+    rank = len(pair.out_shape())
+    arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
+    if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
+        raise NotOfOneKindError("a window of own rows")
+    x = pair.ins[0]
+    if pair.name == "reduce_window_sum" and x.kind in LINEAR:
+        return x
+    if pair.name in ("reduce_window_max", "reduce_window_min") and x.kind in EACH:
+        return x
+    if pair.name == "select_and_scatter_add" and pair.kinds <= EACH:
+        places = copy() if pair.ins[1].kind is Kind.ZERO else _places_in(pair.ins[1])
+        return product_of(x, places)
+    if pair.name == "reduce_window":
+        inner = [eqn for each in sub_jaxprs(pair.first) for eqn in all_eqns(each)]
+        if not all(eqn.primitive in PLAIN for eqn in inner):
+            raise NotOfOneKindError("a window by a function that is not looked into")
+    return function_of(pair.ins, pair.name)
+
+
+@rule("fft")
+def _transformed(pair: EquationPair) -> Value:
+    """Linear along the last dims."""
+    [x], rank = pair.ins, len(pair.shape(0))
+    last = range(rank - len(pair.params["fft_lengths"]), rank)
+    if x.kind not in LINEAR or pair.rows_in[0] in last:
+        raise NotOfOneKindError(f"an fft of {x}")
+    if pair.rows_in[0] != pair.rows_out[0]:
+        raise NotOfOneKindError("an fft along own rows")
+    return x
+
+
+@rule("cholesky eigh lu qr geqrf householder_product svd schur eig tridiagonal_solve")
+def _of_matrices(pair: EquationPair) -> list[Value]:
+    """A function of each matrix, which the last two dims are."""
+    for i, axis in enumerate(pair.rows_in):
+        if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
+            raise NotOfOneKindError(f"{pair.name} of own rows")
+    found = function_of(pair.ins, pair.name)
+    if found.blocks > 1 or any(axis not in (None, 0) for axis in pair.rows_out):
+        raise NotOfOneKindError(f"{pair.name} of own rows")
+    return [found] * len(pair.rows_out)
+
+
+@rule("triangular_solve")
+def _solution(pair: EquationPair) -> Value:
+    """Linear in what is solved for, along the dims of the matrix."""
+    (x, y), rank = pair.ins, len(pair.shape(0))
+    solved = rank - 2 if pair.params["left_side"] else rank - 1
+    if y.kind is Kind.ZERO:
+        return ZERO
+    is_linear = x.kind is Kind.COPY and not x.power and pair.rows_in[0] is None
+    if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
+        return y
+    if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
+        raise NotOfOneKindError("a solution among own rows")
+    return function_of(pair.ins, "a solution")

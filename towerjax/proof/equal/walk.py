@@ -1,0 +1,345 @@
+"""Walk two programs of one tower side by side, and tell the kind of every value."""
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from towerjax.proof.equal import zeros
+from towerjax.proof.equal.equation_pair import (
+    RULES,
+    SPECIAL,
+    EquationPair,
+    ProgramsDifferError,
+    Registered,
+    Sizes,
+)
+from towerjax.proof.equal.kinds import (
+    NO_ZEROS,
+    PADDING,
+    ROWS_OF_TOWER,
+    ZERO,
+    Kind,
+    NotOfOneKindError,
+    Value,
+    copy,
+    function_of,
+    rows,
+)
+from towerjax.proof.equation import (
+    PLAIN,
+    Site,
+    is_foreign,
+    is_ref,
+    named_axes,
+    open_jaxpr,
+    sub_jaxprs,
+    user_line,
+)
+
+POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
+"""Powers of T that a constant of a program may have."""
+
+# Whether a value of the kind has a dim of rows; what is not here may have one.
+_HAS_ROWS = {
+    **dict.fromkeys([Kind.ROWS, Kind.NUMBERS, Kind.COLUMNS, Kind.BUFFER], True),
+    **dict.fromkeys([Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN], False),
+    **dict.fromkeys([Kind.TOWER, Kind.FIRST_ROW, Kind.ROW, Kind.SO_FAR], False),
+    **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.HAS_ANY, Kind.AT_LEAST], False),
+}
+
+# Parameters that are sizes, which follow from shapes or which rules look at, and
+# programs, which are walked or in which nothing else is run than is walked.
+_NOT_COMPARED = frozenset(
+    """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
+    sharding out_sharding jaxpr call_jaxpr fun_jaxpr branches jaxprs cond_jaxpr
+    body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
+    donated_invars call""".split()
+)
+_MOST_FLAGS = 8  # that one value is known to vanish without
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLoop:
+    """The loop over rows that is walked."""
+
+    lengths: tuple[Any, Any]  # in either program
+
+
+class Walk:
+    """One walk of two programs.
+
+    ``axes`` are the names of the axis of all towers.
+    """
+
+    def __init__(self, sizes: Sizes, axes: Sequence[str]) -> None:
+        self.sizes, self.axes = sizes, frozenset(axes)
+        self.loop: RowLoop | None = None
+        self._known: dict[Any, tuple[list[Value], Any, Any]] = {}
+        self._count = 0
+
+    def has_padding(self, zeros: frozenset[Any]) -> bool:
+        """Whether padding may count in a value that is 0 only there."""
+        return self.sizes.padded and PADDING not in zeros
+
+    def new_number(self, what: str) -> tuple[str, int]:
+        """An identity that no other value has."""
+        self._count += 1
+        return what, self._count
+
+    def closed(
+        self, first: Any, second: Any, ins: Sequence[Value], outer: Site | None
+    ) -> list[Value]:
+        """The kinds of the results of two programs; walked once for the same kinds."""
+        key = id(first), id(second), tuple(ins), self.loop
+        if key not in self._known:
+            a, b = [getattr(x, "consts", ()) for x in (first, second)]
+            if len(a) != len(b):
+                raise ProgramsDifferError("the programs close over other arrays")
+            consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
+            out = self._run(first, second, [*consts, *ins], outer)
+            self._known[key] = out, first, second  # what is kept keeps its id
+        return self._known[key][0]
+
+    def _run(
+        self, first: Any, second: Any, ins: Sequence[Value], outer: Site | None
+    ) -> list[Value]:
+        a, b = open_jaxpr(first), open_jaxpr(second)
+        sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
+        if sides[0] != sides[1]:
+            raise ProgramsDifferError("the programs have other inputs or results")
+        given = [*zip(a.constvars, b.constvars, strict=True)]
+        given += zip(a.invars, b.invars, strict=True)
+        env = {x: value for (x, _), value in zip(given, ins, strict=True)}
+        twin = dict(given)  # of each variable of the first program in the second
+
+        def read(x: Any, y: Any) -> Value:
+            if isinstance(x, Literal) and isinstance(y, Literal):
+                return self.constant(x.val, y.val)
+            if isinstance(x, Literal) or twin[x] is not y:
+                raise ProgramsDifferError("the programs compute of other values")
+            return env[x]
+
+        for one, two in _eqn_pairs(a, b):
+            pairs = zip(one.invars, two.invars, strict=True)
+            operands = [read(*pair) for pair in pairs]
+            outs = self.equation(one, two, operands, outer)
+            env |= zip(one.outvars, outs, strict=True)
+            twin |= zip(one.outvars, two.outvars, strict=True)
+        return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
+
+    def constant(self, first: Any, second: Any) -> Value:
+        """The kind of a literal, or of an array that a program closes over."""
+        if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
+            first, second = jax.random.key_data(first), jax.random.key_data(second)
+        a, b = _as_numbers(first), _as_numbers(second)
+        if a is None or b is None:
+            return Value(Kind.UNKNOWN, why="a constant that is no number")
+        if a.shape != b.shape:
+            if not (_is_filled(a) and _is_filled(b)):
+                return Value(Kind.UNKNOWN, why="a constant for each row of a tower")
+            a, b = a.flat[0], b.flat[0]
+        if not np.any(a) and not np.any(b):
+            return ZERO
+        is_number = np.ndim(a) == 0
+        if is_number and a.item() != b.item():
+            if isinstance(self.sizes.rows[0], int):
+                if (a.item(), b.item()) == self.sizes.rows:
+                    return self.size_of_rows()
+        if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+            return copy(0, note=a.item() if is_number and a.dtype.kind != "c" else None)
+        power = self._power_between(a, b)
+        if power is None:
+            why = "a constant that depends on the number of towers"
+            return Value(Kind.UNKNOWN, why=why)
+        return copy(power)
+
+    def size_of_rows(self) -> Value:
+        """The kind of the number of a tower's rows."""
+        if self.sizes.padded:
+            return Value(Kind.SIZE, note=ROWS_OF_TOWER)
+        return copy(-1, note=ROWS_OF_TOWER)
+
+    def _power_between(self, a: Any, b: Any) -> Fraction | None:
+        """The power of T that one constant is times the other."""
+        ratio = self.sizes.towers[1] / self.sizes.towers[0]
+        for power in POWERS:
+            factor = ratio ** float(power)
+            if a.dtype.kind in "fc":
+                is_power = np.allclose(b, a * factor, rtol=1e-6, atol=0)
+            else:
+                is_power = np.array_equal(b.astype(float), a.astype(float) * factor)
+            if is_power:
+                return power
+        return None
+
+    def equation(
+        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Value], outer: Site | None
+    ) -> list[Value]:
+        """The kinds of the results of an equation."""
+        pair = EquationPair(self, one, two, outer, ins, (), (), (), ())
+        count = len(one.outvars)
+        try:
+            pair = self._with_axes(pair)
+            found = self._by_rule(pair)
+        except (NotOfOneKindError, ProgramsDifferError) as error:
+            return [pair.unknown(str(error))] * count
+        found = found if isinstance(found, list) else [found] * count
+        return [self._checked(pair, i, value) for i, value in enumerate(found)]
+
+    def _with_axes(self, pair: EquationPair) -> EquationPair:
+        self._refuse_other_params(pair.first, pair.second)
+        axes = []
+        for group in ("invars", "outvars"):
+            both = zip(
+                getattr(pair.first, group), getattr(pair.second, group), strict=True
+            )
+            each = [
+                (None, None) if is_ref(x) else self.sizes.axes(x.aval, y.aval)
+                for x, y in both
+            ]
+            axes += [[a for a, _ in each], [b for _, b in each]]
+        names = "rows_in", "towers_in", "rows_out", "towers_out"
+        return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
+
+    def _refuse_other_params(self, one: JaxprEqn, two: JaxprEqn) -> None:
+        for key in (one.params | two.params).keys() - _NOT_COMPARED:
+            x, y = one.params.get(key), two.params.get(key)
+            if callable(x) and callable(y) and type(x) is type(y):
+                continue  # of derivatives, or of a primitive without a rule
+            if x is not y and not _is_same(x, y):
+                name = one.primitive.name
+                raise ProgramsDifferError(f"{key} of {name} depends on the towers")
+
+    def _by_rule(self, pair: EquationPair) -> Value | list[Value]:
+        registered = RULES.get(pair.name, _NO_RULE)
+        unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
+        if unknown and not registered.knows_unknown:
+            return unknown[0]
+        for value, axis in zip(pair.ins, pair.towers_in, strict=True):
+            knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
+            if axis is not None and not knows:
+                raise NotOfOneKindError("an array with a dim of towers")
+            if value.kind in SPECIAL - registered.kinds:
+                raise NotOfOneKindError(f"{pair.name} of {value}")
+        if not registered.knows_constants:
+            ins = [
+                _as_rows(x) if axis is not None else x
+                for x, axis in zip(pair.ins, pair.rows_in, strict=True)
+            ]
+            pair = dataclasses.replace(pair, ins=ins)
+        found = registered.rule(pair)
+        if registered.knows_identity:
+            return found
+        found = found if isinstance(found, list) else [found] * len(pair.rows_out)
+        return [_without_identity(x) for x in found]
+
+    def _checked(self, pair: EquationPair, result: int, value: Value) -> Value:
+        """The kind of a result, if it fits its shape, with what it is 0 without."""
+        if value.kind is Kind.UNKNOWN:
+            return value
+        has_rows = pair.rows_out[result] is not None
+        if _HAS_ROWS.get(value.kind, has_rows) is not has_rows:
+            return pair.unknown(f"{pair.name} makes {value} of another shape")
+        has_towers = pair.towers_out[result] is not None
+        if has_towers and value.kind not in (Kind.STACKED, Kind.ZERO):
+            return pair.unknown(f"{pair.name} makes an array with a dim of towers")
+        if value.kind in zeros.KNOWN_ZEROS:
+            found = value.zeros | zeros.zeros_of(pair, result)
+            if len(found) > _MOST_FLAGS:
+                found &= {PADDING}
+            value = value._replace(zeros=found)
+        if value.kind is Kind.PART and value.number is None:
+            value = value._replace(number=self.new_number("value"))
+        return value
+
+
+def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
+    """The equations of both programs, if these are of one structure."""
+    pairs = list(zip(a.eqns, b.eqns, strict=False))
+    for one, two in pairs:
+        if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
+            line = user_line((one, None))
+            raise ProgramsDifferError(
+                f"the program is another one for another number of towers, at {line}"
+            )
+    if len(a.eqns) != len(b.eqns):
+        raise ProgramsDifferError("the program is another one for other towers")
+    return pairs
+
+
+def _as_rows(value: Value) -> Value:
+    """A copy that is constant along its rows is rows, too."""
+    return rows(value.power) if value.kind is Kind.COPY else value
+
+
+def _without_identity(value: Value) -> Value:
+    """The value without what is known of it beside its kind."""
+    note = None if value.kind is Kind.COPY else value.note
+    return value._replace(zeros=NO_ZEROS, number=None, note=note)
+
+
+def _as_numbers(x: Any) -> np.ndarray | None:
+    x = np.asarray(x)
+    if x.dtype.kind == "V" and jnp.issubdtype(x.dtype, jnp.number):
+        # NumPy calls those of bfloat16 and int4 void, and compares no values of them.
+        return x.astype(float)
+    return x if x.dtype.kind in "biufc" else None
+
+
+def _is_filled(x: np.ndarray) -> bool:
+    """Whether an array is one number throughout."""
+    return bool(x.size) and bool((x == x.flat[0]).all())
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if isinstance(x, np.ndarray) or isinstance(y, np.ndarray):
+        return np.array_equal(x, y)
+    return type(x) is type(y) and bool(x == y)
+
+
+def _of_plain_copies(pair: EquationPair) -> Value:
+    """Any function of copies alone is a copy, if it is one and nothing else."""
+    primitive = pair.first.primitive
+    axes = [*pair.rows_in, *pair.rows_out]
+    is_apart = all(x is None for x in axes) and not named_axes(pair.first)
+    is_function = primitive in PLAIN and not sub_jaxprs(pair.first)
+    is_function &= not is_foreign(pair.first, None)
+    if not (is_apart and is_function) or Kind.ROWS in pair.kinds:
+        told = ", ".join(dict.fromkeys(map(str, pair.ins)))
+        raise NotOfOneKindError(f"there is no rule for {pair.name} of {told}")
+    return function_of(pair.ins, pair.name)._replace(zeros=NO_ZEROS)
+
+
+_NO_RULE = Registered(_of_plain_copies)
+
+
+def kinds_of_results(
+    programs: tuple[Any, Any],
+    ins: Sequence[Value],
+    sizes: Sizes,
+    axes: Sequence[str],
+) -> list[Value]:
+    """The kinds of the results of two programs of one tower, for those of their inputs.
+
+    Args:
+      programs: Closed jaxprs, for ``sizes.towers`` towers.
+      ins: The kinds of their inputs.
+      sizes: The numbers of towers and of rows.
+      axes: The names of the axis of all towers.
+
+    Returns:
+      One kind for each result; all are unknown where the programs are not of one
+      structure.
+    """
+    first, second = programs
+    try:
+        return Walk(sizes, axes).closed(first, second, ins, None)
+    except ProgramsDifferError as error:
+        unknown = Value(Kind.UNKNOWN, why=str(error))
+        return [unknown] * len(open_jaxpr(first).outvars)
