@@ -47,7 +47,7 @@ def _size_as_number(pair: EquationPair) -> Value:
 
 
 @rule("platform_index", knows_constants=True)
-def _platform(pair: EquationPair) -> Value:
+def _platform_of_all(pair: EquationPair) -> Value:
     """All towers are on devices of one platform."""
     return copy()
 
