@@ -1249,7 +1249,7 @@ EQUAL = (
        "if not is_of_rows or any(meets):", "if False:",
        _split("trips_of_all_rows")),
     _m("E45", "no rule of a derivative is the user's",
-       f"{_EQUAL}one_tower:has_own_derivatives", "if _JAX not in source:", "if False:",
+       f"{_EQUAL}one_tower:has_own_derivatives", "if _JAX_FOLDER not in source:", "if False:",
        _split("derivative_of_its_own")),
     _m("E46", "a branch may be taken by what a tower has", f"{_LOOPS}_branched",
        "if predicate.kind not in (Kind.COPY, Kind.ZERO) or predicate.power:",

@@ -110,7 +110,7 @@ class Equality:
 
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-_JAX = str(Path(jax.__file__).parent)
+_JAX_FOLDER = str(Path(jax.__file__).parent)
 _WORSE_LAST = ("proved", "unknown", "refuted")
 _INPUTS = {
     Given.REPLICATED: copy(),
@@ -189,7 +189,7 @@ def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
             inner: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
             info = getattr(open_jaxpr(inner), "debug_info", None)
             source = str(getattr(info, "func_src_info", ""))
-            if _JAX not in source:
+            if _JAX_FOLDER not in source:
                 return True
     return False
 
