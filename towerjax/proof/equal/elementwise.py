@@ -19,8 +19,8 @@ from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     copy,
     function_of,
     joined,
@@ -39,19 +39,19 @@ _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
     knows_identity=True,
     kinds=SPECIAL,
 )
-def _as_it_is(pair: EquationPair) -> list[Value]:
+def _as_it_is(pair: EquationPair) -> list[Known]:
     """Result i is operand i."""
     return [*pair.ins]
 
 
 @rule("stop_gradient", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
-def _without_derivative(pair: EquationPair) -> Value:
+def _without_derivative(pair: EquationPair) -> Known:
     """Of the same kind, and another value: where it is 0, so is the derivative."""
     return pair.ins[0]._replace(number=None)
 
 
 @rule("reduce_precision", knows_constants=True, knows_identity=True)
-def _rounded(pair: EquationPair) -> Value:
+def _rounded(pair: EquationPair) -> Known:
     """Rounding is left out of account, and keeps an order."""
     return pair.ins[0]
 
@@ -59,7 +59,7 @@ def _rounded(pair: EquationPair) -> Value:
 @rule(
     "neg", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
 )
-def _negative(pair: EquationPair) -> Value:
+def _negative(pair: EquationPair) -> Known:
     """Linear; it makes a minimum of a maximum, so these end."""
     [x] = pair.ins
     is_extreme = x.kind is Kind.STACKED and x.note in _ORDERED
@@ -69,7 +69,7 @@ def _negative(pair: EquationPair) -> Value:
 
 
 @rule("real imag conj", knows_constants=True)
-def _linear_of_complex(pair: EquationPair) -> Value:
+def _linear_of_complex(pair: EquationPair) -> Known:
     """Linear over real numbers."""
     [x] = pair.ins
     if x.kind not in LINEAR:
@@ -78,7 +78,7 @@ def _linear_of_complex(pair: EquationPair) -> Value:
 
 
 @rule("squeeze expand_dims transpose", knows_constants=True, knows_identity=True)
-def _laid_otherwise(pair: EquationPair) -> Value:
+def _laid_otherwise(pair: EquationPair) -> Known:
     """The dims have other numbers, which the programs' shapes show."""
     return pair.ins[0]
 
@@ -89,7 +89,7 @@ def _laid_otherwise(pair: EquationPair) -> Value:
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.STACKED, Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
 )
-def _converted(pair: EquationPair) -> Value:
+def _converted(pair: EquationPair) -> Known:
     """Floats stay what they are but for rounding, and integers as they grow wider.
 
     All else is a function of each element.
@@ -126,7 +126,7 @@ def _converted(pair: EquationPair) -> Value:
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.SO_FAR],
 )
-def _sum_of_two(pair: EquationPair) -> Value:
+def _sum_of_two(pair: EquationPair) -> Known:
     """Kinds are closed under sums; a copy is a part of T times it."""
     x, y = pair.ins
     is_sum, kinds = pair.name != "sub", pair.kinds
@@ -152,7 +152,7 @@ def _sum_of_two(pair: EquationPair) -> Value:
     return joined(pair.ins)
 
 
-def _sum_with_number(pair: EquationPair) -> Value:
+def _sum_with_number(pair: EquationPair) -> Known:
     """A number of a row and 0 is the same; in a loop and 1 that of the next row."""
     x, y = pair.ins
     is_sum = pair.name != "sub"
@@ -163,11 +163,11 @@ def _sum_with_number(pair: EquationPair) -> Value:
     for one, other, operand in ((x, y, 1), (y, x, 0)):
         is_next = one.kind is Kind.COUNTER and pair.constant(operand) == 1
         if is_next and is_sum and other.kind is Kind.COPY:
-            return Value(Kind.NEXT)
+            return Known(Kind.NEXT)
     raise NotOfOneKindError(f"a sum of {x} and {y}")
 
 
-def _sum_so_far(pair: EquationPair) -> Value:
+def _sum_so_far(pair: EquationPair) -> Known:
     """In a loop over rows: what one row, or none, adds to a carry of its own."""
     x, y = pair.ins
     one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
@@ -186,7 +186,7 @@ def _sum_so_far(pair: EquationPair) -> Value:
 @rule(
     "mul", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
 )
-def _product(pair: EquationPair) -> Value:
+def _product(pair: EquationPair) -> Known:
     """A multiple of a part is a part; rows times rows are rows."""
     x, y = pair.ins
     if Kind.ZERO in pair.kinds:
@@ -198,7 +198,7 @@ def _product(pair: EquationPair) -> Value:
             if pair.constant(operand) == 1:
                 return one
             if one.kind is Kind.TOWER and other.note == ROWS_OF_TOWER:
-                return Value(Kind.FIRST_ROW)
+                return Known(Kind.FIRST_ROW)
     for one, operand in ((x, 1), (y, 0)):
         if pair.constant(operand) == 1 and one.kind in EACH:
             return one
@@ -210,7 +210,7 @@ def _product(pair: EquationPair) -> Value:
     return found
 
 
-def _multiple(pair: EquationPair) -> Value:
+def _multiple(pair: EquationPair) -> Known:
     """A multiple, by one number for all elements."""
     x, y = pair.ins
     one, other, operand = (x, y, 1) if x.kind is not Kind.COPY else (y, x, 0)
@@ -223,7 +223,7 @@ def _multiple(pair: EquationPair) -> Value:
 @rule(
     "div", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
 )
-def _quotient(pair: EquationPair) -> Value:
+def _quotient(pair: EquationPair) -> Known:
     """As a product; integers are cut off, which is no multiple."""
     x, y = pair.ins
     if x.kind is Kind.ZERO:
@@ -258,7 +258,7 @@ _EXPONENTS = {
 
 
 @rule("integer_pow square sqrt rsqrt cbrt abs", knows_constants=True)
-def _power(pair: EquationPair) -> Value:
+def _power(pair: EquationPair) -> Known:
     """(T^p x)^y is T^(p y) x^y, and powers of T are positive."""
     [x] = pair.ins
     exponent = _EXPONENTS.get(pair.name)
@@ -271,7 +271,7 @@ def _power(pair: EquationPair) -> Value:
 
 
 @rule("max min", knows_constants=True, knows_identity=True)
-def _larger(pair: EquationPair) -> Value:
+def _larger(pair: EquationPair) -> Known:
     """The larger of two is so for all powers, if both have the same."""
     x, y = pair.ins
     if found := guards.at_least_one(pair):
@@ -289,7 +289,7 @@ def _larger(pair: EquationPair) -> Value:
 
 
 @rule("eq ne lt le gt ge", knows_constants=True, knows_identity=True)
-def _comparison(pair: EquationPair) -> Value:
+def _comparison(pair: EquationPair) -> Known:
     """Which of two is larger is the same for all powers, if both have the same."""
     x, y = pair.ins
     if pair.name == "lt" and y.kind is Kind.ZERO:
@@ -306,7 +306,7 @@ def _comparison(pair: EquationPair) -> Value:
             return copy(note=True)
     if pair.name == "ge" and y.note == ROWS_OF_TOWER:
         if x.kind is Kind.VALID:
-            return Value(Kind.IS_FULL)
+            return Known(Kind.IS_FULL)
         if x.note == ROWS_OF_TOWER:
             return copy(note=True)
     if found := guards.comparison(pair):
@@ -320,7 +320,7 @@ def _comparison(pair: EquationPair) -> Value:
 
 
 @rule("or", knows_constants=True, knows_identity=True)
-def _either(pair: EquationPair) -> Value:
+def _either(pair: EquationPair) -> Known:
     """A function; and a row is no padding, or no row is, where the first holds."""
     x, y = pair.ins
     weight = ("flag", PADDING)
@@ -334,7 +334,7 @@ def _either(pair: EquationPair) -> Value:
 
 
 @rule("and", knows_constants=True, knows_identity=True)
-def _both(pair: EquationPair) -> Value:
+def _both(pair: EquationPair) -> Known:
     """A function; of two flags it is a flag."""
     found = function_of(pair.ins, "and")
     if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
@@ -343,7 +343,7 @@ def _both(pair: EquationPair) -> Value:
 
 
 @rule("not", knows_constants=True, knows_identity=True)
-def _opposite(pair: EquationPair) -> Value:
+def _opposite(pair: EquationPair) -> Known:
     """A function."""
     [x] = pair.ins
     if x.kind is Kind.HAS_ANY:
@@ -359,7 +359,7 @@ def _opposite(pair: EquationPair) -> Value:
     knows_unknown=True,
     kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
 )
-def _choice(pair: EquationPair) -> Value:
+def _choice(pair: EquationPair) -> Known:
     """One that all towers make alike keeps kinds; one for each row makes rows."""
     predicate, *cases = pair.ins
     if predicate.kind is Kind.NEVER:
@@ -384,7 +384,7 @@ def _choice(pair: EquationPair) -> Value:
     return both.times_tower(found.power)
 
 
-def _choice_in_loop(pair: EquationPair) -> Value:
+def _choice_in_loop(pair: EquationPair) -> Known:
     """Of one carry as it was, and as it was added to or filled."""
     predicate, *cases = pair.ins
     known = [x for x in cases if x.power is not None] or cases
@@ -397,7 +397,7 @@ def _choice_in_loop(pair: EquationPair) -> Value:
 
 
 @rule("clamp", knows_constants=True)
-def _clamped(pair: EquationPair) -> Value:
+def _clamped(pair: EquationPair) -> Known:
     """As the larger and the smaller of two."""
     if not pair.kinds <= EACH:
         raise NotOfOneKindError(f"a clip of {pair.ins[1]}")
@@ -405,7 +405,7 @@ def _clamped(pair: EquationPair) -> Value:
 
 
 @rule("complex", knows_constants=True)
-def _of_two_parts(pair: EquationPair) -> Value:
+def _of_two_parts(pair: EquationPair) -> Known:
     """Linear in both."""
     if not pair.kinds <= LINEAR:
         raise NotOfOneKindError(f"a complex number of {pair.ins[0]}")
@@ -421,7 +421,7 @@ def _of_two_parts(pair: EquationPair) -> Value:
     regularized_incomplete_beta bessel_i0e bessel_i1e bitcast_convert_type""",
     knows_constants=True,
 )
-def _function(pair: EquationPair) -> Value:
+def _function(pair: EquationPair) -> Known:
     """Each element is a function of one element of each operand."""
     if pair.name == "bitcast_convert_type":
         sizes = {np.dtype(pair.dtype(0)).itemsize}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from towerjax.proof.equal.kinds import Kind, Value
+from towerjax.proof.equal.kinds import Kind, Known
 from towerjax.proof.equation import Site, user_line
 
 
@@ -83,7 +83,7 @@ class EquationPair:
     first: JaxprEqn
     second: JaxprEqn
     outer: Site | None
-    ins: Sequence[Value]
+    ins: Sequence[Known]
     rows_in: Sequence[int | None]  # the dim of rows of each operand
     rows_out: Sequence[int | None]
     towers_in: Sequence[int | None]
@@ -148,13 +148,13 @@ class EquationPair:
         """Whether padding may count in what is 0 only there."""
         return self.walk.has_padding(frozenset().union(*zeros))
 
-    def unknown(self, why: str) -> Value:
+    def unknown(self, why: str) -> Known:
         """What is not known, since this equation."""
         line = user_line((self.first, self.outer))
-        return Value(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
+        return Known(Kind.UNKNOWN, why=f"{why}, at {line}" if line else why)
 
 
-Rule: TypeAlias = Callable[[EquationPair], Value | list[Value]]
+Rule: TypeAlias = Callable[[EquationPair], Known | list[Known]]
 
 
 class Registered(NamedTuple):

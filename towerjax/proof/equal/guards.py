@@ -9,13 +9,13 @@ sum over rows with the flag that is counted: where there are none, that sum is 0
 from typing import Any
 
 from towerjax.proof.equal.equation_pair import EquationPair
-from towerjax.proof.equal.kinds import Kind, NotOfOneKindError, Value, part
+from towerjax.proof.equal.kinds import Kind, Known, NotOfOneKindError, part
 
 _ANY_IS = {"gt": True, "ne": True, "eq": False, "le": False}
 _SWAPPED = {"lt": "gt", "gt": "lt", "ge": "le", "le": "ge"}
 
 
-def as_flag(pair: EquationPair, value: Value) -> Value:
+def as_flag(pair: EquationPair, value: Known) -> Known:
     """A value of rows that is 0 or 1: it is 0 where it is nowhere 1."""
     if value.kind is not Kind.ROWS:
         return value
@@ -23,7 +23,7 @@ def as_flag(pair: EquationPair, value: Value) -> Value:
     return value._replace(number=(what, number), zeros=value.zeros | {number})
 
 
-def counted_flag(value: Value) -> Any:
+def counted_flag(value: Known) -> Any:
     """The flag whose rows a value counts, or None."""
     if value.kind is not Kind.PART or value.number is None:
         return None
@@ -31,7 +31,7 @@ def counted_flag(value: Value) -> Any:
     return flag if what == "count" else None
 
 
-def comparison(pair: EquationPair) -> Value | None:
+def comparison(pair: EquationPair) -> Known | None:
     """Whether a count is above 0; a flag that is compared with 0 is itself."""
     (x, y), name = pair.ins, pair.name
     against = pair.constant(1)
@@ -40,9 +40,9 @@ def comparison(pair: EquationPair) -> Value | None:
     flag = counted_flag(x)
     if flag is not None:
         if against == 1 and name in ("ge", "lt"):
-            return Value(Kind.HAS_ANY, note=(flag, name == "ge"))
+            return Known(Kind.HAS_ANY, note=(flag, name == "ge"))
         if y.kind is Kind.ZERO and name in _ANY_IS:
-            return Value(Kind.HAS_ANY, note=(flag, _ANY_IS[name]))
+            return Known(Kind.HAS_ANY, note=(flag, _ANY_IS[name]))
         return None
     is_flag = x.number is not None and x.number[0] == "flag"
     if is_flag and y.kind is Kind.ZERO and name in ("gt", "ne"):
@@ -50,18 +50,18 @@ def comparison(pair: EquationPair) -> Value | None:
     return None
 
 
-def at_least_one(pair: EquationPair) -> Value | None:
+def at_least_one(pair: EquationPair) -> Known | None:
     """The larger of a count and a number from 0 to 1: a count is a whole number."""
     for operand, other in ((0, 1), (1, 0)):
         flag, bound = counted_flag(pair.ins[operand]), pair.constant(other)
         if pair.name == "max" and flag is not None and bound is not None:
             if 0 < bound <= 1:
                 power = pair.ins[operand].power
-                return Value(Kind.AT_LEAST, power, note=flag)
+                return Known(Kind.AT_LEAST, power, note=flag)
     return None
 
 
-def choice(pair: EquationPair) -> Value | None:
+def choice(pair: EquationPair) -> Known | None:
     """A choice by whether there is a row with a flag; a flag chosen by itself."""
     predicate, *cases = pair.ins
     if len(cases) != 2:
@@ -77,7 +77,7 @@ def choice(pair: EquationPair) -> Value | None:
     without, with_any = [cases[i] for i in order]
     number = pair.constant(1 + order[0])
     if number is not None and number > 0 and counted_flag(with_any) == flag:
-        return Value(Kind.AT_LEAST, with_any.power, note=flag)
+        return Known(Kind.AT_LEAST, with_any.power, note=flag)
     if without.kind is Kind.ZERO and with_any.kind is Kind.PART:
         if flag in with_any.zeros:
             return with_any
@@ -88,7 +88,7 @@ def choice(pair: EquationPair) -> Value | None:
     raise NotOfOneKindError(f"a choice by {predicate}")
 
 
-def quotient_of_parts(pair: EquationPair) -> Value | None:
+def quotient_of_parts(pair: EquationPair) -> Known | None:
     """A part divided by a part of the tower's own, or by a guarded count.
 
     The note has the power of what it is divided by, and whether what is divided is 0
@@ -106,15 +106,15 @@ def quotient_of_parts(pair: EquationPair) -> Value | None:
     else:
         return None
     vanishes = number[0] == "count" and number[1] in x.zeros
-    return Value(Kind.MEAN, x.power, number=number, note=(y.power, vanishes))
+    return Known(Kind.MEAN, x.power, number=number, note=(y.power, vanishes))
 
 
-def multiple_of_mean(mean: Value, power: Any) -> Value:
+def multiple_of_mean(mean: Known, power: Any) -> Known:
     """A mean times a copy: what was divided is multiplied."""
     return mean._replace(power=mean.power + power)
 
 
-def product_with_mean(pair: EquationPair) -> Value | None:
+def product_with_mean(pair: EquationPair) -> Known | None:
     """Times what it was divided by, a mean is the part that was divided."""
     for mean, other in (pair.ins, pair.ins[::-1]):
         if mean.kind is not Kind.MEAN:
@@ -127,7 +127,7 @@ def product_with_mean(pair: EquationPair) -> Value | None:
     return None
 
 
-def sum_with_mean(pair: EquationPair) -> Value | None:
+def sum_with_mean(pair: EquationPair) -> Known | None:
     """X / n + y / n is (x + y) / n, and x / n + c is (x + c n) / n for a copy c."""
     x, y = pair.ins
     if Kind.MEAN not in pair.kinds:

@@ -8,8 +8,8 @@ from towerjax.proof.equal.kinds import (
     LINEAR,
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     joined,
     part,
     product_of,
@@ -26,14 +26,14 @@ def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
     return pair.sizes_along(operand, axis) == pair.walk.loop.lengths
 
 
-def _of_this_row(x: Value) -> Value:
+def _of_this_row(x: Known) -> Known:
     """In a loop over rows: this row of an array of all rows."""
     if x.kind is Kind.ZERO or x.power is None:
         return ZERO
-    return Value(Kind.ROW, x.power, zeros=x.zeros)
+    return Known(Kind.ROW, x.power, zeros=x.zeros)
 
 
-def _with_this_row(pair: EquationPair, x: Value, new: Value) -> Value:
+def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
     """In a loop over rows: an array that is filled, with this row, too."""
     if new.kind not in (Kind.ROW, Kind.COPY, Kind.ZERO):
         raise NotOfOneKindError(f"{new} becomes a row")
@@ -49,7 +49,7 @@ def _are_same(indices: Any) -> bool:
 
 
 @rule("dynamic_slice", kinds=[Kind.BUFFER, Kind.STACKED])
-def _slice_at(pair: EquationPair) -> Value:
+def _slice_at(pair: EquationPair) -> Known:
     """Along other dims than rows at one place for all; in a loop this row."""
     x, *at = pair.ins
     axis, sizes = pair.rows_in[0], pair.params["slice_sizes"]
@@ -75,7 +75,7 @@ def _slice_at(pair: EquationPair) -> Value:
     raise NotOfOneKindError(_AMONG_ROWS)
 
 
-def _own_of_stacked(pair: EquationPair, x: Value, at: list[Value]) -> Value:
+def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
     """Of all towers' values that of the tower itself."""
     axis = pair.towers_in[0]
     assert axis is not None
@@ -85,11 +85,11 @@ def _own_of_stacked(pair: EquationPair, x: Value, at: list[Value]) -> Value:
     is_whole = all(sizes[i] == shape[i] for i in others)
     if not (is_own and is_whole and _are_same([at[i] for i in others])):
         raise NotOfOneKindError("a value of another tower")
-    return Value(x.note, x.power)
+    return Known(x.note, x.power)
 
 
 @rule("dynamic_update_slice", kinds=[Kind.BUFFER])
-def _update_at(pair: EquationPair) -> Value:
+def _update_at(pair: EquationPair) -> Known:
     """As a slice, written."""
     (x, new, *at), axis = pair.ins, pair.rows_in[0]
     if x.kind is Kind.BUFFER:
@@ -117,7 +117,7 @@ def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
 
 
 @rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS])
-def _gathered(pair: EquationPair) -> Value:
+def _gathered(pair: EquationPair) -> Known:
     """Elements of one table for all by indices; of rows, each by its own number."""
     (x, at), dims = pair.ins, pair.params["dimension_numbers"]
     (axis, at_axis), [out_axis] = pair.rows_in, pair.rows_out
@@ -145,7 +145,7 @@ def _gathered(pair: EquationPair) -> Value:
     raise NotOfOneKindError(_AMONG_ROWS)
 
 
-def _from_table(pair: EquationPair, x: Value, at: Value, sizes: Any) -> Value:
+def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
     """Elements of an array that has no rows."""
     if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
         raise NotOfOneKindError("elements by the numbers of own rows")
@@ -173,7 +173,7 @@ def _by_own_number(
     return is_one and is_even and columns[place] is Kind.NUMBERS and known >= {*others}
 
 
-def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Value) -> bool:
+def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
     """Whether rows and indices are one batch dim."""
     if axis not in dims.operand_batching_dims or at.kind not in EACH:
         return False
@@ -182,7 +182,7 @@ def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Value) -> bool:
 
 
 @rule("scatter scatter-add scatter-sub", kinds=[Kind.BUFFER, Kind.COLUMNS])
-def _scattered(pair: EquationPair) -> Value:
+def _scattered(pair: EquationPair) -> Known:
     """As a gather, written; rows that are added to a table make parts of it."""
     (x, at, new), dims = pair.ins, pair.params["dimension_numbers"]
     axis, at_axis, new_axis = pair.rows_in

@@ -56,7 +56,7 @@ class Kind(enum.Enum):
 
 
 PADDING = "padding"
-"""Stands among `Value.zeros` for the rows that are padding."""
+"""Stands among `Known.zeros` for the rows that are padding."""
 
 ROWS_OF_TOWER = "rows of a tower"
 """The note of a copy that is the number of a tower's rows."""
@@ -64,7 +64,7 @@ ROWS_OF_TOWER = "rows of a tower"
 NO_ZEROS: frozenset[Any] = frozenset()
 
 
-class Value(NamedTuple):
+class Known(NamedTuple):
     """What is known of a value in two programs."""
 
     kind: Kind
@@ -80,13 +80,13 @@ class Value(NamedTuple):
     note: Any = None
     why: str = ""  # of UNKNOWN: since where
 
-    def bare(self) -> "Value":
+    def bare(self) -> "Known":
         """The value without what holds in one round of a loop alone."""
         zeros = self.zeros & {PADDING}
         note = None if self.kind is Kind.COPY else self.note
         return self._replace(zeros=zeros, number=None, note=note)
 
-    def times_tower(self, power: Any) -> "Value":
+    def times_tower(self, power: Any) -> "Known":
         """The same kind with another power, which is another value."""
         note = None if self.kind is Kind.COPY else self.note
         return self._replace(power=power, number=None, note=note)
@@ -96,8 +96,8 @@ class Value(NamedTuple):
         return self.kind.value + by
 
 
-ZERO = Value(Kind.ZERO)
-NEVER = Value(Kind.NEVER)
+ZERO = Known(Kind.ZERO)
+NEVER = Known(Kind.NEVER)
 EACH = frozenset([Kind.COPY, Kind.ROWS, Kind.ROW, Kind.ZERO])
 """Kinds of which any function of their elements is of the same kind."""
 
@@ -105,22 +105,22 @@ LINEAR = EACH | {Kind.PART}
 """Kinds that keep under a linear function of the elements of one value."""
 
 
-def copy(power: Any = 0, note: Any = None) -> Value:
+def copy(power: Any = 0, note: Any = None) -> Known:
     """The same on all towers."""
-    return Value(Kind.COPY, Fraction(power), note=note)
+    return Known(Kind.COPY, Fraction(power), note=note)
 
 
-def rows(power: Any = 0, blocks: int = 1) -> Value:
+def rows(power: Any = 0, blocks: int = 1) -> Known:
     """Rows of the batch."""
-    return Value(Kind.ROWS, Fraction(power), blocks)
+    return Known(Kind.ROWS, Fraction(power), blocks)
 
 
-def part(power: Any = 0) -> Value:
+def part(power: Any = 0) -> Known:
     """A part of a sum over towers."""
-    return Value(Kind.PART, Fraction(power))
+    return Known(Kind.PART, Fraction(power))
 
 
-def as_part(value: Value) -> Value:
+def as_part(value: Known) -> Known:
     """A copy is the T-th part of what the towers' copies add up to."""
     is_copy = value.kind is Kind.COPY
     return part(value.power + 1) if is_copy else value
@@ -130,7 +130,7 @@ class NotOfOneKindError(Exception):
     """The values have no kind in common; its text says why."""
 
 
-def joined(values: Sequence[Value], verb: str = "added to") -> Value:
+def joined(values: Sequence[Known], verb: str = "added to") -> Known:
     """The kind of what is chosen among values of one shape, or joined, or added.
 
     Raises:
@@ -155,10 +155,10 @@ def joined(values: Sequence[Value], verb: str = "added to") -> Value:
     if len(orders) > 1:
         raise NotOfOneKindError("rows meet rows in another order")
     found = next((x for x in live if x.kind is not Kind.COPY), live[0])
-    return Value(found.kind, found.power, found.blocks)
+    return Known(found.kind, found.power, found.blocks)
 
 
-def function_of(values: Sequence[Value], what: str) -> Value:
+def function_of(values: Sequence[Known], what: str) -> Known:
     """The kind of a function of each element of its operands, whatever it computes.
 
     Raises:
@@ -170,7 +170,7 @@ def function_of(values: Sequence[Value], what: str) -> Value:
     return joined([copy() if x.kind is Kind.ZERO else x for x in values], "beside")
 
 
-def product_of(x: Value, y: Value, verb: str = "times") -> Value:
+def product_of(x: Known, y: Known, verb: str = "times") -> Known:
     """The kind of the product of two values, element by element.
 
     Raises:

@@ -12,8 +12,8 @@ from towerjax.proof.equal.equation_pair import (
 from towerjax.proof.equal.kinds import (
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     copy,
     joined,
     part,
@@ -34,8 +34,8 @@ _ROUNDS = 12  # of a loop, until kinds stay as they are
 
 
 def _inside(
-    pair: EquationPair, programs: Sequence[Any], ins: Sequence[Value]
-) -> list[Value]:
+    pair: EquationPair, programs: Sequence[Any], ins: Sequence[Known]
+) -> list[Known]:
     """The kinds of the results of programs in the equation."""
     return pair.walk.closed(*programs, ins, (pair.first, pair.outer))
 
@@ -48,7 +48,7 @@ def _inside(
     knows_identity=True,
     kinds=SPECIAL,
 )
-def _called(pair: EquationPair) -> list[Value]:
+def _called(pair: EquationPair) -> list[Known]:
     """What its program gives."""
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return _inside(pair, programs, pair.ins)
@@ -60,14 +60,14 @@ def _called(pair: EquationPair) -> list[Value]:
     knows_unknown=True,
     knows_identity=True,
 )
-def _called_with_rule(pair: EquationPair) -> list[Value]:
+def _called_with_rule(pair: EquationPair) -> list[Known]:
     """What its program gives; a derivative of its own makes it another value."""
     ins = [_without_number(pair, x) for x in pair.ins]
     programs = [_program_of(eqn) for eqn in (pair.first, pair.second)]
     return [_without_number(pair, x) for x in _inside(pair, programs, ins)]
 
 
-def _without_number(pair: EquationPair, value: Value) -> Value:
+def _without_number(pair: EquationPair, value: Known) -> Known:
     if value.kind is Kind.MEAN:
         return pair.unknown(f"a rule for the derivative of {value}")
     return value._replace(number=None)
@@ -86,7 +86,7 @@ def _program_of(eqn: Any) -> Any:
 
 
 @rule("cond", knows_constants=True, knows_unknown=True, knows_identity=True)
-def _branched(pair: EquationPair) -> list[Value]:
+def _branched(pair: EquationPair) -> list[Known]:
     """A branch that all towers take alike; it may be any."""
     predicate, *ins = pair.ins
     if predicate.kind is Kind.UNKNOWN:
@@ -98,7 +98,7 @@ def _branched(pair: EquationPair) -> list[Value]:
     return [_either_of(pair, values) for values in zip(*each, strict=True)]
 
 
-def _either_of(pair: EquationPair, values: Sequence[Value], verb: str = "or") -> Value:
+def _either_of(pair: EquationPair, values: Sequence[Known], verb: str = "or") -> Known:
     """What may be one or another."""
     if all(x == values[0] for x in values):
         return values[0]
@@ -121,9 +121,9 @@ def _either_of(pair: EquationPair, values: Sequence[Value], verb: str = "or") ->
 
 def _settled(
     pair: EquationPair,
-    trip: Callable[[list[Value]], list[Value]],
-    carry: Sequence[Value],
-) -> list[Value]:
+    trip: Callable[[list[Known]], list[Known]],
+    carry: Sequence[Known],
+) -> list[Known]:
     """The kinds of a carry that a trip leaves as they are."""
     found = [x.bare() for x in carry]
     for _ in range(_ROUNDS):
@@ -136,7 +136,7 @@ def _settled(
     return [pair.unknown("a loop, the carry of which changes its kind")] * len(carry)
 
 
-def _refuse_special(ins: Sequence[Value], allowed: Sequence[Kind] = ()) -> None:
+def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
     for x in ins:
         if x.kind in {Kind.STACKED, Kind.SPREAD, Kind.MEAN} - {*allowed}:
             raise NotOfOneKindError(f"a loop with {x}")
@@ -149,7 +149,7 @@ def _refuse_special(ins: Sequence[Value], allowed: Sequence[Kind] = ()) -> None:
     knows_identity=True,
     kinds=SPECIAL,
 )
-def _while_it_holds(pair: EquationPair) -> list[Value]:
+def _while_it_holds(pair: EquationPair) -> list[Known]:
     """As often on all towers; or, under vmap, until each row is done."""
     first, second = pair.first.params, pair.second.params
     tests, bodies = first["cond_nconsts"], first["body_nconsts"]
@@ -161,7 +161,7 @@ def _while_it_holds(pair: EquationPair) -> list[Value]:
 
     is_by_row = pair.sizes.axes(*_avals_of_test(pair))[0] is not None
 
-    def trip(carry: list[Value]) -> list[Value]:
+    def trip(carry: list[Known]) -> list[Known]:
         ends = _inside(pair, of_body, [*ins[tests:start], *carry])
         return _each_for_itself(ends) if is_by_row else ends
 
@@ -177,7 +177,7 @@ def _while_it_holds(pair: EquationPair) -> list[Value]:
     return carry
 
 
-def _each_for_itself(carry: Sequence[Value]) -> list[Value]:
+def _each_for_itself(carry: Sequence[Known]) -> list[Known]:
     """Carries whose rows have trips of their own: none is constant along rows."""
     return [rows(x.power) if x.kind is Kind.COPY else x for x in carry]
 
@@ -188,7 +188,7 @@ def _avals_of_test(pair: EquationPair) -> list[Any]:
 
 
 def _refuse_unless_by_row(
-    pair: EquationPair, test: Value, carry: Sequence[Value]
+    pair: EquationPair, test: Known, carry: Sequence[Known]
 ) -> None:
     """Raise unless ``vmap`` made the loop: rows that are done stay as they are."""
     is_of_rows = test.kind is Kind.ROWS and not test.power and test.blocks == 1
@@ -210,7 +210,7 @@ def _refuse_unless_by_row(
     knows_identity=True,
     kinds=SPECIAL,
 )
-def _scanned(pair: EquationPair) -> list[Value]:
+def _scanned(pair: EquationPair) -> list[Known]:
     """A loop over another dim than rows; or over rows, see `_over_own_rows`."""
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
@@ -226,7 +226,7 @@ def _scanned(pair: EquationPair) -> list[Value]:
         raise NotOfOneKindError("a loop over own rows")
     xs = ins[start:]
 
-    def trip(carry: list[Value]) -> list[Value]:
+    def trip(carry: list[Known]) -> list[Known]:
         return _inside(pair, programs, [*ins[:consts], *carry, *xs])[:carry_size]
 
     carry = _settled(pair, trip, ins[consts:start])
@@ -240,7 +240,7 @@ def _scanned(pair: EquationPair) -> list[Value]:
 
 def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
-) -> list[Value]:
+) -> list[Known]:
     """A loop over rows: each adds to sums, fills arrays, and is no other's concern."""
     if pair.walk.loop is not None:
         raise NotOfOneKindError("a loop over own rows in another one")
@@ -256,7 +256,7 @@ def _over_own_rows(
         for i in range(consts, start)
     ]
 
-    def trip(carry: list[Value]) -> list[Value]:
+    def trip(carry: list[Known]) -> list[Known]:
         return _inside(pair, programs, [*given[:consts], *carry, *each])
 
     pair.walk.loop = RowLoop(lengths)
@@ -281,24 +281,24 @@ def _over_own_rows(
     return [*ends, *[_rows_of(pair, x) for x in outs[carry_size:]]]
 
 
-def _of_one_row(pair: EquationPair, operand: int, x: Value) -> Value:
+def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
     """What a loop over rows sees of an array of them."""
     if pair.rows_in[operand] != 0:
         return pair.unknown("a loop over own rows and another dim")
     if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
         return x
     if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
-        return Value(Kind.COUNTER)
+        return Known(Kind.COUNTER)
     if x.kind is Kind.ROWS and x.blocks == 1:
-        return Value(Kind.ROW, x.power, zeros=x.zeros)
+        return Known(Kind.ROW, x.power, zeros=x.zeros)
     return pair.unknown(f"a loop over {x}")
 
 
-def _sum_of_carry(number: int) -> Value:
-    return Value(Kind.SO_FAR, None, note=number)
+def _sum_of_carry(number: int) -> Known:
+    return Known(Kind.SO_FAR, None, note=number)
 
 
-def _start_of(pair: EquationPair, operand: int, x: Value) -> Value:
+def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
     """What a carry is in any round: its kind says what a row may do with it."""
     number = operand - loop_sizes(pair.first)[0]
     if x.kind is Kind.UNKNOWN:
@@ -308,14 +308,14 @@ def _start_of(pair: EquationPair, operand: int, x: Value) -> Value:
         if x.kind not in (Kind.ROWS, Kind.ZERO) or x.blocks > 1:
             return pair.unknown(f"a loop over own rows that changes {x}")
         power = None if x.kind is Kind.ZERO else x.power
-        return Value(Kind.BUFFER, power, zeros=x.zeros, note=number)
+        return Known(Kind.BUFFER, power, zeros=x.zeros, note=number)
     is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
     if x.kind is Kind.ZERO and is_whole and not pair.params["reverse"]:
-        return Value(Kind.COUNTER)
+        return Known(Kind.COUNTER)
     return _sum_of_carry(number)
 
 
-def _end_of(pair: EquationPair, first: Value, start: Value, end: Value) -> Value:
+def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known:
     """What a carry is after all rows."""
     if end.kind is Kind.UNKNOWN:
         return end
@@ -331,28 +331,28 @@ def _end_of(pair: EquationPair, first: Value, start: Value, end: Value) -> Value
     return pair.unknown("what one row leaves for the next")
 
 
-def _either_sum(pair: EquationPair, first: Value, added: Value) -> Value:
+def _either_sum(pair: EquationPair, first: Known, added: Known) -> Known:
     try:
         return joined([first, added])
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
 
 
-def _rows_of(pair: EquationPair, x: Value) -> Value:
+def _rows_of(pair: EquationPair, x: Known) -> Known:
     """What a loop over rows keeps of each of them."""
     if x.kind is Kind.ROW:
         return rows(x.power)._replace(zeros=x.bare().zeros)
     if x.kind is Kind.COPY:
         return copy(x.power)
     if x.kind is Kind.COUNTER:
-        return Value(Kind.NUMBERS)
+        return Known(Kind.NUMBERS)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
     return pair.unknown(f"a loop over own rows keeps {x} of each")
 
 
 @rule("custom_linear_solve", knows_constants=True, knows_unknown=True)
-def _solved(pair: EquationPair) -> list[Value]:
+def _solved(pair: EquationPair) -> list[Known]:
     """What its program of the solution gives."""
     lengths = pair.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat

@@ -5,8 +5,8 @@ from towerjax.proof.equal.kinds import (
     EACH,
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     copy,
     function_of,
     rows,
@@ -25,14 +25,14 @@ def _refuse_other_axes(pair: EquationPair) -> None:
 
 
 @rule("axis_index", knows_constants=True)
-def _tower_id(pair: EquationPair) -> Value:
+def _tower_id(pair: EquationPair) -> Known:
     """The number of the tower."""
     _refuse_other_axes(pair)
-    return Value(Kind.TOWER)
+    return Known(Kind.TOWER)
 
 
 @rule("psum psum_invariant", knows_constants=True)
-def _added_over_towers(pair: EquationPair) -> list[Value]:
+def _added_over_towers(pair: EquationPair) -> list[Known]:
     """Parts add up; copies are so often there as there are towers."""
     _refuse_other_axes(pair)
     found = []
@@ -45,7 +45,7 @@ def _added_over_towers(pair: EquationPair) -> list[Value]:
 
 
 @rule("pmax pmin", knows_constants=True)
-def _extreme_over_towers(pair: EquationPair) -> list[Value]:
+def _extreme_over_towers(pair: EquationPair) -> list[Known]:
     """The largest of own maxima, or the smallest of own minima."""
     _refuse_other_axes(pair)
     wanted = Kind.MAXIMUM if pair.name == "pmax" else Kind.MINIMUM
@@ -58,7 +58,7 @@ def _extreme_over_towers(pair: EquationPair) -> list[Value]:
 
 
 @rule("all_gather all_gather_invariant")
-def _gathered_over_towers(pair: EquationPair) -> Value:
+def _gathered_over_towers(pair: EquationPair) -> Known:
     """Joined along their dim, the towers' rows are the batch's rows."""
     _refuse_other_axes(pair)
     [x], along = pair.ins, pair.params["all_gather_dimension"]
@@ -69,7 +69,7 @@ def _gathered_over_towers(pair: EquationPair) -> Value:
     if not pair.params["tiled"]:
         if along != 0 or pair.rows_in[0] not in (None, 0):
             raise NotOfOneKindError(f"a gather of {x} along a dim between others")
-        return Value(Kind.STACKED, x.power, note=x.kind, zeros=x.zeros)
+        return Known(Kind.STACKED, x.power, note=x.kind, zeros=x.zeros)
     is_joined = x.kind is Kind.ROWS and pair.rows_in[0] == along
     if not is_joined or pair.rows_out[0] is not None or pair.sizes.padded:
         raise NotOfOneKindError(f"a gather of {x}")
@@ -77,7 +77,7 @@ def _gathered_over_towers(pair: EquationPair) -> Value:
 
 
 @rule("reduce_scatter psum_scatter")
-def _scattered_over_towers(pair: EquationPair) -> Value:
+def _scattered_over_towers(pair: EquationPair) -> Known:
     """Each tower gets its rows of what parts add up to."""
     _refuse_other_axes(pair)
     [x], along = pair.ins, pair.params["scatter_dimension"]
@@ -88,7 +88,7 @@ def _scattered_over_towers(pair: EquationPair) -> Value:
 
 
 @rule("random_seed", knows_constants=True)
-def _key_of_seed(pair: EquationPair) -> Value:
+def _key_of_seed(pair: EquationPair) -> Known:
     """A function of the seed."""
     [x] = pair.ins
     if x.kind not in (Kind.COPY, Kind.ZERO):
@@ -97,18 +97,18 @@ def _key_of_seed(pair: EquationPair) -> Value:
 
 
 @rule("random_fold_in", knows_constants=True)
-def _key_of_number(pair: EquationPair) -> Value:
+def _key_of_number(pair: EquationPair) -> Known:
     """With the tower's number a key of its own, which stays one; else a function."""
     key, number = pair.ins
     if key.kind is Kind.KEY and number.kind in EACH:
         return key
     if key.kind in (Kind.COPY, Kind.ZERO) and number.kind is Kind.TOWER:
-        return Value(Kind.KEY)
+        return Known(Kind.KEY)
     return function_of(pair.ins, "a key")
 
 
 @rule("random_split", knows_constants=True)
-def _keys_of_key(pair: EquationPair) -> Value:
+def _keys_of_key(pair: EquationPair) -> Known:
     """Keys of a tower's own key are its own; one for each row only of rows."""
     [key] = pair.ins
     if key.kind is Kind.KEY:
@@ -119,7 +119,7 @@ def _keys_of_key(pair: EquationPair) -> Value:
 
 
 @rule("random_bits random_gamma")
-def _draw_of(pair: EquationPair) -> Value:
+def _draw_of(pair: EquationPair) -> Known:
     """A tower's own key draws for each row, as rows; a key of all for all towers."""
     key, *others = pair.ins
     has_rows = pair.rows_out[0] is not None

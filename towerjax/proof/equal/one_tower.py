@@ -31,7 +31,7 @@ from towerjax.proof.equal.equation_pair import Sizes
 from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     Kind,
-    Value,
+    Known,
     as_part,
     copy,
     rows,
@@ -115,8 +115,8 @@ _WORSE_LAST = ("proved", "unknown", "refuted")
 _INPUTS = {
     Given.REPLICATED: copy(),
     Given.ROWS: rows(),
-    Given.TOWER_ID: Value(Kind.TOWER),
-    Given.PER_TOWER: Value(Kind.UNKNOWN, why="a value that each tower has of its own"),
+    Given.TOWER_ID: Known(Kind.TOWER),
+    Given.PER_TOWER: Known(Kind.UNKNOWN, why="a value that each tower has of its own"),
 }
 
 
@@ -163,7 +163,7 @@ def _verdicts(
     first, second = pair
     towers, rows_each = zip(*[(x.towers, x.rows) for x in pair], strict=True)
     sizes = Sizes(towers, rows_each, padded)
-    numbers = Value(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
+    numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
     ins = [_INPUTS.get(x, numbers) for x in inputs]
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=False)
@@ -202,7 +202,7 @@ def _has_rows_first(sizes: Sizes, first: Any, second: Any) -> bool:
 
 
 def _verdict(
-    merge: Merge, value: Value, weight: Value | None, has_rows: bool
+    merge: Merge, value: Known, weight: Known | None, has_rows: bool
 ) -> tuple[str, str]:
     """What is said of a leaf, and why."""
     unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
@@ -223,7 +223,7 @@ def _verdict(
     return _of_mean(value, weight)
 
 
-def _of_rows(merge: Merge, value: Value, has_rows: bool) -> tuple[str, str]:
+def _of_rows(merge: Merge, value: Known, has_rows: bool) -> tuple[str, str]:
     """Rows are joined to those of the batch."""
     if value.kind is Kind.ZERO and has_rows:
         return "proved", ""
@@ -235,14 +235,14 @@ def _of_rows(merge: Merge, value: Value, has_rows: bool) -> tuple[str, str]:
     return _off_by(value, kind, value.power)
 
 
-def _off_by(value: Value, wanted: Kind, power: Any) -> tuple[str, str]:
+def _off_by(value: Known, wanted: Kind, power: Any) -> tuple[str, str]:
     """The power of the number of towers that a value is off."""
     if value.kind is not wanted:
         return "unknown", f"it is {value}"
     return ("refuted", _told(power)) if power else ("proved", "")
 
 
-def _of_mean(value: Value, weight: Value) -> tuple[str, str]:
+def _of_mean(value: Known, weight: Known) -> tuple[str, str]:
     """Sum and weight are off by one power, so that their quotient is not."""
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
         return "refuted", "an average of the towers' averages, each over its own rows"

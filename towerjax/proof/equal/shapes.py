@@ -13,8 +13,8 @@ from towerjax.proof.equal.kinds import (
     LINEAR,
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     copy,
     joined,
     rows,
@@ -28,14 +28,14 @@ _OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.NEVER, Kind.SIZE}
 
 
 @rule("iota", knows_constants=True)
-def _counted_up(pair: EquationPair) -> Value:
+def _counted_up(pair: EquationPair) -> Known:
     """Along rows the numbers of own rows, else a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
-    return Value(Kind.NUMBERS) if is_along else copy()
+    return Known(Kind.NUMBERS) if is_along else copy()
 
 
 @rule("dim_as_value", knows_constants=True, knows_identity=True)
-def _size_as_number(pair: EquationPair) -> Value:
+def _size_as_number(pair: EquationPair) -> Known:
     """A number of rows is the batch's by the number of towers."""
     sizes = [x.params["dim"] for x in (pair.first, pair.second)]
     times = pair.sizes.times(*sizes)
@@ -47,19 +47,19 @@ def _size_as_number(pair: EquationPair) -> Value:
 
 
 @rule("platform_index", knows_constants=True)
-def _platform_of_all(pair: EquationPair) -> Value:
+def _platform_of_all(pair: EquationPair) -> Known:
     """All towers are on devices of one platform."""
     return copy()
 
 
 @rule("random_wrap random_unwrap", knows_constants=True)
-def _key_as_bits(pair: EquationPair) -> Value:
+def _key_as_bits(pair: EquationPair) -> Known:
     """The same key."""
     return pair.ins[0]
 
 
 @rule("broadcast_in_dim", knows_constants=True, knows_identity=True)
-def _broadcast(pair: EquationPair) -> Value:
+def _broadcast(pair: EquationPair) -> Known:
     """Elements are repeated along new dims; rows stay along theirs."""
     x, [r_in, *_], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
     dims = pair.params["broadcast_dimensions"]
@@ -85,7 +85,7 @@ def _size(shape: tuple[Any, ...]) -> Any:
 
 
 @rule("reshape", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
-def _reshaped(pair: EquationPair) -> Value:
+def _reshaped(pair: EquationPair) -> Known:
     """All blocks of rows are blocks of rows again, where no row is cut."""
     x, [r_in], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
     if x.kind is Kind.STACKED:
@@ -113,7 +113,7 @@ def _reshaped(pair: EquationPair) -> Value:
     return _as_groups(pair, x, r_in)
 
 
-def _joined_over_towers(pair: EquationPair, x: Value) -> Value:
+def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
     """The rows of all towers, ``[T, b, ...]``, as those of the batch, ``[B, ...]``."""
     is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
     is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
@@ -145,7 +145,7 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
     return blocks if not any(n % blocks for n in pairs) else None
 
 
-def _as_groups(pair: EquationPair, x: Value, r_in: int) -> Value:
+def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
     """Groups of rows, all of which are still to be added up.
 
     The dims that the rows' dim became are those whose elements, and no others, make it
@@ -156,11 +156,11 @@ def _as_groups(pair: EquationPair, x: Value, r_in: int) -> Value:
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
         raise NotOfOneKindError("own rows in another order")
-    return Value(Kind.SPREAD, x.power, note=tuple(range(start, end)))
+    return Known(Kind.SPREAD, x.power, note=tuple(range(start, end)))
 
 
 @rule("concatenate", kinds=[Kind.COLUMNS])
-def _put_together(pair: EquationPair) -> Value:
+def _put_together(pair: EquationPair) -> Known:
     """Along another dim elements stay apart; blocks of rows are blocks again."""
     axis, ins = pair.params["dimension"], pair.ins
     if axis not in pair.rows_in:
@@ -185,7 +185,7 @@ def _put_together(pair: EquationPair) -> Value:
     return found._replace(blocks=int(sum(blocks)))
 
 
-def _columns(pair: EquationPair, axis: int) -> Value:
+def _columns(pair: EquationPair, axis: int) -> Known:
     """Indices, some columns of which are the numbers of own rows."""
     columns: list[Kind] = []
     is_last = axis == len(pair.out_shape()) - 1
@@ -195,30 +195,30 @@ def _columns(pair: EquationPair, axis: int) -> Value:
             raise NotOfOneKindError("indices of own rows")
         size = pair.shape(i)[axis]
         columns += x.note if x.kind is Kind.COLUMNS else [x.kind] * size
-    return Value(Kind.COLUMNS, note=tuple(columns))
+    return Known(Kind.COLUMNS, note=tuple(columns))
 
 
 @rule("stack")
-def _stacked_up(pair: EquationPair) -> Value:
+def _stacked_up(pair: EquationPair) -> Known:
     """Along a new dim, elements stay apart."""
     return joined(pair.ins, "beside")
 
 
 @rule("unstack")
-def _unstacked(pair: EquationPair) -> Value:
+def _unstacked(pair: EquationPair) -> Known:
     """Elements along another dim than rows."""
     return _some_of(pair, pair.params["axis"])
 
 
 @rule("rev")
-def _reversed(pair: EquationPair) -> Value:
+def _reversed(pair: EquationPair) -> Known:
     """The order along another dim than rows."""
     for axis in pair.params["dimensions"]:
         _some_of(pair, axis)
     return pair.ins[0]
 
 
-def _some_of(pair: EquationPair, axis: int) -> Value:
+def _some_of(pair: EquationPair, axis: int) -> Known:
     """Some elements along a dim, which must not be that of rows."""
     [x] = pair.ins
     if x.kind is Kind.ZERO:
@@ -231,7 +231,7 @@ def _some_of(pair: EquationPair, axis: int) -> Value:
 
 
 @rule("split")
-def _split_apart(pair: EquationPair) -> list[Value] | Value:
+def _split_apart(pair: EquationPair) -> list[Known] | Known:
     """Along rows, whole blocks of them."""
     [x], axis, sizes = pair.ins, pair.params["axis"], pair.params["sizes"]
     if axis != pair.rows_in[0] or x.kind is Kind.ZERO:
@@ -250,7 +250,7 @@ def _split_apart(pair: EquationPair) -> list[Value] | Value:
 
 
 @rule("slice")
-def _sliced(pair: EquationPair) -> Value:
+def _sliced(pair: EquationPair) -> Known:
     """Along rows all of them, or whole blocks; along other dims any elements."""
     [x], [axis] = pair.ins, pair.rows_in
     if x.kind is Kind.ZERO:
@@ -278,7 +278,7 @@ def _sliced(pair: EquationPair) -> Value:
     return x._replace(blocks=high - low)  # type: ignore
 
 
-def _elements_of(pair: EquationPair, x: Value) -> Value:
+def _elements_of(pair: EquationPair, x: Known) -> Known:
     if x.kind in LINEAR or x.kind is Kind.KEY or x.kind in _OF_EACH_ROW:
         return x
     if x.kind is Kind.NUMBERS and len(pair.shape(0)) == 1:
@@ -286,7 +286,7 @@ def _elements_of(pair: EquationPair, x: Value) -> Value:
     raise NotOfOneKindError(f"some elements of {x}")
 
 
-def _in_blocks(pair: EquationPair, x: Value, at: list[Any], axis: int) -> int | None:
+def _in_blocks(pair: EquationPair, x: Known, at: list[Any], axis: int) -> int | None:
     """A place along rows in blocks; None where it is in one."""
     each = Fraction(pair.times_rows(0, axis) or 0) / x.blocks
     if all(is_size(n) and n == 0 for n in at):
@@ -297,7 +297,7 @@ def _in_blocks(pair: EquationPair, x: Value, at: list[Any], axis: int) -> int | 
 
 
 @rule("pad")
-def _padded(pair: EquationPair) -> Value:
+def _padded(pair: EquationPair) -> Known:
     """Along another dim than rows, beside another number."""
     x, filler = pair.ins
     axis = pair.rows_in[0]

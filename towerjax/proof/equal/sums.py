@@ -9,8 +9,8 @@ from towerjax.proof.equal.kinds import (
     NO_ZEROS,
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     copy,
     function_of,
     joined,
@@ -35,7 +35,7 @@ _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.STACKED],
 )
-def _reduction(pair: EquationPair) -> Value:
+def _reduction(pair: EquationPair) -> Known:
     """Along other dims than rows a function of a row; along rows as the kind says."""
     [x], name = pair.ins, pair.name
     axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
@@ -64,7 +64,7 @@ def _reduction(pair: EquationPair) -> Value:
     return function_of([x], name)
 
 
-def _of_equal_rows(pair: EquationPair, x: Value) -> Value:
+def _of_equal_rows(pair: EquationPair, x: Known) -> Known:
     """What is constant along rows is so often there as the tower has rows."""
     if pair.name in ("reduce_max", "reduce_min"):
         return copy(x.power)
@@ -75,7 +75,7 @@ def _of_equal_rows(pair: EquationPair, x: Value) -> Value:
     return copy(x.power - 1)
 
 
-def _over_rows(pair: EquationPair, x: Value, axes: set[int]) -> Value:
+def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """Rows make a part of a sum, or of a maximum; padding must not count in it."""
     if pair.name == "reduce_sum":
         if pair.has_padding(x.zeros):
@@ -91,10 +91,10 @@ def _over_rows(pair: EquationPair, x: Value, axes: set[int]) -> Value:
     is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
     if pair.sizes.padded and not is_false:
         raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
-    return Value(kind, x.power)
+    return Known(kind, x.power)
 
 
-def _over_groups(pair: EquationPair, x: Value, axes: set[int]) -> Value:
+def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """What is added up of what is to be added up."""
     if pair.name != "reduce_sum":
         raise NotOfOneKindError(f"{pair.name} of {x}")
@@ -105,7 +105,7 @@ def _over_groups(pair: EquationPair, x: Value, axes: set[int]) -> Value:
     return x._replace(note=tuple(moved))
 
 
-def _over_stacked(pair: EquationPair, x: Value, axes: set[int]) -> Value:
+def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """Over all towers, as a collective does it."""
     [over], name = pair.towers_in, pair.name
     if over not in axes:
@@ -128,7 +128,7 @@ def _over_stacked(pair: EquationPair, x: Value, axes: set[int]) -> Value:
 
 
 @rule("reduce")
-def _reduction_by_a_function(pair: EquationPair) -> Value:
+def _reduction_by_a_function(pair: EquationPair) -> Known:
     """Along other dims than rows, any function of a row."""
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
@@ -140,7 +140,7 @@ def _reduction_by_a_function(pair: EquationPair) -> Value:
 
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp")
-def _cumulative(pair: EquationPair) -> Value:
+def _cumulative(pair: EquationPair) -> Known:
     """Along another dim than rows: linear, or a function of a row."""
     [x] = pair.ins
     if x.kind is Kind.ZERO and pair.name != "cumlogsumexp":
@@ -155,7 +155,7 @@ def _cumulative(pair: EquationPair) -> Value:
 
 
 @rule("sort")
-def _sorted(pair: EquationPair) -> list[Value]:
+def _sorted(pair: EquationPair) -> list[Known]:
     """Along another dim than rows a function of a row, which only moves elements."""
     if pair.params["dimension"] in pair.rows_in:
         raise NotOfOneKindError("own rows are sorted")
@@ -166,13 +166,13 @@ def _sorted(pair: EquationPair) -> list[Value]:
     return [order.times_tower(x.power) for x in pair.ins]
 
 
-def _places_in(value: Value) -> Value:
+def _places_in(value: Known) -> Known:
     """The kind of where elements are: no power changes it."""
     return value.times_tower(0)
 
 
 @rule("top_k")
-def _best(pair: EquationPair) -> list[Value]:
+def _best(pair: EquationPair) -> list[Known]:
     """Along another dim than rows a function of a row, as a sort."""
     [x] = pair.ins
     along = pair.params.get("axis", len(pair.shape(0)) - 1) % len(pair.shape(0))
@@ -183,7 +183,7 @@ def _best(pair: EquationPair) -> list[Value]:
 
 
 @rule("dot_general", knows_constants=True)
-def _matrix_product(pair: EquationPair) -> Value:
+def _matrix_product(pair: EquationPair) -> Known:
     """Rows times rows, added up over the rows, are a part; else a product."""
     x, y = pair.ins
     (x_sums, _), _ = pair.params["dimension_numbers"]
@@ -205,7 +205,7 @@ def _matrix_product(pair: EquationPair) -> Value:
 
 
 @rule("conv_general_dilated")
-def _convolution(pair: EquationPair) -> Value:
+def _convolution(pair: EquationPair) -> Known:
     """Rows are images, or are added up where an image's gradient is a kernel's."""
     (x, y), params = pair.ins, pair.params
     dims, (x_rows, y_rows) = params["dimension_numbers"], pair.rows_in
@@ -237,7 +237,7 @@ _WINDOW = {
     """reduce_window reduce_window_sum reduce_window_max reduce_window_min
     select_and_scatter_add select_and_gather_add"""
 )
-def _window(pair: EquationPair) -> Value:
+def _window(pair: EquationPair) -> Known:
     """Windows along other dims than rows are functions of a row."""
     for axis in {*pair.rows_in, *pair.rows_out} - {None}:
         for key, alone in _WINDOW.items():
@@ -264,7 +264,7 @@ def _window(pair: EquationPair) -> Value:
 
 
 @rule("fft")
-def _transformed(pair: EquationPair) -> Value:
+def _transformed(pair: EquationPair) -> Known:
     """Linear along the last dims."""
     [x], rank = pair.ins, len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
@@ -276,7 +276,7 @@ def _transformed(pair: EquationPair) -> Value:
 
 
 @rule("cholesky eigh lu qr geqrf householder_product svd schur eig tridiagonal_solve")
-def _of_matrices(pair: EquationPair) -> list[Value]:
+def _of_matrices(pair: EquationPair) -> list[Known]:
     """A function of each matrix, which the last two dims are."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
@@ -288,7 +288,7 @@ def _of_matrices(pair: EquationPair) -> list[Value]:
 
 
 @rule("triangular_solve")
-def _solution(pair: EquationPair) -> Value:
+def _solution(pair: EquationPair) -> Known:
     """Linear in what is solved for, along the dims of the matrix."""
     (x, y), rank = pair.ins, len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1

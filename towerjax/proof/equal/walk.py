@@ -25,8 +25,8 @@ from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     ZERO,
     Kind,
+    Known,
     NotOfOneKindError,
-    Value,
     copy,
     function_of,
     rows,
@@ -80,7 +80,7 @@ class Walk:
     def __init__(self, sizes: Sizes, axes: Sequence[str]) -> None:
         self.sizes, self.axes = sizes, frozenset(axes)
         self.loop: RowLoop | None = None
-        self._known: dict[Any, tuple[list[Value], Any, Any]] = {}
+        self._known: dict[Any, tuple[list[Known], Any, Any]] = {}
         self._count = 0
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
@@ -93,8 +93,8 @@ class Walk:
         return what, self._count
 
     def closed(
-        self, first: Any, second: Any, ins: Sequence[Value], outer: Site | None
-    ) -> list[Value]:
+        self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
+    ) -> list[Known]:
         """The kinds of the results of two programs; walked once for the same kinds."""
         key = id(first), id(second), tuple(ins), self.loop
         if key not in self._known:
@@ -107,8 +107,8 @@ class Walk:
         return self._known[key][0]
 
     def _run(
-        self, first: Any, second: Any, ins: Sequence[Value], outer: Site | None
-    ) -> list[Value]:
+        self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
+    ) -> list[Known]:
         a, b = open_jaxpr(first), open_jaxpr(second)
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
         if sides[0] != sides[1]:
@@ -118,7 +118,7 @@ class Walk:
         env = {x: value for (x, _), value in zip(given, ins, strict=True)}
         twin = dict(given)  # of each variable of the first program in the second
 
-        def read(x: Any, y: Any) -> Value:
+        def read(x: Any, y: Any) -> Known:
             if isinstance(x, Literal) and isinstance(y, Literal):
                 return self.constant(x.val, y.val)
             if isinstance(x, Literal) or twin[x] is not y:
@@ -133,16 +133,16 @@ class Walk:
             twin |= zip(one.outvars, two.outvars, strict=True)
         return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
-    def constant(self, first: Any, second: Any) -> Value:
+    def constant(self, first: Any, second: Any) -> Known:
         """The kind of a literal, or of an array that a program closes over."""
         if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
             first, second = jax.random.key_data(first), jax.random.key_data(second)
         a, b = _as_numbers(first), _as_numbers(second)
         if a is None or b is None:
-            return Value(Kind.UNKNOWN, why="a constant that is no number")
+            return Known(Kind.UNKNOWN, why="a constant that is no number")
         if a.shape != b.shape:
             if not (_is_filled(a) and _is_filled(b)):
-                return Value(Kind.UNKNOWN, why="a constant for each row of a tower")
+                return Known(Kind.UNKNOWN, why="a constant for each row of a tower")
             a, b = a.flat[0], b.flat[0]
         if not np.any(a) and not np.any(b):
             return ZERO
@@ -156,13 +156,13 @@ class Walk:
         power = self._power_between(a, b)
         if power is None:
             why = "a constant that depends on the number of towers"
-            return Value(Kind.UNKNOWN, why=why)
+            return Known(Kind.UNKNOWN, why=why)
         return copy(power)
 
-    def size_of_rows(self) -> Value:
+    def size_of_rows(self) -> Known:
         """The kind of the number of a tower's rows."""
         if self.sizes.padded:
-            return Value(Kind.SIZE, note=ROWS_OF_TOWER)
+            return Known(Kind.SIZE, note=ROWS_OF_TOWER)
         return copy(-1, note=ROWS_OF_TOWER)
 
     def _power_between(self, a: Any, b: Any) -> Fraction | None:
@@ -179,8 +179,8 @@ class Walk:
         return None
 
     def equation(
-        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Value], outer: Site | None
-    ) -> list[Value]:
+        self, one: JaxprEqn, two: JaxprEqn, ins: Sequence[Known], outer: Site | None
+    ) -> list[Known]:
         """The kinds of the results of an equation."""
         pair = EquationPair(self, one, two, outer, ins, (), (), (), ())
         count = len(one.outvars)
@@ -216,7 +216,7 @@ class Walk:
                 name = one.primitive.name
                 raise ProgramsDifferError(f"{key} of {name} depends on the towers")
 
-    def _by_rule(self, pair: EquationPair) -> Value | list[Value]:
+    def _by_rule(self, pair: EquationPair) -> Known | list[Known]:
         registered = RULES.get(pair.name, _NO_RULE)
         unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
         if unknown and not registered.knows_unknown:
@@ -239,7 +239,7 @@ class Walk:
         found = found if isinstance(found, list) else [found] * len(pair.rows_out)
         return [_without_identity(x) for x in found]
 
-    def _checked(self, pair: EquationPair, result: int, value: Value) -> Value:
+    def _checked(self, pair: EquationPair, result: int, value: Known) -> Known:
         """The kind of a result, if it fits its shape, with what it is 0 without."""
         if value.kind is Kind.UNKNOWN:
             return value
@@ -273,12 +273,12 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
     return pairs
 
 
-def _as_rows(value: Value) -> Value:
+def _as_rows(value: Known) -> Known:
     """A copy that is constant along its rows is rows, too."""
     return rows(value.power) if value.kind is Kind.COPY else value
 
 
-def _without_identity(value: Value) -> Value:
+def _without_identity(value: Known) -> Known:
     """The value without what is known of it beside its kind."""
     note = None if value.kind is Kind.COPY else value.note
     return value._replace(zeros=NO_ZEROS, number=None, note=note)
@@ -303,7 +303,7 @@ def _is_same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and bool(x == y)
 
 
-def _of_plain_copies(pair: EquationPair) -> Value:
+def _of_plain_copies(pair: EquationPair) -> Known:
     """Any function of copies alone is a copy, if it is one and nothing else."""
     primitive = pair.first.primitive
     axes = [*pair.rows_in, *pair.rows_out]
@@ -321,10 +321,10 @@ _NO_RULE = Registered(_of_plain_copies)
 
 def kinds_of_results(
     programs: tuple[Any, Any],
-    ins: Sequence[Value],
+    ins: Sequence[Known],
     sizes: Sizes,
     axes: Sequence[str],
-) -> list[Value]:
+) -> list[Known]:
     """The kinds of the results of two programs of one tower, for those of their inputs.
 
     Args:
@@ -341,5 +341,5 @@ def kinds_of_results(
     try:
         return Walk(sizes, axes).closed(first, second, ins, None)
     except ProgramsDifferError as error:
-        unknown = Value(Kind.UNKNOWN, why=str(error))
+        unknown = Known(Kind.UNKNOWN, why=str(error))
         return [unknown] * len(open_jaxpr(first).outvars)
