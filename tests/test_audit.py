@@ -1,5 +1,6 @@
 """Audits: what depends on the split is found and named, what does not passes."""
 
+import itertools
 import json
 import pickle
 
@@ -341,6 +342,73 @@ def test_a_habitual_wrong_loss_is_refused_before_anything_changes(name):
     assert "on 2 towers" in str(error) and "on one" in str(error)
     assert len(str(error).splitlines()) <= 7  # three leaves, the cause, one remedy
     assert "as many rows each" not in str(error)  # ROWS are shared evenly
+
+
+CALLS = itertools.count(1)
+DRAWS_OF_NUMPY = np.random.default_rng(3)
+
+
+class Anew:
+    """Losses of which each trace gives another program."""
+
+    def counted(p, b, t):
+        factor = float(next(CALLS))
+        return tj.Weighted.mean(errors(p, b) * factor, t.weight)
+
+    def drawn(p, b, t):
+        return tj.Weighted.mean(errors(p, b) * DRAWS_OF_NUMPY.uniform(), t.weight)
+
+    def drawn_for_each_row(p, b, t):
+        noise = DRAWS_OF_NUMPY.normal(size=b["y"].shape).astype(np.float32)
+        return tj.Weighted.mean(errors(p, b) * noise, t.weight)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("name", cases(Anew))
+def test_what_is_drawn_or_counted_in_python_is_named(name):
+    loss_fn = cases(Anew)[name]
+    step = train_step(loss_fn)
+    text = "Traced twice, the function gives two programs: a number of np.random, a c"
+    error, _ = refused(step, step.init(MODEL), ROWS, text=text)
+    has_line = name != "drawn_for_each_row"  # an array has no line of its own
+    assert (f".{name})" in str(error)) is has_line and "tower.rng" in str(error)
+
+
+class ByNumber:
+    """Losses with the number of towers in them."""
+
+    def divided(p, b, t):
+        return tj.Weighted.mean(errors(p, b) / t.num_towers, t.weight)
+
+    def sum_divided(p, b, t):
+        mean = tj.Weighted.mean(errors(p, b), t.weight)
+        return tj.Weighted(mean.sum / t.num_towers, mean.weight)
+
+    def multiplied(p, b, t):
+        return tj.Weighted.mean(t.num_towers * errors(p, b), t.weight)
+
+
+@pytest.mark.few_fast(1)
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+@pytest.mark.parametrize("name", cases(ByNumber))
+def test_the_number_of_towers_is_named_as_the_factor(name, remainder):
+    step = train_step(cases(ByNumber)[name], remainder=remainder)
+    text = rf"A factor of it is tower\.num_towers, at .*\.{name}\)\.\nLeave"
+    _, found = refused(step, step.init(MODEL), ROWS, text=text)
+    factor = 2.0 if name == "multiplied" else 0.5
+    loss = found["loss"]
+    np.testing.assert_allclose(loss.value, factor * loss.one_tower, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_penalty_is_not_called_a_factor_of_the_number_of_towers():
+    def loss_fn(params, batch, tower):
+        own = WRONG["sum_with_weight_1"](params, batch, tower)
+        return own + tj.penalty((params["w"] ** 2).sum())
+
+    step = train_step(loss_fn)
+    error, _ = refused(step, step.init(MODEL), ROWS, text="half of it on two towers")
+    assert "num_towers" not in str(error)
 
 
 @pytest.mark.few_fast(2)

@@ -1,13 +1,15 @@
 """The cause of what an audit found, and one remedy."""
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
+from towerjax.step.look.audited import program_hash
 from towerjax.step.look.comparison import GRADIENT, Compared, Finding, SplitError
 from towerjax.step.look.run_towers import RowsToRun, Towers
 from towerjax.step.run.trace import Traced
@@ -56,6 +58,17 @@ _BY_PADDING = Advice(
     "Divide sums of rows by the sum of tower.weight, and not by a number of rows, as"
     " .mean() does.",
 )
+_BY_ANOTHER_TRACE = Advice(
+    "traced twice, the function gives two programs: a number of np.random, a counter or"
+    " another variable of Python is in it",
+    "Draw from tower.rng, count with tower.step, and give what changes with the batch,"
+    " tj.Whole(x).",
+)
+_BY_NUMBER = Advice(
+    "a factor of it is tower.num_towers",
+    "Leave the number out: sums are added over towers, and divided once, by the sum of"
+    " all weights.",
+)
 _BY_HALF = Advice(
     "half of it on two towers, as of a sum whose weight is no sum",
     "Return tj.Weighted(sum, weight) with the weights of the same rows, tj.Weighted"
@@ -83,7 +96,7 @@ _BY_FIRST_TOWER = Advice(
     " tj.Reduction.MEAN; where one tower's own is meant, tj.Reduction.NONE.",
 )
 _BY_CROSSED_ROWS = Advice(
-    "rows [b] meet rows [b, 1], which makes [b, b], at",
+    "rows [b] meet rows [b, 1], which makes [b, b]",
     "Give both one shape, such as values[:, 0] or targets[:, None].",
 )
 _BY_DEVICES = Advice(
@@ -108,6 +121,8 @@ class Asks(Protocol):
     one_group: Callable[[], Towers]
     one_tower: Towers
     two_towers: Towers
+    each: int
+    split: Callable[..., RowsToRun]
     splits: list[RowsToRun]
     is_narrow: bool
     is_own: bool
@@ -132,19 +147,21 @@ def _causes(
     names = [x.leaf for x in findings]
     traced, rows = audit.one_tower.trace(audit.splits[0]), audit.one_tower.rows
     sites = _sites_of(traced)
-    if lines := listed(dict.fromkeys(map(user_line, crossed_rows(sites, rows)))):
-        yield (
-            names,
-            _BY_CROSSED_ROWS._replace(cause=f"{_BY_CROSSED_ROWS.cause} {lines}"),
-        )
+    if crossed := [*crossed_rows(sites, rows)]:
+        yield names, _with_lines(_BY_CROSSED_ROWS, crossed)
+    again = audit.towers(1, rows=rows).trace(audit.splits[0])
+    if program_hash(traced) != program_hash(again):
+        pairs = zip(sites, _sites_of(again), strict=False)
+        parted = (x for x, y in pairs if _numbers_of(x) != _numbers_of(y))
+        yield names, _with_lines(_BY_ANOTHER_TRACE, itertools.islice(parted, 1))
     if audit.is_narrow and (mended := audit.without(names, audit.one_group())):
         yield mended, _BY_DEVICES
     if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
         if mended := audit.without(names, audit.one_tower, shared=False):
             yield mended, _BY_SHARED_KEY
         own = [x for x in draws if KEY_NAME not in str(x[0].invars[0].aval)]
-        if lines := listed(dict.fromkeys(filter(None, map(user_line, own)))):
-            yield names, _BY_OWN_KEY._replace(cause=f"{_BY_OWN_KEY.cause}, at {lines}")
+        if any(map(user_line, own)):
+            yield names, _with_lines(_BY_OWN_KEY, own)
     if audit.pads:
         as_two = audit.towers(1, rows=audit.two_towers.rows)
         if mended := audit.without(names, as_two):
@@ -154,6 +171,9 @@ def _causes(
         ([x for x in names if _is_times(run.got[x], factor, run.want[x])], advice)
         for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO))
     ]
+    if any(x[0] for x in by_factor) and (sites_of_number := _of_number(audit)):
+        by_number = _with_lines(_BY_NUMBER, sites_of_number)
+        by_factor = [(these, by_number) for these, _ in by_factor]
     yield from [x for x in by_factor if x[0] == names]
     is_made_of_it = any(x.startswith(GRADIENT) for x in names) or audit.is_own
     has_gradients = any(_TRANSPOSED in str(x[0].source_info.name_stack) for x in sites)
@@ -167,6 +187,36 @@ def _causes(
     if these := [x for x in names if x in _of_first_tower(audit.one_tower.state.local)]:
         yield these, _BY_FIRST_TOWER
     yield names, _BY_OWN_ROWS
+
+
+def _numbers_of(site: Site) -> tuple[str, list[Any]]:
+    """The primitive of an equation, and the numbers that are written in it."""
+    literals = [x.val for x in site[0].invars if isinstance(x, Literal)]
+    numbers = [np.asarray(x).item() for x in literals if np.ndim(x) == 0]
+    return site[0].primitive.name, numbers
+
+
+def _of_number(audit: Asks) -> list[Site]:
+    """Where each of two towers has twice the number, or half, that one alone has."""
+    rows = audit.split("half", np.arange(audit.each))
+    alone = audit.towers(1, rows=audit.each).trace(rows)
+    found = []
+    both = audit.two_towers.trace(audit.splits[0])
+    for site, other in zip(_sites_of(both), _sites_of(alone), strict=False):
+        (name, numbers), (of_one, expected) = _numbers_of(site), _numbers_of(other)
+        if name != of_one:
+            break
+        pairs = zip(numbers, expected, strict=False)
+        if any(x != y and x in (2 * y, y / 2) for x, y in pairs):
+            found.append(site)
+    return found
+
+
+def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
+    """The advice, whose cause names these lines, where they have any."""
+    lines = dict.fromkeys(filter(None, map(user_line, sites)))
+    at = f", at {listed(lines)}" if lines else ""
+    return advice._replace(cause=advice.cause + at)
 
 
 def _is_times(got: np.ndarray | None, factor: float, want: np.ndarray | None) -> bool:
