@@ -324,6 +324,13 @@ def test_a_result_of_another_dtype_is_no_state():
     assert tj.testing.same_on_devices(make, (1, 2)).splits == 1
 
 
+def test_keys_of_a_dict_that_is_held_need_no_order():
+    held = {0: X.copy(), "one": Y.copy(), None: jnp.ones(2)}
+    before = Held(lambda: held, [])
+    held["one"] += 1
+    assert [*before.changed()] == ["fn.held['one']"]
+
+
 def test_what_is_not_yet_defined_holds_nothing():
     def make(devices):
         gradient = gradient_of(devices, right)

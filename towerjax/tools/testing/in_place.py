@@ -86,6 +86,8 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
         parts = [(f".{key}", _content_of(cell)) for key, cell in cells]
         return [*parts, ("", vars(x).get("__wrapped__"))]
+    if isinstance(x, dict):  # whose keys JAX may not sort
+        return [(f"[{key!r:.60}]", part) for key, part in x.items()]
     is_leaf = functools.partial(operator.is_not, x)
     if not isinstance(x, Iterator) and not jax.tree_util.all_leaves([x]):
         nodes = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_leaf)
