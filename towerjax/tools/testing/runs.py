@@ -39,7 +39,7 @@ class Run(NamedTuple):
     """What the calls of a program gave, and what it used."""
 
     calls: tuple[dict[str, Value], ...]
-    devices: frozenset[Device]  # of arguments and results that are laid on some
+    devices: frozenset[Device]  # of arguments and results
     dtypes: frozenset[str]  # of arguments and results
     is_changed: bool  # something, in place
 
@@ -78,7 +78,7 @@ class UserProgram:
         """
         args = self.args if self._is_new and not by else self._copies(by)
         self._is_new = False
-        held, calls, seen = Held(self.fn, args), list[dict[str, Value]](), [args]
+        held, calls, gave = Held(self.fn, args), list[dict[str, Value]](), list[Any]()
         for call in range(CALLS):
             try:
                 out = self.fn(*args)
@@ -88,13 +88,15 @@ class UserProgram:
                 break
             changed, places = held.changed(), state_places(self._given, out)
             calls.append(_values(out, places, changed))
-            seen += [out, changed]
+            gave += [out, changed]
             if not (changed or places):
                 break
             args = self._after(args, out, places)
-        leaves, _ = flatten(seen)
-        dtypes = {str(x.dtype) for x in leaves if isinstance(x, ARRAY_TYPES)}
-        devices = frozenset(_laid_on(leaves))
+        taken, given = flatten(self._given)[0], flatten(gave)[0]
+        dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
+        # What is given to it and laid nowhere, JAX puts where the program runs.
+        taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
+        devices = frozenset(_devices_of(taken + given))
         return Run(tuple(calls), devices, frozenset(dtypes), bool(changed))
 
     def release(self) -> None:
@@ -190,10 +192,9 @@ def _value(x: Any, is_state: bool) -> Value:
     return Value(as_reals(data), is_state, is_one_key)
 
 
-def _laid_on(leaves: Iterable[Any]) -> Iterable[Device]:
-    """The devices of arrays that were laid on some: JAX may put the others anywhere."""
+def _devices_of(leaves: Iterable[Any]) -> Iterable[Device]:
     for x in leaves:
-        if isinstance(x, jax.Array) and x.committed:
+        if isinstance(x, jax.Array):
             yield from x.sharding.device_set
 
 

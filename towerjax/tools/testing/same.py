@@ -141,16 +141,16 @@ def refuse_others(given: Sequence[Device], used: frozenset[Device]) -> None:
     Those of another platform hold what is kept on the host.
     """
     used = frozenset(x for x in used if x.platform == given[0].platform)
-    # What is laid on no device by name, JAX puts on one.
     if used == {*given} or (len(given) == 1 and not used):
         return
-    number, names = max(len(used), 1), sorted(map(canonical_device_name, used))
-    where = f"{number} device{'s' * (number > 1)}"
+    where = f"make({len(given)} devices) says nowhere on which devices it runs"
+    if used:
+        number, names = len(used), sorted(map(canonical_device_name, used))
+        where = f"make({len(given)} devices) runs on {number} device{'s'[: number - 1]}"
+        where += f", {', '.join(names)}, as its arguments, results and meshes say"
     raise ValueError(
-        f"make({len(given)} devices) runs on {where}"
-        f"{': ' * bool(names)}{', '.join(names)}, as its arguments, results and meshes"
-        " say. Make its mesh of the devices that it is given, jax.sharding.Mesh("
-        "devices, 'i'), each time anew, and return an array that is on them."
+        f"{where}. Make its mesh of the devices that it is given, each time anew,"
+        " jax.sharding.Mesh(devices, 'i'), and return an array that is on them."
     )
 
 
