@@ -96,7 +96,7 @@ class UserProgram:
         dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
         # What is given to it and laid nowhere, JAX puts where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
-        devices = frozenset(_devices_of(taken + given))
+        devices = frozenset(_where_are(taken + given))
         return Run(tuple(calls), devices, frozenset(dtypes), bool(changed))
 
     def release(self) -> None:
@@ -192,7 +192,7 @@ def _value(x: Any, is_state: bool) -> Value:
     return Value(as_reals(data), is_state, is_one_key)
 
 
-def _devices_of(leaves: Iterable[Any]) -> Iterable[Device]:
+def _where_are(leaves: Iterable[Any]) -> Iterable[Device]:
     for x in leaves:
         if isinstance(x, jax.Array):
             yield from x.sharding.device_set
