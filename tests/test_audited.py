@@ -172,6 +172,7 @@ MAY_PAD = {
 
 
 @pytest.mark.few_fast(1)
+@pytest.mark.filterwarnings("ignore:not audited")
 @pytest.mark.parametrize("way", MAY_PAD)
 def test_what_full_batches_show_is_refused_where_others_may_be_padded(runs, way):
     with pytest.raises(tj.testing.SplitError) as error:
@@ -591,6 +592,7 @@ def test_a_function_that_asserts_its_number_of_rows_is_told(runs):
     assert not runs
 
 
+@pytest.mark.filterwarnings("ignore:not audited")
 @pytest.mark.parametrize("audit", [None, True])
 @pytest.mark.parametrize("kind", [KeyError, RuntimeError, ValueError, AssertionError])
 def test_what_no_audit_expects_is_raised_and_names_the_audit(monkeypatch, kind, audit):

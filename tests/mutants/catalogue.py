@@ -1056,6 +1056,25 @@ AUDITS = (
     _m("U12", "rows that are meant to meet are refused on one tower",
        "step.look.advice:crossed_rows", "along not in of_rows", "True",
        "audited::rows_that_are_meant_to_meet_are_not_audited_on_one_tower"),
+    _m("U13", "what no audit expects is told and not raised",
+       "step.look.examine:Examined._audit_once", "except NotAudited as error",
+       "except (LookupError, NotAudited) as error",
+       "audited::what_no_audit_expects_is_raised_and_names_the_audit[KeyError-None]"),
+    _m("U14", "what counts padding is not compared without any",
+       "step.look.audit:run_audit",
+       "if unmasked or (pads and isinstance(error, NotAudited)):",
+       "if unmasked:\n            raise NotAudited('padded') from None\n        if 0:",
+       "audited::what_full_batches_show_is_refused_where_others_may_be_padded"
+       "[evaluation]"),
+    _m("U15", "a record is believed of a program with a callback",
+       "step.look.audited:program_hash", '"callback" in', '"callbacks" in',
+       "audited::of_a_program_with_a_callback_there_is_no_record[loss]"),
+    _m("U16", "a record is written through a symbolic link",
+       "step.look.audited:_refuse_links", "each.is_symlink()", "False",
+       "audited::a_record_is_read_and_written_through_no_symbolic_link"),
+    _m("U17", "a loss that reads no row trains", "step.run.one_pass:Pass.reads_no_row",
+       "return not any(", "return False and not any(",
+       "bad_input::a_loss_that_reads_no_leaf_of_its_batch_is_refused[{}-a mean]"),
 )
 
 OUTSIDE = (
