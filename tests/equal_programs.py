@@ -235,6 +235,71 @@ def counts(d):
     )
 
 
+def scaled(d):
+    """By powers of the number of towers."""
+    x, towers = d.value("number", "features", "rows"), d.tower.num_towers
+    power = 1.0 * d.of(towers, 1 / towers, towers**2, towers**0.5, 2.0)
+    return d.of(x * power, x / power, x * (power * d.value("number")), x + power)
+
+
+def of_numbers(d):
+    """What is made of two numbers, or of two vectors."""
+    shape = d.of("number", "features")
+    x, y = d.value(shape), d.value(shape)
+    return d.of(x + y, x - y, x * y, x / y, jnp.maximum(x, y), x * y, x.astype(int) + y)
+
+
+def other_program(d):
+    """Another value for one number of towers than for the others."""
+    shape = d.of("number", "features", "rows", "rows of features")
+    x, y, is_one = d.value(shape), d.value(shape), d.tower.num_towers == 1
+    first, second = (x, y) if is_one else (y, x)
+    return d.of(
+        lambda: jnp.tanh(first) + 0.5 * jnp.tanh(second),
+        lambda: first * 2.0,
+        lambda: jnp.where(first > 0, second, 0.0),
+    )()
+
+
+@jax.jit
+def _weighed(x, y, w):
+    weight = jnp.abs(x @ w)
+    return weight.sum(), y @ weight, (x @ w > 0.3).astype(x.dtype)
+
+
+def called_twice(d):
+    """One program for two values of the same kind."""
+    x, y, weight = d.value("rows of features"), d.value("rows"), d.tower.weight
+    x, y = x * weight[:, None], y * weight
+    first = _weighed(x, y, d.value("features"))
+    other = _weighed(x, y, d.value("features"))
+    flag, other_flag = first[2] * weight, other[2] * weight
+    return d.of(
+        first[1] / first[0] * other[0],
+        first[1] / first[0] * first[0],
+        jnp.where(flag.sum() > 0, y @ other_flag, 0.0),
+        jnp.where(flag.sum() > 0, y @ flag, 0.0),
+        y @ flag / jnp.maximum(flag.sum(), 1.0) * other_flag.sum(),
+        y @ other_flag / jnp.maximum(flag.sum(), 1.0) * flag.sum(),
+        y @ flag / jnp.maximum(flag.sum(), d.of(1.0, 2.0)) * flag.sum(),
+    )
+
+
+def views(d):
+    """Rows that are joined with rows, in one order and in another."""
+    x, y, n = d.value("rows"), d.value("rows"), d.tower.rows
+    joined, mixed = jnp.concatenate([x, y]), jnp.stack([x, y], 1).reshape(-1)
+    other = jnp.concatenate([y, x])
+    both = d.of(joined, mixed) * d.of(joined, mixed, other, jnp.repeat(x, 2))
+    return d.of(
+        lambda: both.reshape(2, n).sum(0),
+        lambda: both.reshape(n, 2).sum(1),
+        lambda: both.sum(),
+        lambda: both[:n],
+        lambda: both[n // 2 : n + n // 2],
+    )()
+
+
 def row_numbers(d):
     rows = jnp.arange(d.tower.rows)
     first = d.of(0, d.tower.id * d.tower.rows, d.tower.id, d.tower.rows)
@@ -472,7 +537,8 @@ OPERATIONS += [gathered_rows, scattered_rows, own_mean, own_mean_of_examples, co
 OPERATIONS += [reduced_over_towers, masked_sum, sum_of_flagged, quotient_and_back]
 OPERATIONS += [row_numbers, products, products, convolved, laid_otherwise, indexed]
 OPERATIONS += [laid_otherwise, indexed, branched, looped, over_rows, over_rows, solved]
-OPERATIONS += [derived, drawn]
+OPERATIONS += [derived, drawn, scaled, of_numbers, of_numbers, other_program]
+OPERATIONS += [called_twice, views]
 """What a program is made of; what stands twice is likelier."""
 
 
@@ -515,7 +581,7 @@ def function_of(seed, operations=OPERATIONS, length=6):
             if name is not None and jnp.issubdtype(new.dtype, jnp.floating):
                 pool[name].append(new)
                 made.append(new)
-        return leaves_of(d, made[-3:] or [params["b"]], batch, tower)
+        return leaves_of(d, made[-4:] or [params["b"]], batch, tower)
 
     return fn
 
@@ -530,22 +596,15 @@ def leaves_of(d, made, batch, tower):
     arrays = [d.of(*weights)]
     leaves = [MergedLeaf("weight", Merge.PER_TOWER)]
     for number, x in enumerate(made):
-        name = shape_name(x, tower.rows)
-        has_rows = name.startswith("rows")
-        if has_rows and d.below(2):
+        if shape_name(x, tower.rows).startswith("rows"):
             arrays.append(x)
             leaves.append(MergedLeaf(f"rows {number}", Merge.ROWS))
-            continue
-        if has_rows:
             shape = (-1,) + (1,) * (x.ndim - 1)
             x = d.of(x, x * weight.reshape(shape)).sum(0)
-        merge = d.of(Merge.SUM, Merge.MEAN, Merge.REPLICATED)
-        arrays.append(x)
-        leaves.append(
-            MergedLeaf(
-                f"{merge.name} {number}", merge, 0 if merge is Merge.MEAN else None
-            )
-        )
+        for merge in (Merge.SUM, Merge.MEAN, Merge.REPLICATED):
+            arrays.append(x)
+            divided_by = 0 if merge is Merge.MEAN else None
+            leaves.append(MergedLeaf(f"{merge.name} {number}", merge, divided_by))
     return arrays, leaves
 
 

@@ -193,6 +193,13 @@ class Split:
     def number_of_rows_with_padding(p, b, t):
         return tj.Weighted(b["y"] @ t.weight, t.rows)
 
+    def padding_that_a_gather_fills(p, b, t):
+        at = jnp.abs(b["y"]).astype(int) + 2
+        masked = (b["x"] * t.weight[:, None])[:, :, None]
+        fill = {"mode": "fill", "fill_value": 7.0}
+        read = jax.vmap(lambda x, i: x.at[i].get(**fill, wrap_negative_indices=False))
+        return tj.Sum(read(masked[:, :, 0], at).sum())
+
     # Means over own rows, and guards.
 
     def mean_of_means(p, b, t):
@@ -202,6 +209,21 @@ class Split:
     def mean_times_another_count(p, b, t):
         flag, other = (b["y"] > 0) * t.weight, (b["x"][:, 0] > 0) * t.weight
         return tj.Sum(b["y"] @ flag / flag.sum() * other.sum())
+
+    def mean_times_a_count_by_other_numbers(p, b, t):
+        @jax.jit
+        def weigh(w):
+            return jnp.abs(b["x"] @ w) @ t.weight
+
+        return tj.Sum(b["y"] @ t.weight / weigh(p["w"]) * weigh(p["k"][0]))
+
+    def sum_if_any_of_another_flag(p, b, t):
+        @jax.jit
+        def flag(w):
+            return (b["x"] @ w > 1.3) * t.weight
+
+        count, other = flag(p["w"]).sum(), b["y"] @ flag(p["k"][0])
+        return tj.Sum(jnp.where(count > 0, other, 0.0))
 
     def stopped_mean_times_its_count(p, b, t):
         weight = (b["x"] @ p["w"]) ** 2 * t.weight
@@ -280,6 +302,26 @@ class Split:
         test = lambda c: (c[1] > 0.1).any()  # noqa: E731
         body = lambda c: (c[0] + 1.0, 0.5 * c[1])  # noqa: E731
         return lax.while_loop(test, body, (0.0, jnp.abs(b["y"])))[0]
+
+    def derivative_of_its_own_for_a_function_of_jax(p, b, t):
+        sine = jax.custom_jvp(jnp.sin)
+
+        @sine.defjvp
+        def _(primals, tangents):
+            by_all = tangents[0] * jnp.abs(primals[0]).mean()
+            return jnp.sin(primals[0]), by_all
+
+        return tj.Weighted.mean(sine(b["x"] @ p["w"]) * b["y"], t.weight)
+
+    def derivative_of_its_own_for_relu(p, b, t):
+        relu = jax.custom_jvp(jax.nn.relu)
+
+        @relu.defjvp
+        def _(primals, tangents):
+            by_all = tangents[0] * jnp.abs(primals[0]).mean()
+            return jnp.maximum(primals[0], 0.0), by_all
+
+        return tj.Weighted.mean(relu(b["x"] @ p["w"]) * b["y"], t.weight)
 
     def derivative_of_its_own(p, b, t):
         return tj.Weighted.mean(_by_the_mean(b["x"] @ p["w"]) * b["y"], t.weight)

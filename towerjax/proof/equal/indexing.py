@@ -10,10 +10,13 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    copy,
     joined,
     part,
     product_of,
+    rows,
 )
+from towerjax.proof.equal.zeros import fills_with_zero
 
 _AMONG_ROWS = "rows are read or written by the numbers of others"
 _SAME = (Kind.COPY, Kind.ZERO)
@@ -122,9 +125,10 @@ def _gathered(pair: EquationPair) -> Known:
     (x, at), dims = pair.ins, pair.params["dimension_numbers"]
     (axis, at_axis), [out_axis] = pair.rows_in, pair.rows_out
     sizes = pair.params["slice_sizes"]
-    if x.kind is Kind.ZERO:
-        # Where an index is beyond the table, JAX may give NaN.
+    if x.kind is Kind.ZERO and fills_with_zero(pair):
         return ZERO
+    if x.kind is Kind.ZERO:
+        x = copy() if axis is None else rows()
     if at.kind is Kind.COUNTER and axis is not None:
         is_row = dims.start_index_map == (axis,) and axis in dims.collapsed_slice_dims
         known = x.kind in (Kind.ROWS, Kind.BUFFER) and x.blocks == 1

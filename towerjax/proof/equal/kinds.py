@@ -61,6 +61,11 @@ PADDING = "padding"
 ROWS_OF_TOWER = "rows of a tower"
 """The note of a copy that is the number of a tower's rows."""
 
+
+class Identity(int):
+    """A number for one value of a program, or one flag."""
+
+
 NO_ZEROS: frozenset[Any] = frozenset()
 
 

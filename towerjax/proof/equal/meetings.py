@@ -100,7 +100,7 @@ def _key_of_seed(pair: EquationPair) -> Known:
 def _key_of_number(pair: EquationPair) -> Known:
     """With the tower's number a key of its own, which stays one; else a function."""
     key, number = pair.ins
-    if key.kind is Kind.KEY and number.kind in EACH:
+    if key.kind is Kind.KEY and number.kind in EACH | {Kind.NUMBERS}:
         return key
     if key.kind in (Kind.COPY, Kind.ZERO) and number.kind is Kind.TOWER:
         return Known(Kind.KEY)

@@ -11,13 +11,14 @@ for derivatives, too, and none uses that two values cancel.
 
 import dataclasses
 import enum
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.proof.equal import (  # noqa: F401
     elementwise,
@@ -111,6 +112,7 @@ class Equality:
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
+_OWN_FOLDER = str(Path(__file__).parents[2])
 _WORSE_LAST = ("proved", "unknown", "refuted")
 _INPUTS = {
     Given.REPLICATED: copy(),
@@ -184,14 +186,40 @@ def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
     Then the derivatives are to be walked, too: what is proved of a value says nothing
     of them.
     """
-    for eqn in all_eqns(jaxpr):
-        if eqn.primitive.name in _WITH_RULES:
-            inner: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
-            info = getattr(open_jaxpr(inner), "debug_info", None)
-            source = str(getattr(info, "func_src_info", ""))
-            if _JAX_FOLDER not in source:
-                return True
-    return False
+    return any(_has_own_rule(eqn) for eqn in all_eqns(jaxpr))
+
+
+def _has_own_rule(eqn: JaxprEqn) -> bool:
+    """Whether a derivative of the equation is not one that JAX knows."""
+    name = eqn.primitive.name
+    if name == "custom_linear_solve":
+        programs = [x for x in eqn.params["jaxprs"] if x is not None]
+        return not all(_source_of(x).startswith(_JAX_FOLDER) for x in programs)
+    if name not in _WITH_RULES:
+        return False
+    inner: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    # A rule of the user's for a function of JAX has that function's own rule inside.
+    is_around = any(x.primitive.name in _WITH_RULES for x in all_eqns(inner))
+    return is_around or not _is_rule_of_jax(inner)
+
+
+def _is_rule_of_jax(program: Any) -> bool:
+    """Whether JAX defines the function, and its rule beside it."""
+    info = getattr(open_jaxpr(program), "debug_info", None)
+    name, _, source = str(getattr(info, "func_src_info", "")).partition(" at ")
+    file = source.rpartition(":")[0]
+    is_of_ours = file.startswith((_JAX_FOLDER, _OWN_FOLDER))
+    modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
+    rules = (jax.custom_jvp, jax.custom_vjp)
+    has_rule = any(isinstance(getattr(x, name, None), rules) for x in modules)
+    # What finds roots is told by the user how.
+    return is_of_ours and has_rule and not file.endswith("solves.py")
+
+
+def _source_of(program: Any) -> str:
+    """The file of the function that a program is traced of."""
+    info = getattr(open_jaxpr(program), "debug_info", None)
+    return str(getattr(info, "func_src_info", "")).partition(" at ")[2]
 
 
 def _has_rows_first(sizes: Sizes, first: Any, second: Any) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from towerjax.proof.equal.kinds import (
     PADDING,
     ROWS_OF_TOWER,
     ZERO,
+    Identity,
     Kind,
     Known,
     NotOfOneKindError,
@@ -71,6 +72,15 @@ class RowLoop:
     lengths: tuple[Any, Any]  # in either program
 
 
+class _Walked(NamedTuple):
+    """The results of two programs, and the identities that were new in them."""
+
+    out: list[Known]
+    start: int
+    end: int
+    programs: tuple[Any, Any]
+
+
 class Walk:
     """One walk of two programs.
 
@@ -80,31 +90,40 @@ class Walk:
     def __init__(self, sizes: Sizes, axes: Sequence[str]) -> None:
         self.sizes, self.axes = sizes, frozenset(axes)
         self.loop: RowLoop | None = None
-        self._known: dict[Any, tuple[list[Known], Any, Any]] = {}
+        self._known: dict[Any, _Walked] = {}
         self._count = 0
 
     def has_padding(self, zeros: frozenset[Any]) -> bool:
         """Whether padding may count in a value that is 0 only there."""
         return self.sizes.padded and PADDING not in zeros
 
-    def new_number(self, what: str) -> tuple[str, int]:
+    def new_number(self, what: str) -> tuple[str, Identity]:
         """An identity that no other value has."""
         self._count += 1
-        return what, self._count
+        return what, Identity(self._count)
 
     def closed(
         self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
     ) -> list[Known]:
-        """The kinds of the results of two programs; walked once for the same kinds."""
+        """The kinds of the results of two programs; walked once for the same kinds.
+
+        Results for other values of these kinds are other values.
+        """
         key = id(first), id(second), tuple(ins), self.loop
         if key not in self._known:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
                 raise ProgramsDifferError("the programs close over other arrays")
             consts = [self.constant(*pair) for pair in zip(a, b, strict=True)]
+            start = self._count
             out = self._run(first, second, [*consts, *ins], outer)
-            self._known[key] = out, first, second  # what is kept keeps its id
-        return self._known[key][0]
+            kept = first, second  # what is kept keeps its id
+            self._known[key] = _Walked(out, start, self._count, kept)
+            return out
+        found = self._known[key]
+        shift = self._count - found.start
+        self._count += found.end - found.start
+        return [_renumbered(x, found, shift) for x in found.out]
 
     def _run(
         self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
@@ -257,6 +276,19 @@ class Walk:
         if value.kind is Kind.PART and value.number is None:
             value = value._replace(number=self.new_number("value"))
         return value
+
+
+def _renumbered(value: Known, found: _Walked, shift: int) -> Known:
+    """The value with other identities in place of those that were new."""
+
+    def new(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(map(new, x))
+        is_identity = type(x) is Identity and found.start < x <= found.end
+        return Identity(x + shift) if is_identity else x
+
+    zeros = frozenset(map(new, value.zeros))
+    return value._replace(number=new(value.number), note=new(value.note), zeros=zeros)
 
 
 def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:

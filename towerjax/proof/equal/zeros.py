@@ -60,6 +60,17 @@ def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     return at[0]
 
 
+def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
+    """Elements of its first operand, and beyond it what it is told to fill in."""
+    return at[0] if fills_with_zero(pair) else NO_ZEROS
+
+
+def fills_with_zero(pair: EquationPair) -> bool:
+    """Whether a gather gives no other number where an index is beyond the array."""
+    fills = "FILL" in str(pair.params["mode"])
+    return not fills or pair.params["fill_value"] == 0
+
+
 def _of_own(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     """Each result is made of the operand of its number."""
     return at[result]
@@ -127,10 +138,11 @@ _register(
     square cbrt tanh sin tan asin atan sinh asinh atanh erf expm1 log1p floor ceil round
     reshape broadcast_in_dim reduce_sum reduce_max reduce_min reduce_or reduce_and
     reduce_prod cumsum cummax cummin cumprod rev slice split unstack dynamic_slice
-    gather fft div reduce_window_sum select_and_scatter_add shift_left
+    fft div reduce_window_sum select_and_scatter_add shift_left
     shift_right_logical
     shift_right_arithmetic pvary pcast""",
 )
+_register(_of_gather, "gather")
 _register(_of_own, "optimization_barrier sort")
 _register(_of_second, "triangular_solve")
 _register(_of_first_two, "dynamic_update_slice")
