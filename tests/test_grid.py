@@ -111,7 +111,14 @@ def values(tree):
     return jax.tree.map(value_of, tree, is_leaf=lambda x: hasattr(x, "value"))
 
 
-def own_step(draw, optimizer, loss, how):
+def passes_of(draw, loss):
+    """With the gradient of the whole loss, or of each tower's own."""
+    if draw.kind == "several":
+        ahead = lambda state, merged: uphill(state.params, merged["grads"].value)  # noqa: E731
+        after = lambda params, batch, tower, _: loss(params, batch, tower)  # noqa: E731
+        several = tj.of_loss(loss), tj.of_loss(after, ahead)
+        return several if draw.door == "passes" else several[0]
+
     def tower_fn(state, batch, tower, merged=None):
         at = state.params if merged is None else uphill(state.params, merged.value)
         out, grads = tj.value_and_grad(loss)(at, batch, tower)
@@ -124,6 +131,10 @@ def own_step(draw, optimizer, loss, how):
     def first(state, batch, tower):
         return tj.value_and_grad(loss)(state.params, batch, tower)[1]
 
+    return (first, tower_fn) if draw.door == "passes" else tower_fn
+
+
+def own_step(draw, optimizer, loss, how):
     def update_fn(state, merged):
         loss, metrics = merged["loss"], merged["metrics"]
         state = tj.apply_gradients(optimizer, state, merged["grads"], loss=loss)
@@ -133,8 +144,7 @@ def own_step(draw, optimizer, loss, how):
             state = dataclasses.replace(state, local=merged["local"])
         return state, {"loss": loss, **metrics}
 
-    passes = (first, tower_fn) if draw.door == "passes" else tower_fn
-    return tj.build_step(passes, update_fn, draw.strategy, **how)
+    return tj.build_step(passes_of(draw, loss), update_fn, draw.strategy, **how)
 
 
 def model_fn_of(draw, optimizer):

@@ -369,7 +369,8 @@ UNLIKE = {
     "remainder": {"'error'": TRAINS, "'pad'": f"{READS} {MODEL}"},
     "max_programs": {"1": TRAINS, "None": f"{READS} {MODEL}"},
     "donate": {"True": TRAINS, "False": MODEL},
-    "loss_reduction": {"None": "assert_replicates build_train_step value_and_grad",
+    "loss_reduction": {
+        "None": "assert_replicates build_train_step of_loss value_and_grad",
         "LossReduction.SUM_BY_NONZERO_WEIGHTS": MODEL},
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.

@@ -1,6 +1,7 @@
 """A tower function sees one axis of all towers, wherever they lie."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ import towerjax as tj
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import user_line
 from towerjax.proof.interpreter import eqn_context, evaluate_eqn
+from towerjax.towers.lowering.sums import dependents
 from towerjax.towers.lowering.tower_axis import over_local_towers
-from towerjax.towers.lowering.vmap_sums import dependents
 
 
 def every_collective(tower, x):
@@ -228,52 +229,54 @@ def test_rules_of_the_kind_to_come_are_refused(rule, batched):
             jax.config.update(name, before[name])
 
 
-# What towers of a device add up.
+# What towers of a device add up: their losses, of which one derivative is taken.
 
 AXES = mirrored(3, 1).placement.axes
 
 
+def derivative_of_sum(loss, k, w, *own):
+    """That of the sum of ``loss(w, *own)`` over ``k`` towers of one device."""
+    axes = mirrored(k, 1).placement.axes
+
+    def total(w):
+        one = lambda _, own, w: (loss(w, *own), ())  # noqa: E731
+        return over_local_towers(one, axes, own, w, stack_sums=False)[0]
+
+    return jax.grad(total)(w)
+
+
+def sum_of_derivatives(loss, w, *own):
+    """Each tower's by itself, added in NumPy."""
+    rows = jax.jit(jax.vmap(jax.grad(loss), (None, *[0] * len(own))))(w, *own)
+    return np.asarray(rows).sum(0)
+
+
+def shapes_in(fn, *args):
+    traced = jax.make_jaxpr(fn)(*args)
+    return {v.aval.shape for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
+
+
+PRODUCTS = {
+    "plain": lambda w, x, y: ((x @ w) * y).sum(),
+    "turned": lambda w, x, y: -((w.T @ x.T) * y.T).sum(),
+    "twice": lambda w, x, y: ((x @ w) * y).sum() + (2 * (x @ w) * y).sum(),
+    "rows": lambda w, x, y: jnp.einsum("bi,ij,bj->b", x, w, y).sum(),
+    "in heads": lambda w, x, y: (jnp.tensordot(x, w.reshape(6, 5), 1) * y).sum(),
+    "used": lambda w, x, y: ((x @ w) ** 2).sum(),
+    "beside others": lambda w, x, y: ((x @ w) * y).sum() + (w**2).sum(),
+}
+
+
 @pytest.mark.slow
-def test_sums_of_products_are_one_product():
+def test_the_derivative_of_a_sum_of_products_is_one_product():
     k, rng = 3, np.random.default_rng(0)
-    whole = lambda *shape: rng.integers(-5, 5, (k, *shape)).astype(np.float32)  # noqa: E731
-    x, y, same = whole(4, 6), whole(4, 5), whole(4, 7)[0]
-
-    def one(tower_id, own, same):
-        x, y = own
-        used = y.T @ x
-        twice = jax.grad(lambda w: ((x @ w) * y).sum() + (2 * (x @ w) * y).sum())
-        beside = jax.grad(lambda w: ((x[:, :2] @ w) * y).sum() + (w * y[:2]).sum())
-        sums = {
-            "plain": x.T @ y,
-            "turned": -(y.T @ x).T,
-            "added": twice(jnp.zeros((6, 5))),
-            "beside others": beside(jnp.zeros((2, 5))),
-            "rows": jnp.einsum("bi,bj->bij", x, y),
-            "in heads": jnp.einsum("bi,bj->ij", x, y).reshape(3, 2, 5),
-            "whole": x.astype(jnp.int32).T @ y.astype(jnp.int32),
-            "and a number": x[:, :2].T @ y + x[:2, :5] + 2.0,
-            "used": used,
-            "with what is shared": x.T @ same,
-            "with a number": lax.dot_general(x, 2.0, (((), ()), ((), ()))),
-            "no product": x.sum(0),
-            "constant": jnp.float32(2),
-            "as it came": x,
-        }
-        return sums, {"id": tower_id, "norm": (used**2).sum()}
-
-    def run(*own):
-        return over_local_towers(one, AXES, own, same, stack_sums=False)
-
-    of_all = jax.jit(jax.vmap(one, (0, 0, None)))
-    sums, kept = of_all(np.arange(k), (x, y), same)
-    expected = jax.tree.map(lambda rows: np.asarray(rows).sum(0), sums), kept
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(x, y), expected)
-    # A tower's own products are made of what it uses, or what all towers share.
-    traced = jax.make_jaxpr(run)(x, y)
-    sizes = {v.aval.shape for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
-    assert {(6, 5), (5, 6), (4, 6, 5), (k, 5, 6), (k, 6, 7)} <= sizes
-    assert sizes.isdisjoint({(k, 6, 5), (k, 4, 6, 5)})
+    whole = lambda *shape: rng.integers(-5, 5, shape).astype(np.float32)  # noqa: E731
+    x, y, w = whole(k, 4, 6), whole(k, 4, 5), whole(6, 5)
+    for name, loss in PRODUCTS.items():
+        run = functools.partial(derivative_of_sum, loss, k)
+        expected = sum_of_derivatives(loss, w, x, y)
+        np.testing.assert_array_equal(jax.jit(run)(w, x, y), expected, name)
+        assert shapes_in(run, w, x, y).isdisjoint({(k, 6, 5), (k, 5, 6)}), name
 
 
 CONVOLUTIONS = {
@@ -286,68 +289,55 @@ CONVOLUTIONS = {
 }
 
 
+def convolved(kernel, images, **options):
+    turn = options.pop("dimension_numbers", ("NHWC", "HWIO", "NHWC"))
+    kernel = kernel[:, :, ::2] if "feature_group_count" in options else kernel
+    kernel = jnp.moveaxis(kernel, (0, 1, 2, 3), [turn[1].index(x) for x in "HWIO"])
+    images = jnp.moveaxis(images, (0, 1, 2, 3), [turn[0].index(x) for x in "NHWC"])
+    options = {"window_strides": (1, 1), "dimension_numbers": turn} | options
+    return (lax.conv_general_dilated(images, kernel, **options) ** 2).sum()
+
+
+LOOKS = {
+    "indexed": lambda t, ids: t[ids],
+    "taken": lambda t, ids: jnp.take(t, ids, axis=0),
+    "embedded": lambda t, ids: nn.Embed(5, 3).apply({"params": {"embedding": t}}, ids),
+    "of a column": lambda t, ids: t[ids, 1][:, None],
+    "twice": lambda t, ids: jnp.take(t, ids, axis=0) + t[ids[::-1]] ** 2,
+    "one alone": lambda t, ids: t.at[ids[:1]].get(
+        unique_indices=True, indices_are_sorted=True
+    ),
+    "each of its own": lambda t, ids: jax.vmap(lambda row, i: row[i][None])(
+        t, ids[:5] % 3
+    ),
+}
+
+
 @pytest.mark.slow
-def test_sums_of_convolutions_and_of_rows_are_one():
+def test_the_derivative_of_a_sum_of_convolutions_and_of_rows_is_one():
     k, rng = 3, np.random.default_rng(0)
     images = rng.integers(-3, 4, (k, 2, 7, 6, 4)).astype(np.float32)
-    ids, rows = rng.integers(-5, 5, (k, 8)), rng.integers(-5, 6, (k, 8, 3))
+    ids = rng.integers(-5, 5, (k, 8)).astype(np.int32)
+    rows = rng.integers(-5, 6, (k, 8, 3)).astype(np.float32)
     whole = lambda shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
     table, kernel = whole((5, 3)), whole((3, 3, 4, 6))
+    losses = {
+        name: (functools.partial(convolved, **options), kernel, (images,))
+        for name, options in CONVOLUTIONS.items()
+    }
+    for name, look in LOOKS.items():
 
-    def convolved(kernel, images, **options):
-        turn = options.pop("dimension_numbers", ("NHWC", "HWIO", "NHWC"))
-        kernel = kernel[:, :, ::2] if "feature_group_count" in options else kernel
-        kernel = jnp.moveaxis(kernel, (0, 1, 2, 3), [turn[1].index(x) for x in "HWIO"])
-        images = jnp.moveaxis(images, (0, 1, 2, 3), [turn[0].index(x) for x in "NHWC"])
-        options = {"window_strides": (1, 1), "dimension_numbers": turn} | options
-        return (lax.conv_general_dilated(images, kernel, **options) ** 2).sum()
+        def of_rows(t, ids, rows, look=look):
+            found = look(t, ids)
+            return (found * rows[: len(found), :1]).sum()
 
-    def one(tower_id, own):
-        images, ids, rows = own
-        rows = rows.astype(jnp.float32)
-        looks = {
-            "indexed": lambda t: t[ids],
-            "taken": lambda t: jnp.take(t, ids, axis=0),
-            "embedded": lambda t: nn.Embed(5, 3).apply(
-                {"params": {"embedding": t}}, ids
-            ),
-            "of a column": lambda t: t[ids, 1][:, None],
-            "twice": lambda t: jnp.take(t, ids, axis=0) + t[ids[::-1]] ** 2,
-            "one alone": lambda t: t.at[ids[:1]].get(
-                unique_indices=True, indices_are_sorted=True
-            ),
-            "each of its own": lambda t: jax.vmap(lambda row, i: row[i][None])(
-                t, ids[:5] % 3
-            ),
-        }
-        sums = {
-            name: jax.grad(convolved)(kernel, images, **options)
-            for name, options in CONVOLUTIONS.items()
-        }
-        for name, look in looks.items():
-            products = lambda t, look=look: look(t) * rows[: len(look(t)), :1]  # noqa: E731
-            sums[name] = jax.grad(lambda t, f=products: f(t).sum())(table)
-        sums["ones"] = jnp.ones((5, 3)).at[ids].add(rows)
-        return sums, ()
-
-    def run(*own):
-        return over_local_towers(one, AXES, own, stack_sums=False)[0]
-
-    own = images, ids.astype(np.int32), rows.astype(np.int32)
-    expected = jax.jit(jax.vmap(one))(np.arange(k), own)[0]
-    expected = jax.tree.map(lambda x: np.asarray(x).sum(0), expected)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(*own), expected)
-
-    def at_once(*own):
-        sums = run(*own)
-        return [sums[name] for name in sums.keys() - {"groups", "ones"}]
-
-    traced = jax.make_jaxpr(at_once)(*own)
-    shapes = {v.aval.shape for eqn in used_eqns(traced.jaxpr) for v in eqn.outvars}
-    assert {(3, 3, 4, 6), (5, 3)} <= shapes
-    assert shapes.isdisjoint({(k, 3, 3, 4, 6), (k, 5, 3)})
-    params = [x.params for x in used_eqns(traced.jaxpr)]  # of several towers' rows
-    assert not any(x.get("unique_indices") and "update_jaxpr" in x for x in params)
+        losses[name] = of_rows, table, (ids, rows)
+    for name, (loss, w, own) in losses.items():
+        run = functools.partial(derivative_of_sum, loss, k)
+        expected = sum_of_derivatives(loss, w, *own)
+        np.testing.assert_array_equal(jax.jit(run)(w, *own), expected, name)
+        if name != "groups":  # whose rows are the groups
+            assert (k, *w.shape) not in shapes_in(run, w, *own), name
 
 
 def layer(x, w):
@@ -385,7 +375,7 @@ def by_hand(x, w, order):
     for i in reversed(order):
         grad[i] += inputs.pop().T @ slope
         slope = slope @ w[i].T - slope
-    return {"grad": grad}, loss
+    return grad, loss
 
 
 ORDERS = {"backwards": (2, 1, 0), "one for all": (0, 0, 0)}
@@ -404,44 +394,28 @@ LAYERS = {
 }
 
 
-BARRIERS = {"checkpoint": 3, "nested": 1, "with keys": 1}
-
-
 @pytest.mark.slow
-def test_sums_are_made_at_once_inside_of_other_programs():
+def test_a_derivative_holds_no_gradient_of_each_tower_in_other_programs():
     """Each tower's gradient would be ``[k, 3, 5, 5]``, or ``[k, 5, 5]`` a layer."""
     k, rng = 4, np.random.default_rng(0)
     x = rng.integers(-2, 3, (k, 6, 5)).astype(np.float32)
     w = rng.integers(-1, 2, (3, 5, 5)).astype(np.float32)
-    axes = mirrored(k, 1).placement.axes
+    for name, layers in LAYERS.items():
 
-    def one_of(name):
-        def one(tower_id, x):
-            loss = lambda w: (LAYERS[name](x, w) * (x + 1)).sum()  # noqa: E731
-            return {"grad": jax.grad(loss)(w)}, loss(w)
+        def loss(w, x, layers=layers):
+            return (layers(x, w) * (x + 1)).sum()
 
-        return one
-
-    def run(x, names):
-        return {
-            name: over_local_towers(one_of(name), axes, x, stack_sums=False)
-            for name in names
-        }
-
-    for name in LAYERS:
-        text = jax.jit(run, static_argnums=1).lower(x, (name,)).as_text()
-        assert text.count("optimization_barrier") == BARRIERS.get(name, 0), name
-    compiled = jax.jit(run, static_argnums=1).lower(x, tuple(LAYERS)).compile()
-    found, text = compiled(x), compiled.as_text()
-    assert f"f32[{k},5,5]" not in text and f"f32[{k},3,5,5]" not in text
-    for name, got in found.items():
+        run = functools.partial(derivative_of_sum, loss, k)
+        compiled = jax.jit(run).lower(w, x).compile()
+        found, text = compiled(w, x), compiled.as_text()
+        assert f"f32[{k},5,5]" not in text and f"f32[{k},3,5,5]" not in text, name
         if name == "with keys":
-            sums, kept = jax.jit(jax.vmap(one_of(name)))(np.arange(k), x)
+            expected = sum_of_derivatives(loss, w, x)
         else:
-            each = [by_hand(rows, w, ORDERS.get(name, (0, 1, 2))) for rows in x]
-            sums, kept = jax.tree.map(lambda *x: np.stack(x), *each)
-        expected = jax.tree.map(lambda x: np.asarray(x).sum(0), sums), kept
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
+            order = ORDERS.get(name, (0, 1, 2))
+            each = [by_hand(rows, w, order)[0] for rows in x]
+            expected = np.sum(each, axis=0)
+        np.testing.assert_array_equal(found, expected, name)
 
 
 def numbered(tower, x):

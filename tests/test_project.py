@@ -139,7 +139,8 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_only_four_files_name_the_executors():
     words = re.compile(r"\b(shard_map|pmap|NamedSharding)\(|jax\.vmap\(")
     allowed = {"mesh/placement.py", "towers/executors.py"}
-    allowed |= {f"towers/lowering/{name}.py" for name in ("tower_axis", "vmap_sums")}
+    allowed.add("towers/lowering/tower_axis.py")
+    allowed.add("collectives/lookups.py")  # how a primitive of ours is mapped
     # Any program, in an example.
     allowed |= {f"tools/testing/{name}.py" for name in ("programs", "same")}
     # Rows of towers, and what devices share, in an update.

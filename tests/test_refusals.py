@@ -14,7 +14,6 @@ from layouts import mirrored
 from refusals import refused
 
 import towerjax as tj
-from towerjax.metrics.weighted import UnknownWeights
 from towerjax.step.look.comparison import Finding, SplitError
 from towerjax.step.state.faults import Differing, Place
 
@@ -639,7 +638,6 @@ ERRORS = [
     tj.DesyncError(131, [Differing("cpu:5", "params/w")]),
     tj.NonFiniteError(3, PLACES),
     SplitError([Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]),
-    UnknownWeights(),
 ]
 
 

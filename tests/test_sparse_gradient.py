@@ -193,10 +193,33 @@ def test_what_would_need_all_rows_is_refused(text):
 
         with pytest.raises(ValueError, match=re.escape(text)):
             as_rows(lambda p, loss=loss: loss(p["t"]))({"t": table()})
-        if name in ("vmap", "cast", "tied"):
-            made = tj.build_train_step(loss_fn, optax.sgd(0.1), step[name != "vmap"])
+        if name in ("jit of the table", "scan", "cond", "cast", "tied"):
+            made = tj.build_train_step(loss_fn, optax.sgd(0.1), step[name != "scan"])
             with pytest.raises(ValueError, match=re.escape(text)):
                 made.check({"t": table()}, {"x": np.ones(4)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_lookup_under_vmap_has_rows_in_a_train_step(dim):
+    ids = np.arange(16).reshape(4, 4).T % (N - 1)
+    scale = np.arange(1, 1 + D, dtype=np.float32)
+
+    def loss_fn(take):
+        def loss(p, batch, tower):
+            each = jax.vmap(lambda i: jnp.sin(take(p["t"], i) * scale[None]).sum(), dim)
+            return tj.Weighted.mean(each(batch["i"]) * batch["y"], tower.weight)
+
+        return loss
+
+    batch = {"i": ids, "y": np.arange(1, 5, dtype=np.float32)}
+    found = []
+    for take in (tj.sparse.take, lambda t, i: t[i]):
+        how = optax.sgd(1.0), tj.Mirrored(towers=1)
+        step = tj.build_train_step(loss_fn(take), *how, audit=False)
+        found.append(step(step.init({"t": table()}), batch)[0].params["t"])
+    assert np.abs(found[0] - table()).max() > 0.1
+    np.testing.assert_allclose(*found, rtol=1e-6, atol=1e-6)
 
 
 def test_ids_that_are_none_are_refused():

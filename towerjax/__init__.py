@@ -19,6 +19,7 @@ from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.build.builders import build_eval_step, build_predict_step, build_step
 from towerjax.step.build.gradient import value_and_grad
+from towerjax.step.build.of_loss import of_loss
 from towerjax.step.build.train import apply_gradients, build_train_step
 from towerjax.step.state.faults import DesyncError, NonFiniteError, check_mirrored
 from towerjax.step.state.train_state import TrainState
@@ -70,6 +71,7 @@ __all__ = [
     "layers",
     "loop",
     "metrics",
+    "of_loss",
     "penalty",
     "run",
     "sparse",

@@ -29,17 +29,18 @@ _PROCESSES_LOOK = (
 _SHARED_SUM = "call::a_sum_of_what_all_towers_share_is_refused"
 
 
-# What a tower gives to the one reduction of a step: gradient and loss come first.
-_GIVEN = "sums, rest = take_sums(tree)"
+# What a device gives to the one reduction of a step: gradient and loss come first.
+_GIVEN = "sums = sum_over_towers("
 # What a micro-batch gives to the scan that adds them up.
 _NEW = "new = parts_of(Returned, jax.tree.unflatten(treedef, out))"
 
 # fmt: off
 REGISTRY = (
     _m("B01", "mean of the towers' means instead of sum / total weight",
-       "step.run.one_pass:Pass._run_towers", _GIVEN,
-       f"{_GIVEN}\n        sums[0][:] = [type(x)(x.value, jnp.sign(x.weight))"
-       " if hasattr(x, 'weight') else x for x in sums[0]]", f"{_ONE_TOWER}[5]"),
+       "step.run.on_device:on_device", _GIVEN,
+       "own[0][:] = [type(x)(x.value, jnp.sign(x.weight))"
+       f" if hasattr(x, 'weight') else x for x in own[0]]\n        {_GIVEN}",
+       f"{_ONE_TOWER}[5]"),
     _m("B02", "a sum where the mean was meant", "step.build.train:_mean_gradient",
        "dataclasses.replace(grads, sum=[grads.sum]).value[0]", "grads.sum",
        f"{_ONE_TOWER}[5]"),
@@ -48,18 +49,18 @@ REGISTRY = (
        "once = dataclasses.replace(grads, sum=[grads.sum])\n"
        "    return dataclasses.replace(grads, sum=once.value).value[0]",
        f"{_ONE_TOWER}[5]"),
-    _m("B04", "a reduced gradient is reduced again", "step.run.one_pass:Pass.on_device",
+    _m("B04", "a reduced gradient is reduced again", "step.run.on_device:on_device",
        "added, shown = sums.tree()",
        "added, shown = sums.tree()\n        added = jax.lax.psum(added, axes.names)",
        f"{_ONE_TOWER}[5]"),
     _m("B05", "one leaf is never reduced", "collectives.ops:AllReduce._send",
        "return lax.psum(buffers, DEVICE_AXIS)",
        "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]", _OPS),
-    _m("B06", "clipped before the reduce", "step.build.gradient:value_and_grad",
-       "        if weight is None:\n            return given, Sum(grads)",
-       "        norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
-       "        grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
-       "        if weight is None:\n            return given, Sum(grads)",
+    _m("B06", "clipped before the reduce", "step.run.derivative:Gradient.returned",
+       "is_sum = self.weight is None",
+       "norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
+       "    grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
+       "    is_sum = self.weight is None",
        f"{_ONE_TOWER}[5]"),
     _m("B07", "the norm counts every tower, so clipping bites too hard",
        "step.build.train:apply_gradients", "update(grads, opt_state, part, **value)",
@@ -75,17 +76,18 @@ REGISTRY = (
        "        )\n" "        out = map_values(lambda u: u / 2, out)",
        f"{_ONE_TOWER}[3]"),
     _m("B09", "divided by the rows of all micro-batches, empty ones included",
-       "step.run.one_pass:Pass._run_towers", _GIVEN,
-       f"{_GIVEN}\n        rows = num_rows(own[0])\n        sums[0][:] = [type(x)("
-       "x.sum, jnp.full_like(x.weight, rows)) for x in sums[0]]", f"{_ONE_TOWER}[8]"),
+       "step.run.on_device:on_device", _GIVEN,
+       "rows = num_rows(args[1])\n        own[0][:] = [type(x)("
+       f"x.sum, jnp.full_like(x.weight, rows)) for x in own[0]]\n        {_GIVEN}",
+       f"{_ONE_TOWER}[8]"),
     _m("B10", "gradients of micro-batches averaged, not weighted",
-       "step.run.one_pass:_scan_micro_batches", _NEW,
+       "step.run.micro_batches:scan_micro_batches", _NEW,
        f"{_NEW}\n        new = [Returned(type(x.value)(x.value.value,"
        " jnp.sign(x.value.weight)), x.how) if hasattr(x.value, 'weight') else x"
        " for x in new]", f"{_ONE_TOWER}[5]"),
     _m("B11", "reduced inside the accumulation loop: right, and A times the traffic",
-       "step.run.one_pass:_scan_micro_batches", _NEW,
-       f"{_NEW}\n        new = jax.lax.pmean(new, 'towerjax_tower')",
+       "step.run.micro_batches:scan_micro_batches", _NEW,
+       f"{_NEW}\n        new = jax.lax.pmean(new, 'towerjax_device')",
        "compiled::one_all_reduce_for_all_gradients"),
     _m("B12", "the smaller last batch is left out of an evaluation",
        "loop.evaluate:outputs_on_host", "running.append(step(state, placed))",
@@ -105,9 +107,10 @@ REGISTRY = (
        "if reduction is not Reduction.SUM:",
        "exact_values::evaluation_reads_tower_local_values_by_their_reduction"),
     _m("B17", "metrics are averaged over towers instead of merged",
-       "step.run.one_pass:Pass._run_towers", _GIVEN,
-       f"{_GIVEN}\n        sums[1][:] = [type(x)(x.value, jnp.float32(1))"
-       " if hasattr(x, 'weight') else x for x in sums[1]]", f"{_ONE_TOWER}[5]"),
+       "step.run.on_device:on_device", _GIVEN,
+       "own[1][:] = [type(x)(x.value, jnp.float32(1))"
+       f" if hasattr(x, 'weight') else x for x in own[1]]\n        {_GIVEN}",
+       f"{_ONE_TOWER}[5]"),
     _m("B18", "the mean of integers is an integer, so it is floored",
        "collectives.reduce:reduced_dtype", "mean=jnp.mean", "mean=None", _MEET),
     _m("B19", "the same key on every tower", "towers.tower:Tower.rng",
@@ -132,17 +135,17 @@ REGISTRY = (
        "    updates, next_state =", f"{_ONE_TOWER}[7]"),
     _m("B23", "every tower counts the step", "step.state.next_state:NextState.__call__",
        'kept["step"] + 1', 'kept["step"] + 3', f"{_ONE_TOWER}[8]"),
-    _m("B24", "the verdict on NaN is tower 0's", "step.run.one_pass:Pass.on_device",
+    _m("B24", "the verdict on NaN is tower 0's", "step.run.on_device:on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
        "        first = jax.lax.all_gather(own[0][1].sum, axes.names)[0]\n"
        "        added[1] = dataclasses.replace(added[1], sum=first)",
        f"{_VERDICT}[raise]"),
     _m("B25", "a tower with NaN is left out and the others' weight is kept",
-       "step.run.one_pass:Pass._run_towers", _GIVEN,
-       f"{_GIVEN}\n        good = jnp.isfinite(sums[0][1].sum)\n"
-       "        sums[0][:] = [type(x)(jax.tree.map(lambda g: jnp.where(good, g, 0),"
-       " x.sum), x.weight) for x in sums[0]]", f"{_VERDICT}[raise]"),
-    _m("B26", "a tower skips its update alone", "step.run.one_pass:Pass.on_device",
+       "step.run.on_device:on_device", _GIVEN,
+       "good = jnp.isfinite(own[0][1].sum)\n"
+       "        own[0][:] = [type(x)(jax.tree.map(lambda g: jnp.where(good, g, 0),"
+       f" x.sum), x.weight) for x in own[0]]\n        {_GIVEN}", f"{_VERDICT}[raise]"),
+    _m("B26", "a tower skips its update alone", "step.run.on_device:on_device",
        "added, shown = sums.tree()", "added, shown = sums.tree()\n"
        "        added[1] = dataclasses.replace(added[1], sum=own[0][1].sum)",
        f"{_VERDICT}[raise]"),
@@ -284,16 +287,6 @@ PROOF = (
     _m("P41", "what XLA makes of two factors depends on the groups of devices",
        "towers.lowering.xla:_merge_in", "not inverses and _says_nothing(op)", "False",
        "within::wide_towers_have_one_hash_on_any_devices[noise]"),
-    _m("P26", "of two products that towers of a device add up, the first alone counts",
-       "towers.lowering.sums:SumSites.follow", "left += reversed(eqn.invars) if",
-       "left += eqn.invars[:1] if", "one_axis::sums_of_products_are_one_product"),
-    _m("P27", "a loop that looks at its sum is given that of all towers",
-       "towers.lowering.sums:carried_sums", "value is carry and sites.uses[value] == 1",
-       "value is carry", "one_axis::a_loop_that_looks_at_its_sum_is_each_towers_own"),
-    _m("P28", "to what is there already the towers' rows are added once",
-       "towers.lowering.vmap_sums:_fused_sum",
-       'name == "scatter-add" and are_zeros(sites.maker(given[0]))',
-       'name == "scatter-add"', "one_axis::sums_of_convolutions_and_of_rows_are_one"),
     _m("P25", "proof: draws of rbg keys that depend on the devices are not seen",
        "proof.analysis:_draw", "any(m.along for m in ins[: 1 + derives])", "False",
        "bad_input::draws_that_depend_on_the_devices_are_refused[rbg-own]"),
@@ -359,13 +352,13 @@ MODELS = (
        "step.state.accumulators:_of_all", "all_gather_rows(x, axes)", "x",
        "tower_optimizer::rows_of_a_table_are_updated_of_the_one_gradient"),
     _m("M18", "padding may count in what towers keep of their own",
-       "step.run.one_pass:Pass.values_to_mask",
-       "if x.how in (SAME, CARRIED):\n                return x.value if self.of_state",
+       "step.run.prove:_values_to_mask",
+       "if x.how in (SAME, CARRIED):\n                return x.value if pass_.of_state",
        "if x.how in (SAME, CARRIED):\n                return x.value if 0",
        "replicate_bad_input::a_mistake_is_refused[padding, local]"),
     _m("M19", "padding may count in rows that go on to the next pass",
-       "step.run.one_pass:Pass.values_to_mask",
-       "weighs if self.rows_used_later else None", "None",
+       "step.run.prove:_values_to_mask",
+       "weighs if pass_.rows_used_later else None", "None",
        "build_step::rows_that_go_on_say_which_of_them_are_padding"),
     _m("M20", "padding may count where towers meet in their middle",
        "step.run.prove:_unmasked", "return unmasked + list(dict.fromkeys(bad))",
@@ -411,7 +404,7 @@ STATE = (
        "collectives.packing:Packing.leading", "for slot in self.slots[:num_leaves]:",
        "for slot in self.slots[:0]:",
        "bad_input::a_gradient_that_is_not_finite_is_refused_when_guarded"),
-    _m("S38", "steps guard the loss alone", "step.run.engine:training_passes",
+    _m("S38", "steps guard the loss alone", "step.run.engine:training_pass",
        'options.guard == "gradients" and', "False and",
        "all_or_nothing::a_gradient_that_is_not_finite_is_refused_at_its_step[mirrored]"),
     _m("S39", "of leaves of one shape the first is looked at",
@@ -572,7 +565,7 @@ INPUT = (
        'or "BatchStat" in', 'or "BatchStats" in',
        "bad_input::batch_statistics_are_no_parameters"),
     _m("I13", "micro-batches that call each other are not warned of",
-       "step.run.one_pass:_check_micro_batch", " and x.name in tags.TOWER_CALLS",
+       "step.run.micro_batches:check_micro_batch", " and x.name in tags.TOWER_CALLS",
        " and x.name not in tags.TOWER_CALLS",
        "bad_input::what_micro_batches_tell_each_other_alone_is_warned_of[of_reduced-2]"),
     _m("I06", "the towers' elements change places",
@@ -621,19 +614,19 @@ OTHER = (
 
 VALUES = (
     _m("V11", "each micro-batch divides by its own weights",
-       "step.run.trace:_with_weights", "weights[0]",
-       "jax.tree.map(lambda w: w / 3 if hasattr(w, 'aval') else w, weights[0])",
+       "step.run.on_device:DeviceTowers._with_gradient",
+       "self._added if weights is None else lambda _: weights", "self._added",
        f"{_ONE_TOWER}[15]"),
     _m("V12", "what all towers share is counted by each micro-batch",
-       "step.build.gradient:_total_and_weight",
-       "tower.micro_batches * tower.num_towers", "tower.num_towers",
+       "step.run.on_device:DeviceTowers._with_gradient",
+       "1 / (calls * self.pass_.micro_batches)", "1 / calls",
        f"{_ONE_TOWER}[15]"),
     _m("V13", "what all towers share is counted by each row",
        "metrics.weighted:one_mean", "term.sum + term.weight * loss.penalty",
        "term.sum + loss.penalty", "means::one_mean_and_what_is_shared_need_one_pass"),
     _m("V18", "a model function's means are divided by each tower's own weights",
-       "estimator.optimizer:_differentiate_means",
-       "if towers is not None and not towers.takes_scalars:", "if False:",
+       "estimator.optimizer:_of_means",
+       "towers is not None and not towers.takes_scalars", "False",
        f"{_ONE_TOWER}[6]"),
     _m("V19",
        "what all towers share is counted by each micro-batch of a model function",
@@ -825,8 +818,8 @@ BESIDES = (
        "self.update_extra(state, extra)",
        "update_extra::queue_target_and_centres_follow_those_of_one_tower"),
     _m("N02c", "padded rows count in a queue without a word",
-       "step.build.train:_train_step", "uses_rows = training.update_extra is not None",
-       "uses_rows = False", "update_extra::rows_of_a_queue_say_which_are_padding"),
+       "step.build.train:_train_step", "training.update_extra is not None",
+       "False", "update_extra::rows_of_a_queue_say_which_are_padding"),
     _m("N03", "the key that towers share is a tower's own",
        "towers.tower:Tower.shared_rng", "ALL_TOWERS)", "self.id)",
        "inputs_and_fixed::all_towers_share_a_key_that_is_no_towers_own"),
@@ -862,7 +855,7 @@ ROUNDS = (
        "_with_leading_dim(lambda given: keep(given)[0], given)", "keep(given)[0]",
        "diloco::what_a_tower_updates_is_not_copied"),
     _m("Y06", "padding counts in a mean that is a tower's own",
-       "step.run.one_pass:Pass.values_to_mask", "lambda x: x.values", "lambda x: None",
+       "step.run.prove:_values_to_mask", "lambda x: x.values", "lambda x: None",
        f"{_OF_OWN}own_says_which_rows_are_padding"),
     _m("Y07", "a tower's own mean has no factor of its own",
        "step.run.prove:_prove_pass", "if {*outputs} - {None, \"finite\"}:", "if True:",
@@ -876,11 +869,12 @@ ROUNDS = (
        "if no_sums or is_traced(stacked):",
        "cross_tower_ops::where_jax_traces_values_travel_by_the_op_but_in_a_merge"),
     _m("Y10", "a variable that no micro-batch changes counts as what each changes",
-       "step.run.one_pass:_differences", "None if old is new else", "None if 0 else",
+       "step.run.micro_batches:_differences", "None if next(after, var) is var else",
+       "None if 0 else",
        "build_step::a_factor_may_be_a_variable_that_no_micro_batch_changes[False]"),
     _m("Y11", "micro-batches that swap variables leave each as it was",
-       "step.run.one_pass:_differences", "None if old is new else",
-       "None if old in after else",
+       "step.run.micro_batches:_differences", "None if next(after, var) is var else",
+       "None if var in [outs[i] for i in jax.tree.leaves(carried)] else",
        "build_step::a_factor_may_be_a_variable_that_no_micro_batch_changes[True]"),
 )
 
@@ -894,7 +888,8 @@ TABLES = (
        "for i in self.rows if i in self.dense", "for i in () if i in self.dense",
        "sparse_gradient::what_would_need_all_rows_is_refused[params['t']:"
        " looked up by tj.sparse.take and used otherwise too, so that]"),
-    _m("K03", "an id that no row has moves another row", "collectives.lookups:_join",
+    _m("K03", "an id that no row has moves another row",
+       "collectives.lookups:join_lookups",
        "ids[jnp.argmax(exist)]", "ids[0]",
        "sparse_gradient::an_id_of_no_row_counts_at_one_that_was_looked_up"),
     _m("K04", "a dense optimizer sees the rows that were looked up alone",
@@ -1072,7 +1067,7 @@ AUDITS = (
     _m("U16", "a record is written through a symbolic link",
        "step.look.audited:_refuse_links", "each.is_symlink()", "False",
        "audited::a_record_is_read_and_written_through_no_symbolic_link"),
-    _m("U17", "a loss that reads no row trains", "step.run.one_pass:Pass.reads_no_row",
+    _m("U17", "a loss that reads no row trains", "step.run.prove:_reads_no_row",
        "return not any(", "return False and not any(",
        "bad_input::a_loss_that_reads_no_leaf_of_its_batch_is_refused[{}-a mean]"),
 )

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.interpreters import ad, batching, mlir
 
 from towerjax.collectives.sparse_rows import IndexedRows, widen_indices
 from towerjax.mesh.private_jax import carries_gradient
@@ -122,11 +123,11 @@ class _Lookups:
         # A jitted function that was traced before, elsewhere, is not seen: its lookup
         # has a gradient of all rows, as any other.
         if get_opaque_trace_state() != self.trace and isinstance(table, Tracer):
-            raise ValueError(_NO_WAY_OUT)
+            raise ValueError(NO_WAY_OUT)
         leaf = next((i for i, x in enumerate(self.leaves) if x is table), None)
         if leaf is None:
             if any(carries_gradient(table, x) for x in self.leaves):
-                raise ValueError(_COMPUTED)
+                raise ValueError(COMPUTED)
             return _looked_up(table, ids)
         kept = self.rows.setdefault(leaf, [])
 
@@ -140,36 +141,75 @@ class _Lookups:
 
     def gradients(self, grads: list[Any]) -> list[Any]:
         """The gradients, of tables the rows; raise where one has another use."""
-        if both := [self.names[i] for i in self.rows if i in self.dense]:
-            raise ValueError(
-                f"{listed(both)}: looked up by tj.sparse.take and used otherwise too,"
-                " so that the gradient is of all rows. Write table[ids] for such a"
-                " table; or jax.lax.stop_gradient(table) where it is used otherwise."
-            )
-        own = {i: _join(rows, self.leaves[i]) for i, rows in self.rows.items()}
+        refuse_dense([self.names[i] for i in self.rows if i in self.dense])
+        own = {i: join_lookups(rows, self.leaves[i]) for i, rows in self.rows.items()}
         return [own.get(i, g) for i, g in enumerate(grads)]
+
+
+def refuse_dense(names: list[str]) -> None:
+    """Raise for tables that are looked up and used otherwise too."""
+    if names:
+        raise ValueError(
+            f"{listed(names)}: looked up by tj.sparse.take and used otherwise too,"
+            " so that the gradient is of all rows. Write table[ids] for such a"
+            " table; or jax.lax.stop_gradient(table) where it is used otherwise."
+        )
 
 
 _differentiated: contextvars.ContextVar[_Lookups | None] = contextvars.ContextVar(
     "differentiated", default=None
 )
-_NO_WAY_OUT = (
+NO_WAY_OUT = (
     "tj.sparse.take stands inside a jit, scan, cond, vmap, remat or derivative in the"
     " loss function, out of which its rows have no way. Look up before it, all ids at"
     " once, and pass the rows in; or write table[ids], whose gradient is of all rows."
 )
-_COMPUTED = (
+COMPUTED = (
     "tj.sparse.take got a table that is computed from the parameters, which takes all"
     " its rows. Look up first, and compute with the rows, as in"
     " tj.sparse.take(params['table'], ids).astype(...); or write table[ids]."
 )
 
 
+LOOKUP = Primitive("towerjax_take")
+"""A lookup in a program: ``(table, ids) -> rows``, those of ids one by one."""
+
+
+def _take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0)
+
+
+def _rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
+    (table, ids), (moved, _) = primals, tangents
+    rows = LOOKUP.bind(table, ids)
+    if isinstance(moved, ad.Zero):
+        return rows, ad.Zero.from_primal_value(rows)
+    return rows, _take_rows(moved, ids)
+
+
+def _rows_of_batch(given: Any, dims: Any) -> tuple[jax.Array, int]:
+    """The lookups of a batch, whose dim comes first in ids and in rows."""
+    (table, ids), (of_table, of_ids) = given, dims
+    if of_table is not None:
+        # A table for each: what is looked up has no rows of one table.
+        return jax.vmap(_take_rows, in_axes=(of_table, of_ids))(table, ids), 0
+    return LOOKUP.bind(table, jnp.moveaxis(ids, of_ids, 0)), 0
+
+
+LOOKUP.def_impl(jax.jit(_take_rows))
+LOOKUP.def_abstract_eval(
+    lambda table, ids: table.update(shape=(*ids.shape, *table.shape[1:]))
+)
+ad.primitive_jvps[LOOKUP] = _rows_jvp
+batching.primitive_batchers[LOOKUP] = _rows_of_batch
+mlir.register_lowering(LOOKUP, mlir.lower_fun(_take_rows, multiple_results=False))
+
+
 def _looked_up(table: Any, ids: jax.Array) -> jax.Array:
-    return jnp.take(jnp.asarray(table), ids, axis=0)
+    return LOOKUP.bind(jnp.asarray(table), ids)
 
 
-def _join(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
+def join_lookups(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
     """All rows that were looked up; zeros, at one that was, where an id names none."""
     shape, none = table.shape, jnp.zeros((0, *table.shape[1:]), table.dtype)
     values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in lookups)]

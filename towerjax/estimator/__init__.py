@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import towerjax.types.missing as _missing
 from towerjax.estimator.losses import LossReduction as LossReduction
 from towerjax.estimator.losses import compute_weighted_loss as compute_weighted_loss
 from towerjax.estimator.model_fn import ClassificationOutput as ClassificationOutput
@@ -16,7 +17,6 @@ from towerjax.estimator.train import evaluate as evaluate
 from towerjax.estimator.train import predict as predict
 from towerjax.estimator.train import train_and_evaluate as train_and_evaluate
 from towerjax.estimator.variables import VariablePlacement as VariablePlacement
-from towerjax.types.missing import later_in_module as _later_in_module
 
 if not TYPE_CHECKING:
-    __getattr__ = _later_in_module(__name__)
+    __getattr__ = _missing.later_in_module(__name__)

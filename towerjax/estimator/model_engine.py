@@ -48,7 +48,7 @@ from towerjax.step.run.engine import (
     StepOptions,
     state_ins,
     training_engine,
-    training_passes,
+    training_pass,
 )
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.run.policies import Read, StatePolicy
@@ -188,8 +188,8 @@ def model_passes(
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
     how = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
-    passes = training_passes((tower_fn,), strategy, options, **how)
-    return ModelPasses(passes, tower_fn.options)
+    each = training_pass(tower_fn, strategy, options, **how)
+    return ModelPasses((each,), tower_fn.options)
 
 
 def _results_of(

@@ -18,10 +18,12 @@ from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.losses import TowersOfStep, has_denominator, towers_here
 from towerjax.layers.sparse.update import update_with_rows
-from towerjax.metrics.weighted import Means, UnknownWeights, Weighted, one_mean
+from towerjax.metrics.rows import ratio
+from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof import tags
 from towerjax.proof.equation import all_sites, named_axes, scopes_of, user_line
-from towerjax.step.build.gradient import part_of, refuse_moving_weights
+from towerjax.step.build.gradient import refuse_moving_weights
+from towerjax.step.run.derivative import LossSums
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     OF_MODELS,
@@ -149,8 +151,10 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
           >>> float(loss), float(grads)
           (9.0, 6.0)
         """
-        (_, out), grads = _differentiate(loss_fn, params, _summed_loss, has_aux)
-        return out, grads
+        _, pull, out = _differentiate(loss_fn, params, _summed_loss, has_aux)
+        loss = out[0] if has_aux else out
+        with jax.named_scope(tags.OF_A_SUM if has_denominator(loss) else "gradient"):
+            return out, pull(1.0)
 
     def apply_gradients(
         self,
@@ -200,8 +204,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
         """The loss, and the state after one step on it.
 
         Args:
-          loss_fn: As for `compute_gradients`; a loss that is a sum of several means is
-            computed twice, first for its weights.
+          loss_fn: As for `compute_gradients`; its loss may be a sum of several means.
           state: A `TrainState` of this optimizer.
           has_aux: As for `compute_gradients`.
 
@@ -223,15 +226,7 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
                 f"TowerOptimizer.minimize got {a_type(state)}, not a"
                 " tj.TrainState. Of others use compute_gradients and apply_gradients."
             )
-        towers = towers_here()
-        as_original = towers is not None and towers.compat == "tf1"
-        summed = _own_loss if as_original else _summed_loss
-        try:
-            (_, out), grads = _differentiate(loss_fn, state.params, summed, has_aux)
-            loss = out[0] if has_aux else out
-            loss = loss.value if as_original and isinstance(loss, Weighted) else loss
-        except UnknownWeights:
-            out, grads, loss = _differentiate_means(loss_fn, state, has_aux)
+        out, grads, loss = _gradient_of_sum(loss_fn, state.params, has_aux)
         params, opt_state = self.apply_gradients(
             grads, state.opt_state, state.params, loss=loss
         )
@@ -243,10 +238,10 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 def _differentiate(
     loss_fn: Callable[..., PyTree],
     params: PyTree,
-    differentiated: Callable[[PyTree], jax.Array],
+    differentiated: Callable[[PyTree], PyTree],
     has_aux: bool,
-) -> tuple[tuple[jax.Array, PyTree], PyTree]:
-    """``((differentiated(loss), loss_fn's result), gradient)``."""
+) -> tuple[PyTree, Callable[[PyTree], PyTree], PyTree]:
+    """``(differentiated(loss), its pull-back, loss_fn's result)``."""
     if not callable(loss_fn):
         raise ValueError(
             f"TowerOptimizer: the loss is {a_type(loss_fn)}, but JAX"
@@ -263,7 +258,7 @@ def _differentiate(
     refuse_unheld("params", params)
     trainable_flags(params, True, advice=OF_MODELS)
 
-    def of_loss(params: PyTree) -> tuple[jax.Array, PyTree]:
+    def of_loss(params: PyTree) -> tuple[PyTree, PyTree]:
         out = loss_fn(params)
         if isinstance(out, tuple) != has_aux:
             raise ValueError(
@@ -274,11 +269,13 @@ def _differentiate(
         refuse_moving_weights(loss, params)
         return differentiated(loss), out
 
-    value, pull_back, out = vjp(of_loss, params)
-    is_mean = has_denominator(out[0] if has_aux else out)
-    of_sum = is_mean and differentiated is _summed_loss
-    with jax.named_scope(tags.OF_A_SUM if of_sum else "gradient"):
-        return (value, out), pull_back(jnp.ones_like(value))
+    values, pull_back, out = vjp(of_loss, params)
+
+    def pull(factors: PyTree) -> PyTree:
+        given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
+        return pull_back(given)
+
+    return values, pull, out
 
 
 def refuse_met_sums(jaxpr: ClosedJaxpr, tower_axis: str) -> None:
@@ -304,41 +301,68 @@ def _summed_loss(loss: Any) -> jax.Array:
     return jnp.asarray(as_tower_output(loss, reduction).loss.sum)
 
 
-def _own_loss(loss: Any) -> jax.Array:
-    """A tower's own mean, of whose gradient towers that meet there get their parts."""
-    if isinstance(loss, Means):  # a tower without examples counts its shared term
-        raise UnknownWeights
-    return loss.value if isinstance(loss, Weighted) else _summed_loss(loss)
-
-
 def _as_one_mean(loss: Any) -> Any:
     """The loss, a `Means` of one term as ``Weighted``; raise for several means."""
     if not isinstance(loss, Means):
         return loss
     mean = one_mean(as_tower_output(loss, None).loss)
     if mean is None:
-        raise UnknownWeights
+        raise ValueError(
+            "A sum of several means has several denominators, which are added up over"
+            " towers before it is differentiated. Write optimizer.minimize(loss_fn,"
+            " variables), which does so; or differentiate each mean by itself."
+        )
     return mean
 
 
-def _differentiate_means(
-    loss_fn: Callable[..., PyTree], state: TrainState, has_aux: bool
+def _gradient_of_sum(
+    loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """``(result, gradient, loss)`` of a loss function that returns several means."""
-    towers, known = towers_here(), None  # divided by this tower's weights
-    if towers is not None and not towers.takes_scalars:
-        first = loss_fn(state.params)
-        terms = (first[0] if has_aux else first).terms
-        known = towers.sum_weights([term.weight for term in terms])
+    """``(loss_fn's result, gradient, the loss that the gradient is of)``."""
+    towers = towers_here()
+    as_original = towers is not None and towers.compat == "tf1"
 
-    def part(loss: Any) -> jax.Array:
-        return loss.value if known is None else part_of(loss, *known)
+    def sums_of(loss: Any) -> PyTree:
+        # A tower without examples counts its shared term in the original.
+        is_of_several = isinstance(loss, Means) and (as_original or len(loss.terms) > 1)
+        if is_of_several:
+            sums = LossSums.of_terms(as_tower_output(loss, None).loss)
+            return [*sums.sums, *sums.shared]
+        if as_original and isinstance(loss, Weighted):
+            return loss.value
+        return _summed_loss(loss)
 
-    (value, out), grads = _differentiate(loss_fn, state.params, part, has_aux)
-    if towers is None or (known is None and not towers.is_alone):
-        return out, grads, value
-    terms = (out[0] if has_aux else out).terms
-    return out, grads, Sum(Weighted(value, sum(term.weight for term in terms)))
+    sums, pull, out = _differentiate(loss_fn, params, sums_of, has_aux)
+    loss = out[0] if has_aux else out
+    if not isinstance(sums, list):
+        is_of_sum = has_denominator(loss) and not as_original
+        with jax.named_scope(tags.OF_A_SUM if is_of_sum else "gradient"):
+            grads = pull(1.0)
+        is_own_mean = as_original and isinstance(loss, Weighted)
+        return out, grads, loss.value if is_own_mean else loss
+    terms = as_tower_output(loss, None).loss
+    return out, *_of_means(LossSums.of_terms(terms), sums, pull, towers)
+
+
+def _of_means(
+    loss: LossSums,
+    sums: list[jax.Array],
+    pull: Callable[[PyTree], PyTree],
+    towers: TowersOfStep | None,
+) -> tuple[PyTree, PyTree]:
+    """The gradient of a sum of means, and the loss that it is of."""
+    weights, parts = loss.weights, 1  # this tower's, where no others are known
+    are_known = towers is not None and not towers.takes_scalars
+    if are_known:
+        weights, parts = towers.sum_weights(loss.weights)
+    factors = [ratio(jnp.ones_like(w), w) for w in weights]
+    factors += [jnp.asarray(1 / parts) for _ in loss.shared]
+    with jax.named_scope("gradient"):
+        grads = pull(factors)
+    value = sum(c * x for c, x in zip(factors, sums, strict=True))
+    if towers is None or not (are_known or towers.is_alone):
+        return grads, value
+    return grads, Sum(Weighted(value, sum(loss.weights)))
 
 
 def _check_own_state(

@@ -16,7 +16,7 @@ from towerjax.collectives.sparse_rows import add_trees, map_values
 from towerjax.metrics import rows
 from towerjax.metrics.rows import as_floats, quotient, ratio
 from towerjax.proof import tags
-from towerjax.types import ArrayLike, Portable, PyTree
+from towerjax.types import ArrayLike, PyTree
 from towerjax.types.leaves import a_type, native, problem_of, refuse_no_numbers
 from towerjax.types.options import check_choice, check_methods
 from towerjax.types.version import page
@@ -311,17 +311,6 @@ def one_mean(loss: Weighted | Means) -> Weighted | None:
     if others:
         return None
     return Weighted(term.sum + term.weight * loss.penalty, term.weight)
-
-
-class UnknownWeights(Portable, ValueError):
-    """Raised where a sum of means is differentiated and its weights are not known."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "A sum of several means has several denominators, which only a step adds up"
-            " over towers: use tj.value_and_grad in tj.build_step, TowerOptimizer"
-            ".minimize, or tj.build_train_step. Elsewhere return each mean by itself."
-        )
 
 
 def widen(x: Any) -> Any:

@@ -196,8 +196,6 @@ def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     name, [mark] = given_name(eqn), ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
         return [ALIKE]
-    if name == tags.UNKNOWN_GRADIENT and context.axis == _NO_AXIS:
-        return [Mark(ALL, "a gradient", (eqn, context.outer))]
     if name == tags.SHARED and mark.along:
         context.noted.append(findings.Dependence(mark.source, origin_line(mark)))
     return ins

@@ -177,18 +177,6 @@ def refuse_factors(analysis: Analysis) -> None:
         raise ReplicationError("\n".join([_FACTORS, *dict.fromkeys(lines), _UNIFY]))
 
 
-def refuse_unknown(weights: Sequence[Dependence | None]) -> None:
-    """Raise where the weights of means depend on a gradient that is not yet known."""
-    if any(weights):
-        raise ReplicationError(
-            "The weights of a sum of several means are computed from the gradient of"
-            " another such sum, and all weights are added up before either is"
-            " differentiated. Give the second loss in a second pass,"
-            " tj.build_step((first, second), ...), which is given what the first has"
-            " returned, merged."
-        )
-
-
 def refuse_varying(analysis: Analysis, names: Sequence[str | None]) -> None:
     """Raise where what has a name, or a factor, differs between micro-batches."""
     pairs = [*zip(names, analysis.outputs, strict=True)]

@@ -33,9 +33,6 @@ SHARED = Tag("towerjax.shared")
 # Scope of the sums of a batch norm, which each micro-batch has of its own.
 BATCH_NORM = Tag("TowerBatchNorm")
 
-# What stands for a gradient while only weights are computed.
-UNKNOWN_GRADIENT = Tag("towerjax.unknown_gradient")
-
 # Scopes of the collectives that a tower function calls on ``tower``.
 REDUCED, GATHERED, MERGED = TOWER_CALLS = (
     Tag("tower.reduce"),

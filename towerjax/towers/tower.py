@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -20,7 +20,7 @@ from towerjax.collectives.reduce import (
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
 from towerjax.mesh.placement import TowerAxes
-from towerjax.metrics.weighted import UnknownWeights, Weighted
+from towerjax.metrics.weighted import Weighted
 from towerjax.proof import tags
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
@@ -34,32 +34,11 @@ from towerjax.towers.variables import (
     is_variable,
     plain,
 )
-from towerjax.types import ArrayLike, PerTower, PyTree, Reduction, Sum
+from towerjax.types import ArrayLike, PerTower, PyTree, Reduction
 from towerjax.types.leaves import parts_of, refuse_unheld
 from towerjax.types.missing import explain_missing
 
 _STATIC = {"static": True}
-
-
-class Denominators:
-    """Those of a tower's sums of means: noted in one pass, and in the next given."""
-
-    def __init__(
-        self,
-        note: Callable[[list[PyTree]], None] | None = None,
-        known: Iterable[Sum] = (),
-    ) -> None:
-        self.note, self._known = note, iter(known)
-
-    def of_all(self) -> list[PyTree]:
-        """The next ones, over all towers and micro-batches.
-
-        Raises:
-          UnknownWeights: No pass has added them up; a step then does, and traces again.
-        """
-        if (known := next(self._known, None)) is None:
-            raise UnknownWeights
-        return known.value
 
 
 @jax.tree_util.register_dataclass
@@ -77,11 +56,6 @@ class PassContext:
     rows: int = dataclasses.field(default=0, metadata=_STATIC)
     # The rows of all micro-batches, where a program may leave out weights that are 1.
     of_rows: int | None = dataclasses.field(default=None, metadata=_STATIC)
-    denominators: Denominators = dataclasses.field(
-        default=Denominators(), metadata=_STATIC
-    )
-    # Whether `tj.value_and_grad` differentiates; else its gradient is zeros.
-    differentiates: bool = dataclasses.field(default=True, metadata=_STATIC)
 
 
 @jax.tree_util.register_dataclass
@@ -386,17 +360,6 @@ def _require_step(value: Any, name: str, instead: str) -> Any:
             f" number and no key of its own. As an argument pass {instead}."
         )
     return value
-
-
-def context_of(tower: Tower) -> PassContext:
-    """What the pass that calls a tower function has told its tower."""
-    return tower._context
-
-
-def with_context(tower: Tower, **changes: Any) -> Tower:
-    """The tower, told otherwise."""
-    context = dataclasses.replace(tower._context, **changes)
-    return dataclasses.replace(tower, _context=context)
 
 
 def is_in_step(tower: Tower) -> bool:

@@ -1,11 +1,12 @@
 """`build_step`, and steps that evaluate or predict, which update nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.step.build.gradient import refusing_tangents
+from towerjax.step.build.of_loss import LossPass
 from towerjax.step.build.step import EvalStep, Step, TrainStep
 from towerjax.step.run.engine import (
     Engine,
@@ -14,7 +15,7 @@ from towerjax.step.run.engine import (
     of_last,
     state_ins,
     training_engine,
-    training_passes,
+    training_pass,
 )
 from towerjax.step.run.one_pass import Pass, TowerFn
 from towerjax.step.run.policies import Read, StatePolicy
@@ -31,7 +32,7 @@ from towerjax.types.options import check_function
 
 @door
 def build_step(
-    tower_fn: Callable[..., PyTree] | Sequence[Callable[..., PyTree]],
+    tower_fn: TowerFn | LossPass | Sequence[TowerFn | LossPass],
     update_fn: Update,
     strategy: Strategy,
     *,
@@ -55,7 +56,8 @@ def build_step(
 
     Args:
       tower_fn: ``(state, batch, tower) -> tree`` of one tower and its own rows; or
-        several, ``(state, batch, tower, merged) -> tree`` from the second on.
+        several, ``(state, batch, tower, merged) -> tree`` from the second on. A pass
+        may be ``of_loss(loss_fn)``, which gives a loss and its gradient.
       update_fn: ``(state, merged) -> (state, metrics)``, once, of global values.
         ``merged`` holds the types that towers returned: ``merged["grads"].value``;
         ``metrics`` are a mapping of names to arrays or metric states. The step itself
@@ -97,17 +99,21 @@ def build_step(
     """
     tower_fns = tuple(tower_fn) if isinstance(tower_fn, Sequence) else (tower_fn,)
     first = next(iter(tower_fns), None)
+    first = first.loss_fn if isinstance(first, LossPass) else first
     check_roles("build_step", tower_fn=first, update_fn=update_fn, strategy=strategy)
     for i, each_fn in enumerate(tower_fns):
-        form = f"tower_fn(state, batch, tower{', merged' * (i > 0)})"
-        check_function("tower_fn", each_fn, form)
+        later = ", merged" * (i > 0)
+        if isinstance(each_fn, LossPass):
+            form = f"loss_fn(params, batch, tower{later})"
+            check_function("loss_fn", each_fn.loss_fn, form)
+        else:
+            check_function("tower_fn", each_fn, f"tower_fn(state, batch, tower{later})")
     check_function("update_fn", update_fn, "update_fn(state, merged)")
-    fns = tuple(map(refusing_tangents, tower_fns))
 
     def make(
         strategy: Strategy, options: StepOptions, *, placer: Placer | None = None
     ) -> TrainStep:
-        each = training_passes(fns, strategy, options, rows_used_later=True)
+        each = tuple(_pass_of(fn, strategy, options) for fn in tower_fns)
         # A step without examples is accepted: what it does, update_fn says.
         given = Passes(each), of_last(update_fn), options
         engine = training_engine(*given, needs_examples=False)
@@ -117,6 +123,18 @@ def build_step(
     of_batch = micro_batches, remainder, on_nonfinite, guard
     options = StepOptions(*of_batch, donate, max_programs, audit)
     return make(with_specs(strategy, specs), options)
+
+
+def _pass_of(
+    tower_fn: TowerFn | LossPass, strategy: Strategy, options: StepOptions
+) -> Pass:
+    """A pass of `build_step`."""
+    fields: dict[str, Any] = {"rows_used_later": True}
+    if isinstance(tower_fn, LossPass):
+        fn, fields["trained"] = tower_fn.tower, tower_fn.trained
+    else:
+        fn = refusing_tangents(tower_fn)
+    return training_pass(fn, strategy, options, **fields)
 
 
 def _reading_step(tower_fn: TowerFn, strategy: Strategy, **options: Any) -> Step[Any]:

@@ -1,4 +1,4 @@
-"""The gradient of one tower: of its loss's sum, with the loss's weight beside it."""
+"""A tower's own gradient: of its loss's sum, with the loss's weight beside it."""
 
 import dataclasses
 import functools
@@ -8,16 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
-from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.proof import tags
+from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equation import forwarded_inputs
+from towerjax.step.run.derivative import MOVING_WEIGHTS, NO_GRADIENT, LossSums
 from towerjax.towers.outputs import as_tower_output
-from towerjax.towers.tower import Tower, context_of
+from towerjax.towers.tower import Tower
 from towerjax.types import (
     LossFn,
     PyTree,
@@ -40,12 +39,12 @@ def value_and_grad(
     The sum is differentiated, and nothing is divided: the gradient of the global loss
     is the sum of the towers' gradients over the sum of their weights.
 
-    For a sum of means (``ce + 0.1 * aux``) the step first runs the loss for the weights
-    alone, most of which the compiler prunes, and sums a few numbers more.
+    It is for what needs each tower's own gradient, as to clip it. Towers that share a
+    device then hold a gradient each until they are added. Where the gradient of the
+    whole loss is meant, `of_loss` holds one, and takes a loss of several means.
 
     Args:
-      loss_fn: ``(params, *args) -> Weighted | Means | TowerOutput``, such as a
-        `LossFn`; of several means one of ``args`` is the `Tower`.
+      loss_fn: ``(params, *args) -> Weighted | TowerOutput``, such as a `LossFn`.
       loss_reduction: What a bare scalar loss means: SUM is the total over towers and
         micro-batches, MEAN the mean of their values; None refuses it.
 
@@ -53,13 +52,13 @@ def value_and_grad(
       ``(params, *args, **named) -> (loss, grads)``: the loss, a bare scalar made a
       ``Weighted`` or ``Sum``, or the ``TowerOutput`` with it; ``grads`` is a
       ``Weighted`` whose ``sum`` is like ``params``, at least float32, and whose
-      ``weight`` is the loss's; of several means, or with ``loss_reduction=SUM``, a
-      ``Sum`` of such. Merged, its ``value`` is the gradient of the merged loss.
+      ``weight`` is the loss's; with ``loss_reduction=SUM`` a ``Sum`` of such. Merged,
+      its ``value`` is the gradient of the merged loss.
 
     Raises:
-      ValueError: The loss is no floating scalar, does not say how it is reduced, or
-        has weights that depend on the parameters; or a leaf of ``params`` is neither
-        floating nor complex.
+      ValueError: The loss is no floating scalar, does not say how it is reduced, is a
+        sum of several means, or has weights that depend on the parameters; or a leaf of
+        ``params`` is neither floating nor complex.
 
     Example:
       >>> import numpy as np
@@ -77,36 +76,47 @@ def value_and_grad(
         _refuse_without_gradient(params)
         given_to = (*args, *named.values())
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
-        forward = tower is not None and not context_of(tower).differentiates
 
         def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
             # Flax lets variables be written only in the trace that made them.
             fresh, fresh_named = jax.tree.map(lambda x: x, (args, named))
             returned = loss_fn(params, *fresh, **fresh_named)
-            out = as_tower_output(returned, loss_reduction, tower)
-            if not forward:
-                refuse_moving_weights(out.loss, params)
-                _refuse_no_gradient(out.loss, params)
-            total, weight = _total_and_weight(out.loss, tower)
-            if loss_reduction is Reduction.SUM:  # added up, and divided by nothing
-                out, weight = dataclasses.replace(out, loss=Sum(total)), None
+            out = as_loss(returned, loss_reduction, tower)
+            loss = LossSums.of(out.loss)
+            if loss.is_of_several:
+                raise ValueError(_OF_SEVERAL_MEANS)
+            refuse_moving_weights(out.loss, params)
+            _refuse_no_gradient(loss.sums, params)
             given = out if isinstance(returned, TowerOutput) else out.loss
-            return total, (given, weight)
+            return loss.sums[0], (given, loss.weights)
 
-        if forward:
-            given = of_sums(params)[1][0]
-            return given, Sum(jax.tree.map(jnp.zeros_like, params))
-        total, pull_back, (given, weight) = vjp(of_sums, params)
+        total, pull_back, (given, weights) = vjp(of_sums, params)
         grads = pull_back(jnp.ones_like(total))
-        if isinstance(weight, list) and (note := _note_of(tower)) is not None:
-            note(weight)
-            return given, Sum(map_values(_nan_gradient, grads))
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
-        if weight is None:
+        if not weights:
             return given, Sum(grads)
-        return given, Weighted(grads, jnp.asarray(weight))
+        return given, Weighted(grads, jnp.asarray(weights[0]))
 
     return run
+
+
+_OF_SEVERAL_MEANS = (
+    "A sum of several means has several denominators, which only a step adds up over"
+    " towers, so that no tower has a gradient of its own of it. Give the loss as a pass"
+    " of its own, tj.build_step(tj.of_loss(loss_fn), update_fn, strategy), or use"
+    " tj.build_train_step; or differentiate each mean by itself."
+)
+
+
+def as_loss(
+    returned: Any, loss_reduction: Reduction | None, tower: Tower | None
+) -> TowerOutput:
+    """What a loss function returned, its loss in a type that towers merge."""
+    out = as_tower_output(returned, loss_reduction, tower)
+    if loss_reduction is not Reduction.SUM:
+        return out
+    # Added up, and divided by nothing.
+    return dataclasses.replace(out, loss=Sum(LossSums.of(out.loss).sums[0]))
 
 
 def _refuse_without_gradient(params: PyTree) -> None:
@@ -146,47 +156,24 @@ def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return run
 
 
-def _nan_gradient(x: Any) -> jax.Array:
-    """The gradient in a pass for weights: NaN, and named, so that a use is seen."""
-    nan = jnp.full(jnp.shape(x), jnp.nan, widen_dtype(jnp.result_type(x)))
-    return checkpoint_name(nan, tags.UNKNOWN_GRADIENT)
-
-
 def refuse_moving_weights(loss: Any, params: PyTree) -> None:
     """Raise if a weight depends on the parameters: sums alone are differentiated."""
     terms = loss.terms if isinstance(loss, Means) else (loss,)
     weights = [term.weight for term in terms if isinstance(term, Weighted)]
     pairs = itertools.product(weights, jax.tree.leaves(params))
     if any(carries_gradient(weight, leaf) for weight, leaf in pairs):
-        raise ValueError(
-            "The weights of the loss depend on the parameters, and a mean's gradient"
-            " is taken with weights that stay. Write tj.Weighted.mean(losses,"
-            " jax.lax.stop_gradient(weight)); where weights learn too, differentiate"
-            " in a second pass of tj.build_step tj.Weighted(loss.sum - mean *"
-            " loss.weight, jax.lax.stop_gradient(loss.weight)), of the first's mean."
-        )
+        raise ValueError(MOVING_WEIGHTS)
 
 
-def _refuse_no_gradient(loss: Any, params: PyTree) -> None:
+def _refuse_no_gradient(sums: list[jax.Array], params: PyTree) -> None:
     """Raise if the loss depends on no parameter, so that every gradient would be 0."""
-    sums = (
-        [t.sum for t in loss.terms] + [loss.penalty]
-        if isinstance(loss, Means)
-        else [loss.sum]
-    )
     pairs = [*itertools.product(sums, jax.tree.leaves(params))]
     if pairs and not any(carries_gradient(x, leaf) for x, leaf in pairs):
-        raise ValueError(
-            "The loss depends on no parameter, so that every gradient is 0. Call the"
-            " model with the params that the loss function is given, and not with those"
-            " that it closes over; a count of hits (argmax, >, rounding) and"
-            " jax.lax.stop_gradient have no gradient. Where none is meant, add 0 *"
-            " a parameter."
-        )
+        raise ValueError(NO_GRADIENT)
 
 
 def call_refusing_writes(
-    loss_fn: LossFn, params: PyTree, rows: PyTree, tower: Tower
+    loss_fn: LossFn, params: PyTree, rows: PyTree, tower: Tower, *merged: PyTree
 ) -> PyTree:
     """What a loss function returns; refuses writes into modules it does not return.
 
@@ -198,7 +185,7 @@ def call_refusing_writes(
     def run(leaves: list[Any]) -> tuple[Any, dict[str, Any]]:
         params, tower = jax.tree.unflatten(treedef, leaves)
         given = {"params": params, "local": tower.local, "extra": tower.extra}
-        before, returned = _object_leaves(given), loss_fn(params, rows, tower)
+        before, returned = _object_leaves(given), loss_fn(params, rows, tower, *merged)
         lost = {x: y for x, y in given.items() if getattr(returned, x, None) is None}
         after = {x: y for x, y in _object_leaves(lost).items() if x in before}
         pairs = {x: (before[x], y) for x, y in after.items() if y is not before[x]}
@@ -238,30 +225,3 @@ def _refuse_written(written: dict[str, Any]) -> None:
             " step.init, and returned, tj.TowerOutput(loss, local=...); dropout is"
             " seeded in the loss, nnx.reseed(model, dropout=tower.rng)."
         )
-
-
-def _total_and_weight(loss: Any, tower: Tower | None) -> tuple[Any, Any]:
-    """``(total, weight)``: what one tower differentiates, and its denominator."""
-    if (mean := one_mean(loss)) is not None:
-        return mean.sum, mean.weight
-    if tower is None:
-        raise ValueError(
-            "tj.value_and_grad of a sum of several means needs the tower, for all"
-            " towers' weights. Pass it as an argument, and do not close over it:"
-            " tj.value_and_grad(loss_fn)(params, batch, tower)."
-        )
-    if _note_of(tower) is not None:
-        return jnp.zeros(()), [term.weight for term in loss.terms]
-    weights = context_of(tower).denominators.of_all()
-    return part_of(loss, weights, tower.micro_batches * tower.num_towers), None
-
-
-def _note_of(tower: Tower | None) -> Callable[[list[Any]], None] | None:
-    """What takes a tower's denominators, in the pass that adds them up."""
-    return None if tower is None else context_of(tower).denominators.note
-
-
-def part_of(loss: Means, weights: list[Any], parts: int) -> jax.Array:
-    """One part's share of a sum of means whose global denominators are ``weights``."""
-    means = [Weighted(t.sum, w).value for t, w in zip(loss.terms, weights, strict=True)]
-    return sum(means, jnp.asarray(loss.penalty / parts))

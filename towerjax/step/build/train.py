@@ -14,13 +14,14 @@ from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
+from towerjax.step.build.of_loss import LossPass, returned_by_name
 from towerjax.step.build.step import Step, TrainStep
 from towerjax.step.run.engine import (
     Passes,
     StepOptions,
     of_last,
     training_engine,
-    training_passes,
+    training_pass,
 )
 from towerjax.step.run.one_pass import TowerFn
 from towerjax.step.run.policies import StatePolicy
@@ -37,10 +38,8 @@ from towerjax.step.state.update import (
     trained_part,
     with_trained,
 )
-from towerjax.towers.outputs import check_local, check_metrics
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
-from towerjax.towers.tower import Tower, with_context
-from towerjax.towers.variables import with_local_values
+from towerjax.towers.tower import Tower
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput
 from towerjax.types.door import door
 from towerjax.types.leaves import check_like, map_parts
@@ -94,28 +93,24 @@ class Training:
         part = trained_part(params, self.trainable)
         return {"opt_state": self.optimizer.init(part)}
 
-    def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
-        """What one tower returns: loss, gradient, metrics and state."""
+    @property
+    def loss_pass(self) -> LossPass:
+        """The loss function as a pass, whose loss is differentiated outside towers."""
+        how = {"trainable": self.trainable, "loss_reduction": self.loss_reduction}
+        return LossPass(self.loss_fn, **how)
 
-        def loss_fn(part: PyTree, *args: Any) -> Any:
-            params = with_trained(part, state.params)
+    def tower(self, state: TrainState, rows: PyTree, tower: Tower) -> dict[str, Any]:
+        """What one tower returns, with its own gradient."""
+
+        def loss_fn(trained: PyTree, *args: Any) -> Any:
+            params = with_trained(trained, state.params)
             return call_refusing_writes(self.loss_fn, params, *args)
 
-        of_loss = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
+        of_tower = value_and_grad(loss_fn, loss_reduction=self.loss_reduction)
         part = trained_part(state.params, self.trainable)
-        out, grads = of_loss(part, rows, tower)
+        out, grads = of_tower(part, rows, tower)
         out = out if isinstance(out, TowerOutput) else TowerOutput(out)
-        local = tower.local if out.local is None else out.local
-        local = check_local(tower.local, local)
-        returned = {
-            "loss": out.loss,
-            "grads": grads,
-            "metrics": check_metrics(out.metrics, trains=True),
-            "local": with_local_values(state.local, local),
-        }
-        if out.extra is not None:
-            returned["extra"] = out.extra
-        return returned
+        return {**returned_by_name(state, tower, out), "grads": grads}
 
     def update(
         self, state: TrainState, merged: dict[str, Any]
@@ -239,21 +234,6 @@ def _mean_gradient(grads: Weighted | Sum) -> PyTree:
     return dataclasses.replace(grads, sum=[grads.sum]).value[0]
 
 
-class _OfLoss(Passes):
-    """A pass whose ``grads`` are the gradient of its ``loss``."""
-
-    def without_gradients(self) -> Passes:
-        """The pass of the loss alone."""
-        (whole,) = self.each
-
-        def tower_fn(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
-            tower = with_context(tower, differentiates=False)
-            out = whole.tower_fn(state, rows, tower)
-            return {name: x for name, x in out.items() if name != "grads"}
-
-        return Passes((dataclasses.replace(whole, tower_fn=tower_fn),))
-
-
 def _train_step(
     training: Training,
     strategy: Strategy,
@@ -263,9 +243,11 @@ def _train_step(
 ) -> TrainStep:
     """The step of a training on these towers."""
     fns = training.fns(strategy, options)
-    uses_rows = training.update_extra is not None
-    each = training_passes((fns.tower,), strategy, options, rows_used_later=uses_rows)
-    passes = (Passes if training.extend is not None else _OfLoss)(each)
+    fields: dict[str, Any] = {"rows_used_later": training.update_extra is not None}
+    tower_fn, of_loss = fns.tower, training.loss_pass
+    if fns.tower == training.tower:  # else towers return gradients of their own
+        tower_fn, fields["trained"] = of_loss.tower, of_loss.trained
+    passes = Passes((training_pass(tower_fn, strategy, options, **fields),))
     update, by_tower = of_last(fns.update), fns.refuses_by_tower
     engine = training_engine(passes, update, options, by_tower=by_tower)
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}

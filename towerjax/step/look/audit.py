@@ -112,8 +112,9 @@ class Audit:
         each: int,
         pads: bool,
     ) -> None:
-        alone = engine.passes.without_gradients()
-        if alone is not None:  # which reads no optimizer's state
+        alone = None
+        if engine.passes.is_of_one_loss:  # which reads no optimizer's state
+            alone = engine.passes.changed(differentiates=False)
             state = dataclasses.replace(state, opt_state=())
         self.towers = functools.partial(Towers, engine, strategy, state=state)
         self.each, self.pads, self._alone = each, pads, alone
@@ -246,12 +247,11 @@ class Audit:
 def _needs_gradients(traced: Traced) -> bool:
     """Whether the gradients of two towers say what the loss of two does not.
 
-    Where towers meet, a rule of `jax.custom_vjp` says what a derivative is, a loss has
-    several means, whose gradients are divided by the weights of all rows, or a user's
+    Where towers meet, a rule of `jax.custom_vjp` says what a derivative is, or a user's
     `shard_map` adds up what a tower's devices have.
     """
     first, *others = traced.passes
-    if others or first.weights is not None:
+    if others:
         return True
     body = first.towers.jaxpr
     if any(

@@ -124,9 +124,8 @@ def program_hash(traced: Traced, **options: Any) -> str | None:
 
     None where they call Python, since no program shows that a callback has changed.
     """
-    passes = [x for each in traced.passes for x in (each.weights, each) if x]
     # Of members, the step is traced in the update.
-    jaxprs = [x.towers.jaxpr for x in passes] or [traced.finish]
+    jaxprs = [x.towers.jaxpr for x in traced.passes] or [traced.finish]
     eqns = itertools.chain.from_iterable(map(all_eqns, jaxprs))
     if any("callback" in eqn.primitive.name for eqn in eqns):
         return None

@@ -70,6 +70,11 @@ class Passes:
     # Whether the update of the state is a part of what towers trace.
     hold_update: ClassVar[bool] = False
 
+    @property
+    def is_of_one_loss(self) -> bool:
+        """Whether all gradients are derivatives of the loss, which needs none."""
+        return len(self.each) == 1 and self.each[0].trained is not None
+
     def changed(self, **fields: Any) -> Self:
         """The same with these fields of each pass."""
         each = tuple(dataclasses.replace(x, **fields) for x in self.each)
@@ -96,10 +101,6 @@ class Passes:
     def given(self, merged: list[PyTree]) -> PyTree:
         """What a pass is given of what those before it have merged."""
         return merged[-1]
-
-    def without_gradients(self) -> "Passes | None":
-        """The same without gradients, where those are derivatives of what is left."""
-        return None
 
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """All of it."""
@@ -177,17 +178,17 @@ def training_engine(
     return Engine(passes, finish, ins, outs, donate=options.donate)
 
 
-def training_passes(
-    tower_fns: Sequence[Callable[..., PyTree]],
+def training_pass(
+    tower_fn: Callable[..., PyTree],
     strategy: Strategy,
     options: StepOptions,
     **fields: Any,
-) -> tuple[Pass, ...]:
-    """The passes of a training; ``fields`` are further ones of each."""
+) -> Pass:
+    """A pass of a training; ``fields`` are further ones of it."""
     looks = options.guard == "gradients" and options.on_nonfinite != "ignore"
     fields |= {"looks_at": FiniteSums() if looks else None}
     fields |= {"micro_batches": options.micro_batches}
-    return tuple(Pass(fn, strategy, **fields) for fn in tower_fns)
+    return Pass(tower_fn, strategy, **fields)
 
 
 def of_last(update_fn: Update) -> Update:

@@ -6,17 +6,32 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.mesh.placement import TowerAxes
+from towerjax.mesh.private_jax import inputs_read
 from towerjax.proof import findings, tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
+from towerjax.step.run.on_device import DeviceTowers
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.run.trace import Traced
-from towerjax.step.state.accumulators import layouts_of
+from towerjax.step.state.accumulators import (
+    CARRIED,
+    OWN,
+    ROWS,
+    SAME,
+    Returned,
+    layouts_of,
+    put_sums,
+    values_of,
+)
 from towerjax.towers.executors import trace_one_tower
+from towerjax.towers.lowering.tower_axis import TowerPrograms
 from towerjax.towers.on_towers import OnTowers
-from towerjax.types import Layout, PyTree, named_leaves, names_by_key
-from towerjax.types.leaves import has_tracers
+from towerjax.types import Layout, PerTower, PyTree, named_leaves, names_by_key
+from towerjax.types.leaves import has_tracers, key_data, map_parts, parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +52,6 @@ def prove(traced: Traced) -> Proof:
     """The proof, without a device, that what a step declares mirrored is the same."""
     proofs = []
     for each in traced.passes:
-        if (first := each.weights) is not None:
-            given = first.pass_, first.args, first.towers
-            proofs.append(_prove_pass(*given, of_weights=True))
         proofs.append(_prove_pass(each.pass_, each.args, each.towers))
     proofs += [Proof(*fields) for fields in traced.engine.passes.proofs]
     if traced.passes:
@@ -52,9 +64,7 @@ def prove(traced: Traced) -> Proof:
     return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
 
 
-def _prove_pass(
-    pass_: Pass, args: PyTree, towers: OnTowers, *, of_weights: bool = False
-) -> Proof:
+def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     """Prove what a pass declares mirrored."""
     placement = pass_.strategy.placement
     inputs = _names_where([*pass_.ins], pass_.ins.values(), args, mirrored=False)
@@ -67,17 +77,13 @@ def _prove_pass(
     if {*outputs} - {None, "finite"}:  # else each tower has means of its own
         findings.refuse_factors(analysis)
     findings.prove_mirrored(analysis, outputs, advice=pass_.advice)
-    if pass_.reads_no_row(towers.programs):
+    if _reads_no_row(pass_, towers.programs):
         raise ValueError(
             "The loss reads no leaf of its batch, so that each step trains on the same"
             " numbers. Read the rows from the batch that the loss function is given,"
             " and not from arrays that it closes over. Where none are meant, add 0 *"
             " a leaf of the batch, such as 0 * batch['x'].sum()."
         )
-    if of_weights:
-        unknown = depends(body, [None] * len(inputs)).outputs
-        pairs = zip(unknown, outputs, strict=True)
-        findings.refuse_unknown([x for x, name in pairs if name is not None])
     unmasked = functools.cache(lambda: _unmasked(pass_, args, towers))
     proof = Proof(analysis, unmasked)
     if has_tracers(body.consts):
@@ -87,7 +93,7 @@ def _prove_pass(
 
 def _unmasked(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
     """Names of results that depend on the rows and not on which rows are padding."""
-    fn = pass_.values_to_mask(towers.axes, towers.programs)
+    fn = _values_to_mask(pass_, towers.axes, towers.programs)
     names = _all_names([*pass_.ins], args)
     jaxpr, out = trace_one_tower(fn, towers.axes, (*pass_.ins.values(),), args)
     body = jaxpr.jaxpr
@@ -105,6 +111,61 @@ def _unmasked(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
         if x.source and not (weight.source or _is_masked(x, known, sent))
     ]
     return unmasked + list(dict.fromkeys(bad))
+
+
+def _values_to_mask(
+    pass_: Pass, axes: TowerAxes, programs: TowerPrograms
+) -> Callable[..., PyTree]:
+    """A function that returns the values in which padding must not count."""
+
+    def run(*args: PyTree) -> PyTree:
+        towers = DeviceTowers(pass_, axes, programs, *args)
+        tree, gradients = towers.run_for_masks()
+        rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
+        # One leaf of Rows that is a weight masks all others.
+        weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
+
+        def kept(x: Returned) -> PyTree:
+            if x.how is ROWS:
+                return weighs if pass_.rows_used_later else None
+            if x.how in (SAME, CARRIED):
+                return x.value if pass_.of_state else None
+            if x.how is OWN:
+                return None
+            # A weight never decides which rows of a table are looked up.
+            return x.value.values if is_rows(x.value) else x.value
+
+        values = map_parts(Returned, kept, tree)
+        values = map_parts(PerTower, lambda x: x.values, values)
+        return values if gradients is None else {**values, "grads": gradients}
+
+    return run
+
+
+def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
+    """Whether a loss with a gradient reads no leaf of its batch, and draws nothing.
+
+    A draw may be all that it needs, as may a tower's own variable, or what an earlier
+    pass has merged.
+    """
+    name = "part" if pass_.trained is not None else "tower"
+    keys = [key for key in programs if key[0] == name]
+    if not keys:  # of values that are traced, whose programs are not kept
+        return False
+    _, _, given, *_ = keys[0]
+    program, returned = programs[keys[0]]
+    number = returned.num_leaves
+    sums, rest = returned.unflatten(range(number))
+    rest = rest if pass_.trained is not None else rest[0]
+    out = values_of(put_sums(rest, sums))
+    expected = {"loss"} if pass_.trained is not None else {"loss", "grads"}
+    if not (isinstance(out, dict) and expected <= out.keys()):
+        return False
+    if not (of_loss := {*jax.tree.leaves(out["loss"])}):  # an earlier pass has it
+        return False
+    are_read = inputs_read(program, [i in of_loss for i in range(number)])
+    _, (rows, _, local), _, _, state, _, shared, merged = given.unflatten(are_read)
+    return not any(jax.tree.leaves((rows, local, state.rng, shared, merged)))
 
 
 def _is_masked(

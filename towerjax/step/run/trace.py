@@ -10,8 +10,8 @@ import jax.core
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.metrics.weighted import UnknownWeights
 from towerjax.step.run.engine import Engine
+from towerjax.step.run.on_device import on_device
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.state.accumulators import TowersOwn, is_own, layouts_of, owned
 from towerjax.step.state.next_state import Outcome
@@ -31,7 +31,6 @@ class TracedPass:
     pass_: Pass
     args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
     towers: OnTowers
-    weights: "TracedPass | None" = None  # of a loss of several means, run before it
 
     @property
     def out(self) -> tuple[PyTree, PyTree]:
@@ -45,8 +44,6 @@ class TracedPass:
 
     def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """The results, of and as global values."""
-        if self.weights is not None:
-            args = _with_weights(args, self.weights.run(args)[0])
         shards = self.pass_.shards(args, self.towers.out)
         return self.towers.run(layouts_of(self.towers.out), args, shards=shards)
 
@@ -151,21 +148,9 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
 
 
 def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
-    """Trace a pass; for a loss of several means first a pass for its weights alone."""
-    try:
-        placement = pass_.strategy.placement
-        towers = OnTowers(pass_.on_device, placement, (*pass_.ins.values(),), args)
-        return TracedPass(pass_, args, towers)
-    except UnknownWeights:
-        weights = _trace_pass(pass_.for_weights, args)
-        traced = _trace_pass(pass_.with_weights, _with_weights(args, weights.out[0]))
-        return dataclasses.replace(traced, weights=weights)
-
-
-def _with_weights(args: tuple[PyTree, ...], weights: PyTree) -> tuple[PyTree, ...]:
-    """A pass's arguments, with what the pass for its weights has merged."""
-    *others, merged = args
-    return (*others, (*merged, weights[0]))
+    run, layouts = functools.partial(on_device, pass_), (*pass_.ins.values(),)
+    towers = OnTowers(run, pass_.strategy.placement, layouts, args)
+    return TracedPass(pass_, args, towers)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
 
-from towerjax.collectives.reduce import gather_over_towers
+from towerjax.collectives.reduce import add_rows, gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.proof.equation import (
     PLAIN,
@@ -27,10 +27,9 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
-from towerjax.proof.interpreter import as_call, with_programs
+from towerjax.proof.interpreter import Interpreter, as_call, with_programs
 from towerjax.towers.lowering.in_turn import map_in_turn, scan_and_add
 from towerjax.towers.lowering.sums import SumSites
-from towerjax.towers.lowering.vmap_sums import vmap_and_sum
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
 
@@ -57,38 +56,48 @@ def axes_in_tower(axes: TowerAxes) -> list[tuple[str, int]]:
 
 
 TowerPrograms: TypeAlias = dict[tuple[Any, ...], tuple[ClosedJaxpr, Any]]
-"""By the towers' number and arguments: one tower's program, and its results' tree."""
+"""By name, number of towers and arguments: one tower's program, its results' tree."""
 
 
-def _evaluate(program: ClosedJaxpr, tree: Any, leaves: Sequence[Any]) -> PyTree:
-    """The results of a program, as a tree."""
-    out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *leaves)
-    return jax.tree.unflatten(tree, map(jnp.asarray, out))
-
-
-def _lower_program(
+def tower_program(
     tower_fn: Callable[..., PyTree],
     axes: TowerAxes,
     programs: TowerPrograms,
     args: tuple[PyTree, ...],
+    name: str,
 ) -> tuple[ClosedJaxpr, Any]:
-    """The lowered program of one tower, and the treedef of its results."""
+    """One tower's program, over an axis of all towers, and the treedef of its results.
+
+    It is traced once for arguments of these shapes; ``programs`` keeps it by ``name``.
+    """
     leaves, treedef = jax.tree.flatten(args)
-    kinds = [jax.typeof(x) for x in leaves]
-    key = (axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
-    program, tree = programs.get(key, (None, None))
-    if program is None:
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    kinds = [x if is_shape(x) else jax.typeof(x) for x in leaves]
+    key = (name, axes.num_towers, treedef, *[(x.shape, x.dtype) for x in kinds])
+    if key in programs:
+        return programs[key]
+    tree: Any = None
 
-        def of_leaves(*leaves: Any) -> list[Any]:
-            nonlocal tree
-            args = jax.tree.unflatten(treedef, leaves)
-            out, tree = jax.tree.flatten(tower_fn(*args))
-            return out
+    def of_leaves(*leaves: Any) -> list[Any]:
+        nonlocal tree
+        args = jax.tree.unflatten(treedef, leaves)
+        out, tree = jax.tree.flatten(tower_fn(*args))
+        return out
 
-        program = jax.make_jaxpr(of_leaves, axis_env=axes_in_tower(axes))(*leaves)
-        if not has_tracers(program.consts):
-            programs[key] = program, tree
-    return _Lowering(axes).lower(program), tree
+    program = jax.make_jaxpr(of_leaves, axis_env=axes_in_tower(axes))(*leaves)
+    if not has_tracers(program.consts):
+        programs[key] = program, tree
+    return program, tree
+
+
+def evaluate_program(program: ClosedJaxpr, tree: Any, args: PyTree) -> PyTree:
+    """The results of one tower's program, as a tree."""
+    leaves = jax.tree.leaves(args)
+    walk = Interpreter(program.jaxpr, program.consts, leaves)
+    for eqn in program.jaxpr.eqns:
+        walk.evaluate(eqn)
+    out = map(walk.read, program.jaxpr.outvars)
+    return jax.tree.unflatten(tree, map(jnp.asarray, out))
 
 
 class _Lowering:
@@ -269,19 +278,23 @@ def over_local_towers(
     stack_sums: bool,
     number: jax.Array | None = None,
     programs: TowerPrograms | None = None,
+    name: str = "tower",
 ) -> tuple[PyTree, PyTree]:
     """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
     and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
-    ``programs`` keeps what was traced for the next call with such arguments and as many
-    towers, wherever these lie.
+    ``programs`` keeps what was traced by this ``name`` for the next call with such
+    arguments and as many towers, wherever these lie.
     """
     programs = {} if programs is None else programs
-    lower = functools.partial(_lower_program, tower_fn, axes, programs)
+
+    def lower(args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, Any]:
+        program, tree = tower_program(tower_fn, axes, programs, args, name)
+        return _Lowering(axes).lower(program), tree
 
     def lowered_fn(*args: PyTree) -> PyTree:
-        return _evaluate(*lower(args), jax.tree.leaves(args))
+        return evaluate_program(*lower(args), args)
 
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
@@ -292,25 +305,35 @@ def over_local_towers(
         return (jax.tree.map(lambda x: x[None], sums) if stack_sums else sums), kept
     towers = first + jnp.arange(axes.num_local, dtype=jnp.int32), per_tower
     if not axes.in_turn:
-        args = (*jax.tree.map(lambda x: x[0], towers), *common)
-        program, tree = lower(args)
-        num_sums = 0 if stack_sums else tree.children()[0].num_leaves
-        own, rest = jax.tree.leaves(towers), jax.tree.leaves(common)
-        try:
-            out = vmap_and_sum(program, own, rest, num_sums, axes.num_local)
-        except NotImplementedError as error:
-            where = getattr(error, "__notes__", ())
-            raise ValueError(" ".join([f"{error}.", *where, _NO_VMAP])) from error
-        except ValueError as error:
-            if "vmap" in str(error):
-                error.add_note(_NO_VMAP)
-            raise
-        return jax.tree.unflatten(tree, out)
+        sums, kept = _together(lower, towers, common)
+        return (sums if stack_sums else jax.tree.map(add_rows, sums)), kept
     if not stack_sums:
         return scan_and_add(lambda tower: lowered_fn(*tower, *common), towers)
     number = towers[0][0] if number is None else number
     isolated = _isolate(lower, common)
     return map_in_turn(isolated, towers, axes.num_local, number)
+
+
+def _together(
+    lower: Callable[[tuple[PyTree, ...]], tuple[ClosedJaxpr, Any]],
+    towers: tuple[PyTree, ...],
+    common: tuple[PyTree, ...],
+) -> tuple[PyTree, PyTree]:
+    """The results of a device's towers, ``[k, ...]``, which run together."""
+    program, tree = lower((*jax.tree.map(lambda x: x[0], towers), *common))
+
+    def of_tower(leaves: list[jax.Array]) -> PyTree:
+        return evaluate_program(program, tree, (leaves, common))
+
+    try:  # of leaves: vmap takes sparse arrays apart in another way
+        return jax.vmap(of_tower, axis_name=LOCAL_AXIS)(jax.tree.leaves(towers))
+    except NotImplementedError as error:
+        where = getattr(error, "__notes__", ())
+        raise ValueError(" ".join([f"{error}.", *where, _NO_VMAP])) from error
+    except ValueError as error:
+        if "vmap" in str(error):
+            error.add_note(_NO_VMAP)
+        raise
 
 
 def _isolate(
@@ -333,6 +356,6 @@ def _isolate(
         given = lax.optimization_barrier([leaves[i] for i in used])
         for i, x in zip(used, given, strict=True):
             leaves[i] = x
-        return lax.optimization_barrier(_evaluate(program, tree, leaves))
+        return lax.optimization_barrier(evaluate_program(program, tree, leaves))
 
     return run

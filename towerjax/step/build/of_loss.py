@@ -1,0 +1,129 @@
+"""A pass of a loss: towers return their losses, which are added and differentiated."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from towerjax.step.build.gradient import as_loss, call_refusing_writes
+from towerjax.step.state.train_state import TrainState
+from towerjax.step.state.update import (
+    Trainable,
+    check_trainable,
+    trained_part,
+    with_trained,
+)
+from towerjax.towers.outputs import check_local, check_metrics
+from towerjax.towers.tower import Tower
+from towerjax.towers.variables import with_local_values
+from towerjax.types import PyTree, Reduction, TowerOutput
+from towerjax.types.door import door
+from towerjax.types.options import check_choice, check_function
+
+
+@dataclasses.dataclass(frozen=True)
+class LossPass:
+    """A loss function as a pass of `build_step`; made by `of_loss`."""
+
+    loss_fn: Callable[..., PyTree]
+    params: Callable[..., PyTree] | None = None
+    trainable: Trainable | None = None
+    loss_reduction: Reduction | None = None
+
+    def params_of(self, state: TrainState, *merged: PyTree) -> PyTree:
+        """The parameters at which the loss is differentiated."""
+        return state.params if self.params is None else self.params(state, *merged)
+
+    def trained(self, state: TrainState, *merged: PyTree) -> PyTree:
+        """Those of them by which it is differentiated, None for the others."""
+        return trained_part(self.params_of(state, *merged), self.trainable)
+
+    def tower(
+        self,
+        trained: PyTree,
+        state: TrainState,
+        rows: PyTree,
+        tower: Tower,
+        *merged: PyTree,
+    ) -> dict[str, Any]:
+        """What one tower returns, without the gradient of its loss."""
+        params = with_trained(trained, self.params_of(state, *merged))
+        out = call_refusing_writes(self.loss_fn, params, rows, tower, *merged)
+        out = as_loss(out, self.loss_reduction, tower)
+        before = {"before": merged[0]} if merged else {}
+        return returned_by_name(state, tower, out) | before
+
+
+def returned_by_name(
+    state: TrainState, tower: Tower, out: TowerOutput
+) -> dict[str, Any]:
+    """What a loss function returned, by the names that an update reads."""
+    local = tower.local if out.local is None else out.local
+    local = check_local(tower.local, local)
+    returned = {
+        "loss": out.loss,
+        "metrics": check_metrics(out.metrics, trains=True),
+        "local": with_local_values(state.local, local),
+    }
+    return returned if out.extra is None else {**returned, "extra": out.extra}
+
+
+@door
+def of_loss(
+    loss_fn: Callable[..., PyTree],
+    params: Callable[..., PyTree] | None = None,
+    *,
+    trainable: Trainable | None = None,
+    loss_reduction: Reduction | None = None,
+) -> LossPass:
+    """A pass of `build_step` that gives a loss of all towers and its gradient.
+
+    The towers return their losses. The step adds them and takes one derivative of the
+    sum, so that a device holds one gradient, however many towers it has. The loss may
+    be a sum of several means. `value_and_grad`, called in a tower function, gives each
+    tower's own gradient instead, of which a device then holds one a tower.
+
+    Args:
+      loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, as for
+        `build_train_step`; in a later pass ``(params, batch, tower, merged)``, with
+        what the pass before has merged.
+      params: ``(state) -> params``, where the loss is differentiated; in a later pass
+        ``(state, merged) -> params``. None takes ``state.params``.
+      trainable: By which of these parameters, as for `build_train_step`; the gradient
+        has None for the others.
+      loss_reduction: What a bare scalar loss means, as for `build_train_step`.
+
+    Returns:
+      A pass. It merges ``"loss"``, ``"grads"``, ``"metrics"`` and ``"local"``, and
+      ``"extra"`` if the loss function returns that; in a later pass also ``"before"``,
+      which is what the pass before has merged. ``merged["grads"].value`` is the
+      gradient of ``merged["loss"].value``.
+
+    Raises:
+      ValueError: An argument is of another type.
+
+    Example:
+      >>> import dataclasses, numpy as np, towerjax as tj
+      >>> def loss_fn(w, batch, tower):
+      ...     return tj.Weighted.mean((w - batch) ** 2, tower.weight)
+      >>> def ahead(state, merged):  # sharpness-aware: the gradient a step uphill
+      ...     return state.params + 0.5 * merged["grads"].value
+      >>> def second(w, batch, tower, merged):
+      ...     return loss_fn(w, batch, tower)
+      >>> def update_fn(state, merged):
+      ...     params = state.params - 0.1 * merged["grads"].value
+      ...     metrics = {"loss": merged["before"]["loss"]}
+      ...     return dataclasses.replace(state, params=params), metrics
+      >>> passes = tj.of_loss(loss_fn), tj.of_loss(second, ahead)
+      >>> step = tj.build_step(passes, update_fn, tj.Mirrored(towers=2))
+      >>> state, metrics = step(step.init(0.0), np.array([1, 5], np.float32))
+      >>> float(state.params), float(metrics["loss"])
+      (1.2, 13.0)
+    """
+    form = "loss_fn(params, batch, tower)"
+    check_function("of_loss: loss_fn", loss_fn, form, takes=False)
+    if params is not None:
+        check_function("of_loss: params", params, "params(state)", takes=False)
+    check_trainable(trainable)
+    reductions = None, Reduction.SUM, Reduction.MEAN
+    check_choice("loss_reduction", loss_reduction, reductions)
+    return LossPass(loss_fn, params, trainable, loss_reduction)

@@ -1,0 +1,119 @@
+"""Run the micro-batches of towers one after another, and merge what they return."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from towerjax.proof import tags
+from towerjax.proof.analysis import depends
+from towerjax.proof.findings import Analysis, refuse_varying
+from towerjax.step.state.accumulators import (
+    CARRIED,
+    SAME,
+    Returned,
+    values_of,
+)
+from towerjax.towers.executors import vmap_members
+from towerjax.towers.lowering.in_turn import scan_in_turn
+from towerjax.types import PyTree, names_by_key
+from towerjax.types.leaves import listed, parts_of, put_parts
+from towerjax.types.version import page
+from towerjax.types.warning import warn
+
+
+def scan_micro_batches(
+    of_part: Callable[..., PyTree],
+    numbered: tuple[jax.Array, PyTree],
+    local: PyTree,
+    *,
+    of_several: bool,
+) -> PyTree:
+    """The merged results of ``A`` micro-batches, which are run by ``scan``.
+
+    Args:
+      of_part: ``(index, rows, local) -> tree`` of `Returned`.
+      numbered: The numbers of all, ``[A]``, and their rows, leaves ``[A, ...]``.
+      local: The towers' variables before the first one.
+      of_several: Whether ``of_part`` is that of a device's towers, which has
+        added their sums and returns a row of each other value for each tower.
+
+    Returns:
+      A tree of `Returned`, as of one part.
+    """
+    args = (*jax.tree.map(lambda x: x[0], numbered), local)
+    closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
+    treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+    each = parts_of(Returned, shapes)
+    carried = [x.value for x in each if x.how is CARRIED]
+    held = jax.tree.structure(carried), jax.tree.structure(local)
+    before = iter(held[0].unflatten(jax.tree.leaves(local)) if carried else [])
+    starts = [x.how.start(next(before) if x.how is CARRIED else x.value) for x in each]
+
+    def body(
+        so_far: list[PyTree], numbered: PyTree
+    ) -> tuple[list[PyTree], list[PyTree]]:
+        variables = [c for c, x in zip(so_far, each, strict=True) if x.how is CARRIED]
+        now = held[1].unflatten(jax.tree.leaves(variables)) if carried else local
+        out = run(*jax.tree.leaves((*numbered, now)))
+        new = parts_of(Returned, jax.tree.unflatten(treedef, out))
+        pairs = [x.how.add(c, x.value) for c, x in zip(so_far, new, strict=True)]
+        return [c for c, _ in pairs], [kept for _, kept in pairs]
+
+    def finish(part: Returned, so_far: PyTree, kept: PyTree) -> Returned:
+        join = part.how.finish
+        if of_several and jax.tree.leaves(kept):
+            kept = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), kept)  # [k, A, ...]
+            join = vmap_members(functools.partial(join, so_far))
+            return Returned(join(kept), part.how)
+        return Returned(join(so_far, kept), part.how)
+
+    so_far, kept = scan_in_turn(body, starts, numbered)
+    done = [finish(*x) for x in zip(each, so_far, kept, strict=True)]
+    return put_parts(Returned, shapes, done)
+
+
+def check_micro_batch(
+    closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str], count: int
+) -> None:
+    """Refuse what varies, and warn of calls that see the rows of one micro-batch.
+
+    ``closed`` is one tower's program of one micro-batch. ``tree`` has its results, as
+    `Returned` of their numbers; ``kinds`` say of each input whether it is of the
+    micro-batch's ``"rows"``, of the tower's ``"local"`` variables or neither.
+    """
+    analysis, names = _differences(closed, tree, kinds)
+    refuse_varying(analysis, names)
+    calls = [x for x in analysis.tower_calls if x.source and x.name in tags.TOWER_CALLS]
+    if calls:
+        each = dict.fromkeys(f"{x.name} at {x.line}" for x in calls)
+        warn(
+            f"Each of {count} micro-batches calls {listed(each)}, of its own rows, so"
+            " that the numbers change with micro_batches=. What all rows are to tell,"
+            " compute in an earlier pass of tj.build_step, as in"
+            f" {page('how_to/several_losses', 'A function of a mean')}"
+        )
+
+
+def _differences(
+    closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str]
+) -> tuple[Analysis, Sequence[str | None]]:
+    """What differs between micro-batches; and the outputs' names, if they may not."""
+    each, outs = parts_of(Returned, tree), closed.jaxpr.outvars
+    carried = [x for x in each if x.how is CARRIED]
+    after = iter([outs[i] for i in jax.tree.leaves(carried)])
+
+    def label(var: Any, kind: str) -> str | None:
+        if kind == "local":  # one that is returned as it came in is the same in each
+            return None if next(after, var) is var else "its rows"
+        return "its rows" if kind == "rows" else None
+
+    labels = [*map(label, closed.jaxpr.invars, kinds)]
+    bare = {*jax.tree.leaves([x for x in each if x.how is SAME])}
+    numbers = jax.tree.leaves(tree)
+    pairs = zip(numbers, names_by_key(values_of(tree)), strict=True)
+    name_of = {number: name for number, name in pairs if number in bare}
+    return depends(closed, labels), [name_of.get(i) for i in range(len(outs))]
