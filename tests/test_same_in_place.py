@@ -280,6 +280,27 @@ def test_a_later_call_may_depend_on_the_devices():
     assert finding.leaf == "result[0]" and finding.split == "call 3"
 
 
+@pytest.mark.slow
+def test_what_changes_only_later_is_compared_then():
+    class Late(Trainer):
+        def step(self, x, y):
+            super().step(x, y)
+            if self.calls == 2:
+                self.late = jnp.float32(self.number)
+            return np.array(["text"])
+
+    def make(devices):
+        trainer = Late(gradient_of(devices, right))
+        trainer.number = len(devices)
+        return trainer.step, (X, Y)
+
+    with pytest.raises(tj.testing.SplitError) as error:
+        tj.testing.same_on_devices(make, (1, 2))
+    assert [(x.leaf, x.split) for x in error.value.findings] == [
+        ("fn.self.late", "call 2")
+    ]
+
+
 def test_a_program_is_made_once_for_each_number_of_devices():
     made = []
 

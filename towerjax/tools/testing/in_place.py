@@ -14,9 +14,8 @@ import numpy as np
 from towerjax.proof.equation import is_library
 from towerjax.tools.testing.traced import NUMBER_TYPES
 
-# What is looked at, and not into; and what a compiled function of JAX wraps.
-_WHOLE = type | types.ModuleType | str | bytes
-_JAX = "jax", "jaxlib", "numpy"
+_WHOLE = type | types.ModuleType | str | bytes  # is not looked into
+_ARRAYS_OWN = "jax", "jaxlib", "numpy"  # whose objects wrap a function, at most
 _FN = "fn"
 
 
@@ -62,7 +61,8 @@ def _is_ref(x: Any) -> bool:
 
 def _leaves(roots: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The arrays, numbers and Refs that can be reached, with their names."""
-    todo, seen = [*roots.items()][::-1], dict[int, Any]()
+    todo = [*roots.items()][::-1]
+    seen = dict[int, Any]()
     names = set[str]()
     while todo:
         name, x = todo.pop()
@@ -93,8 +93,8 @@ def _held_in(name: str, x: Any) -> list[tuple[str, Any]]:
         nodes = jax.tree_util.tree_leaves_with_path(x, is_leaf=is_leaf)
         return [(jax.tree_util.keystr(path), part) for path, part in nodes]
     own = getattr(x, "__dict__", {})
-    if type(x).__module__.partition(".")[0] in _JAX:
-        return [("", own.get("__wrapped__"))]  # of a compiled function
+    if type(x).__module__.partition(".")[0] in _ARRAYS_OWN:
+        return [("", own.get("__wrapped__"))]
     # What libraries keep in a function, as caches, may well depend on the devices.
     is_kept = name.startswith(_FN) and ".self" not in name and _is_of_library(type(x))
     return [] if is_kept else [(f".{key}", part) for key, part in own.items()]

@@ -21,7 +21,7 @@ from towerjax.tools.testing.traced import (
     trace_or_say_why,
 )
 from towerjax.types import PyTree, named_leaves
-from towerjax.types.leaves import is_key, key_data, types_of
+from towerjax.types.leaves import is_deleted, is_key, key_data, types_of
 
 CALLS = 3  # of a program that returns its state, or changes it in place
 _KEY_WORDS = 2, 4  # of a raw key
@@ -78,7 +78,9 @@ class UserProgram:
         """
         args = self.args if self._is_new and not by else self._copies(by)
         self._is_new = False
-        held, calls, gave = Held(self.fn, args), list[dict[str, Value]](), list[Any]()
+        held = Held(self.fn, args)
+        calls = list[dict[str, Value]]()
+        gave = list[Any]()
         for call in range(CALLS):
             try:
                 out = self.fn(*args)
@@ -86,13 +88,15 @@ class UserProgram:
                 if not call:
                     raise
                 break
-            changed, places = held.changed(), state_places(self._given, out)
+            changed = held.changed()
+            places = state_places(self._given, out)
             calls.append(_values(out, places, changed))
             gave += [out, changed]
             if not (changed or places):
                 break
             args = self._after(args, out, places)
-        taken, given = flatten(self._given)[0], flatten(gave)[0]
+        taken, _ = flatten(self._given)
+        given, _ = flatten(gave)
         dtypes = {str(x.dtype) for x in taken + given if isinstance(x, ARRAY_TYPES)}
         # What is given to it and laid nowhere, JAX puts where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
@@ -125,17 +129,16 @@ class UserProgram:
 
         What was donated is a copy.
         """
-        again, copies = [], self._copies()
+        copies = self._copies()
+        again = list[Any]()
         for i, x in enumerate(args):
             if i in places:
                 at = places[i]
                 new = out if at is None else out[at]
                 again.append(jax.tree.map(_given_as, copies[i], new))
             else:
-                gone = [
-                    y.is_deleted() for y in flatten(x)[0] if isinstance(y, jax.Array)
-                ]
-                again.append(copies[i] if any(gone) else x)
+                is_gone = any(is_deleted(leaf) for leaf in flatten(x)[0])
+                again.append(copies[i] if is_gone else x)
         return again
 
 
@@ -187,7 +190,10 @@ def _value(x: Any, is_state: bool) -> Value:
     if not isinstance(x, NUMBER_TYPES):
         return Value(None, is_state, False)
     data = key_data(x)
-    is_raw = getattr(data, "dtype", None) == np.uint32 and np.ndim(data) in (1, 2)
+    dtype = np.asarray(data).dtype
+    if dtype.kind != "b" and not jnp.issubdtype(dtype, jnp.number):
+        return Value(None, is_state, False)
+    is_raw = dtype == np.uint32 and np.ndim(data) in (1, 2)
     is_one_key = is_key(x) or (is_raw and np.shape(data)[-1] in _KEY_WORDS)
     return Value(as_reals(data), is_state, is_one_key)
 

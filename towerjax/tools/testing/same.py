@@ -108,7 +108,8 @@ def same_on_devices(
     def made(number: int) -> UserProgram:
         return UserProgram(_MAKE, make(lists[number]))
 
-    programs, runs = dict[int, UserProgram](), dict[int, Run]()
+    programs = dict[int, UserProgram]()
+    runs = dict[int, Run]()
     for number in lists:
         program = programs[number] = made(number)
         runs[number] = program.run()
@@ -125,7 +126,8 @@ def same_on_devices(
 
 def lists_of_devices(numbers: Sequence[int]) -> dict[int, list[Device]]:
     """The devices to give to ``make``, by their number; 1 is the first."""
-    given, here = check_wholes("devices", numbers), len(jax.devices())
+    given = check_wholes("devices", numbers)
+    here = len(jax.devices())
     if given[0] != 1 or len({*given}) < 2 or max(given) > here:
         raise ValueError(
             f"devices={numbers!r} must be 1 and other numbers, of at most {here}"
@@ -143,14 +145,15 @@ def refuse_others(given: Sequence[Device], used: frozenset[Device]) -> None:
     used = frozenset(x for x in used if x.platform == given[0].platform)
     if used == {*given} or (len(given) == 1 and not used):
         return
-    where = f"make({len(given)} devices) says nowhere on which devices it runs"
+    told = "says nowhere on which devices it runs"
     if used:
-        number, names = len(used), sorted(map(canonical_device_name, used))
-        where = f"make({len(given)} devices) runs on {number} device{'s'[: number - 1]}"
-        where += f", {', '.join(names)}, as its arguments, results and meshes say"
+        names = ", ".join(sorted(map(canonical_device_name, used)))
+        devices = "1 device" if len(used) == 1 else f"{len(used)} devices"
+        told = f"runs on {devices}, {names}, as its arguments, results and meshes say"
     raise ValueError(
-        f"{where}. Make its mesh of the devices that it is given, each time anew,"
-        " jax.sharding.Mesh(devices, 'i'), and return an array that is on them."
+        f"make({len(given)} devices) {told}. Make its mesh of the devices that it is"
+        " given, each time anew, jax.sharding.Mesh(devices, 'i'), and return an array"
+        " that is on them."
     )
 
 
@@ -169,7 +172,8 @@ def compare_runs(
     rounding = max(rounding_of(jaxprs), rounding_of_dtypes(first.dtypes))
     rtol = rounding if rtol is None else rtol
     nearby = functools.cache(functools.partial(again, rounding))
-    differing, reports = dict[str, dict[str, None]](), list[AuditReport]()
+    differing = dict[str, dict[str, None]]()
+    reports = list[AuditReport]()
     for call in range(min(len(run.calls) for run in runs.values())):
         split = f"call {call + 1}" if call else ""
 
@@ -187,7 +191,8 @@ def compare_runs(
             reports.append(judge(compared, 0, rtol))
         except SplitError as error:
             findings = [dataclasses.replace(x, of="devices") for x in error.findings]
-            findings.sort(key=lambda x: first.calls[0][x.leaf].is_key)
+            gave = first.calls[call]
+            findings.sort(key=lambda x: gave[x.leaf].is_key)
             raise SplitError(findings, _reasons(findings, jaxprs)) from None
     if not reports:
         raise NotAudited(
