@@ -1,0 +1,154 @@
+"""What a step's passes merge is proved equal to one tower, without a run."""
+
+import dataclasses
+import functools
+
+import audited_losses
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from audited_losses import BATCH, PARAMS, errors, mean, scores
+
+import towerjax as tj
+from towerjax.step.look.equality import StepToProve, equalities_of
+
+TWO = tj.Mirrored(("cpu:0",), towers=2)
+
+
+def says_of(step, state=None, batch=BATCH, towers=(1, 2, 4)):
+    """What is said of each leaf of a step."""
+    state = step.init(PARAMS, rng=jax.random.key(0)) if state is None else state
+    engine, state = step.policy.audited(step.engine, state)
+    rows = len(jax.tree.leaves(batch)[0]) // step.num_parts
+    given = engine, step.strategy, state, batch, rows, step._placer.may_pad
+    return {x.leaf: x for x in equalities_of(StepToProve(*given), towers)}
+
+
+def train(loss_fn, **options):
+    return tj.build_train_step(loss_fn, optax.sgd(0.1), TWO, **options)
+
+
+def all_say(found):
+    return {x.says for x in found.values()}
+
+
+NAMES = ["masked_tokens", "dropout", "penalised", "advantage_less_the_mean_of_all"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+def test_a_right_loss_is_proved_with_its_metrics(name, remainder):
+    def loss_fn(params, batch, tower):
+        loss = audited_losses.RIGHT[name](params, batch, tower)
+        hits = tj.metrics.accuracy(batch["y"] > 0, batch["y"] > 0, tower.weight)
+        return tj.TowerOutput(loss, {"hits": hits})
+
+    found = says_of(train(loss_fn, remainder=remainder), towers=(1, 2, 4))
+    assert all_say(found) == {"proved"} and "metrics/hits" in "".join(found)
+
+
+def test_a_metric_that_depends_on_the_split_is_said_by_name():
+    def loss_fn(params, batch, tower):
+        worst = tj.Sum(errors(params, batch).max())
+        return tj.TowerOutput(mean(errors(params, batch), tower), {"worst": worst})
+
+    found = says_of(train(loss_fn))
+    assert found["loss"].says == "proved"
+    [odd] = [x for x in found.values() if x.says != "proved"]
+    assert "worst" in odd.leaf and "a maximum over own rows" in odd.why
+
+
+def test_a_rule_of_a_derivative_is_walked():
+    name = "gradient_by_the_number_of_rows"
+    found = says_of(train(audited_losses.WRONG[name]))
+    assert found["loss"].says == "proved"
+    [of_w] = [x for leaf, x in found.items() if "grads" in leaf and "'w'" in leaf]
+    assert of_w.says == "refuted" and "T times" in of_w.why
+
+
+def test_gradients_are_left_out_where_they_follow():
+    found = says_of(train(lambda p, b, t: mean(errors(p, b), t)))
+    assert [*found] == ["loss"]
+
+
+@pytest.mark.parametrize("name", audited_losses.WRONG_STEPS)
+def test_a_wrong_step_of_ones_own_is_not_proved(name):
+    def tower_fn(state, batch, tower):
+        loss_fn = lambda params: mean(errors(params, batch), tower)  # noqa: E731
+        loss, grads = tj.value_and_grad(loss_fn)(state.params)
+        return audited_losses.WRONG_STEPS[name](loss, grads)
+
+    step = tj.build_step(tower_fn, lambda state, merged: (state, {}), TWO)
+    found = says_of(step).items()
+    # No loss reads k, whose gradient is 0.
+    assert "proved" not in {x.says for leaf, x in found if "'k'" not in leaf}
+
+
+def test_towers_that_meet_in_micro_batches_are_unknown():
+    def loss_fn(params, batch, tower):
+        centred = scores(params, batch) - tower.mean(batch["y"], tower.weight)
+        return mean(centred**2, tower)
+
+    assert all_say(says_of(train(loss_fn))) == {"proved"}
+    found = says_of(train(loss_fn, micro_batches=2))
+    assert "one micro-batch" in found["loss"].why
+    alone = train(lambda p, b, t: mean(errors(p, b), t), micro_batches=2)
+    assert all_say(says_of(alone)) == {"proved"}
+
+
+def of_two_passes(first):
+    def second(state, batch, tower, merged):
+        centre = merged["centre"].value
+        return {"spread": mean((batch["y"] - centre) ** 2, tower)}
+
+    update = lambda state, merged: (state, {})  # noqa: E731
+    return says_of(tj.build_step([first, second], update, TWO))
+
+
+def test_a_later_pass_is_proved_where_those_before_it_are():
+    right = lambda state, batch, tower: {"centre": mean(batch["y"], tower)}  # noqa: E731
+    assert all_say(of_two_passes(right)) == {"proved"}
+
+    def wrong(state, batch, tower):
+        return {"centre": tj.Weighted(jnp.tanh(batch["y"].sum()), 1.0)}
+
+    found = of_two_passes(wrong)
+    assert found["pass 2"].why == "what pass 1 merges is not proved"
+
+
+def test_variables_of_a_tower_are_unknown_where_they_are_read():
+    def loss_fn(params, batch, tower):
+        own = tower.local["mean"]
+        loss = mean((scores(params, batch) - own) ** 2, tower)
+        return tj.TowerOutput(loss, local={"mean": own + 1.0})
+
+    step = train(loss_fn)
+    local = {"mean": tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)}
+    state = step.init(PARAMS, local=local)
+    assert "of its own" in says_of(step, state)["loss"].why
+
+
+def test_what_cannot_be_traced_for_other_rows_is_unknown():
+    def loss_fn(params, batch, tower):
+        assert len(batch["y"]) == len(BATCH["y"]) // 2
+        return mean(errors(params, batch), tower)
+
+    found = says_of(train(loss_fn))
+    assert "with other rows it raises AssertionError" in found["step"].why
+
+
+def test_what_has_no_passes_is_unknown():
+    step = train(lambda p, b, t: mean(errors(p, b), t))
+    passes = dataclasses.replace(step.engine.passes, each=())
+    engine = dataclasses.replace(step.engine, passes=passes)
+    given = StepToProve(engine, TWO, step.init(PARAMS), BATCH, 12)
+    assert [x.says for x in equalities_of(given)] == ["unknown"]
+
+
+def test_nothing_is_compiled(compiled):
+    step = train(functools.partial(lambda p, b, t: mean(errors(p, b), t)))
+    state = step.init(PARAMS)
+    compiled.clear()
+    assert all_say(says_of(step, state)) == {"proved"} and not compiled

@@ -1,0 +1,307 @@
+"""Prove a step's passes equal to those of one tower: trace them, and ask the proof.
+
+Nothing is compiled or run. Each pass is traced for several numbers of towers of one
+batch; of a loss the gradient is left out where no rule of the user's says what a
+derivative is.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.data.shard import without_shared
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
+from towerjax.proof.equal.one_tower import (
+    Equality,
+    Given,
+    Merge,
+    MergedLeaf,
+    TowerProgram,
+    equal_to_one_tower,
+    has_own_derivatives,
+)
+from towerjax.proof.equation import all_eqns, named_axes
+from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
+from towerjax.step.run.engine import Engine, Passes
+from towerjax.step.run.one_pass import Pass
+from towerjax.step.state.accumulators import (
+    ADDED,
+    CARRIED,
+    JOINED,
+    MERGED,
+    OWN,
+    ROWS,
+    SAME,
+    SHOWN,
+    Returned,
+    key_name,
+    put_sums,
+)
+from towerjax.step.state.train_state import TrainState
+from towerjax.towers.executors import shapes_of, trace_one_tower
+from towerjax.towers.lowering.tower_axis import TowerPrograms
+from towerjax.towers.strategies import Strategy, on_one_group
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import PerTower, PyTree
+from towerjax.types.leaves import map_parts, parts_of
+
+PADDED_ROWS = {1: 5, 2: 6, 4: 4}
+"""Rows of all towers for a number of them, in no proportion to these numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepToProve:
+    """What a proof of equality needs of a step.
+
+    Attributes:
+      engine: Its passes.
+      strategy: Where its towers are.
+      state: A state, or shapes.
+      batch: A batch, or shapes.
+      rows: The rows of a tower in a call.
+      padded: Whether batches may be padded.
+    """
+
+    engine: Engine
+    strategy: Strategy
+    state: TrainState
+    batch: PyTree
+    rows: int
+    padded: bool = False
+
+
+def equalities_of(
+    step: StepToProve, towers: Sequence[int] = (1, 2, 4)
+) -> list[Equality]:
+    """What is proved of each leaf that a step's passes merge, for these numbers.
+
+    Args:
+      step: The step.
+      towers: Numbers of towers, of which each two that follow are compared.
+
+    Returns:
+      A verdict for each leaf; one of the whole step where it cannot be traced for other
+      numbers of rows.
+    """
+    try:
+        return _equalities(step, towers)
+    except UnknownWeights:
+        why = "its weights are known when another pass has run"
+    except RAISED_ON_OTHER_ROWS as error:
+        why = f"with other rows it raises {type(error).__name__}: {error}"
+    return [Equality("step", "unknown", why.splitlines()[0])]
+
+
+def _equalities(step: StepToProve, towers: Sequence[int]) -> list[Equality]:
+    whole = step.engine.passes
+    if not whole.each:
+        return [Equality("step", "unknown", "each call of it runs several steps")]
+    alone = whole.without_gradients()
+    if alone is not None:
+        traced = _traced(step, alone, towers)
+        programs = [x for each in traced for x in each.programs]
+        if not any(has_own_derivatives(x.jaxpr) for x in programs):
+            return _verdicts_of(traced, step)
+    return _verdicts_of(_traced(step, whole, towers), step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _TracedTowers:
+    """A pass for several numbers of towers."""
+
+    programs: list[TowerProgram]
+    inputs: list[Given]
+    outputs: list[MergedLeaf]
+    axes: list[str]
+    several: bool  # whether a tower has several micro-batches
+
+
+def _verdicts_of(traced: Sequence[_TracedTowers], step: StepToProve) -> list[Equality]:
+    """The verdicts of all passes; those of a later one hold if those before it do."""
+    found = []
+    for number, each in enumerate(traced, 1):
+        if each.several and any(_meets(x.jaxpr, each.axes) for x in each.programs):
+            why = "towers meet, of the rows of one micro-batch each"
+            equalities = [
+                Equality(x.name, "unknown", why)
+                for x in each.outputs
+                if x.merge is not Merge.PER_TOWER
+            ]
+        else:
+            given = each.programs, each.inputs, each.outputs
+            equalities = equal_to_one_tower(*given, axes=each.axes, padded=step.padded)
+        prefix = f"pass {number}: " if len(traced) > 1 else ""
+        found += [dataclasses.replace(x, leaf=prefix + x.leaf) for x in equalities]
+        if number < len(traced) and any(x.says != "proved" for x in equalities):
+            rest = [f"pass {i}" for i in range(number + 1, len(traced) + 1)]
+            why = f"what pass {number} merges is not proved"
+            return found + [Equality(name, "unknown", why) for name in rest]
+    return found
+
+
+def _meets(jaxpr: ClosedJaxpr, axes: Sequence[str]) -> bool:
+    """Whether towers communicate."""
+    calls = [x for x in all_eqns(jaxpr) if x.primitive.name != "axis_index"]
+    return any({*named_axes(x)} & {*axes} for x in calls)
+
+
+def _traced(
+    step: StepToProve, passes: Passes, towers: Sequence[int]
+) -> list[_TracedTowers]:
+    """Each pass, traced for each number of towers."""
+    several = [x.micro_batches > 1 for x in passes.each]
+    engine = dataclasses.replace(step.engine, passes=passes)
+    columns = []
+    for number in towers:
+        alike = on_one_group(step.strategy, number)
+        rows = _rows_for(step, number, max(towers))
+        columns.append(_trace_passes(engine.on(alike).passes, step, number, rows))
+    return [
+        _TracedTowers([x[0] for x in each], *each[0][1:], several=is_several)
+        for each, is_several in zip(zip(*columns, strict=True), several, strict=True)
+    ]
+
+
+def _rows_for(step: StepToProve, number: int, most: int) -> int:
+    """The rows of one of so many towers; for the most towers as many as in a call."""
+    each = max(step.rows, 2)
+    if step.padded:
+        return each * PADDED_ROWS.get(number, number) // number
+    return each * most // number
+
+
+def _trace_passes(
+    passes: Passes, step: StepToProve, number: int, rows: int
+) -> list[tuple[Any, ...]]:
+    """``(program, inputs, outputs, axes)`` of each pass, one after another."""
+
+    def of_all(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (rows * number, *np.shape(x)[1:])
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    def of_local(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
+
+    own, shared = without_shared(step.batch)
+    counts = jax.ShapeDtypeStruct((number,), jnp.int32)
+    shared = shapes_of(jax.tree.map(jnp.asarray, shared))
+    state = map_parts(
+        TowerLocal,
+        lambda variable: jax.tree.map(of_local, variable),
+        shapes_of(step.state),
+    )
+    given = state, jax.tree.map(of_all, own), counts, shared
+    found, merged = [], ()
+    for pass_ in passes.in_turn([]):
+        closed, tree = _trace_tower(pass_, (*given, merged))
+        program = TowerProgram(closed, number, rows)
+        axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
+        outputs = _leaves_of_tower(tree)
+        found.append((program, _inputs_of(step, own, shared, merged), outputs, axes))
+        merged = (_merged_shapes(tree, number),)
+    return found
+
+
+def _trace_tower(pass_: Pass, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, PyTree]:
+    """The program of one tower, and the `Returned` that it gives, as shapes."""
+    axes = pass_.strategy.placement.abstract_axes
+
+    def first(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+
+    def on_device(*args: PyTree) -> PyTree:
+        sums, (tree, _) = pass_._run_towers(axes, TowerPrograms(), args)
+        is_stacked = pass_.strategy.cross_tower_ops.needs_every_tower
+        return put_sums(first(tree), first(sums) if is_stacked else sums)
+
+    with jax.default_matmul_precision("highest"):
+        return trace_one_tower(on_device, axes, (*pass_.ins.values(),), args)
+
+
+def _inputs_of(
+    step: StepToProve, own: PyTree, shared: PyTree, merged: PyTree
+) -> list[Given]:
+    """What each input of a tower's program is."""
+    is_local = lambda x: isinstance(x, TowerLocal)  # noqa: E731
+    inputs = []
+    for x in jax.tree.leaves(step.state, is_leaf=is_local):
+        kind = Given.PER_TOWER if is_local(x) else Given.REPLICATED
+        inputs += [kind] * len(jax.tree.leaves(x))
+    of_rows = Given.PER_TOWER if parts_of(IndexedRows, own) else Given.ROWS
+    inputs += [of_rows] * len(jax.tree.leaves(own)) + [Given.VALID]
+    return inputs + [Given.REPLICATED] * len(jax.tree.leaves((shared, merged)))
+
+
+_MERGES = {
+    ADDED: Merge.SUM,
+    SHOWN: Merge.SUM,
+    SAME: Merge.REPLICATED,
+    ROWS: Merge.ROWS,
+    JOINED: Merge.TABLE_ROWS,
+    MERGED: Merge.OTHER,
+    CARRIED: Merge.PER_TOWER,
+    OWN: Merge.PER_TOWER,
+}
+
+
+def _leaves_of_tower(tree: PyTree) -> list[MergedLeaf]:
+    """The leaves of what a tower returns, in the order of its program's results."""
+    is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
+    leaves: list[MergedLeaf] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
+        name = "/".join(map(key_name, path)) or "result"
+        if isinstance(x, PerTower):
+            count = len(jax.tree.leaves(x))
+            leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
+        else:
+            leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
+    return leaves
+
+
+def _leaves_of_returned(
+    name: str, value: PyTree, merge: Merge, start: int
+) -> list[MergedLeaf]:
+    """The leaves of one value; those of a mean are divided by its weight."""
+    is_mean = lambda x: isinstance(x, Weighted)  # noqa: E731
+    leaves: list[MergedLeaf] = []
+    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_mean)
+    for path, x in pairs:
+        within = name + jax.tree_util.keystr(path)
+        if not is_mean(x):
+            is_penalty = isinstance(value, Means)
+            leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
+            continue
+        flat = jax.tree_util.tree_leaves_with_path(x)
+        weight = start + len(leaves) + len(flat) - 1  # the weight is the last field
+        leaves += [
+            MergedLeaf(within + jax.tree_util.keystr(at[1:]), Merge.MEAN, weight)
+            for at, _ in flat[:-1]
+        ]
+        leaves.append(MergedLeaf(f"weight of {within}", Merge.PER_TOWER))
+    return leaves
+
+
+def _merged_shapes(tree: PyTree, number: int) -> PyTree:
+    """The shapes of what a tower's results are merged to, for the next pass."""
+
+    def of(x: Returned) -> PyTree:
+        times = number if x.how in (ROWS, JOINED) else 1
+        if x.how in (ADDED, SHOWN, SAME):
+            return x.value
+
+        def all_rows(s: Any) -> jax.ShapeDtypeStruct:
+            shape = s.shape[1:] if x.how is OWN else s.shape
+            shape = (shape[0] * times, *shape[1:]) if times > 1 else shape
+            return jax.ShapeDtypeStruct(shape, s.dtype)
+
+        return jax.tree.map(all_rows, x.value)
+
+    return map_parts(Returned, of, tree)
