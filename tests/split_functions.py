@@ -151,6 +151,9 @@ class Split:
         number = jnp.arange(t.rows)
         return total(p["w"].at[number].get(**BY_INDEX) * b["y"], t)
 
+    def looked_up_by_own_numbers(p, b, t):
+        return total(tj.sparse.take(p["w"], jnp.arange(t.rows)) * b["y"], t)
+
     def numbers_of_own_rows(p, b, t):
         return total(b["y"] * jnp.arange(t.rows), t)
 
@@ -399,6 +402,10 @@ class Together:
         chosen += jnp.take_along_axis(b["x"], label[:, None], axis=1)[:, 0]
         chosen += b["x"].at[number, label].add(1.0).sum(1)
         return total(chosen, t)
+
+    def looked_up_in_a_table(p, b, t):
+        ids = jnp.abs(b["y"]).astype(int) % F
+        return total(tj.sparse.take(p["k"], ids).sum(1) * b["y"], t)
 
     def added_to_a_table(p, b, t):
         label = jnp.abs(b["y"]).astype(int) % F

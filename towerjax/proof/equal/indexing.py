@@ -149,6 +149,16 @@ def _gathered(pair: EquationPair) -> Known:
     raise NotOfOneKindError(_AMONG_ROWS)
 
 
+@rule("towerjax_take")
+def _rows_of_table(pair: EquationPair) -> Known:
+    """`tj.sparse.take`: rows of one table, by the ids of each row."""
+    x, at = pair.ins
+    is_table = x.kind is Kind.COPY and pair.rows_in[0] is None
+    if not is_table or at.kind not in EACH or at.power:
+        raise NotOfOneKindError(f"rows of {x} by {at}")
+    return x if at.kind is Kind.ZERO else product_of(x, at)
+
+
 def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
     """Elements of an array that has no rows."""
     if at.kind in (Kind.NUMBERS, Kind.COLUMNS):

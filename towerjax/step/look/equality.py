@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.shard import without_shared
 from towerjax.mesh.placement import DEVICE_AXIS
-from towerjax.metrics.weighted import Means, UnknownWeights, Weighted
+from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import (
     Equality,
     Given,
@@ -31,6 +31,7 @@ from towerjax.proof.equal.one_tower import (
 from towerjax.proof.equation import all_eqns, named_axes
 from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
 from towerjax.step.run.engine import Engine, Passes
+from towerjax.step.run.on_device import DeviceTowers
 from towerjax.step.run.one_pass import Pass
 from towerjax.step.state.accumulators import (
     ADDED,
@@ -47,7 +48,6 @@ from towerjax.step.state.accumulators import (
 )
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import shapes_of, trace_one_tower
-from towerjax.towers.lowering.tower_axis import TowerPrograms
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree
@@ -93,8 +93,6 @@ def equalities_of(
     """
     try:
         return _equalities(step, towers)
-    except UnknownWeights:
-        why = "its weights are known when another pass has run"
     except RAISED_ON_OTHER_ROWS as error:
         why = f"with other rows it raises {type(error).__name__}: {error}"
     return [Equality("step", "unknown", why.splitlines()[0])]
@@ -104,9 +102,8 @@ def _equalities(step: StepToProve, towers: Sequence[int]) -> list[Equality]:
     whole = step.engine.passes
     if not whole.each:
         return [Equality("step", "unknown", "each call of it runs several steps")]
-    alone = whole.without_gradients()
-    if alone is not None:
-        traced = _traced(step, alone, towers)
+    if whole.is_of_one_loss:
+        traced = _traced(step, whole.changed(differentiates=False), towers)
         programs = [x for each in traced for x in each.programs]
         if not any(has_own_derivatives(x.jaxpr) for x in programs):
             return _verdicts_of(traced, step)
@@ -218,8 +215,10 @@ def _trace_tower(pass_: Pass, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, Py
         return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
     def on_device(*args: PyTree) -> PyTree:
-        sums, (tree, _) = pass_._run_towers(axes, TowerPrograms(), args)
+        towers = DeviceTowers(pass_, axes, {}, *args)
+        sums, (tree, _) = towers.run()
         is_stacked = pass_.strategy.cross_tower_ops.needs_every_tower
+        is_stacked = is_stacked and not towers.is_added_first
         return put_sums(first(tree), first(sums) if is_stacked else sums)
 
     with jax.default_matmul_precision("highest"):
