@@ -370,7 +370,7 @@ def test_the_command_report(shell):
     code, out, _ = shell("report", "of_user:make_step", "--timed-calls", "1")
     assert code == 0 and "until it is done" in out
     for made, message in {
-        "sgd": "returns (step, state, batch)",
+        "sgd": "must return (step, state, batch)",
         "loss_fn": "cannot be called as loss_fn()",
     }.items():
         code, out, error = shell("report", f"of_user:{made}")

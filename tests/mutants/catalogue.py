@@ -57,10 +57,10 @@ REGISTRY = (
        "return lax.psum(buffers, DEVICE_AXIS)",
        "return [*lax.psum(buffers[:-1], DEVICE_AXIS), buffers[-1]]", _OPS),
     _m("B06", "clipped before the reduce", "step.run.derivative:Gradient.returned",
-       "is_sum = self.weight is None",
+       "if self.weight is None:",
        "norm = sum((g**2).sum() for g in jax.tree.leaves(grads)) ** 0.5\n"
        "    grads = jax.tree.map(lambda g: g * (1 + norm) ** -1, grads)\n"
-       "    is_sum = self.weight is None",
+       "    if self.weight is None:",
        f"{_ONE_TOWER}[5]"),
     _m("B07", "the norm counts every tower, so clipping bites too hard",
        "step.build.train:apply_gradients", "update(grads, opt_state, part, **value)",
@@ -626,7 +626,7 @@ VALUES = (
        "term.sum + loss.penalty", "means::one_mean_and_what_is_shared_need_one_pass"),
     _m("V18", "a model function's means are divided by each tower's own weights",
        "estimator.optimizer:_of_means",
-       "towers is not None and not towers.takes_scalars", "False",
+       "if towers is not None and not towers.takes_scalars:", "if False:",
        f"{_ONE_TOWER}[6]"),
     _m("V19",
        "what all towers share is counted by each micro-batch of a model function",

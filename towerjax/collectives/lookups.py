@@ -180,11 +180,8 @@ def _take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _rows_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, Any]:
-    (table, ids), (moved, _) = primals, tangents
-    rows = LOOKUP.bind(table, ids)
-    if isinstance(moved, ad.Zero):
-        return rows, ad.Zero.from_primal_value(rows)
-    return rows, _take_rows(moved, ids)
+    (table, ids), (moved, _) = primals, tangents  # of which one is not zero
+    return LOOKUP.bind(table, ids), _take_rows(moved, ids)
 
 
 def _rows_of_batch(given: Any, dims: Any) -> tuple[jax.Array, int]:

@@ -352,8 +352,9 @@ def _of_means(
 ) -> tuple[PyTree, PyTree]:
     """The gradient of a sum of means, and the loss that it is of."""
     weights, parts = loss.weights, 1  # this tower's, where no others are known
-    are_known = towers is not None and not towers.takes_scalars
-    if are_known:
+    are_known = False
+    if towers is not None and not towers.takes_scalars:
+        are_known = True
         weights, parts = towers.sum_weights(loss.weights)
     factors = [ratio(jnp.ones_like(w), w) for w in weights]
     factors += [jnp.asarray(1 / parts) for _ in loss.shared]

@@ -27,7 +27,7 @@ class LossSums:
 
     sums: list[jax.Array]  # () each
     # One for each sum; none where the loss is a total, which nothing divides.
-    weights: list[jax.Array]
+    weights: list[Any]
     shared: list[jax.Array]  # the term that all towers share, if it stands by itself
 
     @classmethod
@@ -68,8 +68,9 @@ class Gradient:
     def returned(self) -> PyTree:
         """As the `Returned` of what towers return."""
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
-        is_sum = self.weight is None
-        return as_returned(Sum(grads) if is_sum else Weighted(grads, self.weight))
+        if self.weight is None:
+            return as_returned(Sum(grads))
+        return as_returned(Weighted(grads, self.weight))
 
 
 def gradient_of(

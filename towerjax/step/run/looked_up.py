@@ -90,7 +90,7 @@ class Lookups:
     ) -> PyTree:
         """The gradients, of tables the rows; those of several towers are stacked."""
         leaves, treedef = jax.tree.flatten(grads)
-        for i in {*self.tables} - {None}:
+        for i in {x for x in self.tables if x is not None}:
             chosen = [n for n, table in enumerate(self.tables) if table == i]
             pairs = [(ids[n], rows[n]) for n in chosen]
             shape = leaves[i].shape, leaves[i].dtype
@@ -103,7 +103,8 @@ class Lookups:
 
     def refuse_dense(self, reads: set[int]) -> None:
         """Raise where one of ``reads``, which have a whole gradient, is a table."""
-        refuse_dense([self.names[i] for i in {*self.tables} & reads])
+        tables = {x for x in self.tables if x is not None}
+        refuse_dense([self.names[i] for i in sorted(tables & reads)])
 
 
 def _is_lookup(eqn: JaxprEqn) -> bool:
