@@ -201,23 +201,45 @@ def masked(d):
     return d.of(lambda: x * weight, lambda: jnp.where(weight > 0, x, 0.0))()
 
 
+def function_of_masked(d):
+    """What is 0 in padding may be no more, and some of it counts."""
+    x, y = masked(d), d.value("rows")
+    how = d.of(jnp.exp, jnp.cos, jax.nn.sigmoid, jnp.tanh, jnp.square, jnp.sqrt)
+    how = d.of(how, lambda x: x + 1, lambda x: x == 0, lambda x: jnp.maximum(x, 0.1))
+    new = how(jnp.abs(x)).astype(x.dtype)
+    if x.ndim == 1:
+        new = d.of(new, jnp.where(new > 0.1, new, y), jnp.where(y > 0, new, y), new * y)
+    return d.of(new.sum(0), new)
+
+
 def masked_sum(d):
     x = d.value("rows", "rows of features")
     return d.tower.weight.astype(x.dtype) @ x
 
 
 def sum_of_flagged(d):
-    flag = (d.value("rows") > 0) * d.tower.weight
+    flag = (d.value("rows") > d.of(0.0, 1.0, 1.8)) * d.tower.weight
     flag = flag.astype(jnp.float64)
-    x, count = d.value("rows") @ flag, flag.sum()
+    x, count = d.value("rows") @ d.of(flag, flag, d.tower.weight * 1.0), flag.sum()
     mean = d.of(
-        lambda: x / jnp.maximum(count, 1),
+        lambda: x / jnp.maximum(count, d.of(1, 1, 2)),
         lambda: jnp.where(count > 0, x / jnp.maximum(count, 1), 0.0),
         lambda: jnp.where(count > 0, x, 0.0),
         lambda: x / count,
         lambda: jnp.where(count == 0, 0.0, x / jnp.where(count == 0, 1.0, count)),
     )()
-    return d.of(lambda: mean * count, lambda: mean, lambda: mean + d.value("number"))()
+    return d.of(
+        lambda: mean * count,
+        lambda: mean * count,
+        lambda: mean,
+        lambda: mean + d.value("number"),
+        lambda: (mean + params_number(d)) * count,
+    )()
+
+
+def params_number(d):
+    """A number that all towers share."""
+    return d.pool["number"][0]
 
 
 def quotient_and_back(d):
@@ -302,7 +324,7 @@ def views(d):
 
 def row_numbers(d):
     rows = jnp.arange(d.tower.rows)
-    first = d.of(0, d.tower.id * d.tower.rows, d.tower.id, d.tower.rows)
+    first = d.of(0, d.tower.id * d.tower.rows, d.tower.id * 2, d.tower.rows)
     return (first + rows).astype(jnp.float64)
 
 
@@ -398,12 +420,39 @@ def indexed(d):
     )()
 
 
+BY_INDEX = {"mode": "clip", "wrap_negative_indices": False}
+
+
+def by_index(d):
+    """Elements by indices as they are."""
+    x, y, n = d.value("rows of features"), d.value("rows"), d.tower.rows
+    numbers = jnp.arange(n)
+    label = d.of(numbers, numbers, jnp.abs(y).astype(int) % F, jnp.zeros(n, int) + 1)
+    table, fill = d.value("features"), {"mode": "fill", "fill_value": d.of(0.0, 7.0)}
+    fill |= {"wrap_negative_indices": False}
+    return d.of(
+        lambda: x.at[label].get(**BY_INDEX),
+        lambda: table.at[label].get(**BY_INDEX),
+        lambda: x.at[label].set(x * 2, **BY_INDEX),
+        lambda: x.at[label, 1].add(y, **BY_INDEX),
+        lambda: (x * 0).at[label].add(x, **BY_INDEX),
+        lambda: table.at[label].add(y * d.tower.weight, **BY_INDEX),
+        lambda: (
+            jax.vmap(lambda x, i: x.at[i + 1].get(**fill))(masked(d) + 0 * x, label)
+            if x.ndim == 2
+            else x
+        ),
+        lambda: tj.sparse.take(table, label),
+    )()
+
+
 def branched(d):
     x, test = d.value(), d.value("number")
     return d.of(
         lambda: lax.cond(test > 0.1, jnp.tanh, lambda x: x * 2, x),
         lambda: lax.cond(test > 0.1, jnp.zeros_like, lambda x: x, x),
         lambda: lax.switch(test.astype(int) % 2, [lambda x: x, jnp.sin], x),
+        lambda: lax.cond((d.value("rows") > 1.0).any(), jnp.tanh, lambda x: x, x),
         lambda: lax.cond(test > 0.1, jnp.sum, lambda x: x.max() * 0.5, x),
     )()
 
@@ -421,6 +470,11 @@ def looped(d):
         return i + 1, jnp.tanh(x) + x.mean(0) * d.of(0.0, 0.0, 0.1)
 
     ends = d.of(lambda i: i < 3, lambda i: i < jnp.abs(number) % 3)
+
+    def trips(until):
+        test = lambda c: until(jnp.abs(c[1]) > 0.3)  # noqa: E731
+        return lax.while_loop(test, lambda c: (c[0] + 1.0, c[1] * 0.5), (0.0, y))[0]
+
     start = d.of(y, y * 0, table.sum() + y)
     return d.of(
         lambda: lax.scan(over_time, start, x.T)[0],
@@ -429,6 +483,8 @@ def looped(d):
         lambda: lax.while_loop(lambda c: ends(c[0]), until, (0.0, x))[1],
         lambda: lax.fori_loop(0, 3, lambda i, c: c + number * x[:, i % F], y),
         lambda: jax.vmap(_newton)(y),
+        lambda: trips(jnp.any),
+        lambda: trips(jnp.all),
         lambda: lax.fori_loop(0, 2, lambda i, c: (c[1], c[0] * 0.5), (table, x.sum(0)))[
             0
         ],
@@ -445,6 +501,8 @@ def _newton(x):
 def over_rows(d):
     x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
     n, kept, table = d.tower.rows, jnp.zeros(d.tower.rows), d.value("features")
+    masked_rows = x * d.tower.weight[:, None]
+    x = d.of(x, masked_rows)
 
     def body(carry, row):
         total, other = carry
@@ -476,6 +534,20 @@ def over_rows(d):
         new = d.of(loss, loss, total, loss + every[i], loss + every[at])
         return total + loss * y[i], every.at[at].set(new)
 
+    def alone(carry, row):
+        loss = row @ table
+        new = d.of(
+            lambda: carry + loss,
+            lambda: carry - loss,
+            lambda: loss - carry,
+            lambda: carry + carry + loss,
+            lambda: jnp.where(loss > 0, carry + loss, carry),
+            lambda: jnp.where(loss > 0, 0.0, carry + loss),
+            lambda: jnp.where(loss > 0, carry + loss, 0.0),
+            lambda: jnp.where(carry > 0, carry + loss, carry),
+        )()
+        return new, d.of(new, carry, loss)
+
     def matrix(carry, row):
         more = jnp.outer(row, row)
         return d.of(
@@ -491,6 +563,9 @@ def over_rows(d):
         lambda: lax.fori_loop(0, n, by_index, (0.0, kept))[0],
         lambda: lax.fori_loop(0, n, by_index, (0.0, d.of(kept, y)))[1],
         lambda: lax.map(lambda row: jnp.tanh(row).sum(), x),
+        lambda: lax.scan(alone, d.of(0.0, 0.0, number), masked_rows)[0],
+        lambda: lax.scan(alone, d.of(0.0, 0.0, number), masked_rows)[0],
+        lambda: lax.scan(alone, 0.0, masked_rows)[1],
         lambda: lax.scan(matrix, jnp.zeros((F, F)), x)[0],
         lambda: lax.scan(lambda c, v: (c + 1, c * v), 0, y, reverse=backwards)[1],
     )()
@@ -538,7 +613,7 @@ OPERATIONS += [reduced_over_towers, masked_sum, sum_of_flagged, quotient_and_bac
 OPERATIONS += [row_numbers, products, products, convolved, laid_otherwise, indexed]
 OPERATIONS += [laid_otherwise, indexed, branched, looped, over_rows, over_rows, solved]
 OPERATIONS += [derived, drawn, scaled, of_numbers, of_numbers, other_program]
-OPERATIONS += [called_twice, views]
+OPERATIONS += [called_twice, views, function_of_masked, by_index]
 """What a program is made of; what stands twice is likelier."""
 
 
@@ -554,7 +629,12 @@ def start_pool(params, batch, tower):
     x, y = batch["x"], batch["y"]
     weight = tower.weight.astype(x.dtype)
     return {
-        "number": [params["b"], (y * weight).sum(), (x[:, 0] ** 2 * weight).sum()],
+        "number": [
+            params["b"],
+            (y * weight).sum(),
+            (x[:, 0] ** 2 * weight).sum(),
+            ((x @ params["w"]) ** 2 * weight).sum(),
+        ],
         "features": [params["w"], weight @ x, lax.stop_gradient(x.max(0))],
         "rows": [y, (x * params["w"]).sum(1), weight],
         "rows of features": [x, x * params["w"]],
@@ -593,18 +673,19 @@ def leaves_of(d, made, batch, tower):
     weight = tower.weight.astype(rows.dtype)
     weights = [weight.sum(), jnp.float64(1.0), jnp.float64(tower.rows)]
     weights += [(jnp.abs(rows) * weight).sum(), d.value("number")]
-    arrays = [d.of(*weights)]
-    leaves = [MergedLeaf("weight", Merge.PER_TOWER)]
+    arrays = [*weights]
+    leaves = [MergedLeaf("weight", Merge.PER_TOWER)] * len(weights)
     for number, x in enumerate(made):
         if shape_name(x, tower.rows).startswith("rows"):
             arrays.append(x)
             leaves.append(MergedLeaf(f"rows {number}", Merge.ROWS))
             shape = (-1,) + (1,) * (x.ndim - 1)
             x = d.of(x, x * weight.reshape(shape)).sum(0)
-        for merge in (Merge.SUM, Merge.MEAN, Merge.REPLICATED):
-            arrays.append(x)
-            divided_by = 0 if merge is Merge.MEAN else None
-            leaves.append(MergedLeaf(f"{merge.name} {number}", merge, divided_by))
+        arrays += [x] * (2 + len(weights))
+        leaves.append(MergedLeaf(f"sum {number}", Merge.SUM))
+        leaves.append(MergedLeaf(f"same {number}", Merge.REPLICATED))
+        for i in range(len(weights)):
+            leaves.append(MergedLeaf(f"mean {number} by {i}", Merge.MEAN, i))
     return arrays, leaves
 
 

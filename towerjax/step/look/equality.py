@@ -170,6 +170,7 @@ def _traced(
 def _rows_for(step: StepToProve, number: int, most: int) -> int:
     """The rows of one of so many towers; for the most towers as many as in a call."""
     each = max(step.rows, 2)
+    each += -each % step.strategy.placement.row_parts
     if step.padded:
         return each * PADDED_ROWS.get(number, number) // number
     return each * most // number
