@@ -5,6 +5,8 @@ import jax
 import pytest
 from equal_programs import function_of, judged
 
+NAMES = sorted({x.__name__ for x in equal_programs.OPERATIONS})
+
 
 @pytest.fixture(autouse=True)
 def exact():
@@ -28,6 +30,14 @@ def refuse_false(seed, padded, operations=equal_programs.OPERATIONS):
 def test_what_is_proved_of_a_random_function_holds(first, padded):
     numbers = [refuse_false(seed, padded) for seed in range(first, first + 10)]
     assert sum(numbers) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_proved_of_each_operation_holds(name):
+    operation = [getattr(equal_programs, name)]
+    for seed in range(8):
+        refuse_false(seed, seed % 2 == 1, operation)
 
 
 @pytest.mark.parametrize("seed", [3, 8])

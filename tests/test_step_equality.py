@@ -17,13 +17,13 @@ from towerjax.step.look.equality import StepToProve, equalities_of
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
 
-def says_of(step, state=None, batch=BATCH, towers=(1, 2, 4)):
+def says_of(step, state=None, batch=BATCH):
     """What is said of each leaf of a step."""
     state = step.init(PARAMS, rng=jax.random.key(0)) if state is None else state
     engine, state = step.policy.audited(step.engine, state)
     rows = len(jax.tree.leaves(batch)[0]) // step.num_parts
     given = engine, step.strategy, state, batch, rows, step._placer.may_pad
-    return {x.leaf: x for x in equalities_of(StepToProve(*given), towers)}
+    return {x.leaf: x for x in equalities_of(StepToProve(*given))}
 
 
 def train(loss_fn, **options):
@@ -45,7 +45,7 @@ def test_a_right_loss_is_proved_with_its_metrics(name, remainder):
         hits = tj.metrics.accuracy(batch["y"] > 0, batch["y"] > 0, tower.weight)
         return tj.TowerOutput(loss, {"hits": hits})
 
-    found = says_of(train(loss_fn, remainder=remainder), towers=(1, 2, 4))
+    found = says_of(train(loss_fn, remainder=remainder))
     assert all_say(found) == {"proved"} and "metrics/hits" in "".join(found)
 
 
@@ -137,6 +137,22 @@ def test_what_cannot_be_traced_for_other_rows_is_unknown():
 
     found = says_of(train(loss_fn))
     assert "with other rows it raises AssertionError" in found["step"].why
+
+
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+def test_the_number_of_the_steps_own_towers_is_compared_too(remainder):
+    def loss_fn(params, batch, tower):
+        once = 1.0 if tower.num_towers < 5 else 2.0
+        return mean(once * errors(params, batch), tower)
+
+    for towers, says in ((4, "proved"), (6, "unknown")):
+        strategy = tj.Mirrored(("cpu:0",), towers=towers)
+        how = {"remainder": remainder}
+        step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **how)
+        assert all_say(says_of(step)) == {says}
+        right = lambda p, b, t: mean(errors(p, b), t)  # noqa: E731
+        step = tj.build_train_step(right, optax.sgd(0.1), strategy, **how)
+        assert all_say(says_of(step)) == {"proved"}
 
 
 def test_what_has_no_passes_is_unknown():

@@ -6,6 +6,7 @@ derivative is.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,8 +54,10 @@ from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree
 from towerjax.types.leaves import map_parts, parts_of
 
-PADDED_ROWS = {1: 5, 2: 6, 4: 4}
-"""Rows of all towers for a number of them, in no proportion to these numbers."""
+NUMBERS_OF_TOWERS = (1, 2, 4)
+"""Those that are compared, and besides that of the step's own towers."""
+
+_PADDED_ROWS = {1: 5, 2: 3, 4: 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +81,17 @@ class StepToProve:
     padded: bool = False
 
 
-def equalities_of(
-    step: StepToProve, towers: Sequence[int] = (1, 2, 4)
-) -> list[Equality]:
-    """What is proved of each leaf that a step's passes merge, for these numbers.
+def equalities_of(step: StepToProve) -> list[Equality]:
+    """What is proved of each leaf that a step's passes merge.
 
     Args:
       step: The step.
-      towers: Numbers of towers, of which each two that follow are compared.
 
     Returns:
       A verdict for each leaf; one of the whole step where it cannot be traced for other
       numbers of rows.
     """
+    towers = sorted({*NUMBERS_OF_TOWERS, step.strategy.num_towers})
     try:
         return _equalities(step, towers)
     except RAISED_ON_OTHER_ROWS as error:
@@ -159,7 +160,7 @@ def _traced(
     columns = []
     for number in towers:
         alike = on_one_group(step.strategy, number)
-        rows = _rows_for(step, number, max(towers))
+        rows = _rows_for(step, number, towers)
         columns.append(_trace_passes(engine.on(alike).passes, step, number, rows))
     return [
         _TracedTowers([x[0] for x in each], *each[0][1:], several=is_several)
@@ -167,13 +168,17 @@ def _traced(
     ]
 
 
-def _rows_for(step: StepToProve, number: int, most: int) -> int:
-    """The rows of one of so many towers; for the most towers as many as in a call."""
+def _rows_for(step: StepToProve, number: int, towers: Sequence[int]) -> int:
+    """The rows of one of so many towers.
+
+    With padding they are in no proportion to the numbers of towers, so that nothing
+    that counts them is taken for a power of that number.
+    """
     each = max(step.rows, 2)
     each += -each % step.strategy.placement.row_parts
     if step.padded:
-        return each * PADDED_ROWS.get(number, number) // number
-    return each * most // number
+        return each * _PADDED_ROWS.get(number, 11 if number % 7 == 0 else 7)
+    return each * math.lcm(*towers) // number
 
 
 def _trace_passes(
