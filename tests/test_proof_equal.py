@@ -101,7 +101,9 @@ def test_what_is_unknown_says_since_which_line():
     found = verdict_on(SPLIT["sorted_rows"])
     lines = pathlib.Path(split_functions.__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "jnp.sort(b" in text)
-    assert f"own rows are sorted, at tests/split_functions.py:{line}" in found.why
+    assert (
+        f"the tower's rows are sorted, at tests/split_functions.py:{line}" in found.why
+    )
 
 
 # The decks of the audit.

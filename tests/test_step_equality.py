@@ -57,7 +57,7 @@ def test_a_metric_that_depends_on_the_split_is_said_by_name():
     found = says_of(train(loss_fn))
     assert found["loss"].says == "proved"
     [odd] = [x for x in found.values() if x.says != "proved"]
-    assert "worst" in odd.leaf and "a maximum over own rows" in odd.why
+    assert "worst" in odd.leaf and "a maximum over the tower's rows" in odd.why
 
 
 def test_a_rule_of_a_derivative_is_walked():

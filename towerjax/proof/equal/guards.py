@@ -1,4 +1,4 @@
-"""Means over a tower's own rows: what a part divided by a part of the tower's own is.
+"""Means over a tower's rows: what a part divided by a part of the tower's own is.
 
 Such a mean depends on the split; times what it was divided by it is a part again. That
 holds for derivatives, too, as both are the same value in the program. A guard against

@@ -162,7 +162,7 @@ def _rows_of_table(pair: EquationPair) -> Known:
 def _from_table(pair: EquationPair, x: Known, at: Known, sizes: Any) -> Known:
     """Elements of an array that has no rows."""
     if at.kind in (Kind.NUMBERS, Kind.COLUMNS):
-        raise NotOfOneKindError("elements by the numbers of own rows")
+        raise NotOfOneKindError("elements by the numbers of the tower's rows")
     if sizes != pair.second.params["slice_sizes"]:
         raise NotOfOneKindError("elements that depend on the number of rows")
     if x.kind is Kind.PART and at.kind in _SAME:

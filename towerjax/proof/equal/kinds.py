@@ -17,35 +17,35 @@ class Kind(enum.Enum):
     UNKNOWN = "unknown"
     ZERO = "zero"
     # Each tower has it. Where such a value has a dim of rows, it is constant along it.
-    COPY = "a value that is the same on all towers"
+    COPY = "a replicated value"
     # The towers' values, joined along their dim of rows, are it.
     ROWS = "rows"
     # The towers' values, added up, are it.
-    PART = "a sum over own rows"
+    PART = "a sum over the tower's rows"
     # The same, once its elements along the dims of its note are added up, too.
-    SPREAD = "own rows in groups"
+    SPREAD = "the tower's rows in groups"
     # The largest, or smallest, of the towers' values is it.
-    MAXIMUM = "a maximum over own rows"
-    MINIMUM = "a minimum over own rows"
+    MAXIMUM = "a maximum over the tower's rows"
+    MINIMUM = "a minimum over the tower's rows"
     # A part divided by a part of the tower's own, which its note names.
-    MEAN = "a mean over own rows"
+    MEAN = "a mean over the tower's rows"
     # The towers' values one after another, of the kind in its note.
     STACKED = "the values of all towers"
 
     # Numbers and keys that a tower has of its own.
     TOWER = "tower.id"
     FIRST_ROW = "the number of a tower's first row"
-    NUMBERS = "the numbers of own rows"
-    COLUMNS = "indices with the numbers of own rows"
+    NUMBERS = "the numbers of the tower's rows"
+    COLUMNS = "indices with the numbers of the tower's rows"
     KEY = "a tower's own key"
-    VALID = "how many own rows are no padding"
-    SIZE = "the number of own rows, padding included"
+    VALID = "how many of the tower's rows are no padding"
+    SIZE = "the number of the tower's rows, padding included"
     IS_FULL = "whether no own row is padding"
     NEVER = "false"
     # Of the rows with a flag, which its note names: whether there is one, and their
     # number where there is one, else any number above 0.
-    HAS_ANY = "whether own rows have a flag"
-    AT_LEAST = "how many own rows have a flag, or another number where none has"
+    HAS_ANY = "whether the tower's rows have a flag"
+    AT_LEAST = "how many rows have a flag, or another number where none has"
 
     # In a loop over rows.
     ROW = "a value of one row"

@@ -223,7 +223,7 @@ def _scanned(pair: EquationPair) -> list[Known]:
     if lengths[0] != lengths[1]:
         raise NotOfOneKindError("a loop with another number of trips")
     if any(axis == 0 for axis in pair.rows_in[start:]):
-        raise NotOfOneKindError("a loop over own rows")
+        raise NotOfOneKindError("a loop over the tower's rows")
     xs = ins[start:]
 
     def trip(carry: list[Known]) -> list[Known]:
@@ -243,7 +243,7 @@ def _over_own_rows(
 ) -> list[Known]:
     """A loop over rows: each adds to sums, fills arrays, and is no other's concern."""
     if pair.walk.loop is not None:
-        raise NotOfOneKindError("a loop over own rows in another one")
+        raise NotOfOneKindError("a loop over the tower's rows in another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size
     given = [x.bare() for x in pair.ins]
@@ -284,7 +284,7 @@ def _over_own_rows(
 def _of_one_row(pair: EquationPair, operand: int, x: Known) -> Known:
     """What a loop over rows sees of an array of them."""
     if pair.rows_in[operand] != 0:
-        return pair.unknown("a loop over own rows and another dim")
+        return pair.unknown("a loop over the tower's rows and another dim")
     if x.kind in (Kind.ZERO, Kind.UNKNOWN, Kind.COPY):
         return x
     if x.kind is Kind.NUMBERS and len(pair.shape(operand)) == 1:
@@ -306,7 +306,7 @@ def _start_of(pair: EquationPair, operand: int, x: Known) -> Known:
     if pair.rows_in[operand] is not None:
         x = rows(x.power) if x.kind is Kind.COPY else x
         if x.kind not in (Kind.ROWS, Kind.ZERO) or x.blocks > 1:
-            return pair.unknown(f"a loop over own rows that changes {x}")
+            return pair.unknown(f"a loop over the tower's rows that changes {x}")
         power = None if x.kind is Kind.ZERO else x.power
         return Known(Kind.BUFFER, power, zeros=x.zeros, note=number)
     is_whole = pair.dtype(operand).kind in "iu" and pair.shape(operand) == ()
@@ -348,7 +348,7 @@ def _rows_of(pair: EquationPair, x: Known) -> Known:
         return Known(Kind.NUMBERS)
     if x.kind in (Kind.ZERO, Kind.UNKNOWN):
         return x
-    return pair.unknown(f"a loop over own rows keeps {x} of each")
+    return pair.unknown(f"a loop over the tower's rows keeps {x} of each")
 
 
 @rule("custom_linear_solve", knows_constants=True, knows_unknown=True)

@@ -273,7 +273,7 @@ def _off_by(value: Known, wanted: Kind, power: Any) -> tuple[str, str]:
 def _of_mean(value: Known, weight: Known) -> tuple[str, str]:
     """Sum and weight are off by one power, so that their quotient is not."""
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
-        return "refuted", "an average of the towers' averages, each over its own rows"
+        return "refuted", "an average of the towers' averages, each over its rows"
     value, weight = as_part(value), as_part(weight)
     for each in (value, weight):
         if each.kind is not Kind.PART:

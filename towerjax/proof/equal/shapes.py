@@ -29,7 +29,7 @@ _OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.NEVER, Kind.SIZE}
 
 @rule("iota", knows_constants=True)
 def _counted_up(pair: EquationPair) -> Known:
-    """Along rows the numbers of own rows, else a constant."""
+    """Along rows the numbers of the tower's rows, else a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
     return Known(Kind.NUMBERS) if is_along else copy()
 
@@ -109,7 +109,7 @@ def _reshaped(pair: EquationPair) -> Known:
     if blocks is not None:
         return x._replace(blocks=blocks)
     if pair.has_padding(x.zeros):
-        raise NotOfOneKindError("own rows in groups, some of them padding")
+        raise NotOfOneKindError("the tower's rows in groups, some of them padding")
     return _as_groups(pair, x, r_in)
 
 
@@ -155,7 +155,7 @@ def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
     start, end = r_in, len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
-        raise NotOfOneKindError("own rows in another order")
+        raise NotOfOneKindError("the tower's rows in another order")
     return Known(Kind.SPREAD, x.power, note=tuple(range(start, end)))
 
 
@@ -170,9 +170,9 @@ def _put_together(pair: EquationPair) -> Known:
             raise NotOfOneKindError("a dim of rows that is made of others")
         return joined(ins, "beside")
     if any(r != axis for r in pair.rows_in):
-        raise NotOfOneKindError("own rows are joined with others")
+        raise NotOfOneKindError("the tower's rows are joined with others")
     if not pair.kinds <= {Kind.ROWS, Kind.ZERO}:
-        raise NotOfOneKindError(f"own rows are joined with {ins[0]}")
+        raise NotOfOneKindError(f"the tower's rows are joined with {ins[0]}")
     times = [pair.times_rows(i, axis) or Fraction(0) for i in range(len(ins))]
     found = joined([x._replace(blocks=1) for x in ins], "beside")
     if found.kind is Kind.ZERO:
@@ -186,13 +186,13 @@ def _put_together(pair: EquationPair) -> Known:
 
 
 def _columns(pair: EquationPair, axis: int) -> Known:
-    """Indices, some columns of which are the numbers of own rows."""
+    """Indices, some columns of which are the numbers of the tower's rows."""
     columns: list[Kind] = []
     is_last = axis == len(pair.out_shape()) - 1
     for i, x in enumerate(pair.ins):
         known = x.kind in {Kind.NUMBERS, Kind.ROWS, Kind.ZERO, Kind.COLUMNS}
         if not (known and is_last) or x.power or x.blocks > 1:
-            raise NotOfOneKindError("indices of own rows")
+            raise NotOfOneKindError("indices of the tower's rows")
         size = pair.shape(i)[axis]
         columns += x.note if x.kind is Kind.COLUMNS else [x.kind] * size
     return Known(Kind.COLUMNS, note=tuple(columns))
@@ -224,7 +224,7 @@ def _some_of(pair: EquationPair, axis: int) -> Known:
     if x.kind is Kind.ZERO:
         return x
     if axis == pair.rows_in[0]:
-        raise NotOfOneKindError("some own rows are taken, or in another order")
+        raise NotOfOneKindError("some rows are taken, or in another order")
     if x.kind not in LINEAR and x.kind is not Kind.KEY:
         raise NotOfOneKindError(f"some elements of {x}")
     return x
@@ -244,7 +244,7 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
         times = pair.sizes.times(size, other)
         blocks = (times or Fraction(0)) / each
         if x.kind is not Kind.ROWS or not blocks or blocks.denominator != 1:
-            raise NotOfOneKindError("some own rows are taken")
+            raise NotOfOneKindError("some of the tower's rows are taken")
         found.append(x._replace(blocks=int(blocks)))
     return found
 
@@ -274,7 +274,7 @@ def _sliced(pair: EquationPair) -> Known:
     low, high = [_in_blocks(pair, x, [b[i] for b in bounds], axis) for i in (1, 2)]
     is_whole = x.kind is Kind.ROWS and given == [1, 1] and None not in (low, high)
     if not is_whole:
-        raise NotOfOneKindError("some own rows are taken")
+        raise NotOfOneKindError("some of the tower's rows are taken")
     return x._replace(blocks=high - low)  # type: ignore
 
 
@@ -302,9 +302,9 @@ def _padded(pair: EquationPair) -> Known:
     x, filler = pair.ins
     axis = pair.rows_in[0]
     if axis != pair.rows_out[0]:
-        raise NotOfOneKindError("own rows are joined with others")
+        raise NotOfOneKindError("the tower's rows are joined with others")
     if axis is not None and tuple(pair.params["padding_config"][axis]) != (0, 0, 0):
-        raise NotOfOneKindError("own rows are joined with others")
+        raise NotOfOneKindError("the tower's rows are joined with others")
     if x.kind not in LINEAR or filler.kind not in (Kind.COPY, Kind.ZERO):
         raise NotOfOneKindError(f"{x} is padded by {filler}")
     return joined([x, filler], "beside")

@@ -87,7 +87,7 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
         return found
     kind = _EXTREMES.get(pair.name)
     if kind is None:
-        raise NotOfOneKindError(f"{pair.name} over own rows")
+        raise NotOfOneKindError(f"{pair.name} over the tower's rows")
     is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
     if pair.sizes.padded and not is_false:
         raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
@@ -132,7 +132,7 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
     """Along other dims than rows, any function of a row."""
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
-        raise NotOfOneKindError("a reduction of own rows by a function")
+        raise NotOfOneKindError("a reduction of the tower's rows by a function")
     inner = [eqn for x in sub_jaxprs(pair.first) for eqn in all_eqns(x)]
     if not all(eqn.primitive in PLAIN for eqn in inner):
         raise NotOfOneKindError("a reduction by a function that is not looked into")
@@ -146,7 +146,7 @@ def _cumulative(pair: EquationPair) -> Known:
     if x.kind is Kind.ZERO and pair.name != "cumlogsumexp":
         return ZERO
     if pair.params["axis"] == pair.rows_in[0]:
-        raise NotOfOneKindError(f"{pair.name} along own rows")
+        raise NotOfOneKindError(f"{pair.name} along the tower's rows")
     if pair.name == "cumsum" and x.kind in LINEAR:
         return x
     if pair.name in ("cummax", "cummin") and x.kind in EACH:
@@ -158,7 +158,7 @@ def _cumulative(pair: EquationPair) -> Known:
 def _sorted(pair: EquationPair) -> list[Known]:
     """Along another dim than rows a function of a row, which only moves elements."""
     if pair.params["dimension"] in pair.rows_in:
-        raise NotOfOneKindError("own rows are sorted")
+        raise NotOfOneKindError("the tower's rows are sorted")
     if not pair.kinds <= EACH:
         odd = next(x for x in pair.ins if x.kind not in EACH)
         raise NotOfOneKindError(f"a sort of {odd}")
@@ -189,7 +189,7 @@ def _matrix_product(pair: EquationPair) -> Known:
     (x_sums, _), _ = pair.params["dimension_numbers"]
     if Kind.ZERO in pair.kinds:
         return ZERO
-    # Own rows that meet other rows would make a result with two dims of rows.
+    # A tower's rows that meet other rows would make a result with two dims of rows.
     if pair.rows_in[0] is None or pair.rows_in[0] not in x_sums:
         return product_of(x, y)
     if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
@@ -221,7 +221,7 @@ def _convolution(pair: EquationPair) -> Known:
     if are_summed and params["feature_group_count"] == 1 and is_alone:
         if pair.kinds == {Kind.ROWS} and not pair.has_padding(x.zeros, y.zeros):
             return part(product_of(x, y).power)
-    raise NotOfOneKindError("a convolution along own rows")
+    raise NotOfOneKindError("a convolution along the tower's rows")
 
 
 _WINDOW = {
@@ -243,11 +243,11 @@ def _window(pair: EquationPair) -> Known:
         for key, alone in _WINDOW.items():
             given = pair.params.get(key)
             if given is not None and given[axis] not in (alone, [*np.ravel(alone)]):
-                raise NotOfOneKindError("a window along own rows")
+                raise NotOfOneKindError("a window along the tower's rows")
     rank = len(pair.out_shape())
     arrays = [i for i in range(len(pair.ins)) if len(pair.shape(i)) == rank > 0]
     if any(pair.rows_in[i] != pair.rows_out[0] for i in arrays):
-        raise NotOfOneKindError("a window of own rows")
+        raise NotOfOneKindError("a window of the tower's rows")
     x = pair.ins[0]
     if pair.name == "reduce_window_sum" and x.kind in LINEAR:
         return x
@@ -271,7 +271,7 @@ def _transformed(pair: EquationPair) -> Known:
     if x.kind not in LINEAR or pair.rows_in[0] in last:
         raise NotOfOneKindError(f"an fft of {x}")
     if pair.rows_in[0] != pair.rows_out[0]:
-        raise NotOfOneKindError("an fft along own rows")
+        raise NotOfOneKindError("an fft along the tower's rows")
     return x
 
 
@@ -280,10 +280,10 @@ def _of_matrices(pair: EquationPair) -> list[Known]:
     """A function of each matrix, which the last two dims are."""
     for i, axis in enumerate(pair.rows_in):
         if axis is not None and (axis != 0 or len(pair.shape(i)) < 3):
-            raise NotOfOneKindError(f"{pair.name} of own rows")
+            raise NotOfOneKindError(f"{pair.name} of the tower's rows")
     found = function_of(pair.ins, pair.name)
     if found.blocks > 1 or any(axis not in (None, 0) for axis in pair.rows_out):
-        raise NotOfOneKindError(f"{pair.name} of own rows")
+        raise NotOfOneKindError(f"{pair.name} of the tower's rows")
     return [found] * len(pair.rows_out)
 
 
@@ -298,5 +298,5 @@ def _solution(pair: EquationPair) -> Known:
     if is_linear and y.kind in LINEAR and pair.rows_in[1] != solved:
         return y
     if any(axis is not None and axis >= rank - 2 for axis in pair.rows_in):
-        raise NotOfOneKindError("a solution among own rows")
+        raise NotOfOneKindError("a solution among the tower's rows")
     return function_of(pair.ins, "a solution")
