@@ -18,36 +18,34 @@ OPTIMIZERS = {"actor": optax.adam(0.03), "critic": optax.sgd(0.2)}
 BEST = np.array([2, 0, 1, 3])  # the arm that pays, in each of four rooms
 
 
-def tower_fn(state, batch, tower):
-    room, params = batch["room"], state.params
-    arm = jax.random.categorical(tower.rng, params["actor"][room])
+def loss_fn(params, batch, tower):
+    room = batch["room"]
+    logits, values = params["actor"][room], params["critic"][room]
+    arm = jax.random.categorical(tower.rng, logits)
     paid = (arm == jnp.asarray(BEST)[room]).astype(jnp.float32)
-
-    def critic_loss(values, batch, tower):
-        return tj.Weighted.mean((values[room] - paid) ** 2, tower.weight)
-
-    def actor_loss(logits, batch, tower):
-        advantage = paid - params["critic"][room]
-        chosen = jax.nn.log_softmax(logits[room])[jnp.arange(len(arm)), arm]
-        return tj.Weighted.mean(-advantage * chosen, tower.weight)
-
-    _, actor = tj.value_and_grad(actor_loss)(params["actor"], batch, tower)
-    loss, critic = tj.value_and_grad(critic_loss)(params["critic"], batch, tower)
-    metrics = {"loss": loss, "reward": tj.Weighted.mean(paid, tower.weight)}
-    return {"metrics": metrics, "grads": {"actor": actor, "critic": critic}}
+    advantage = jax.lax.stop_gradient(paid - values)  # a constant for the actor
+    chosen = jax.nn.log_softmax(logits)[jnp.arange(len(arm)), arm]
+    losses = {"actor": -advantage * chosen, "critic": (values - paid) ** 2}
+    shown = {"reward": paid, **losses}
+    metrics = {name: tj.Weighted.mean(x, tower.weight) for name, x in shown.items()}
+    # No parameter is in both terms, so each has the gradient of its own.
+    loss = tj.Weighted.mean(losses["actor"] + losses["critic"], tower.weight)
+    return tj.TowerOutput(loss, metrics)
 
 
 def update_fn(state, merged):
+    grads = merged["grads"].value
     params, opt_state = {}, {}
     for name, optimizer in OPTIMIZERS.items():
-        grads, own = merged["grads"][name].value, state.params[name]
-        updates, opt_state[name] = optimizer.update(grads, state.opt_state[name], own)
+        own, kept = state.params[name], state.opt_state[name]
+        updates, opt_state[name] = optimizer.update(grads[name], kept, own)
         params[name] = optax.apply_updates(own, updates)
     after = dataclasses.replace(state, params=params, opt_state=opt_state)
-    return after, merged["metrics"]
+    return after, {"loss": merged["loss"], **merged["metrics"]}
 
 
-step = tj.build_step(tower_fn, update_fn, tj.Mirrored(towers=4), remainder="pad")
+strategy = tj.Mirrored(towers=4)
+step = tj.build_step(tj.of_loss(loss_fn), update_fn, strategy, remainder="pad")
 params = {"actor": np.zeros((4, 4), np.float32), "critic": np.zeros(4, np.float32)}
 opt_state = {name: OPTIMIZERS[name].init(params[name]) for name in params}
 state = step.init(params, opt_state=opt_state)

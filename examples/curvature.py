@@ -27,26 +27,26 @@ def loss_fn(params, batch, tower):
     return tj.Weighted.mean(losses(params, batch), tower.weight)
 
 
-def tower_fn(state, batch, tower):
-    (loss, grads), (_, tangent) = jax.jvp(
-        lambda params: tj.value_and_grad(loss_fn)(params, batch, tower),
-        (state.params,),
-        (state.extra,),
+def slope_fn(params, batch, tower, merged):
+    """The loss's slope along a vector; its gradient is the Hessian times the vector."""
+    loss, slope = jax.jvp(
+        lambda params: loss_fn(params, batch, tower), (params,), (tower.extra,)
     )
-    product = tj.Weighted(tangent.sum, grads.weight)
-    return {"loss": loss, "grads": grads, "product": product}
+    return tj.Weighted(slope.sum, loss.weight)
 
 
 def update_fn(state, merged):
-    params = state.params - 0.0 * merged["grads"].value  # your rate or optimizer
-    product = merged["product"].value
-    along, size = state.extra @ product, jnp.linalg.norm(product)
-    after = dataclasses.replace(state, params=params, extra=product / size)
-    return after, {"loss": merged["loss"], "eigenvalue": along}
+    before, product = merged["before"], merged["grads"].value
+    params = state.params - 0.0 * before["grads"].value  # your rate or optimizer
+    eigenvalue = state.extra @ product
+    vector = product / jnp.linalg.norm(product)
+    after = dataclasses.replace(state, params=params, extra=vector)
+    return after, {"loss": before["loss"], "eigenvalue": eigenvalue}
 
 
 strategy = tj.Mirrored(towers=4, local="scan")
-step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=2, remainder="pad")
+passes = tj.of_loss(loss_fn), tj.of_loss(slope_fn)
+step = tj.build_step(passes, update_fn, strategy, micro_batches=2, remainder="pad")
 state = step.init(params, extra=np.array([1, 0, 0], np.float32))
 for _ in range(50):
     state, metrics = step(state, batch)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from towerjax.step.look.comparison import (
     NotAudited,
     _gap_of_leaf,
     _sizes,
+    are_additive,
     judge,
     rounding_of,
 )
@@ -240,6 +242,15 @@ def test_the_tolerance_is_that_of_the_narrowest_dtype():
     for names, rtol in (["bfloat16 float16", 2**-4], ["float16", 2**-7], ["", 1e-4]):
         narrowed = lambda x: [x.astype(name) for name in names.split()]  # noqa: B023, E731
         assert rounding_of([jax.make_jaxpr(narrowed)(jnp.ones(2)).jaxpr]) == rtol
+
+
+def test_gradients_that_overflow_both_ways_are_compared_without_a_warning():
+    """As in float16, where one half of the rows gives inf and the other -inf."""
+    up, down = ({"gradient": np.array([x, 1.0])} for x in (np.inf, -np.inf))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not are_additive(up, (up, down), 1e-6)
+        assert are_additive({"gradient": np.array([np.nan, 1.0])}, (up, down), 1e-6)
 
 
 @pytest.mark.slow

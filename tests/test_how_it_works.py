@@ -153,6 +153,22 @@ def test_files_that_the_page_names_are_there():
         assert (ROOT / file).exists(), file
 
 
+def test_a_name_before_its_file_is_there():
+    pairs = re.findall(r"`(\w+)`\s\(`([a-z_/]+\.py)`", PAGE.read_text())
+    assert len(pairs) >= 11
+    for name, file in pairs:
+        text = (ROOT / file).read_text()
+        assert re.search(rf"^(def|class) {name}\b", text, re.M), (name, file)
+
+
+def test_a_first_call_takes_one_derivative_outside_the_tower(calls):
+    run = "step/run/"
+    first = [(run + "on_device.py", "on_device.<locals>.run")]
+    first += [(run + "derivative.py", "gradient_of")]
+    assert [x for x in dict.fromkeys(calls[0]) if x in first] == first
+    assert ("step/build/gradient.py", "value_and_grad") not in calls[0]
+
+
 def test_how_many_calls_a_step_takes(calls):
     """Of Python, in towerjax."""
     first, second = calls

@@ -20,11 +20,11 @@ from towerjax.types.leaves import listed, refuse_no_numbers
 def take(table: Any, ids: Any) -> jax.Array:
     """``jnp.take(table, ids, axis=0)``; in a loss the gradient is of these rows alone.
 
-    In a loss that `tj.value_and_grad`, `tj.build_train_step` or a ``TowerOptimizer``
-    differentiates, the gradient of a parameter that is looked up is ``IndexedRows``: a
-    row for each id, and of an id twice, two. Towers send these rows; no gradient of the
-    table's shape is made or sent. Elsewhere, ``jax.grad`` included, it is a lookup as
-    any other.
+    In a loss that `tj.build_train_step`, `tj.of_loss`, `tj.value_and_grad` or a
+    ``TowerOptimizer`` differentiates, the gradient of a parameter that is looked up is
+    ``IndexedRows``: a row for each id, and of an id twice, two. Towers send these rows;
+    no gradient of the table's shape is made or sent. Elsewhere, ``jax.grad`` included,
+    it is a lookup as any other.
 
     Args:
       table: ``[N, ...]``, floats: a leaf of the parameters, itself. What is computed
@@ -38,8 +38,10 @@ def take(table: Any, ids: Any) -> jax.Array:
     Raises:
       ValueError: ``ids`` are no integers or the table has no rows; or in such a loss:
         the table is no leaf of the parameters, though it depends on them; or the lookup
-        stands inside a jit, scan, cond, vmap, remat or a derivative. When the gradient
-        is taken: the table is also used otherwise, which makes it one of all rows.
+        stands inside a jit, scan, cond, remat or a derivative, or, if
+        `tj.value_and_grad` or a ``TowerOptimizer`` differentiates the loss, a vmap.
+        When the gradient is taken: the table is also used otherwise, which makes it one
+        of all rows.
 
     Example:
       >>> import numpy as np, towerjax as tj

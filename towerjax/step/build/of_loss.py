@@ -80,7 +80,8 @@ def of_loss(
     The towers return their losses. The step adds them and takes one derivative of the
     sum, so that a device holds one gradient, however many towers it has. The loss may
     be a sum of several means. `value_and_grad`, called in a tower function, gives each
-    tower's own gradient instead, of which a device then holds one a tower.
+    tower's own gradient instead, of which a device then holds one a tower: with 8
+    towers and a gradient of 6 MiB it holds 48 MiB of temporary values, and 6.4 here.
 
     Args:
       loss_fn: ``(params, batch, tower) -> Weighted | TowerOutput``, as for
@@ -116,7 +117,7 @@ def of_loss(
       >>> passes = tj.of_loss(loss_fn), tj.of_loss(second, ahead)
       >>> step = tj.build_step(passes, update_fn, tj.Mirrored(towers=2))
       >>> state, metrics = step(step.init(0.0), np.array([1, 5], np.float32))
-      >>> float(state.params), float(metrics["loss"])
+      >>> round(float(state.params), 6), float(metrics["loss"])
       (1.2, 13.0)
     """
     form = "loss_fn(params, batch, tower)"

@@ -213,7 +213,8 @@ def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
 def are_additive(whole: Leaves, halves: Sequence[Leaves], rtol: float) -> bool:
     """Whether a function of rows A and B is the half of those of A, A and of B, B."""
     known = {n: x for n, x in whole.items() if x is not None}  # None is not trained
-    mean = {n: np.mean([np.asarray(x[n]) for x in halves], axis=0) for n in known}
+    with np.errstate(invalid="ignore"):  # inf of either sign
+        mean = {n: np.mean([np.asarray(x[n]) for x in halves], axis=0) for n in known}
     return all(
         _largest_gap(mean[n], known[n]) <= rtol * max(_largest(mean[n]), size)
         for n, size in _sizes(whole).items()
