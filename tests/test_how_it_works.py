@@ -105,47 +105,6 @@ def test_each_noun_of_the_source_is_one_class_in_its_file():
     assert not owners.keys() & {*GONE}
 
 
-# Names that say nothing of what they hold, or have one meaning, which these files use.
-NAMES = {
-    r"_*(found|one)": (),
-    r"_*check": ("step/", "tools/cli.py"),
-    r"_*programs?": (
-        *(
-            "step/",
-            "towers/lowering/shards.py",
-            "towers/lowering/tower_axis.py",
-            "towers/on_towers.py",
-            "towers/tf1/call.py",
-        ),
-        *("estimator/model_engine.py", "loop/loop.py", "tools/sweep/train.py"),
-    ),
-    r"(.*_)?plans?(_.*)?": ("mesh/cluster/launcher.py", "step/look/report.py"),
-    r"(.*_)?alone(_.*)?":
-        (*("mesh/processes.py", "mesh/transfer.py", "mesh/cluster/", "step/"),
-        *("towers/variables.py", "estimator/losses.py", "estimator/optimizer.py")),
-}  # fmt: skip
-
-
-def names_in(path):
-    """``(name, line)`` of all that code names: variables, arguments, attributes."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        for kind in ("id", "arg", "attr", "name", "asname"):
-            if isinstance(name := getattr(node, kind, None), str):
-                yield name, getattr(node, "lineno", 0)
-
-
-@pytest.mark.slow
-def test_a_name_says_what_it_holds_and_has_one_meaning():
-    wrong = []
-    for path in ROOT.rglob("*.py"):
-        file = path.relative_to(ROOT).as_posix()
-        for pattern, files in NAMES.items():
-            if not file.startswith(files or "."):
-                here = [x for x in names_in(path) if re.fullmatch(pattern, x[0])]
-                wrong += [f"{file}:{line} {name}" for name, line in here]
-    assert wrong == []
-
-
 def test_files_that_the_page_names_are_there():
     files = re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", PAGE.read_text())
     assert len({*files}) >= 15

@@ -109,11 +109,13 @@ def test_what_a_backward_adds_up_by_right_trains_as_one_tower(loss_fn, ops):
     batch = {x: rng.normal(size=s.shape).astype(s.dtype) for x, s in BATCH.items()}
     params = {"w": np.float32([1, -2, 3]), "b": np.float32(0.5)}
     after = []
-    for towers in 1, 4:
-        strategy = tj.Mirrored(["cpu:0"], towers=towers, cross_tower_ops=ops)
+    for devices, towers in (1, 1), (1, 4), (2, 4):
+        names = [f"cpu:{i}" for i in range(devices)]
+        strategy = tj.Mirrored(names, towers=towers, cross_tower_ops=ops)
         step = tj.build_train_step(loss_fn, optax.sgd(1e-4), strategy)
         after.append(step(step.init(params), batch)[0].params)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), *after)
+    for other in after[1:]:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), after[0], other)
 
 
 class Hanging:

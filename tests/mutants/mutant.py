@@ -57,7 +57,12 @@ def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -
     for holder, key in holders:
         if isinstance(holder, dict):  # a decorator may put the mutant there itself
             patch.setitem(holder, key, original)
+    tables = [(table, dict(table)) for table in _tables(module_name.partition(".")[0])]
     made = _made(mutant, original, owner if inspect.isclass(owner) else None)
+    for table, before in tables:  # a decorator may wrap what it puts there
+        for key in [key for key in before if table.get(key) is not before[key]]:
+            new, table[key] = table[key], before[key]
+            patch.setitem(table, key, new)
     if isinstance(original, staticmethod) and not isinstance(made, staticmethod):
         made = staticmethod(made)  # __new__ is one without saying so
     if isinstance(made, functools.cached_property):
@@ -69,6 +74,16 @@ def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -
             patch.setitem(holder, key, made)
         else:
             patch.setattr(holder, key, made)
+
+
+def _tables(package: str) -> Iterator[dict[Any, Any]]:
+    """The dicts that modules of a package have."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package:
+            pairs = list(vars(module).items())
+            yield from (
+                x for key, x in pairs if isinstance(x, dict) and key[:2] != "__"
+            )
 
 
 def _holders(original: Any, package: str) -> Iterator[tuple[Any, Any]]:

@@ -149,7 +149,8 @@ def _causes(
     sites = _sites_of(traced)
     if crossed := [*crossed_rows(sites, rows)]:
         yield names, _with_lines(_BY_CROSSED_ROWS, crossed)
-    again = audit.towers(1, rows=rows).trace(audit.splits[0])
+    how = {"narrow": True} if audit.is_narrow else {}
+    again = audit.towers(1, rows=rows, **how).trace(audit.splits[0])
     if program_hash(traced) != program_hash(again):
         pairs = zip(sites, _sites_of(again), strict=False)
         parted = (x for x, y in pairs if _numbers_of(x) != _numbers_of(y))

@@ -35,7 +35,7 @@ class Value(NamedTuple):
     is_key: bool
 
 
-class Run(NamedTuple):
+class Seen(NamedTuple):
     """What the calls of a program gave, and what it used."""
 
     calls: tuple[dict[str, Value], ...]
@@ -71,7 +71,7 @@ class UserProgram:
             isinstance(x, NUMBER_TYPES | str) or callable(x) for x in self._leaves
         )
 
-    def run(self, by: float = 0.0) -> Run:
+    def run(self, by: float = 0.0) -> Seen:
         """Call it; of arguments that are rounded, where ``by`` says.
 
         The first run is of the arguments themselves, which may hold one another.
@@ -101,7 +101,7 @@ class UserProgram:
         # What is given to it and laid nowhere, JAX puts where the program runs.
         taken = [x for x in taken if isinstance(x, jax.Array) and x.committed]
         devices = frozenset(_where_are(taken + given))
-        return Run(tuple(calls), devices, frozenset(dtypes), bool(changed))
+        return Seen(tuple(calls), devices, frozenset(dtypes), bool(changed))
 
     def release(self) -> None:
         """Let go of what its arguments hold on devices: it is not run again."""

@@ -25,7 +25,7 @@ from towerjax.step.look.comparison import (
     rounding_of,
     rounding_of_dtypes,
 )
-from towerjax.tools.testing.runs import Run, UserProgram, Value, meshes_of_trace
+from towerjax.tools.testing.runs import Seen, UserProgram, Value, meshes_of_trace
 from towerjax.tools.testing.traced import TracedProgram
 from towerjax.types.door import door
 from towerjax.types.leaves import listed
@@ -109,7 +109,7 @@ def same_on_devices(
         return UserProgram(_MAKE, make(lists[number]))
 
     programs = dict[int, UserProgram]()
-    runs = dict[int, Run]()
+    runs = dict[int, Seen]()
     for number in lists:
         program = programs[number] = made(number)
         runs[number] = program.run()
@@ -158,9 +158,9 @@ def refuse_others(given: Sequence[Device], used: frozenset[Device]) -> None:
 
 
 def compare_runs(
-    runs: Mapping[int, Run],
+    runs: Mapping[int, Seen],
     traces: Sequence[tuple[TracedProgram | None, str]],
-    again: Callable[[float], list[Run]],
+    again: Callable[[float], list[Seen]],
     rtol: float | None,
 ) -> AuditReport:
     """The report of runs that give the same as the first; raise if one does not.
@@ -215,7 +215,7 @@ def compare_runs(
     )
 
 
-def _unseen(run: Run, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:
+def _unseen(run: Seen, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:
     """What was not seen."""
     values = [run.calls[0][name].numbers for name in report.compared]
     if all(x is not None and x.size == 1 for x in values):
@@ -227,8 +227,11 @@ def _unseen(run: Run, report: AuditReport, untraced: Sequence[str]) -> Iterator[
 
 
 def _again(
-    program: UserProgram, first: Run, anew: Callable[[], UserProgram], rounding: float
-) -> list[Run]:
+    program: UserProgram,
+    first: Seen,
+    anew: Callable[[], UserProgram],
+    rounding: float,
+) -> list[Seen]:
     """Runs on one device of arguments that are rounded once more, each way.
 
     The program is made anew for each where it changes what it holds. Raise if the same
@@ -248,7 +251,7 @@ def _again(
     return [x.run(step * by) for x, step in zip(programs, (1, -1, 2), strict=True)]
 
 
-def _given_by(run: Run, call: int, first: Run) -> Leaves:
+def _given_by(run: Seen, call: int, first: Seen) -> Leaves:
     """What a call gave, of what the first run's gave."""
     gave = run.calls[min(call, len(run.calls) - 1)]
     none = Value(None, is_state=False, is_key=False)

@@ -6,6 +6,7 @@ replaced by one over the device axis and the local towers.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,16 +15,19 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
+from jax.interpreters import ad, batching, mlir
 
 from towerjax.collectives.reduce import add_rows, gather_over_towers
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.proof.equation import (
     PLAIN,
+    all_eqns,
     is_hidden,
     named_axes,
     open_jaxpr,
+    sub_jaxprs,
     trace_hidden,
     user_line,
 )
@@ -150,8 +154,14 @@ class _Lowering:
             return as_call(eqn, jaxpr_as_fun(self.lower(eqn.params["call"])), self._env)
         params = dict(with_programs(eqn, self.lower).params)
         if eqn.primitive.name in _CUSTOM:
-            for key in self._rules.keys() & params.keys():
-                new = functools.partial(self._rules[key], params[key])
+            rules = self._rules
+            if eqn.primitive.name == "custom_vjp_call" and self._meets_inside(eqn):
+                call = params["call_jaxpr"]
+                fn = jaxpr_as_fun(call)
+                params["call_jaxpr"] = self._with_own_results(fn, call.in_avals)
+                rules = {**rules, "fwd_jaxpr_thunk": self._lower_forward}
+            for key in rules.keys() & params.keys():
+                new = functools.partial(rules[key], params[key])
                 params[key] = wrap_init(new, debug_info=params[key].debug_info)
         if any([params[key] is not value for key, value in eqn.params.items()]):
             return eqn.replace(params=params, effects=self._new_effects(eqn.effects))
@@ -163,6 +173,35 @@ class _Lowering:
         trace = lambda: traced.extend(rule.call_wrapped(*zeros))  # noqa: E731
         jax.make_jaxpr(trace, axis_env=self._env)()
         return self.lower(traced[0]), *traced[1:]
+
+    def _meets_inside(self, eqn: JaxprEqn) -> bool:
+        """Whether towers that run together meet in the function of an equation."""
+        is_together = LOCAL_AXIS in self.axes.names and not self.axes.in_turn
+        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
+        return is_together and any(
+            self.axes.tower_axis in named_axes(each) for each in inside
+        )
+
+    def _lower_forward(self, rule: Any, *zeros: bool) -> tuple[Any, ...]:
+        """As `_lower_rule`, of a forward in which towers meet."""
+        program, consts = self._lower_rule(rule, *zeros)
+        fn = functools.partial(jax.core.eval_jaxpr, program, consts)
+        closed = self._with_own_results(fn, [var.aval for var in program.invars])
+        return closed.jaxpr, closed.consts
+
+    def _with_own_results(self, fn: Callable[..., Any], avals: Any) -> ClosedJaxpr:
+        """The program of a function, of whose results each tower has its own.
+
+        A derivative rule of the user's is written for a tower's own cotangent. That of
+        a result that a device's towers share is the sum of theirs already, and a sum
+        over towers in the rule would count it once for each.
+        """
+
+        def run(*args: Any) -> list[Any]:
+            return [_OF_EACH.bind(x, *args) for x in fn(*args)]
+
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        return jax.make_jaxpr(run, axis_env=self._env)(*shapes)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
         """Call a function's lowered program; what is no array passes unchanged."""
@@ -267,6 +306,30 @@ _NO_VMAP = (
 _UNEVEN = (
     "{name} with axis_index_groups={groups}: groups of several sizes need a device for"
     " each tower. Make them equal, or write tower.all_gather(x) and take the rows."
+)
+
+
+def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
+    """The value of each tower, if any argument is each tower's own."""
+    (x, *_), (dim, *_) = args, dims
+    if dim is not None:
+        return x, dim
+    pairs = zip(args, dims, strict=True)
+    size = next(y.shape[at] for y, at in pairs if at is not None)
+    return jnp.broadcast_to(x, (size, *x.shape)), 0
+
+
+# The first argument; under vmap it is each tower's own, where any argument is.
+_OF_EACH = Primitive("towerjax_of_each")
+_OF_EACH.def_impl(lambda x, *_: x)
+_OF_EACH.def_abstract_eval(lambda x, *_: x)
+ad.primitive_jvps[_OF_EACH] = lambda primals, tangents: (
+    _OF_EACH.bind(*primals),
+    ad.instantiate_zeros(tangents[0]),
+)
+batching.primitive_batchers[_OF_EACH] = _of_each_in_batch
+mlir.register_lowering(
+    _OF_EACH, mlir.lower_fun(lambda x, *_: x, multiple_results=False)
 )
 
 
