@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import define_prng_impl
 from one_tower_programs import NUMBERS, equalities, program_of, rows_of
 
 import towerjax as tj
 from towerjax.mesh.placement import TOWER_AXIS, TowerAxes
 from towerjax.proof.equal.one_tower import Merge, MergedLeaf
 from towerjax.step.state.train_state import TrainState
-from towerjax.towers.row_free_keys import row_free_key
+from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.tower import tower_of
 
 F, STEPS = 3, 2  # features, steps of time
@@ -549,7 +550,7 @@ def over_rows(d):
         return new, d.of(new, carry, loss)
 
     def matrix(carry, row):
-        more = jnp.outer(row, row)
+        more = jnp.outer(row, row[::-1])
         return d.of(
             carry + more, carry.T + more, carry + more, carry @ carry.T + more
         ), None
@@ -602,6 +603,8 @@ def drawn(d):
         lambda: jax.random.uniform(key, (n,)) * x,
         lambda: jax.random.bernoulli(key, 0.5, (n, F)).astype(x.dtype),
         lambda: jax.random.normal(d.tower.shared_rng, (F,)),
+        lambda: jax.vmap(jax.random.uniform)(jax.random.split(key, n)) * x,
+        lambda: jax.random.normal(key, (F,)) * d.value("features"),
         lambda: jax.random.uniform(key),
     )()
 
@@ -706,11 +709,60 @@ def params_and_batch(rows, seed=0):
     return params, {"x": draw.normal(size=(rows, F)), "y": draw.normal(size=rows)}
 
 
+def key_of_rows(rows):
+    """A key of which ``tower.rng`` draws the same for each row, and each tower its own.
+
+    What all towers share is an ordinary key.
+    """
+    key = np.array([7, 0, 0], np.uint32)
+    return jax.random.wrap_key_data(jnp.asarray(key), impl=_impl_of_rows(rows))
+
+
+@functools.cache
+def _impl_of_rows(rows):
+    """Data are a word, who draws, and whose key it is.
+
+    0 is a tower's, 1 that of all towers, and 2 one of the keys of a tower's rows.
+    """
+
+    def ordinary(key):
+        word = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
+        return jax.random.fold_in(word, key[2])
+
+    def fold_in(key, number):
+        number = jnp.asarray(number).astype(jnp.uint32)
+        is_shared = key[2] | (number == jnp.uint32(ALL_TOWERS)).astype(jnp.uint32)
+        return jnp.stack([key[0], key[1] * 31 + number + 1, is_shared])
+
+    def split(key, shape):
+        alike = key.at[1].set(0)
+        words = jax.random.bits(ordinary(alike), shape, jnp.uint32)
+        is_of_rows = (key[2] == 0) & (rows in shape)
+        same = jnp.broadcast_to(jax.random.bits(ordinary(alike), (), jnp.uint32), shape)
+        words = jnp.where(is_of_rows, same, words)
+        rest = jnp.stack([key[1], jnp.where(is_of_rows, jnp.uint32(2), key[2])])
+        rest = jnp.broadcast_to(rest, (*shape, 2))
+        return jnp.concatenate([words[..., None], rest], axis=-1)
+
+    def random_bits(key, width, shape):
+        dtype = jnp.dtype(f"uint{width}")
+        drawn = jax.random.bits(ordinary(key), shape, dtype)
+        alike = ordinary(key.at[1].set(0))
+        each = jnp.broadcast_to(jax.random.bits(alike, (), dtype), shape)
+        is_of_rows = (key[2] == 2) | ((key[2] == 0) & (rows in shape))
+        return jnp.where(is_of_rows, each, drawn)
+
+    how = {"seed": lambda seed: jnp.zeros(3, jnp.uint32), "split": split}
+    how |= {"random_bits": random_bits, "fold_in": fold_in}
+    name = f"rows{rows}"
+    return define_prng_impl(key_shape=(3,), name=name, tag=name, **how)
+
+
 def run_on_towers(fn, params, batch, towers, rows, valid, wanted):
     """The merged leaves of these numbers, and a derivative of each, under vmap."""
     axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
     strategy, seen = tj.Mirrored(("cpu:0",), towers=towers), []
-    key = row_free_key(0x45A319E6)
+    key = key_of_rows(rows)
 
     def of_tower(params, own, valid):
         state = TrainState(jnp.int32(0), params, (), {}, key)
