@@ -17,7 +17,7 @@ import towerjax as tj
 from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.proof.equation import user_line
 from towerjax.proof.interpreter import eqn_context, evaluate_eqn
-from towerjax.towers.lowering.sums import dependents
+from towerjax.towers.lowering.dependents import dependents
 from towerjax.towers.lowering.tower_axis import over_local_towers
 
 
@@ -518,6 +518,52 @@ def test_what_differs_depends_on_a_value_or_on_the_axis():
     differ = dependents(body, body.invars[:1])
     found = [x in differ for x in body.outvars]
     assert found == [True, False, True, True, True, True]
+
+
+def cast(x, dtype=jnp.bfloat16):
+    return x.astype(dtype)
+
+
+def of_bits(p, batch):
+    return batch @ cast(p["w"]) + cast(p["b"])
+
+
+def of_bits_in_a_scan(p, batch):
+    layer = lambda x, _: (x @ jnp.diag(cast(p["w"])) + cast(p["b"]), None)  # noqa: E731
+    return lax.scan(layer, batch, None, length=1)[0].sum(1) - 3 * cast(p["b"])
+
+
+def of_bits_in_a_jit(p, batch):
+    return jax.jit(jax.checkpoint(of_bits))(p, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["cast", "held", "scan", "jit"])
+def test_a_gradient_of_fewer_bits_is_added_up_in_32(how):
+    """In bfloat16 a sum stands still at 256 ones: of 4,096 rows half would be lost."""
+    model = {"scan": of_bits_in_a_scan, "jit": of_bits_in_a_jit}.get(how, of_bits)
+    x = np.random.default_rng(0).uniform(size=(4096, 4)).astype(np.float32)
+
+    def loss_fn(p, batch, tower):
+        return tj.Weighted.mean(cast(model(p, cast(batch)), jnp.float32), tower.weight)
+
+    dtype = jnp.bfloat16 if how == "held" else np.float32
+    p = {"w": jnp.zeros(4, dtype), "b": jnp.zeros((), dtype)}
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16)).astype(np.float64)
+    expected = {"w": rounded.mean(0), "b": 1.0}
+    grads = []
+
+    def update_fn(state, merged):
+        return state, {"w": merged["grads"].value["w"], "b": merged["grads"].value["b"]}
+
+    for towers, devices in (64, 1), (64, 2):
+        strategy = mirrored(towers, devices)
+        step = tj.build_step(tj.of_loss(loss_fn), update_fn, strategy, audit=False)
+        grads.append(step(step.init(p), x)[1])
+    for found in grads:
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, rtol=2e-3)
+    jax.tree.map(np.testing.assert_array_equal, *grads)
 
 
 def test_what_towers_round_is_rounded_by_each():

@@ -19,7 +19,7 @@ from towerjax.proof.interpreter import Interpreter
 from towerjax.step.state.accumulators import is_typed
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import needed_eqns
-from towerjax.towers.lowering.sums import dependents
+from towerjax.towers.lowering.dependents import dependents
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
 

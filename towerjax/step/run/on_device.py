@@ -7,6 +7,7 @@ needed, or towers run one after another, the loss of each is differentiated by i
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.collectives.lookups import LOOKUP
 from towerjax.collectives.ops import sum_over_towers
 from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.shard import split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
+from towerjax.proof.equation import all_eqns
 from towerjax.step.run.derivative import LossSums, gradient_of, gradients_of_terms
 from towerjax.step.run.looked_up import Lookups
 from towerjax.step.run.micro_batches import check_micro_batch, scan_micro_batches
@@ -33,6 +36,7 @@ from towerjax.step.state.accumulators import (
     values_of,
 )
 from towerjax.towers.executors import in_tower_fn, vmap_members
+from towerjax.towers.lowering.dependents import rounds_shared_values
 from towerjax.towers.lowering.tower_axis import (
     TowerPrograms,
     evaluate_program,
@@ -87,13 +91,22 @@ class DeviceTowers:
     shared: PyTree
     merged: PyTree
 
-    @property
+    @functools.cached_property
     def is_added_first(self) -> bool:
         """Whether the losses of towers are added before they are differentiated."""
         pass_ = self.pass_
         looks_at_each = isinstance(pass_.looks_at, TowersFlags)
         is_each = pass_.strategy.cross_tower_ops.needs_every_tower or looks_at_each
-        return self.takes_gradient and not (is_each or self.axes.in_turn)
+        if not self.takes_gradient or is_each or self.axes.in_turn:
+            return False
+        # Else the gradients of towers would be added up in these few bits.
+        program, _ = self._program_of_part
+        _, own, index, trained, *_ = self._part_shapes
+        counts = [len(jax.tree.leaves(x)) for x in (own, index, trained)]
+        ends = list(itertools.accumulate(counts, initial=1))
+        given = program.jaxpr.invars
+        inputs = given[: ends[1]], given[ends[2] : ends[3]]
+        return not rounds_shared_values(program, *inputs, self.axes.tower_axis)
 
     @property
     def takes_gradient(self) -> bool:
@@ -323,6 +336,8 @@ class DeviceTowers:
     def _lookups(self) -> Lookups | None:
         """The lookups of rows in the tower's program, if any."""
         program, _ = self._program_of_part
+        if not any(eqn.primitive is LOOKUP for eqn in all_eqns(program)):
+            return None
         *before, trained = self._part_shapes[:4]
         return Lookups.of(program, len(jax.tree.leaves(before)), trained)
 

@@ -1,21 +1,12 @@
 """Which values of a program are sums, and where these are made: at their addends."""
 
-import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from towerjax.mesh.placement import LOCAL_AXIS
-from towerjax.proof.equation import (
-    all_eqns,
-    loop_sizes,
-    named_axes,
-    open_jaxpr,
-    refs,
-    sub_jaxprs,
-)
+from towerjax.proof.equation import loop_sizes, open_jaxpr
 
 
 def is_addition(eqn: JaxprEqn) -> bool:
@@ -133,19 +124,3 @@ def are_zeros(eqn: JaxprEqn | None) -> bool:
 def is_zero(value: Any) -> bool:
     """Whether a value is the number 0."""
     return isinstance(value, Literal) and value.val == 0
-
-
-def dependents(
-    body: Jaxpr, given: Sequence[Any], axis: str = LOCAL_AXIS, ends: Any = None
-) -> set[Any]:
-    """The values that depend on ``given``, or on an axis of towers, and so differ.
-
-    What a primitive ``ends`` returns is the same again.
-    """
-    differ: set[Any] = set(given)
-    for eqn in body.eqns:
-        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
-        is_own = any([isinstance(x, Var) and x in differ for x in eqn.invars])
-        if is_own or any([axis in named_axes(x) for x in (eqn, *inside)]):
-            differ.update([] if eqn.primitive is ends else [*eqn.outvars, *refs(eqn)])
-    return differ

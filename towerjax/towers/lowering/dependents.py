@@ -1,0 +1,94 @@
+"""Which values of one tower's program differ between towers, and which are rounded.
+
+A value that all towers of a device share has one gradient for all of them. If it was
+rounded to fewer bits than gradients have, so is this gradient: a sum of many small
+numbers stands still, and of large ones it overflows, on one device before several.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from towerjax.mesh.placement import LOCAL_AXIS
+from towerjax.proof.equation import (
+    all_eqns,
+    loop_sizes,
+    named_axes,
+    refs,
+    sub_jaxprs,
+)
+from towerjax.types.leaves import widen_dtype
+
+
+def dependents(
+    body: Jaxpr, given: Sequence[Any], axis: str = LOCAL_AXIS, ends: Any = None
+) -> set[Any]:
+    """The values that depend on ``given``, or on an axis of towers, and so differ.
+
+    What a primitive ``ends`` returns is the same again.
+    """
+    differ: set[Any] = set(given)
+    for eqn in body.eqns:
+        inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
+        is_own = any([isinstance(x, Var) and x in differ for x in eqn.invars])
+        if is_own or any([axis in named_axes(x) for x in (eqn, *inside)]):
+            differ.update([] if eqn.primitive is ends else [*eqn.outvars, *refs(eqn)])
+    return differ
+
+
+def rounds_shared_values(
+    program: ClosedJaxpr, own: Sequence[Any], trained: Sequence[Any], axis: str
+) -> bool:
+    """Whether values that no tower has of its own are rounded to fewer bits.
+
+    ``own`` are those inputs that each tower has of its own, ``trained`` those of which
+    a gradient is taken; ``axis`` is that of all towers.
+    """
+    given: list[Any] = [var.aval for var in trained]
+    if any(_has_few_bits(x.dtype) for x in given):
+        return True
+    return _rounds(program.jaxpr, set(own), axis)
+
+
+def _rounds(body: Jaxpr, own: set[Any], axis: str) -> bool:
+    differ = dependents(body, list(own), axis)
+
+    def is_own(var: Any) -> bool:
+        return not isinstance(var, Literal) and var in differ
+
+    for eqn in body.eqns:
+        if _is_rounding(eqn) and not is_own(eqn.invars[0]):
+            return True
+        for inner in sub_jaxprs(eqn):
+            if _rounds(inner, _own_inside(eqn, inner, is_own), axis):
+                return True
+    return False
+
+
+def _own_inside(eqn: JaxprEqn, inner: Jaxpr, is_own: Any) -> set[Any]:
+    """Inputs of an inner program that each tower has of its own."""
+    if eqn.primitive.name == "while":  # of which nothing is differentiated backwards
+        return {*inner.invars}
+    outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
+    own = {x for x, y in zip(inner.invars, outer, strict=False) if is_own(y)}
+    if eqn.primitive.name == "scan":  # what a step hands on comes into the next one
+        first, number = loop_sizes(eqn)
+        carried = zip(inner.invars[first : first + number], eqn.outvars, strict=False)
+        own |= {x for x, y in carried if is_own(y)}
+    return own
+
+
+def _is_rounding(eqn: JaxprEqn) -> bool:
+    """Whether a floating value is cast to fewer bits than gradients have."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    aval: Any = eqn.invars[0].aval
+    is_floating = jnp.issubdtype(aval.dtype, jnp.inexact)
+    return is_floating and _has_few_bits(eqn.params["new_dtype"])
+
+
+def _has_few_bits(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and widen_dtype(dtype) != dtype
