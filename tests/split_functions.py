@@ -209,6 +209,10 @@ class Split:
         flag = (b["y"] > 0) * t.weight
         return tj.Weighted(b["y"] @ flag / jnp.maximum(flag.sum(), 1), 1.0)
 
+    def mean_by_a_count_that_may_be_none(p, b, t):
+        flag = (b["y"] > 0) * t.weight
+        return tj.Sum(b["y"] @ flag / flag.sum() * flag.sum())
+
     def mean_times_another_count(p, b, t):
         flag, other = (b["y"] > 0) * t.weight, (b["x"][:, 0] > 0) * t.weight
         return tj.Sum(b["y"] @ flag / flag.sum() * other.sum())
@@ -451,8 +455,9 @@ class Together:
         return tj.Weighted(mean * count, count)
 
     def mean_beside_a_copy(p, b, t):
-        count = (jnp.abs(b["y"]) * t.weight).sum()
-        mean = b["x"][:, 0] @ t.weight / count + p["b"]
+        flag = (b["y"] > 0) * t.weight
+        count = flag.sum()
+        mean = b["x"][:, 0] @ flag / jnp.maximum(count, 1) + p["b"]
         return tj.Weighted(mean * count, count)
 
     def sum_if_any_is_flagged(p, b, t):

@@ -1,9 +1,10 @@
 """Means over a tower's rows: what a part divided by a part of the tower's own is.
 
 Such a mean depends on the split; times what it was divided by it is a part again. That
-holds for derivatives, too, as both are the same value in the program. A guard against
-no rows, such as ``max(count, 1)`` or ``where(count > 0, ...)``, changes nothing in a
-sum over rows with the flag that is counted: where there are none, that sum is 0.
+holds for derivatives, too, as both are the same value in the program. It needs a guard
+against a tower without such rows, such as ``max(count, 1)`` or ``where(count > 0,
+...)``, which changes nothing in a sum over rows with the flag that is counted: where
+there are none, that sum is 0.
 """
 
 from typing import Any
@@ -101,11 +102,11 @@ def quotient_of_parts(pair: EquationPair) -> Known | None:
         if y.note not in x.zeros:
             raise NotOfOneKindError(f"{x} divided by {y}")
         number = "count", y.note
-    elif y.kind is Kind.PART and y.number is not None:
-        number = y.number
+    elif y.kind is Kind.PART:
+        number = None  # a tower where it is 0 has NaN, and no way back
     else:
         return None
-    vanishes = number[0] == "count" and number[1] in x.zeros
+    vanishes = number is not None
     return Known(Kind.MEAN, x.power, number=number, note=(y.power, vanishes))
 
 
