@@ -168,6 +168,97 @@ def test_local_variables_are_read_in_one_pass_of_micro_batches(micro_batches):
         step.check(model.init(state), {"features": rows(8)})
 
 
+def in_layers(aux_weight, calls):
+    """A model function of three layers, whose loss has a second mean."""
+
+    def fn(variables, features, labels, mode, tower):
+        def loss_fn(params):
+            calls.append(tower.num_towers)
+            x = features
+            for w in params:
+                x = jnp.tanh(x @ w)
+            loss = tj.Weighted.mean(x[:, 0], tower.weight)
+            if not aux_weight:
+                return loss
+            counts = tower.weight * (features[:, 0] > 0)
+            return loss + aux_weight * tj.Weighted.mean(x[:, 1], counts)
+
+        loss, after = SGD.minimize(loss_fn, variables)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    return fn
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aux_weight", [0.0, 0.5])
+def test_towers_of_a_device_share_one_gradient(aux_weight):
+    """Of one mean or several, of a function that is called once."""
+    calls, size = [], 128
+    model = replicated(8, 1, fn=in_layers(aux_weight, calls))
+    params = [rows(size, size, seed=i) for i in range(3)]
+    state = model.init(tj.TrainState.create(params, SGD))
+    step = model.train_step(audit=False)
+    program = step.program(state, {"features": rows(32, size)})
+    assert calls == [8]
+    held = program.call.memory_analysis().temp_size_in_bytes
+    assert held < 2 * 3 * size * size * 4  # a gradient a tower is 8 of these
+
+
+@pytest.mark.slow
+def test_a_loss_of_several_means_is_audited():
+    model, size = replicated(2, 1, fn=in_layers(0.5, [])), 8
+    state = model.init(tj.TrainState.create([rows(size, size)], SGD))
+    report = model.train_step().audit(state, {"features": rows(8, size)})
+    assert {"loss", "minimized", "gradient[0]"} <= {*report.compared}, report
+
+
+@pytest.mark.slow
+def test_a_loss_that_reads_what_another_returned_does_not_train_its_parameters():
+    """Each loss has the gradient of its own parameters, from one pass of two."""
+    optimizer = tj.estimator.TowerOptimizer(optax.sgd(1.0))
+
+    def fn(variables, features, labels, mode, tower):
+        def of_first(a):
+            scores = features * a
+            return tj.Weighted.mean(scores, tower.weight), scores
+
+        first = tj.TrainState.create(variables.params["a"], optimizer)
+        (loss, scores), first = optimizer.minimize(of_first, first, has_aux=True)
+
+        def of_second(b):
+            return tj.Weighted.mean(scores**2 * b, tower.weight)
+
+        second = tj.TrainState.create(variables.params["b"], optimizer)
+        _, second = optimizer.minimize(of_second, second)
+        params = {"a": first.params, "b": second.params}
+        after = dataclasses.replace(variables, params=params)
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+    model = replicated(4, 2, fn=fn)
+    params = {"a": np.float32(3), "b": np.float32(2)}
+    state = model.init(tj.TrainState.create(params, optimizer))
+    x = rows(8)
+    after, _ = model.train_step()(state, {"features": x})
+    wide = x.astype(float)
+    expected = {"a": 3 - wide.mean(), "b": 2 - (9 * wide**2).mean()}
+    for name, value in expected.items():
+        np.testing.assert_allclose(after.params[name], value, rtol=1e-5)
+
+
+def test_parameters_of_one_tower_are_refused_by_minimize():
+    def fn(variables, features, labels, mode, tower):
+        own = jax.tree.map(lambda x: x * features.sum(), variables.params)
+        own = dataclasses.replace(variables, params=own)
+        loss, _ = SGD.minimize(
+            lambda p: tj.Weighted.mean(features * p["w"][0], tower.weight), own
+        )
+        return tj.estimator.ModelSpec(mode, loss=loss, train_op=variables)
+
+    model = replicated(2, 1, fn=fn)
+    with pytest.raises(ValueError, match=r"computed from a tower's rows.*compute_grad"):
+        model.train_step().check(model.init(start()), {"features": rows(8)})
+
+
 def steep(variables, features, labels, mode, tower):
     """A loss whose gradient is infinite at 0, where it is not."""
 

@@ -2,17 +2,19 @@
 
 import dataclasses
 import enum
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import get_opaque_trace_state
 
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.split_program import meet
+from towerjax.estimator.meets import differentiate, meet
 from towerjax.mesh.private_jax import bound_axes
 from towerjax.metrics.rows import as_floats, element_weights
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof import tags
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
@@ -143,6 +145,32 @@ class TowersOfStep:
         is_scalar = self.compat == "tf1" or self.reduction in _OF_SCALARS
         return is_scalar or self.is_alone
 
+    @property
+    def differentiates(self) -> bool:
+        """Whether the losses of all towers are added, and differentiated once.
+
+        Else each tower's is: of a mean of means, in which a tower without examples has
+        no part, whatever its gradient; and inside a jit, scan or cond.
+        """
+        is_of_means = self.compat == "tf1" or self.reduction is LossReduction.MEAN
+        return get_opaque_trace_state() == self.trace and not is_of_means
+
+    def differentiate(
+        self, of_params: Callable[[PyTree], PyTree], params: PyTree, has_aux: bool
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        """``(result of of_params, gradient, loss)``, both those of all towers."""
+
+        def of_loss(params: PyTree) -> tuple[Weighted | Means, PyTree]:
+            out = of_params(params)
+            loss = self.addend(out[0] if has_aux else out)
+            return one_mean(loss) or loss, out
+
+        total, grads, out = differentiate(of_loss, params, self.num_parts)
+        if isinstance(total, Means):  # each of whose terms is divided already
+            return out, grads, total.value
+        total = one_loss(self.reduction, total, is_split=not self.is_alone)
+        return out, divided(grads, total.weight), total.value
+
     def addend(self, loss: Any) -> Weighted | Means:
         """A tower's loss in the form in which towers add losses up."""
         scalar, is_weighted = _OF_SCALARS.get(self.reduction), has_denominator(loss)
@@ -207,6 +235,13 @@ def one_loss(reduction: LossReduction, total: Any, *, is_split: bool) -> Any:
     if reduction is LossReduction.SUM and is_split:
         return Weighted(total.sum, jnp.ones_like(total.sum))
     return total
+
+
+def divided(grads: PyTree, weight: Any) -> PyTree:
+    """The gradients divided by a weight; of the weight 0 they are 0."""
+    # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
+    scale = lax.optimization_barrier(Weighted(1.0, weight).value)
+    return map_values(lambda g: g * scale.astype(g.dtype), grads)
 
 
 _INSIDE = (

@@ -26,7 +26,7 @@ from towerjax.estimator.model_fn import (
     typed_rows,
 )
 from towerjax.estimator.optimizer import refuse_met_sums
-from towerjax.estimator.split_program import SplitProgram
+from towerjax.estimator.split_program import LOSSES, SplitProgram
 from towerjax.estimator.variables import (
     VariablePlacement,
     as_state,
@@ -90,26 +90,23 @@ class ModelTower:
     given: Mapping[str, Any]  # params and config
     _programs: dict[Hashable, SplitProgram] = dataclasses.field(default_factory=dict)
 
-    def __call__(
-        self, state: TrainState, rows: PyTree, tower: Tower, merged: PyTree = ()
-    ) -> PyTree:
-        """One tower's results in the pass after those that ``merged`` has."""
-        axes, context = context_args(tower)
-        args = dataclasses.replace(state, local=None), (state.local, rows, context)
-        shapes = shapes_of(args)
+    def __call__(self, state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+        """The program of one tower, which has no leaves; computes nothing."""
+        axes, _ = context_args(tower)
+        shapes = shapes_of(_args_of_tower(state, rows, tower))
         key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
         key = (*key, batch_signature(shapes))
         if key not in self._programs:
             fn, env = functools.partial(self._one_tower, tower), axes_in_tower(axes)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
-            counts = [len(jax.tree.leaves(x)) for x in (args[0], state.local)]
+            counts = [len(jax.tree.leaves(x)) for x in (shapes[0], state.local)]
             parts = *make(*shapes), *counts
             if self.options.compat == "tf1" and tower.num_towers > 1:
                 refuse_met_sums(parts[0], axes.tower_axis)
             self._programs[key] = split = SplitProgram(*parts, axis=axes.tower_axis)
             if tower.micro_batches > 1:
                 split.refuse_changed_local()
-        return self._programs[key].run(args, [*merged])
+        return {"split": self._programs[key]}
 
     def _one_tower(
         self, known: Tower, mirrored: TrainState, own: PyTree
@@ -155,18 +152,46 @@ class ModelTower:
         return parts
 
 
+def _args_of_tower(state: TrainState, rows: PyTree, tower: Tower) -> PyTree:
+    """A tower's arguments: what all towers share, and its own."""
+    _, context = context_args(tower)
+    return dataclasses.replace(state, local=None), (state.local, rows, context)
+
+
+def _pass_of_model(split: SplitProgram, *args: PyTree) -> PyTree:
+    """One tower's results in a pass that does not differentiate."""
+    return _pass_with_trained(split, None, *args)
+
+
+def _pass_with_trained(
+    split: SplitProgram,
+    trained: PyTree,
+    state: TrainState,
+    rows: PyTree,
+    tower: Tower,
+    merged: PyTree,
+) -> PyTree:
+    """The same, of which the pass differentiates the losses by ``trained``."""
+    return split.run(_args_of_tower(state, rows, tower), merged[1:], trained)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ModelPasses(Passes):
-    """One pass of a model function, once for each time that its towers meet."""
+    """A pass that traces a model function, and one each time that its towers meet."""
 
     options: ModelOptions
     hold_update: ClassVar[bool] = True
 
     def in_turn(self, merged: list[PyTree]) -> Iterator[Pass]:
-        """The pass, until the function has come to its end."""
-        yield self.each[0]
-        while len(merged) < merged[0]["split"].num_passes:
-            yield self.each[0]
+        """The passes, until the function has come to its end."""
+        [first] = self.each
+        yield dataclasses.replace(first, looks_at=None)  # which merges nothing
+        split = merged[0]["split"]
+        for number in range(split.num_passes):
+            trained = split.trained(number)
+            run = _pass_of_model if trained is None else _pass_with_trained
+            fn = functools.partial(run, split)
+            yield dataclasses.replace(first, tower_fn=fn, trained=trained)
 
     def given(self, merged: list[PyTree]) -> PyTree:
         """All that was merged so far."""
@@ -179,7 +204,7 @@ class ModelPasses(Passes):
                 "compat='tf1' divides by the number of towers, as the original did"
             )
         reduction = self.options.loss_reduction
-        return [_with_means(x, reduction) for x in merged]
+        return [_with_means(x, reduction) for x in merged[1:]]
 
 
 def model_passes(
@@ -188,6 +213,7 @@ def model_passes(
     """The passes of a model function."""
     reads_local = tower_fn.mode is not Mode.TRAIN
     how = {"reads_local": reads_local, "of_state": True, "advice": WRAP}
+    how |= {"loss": LOSSES, "merges_sums": True}
     each = training_pass(tower_fn, strategy, options, **how)
     return ModelPasses((each,), tower_fn.options)
 
@@ -202,7 +228,7 @@ def _results_of(
     def results(
         state: TrainState, merged: list[PyTree]
     ) -> tuple[TrainState, dict[str, PyTree]]:
-        parts, after = merged[0]["split"].results(state, merged), state
+        parts, after = merged[0]["split"].results(state, merged[1:]), state
         hooks[:] = parts.pop("hooks").value
         if "loss" in parts:
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
@@ -219,7 +245,7 @@ def _results_of(
 
 def _minimized(merged: list[PyTree]) -> list[Weighted]:
     """The losses of several updates, which guard the step besides the spec's."""
-    losses = parts_of(Weighted, [x["minimized"] for x in merged])
+    losses = parts_of(Weighted, [x[LOSSES] for x in merged[1:]])
     return losses if len(losses) > 1 else []
 
 
@@ -231,7 +257,7 @@ def _with_means(
     if isinstance(merged.get("loss"), Weighted):
         loss = one_loss(reduction, merged["loss"], is_split=True)
         merged = {**merged, "loss": loss}
-    loss, grads = merged["minimized"], merged["grads"]
+    loss, grads = merged[LOSSES], merged["grads"]
     if not isinstance(loss, Weighted):
         return merged
     sums = map_parts(Sum, lambda x: x.value, grads)

@@ -11,12 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
-from towerjax.estimator.losses import TowersOfStep, has_denominator, towers_here
+from towerjax.estimator.losses import (
+    TowersOfStep,
+    divided,
+    has_denominator,
+    towers_here,
+)
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
@@ -242,6 +246,27 @@ def _differentiate(
     has_aux: bool,
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], PyTree]:
     """``(differentiated(loss), its pull-back, loss_fn's result)``."""
+    of_params = _checked(loss_fn, params, has_aux)
+
+    def of_loss(params: PyTree) -> tuple[PyTree, PyTree]:
+        out = of_params(params)
+        loss = out[0] if has_aux else out
+        refuse_moving_weights(loss, params)
+        return differentiated(loss), out
+
+    values, pull_back, out = vjp(of_loss, params)
+
+    def pull(factors: PyTree) -> PyTree:
+        given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
+        return pull_back(given)
+
+    return values, pull, out
+
+
+def _checked(
+    loss_fn: Callable[..., PyTree], params: PyTree, has_aux: bool
+) -> Callable[[PyTree], PyTree]:
+    """The loss function, which refuses another result; refuses other arguments."""
     if not callable(loss_fn):
         raise ValueError(
             f"TowerOptimizer: the loss is {a_type(loss_fn)}, but JAX"
@@ -258,24 +283,23 @@ def _differentiate(
     refuse_unheld("params", params)
     trainable_flags(params, True, advice=OF_MODELS)
 
-    def of_loss(params: PyTree) -> tuple[PyTree, PyTree]:
+    def of_params(params: PyTree) -> PyTree:
         out = loss_fn(params)
         if isinstance(out, tuple) != has_aux:
             raise ValueError(
                 f"loss_fn returned {a_type(out)}. Return (loss, aux) and"
                 " say has_aux=True, or the loss alone and has_aux=False."
             )
-        loss = out[0] if has_aux else out
-        refuse_moving_weights(loss, params)
-        return differentiated(loss), out
+        return out
 
-    values, pull_back, out = vjp(of_loss, params)
+    return of_params
 
-    def pull(factors: PyTree) -> PyTree:
-        given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)
-        return pull_back(given)
 
-    return values, pull, out
+@dataclasses.dataclass(frozen=True)
+class _OfAllTowers:
+    """The loss of all towers, beside a gradient that is reduced already."""
+
+    value: jax.Array
 
 
 def refuse_met_sums(jaxpr: ClosedJaxpr, tower_axis: str) -> None:
@@ -320,6 +344,10 @@ def _gradient_of_sum(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """``(loss_fn's result, gradient, the loss that the gradient is of)``."""
     towers = towers_here()
+    if towers is not None and towers.differentiates:
+        of_params = _checked(loss_fn, params, has_aux)
+        out, grads, value = towers.differentiate(of_params, params, has_aux)
+        return out, _cast_like(params, grads), _OfAllTowers(value)
     as_original = towers is not None and towers.compat == "tf1"
 
     def sums_of(loss: Any) -> PyTree:
@@ -366,6 +394,11 @@ def _of_means(
     return grads, Sum(Weighted(value, sum(loss.weights)))
 
 
+def _cast_like(own: PyTree, grads: PyTree) -> PyTree:
+    """The gradients, in the dtypes of other values."""
+    return map_values(lambda g, x: g.astype(jnp.result_type(x)), grads, own)
+
+
 def _check_own_state(
     state: PyTree, init: Callable[[PyTree], PyTree], params: PyTree
 ) -> None:
@@ -386,17 +419,12 @@ def _check_own_state(
         check_like("state.inner", state.inner, own, what, advice, lambda _: "a leaf")
 
 
-def _divided(grads: PyTree, weight: Any) -> PyTree:
-    """The gradients divided by a weight; of the weight 0 they are 0."""
-    # Behind a barrier, so that XLA scales every leaf by the same reciprocal.
-    scale = lax.optimization_barrier(Weighted(1.0, weight).value)
-    return map_values(lambda g: g * scale.astype(g.dtype), grads)
-
-
 def _reduce_gradients(
     grads: PyTree, loss: Any, towers: TowersOfStep | None
 ) -> tuple[PyTree, jax.Array | None]:
     """The gradient of the loss of all towers, and that loss."""
+    if isinstance(loss, _OfAllTowers):
+        return grads, loss.value
     if isinstance(grads, Weighted):
         raise ValueError(
             "TowerOptimizer got a gradient of tj.value_and_grad. Use"
@@ -406,7 +434,7 @@ def _reduce_gradients(
     if towers is None:
         if not isinstance(loss, Weighted):
             return grads, loss
-        return _divided(grads, loss.weight), loss.value
+        return divided(grads, loss.weight), loss.value
     if loss is None and not towers.takes_scalars:
         raise ValueError(
             "TowerOptimizer.update got no loss, whose weight divides gradients under"
@@ -415,8 +443,7 @@ def _reduce_gradients(
         )
     wide = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
     if towers.compat == "tf1" and isinstance(loss, Weighted) and not towers.is_alone:
-        wide = _divided(wide, loss.weight)
+        wide = divided(wide, loss.weight)
     total, summed = towers.meet(loss, wide)
-    whole = _divided(summed, total.weight)
-    out = map_values(lambda g, own: g.astype(own.dtype), whole, grads)
+    out = _cast_like(grads, divided(summed, total.weight))
     return out, None if loss is None else total.value

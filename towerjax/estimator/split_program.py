@@ -1,20 +1,29 @@
 """Split a model function's program into passes, where its optimizers reduce gradients.
 
-The function is traced once, as one tower's jaxpr. Each `meet` in it, where an optimizer
-needs the sum over all towers, ends a pass, which returns the tower's addends. Results
-that depend on no value of one tower are computed once, after the last pass.
+The function is traced once, as one tower's jaxpr. Each `MEET` in it, where an optimizer
+needs the sum over all towers, ends a pass, which returns the tower's addends. Each
+`DIFFERENTIATE` ends one too, which returns the tower's loss: the pass adds the losses
+and differentiates them. Results that depend on no value of one tower are computed once,
+after the last pass.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, Var
 
 from towerjax.collectives.sparse_rows import is_rows
-from towerjax.metrics.weighted import Weighted
+from towerjax.estimator.meets import (
+    DIFFERENTIATE,
+    MEET,
+    PARAMETERS,
+    operands_of,
+    parameters_of,
+)
+from towerjax.metrics.weighted import Means
+from towerjax.proof.equation import user_line
 from towerjax.proof.interpreter import Interpreter
 from towerjax.step.state.accumulators import is_typed
 from towerjax.step.state.train_state import TrainState
@@ -22,31 +31,6 @@ from towerjax.step.state.update import needed_eqns
 from towerjax.towers.lowering.dependents import dependents
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
-
-_meet = Primitive("towers_meet")
-_meet.multiple_results = True
-
-
-@_meet.def_abstract_eval
-def _summed_shapes(*operands: Any, treedef: Any, copies: tuple[int, ...]) -> list[Any]:
-    del treedef
-    return [
-        x.update(shape=(x.shape[0] * count, *x.shape[1:])) if count else x
-        for x, count in zip(operands, copies, strict=True)
-    ]
-
-
-def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
-    """Sum losses and gradients over towers; table rows are concatenated.
-
-    Binds a primitive without an implementation: `SplitProgram` supplies its values.
-    ``count``: the number of towers times that of micro-batches.
-    """
-    leaves, treedef = jax.tree.flatten((loss, grads))
-    parts = jax.tree.leaves((loss, grads), is_leaf=is_rows)
-    copies = tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
-    outcomes = _meet.bind(*map(jnp.asarray, leaves), treedef=treedef, copies=copies)
-    return jax.tree.unflatten(treedef, outcomes)
 
 
 @jax.tree_util.register_static
@@ -74,24 +58,32 @@ class SplitProgram:
     ) -> None:
         self._closed, eqns, given = closed, closed.jaxpr.eqns, closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
-        self._own_vars = dependents(closed.jaxpr, given[num_mirrored:], axis, _meet)
+        own = given[num_mirrored:]
+        self._own_vars = dependents(closed.jaxpr, own, axis, (MEET, DIFFERENTIATE))
         self._known: dict[Var, int] = {}  # the first pass to know it
         self._eqns: list[JaxprEqn] = []
         self._meets: list[tuple[JaxprEqn, int]] = []  # each with its pass
+        self._kinds: dict[int, Primitive] = {}  # of the meets of a pass, all of one
+        self._sources: dict[Var, Any] = {}  # of the parameters of losses
         for eqn in eqns:
-            number = self._pass_of(eqn.invars)
-            if eqn.primitive is _meet:
+            number, kind = self._pass_of(eqn.invars), eqn.primitive
+            if kind in (MEET, DIFFERENTIATE):
+                while self._kinds.setdefault(number, kind) is not kind:
+                    number += 1
                 self._meets.append((eqn, number))
                 number += 1
             else:
                 self._eqns.append(eqn)
+            if kind is PARAMETERS:
+                self._refuse_own(eqn)
+                self._sources.update(zip(eqn.outvars, eqn.invars, strict=True))
             self._known.update(dict.fromkeys(eqn.outvars, number))
         tree = jax.tree.unflatten(jax.tree.structure(tree), closed.jaxpr.outvars)
-        leaves, self._treedef = jax.tree.flatten(tree, is_leaf=is_typed)
+        leaves, self._treedef = jax.tree.flatten(tree, is_leaf=_is_one)
         results = [(x, jax.tree.leaves(x)) for x in leaves]
         # Trees of variables, each with its pass; None: the update computes it.
         self._results = [
-            (x, self._pass_of(y) if is_typed(x) or self._is_own(y) else None)
+            (x, self._pass_of(y) if _is_one(x) or self._is_own(y) else None)
             for x, y in results
         ]
         shown = [eqn.invars for eqn in self._eqns if eqn.effects]
@@ -99,34 +91,59 @@ class SplitProgram:
         passes += [self._pass_of(x) for x in shown if self._is_own(x)]
         self.num_passes = max(passes, default=0) + 1
 
-    def run(self, args: PyTree, merged: list[PyTree]) -> dict[str, PyTree]:
-        """One tower's results in a pass; ``merged`` holds those of earlier passes."""
+    def trained(self, number: int) -> Callable[..., PyTree] | None:
+        """``(state, merged) -> parameters``, by which a pass differentiates, if any."""
+        if self._kinds.get(number) is not DIFFERENTIATE:
+            return None
+        meets = self._meets_of(number)
+
+        def parameters(state: TrainState, merged: list[PyTree]) -> PyTree:
+            merged = merged[1:]  # without what the pass that traces has
+            cuts = [[self._sources[x] for x in parameters_of(eqn)] for eqn in meets]
+            walk, sources = self._walk(self._inputs(state), merged), sum(cuts, [])
+            for eqn in needed_eqns(self._eqns, sources, lambda eqn: False):
+                self._evaluate_eqn(walk, eqn)
+            values = [[*map(walk.read, cut)] for cut in cuts]
+            trees = [eqn.params["trained"] for eqn in meets]
+            return _one_or_all([*map(jax.tree.unflatten, trees, values)])
+
+        return parameters
+
+    def run(
+        self, args: PyTree, merged: list[PyTree], trained: PyTree = None
+    ) -> dict[str, PyTree]:
+        """One tower's results in a pass; ``merged`` holds those of earlier passes.
+
+        ``trained``: the parameters of its losses. Their gradients are not among the
+        results: the pass itself takes them.
+        """
         number = len(merged)
-        walk = self._evaluate(number, jax.tree.leaves(args), merged)
+        walk = self._evaluate(number, jax.tree.leaves(args), merged, trained)
+        meets = self._meets_of(number)
         operands = [
-            jax.tree.unflatten(eqn.params["treedef"], map(walk.read, eqn.invars))
-            for eqn in self._meets_of(number)
+            jax.tree.unflatten(eqn.params["treedef"], map(walk.read, operands_of(eqn)))
+            for eqn in meets
         ]
+        is_of_losses = self._kinds.get(number) is DIFFERENTIATE
+        losses = operands if is_of_losses else [loss for loss, _ in operands]
+        grads = [] if is_of_losses else [_as_sums(grads) for _, grads in operands]
         results = [
             jax.tree.map(walk.read, x) if at == number else _Later()
             for x, at in self._results
         ]
         return {
             **jax.tree.unflatten(self._treedef, results),
-            "split": self,
-            "minimized": _one_or_all([loss for loss, _ in operands]),
-            "grads": _one_or_all([_as_sums(grads) for _, grads in operands]),
+            LOSSES: _one_or_all(losses),
+            "grads": _one_or_all(grads),
         }
 
     def results(self, state: TrainState, merged: list[PyTree]) -> dict[str, PyTree]:
         """The function's results, merged over towers."""
-        leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
-        others = len(self._closed.jaxpr.invars) - len(leaves)
-        walk = self._evaluate(None, [*leaves, *[None] * others], merged)
+        walk = self._evaluate(None, self._inputs(state), merged)
         pools = [
             jax.tree.leaves(
                 {key: x[key] for key in x if key not in _MEET_KEYS},
-                is_leaf=lambda x: is_typed(x) or isinstance(x, _Later),
+                is_leaf=lambda x: _is_one(x) or isinstance(x, _Later),
             )
             for x in merged
         ]
@@ -158,31 +175,76 @@ class SplitProgram:
     def _is_own(self, arrays: Iterable[Any]) -> bool:
         return any(x in self._own_vars for x in arrays if not isinstance(x, Literal))
 
-    def _evaluate(
-        self, number: int | None, inputs: Sequence[PyTree], merged: list[PyTree]
-    ) -> Interpreter:
-        """An interpreter that has what a pass, or for None the update, returns."""
+    def _inputs(self, state: TrainState) -> list[Any]:
+        """The program's inputs, of which no tower has its own."""
+        leaves = jax.tree.leaves(dataclasses.replace(state, local=None))
+        others = len(self._closed.jaxpr.invars) - len(leaves)
+        return [*leaves, *[None] * others]
+
+    def _refuse_own(self, eqn: JaxprEqn) -> None:
+        """Raise where the parameters of a loss differ from tower to tower."""
+        if self._is_own(eqn.invars):
+            raise ValueError(
+                f"TowerOptimizer.minimize at {user_line((eqn, None))} got parameters"
+                " that are computed from a tower's rows, draws or variables, of which"
+                " the sum of all losses has no gradient. Write"
+                " optimizer.compute_gradients(loss_fn, params), which is of one tower,"
+                " and apply_gradients."
+            )
+
+    def _walk(self, inputs: Sequence[PyTree], merged: list[PyTree]) -> Interpreter:
+        """An interpreter that has what earlier passes merged."""
         walk = Interpreter(self._closed.jaxpr, self._closed.consts, inputs)
         for at, tree in enumerate(merged):
             meets = self._meets_of(at)
-            sums = [tree[name] for name in _MEET_KEYS]
-            sums = [[x] for x in sums] if len(meets) == 1 else sums
+            losses, grads = (tree[name] for name in _MEET_KEYS)
+            grads = grads.value if isinstance(grads, Sum) else grads
+            sums = ([losses], [grads]) if len(meets) == 1 else (losses, grads)
             for eqn, loss, grads in zip(meets, *sums, strict=True):
                 outcomes = jax.tree.leaves((loss, grads))
                 walk.values.update(zip(eqn.outvars, outcomes, strict=True))
+        return walk
+
+    def _evaluate_eqn(self, walk: Interpreter, eqn: JaxprEqn) -> None:
+        """Evaluate an equation; the parameters of a loss that is trained are known."""
+        if eqn.primitive is not PARAMETERS:
+            walk.evaluate(eqn)
+            return
+        for var, source in zip(eqn.outvars, eqn.invars, strict=True):
+            walk.values[var] = walk.read(source)
+
+    def _evaluate(
+        self,
+        number: int | None,
+        inputs: Sequence[PyTree],
+        merged: list[PyTree],
+        trained: PyTree = None,
+    ) -> Interpreter:
+        """An interpreter that has what a pass, or for None the update, returns."""
+        walk, meets = self._walk(inputs, merged), self._meets_of(number)
+        if trained is not None:
+            cut = [x for eqn in meets for x in parameters_of(eqn)]
+            walk.values.update(zip(cut, jax.tree.leaves(trained), strict=True))
+        left = [x for x in self._eqns if walk.values.keys().isdisjoint(x.outvars)]
 
         def shows(eqn: JaxprEqn) -> bool:
             at = self.num_passes if number is None else number
             return bool(eqn.effects) and self._pass_of(eqn.invars) == at
 
         returned = jax.tree.leaves([x for x, at in self._results if at == number])
-        returned += [var for eqn in self._meets_of(number) for var in eqn.invars]
-        for eqn in needed_eqns(self._eqns, returned, shows):
-            walk.evaluate(eqn)
+        returned += [var for eqn in meets for var in operands_of(eqn)]
+        for eqn in needed_eqns(left, returned, shows):
+            self._evaluate_eqn(walk, eqn)
         return walk
 
 
-_MEET_KEYS = ("minimized", "grads")
+LOSSES = "minimized"
+_MEET_KEYS = (LOSSES, "grads")
+
+
+def _is_one(x: Any) -> bool:
+    """Whether it is one result, which one pass merges."""
+    return is_typed(x) or isinstance(x, Means)
 
 
 def _as_sums(grads: PyTree) -> PyTree:

@@ -51,24 +51,46 @@ class LossSums:
         weights = [term.weight for term in loss.terms]
         return cls(sums, weights, [jnp.asarray(loss.penalty)])
 
+    @classmethod
+    def each(cls, loss: Any) -> "list[LossSums]":
+        """Those of a loss, or of each in a list of losses."""
+        return [cls.of(x) for x in (loss if isinstance(loss, list) else [loss])]
+
     @property
     def is_of_several(self) -> bool:
         """Whether there are several denominators, which no one division serves."""
         return len(self.weights) > 1
+
+    @property
+    def denominators(self) -> list[jax.Array]:
+        """The weights that divide before the derivative: those of several means."""
+        return self.weights if self.is_of_several else []
+
+    def fixed(self) -> "LossSums":
+        """The same; raises a ``ValueError`` where a weight is differentiated."""
+        weights = [without_derivative(x, MOVING_WEIGHTS) for x in self.weights]
+        return dataclasses.replace(self, weights=weights)
+
+    def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
+        """What the sums are multiplied by; ``total`` has the `denominators` of all."""
+        factors = [jnp.ones_like(x) for x in self.sums]
+        if self.is_of_several:
+            factors = [ratio(jnp.ones_like(w), w) for w in total]
+        return factors + [jnp.full_like(x, share) for x in self.shared]
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
     """The gradient of the sums of a loss, and what it is divided by."""
 
-    grads: PyTree
+    grads: PyTree  # of several losses a list
     weight: jax.Array | None  # of a lone mean, which is divided when all is added
-    reads: set[int]  # the numbers of those trained leaves that the loss depends on
+    reads: set[int]  # the numbers of those trained leaves that a loss depends on
 
-    def returned(self) -> PyTree:
-        """As the `Returned` of what towers return."""
+    def returned(self, *, as_sums: bool = False) -> PyTree:
+        """As the `Returned` of what towers return, or as sums without the weight."""
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
-        if self.weight is None:
+        if self.weight is None or as_sums:
             return as_returned(Sum(grads))
         return as_returned(Weighted(grads, self.weight))
 
@@ -77,57 +99,60 @@ def gradient_of(
     of_part: Callable[[PyTree], dict[str, PyTree]],
     trained: PyTree,
     *,
+    loss: str,
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
     """What ``of_part(trained)`` returns, and the gradient of its loss by ``trained``.
 
-    ``denominators(weights)`` are those of several means, over all towers and
-    micro-batches. ``share``: which part of a shared term each of all calls counts.
+    ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
+    are those of several means, over all towers and micro-batches. ``share``: which
+    part of a shared term each of all calls counts.
     """
     reads: set[int] = set()
 
-    def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[LossSums, PyTree]]:
+    def sums_of(trained: PyTree) -> tuple[list[list[jax.Array]], tuple[Any, PyTree]]:
         tree = of_part(_watched(trained, reads))
-        loss = LossSums.of(values_of(tree["loss"]))
-        fixed = [without_derivative(x, MOVING_WEIGHTS) for x in loss.weights]
-        loss = dataclasses.replace(loss, weights=fixed)
-        return [*loss.sums, *loss.shared], (loss, tree)
+        losses = [x.fixed() for x in LossSums.each(values_of(tree[loss]))]
+        return [[*x.sums, *x.shared] for x in losses], (losses, tree)
 
-    sums, pull, (loss, tree) = jax.vjp(sums_of, trained, has_aux=True)
-    factors = [jnp.ones_like(x) for x in loss.sums]
-    if loss.is_of_several:
-        weights = denominators(loss.weights)
-        factors = [ratio(jnp.ones_like(w), w) for w in weights]
-    factors += [jnp.full_like(x, share) for x in loss.shared]
-    pairs = zip(factors, sums, strict=True)
-    (grads,) = pull([factor.astype(x.dtype) for factor, x in pairs])
+    sums, pull, (losses, tree) = jax.vjp(sums_of, trained, has_aux=True)
+    own = [w for x in losses for w in x.denominators]
+    total = iter(denominators(own) if own else own)
+    factors = [x.factors([next(total) for _ in x.denominators], share) for x in losses]
+    (grads,) = pull(jax.tree.map(lambda c, x: c.astype(x.dtype), factors, sums))
     if jax.tree.leaves(trained) and not reads:
         raise ValueError(NO_GRADIENT)
-    weight = loss.weights[0] if len(loss.weights) == 1 else None
+    weights = losses[0].weights if len(losses) == 1 else []
+    weight = weights[0] if len(weights) == 1 else None
     return tree, Gradient(grads, weight, reads)
 
 
 def gradients_of_terms(
-    of_part: Callable[[PyTree], dict[str, PyTree]], trained: PyTree
+    of_part: Callable[[PyTree], dict[str, PyTree]], trained: PyTree, loss: str
 ) -> tuple[dict[str, PyTree], PyTree]:
     """What ``of_part(trained)`` returns, and the gradient of each sum by itself."""
 
-    def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[LossSums, PyTree]]:
+    def sums_of(trained: PyTree) -> tuple[list[jax.Array], tuple[Any, PyTree]]:
         tree = of_part(trained)
-        loss = LossSums.of(values_of(tree["loss"]))
-        return loss.sums, (loss, tree)
+        losses = LossSums.each(values_of(tree[loss]))
+        return [total for x in losses for total in x.sums], (losses, tree)
 
-    sums, pull, (loss, tree) = jax.vjp(sums_of, trained, has_aux=True)
-    zeros = [jnp.zeros_like(x) for x in sums]
+    sums, pull, (losses, tree) = jax.vjp(sums_of, trained, has_aux=True)
+    zeros, is_list = [jnp.zeros_like(x) for x in sums], isinstance(tree[loss], list)
+    numbers = iter(range(len(sums)))
 
-    def of(i: int) -> PyTree:
-        (grads,) = pull([*zeros[:i], jnp.ones_like(sums[i]), *zeros[i + 1 :]])
-        return grads
+    def of_loss(at: int, loss: LossSums) -> PyTree:
+        each = []
+        for _, i in zip(loss.sums, numbers, strict=False):
+            (grads,) = pull([*zeros[:i], jnp.ones_like(sums[i]), *zeros[i + 1 :]])
+            each.append(grads[at] if is_list else grads)
+        if loss.is_of_several:
+            return each
+        return Weighted(each[0], loss.weights[0]) if loss.weights else Sum(each[0])
 
-    if loss.is_of_several:
-        return tree, [of(i) for i in range(len(sums))]
-    return tree, Weighted(of(0), loss.weights[0]) if loss.weights else Sum(of(0))
+    gradients = [of_loss(at, x) for at, x in enumerate(losses)]
+    return tree, gradients if is_list else gradients[0]
 
 
 def without_derivative(x: jax.Array, message: str) -> jax.Array:

@@ -146,7 +146,8 @@ class Engine:
     def flagging(self) -> "Engine":
         """The towers once more, without an update, to flag what is not finite."""
         passes = self.passes.changed(looks_at=TowersFlags())
-        return Engine(passes, lambda *args: args[-1:], self.ins)
+        seen = lambda *args: ([x for x in args[-1] if x is not None],)  # noqa: E731
+        return Engine(passes, seen, self.ins)
 
     def merging(self) -> "Engine":
         """What the towers of each pass return, merged, without an update."""

@@ -5,6 +5,7 @@ it gives, and the gradient of these zeros is that of the rows.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,13 @@ class Lookups:
         """What is added to the rows of each lookup, with these leading dims."""
         avals: list[Any] = [eqn.outvars[0].aval for eqn in _lookups(self.program)]
         return [jnp.zeros((*lead, *x.shape), x.dtype) for x in avals]
+
+    def gradient_shapes(self, trained: PyTree) -> PyTree:
+        """The shapes of one tower's gradients, of tables those of the rows."""
+        avals: list[Any] = [eqn.invars[1].aval for eqn in _lookups(self.program)]
+        ids = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+        of = functools.partial(self.gradients, of_several=False)
+        return jax.eval_shape(of, trained, self.zeros(()), ids)
 
     def evaluate(
         self, leaves: Sequence[Any], zeros: list[jax.Array]

@@ -166,21 +166,21 @@ class DeviceTowers:
         def of_part(trained: PyTree) -> PyTree:
             return self._call_together(own, index, None, trained, *others)
 
-        return gradients_of_terms(of_part, trained)
+        return gradients_of_terms(of_part, trained, self.pass_.loss)
 
     def _weights(self) -> list[jax.Array] | None:
         """The denominators of several means, where they must be known beforehand."""
         runs_once = self.is_added_first and self.pass_.micro_batches == 1
         program, tree = self._program_of_part
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        loss = values_of(_joined(tree, shapes)["loss"])
-        if runs_once or not (isinstance(loss, Means) and len(loss.terms) > 1):
+        means = parts_of(Means, values_of(_joined(tree, shapes)[self.pass_.loss]))
+        if runs_once or not any(len(x.terms) > 1 for x in means):
             return None
         # The same program once more, of which XLA keeps what the weights need.
         alone = dataclasses.replace(self.pass_, differentiates=False, looks_at=None)
         own, (rest, _) = dataclasses.replace(self, pass_=alone).run()
-        loss = LossSums.of(values_of(put_sums(rest, own)["loss"]))
-        return self._added(loss.weights)
+        losses = LossSums.each(values_of(put_sums(rest, own)[self.pass_.loss]))
+        return self._added([w for x in losses for w in x.denominators])
 
     def _added(self, values: list[jax.Array]) -> list[jax.Array]:
         """The sums over all towers."""
@@ -251,14 +251,16 @@ class DeviceTowers:
     ) -> PyTree:
         """What one micro-batch returns, with the gradient of its loss."""
         axes = self.axes
+        as_sums = self.pass_.merges_sums
         calls = axes.num_devices if of_several else axes.num_towers
         how: dict[str, Any] = {
+            "loss": self.pass_.loss,
             "denominators": self._added if weights is None else lambda _: weights,
             "share": 1 / (calls * self.pass_.micro_batches),
         }
         if (lookups := self._lookups) is None:
             tree, gradient = gradient_of(of_part, trained, **how)
-            return {**tree, "grads": gradient.returned()}
+            return {**tree, "grads": gradient.returned(as_sums=as_sums)}
         zeros = lookups.zeros((axes.num_local,) if of_several else ())
         given = trained, zeros
         tree, gradient = gradient_of(lambda x: of_part(*x), given, **how)
@@ -266,7 +268,7 @@ class DeviceTowers:
         ids, (grads, rows) = tree.pop(_LOOKED_UP), gradient.grads
         grads = lookups.gradients(grads, rows, ids, of_several=of_several)
         gradient = dataclasses.replace(gradient, grads=grads)
-        return {**tree, "grads": gradient.returned()}
+        return {**tree, "grads": gradient.returned(as_sums=as_sums)}
 
     def _numbered(self, rows: PyTree, *, of_several: bool) -> tuple[jax.Array, PyTree]:
         """The numbers of micro-batches, and their rows, ``[A, ...]``."""

@@ -91,9 +91,14 @@ class Pass:
     # Whether Rows are used later, padding included: then one leaf must be a weight.
     rows_used_later: bool = False
     advice: str | None = None  # for the error about a bare value that differs
-    # ``(state, *merged) -> values``, by which the pass differentiates the ``loss`` that
+    # ``(state, *merged) -> values``, by which the pass differentiates the loss that
     # towers return; the gradient is merged as ``grads``.
     trained: Callable[..., PyTree] | None = None
+    # Where towers return what is differentiated. There may be a list of losses; then
+    # ``trained`` gives a list too, of the values that each depends on.
+    loss: str = "loss"
+    # Whether gradients are merged as sums, which an update divides by a loss's weight.
+    merges_sums: bool = False
     differentiates: bool = True  # False: the loss of such a pass alone
 
     # By its name, a prefix tree of layouts for each argument, a global value: merged

@@ -6,7 +6,7 @@ numbers stands still, and of large ones it overflows, on one device before sever
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,18 +24,21 @@ from towerjax.types.leaves import widen_dtype
 
 
 def dependents(
-    body: Jaxpr, given: Sequence[Any], axis: str = LOCAL_AXIS, ends: Any = None
+    body: Jaxpr,
+    given: Sequence[Any],
+    axis: str = LOCAL_AXIS,
+    ends: Collection[Any] = (),
 ) -> set[Any]:
     """The values that depend on ``given``, or on an axis of towers, and so differ.
 
-    What a primitive ``ends`` returns is the same again.
+    What the primitives ``ends`` return is the same again.
     """
     differ: set[Any] = set(given)
     for eqn in body.eqns:
         inside = itertools.chain.from_iterable(map(all_eqns, sub_jaxprs(eqn)))
         is_own = any([isinstance(x, Var) and x in differ for x in eqn.invars])
         if is_own or any([axis in named_axes(x) for x in (eqn, *inside)]):
-            differ.update([] if eqn.primitive is ends else [*eqn.outvars, *refs(eqn)])
+            differ.update([] if eqn.primitive in ends else [*eqn.outvars, *refs(eqn)])
     return differ
 
 

@@ -1,0 +1,121 @@
+"""Where the towers of a model function meet, as primitives in its program.
+
+None has an implementation: `SplitProgram` ends a pass there, and supplies its values.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
+
+from towerjax.collectives.sparse_rows import is_rows, map_values
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.step.run.looked_up import Lookups
+from towerjax.types import PyTree
+from towerjax.types.leaves import parts_of, put_parts, widen_dtype
+
+MEET = Primitive("towers_meet")
+"""``(loss, gradients)`` of a tower -> their sums over all towers."""
+
+PARAMETERS = Primitive("towers_parameters")
+"""The parameters of one loss, by which it is differentiated: an identity."""
+
+DIFFERENTIATE = Primitive("towers_differentiate")
+"""``(loss of a tower, its parameters) -> (loss of all towers, its gradient)``."""
+
+for _primitive in (MEET, PARAMETERS, DIFFERENTIATE):
+    _primitive.multiple_results = True
+PARAMETERS.def_abstract_eval(lambda *operands: [*operands])
+
+
+@MEET.def_abstract_eval
+def _summed_shapes(*operands: Any, treedef: Any, copies: tuple[int, ...]) -> list[Any]:
+    del treedef
+    return _with_all_rows(operands, copies)
+
+
+@DIFFERENTIATE.def_abstract_eval
+def _differentiated_shapes(
+    *operands: Any, treedef: Any, trained: Any, grads: tuple[Any, ...]
+) -> list[Any]:
+    del trained
+    return [*operands[: treedef.num_leaves], *grads]
+
+
+def meet(loss: Weighted | None, grads: PyTree, count: int) -> tuple[Any, PyTree]:
+    """Sum losses and gradients over towers; table rows are concatenated.
+
+    ``count``: the number of towers times that of micro-batches.
+    """
+    leaves, treedef = jax.tree.flatten((loss, grads))
+    copies = _times_joined((loss, grads), count)
+    outcomes = MEET.bind(*map(jnp.asarray, leaves), treedef=treedef, copies=copies)
+    return jax.tree.unflatten(treedef, outcomes)
+
+
+def differentiate(
+    of_params: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree, count: int
+) -> tuple[Weighted | Means, PyTree, PyTree]:
+    """The loss of all towers, the gradient of its sums, and what is returned beside.
+
+    ``of_params(params) -> (loss, rest)`` is called once, for its program: nothing that
+    it does leaves it but its results, and none of these is differentiated again.
+    """
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
+    tree: Any = None
+
+    def of_leaves(*leaves: jax.Array) -> list[jax.Array]:
+        nonlocal tree
+        tree = of_params(treedef.unflatten(leaves))
+        return parts_of(jax.Array, tree)
+
+    closed, given = jax.make_jaxpr(of_leaves)(*leaves), PARAMETERS.bind(*leaves)
+    values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)
+    loss, rest = put_parts(jax.Array, tree, values)
+    rest = put_parts(jax.Array, rest, map(lax.stop_gradient, parts_of(jax.Array, rest)))
+    shapes = jax.eval_shape(lambda x: x, treedef.unflatten(leaves))
+    if (lookups := Lookups.of(closed, 0, shapes)) is not None:
+        shapes = lookups.gradient_shapes(shapes)
+    wide = map_values(
+        lambda x: jax.ShapeDtypeStruct(x.shape, widen_dtype(x.dtype)), shapes
+    )
+    each, of_grads = jax.tree.flatten(wide)
+    grads = [jax.core.ShapedArray(x.shape, x.dtype) for x in each]
+    addends, of_loss = jax.tree.flatten(loss)
+    outcomes = DIFFERENTIATE.bind(
+        *map(jnp.asarray, addends),
+        *given,
+        treedef=of_loss,
+        trained=treedef,
+        grads=tuple(_with_all_rows(grads, _times_joined(shapes, count))),
+    )
+    number = len(addends)
+    total = jax.tree.unflatten(of_loss, outcomes[:number])
+    return total, jax.tree.unflatten(of_grads, outcomes[number:]), rest
+
+
+def operands_of(eqn: JaxprEqn) -> list[Any]:
+    """What towers return where they meet: of `DIFFERENTIATE` the loss alone."""
+    return eqn.invars[: eqn.params["treedef"].num_leaves]
+
+
+def parameters_of(eqn: JaxprEqn) -> list[Any]:
+    """The values by which a loss is differentiated."""
+    return eqn.invars[eqn.params["treedef"].num_leaves :]
+
+
+def _times_joined(tree: PyTree, count: int) -> tuple[int, ...]:
+    """For each leaf ``count`` where rows of a table are concatenated, else 0."""
+    parts = jax.tree.leaves(tree, is_leaf=is_rows)
+    return tuple(count * is_rows(x) for x in parts for _ in jax.tree.leaves(x))
+
+
+def _with_all_rows(avals: Any, copies: tuple[int, ...]) -> list[Any]:
+    return [
+        x.update(shape=(x.shape[0] * count, *x.shape[1:])) if count else x
+        for x, count in zip(avals, copies, strict=True)
+    ]
