@@ -295,6 +295,82 @@ class Split:
         body = lambda c, y: (c + 1, c * y)  # noqa: E731
         return total(lax.scan(body, 0, b["y"])[1], t)
 
+    # What looks linear, or like rows, and is not.
+
+    def one_key_for_rows_of_a_label(p, b, t):
+        label = jnp.abs(b["y"]).astype(int)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(t.rng, label)
+        return total(b["y"] * jax.vmap(jax.random.uniform)(keys), t)
+
+    def one_key_of_a_tower_for_all_its_rows(p, b, t):
+        keys = jnp.broadcast_to(t.shared_rng, (t.rows,))
+        keys = jax.vmap(jax.random.fold_in, (0, None))(keys, t.id)
+        return total(b["y"] * jax.vmap(jax.random.uniform)(keys), t)
+
+    def product_of_flags(p, b, t):
+        return tj.Sum(jnp.dot(b["y"] > 0, t.weight > 0).astype(float))
+
+    def bits_of_all_rows(p, b, t):
+        number = jnp.abs(4 * b["y"]).astype(int) * (t.weight > 0)
+        return lax.pmax(lax.reduce_or(number, (0,)), t.axis_names)
+
+    def function_of_an_element_of_a_part(p, b, t):
+        return tj.Sum((t.weight @ b["x"]).at[jnp.array([0, 1])].apply(jnp.exp))
+
+    def number_beyond_a_part(p, b, t):
+        at = jnp.array([0, F + 2])
+        fill = {"mode": "fill", "fill_value": 7.0}
+        return tj.Sum((t.weight @ b["x"]).at[at].get(**fill))
+
+    def number_beyond_a_power(p, b, t):
+        label, power = jnp.abs(4 * b["y"]).astype(int), t.num_towers * p["w"]
+        fill = {"mode": "fill", "fill_value": 7.0}
+        return total(power.at[label].get(**fill) / t.num_towers, t)
+
+    def value_of_the_shape_of_rows(p, b, t):
+        return p["b"] * jnp.ones(t.rows)
+
+    def zeros_of_the_shape_of_rows(p, b, t):
+        return tj.Sum(jnp.zeros(t.rows))
+
+    def numbers_of_rows_in_few_bits(p, b, t):
+        number = jnp.arange(t.rows).astype(jnp.int8)
+        return total(b["x"].at[number, 0].get(**BY_INDEX), t)
+
+    def numbers_of_rows_counted_in_few_bits(p, b, t):
+        number = jnp.arange(t.rows, dtype=jnp.int8)
+        return total(b["x"].at[number, 0].get(**BY_INDEX), t)
+
+    def stopped_mean_in_a_function_with_a_rule(p, b, t):
+        @jax.custom_jvp
+        def fn(part):
+            mean = b["x"][:, 0] @ t.weight / (jnp.abs(b["y"]) @ t.weight)
+            return lax.stop_gradient(mean) * part
+
+        fn.defjvp(lambda primals, tangents: (fn(*primals), tangents[0]))
+        return tj.Sum(fn(b["y"] @ t.weight))
+
+    def padding_divided_by_padding(p, b, t):
+        masked = jnp.abs(b["x"][:, 0]) * t.weight
+        return tj.Sum((b["y"] * t.weight / masked).sum())
+
+    def padding_left_by_padding(p, b, t):
+        masked = jnp.abs(b["x"][:, 0]) * t.weight
+        return tj.Sum(lax.rem(b["y"] * t.weight, masked).sum())
+
+    def padding_under_a_root(p, b, t):
+        return tj.Sum(jnp.sqrt(jnp.abs(b["x"] @ p["w"]) * t.weight).sum())
+
+    def padding_written_over_zeros(p, b, t):
+        def body(i, carry):
+            every, so_far = carry
+            new = every.at[i].set(b["y"][i])
+            every = jnp.where(b["x"][i, 0] > -9, new, every)
+            return every, so_far + every[i]
+
+        start = b["y"] * t.weight, 0.0
+        return tj.Sum(lax.fori_loop(0, t.rows, body, start)[1])
+
     # Other loops, and calls.
 
     def carry_that_becomes_a_function_of_a_part(p, b, t):

@@ -102,6 +102,9 @@ def _converted(pair: EquationPair) -> Known:
     is_inexact = jnp.issubdtype(new, jnp.inexact)
     loses_imaginary = jnp.issubdtype(old, jnp.complexfloating)
     loses_imaginary &= not jnp.issubdtype(new, jnp.complexfloating)
+    is_short = new.kind != "b" and new.itemsize < old.itemsize and new.itemsize < 4
+    if x.kind in (Kind.NUMBERS, Kind.COLUMNS) and is_short:
+        raise NotOfOneKindError(f"{x} as {new.name}, which is too short for them")
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
     if keeps or x.kind is Kind.ZERO:
         return x
@@ -228,7 +231,7 @@ def _quotient(pair: EquationPair) -> Known:
     x, y = pair.ins
     if x.kind is Kind.ZERO:
         return ZERO
-    if np.dtype(pair.dtype(0)).kind in "iu":
+    if jnp.issubdtype(pair.dtype(0), jnp.integer):
         return function_of(pair.ins, "a whole part")
     if y.kind is Kind.ZERO:
         raise NotOfOneKindError("a division by 0")
@@ -393,7 +396,8 @@ def _choice_in_loop(pair: EquationPair) -> Known:
     is_even = len({x.power for x in known}) == 1
     if not (is_of_row and is_one and is_even) or pair.rows_in[0] is not None:
         raise NotOfOneKindError(f"{predicate} chooses {cases[0]} or {cases[-1]}")
-    return known[0]
+    zeros = frozenset.intersection(*[x.zeros for x in cases])
+    return known[0]._replace(zeros=zeros)
 
 
 @rule("clamp", knows_constants=True)

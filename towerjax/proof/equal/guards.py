@@ -122,7 +122,8 @@ def product_with_mean(pair: EquationPair) -> Known | None:
             continue
         if other.kind is Kind.COPY:
             return multiple_of_mean(mean, other.power)
-        if other.kind is Kind.PART and other.number == mean.number:
+        is_one = mean.number is not None and other.number == mean.number
+        if other.kind is Kind.PART and is_one:
             return part(mean.power)
         raise NotOfOneKindError(f"{mean} times {other}")
     return None

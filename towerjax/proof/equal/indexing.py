@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from towerjax.proof.equal.equation_pair import EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
@@ -44,7 +46,15 @@ def _with_this_row(pair: EquationPair, x: Known, new: Known) -> Known:
         return x
     if x.power not in (None, new.power):
         raise NotOfOneKindError(f"{new} becomes one of {x}")
-    return x._replace(power=new.power)
+    return x._replace(power=new.power, zeros=x.zeros & new.zeros)
+
+
+def _keeps_by_fill(pair: EquationPair, x: Known) -> bool:
+    """Whether what a gather fills in is of the kind and the power of its array."""
+    is_nan = pair.params["fill_value"] is None
+    is_nan &= jnp.issubdtype(pair.dtype(0), jnp.inexact)
+    is_number = x.kind in EACH and not x.power
+    return is_number or is_nan or fills_with_zero(pair)
 
 
 def _are_same(indices: Any) -> bool:
@@ -137,6 +147,8 @@ def _gathered(pair: EquationPair) -> Known:
     usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
     if not usable or at.power or x.kind is Kind.BUFFER:
         raise NotOfOneKindError(f"elements by {at}")
+    if not _keeps_by_fill(pair, x):
+        raise NotOfOneKindError(f"a number stands for elements beyond {x}")
     if axis is None:
         return _from_table(pair, x, at, sizes)
     is_plain = x.kind is Kind.ROWS and x.blocks == at.blocks == 1
@@ -201,6 +213,8 @@ def _scattered(pair: EquationPair) -> Known:
     (x, at, new), dims = pair.ins, pair.params["dimension_numbers"]
     axis, at_axis, new_axis = pair.rows_in
     adds = pair.name in ("scatter-add", "scatter-sub")
+    if not adds and pair.params["update_jaxpr"] is not None:
+        raise NotOfOneKindError("a function is applied to some elements")
     if x.kind is new.kind is Kind.ZERO:
         return ZERO
     if x.kind is Kind.BUFFER:

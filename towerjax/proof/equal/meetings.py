@@ -100,10 +100,14 @@ def _key_of_seed(pair: EquationPair) -> Known:
 def _key_of_number(pair: EquationPair) -> Known:
     """With the tower's number a key of its own, which stays one; else a function."""
     key, number = pair.ins
+    # One key for several rows would be that of other rows on other towers.
+    is_of_each = pair.rows_in[0] is not None or pair.rows_in[1] is None
     if key.kind is Kind.KEY and number.kind in EACH | {Kind.NUMBERS}:
-        return key
+        if number.kind is Kind.NUMBERS or is_of_each:
+            return key
     if key.kind in (Kind.COPY, Kind.ZERO) and number.kind is Kind.TOWER:
-        return Known(Kind.KEY)
+        if pair.rows_out[0] is None:
+            return Known(Kind.KEY)
     return function_of(pair.ins, "a key")
 
 

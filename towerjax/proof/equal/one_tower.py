@@ -28,7 +28,7 @@ from towerjax.proof.equal import (  # noqa: F401
     shapes,
     sums,
 )
-from towerjax.proof.equal.equation_pair import Sizes
+from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (
     ROWS_OF_TOWER,
     Kind,
@@ -113,6 +113,7 @@ class Equality:
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parents[2])
+_JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
 _WORSE_LAST = ("proved", "unknown", "refuted")
 _INPUTS = {
     Given.REPLICATED: copy(),
@@ -168,14 +169,18 @@ def _verdicts(
     numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
     ins = [_INPUTS.get(x, numbers) for x in inputs]
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
-    avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=False)
-    is_shape = [_has_rows_first(sizes, *both) for both in avals]
+    pairs = [*zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)]
+    is_shape = [_has_rows_first(sizes, *both) for both in pairs]
     found = []
-    for leaf, value, has_rows in zip(outputs, kinds, is_shape, strict=False):
+    is_one = [_is_of_one_shape(sizes, *both) for both in pairs]
+    each = zip(outputs, kinds, is_shape, is_one, strict=False)
+    for leaf, value, has_rows, fits in each:
         if leaf.merge is Merge.PER_TOWER:
             continue
         weight = None if leaf.weight is None else kinds[leaf.weight]
         says, why = _verdict(leaf.merge, value, weight, has_rows)
+        if says == "proved" and not (fits or leaf.merge in _JOINED):
+            says, why = "unknown", "its shape depends on the split"
         found.append(Equality(leaf.name, says, why))
     return found
 
@@ -227,6 +232,14 @@ def _has_rows_first(sizes: Sizes, first: Any, second: Any) -> bool:
     if not first.shape or not second.shape:
         return False
     return sizes.times(first.shape[0], second.shape[0]) == 1
+
+
+def _is_of_one_shape(sizes: Sizes, first: Any, second: Any) -> bool:
+    """Whether no dim of a result depends on the number of towers."""
+    try:
+        return sizes.axes(first, second) == (None, None)
+    except ProgramsDifferError:
+        return False
 
 
 def _verdict(

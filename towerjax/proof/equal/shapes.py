@@ -3,6 +3,8 @@
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+
 from towerjax.proof.equal.equation_pair import (
     EquationPair,
     is_size,
@@ -31,6 +33,8 @@ _OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.NEVER, Kind.SIZE}
 def _counted_up(pair: EquationPair) -> Known:
     """Along rows the numbers of the tower's rows, else a constant."""
     is_along = pair.params["dimension"] == pair.rows_out[0]
+    if is_along and np.dtype(pair.params["dtype"]).itemsize < 4:
+        raise NotOfOneKindError("numbers of rows in a dtype that is too short for them")
     return Known(Kind.NUMBERS) if is_along else copy()
 
 

@@ -39,6 +39,10 @@ def _reduction(pair: EquationPair) -> Known:
     """Along other dims than rows a function of a row; along rows as the kind says."""
     [x], name = pair.ins, pair.name
     axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
+    if name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b":
+        # Of the bits of a number, which is neither its maximum nor its minimum.
+        if pair.rows_in[0] in axes or x.kind not in EACH:
+            raise NotOfOneKindError(f"{name} of the bits of {x}")
     if x.kind is Kind.STACKED:
         return _over_stacked(pair, x, axes)
     if x.kind is Kind.SPREAD:
@@ -194,6 +198,8 @@ def _matrix_product(pair: EquationPair) -> Known:
         return product_of(x, y)
     if not pair.kinds <= {Kind.COPY, Kind.ROWS}:
         raise NotOfOneKindError(f"{x} times {y}")
+    if pair.dtype(0).kind == "b":
+        raise NotOfOneKindError("whether flags of the tower's rows meet, and no sum")
     both = product_of(x, y)
     if both.kind is Kind.ROWS:
         if pair.has_padding(x.zeros, y.zeros):

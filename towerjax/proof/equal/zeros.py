@@ -2,7 +2,8 @@
 
 A product is 0 where a factor is, a sum where all addends are. So a mask, or a weight
 that is 0 in padding, makes what it is multiplied with 0 there, and padding does not
-count in the sum of it. All that is said holds of derivatives, too: a flag has none.
+count in the sum of it. All that is said holds of derivatives, too: a flag has none, and
+a function that has none at 0, such as a root, is not 0 there in this sense.
 """
 
 from collections.abc import Callable
@@ -58,6 +59,11 @@ def _of_any(at: list[_Where], pair: EquationPair, result: int) -> _Where:
 def _of_first(at: list[_Where], pair: EquationPair, result: int) -> _Where:
     """It is elements, or sums, or a multiple of elements of its first operand."""
     return at[0]
+
+
+def _of_quotient(at: list[_Where], pair: EquationPair, result: int) -> _Where:
+    """It is 0 where what is divided is, and what it is divided by is not."""
+    return None if at[0] is None else at[0] - (at[1] or NO_ZEROS)
 
 
 def _of_gather(at: list[_Where], pair: EquationPair, result: int) -> _Where:
@@ -128,20 +134,21 @@ def _register(where: _ZeroRule, names: str) -> None:
 
 _register(
     _where_all_operands,
-    """add sub add_any max min or xor complex concatenate stack pad rem""",
+    """add sub add_any max min or xor complex concatenate stack pad""",
 )
 _register(_of_any, "mul and dot_general conv_general_dilated")
 _register(
     _of_first,
     """neg copy copy_p real imag conj reduce_precision name sharding_constraint
-    stop_gradient squeeze expand_dims transpose convert_element_type abs sign sqrt
-    square cbrt tanh sin tan asin atan sinh asinh atanh erf expm1 log1p floor ceil round
+    stop_gradient squeeze expand_dims transpose convert_element_type abs sign
+    square tanh sin tan asin atan sinh asinh atanh erf expm1 log1p floor ceil round
     reshape broadcast_in_dim reduce_sum reduce_max reduce_min reduce_or reduce_and
     reduce_prod cumsum cummax cummin cumprod rev slice split unstack dynamic_slice
-    fft div reduce_window_sum select_and_scatter_add shift_left
+    fft reduce_window_sum select_and_scatter_add shift_left
     shift_right_logical
     shift_right_arithmetic pvary pcast""",
 )
+_register(_of_quotient, "div")
 _register(_of_gather, "gather")
 _register(_of_own, "optimization_barrier sort")
 _register(_of_second, "triangular_solve")
