@@ -45,6 +45,7 @@ def test_a_function_of_towers_without_padding_is_proved(name):
     assert found.says == "proved", found
 
 
+@pytest.mark.slow
 def test_a_number_of_rows_may_be_a_symbol():
     found = {name: verdict_on(fn, symbolic=True).says for name, fn in TOGETHER.items()}
     unknown = {name for name, says in found.items() if says != "proved"}

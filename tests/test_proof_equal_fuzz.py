@@ -28,7 +28,7 @@ def refuse_false(seed, padded, operations=equal_programs.OPERATIONS):
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("first", range(0, 300, 20))
 def test_what_is_proved_of_a_random_function_holds(first, padded):
-    numbers = [refuse_false(seed, padded) for seed in range(first, first + 10)]
+    numbers = [refuse_false(seed, padded) for seed in range(first, first + 5)]
     assert sum(numbers) > 0
 
 
@@ -36,10 +36,10 @@ def test_what_is_proved_of_a_random_function_holds(first, padded):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_proved_of_each_operation_holds(name):
     operation = [getattr(equal_programs, name)]
-    for seed in range(8):
+    for seed in range(4):
         refuse_false(seed, seed % 2 == 1, operation)
 
 
-@pytest.mark.parametrize("seed", [3, 8])
+@pytest.mark.parametrize("seed", [8])
 def test_what_is_proved_of_a_few_random_functions_holds(seed):
     refuse_false(seed, padded=True)

@@ -301,6 +301,7 @@ def test_what_changes_only_later_is_compared_then():
     ]
 
 
+@pytest.mark.slow
 def test_a_program_is_made_once_for_each_number_of_devices():
     made = []
 
