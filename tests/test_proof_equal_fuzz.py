@@ -17,7 +17,12 @@ def exact():
 
 def refuse_false(seed, padded, operations=equal_programs.OPERATIONS):
     """How much was proved; each value and derivative of it must be the same."""
-    found = judged(function_of(seed, operations), padded=padded)
+    try:
+        found = judged(function_of(seed, operations), padded=padded)
+    except ValueError as error:  # a loop of which JAX takes no gradient
+        if "Reverse-mode differentiation does not work" not in str(error):
+            raise
+        return 0
     for equality, is_value, is_derivative in found:
         assert is_value is not False, (seed, equality)
         assert is_derivative is not False, (seed, equality)
