@@ -215,7 +215,9 @@ class Split:
 
     def mean_times_another_count(p, b, t):
         flag, other = (b["y"] > 0) * t.weight, (b["x"][:, 0] > 0) * t.weight
-        return tj.Sum(b["y"] @ flag / flag.sum() * other.sum())
+        count = flag.sum()
+        mean = jnp.where(count > 0, b["y"] @ flag / jnp.maximum(count, 1), 0.0)
+        return tj.Sum(mean * other.sum())
 
     def mean_times_a_count_by_other_numbers(p, b, t):
         @jax.jit

@@ -238,7 +238,7 @@ def test_weights_that_move_with_the_parameters_are_refused():
     refused(lambda *args: moving(*args) + held(*args), text)
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(RATE))
     with pytest.raises(ValueError, match=text):
-        optimizer.compute_gradients(lambda w: tj.Weighted(w, w), np.float32(1))
+        optimizer.compute_gradients(lambda w: tj.Weighted(w, 2 * w), np.float32(1))
 
     def chosen(params, batch, tower):  # a comparison has no derivative
         sure = jax.nn.sigmoid(batch["x"] @ params["w"]) > 0.5
