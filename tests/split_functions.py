@@ -635,6 +635,3 @@ class TogetherUnpadded:
 TOGETHER = cases(Together)
 TOGETHER_UNPADDED = cases(TogetherUnpadded)
 SPLIT = cases(Split)
-"""By name; those of padding are wrong only where towers have some."""
-
-ONLY_PADDED = {name for name in SPLIT if "padding" in name}

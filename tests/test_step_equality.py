@@ -118,16 +118,53 @@ def test_a_later_pass_is_proved_where_those_before_it_are():
     assert found["pass 2"].why == "what pass 1 merges is not proved"
 
 
-def test_variables_of_a_tower_are_unknown_where_they_are_read():
+def of_variable(update, start=0.0, update_fn=None):
+    """What is said of a loss that reads a tower-local variable, and updates it."""
+
     def loss_fn(params, batch, tower):
         own = tower.local["mean"]
         loss = mean((scores(params, batch) - own) ** 2, tower)
-        return tj.TowerOutput(loss, local={"mean": own + 1.0})
+        return tj.TowerOutput(loss, local={"mean": update(own, batch, tower)})
+
+    local = {"mean": tj.TowerLocal(start, tj.Reduction.MEAN)}
+    if update_fn is None:
+        step = train(loss_fn)
+    else:
+        step = tj.build_step(tj.of_loss(loss_fn), update_fn, TWO)
+    return says_of(step, step.init(PARAMS, local=local))["loss"]
+
+
+def test_variables_that_stay_the_same_on_all_towers_are_replicated():
+    def of_all(own, batch, tower):
+        return 0.9 * own + 0.1 * tower.mean(batch["y"], tower.weight)
+
+    assert of_variable(of_all).says == "proved"
+    assert of_variable(lambda own, batch, tower: own + 1.0).says == "proved"
+
+
+def test_variables_of_a_tower_are_unknown_where_they_are_read():
+    count = lambda own, batch, tower: own + 1.0  # noqa: E731
+    other = tj.PerTower(np.float32([0, 1]))
+    found = [
+        of_variable(lambda own, batch, tower: 0.9 * own + batch["y"].mean()),
+        of_variable(lambda own, batch, tower: own * tower.num_towers),
+        of_variable(count, start=other),
+        of_variable(count, update_fn=lambda state, merged: (state, {})),
+    ]
+    assert all("of its own" in x.why for x in found)
+
+
+def test_variables_that_read_those_of_a_tower_are_unknown():
+    def loss_fn(params, batch, tower):
+        own, other = tower.local["a"], tower.local["b"]
+        loss = mean((scores(params, batch) - own) ** 2, tower)
+        local = {"a": own + other, "b": other + batch["y"].sum()}
+        return tj.TowerOutput(loss, local=local)
 
     step = train(loss_fn)
-    local = {"mean": tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)}
-    state = step.init(PARAMS, local=local)
-    assert "of its own" in says_of(step, state)["loss"].why
+    zero = tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)
+    found = says_of(step, step.init(PARAMS, local={"a": zero, "b": zero}))
+    assert "of its own" in found["loss"].why
 
 
 def test_what_cannot_be_traced_for_other_rows_is_unknown():

@@ -1298,7 +1298,52 @@ EQUAL = (
        _split("derivative_of_its_own_for_a_function_of_jax")),
 )
 
+_STEP = "step_equality::"
+LAID = (
+    _m("E60", "variables of a tower are replicated in any step",
+       "step.look.equality:_variables_of",
+       "if not (isinstance(finish, NextState) and finish.keeps_local):", "if False:",
+       f"{_STEP}variables_of_a_tower_are_unknown_where_they_are_read"),
+    _m("E61", "variables that start as others are replicated",
+       "step.look.equality:_is_one_for_all", "(rows == rows[:1]).all()", "True",
+       f"{_STEP}variables_of_a_tower_are_unknown_where_they_are_read"),
+    _m("E62", "variables are replicated whatever becomes of them",
+       f"{_EQUAL}one_tower:_results_of_pairs", "if stays <= after:", "if True:",
+       f"{_STEP}variables_of_a_tower_are_unknown_where_they_are_read",
+       f"{_STEP}variables_that_read_those_of_a_tower_are_unknown"),
+    _m("E63", "variables that grow with the towers stay the same",
+       f"{_EQUAL}one_tower:_ProvedResult.is_the_same", "and not self.value.power", "",
+       f"{_STEP}variables_of_a_tower_are_unknown_where_they_are_read"),
+    _m("E64", "rows that are repeated are one block", f"{_EQUAL}shapes:_repeated",
+       "blocks=x.blocks * each[r_in][0]", "blocks=x.blocks",
+       _split("rows_repeated_beside_others")),
+    _m("E65", "what is repeated by a number of rows is counted once",
+       f"{_EQUAL}shapes:_repeated", "from_one and x.kind in (Kind.COPY, Kind.ZERO)",
+       "from_one", _split("one_key_repeated_for_all_rows")),
+    _m("E66", "a table of a tower's largest has the largest of all",
+       f"{_INDEX}_into_table", "return Known(kind, x.power)", "return x",
+       _split("largest_in_a_table_of_a_tower")),
+    _m("E67", "padding may be the largest in a table", f"{_INDEX}_into_table",
+       "and not pair.sizes.padded", "", _split("padding_in_a_table_of_largest")),
+    _m("E68", "elements may be multiplied by a power", f"{_INDEX}_scattered",
+       'if pair.name == "scatter-mul":', "if False:",
+       _split("elements_times_a_power")),
+    _m("E69", "a sum is 0 where no row has any flag at all",
+       f"{_EQUAL}guards:chosen_by_any", "if flag in with_any.zeros:", "if True:",
+       _split("sum_if_any_by_another_flag"), _split("branch_if_any_of_all")),
+    _m("E70", "a branch may be taken by none as by any",
+       f"{_EQUAL}guards:chosen_by_any", 'cases if what == "any" else cases[::-1]',
+       "cases", _split("count_where_there_is_none")),
+    _m("E71", "whether a tower has none is as whether it has any",
+       f"{_EQUAL}guards:has_any", "if is_any else (Kind.MINIMUM,",
+       "if is_any else (Kind.MAXIMUM,", _split("any_that_has_none_of_another_tower")),
+    _m("E72", "the first row's number is below 0", f"{_SIDE}_comparison",
+       'if pair.name == "lt" and y.kind is Kind.ZERO:',
+       'if pair.name in ("lt", "le") and y.kind is Kind.ZERO:',
+       _split("first_row_by_number")),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
-MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL
+MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID

@@ -14,7 +14,6 @@ from towerjax.proof.equal.equation_pair import (
 from towerjax.proof.equal.kinds import (
     EACH,
     LINEAR,
-    NEVER,
     PADDING,
     ROWS_OF_TOWER,
     ZERO,
@@ -110,7 +109,7 @@ def _converted(pair: EquationPair) -> Known:
         return x
     is_number = x.kind not in EACH
     keeps_number = {Kind.NUMBERS, Kind.COUNTER, Kind.VALID, Kind.SIZE, Kind.TOWER}
-    keeps_number |= {Kind.FIRST_ROW, Kind.NEXT, Kind.NEVER, Kind.COLUMNS, Kind.ROW}
+    keeps_number |= {Kind.FIRST_ROW, Kind.NEXT, Kind.COLUMNS, Kind.ROW}
     if is_number and x.kind in keeps_number and new.kind in "iu" and old.kind in "iu":
         return x
     if x.note == ROWS_OF_TOWER and new.kind in "iu":
@@ -298,7 +297,7 @@ def _comparison(pair: EquationPair) -> Known:
     if pair.name == "lt" and y.kind is Kind.ZERO:
         own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
         if x.kind in own:
-            return NEVER
+            return copy(note=False)
     if x.kind is Kind.NUMBERS and pair.name == "lt":
         is_each = pair.times_rows(0, pair.rows_in[0]) == 1
         if y.kind is Kind.VALID and is_each:  # rows that are no padding come first
@@ -347,11 +346,10 @@ def _both(pair: EquationPair) -> Known:
 
 @rule("not", knows_constants=True, knows_identity=True)
 def _opposite(pair: EquationPair) -> Known:
-    """A function."""
+    """A function; not the largest of all is the smallest of what they are not."""
     [x] = pair.ins
-    if x.kind is Kind.HAS_ANY:
-        flag, is_any = x.note
-        return x._replace(note=(flag, not is_any))
+    if x.kind in _ORDERED and pair.dtype(0).kind == "b":
+        return guards.opposite(x)
     return function_of(pair.ins, "not")
 
 
@@ -365,7 +363,7 @@ def _opposite(pair: EquationPair) -> Known:
 def _choice(pair: EquationPair) -> Known:
     """One that all towers make alike keeps kinds; one for each row makes rows."""
     predicate, *cases = pair.ins
-    if predicate.kind is Kind.NEVER:
+    if predicate.kind is Kind.ZERO or pair.constant(0) is False:
         return cases[0]
     unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
     if unknown:

@@ -7,6 +7,8 @@ against a tower without such rows, such as ``max(count, 1)`` or ``where(count > 
 there are none, that sum is 0.
 """
 
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from towerjax.proof.equal.equation_pair import EquationPair
@@ -41,14 +43,29 @@ def comparison(pair: EquationPair) -> Known | None:
     flag = counted_flag(x)
     if flag is not None:
         if against == 1 and name in ("ge", "lt"):
-            return Known(Kind.HAS_ANY, note=(flag, name == "ge"))
+            return has_any(flag, name == "ge")
         if y.kind is Kind.ZERO and name in _ANY_IS:
-            return Known(Kind.HAS_ANY, note=(flag, _ANY_IS[name]))
+            return has_any(flag, _ANY_IS[name])
         return None
     is_flag = x.number is not None and x.number[0] == "flag"
     if is_flag and y.kind is Kind.ZERO and name in ("gt", "ne"):
         return x
     return None
+
+
+def has_any(flag: Any, is_any: bool) -> Known:
+    """Whether a tower has a row with a flag, or none; of all one has if a tower has."""
+    kind, what = (Kind.MAXIMUM, "any") if is_any else (Kind.MINIMUM, "none")
+    return Known(kind, Fraction(0), number=(what, flag))
+
+
+def opposite(x: Known) -> Known:
+    """What the largest, or smallest, of all is not, of true and false."""
+    is_largest = x.kind is Kind.MAXIMUM
+    what, flag = x.number or ("value", None)
+    if what in ("any", "none"):
+        return has_any(flag, what == "none")
+    return Known(Kind.MINIMUM if is_largest else Kind.MAXIMUM, x.power)
 
 
 def at_least_one(pair: EquationPair) -> Known | None:
@@ -71,13 +88,17 @@ def choice(pair: EquationPair) -> Known | None:
     if is_flag and predicate.kind is Kind.ROWS and cases[0].kind is Kind.ZERO:
         if pair.constant(2) == 1:
             return predicate
-    if predicate.kind is not Kind.HAS_ANY:
+    return chosen_by_any(predicate, cases)
+
+
+def chosen_by_any(predicate: Known, cases: Sequence[Known]) -> Known | None:
+    """One of two cases by whether there is a row with a flag, as if there were."""
+    what, flag = predicate.number or ("value", None)
+    if what not in ("any", "none"):
         return None
-    flag, is_any = predicate.note
-    order = (0, 1) if is_any else (1, 0)
-    without, with_any = [cases[i] for i in order]
-    number = pair.constant(1 + order[0])
-    if number is not None and number > 0 and counted_flag(with_any) == flag:
+    without, with_any = cases if what == "any" else cases[::-1]
+    is_number = isinstance(without.note, int | float) and without.kind is Kind.COPY
+    if is_number and without.note > 0 and counted_flag(with_any) == flag:
         return Known(Kind.AT_LEAST, with_any.power, note=flag)
     if without.kind is Kind.ZERO and with_any.kind is Kind.PART:
         if flag in with_any.zeros:

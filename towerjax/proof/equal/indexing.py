@@ -22,6 +22,7 @@ from towerjax.proof.equal.zeros import fills_with_zero
 
 _AMONG_ROWS = "rows are read or written by the numbers of others"
 _SAME = (Kind.COPY, Kind.ZERO)
+_INTO_TABLE = {"scatter-max": Kind.MAXIMUM, "scatter-min": Kind.MINIMUM}
 
 
 def _is_loop_over(pair: EquationPair, operand: int, axis: int | None) -> bool:
@@ -207,41 +208,63 @@ def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
     return at_axis == dims.start_indices_batching_dims[place]
 
 
-@rule("scatter scatter-add scatter-sub", kinds=[Kind.BUFFER, Kind.COLUMNS])
+@rule(
+    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max",
+    kinds=[Kind.BUFFER, Kind.COLUMNS],
+)
 def _scattered(pair: EquationPair) -> Known:
     """As a gather, written; rows that are added to a table make parts of it."""
     (x, at, new), dims = pair.ins, pair.params["dimension_numbers"]
     axis, at_axis, new_axis = pair.rows_in
     adds = pair.name in ("scatter-add", "scatter-sub")
-    if not adds and pair.params["update_jaxpr"] is not None:
+    if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:
         raise NotOfOneKindError("a function is applied to some elements")
     if x.kind is new.kind is Kind.ZERO:
         return ZERO
     if x.kind is Kind.BUFFER:
         is_row = dims.scatter_dims_to_operand_dims == (axis,)
         is_row &= axis in dims.inserted_window_dims and at.kind is Kind.COUNTER
-        if adds or not is_row or not _is_loop_over(pair, 0, axis):
+        is_row &= pair.name == "scatter" and _is_loop_over(pair, 0, axis)
+        if not is_row:
             raise NotOfOneKindError(_AMONG_ROWS)
         return _with_this_row(pair, x, new)
     usable = at.kind in EACH or at.kind in (Kind.NUMBERS, Kind.COLUMNS)
     if not usable or at.power or max(at.blocks, new.blocks, x.blocks) > 1:
         raise NotOfOneKindError(f"elements are written to {at}")
+    if pair.name == "scatter-mul":
+        if new.power or not {x.kind, new.kind} <= EACH:
+            raise NotOfOneKindError(f"elements of {x} times {new}")
+        new = new.times_tower(x.power)
     if axis is not None:
         fits = {x.kind, new.kind} <= {Kind.ZERO, Kind.ROWS, Kind.COPY}
         if fits and _writes_own_rows(pair, dims, axis, at_axis, new_axis):
             return joined([x, new], "beside")
         raise NotOfOneKindError(_AMONG_ROWS)
     if at_axis is None and new_axis is None and at.kind in _SAME:
-        return joined([x, new], "beside")
-    is_of_rows = new_axis is not None and at_axis is not None
-    if adds and is_of_rows and new_axis not in dims.update_window_dims:
-        fits = at.kind in (Kind.ROWS, Kind.ZERO) and new.kind in (Kind.ROWS, Kind.ZERO)
-        if fits and x.kind in (Kind.ZERO, Kind.PART, Kind.COPY):
-            if new.kind is Kind.ZERO:
-                return x
-            if pair.has_padding(new.zeros):
-                raise NotOfOneKindError("padding counts in a sum over rows")
-            return joined([x, part(new.power)])
+        is_linear = adds or pair.name == "scatter"
+        if is_linear or {x.kind, new.kind} <= EACH:
+            return joined([x, new], "beside")
+    of_rows = (Kind.ROWS, Kind.ZERO)
+    fits = new_axis is not None and at_axis is not None
+    fits = fits and new_axis not in dims.update_window_dims
+    if fits and at.kind in of_rows and new.kind in of_rows:
+        return _into_table(pair, x, new)
+    raise NotOfOneKindError(f"{new} is written to a table")
+
+
+def _into_table(pair: EquationPair, x: Known, new: Known) -> Known:
+    """Rows that are added to a table are parts of it, and so with a maximum."""
+    adds = pair.name in ("scatter-add", "scatter-sub")
+    if adds and x.kind in (Kind.ZERO, Kind.PART, Kind.COPY):
+        if new.kind is Kind.ZERO:
+            return x
+        if pair.has_padding(new.zeros):
+            raise NotOfOneKindError("padding counts in a sum over rows")
+        return joined([x, part(new.power)])
+    kind = _INTO_TABLE.get(pair.name)
+    is_even = new.kind is Kind.ROWS and x.power == new.power and not pair.sizes.padded
+    if kind is not None and x.kind is Kind.COPY and is_even:
+        return Known(kind, x.power)
     raise NotOfOneKindError(f"{new} is written to a table")
 
 

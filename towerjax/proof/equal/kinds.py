@@ -41,10 +41,8 @@ class Kind(enum.Enum):
     VALID = "how many of the tower's rows are no padding"
     SIZE = "the number of the tower's rows, padding included"
     IS_FULL = "whether no own row is padding"
-    NEVER = "false"
-    # Of the rows with a flag, which its note names: whether there is one, and their
-    # number where there is one, else any number above 0.
-    HAS_ANY = "whether the tower's rows have a flag"
+    # Of the rows with a flag, which its note names: their number where there is one,
+    # else any number above 0.
     AT_LEAST = "how many rows have a flag, or another number where none has"
 
     # In a loop over rows.
@@ -79,7 +77,8 @@ class Known(NamedTuple):
     # Where it is 0: PADDING, and flags without which it is all 0.
     zeros: frozenset[Any] = NO_ZEROS
     # ("flag", id), ("count", id of a flag) or ("value", id): the same number, the same
-    # value, with the same derivative.
+    # value, with the same derivative. Of a MAXIMUM or MINIMUM ("any", id) or ("none",
+    # id) of a flag: whether a row has it.
     number: Any = None
     # Of a COPY the number that it is, if it is known; else as its kind says.
     note: Any = None
@@ -102,7 +101,6 @@ class Known(NamedTuple):
 
 
 ZERO = Known(Kind.ZERO)
-NEVER = Known(Kind.NEVER)
 EACH = frozenset([Kind.COPY, Kind.ROWS, Kind.ROW, Kind.ZERO])
 """Kinds of which any function of their elements is of the same kind."""
 

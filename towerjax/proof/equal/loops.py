@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import (
     SPECIAL,
     EquationPair,
@@ -91,11 +92,27 @@ def _branched(pair: EquationPair) -> list[Known]:
     predicate, *ins = pair.ins
     if predicate.kind is Kind.UNKNOWN:
         return [predicate] * len(pair.rows_out)
-    if predicate.kind not in (Kind.COPY, Kind.ZERO) or predicate.power:
+    is_any = predicate.kind in (Kind.MAXIMUM, Kind.MINIMUM)
+    is_alike = predicate.kind in (Kind.COPY, Kind.ZERO) and not predicate.power
+    if not (is_alike or is_any):
         raise NotOfOneKindError(f"a branch by {predicate}")
     branches = [eqn.params["branches"] for eqn in (pair.first, pair.second)]
     each = [_inside(pair, both, ins) for both in zip(*branches, strict=True)]
+    if is_any:
+        return [_by_any(pair, predicate, both) for both in zip(*each, strict=True)]
     return [_either_of(pair, values) for values in zip(*each, strict=True)]
+
+
+def _by_any(pair: EquationPair, predicate: Known, cases: Sequence[Known]) -> Known:
+    """A branch by whether a tower has a row with a flag, as such a choice."""
+    unknown = [x for x in cases if x.kind is Kind.UNKNOWN]
+    if unknown or len(cases) != 2:
+        return [*unknown, pair.unknown(f"a branch by {predicate}")][0]
+    try:
+        found = guards.chosen_by_any(predicate, cases)
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+    return found or pair.unknown(f"a branch by {predicate}")
 
 
 def _either_of(pair: EquationPair, values: Sequence[Known], verb: str = "or") -> Known:

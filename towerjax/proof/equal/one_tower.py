@@ -85,11 +85,14 @@ class MergedLeaf:
       name: Its name in the verdict.
       merge: How the towers' values become one.
       weight: Of a MEAN, the number of the result that it is divided by.
+      becomes: Of a PER_TOWER, the number of the input that it is in the next step,
+        where all towers have the same one in the first step.
     """
 
     name: str
     merge: Merge
     weight: int | None = None
+    becomes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +149,8 @@ def equal_to_one_tower(
       the worst.
     """
     found: dict[str, Equality] = {}
-    for pair in zip(programs, programs[1:], strict=False):
-        for equality in _verdicts(pair, inputs, outputs, axes, padded):
+    for results in _results_of_pairs(programs, inputs, outputs, axes, padded):
+        for equality in _verdicts(results, outputs):
             known = found.get(equality.leaf)
             worst = -1 if known is None else _WORSE_LAST.index(known.says)
             if _WORSE_LAST.index(equality.says) > worst:
@@ -155,31 +158,78 @@ def equal_to_one_tower(
     return list(found.values())
 
 
-def _verdicts(
-    pair: Sequence[TowerProgram],
+class _ProvedResult(NamedTuple):
+    """What is known of a result of two programs."""
+
+    value: Known
+    has_rows: bool  # whether dim 0 is that of a tower's rows
+    is_of_one_shape: bool  # whether no dim depends on the number of towers
+
+    @property
+    def is_the_same(self) -> bool:
+        """Whether all towers have it, for either number of them."""
+        is_copy = self.value.kind in (Kind.COPY, Kind.ZERO) and not self.value.power
+        return is_copy and self.is_of_one_shape
+
+
+def _results_of_pairs(
+    programs: Sequence[TowerProgram],
     inputs: Sequence[Given],
     outputs: Sequence[MergedLeaf],
     axes: Sequence[str],
     padded: bool,
-) -> list[Equality]:
-    """The verdicts for two numbers of towers."""
+) -> list[list[_ProvedResult]]:
+    """What is known of the results, by induction over steps.
+
+    A variable that all towers have the same of before the first step is replicated in
+    all steps, if it is so after a step before which it, and the others, are.
+    """
+    pairs = [*zip(programs, programs[1:], strict=False)]
+    stays = {x.becomes for x in outputs} - {None}
+    while True:
+        given = [Given.REPLICATED if i in stays else x for i, x in enumerate(inputs)]
+        found = [_results_of_pair(pair, given, axes, padded) for pair in pairs]
+        columns = zip(outputs, zip(*found, strict=True), strict=False)
+        after = {x.becomes for x, each in columns if all(y.is_the_same for y in each)}
+        if stays <= after:
+            return found
+        stays &= after
+
+
+def _results_of_pair(
+    pair: Sequence[TowerProgram],
+    inputs: Sequence[Given],
+    axes: Sequence[str],
+    padded: bool,
+) -> list[_ProvedResult]:
+    """What is known of the results for two numbers of towers."""
     first, second = pair
     towers, rows_each = zip(*[(x.towers, x.rows) for x in pair], strict=True)
     sizes = Sizes(towers, rows_each, padded)
     numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
     ins = [_INPUTS.get(x, numbers) for x in inputs]
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
-    pairs = [*zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)]
-    is_shape = [_has_rows_first(sizes, *both) for both in pairs]
+    avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
+    return [
+        _ProvedResult(
+            value, _has_rows_first(sizes, *both), _is_of_one_shape(sizes, *both)
+        )
+        for value, both in zip(kinds, avals, strict=True)
+    ]
+
+
+def _verdicts(
+    results: Sequence[_ProvedResult], outputs: Sequence[MergedLeaf]
+) -> list[Equality]:
+    """The verdicts for two numbers of towers."""
     found = []
-    is_one = [_is_of_one_shape(sizes, *both) for both in pairs]
-    each = zip(outputs, kinds, is_shape, is_one, strict=False)
-    for leaf, value, has_rows, fits in each:
+    for leaf, result in zip(outputs, results, strict=False):
         if leaf.merge is Merge.PER_TOWER:
             continue
-        weight = None if leaf.weight is None else kinds[leaf.weight]
-        says, why = _verdict(leaf.merge, value, weight, has_rows)
-        if says == "proved" and not (fits or leaf.merge in _JOINED):
+        weight = None if leaf.weight is None else results[leaf.weight].value
+        says, why = _verdict(leaf.merge, result.value, weight, result.has_rows)
+        fits = result.is_of_one_shape or leaf.merge in _JOINED
+        if says == "proved" and not fits:
             says, why = "unknown", "its shape depends on the split"
         found.append(Equality(leaf.name, says, why))
     return found

@@ -24,9 +24,9 @@ from towerjax.proof.equal.kinds import (
 
 _MOVED = LINEAR | {Kind.KEY, Kind.NUMBERS}
 _TOWER_NUMBERS = {Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.VALID, Kind.IS_FULL}
-_TOWER_NUMBERS |= {Kind.NEVER, Kind.NEXT, Kind.SIZE}
+_TOWER_NUMBERS |= {Kind.NEXT, Kind.SIZE}
 # Numbers of a tower that tell the same of each row.
-_OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.NEVER, Kind.SIZE}
+_OF_EACH_ROW = {Kind.VALID, Kind.IS_FULL, Kind.SIZE}
 
 
 @rule("iota", knows_constants=True)
@@ -86,6 +86,26 @@ def _broadcast(pair: EquationPair) -> Known:
 def _size(shape: tuple[Any, ...]) -> Any:
     """The number of elements, as the sizes that are not 1; symbols as they are."""
     return sorted(map(str, (x for x in shape if str(x) != "1")))
+
+
+@rule("tile", knows_constants=True, knows_identity=True)
+def _repeated(pair: EquationPair) -> Known:
+    """As a broadcast where a dim has size 1; along rows the blocks are repeated."""
+    [x], [r_in], [r_out] = pair.ins, pair.rows_in, pair.rows_out
+    each = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
+    is_one = all(both == (1, 1) for both in each)
+    kept = x if is_one else x._replace(number=None)
+    changed = [i for i, (m, n) in enumerate(each) if m != n]
+    if changed:
+        from_one = changed == [r_out] and pair.sizes_along(0, changed[0]) == (1, 1)
+        if from_one and x.kind in (Kind.COPY, Kind.ZERO):
+            return kept
+        raise NotOfOneKindError(f"{x} is repeated along rows")
+    if x.kind not in LINEAR or r_in != r_out:
+        raise NotOfOneKindError(f"{x} is repeated")
+    if r_in is None or x.kind is not Kind.ROWS:
+        return kept
+    return kept._replace(blocks=x.blocks * each[r_in][0])
 
 
 @rule("reshape", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
@@ -92,6 +93,10 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     kind = _EXTREMES.get(pair.name)
     if kind is None:
         raise NotOfOneKindError(f"{pair.name} over the tower's rows")
+    what, number = x.number or ("value", None)
+    is_whole = len(axes) == len(pair.shape(0)) and not pair.has_padding(x.zeros)
+    if what == "flag" and pair.name == "reduce_or" and is_whole:
+        return guards.has_any(number, True)
     is_false = pair.name == "reduce_or" and not pair.has_padding(x.zeros)
     if pair.sizes.padded and not is_false:
         raise NotOfOneKindError(f"padding counts in {pair.name} over rows")
@@ -223,8 +228,9 @@ def _convolution(pair: EquationPair) -> Known:
     if y_rows is None and x_rows == dims.lhs_spec[0] and is_alone:
         if pair.rows_out[0] == dims.out_spec[0]:
             return product_of(x, y)
+    # Groups of the batch are channels here, each of which has all rows.
     are_summed = x_rows == dims.lhs_spec[1] and y_rows == dims.rhs_spec[1]
-    if are_summed and params["feature_group_count"] == 1 and is_alone:
+    if are_summed and params["feature_group_count"] == 1:
         if pair.kinds == {Kind.ROWS} and not pair.has_padding(x.zeros, y.zeros):
             return part(product_of(x, y).power)
     raise NotOfOneKindError("a convolution along the tower's rows")

@@ -51,7 +51,7 @@ _HAS_ROWS = {
     **dict.fromkeys([Kind.ROWS, Kind.NUMBERS, Kind.COLUMNS, Kind.BUFFER], True),
     **dict.fromkeys([Kind.PART, Kind.MAXIMUM, Kind.MINIMUM, Kind.MEAN], False),
     **dict.fromkeys([Kind.TOWER, Kind.FIRST_ROW, Kind.ROW, Kind.SO_FAR], False),
-    **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.HAS_ANY, Kind.AT_LEAST], False),
+    **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.AT_LEAST], False),
 }
 
 # Parameters that are sizes, which follow from shapes or which rules look at, and
@@ -60,7 +60,7 @@ _NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
     sharding out_sharding jaxpr call_jaxpr fun_jaxpr branches jaxprs cond_jaxpr
     body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
-    donated_invars call""".split()
+    donated_invars call reps""".split()
 )
 _MOST_FLAGS = 8  # that one value is known to vanish without
 

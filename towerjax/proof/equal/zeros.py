@@ -143,7 +143,7 @@ _register(
     stop_gradient squeeze expand_dims transpose convert_element_type abs sign
     square tanh sin tan asin atan sinh asinh atanh erf expm1 log1p floor ceil round
     reshape broadcast_in_dim reduce_sum reduce_max reduce_min reduce_or reduce_and
-    reduce_prod cumsum cummax cummin cumprod rev slice split unstack dynamic_slice
+    reduce_prod cumsum cummax cummin cumprod rev tile slice split unstack dynamic_slice
     fft reduce_window_sum select_and_scatter_add shift_left
     shift_right_logical
     shift_right_arithmetic pvary pcast""",
@@ -153,7 +153,9 @@ _register(_of_gather, "gather")
 _register(_of_own, "optimization_barrier sort")
 _register(_of_second, "triangular_solve")
 _register(_of_first_two, "dynamic_update_slice")
-_register(_of_scatter, "scatter scatter-add scatter-sub")
+_register(
+    _of_scatter, "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max"
+)
 _register(_of_choice, "select_n")
 _register(_of_comparison, "gt ne lt")
 _register(_where_base, "integer_pow")

@@ -249,7 +249,8 @@ def _train_step(
         tower_fn, fields["trained"] = of_loss.tower, of_loss.trained
     passes = Passes((training_pass(tower_fn, strategy, options, **fields),))
     update, by_tower = of_last(fns.update), fns.refuses_by_tower
-    engine = training_engine(passes, update, options, by_tower=by_tower)
+    told = {"by_tower": by_tower, "keeps_local": training.extend is None}
+    engine = training_engine(passes, update, options, **told)
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}
     if training.extend is not None:
         makes["local"] = lambda params: fns.init(params).get("local", {})

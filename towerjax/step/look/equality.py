@@ -47,12 +47,13 @@ from towerjax.step.state.accumulators import (
     key_name,
     put_sums,
 )
+from towerjax.step.state.next_state import NextState
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PerTower, PyTree
-from towerjax.types.leaves import map_parts, parts_of
+from towerjax.types.leaves import key_data, map_parts, parts_of
 
 NUMBERS_OF_TOWERS = (1, 2, 4)
 """Those that are compared, and besides that of the step's own towers."""
@@ -207,8 +208,9 @@ def _trace_passes(
         closed, tree = _trace_tower(pass_, (*given, merged))
         program = TowerProgram(closed, number, rows)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
-        outputs = _leaves_of_tower(tree)
-        found.append((program, _inputs_of(step, own, shared, merged), outputs, axes))
+        inputs = _inputs_of(step, own, shared, merged)
+        outputs = _leaves_of_tower(tree, _variables_of(step, inputs))
+        found.append((program, inputs, outputs, axes))
         merged = (_merged_shapes(tree, number),)
     return found
 
@@ -245,6 +247,31 @@ def _inputs_of(
     return inputs + [Given.REPLICATED] * len(jax.tree.leaves((shared, merged)))
 
 
+def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
+    """For each tower-local variable that a tower returns, the input that it becomes.
+
+    None where a tower starts with another value than the others; empty unless the step
+    is a train step that is not extended, the next variables of which are these.
+    """
+    finish = step.engine.finish
+    if not (isinstance(finish, NextState) and finish.keeps_local):
+        return []
+    places = [i for i, x in enumerate(inputs) if x is Given.PER_TOWER]
+    values = jax.tree.leaves(step.state.local)
+    pairs = zip(places, values, strict=False)
+    return [i if _is_one_for_all(x) else None for i, x in pairs]
+
+
+def _is_one_for_all(value: Any) -> bool:
+    """Whether all towers have the same; of shapes it is taken to be so."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return True
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return False
+    rows = np.asarray(key_data(value))
+    return bool((rows == rows[:1]).all())
+
+
 _MERGES = {
     ADDED: Merge.SUM,
     SHOWN: Merge.SUM,
@@ -252,13 +279,13 @@ _MERGES = {
     ROWS: Merge.ROWS,
     JOINED: Merge.TABLE_ROWS,
     MERGED: Merge.OTHER,
-    CARRIED: Merge.PER_TOWER,
     OWN: Merge.PER_TOWER,
 }
 
 
-def _leaves_of_tower(tree: PyTree) -> list[MergedLeaf]:
+def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
     """The leaves of what a tower returns, in the order of its program's results."""
+    becomes = iter(variables)
     is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
     leaves: list[MergedLeaf] = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
@@ -266,6 +293,12 @@ def _leaves_of_tower(tree: PyTree) -> list[MergedLeaf]:
         if isinstance(x, PerTower):
             count = len(jax.tree.leaves(x))
             leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
+        elif x.how is CARRIED:
+            count = len(jax.tree.leaves(x))
+            leaves += [
+                dataclasses.replace(each, becomes=next(becomes, None))
+                for each in [MergedLeaf(name, Merge.PER_TOWER)] * count
+            ]
         else:
             leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
     return leaves

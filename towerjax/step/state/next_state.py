@@ -65,6 +65,8 @@ class NextState:
     other_losses: OtherLosses | None = None
     # Whether each tower refuses a step for itself: then the update tells which, int32.
     by_tower: bool = False
+    # Whether the next tower-local variables are those that towers returned.
+    keeps_local: bool = False
 
     def __call__(
         self,
