@@ -19,9 +19,9 @@ from towerjax.proof.findings import ReplicationError
 from towerjax.tools.sweep.bench import bench as bench_all
 from towerjax.tools.sweep.bench import resolve
 from towerjax.tools.testing import SplitError, same_on_devices
-from towerjax.tools.testing.programs import proved
+from towerjax.tools.testing.programs import proved_on, refuted_in
 from towerjax.tools.testing.runs import UserProgram
-from towerjax.tools.testing.same import lists_of_devices
+from towerjax.tools.testing.same import lists_of_devices, use_what_is_given
 from towerjax.towers.strategies import Mirrored
 from towerjax.types.leaves import types_of
 from towerjax.types.options import check_takes
@@ -176,11 +176,13 @@ def check(
     devices: Sequence[int] = (1, 2, 4),
     rtol: float | None = None,
     json: bool = False,
+    always_run: bool = False,
 ) -> int:
     """Check a JAX program on several numbers of devices.
 
-    What its maps over devices call the same is proved. What it returns, and what it
-    changes in place, is compared with one device.
+    What its maps over devices call the same is proved, and that what it returns is the
+    same as on one device. Where that is not proved of a result, the program is run on
+    each number of devices, and what it returns and changes in place is compared.
 
     Example:
       towerjax check train:make --devices 1 2 4
@@ -194,32 +196,69 @@ def check(
     lists = lists_of_devices(devices)
     form = f"{make.rpartition(':')[2]}(devices)"
     check_takes(form, maker, lists[max(devices)])
-    told, faults, notes = list[str](), dict[str, str](), list[str]()
-    fields = dict[str, Any]()
+    looked = _Looked()
+    programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
+    is_proved = _prove_program(programs, looked)
+    if is_proved and not always_run and use_what_is_given(programs, lists):
+        looked.told.append("proved, and not run: --run runs it, too")
+    else:
+        _run_program(maker, devices, rtol, looked)
+    told = looked.told
+    told += ["\n".join(x.splitlines()[:_SCREEN]) for x in looked.faults.values()]
+    outcome = {"same": not looked.faults, "findings": looked.faults}
+    outcome |= {"notes": looked.notes} | looked.fields
+    return show("\n".join(told), outcome, json, FAULT if looked.faults else OK)
+
+
+@dataclasses.dataclass
+class _Looked:
+    """What a check has found so far: texts, faults and notes, and fields of JSON."""
+
+    told: list[str] = dataclasses.field(default_factory=list)
+    faults: dict[str, str] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    fields: dict[str, Any] = dataclasses.field(default_factory=lambda: {"ran": False})
+
+
+def _prove_program(programs: Mapping[int, UserProgram], looked: _Looked) -> bool:
+    """Prove what can be without a run; whether that is all."""
+    try:
+        proof, why = proved_on(programs)
+    except ReplicationError as error:
+        looked.faults["proof"] = str(error)
+        return False
+    if proof is None:
+        looked.notes.append(f"nothing is proved: the program cannot be traced ({why})")
+        looked.told.append(f"note: {looked.notes[-1]}")
+        return False
+    looked.told.append("\n".join(str(proof).splitlines()[:_SCREEN]))
+    results = {x.leaf: {"says": x.says, "why": x.why} for x in proof.equal}
+    looked.fields |= {"proved": proof.maps, "results": results}
+    looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
+    if refuted := refuted_in(proof):
+        looked.faults["equality"] = refuted
+    return bool(proof.equal) and not proof.unproved
+
+
+def _run_program(
+    maker: Callable[..., Any],
+    devices: Sequence[int],
+    rtol: float | None,
+    looked: _Looked,
+) -> None:
+    """Run the program, and compare."""
+    looked.fields["ran"] = True
     try:
         outcome = same_on_devices(maker, devices, rtol=rtol)
-        told.append(str(outcome))
-        notes += outcome.notes
-        fields = {"compared": outcome.compared, "not_compared": outcome.not_compared}
     except SplitError as error:
-        faults["comparison"] = str(error)
-    # What has run, and is not traced, cannot be.
-    program = UserProgram(form, maker(lists[max(devices)]))
-    traced, why = program.trace()
-    try:
-        if traced:
-            proof = proved(traced, program.args)
-            told.insert(0, str(proof))
-            fields["proved"] = proof.maps
-            notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
-        else:
-            notes.append(f"nothing is proved: the program cannot be traced ({why})")
-            told.append(f"note: {notes[-1]}")
-    except ReplicationError as error:
-        faults["proof"] = str(error)
-    told += ["\n".join(x.splitlines()[:_SCREEN]) for x in faults.values()]
-    outcome = {"same": not faults, "findings": faults, "notes": notes} | fields
-    return show("\n".join(told), outcome, json, FAULT if faults else OK)
+        looked.faults["comparison"] = str(error)
+        return
+    looked.told.append(str(outcome))
+    looked.notes += outcome.notes
+    looked.fields |= {
+        "compared": outcome.compared,
+        "not_compared": outcome.not_compared,
+    }
 
 
 def report(
@@ -340,6 +379,7 @@ _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {
         ("make", str, "module:function"),
         ("--devices", int, "numbers of devices (1 2 4)", {"nargs": "+"}),
         ("--rtol", float, "the largest difference over a leaf's largest value (1e-4)"),
+        ("--run=always_run", True, "run it where all is proved, too"),
         _JSON,
     ),
 }

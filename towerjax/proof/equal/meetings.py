@@ -106,7 +106,7 @@ def _key_of_number(pair: EquationPair) -> Known:
         if number.kind is Kind.NUMBERS or is_of_each:
             return key
     if key.kind in (Kind.COPY, Kind.ZERO) and number.kind is Kind.TOWER:
-        if pair.rows_out[0] is None:
+        if pair.rows_out[0] is None and pair.walk.has_keys:
             return Known(Kind.KEY)
     return function_of(pair.ins, "a key")
 

@@ -24,6 +24,7 @@ from towerjax.proof.equal import (  # noqa: F401
     elementwise,
     indexing,
     loops,
+    maps,
     meetings,
     shapes,
     sums,
@@ -148,13 +149,19 @@ def equal_to_one_tower(
       One verdict for each leaf but those of PER_TOWER; where pairs of programs differ,
       the worst.
     """
+    pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
+    found = [_verdicts(results, outputs) for results in pairs]
+    return worst_of([x for each in found for x in each])
+
+
+def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
+    """The worst verdict on each leaf, in the order of the first ones."""
     found: dict[str, Equality] = {}
-    for results in _results_of_pairs(programs, inputs, outputs, axes, padded):
-        for equality in _verdicts(results, outputs):
-            known = found.get(equality.leaf)
-            worst = -1 if known is None else _WORSE_LAST.index(known.says)
-            if _WORSE_LAST.index(equality.says) > worst:
-                found[equality.leaf] = equality
+    for equality in equalities:
+        known = found.get(equality.leaf)
+        worst = -1 if known is None else _WORSE_LAST.index(known.says)
+        if _WORSE_LAST.index(equality.says) > worst:
+            found[equality.leaf] = equality
     return list(found.values())
 
 

@@ -140,6 +140,7 @@ def _reshaped(pair: EquationPair) -> Known:
 def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
     """The rows of all towers, ``[T, b, ...]``, as those of the batch, ``[B, ...]``."""
     is_first = pair.towers_in[0] == 0 and pair.rows_in[0] == 1
+    is_first &= pair.shape(0)[0] == pair.sizes.towers[0]
     is_joined = pair.shape(0)[2:] == pair.out_shape()[1:] and is_first
     is_whole = pair.rows_out[0] is None and pair.towers_out[0] is None
     if x.note is not Kind.ROWS or not (is_joined and is_whole) or pair.sizes.padded:

@@ -62,6 +62,11 @@ _NOT_COMPARED = frozenset(
     body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
     donated_invars call reps""".split()
 )
+# Parameters that say where arrays are, which changes no number.
+_PLACES = frozenset(
+    """mesh in_shardings out_shardings dst_sharding ctx_mesh context_mesh devices
+    srcs""".split()
+)
 _MOST_FLAGS = 8  # that one value is known to vanish without
 
 
@@ -84,12 +89,20 @@ class _Walked(NamedTuple):
 class Walk:
     """One walk of two programs.
 
-    ``axes`` are the names of the axis of all towers.
+    ``axes`` are the names of the axis of all towers. Where ``has_keys``, a tower's own
+    key is one for each of its rows.
+
+    Attributes:
+      kinds: What is known of the variables of each program, by the id of the first.
     """
 
-    def __init__(self, sizes: Sizes, axes: Sequence[str]) -> None:
+    def __init__(
+        self, sizes: Sizes, axes: Sequence[str], *, has_keys: bool = True
+    ) -> None:
         self.sizes, self.axes = sizes, frozenset(axes)
+        self.has_keys = has_keys
         self.loop: RowLoop | None = None
+        self.kinds: dict[int, dict[Any, Known]] = {}
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
@@ -150,6 +163,7 @@ class Walk:
             outs = self.equation(one, two, operands, outer)
             env |= zip(one.outvars, outs, strict=True)
             twin |= zip(one.outvars, two.outvars, strict=True)
+        self.kinds[id(a)] = env
         return [read(*pair) for pair in zip(a.outvars, b.outvars, strict=True)]
 
     def constant(self, first: Any, second: Any) -> Known:
@@ -227,7 +241,7 @@ class Walk:
         return dataclasses.replace(pair, **dict(zip(names, axes, strict=True)))
 
     def _refuse_other_params(self, one: JaxprEqn, two: JaxprEqn) -> None:
-        for key in (one.params | two.params).keys() - _NOT_COMPARED:
+        for key in (one.params | two.params).keys() - _NOT_COMPARED - _PLACES:
             x, y = one.params.get(key), two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
                 continue  # of derivatives, or of a primitive without a rule
@@ -297,8 +311,9 @@ def _eqn_pairs(a: Any, b: Any) -> list[tuple[JaxprEqn, JaxprEqn]]:
     for one, two in pairs:
         if one.primitive is not two.primitive or len(one.invars) != len(two.invars):
             line = user_line((one, None))
+            at = f", at {line}" if line else ""
             raise ProgramsDifferError(
-                f"the program is another one for another number of towers, at {line}"
+                f"the program is another one for another number of towers{at}"
             )
     if len(a.eqns) != len(b.eqns):
         raise ProgramsDifferError("the program is another one for other towers")

@@ -13,6 +13,7 @@ import numpy as np
 
 from towerjax.proof.equation import is_library
 from towerjax.tools.testing.traced import NUMBER_TYPES
+from towerjax.types.leaves import is_deleted
 
 _WHOLE = type | types.ModuleType | str | bytes  # is not looked into
 _ARRAYS_OWN = "jax", "jaxlib", "numpy"  # whose objects wrap a function, at most
@@ -20,15 +21,26 @@ _FN = "fn"
 
 
 class Held:
-    """What a program holds before it runs, by name: arrays, numbers and Refs."""
+    """What a program holds before it runs, by name: arrays, numbers and Refs.
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    What is traced has ``no_refs``: to read one would be of the program.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], args: Sequence[Any], *, no_refs: bool = False
+    ) -> None:
         self._roots = {f"args[{i}]": x for i, x in enumerate(args)} | {_FN: fn}
-        self._before = {name: (x, _content(x)) for name, x in _leaves(self._roots)}
+        self._no_refs = no_refs
+        self._before = {name: (x, _content(x)) for name, x in self._held()}
+
+    def _held(self) -> Iterator[tuple[str, Any]]:
+        for name, x in _leaves(self._roots):
+            if not (self._no_refs and _is_ref(x)):
+                yield name, x
 
     def changed(self) -> dict[str, Any]:
         """The values that are others than before, by name."""
-        now = dict(_leaves(self._roots))
+        now = dict(self._held())
         kept = {name for name, x in now.items() if self._is_kept(name, x)}
         return {name: _read_now(x) for name, x in now.items() if name not in kept}
 
@@ -37,8 +49,23 @@ class Held:
             return False
         old, content = self._before[name]
         if isinstance(x, jax.Array):
-            return old is x or x.is_deleted()
+            return old is x or is_deleted(x)
         return content == _content(x)
+
+
+class Watched:
+    """A function that is traced, and what it changed in place, by name."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self.changed: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it, and look."""
+        held = Held(self._fn, args, no_refs=True)
+        out = self._fn(*args)
+        self.changed = tuple(held.changed())
+        return out
 
 
 def _content(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.proof.analysis import COPIES, analyse, becomes_of
+from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.equation import (
+    Site,
     all_sites,
     manual_axes,
     named_axes,
@@ -19,6 +21,9 @@ from towerjax.proof.equation import (
 )
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
+from towerjax.tools.testing.equality import MadeProgram, equal_on_devices
+from towerjax.tools.testing.runs import UserProgram
+from towerjax.tools.testing.same import FORM_OF_MAKE, lists_of_devices
 from towerjax.tools.testing.traced import (
     ARRAY_TYPES,
     TracedProgram,
@@ -29,14 +34,19 @@ from towerjax.tools.testing.traced import (
 from towerjax.types import named_leaves
 from towerjax.types.door import door
 from towerjax.types.leaves import key_data, listed
+from towerjax.types.options import check_function
 
 _ARRAYS: Any = ARRAY_TYPES | jax.ShapeDtypeStruct
 
 _NO_MAP = (
-    "no shard_map and no pmap: under jax.jit, shardings are of one global program, of"
-    " which nothing is to be proved. Compare its numbers on several numbers of devices."
+    "no shard_map and no pmap: under jax.jit, shardings are of one global program, and"
+    " XLA keeps its meaning on any number of devices."
+)
+_ASK_FOR_MANY = (
+    " Whether it is the same program on each, prove(make, devices=(1, 2, 4)) says."
 )
 _NOT_THE_SAME = "Devices do not have what the program says that they have:"
+_DEPENDS = "What the program returns depends on the number of devices:"
 _OF_EQUALS = {
     "added up": "as many times as there are devices, at ",
     "averaged": "and stays what it is (with check_vma=True jax.grad adds up over"
@@ -57,6 +67,8 @@ class ProgramReport:
       unread: Code that no jaxpr shows, whose results may differ.
       same: The number of results that were proved the same, over all maps and axes.
       copies: How many leaves of such a state stay the same on all devices.
+      equal: Of a program for several numbers of devices, whether each result is the
+        same as on one.
     """
 
     maps: tuple[str, ...]
@@ -64,16 +76,41 @@ class ProgramReport:
     unread: tuple[str, ...]
     same: int
     copies: int
+    equal: tuple[Equality, ...] = ()
+
+    @property
+    def unproved(self) -> dict[str, str]:
+        """Why it is not proved of a result that it is the same as on one device."""
+        return {x.leaf: x.why for x in self.equal if x.says != "proved"}
 
     def __str__(self) -> str:
         kept = f"copies of a state that stay the same: {self.copies}"
         notes = [kept] * (self.copies > 0) + [f"note: {x}" for x in self.notes]
         unread = [f"not read: {x}" for x in self.unread]
-        return "\n".join([*(self.maps or [_NO_MAP]), *notes, *unread])
+        without = [_NO_MAP if self.equal else _NO_MAP + _ASK_FOR_MANY]
+        return "\n".join([*(self.maps or without), *self._equal(), *notes, *unread])
+
+    def _equal(self) -> Iterator[str]:
+        """The second answer: how many results, and which are not."""
+        if self.equal:
+            number = sum(x.says == "proved" for x in self.equal)
+            yield f"the same as on one device: {number} of {len(self.equal)} results"
+        alike = dict[tuple[str, str], list[str]]()
+        for x in self.equal:
+            if x.says != "proved":
+                alike.setdefault((x.says, x.why), []).append(x.leaf)
+        for (says, why), (first, *more) in alike.items():
+            leaves = f"{first} and {len(more)} more" if more else first
+            yield f"  {Equality(leaves, says, why)}"
 
 
 @door
-def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
+def prove(
+    fn: Callable[..., Any],
+    *args: Any,
+    devices: Sequence[int] | None = None,
+    **kwargs: Any,
+) -> ProgramReport:
     """Prove that what a program's maps over devices call the same is the same.
 
     The program is traced and not run. Of each `jax.shard_map` and `jax.pmap` in it, at
@@ -81,9 +118,15 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
     are, whatever ``check_vma`` says. Of a state that `jax.pmap` is given as one copy a
     device, and returns so, it notes what does not stay a copy.
 
+    With ``devices`` it is also proved of each result that it is the same as on one
+    device, for all values of the arguments, up to rounding. What is not proved is in
+    the report's ``unproved``; `same_on_devices` compares its numbers.
+
     Args:
-      fn: Any JAX function, jitted or not.
+      fn: Any JAX function, jitted or not; with ``devices``, `same_on_devices`'s
+        ``make(devices)``, which returns ``(fn, args)``.
       *args: Its arguments; arrays may be `jax.ShapeDtypeStruct`.
+      devices: Numbers of devices, of which the first is 1.
       **kwargs: Arguments by name.
 
     Returns:
@@ -91,7 +134,9 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
 
     Raises:
       ReplicationError: What ``out_specs`` call the same differs from device to device,
-        or only some devices reach a collective; with all findings.
+        or only some devices reach a collective; or a result is as many times what it is
+        on one device as there are devices, or another power of their number; with all
+        findings.
 
     Example:
       >>> import towerjax as tj
@@ -102,11 +147,56 @@ def prove(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ProgramReport:
       >>> tj.testing.prove(total, jax.ShapeDtypeStruct((4,), "float32")).same
       1
     """
-    return proved(trace_program(fn, args, kwargs), args)
+    if devices is None:
+        return proved(trace_program(fn, args, kwargs), args)
+    if args or kwargs:
+        raise ValueError(
+            "prove(make, devices=...) takes no other arguments: make(devices) returns"
+            " the function and its arguments."
+        )
+    check_function("make", fn, FORM_OF_MAKE)
+    lists = lists_of_devices(devices)
+    made = {number: UserProgram(FORM_OF_MAKE, fn(x)) for number, x in lists.items()}
+    report, why = proved_on(made)
+    if report is None:
+        raise ValueError(f"The program cannot be traced ({why}).")
+    if refuted := refuted_in(report):
+        raise ReplicationError(refuted)
+    return report
 
 
-def proved(traced: TracedProgram, args: Sequence[Any]) -> ProgramReport:
-    """What `prove` says of a program that was traced with these arguments."""
+def proved_on(
+    programs: Mapping[int, UserProgram],
+) -> tuple[ProgramReport | None, str]:
+    """What `prove` says of a program for several numbers of devices.
+
+    Returns:
+      A report in which nothing is refuted yet, or None and why there is no trace.
+    """
+    made = dict[int, MadeProgram]()
+    for number, program in programs.items():
+        traced, why = program.trace()
+        if traced is None:
+            return None, why
+        draws = [*_split_draws(traced.jaxpr)]
+        made[number] = MadeProgram(traced, program.args, program.changed, draws)
+    most = made[max(made)]
+    return proved(most.traced, most.args, equal_on_devices(made)), ""
+
+
+def refuted_in(report: ProgramReport) -> str:
+    """The error of results that are refuted; "" where there are none."""
+    told = [f"  - {x.leaf}: {x.why}" for x in report.equal if x.says == "refuted"]
+    return "\n".join([_DEPENDS, *told]) if told else ""
+
+
+def proved(
+    traced: TracedProgram, args: Sequence[Any], equal: Sequence[Equality] = ()
+) -> ProgramReport:
+    """What `prove` says of a program that was traced with these arguments.
+
+    Where ``equal`` says it of each result, a sum of what is the same is no note.
+    """
     jaxpr = traced.jaxpr
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
     every = [x for x in analysis.meshes if x.along]
@@ -116,7 +206,7 @@ def proved(traced: TracedProgram, args: Sequence[Any]) -> ProgramReport:
         for axis, in_axis in x.along.items():
             told += [f"  - {_at(x)}: {text}" for text in mistakes(in_axis, axis)]
             for how, so in _OF_EQUALS.items():
-                at = of_equals(in_axis, how)
+                at = "" if equal else of_equals(in_axis, how)
                 if at and (x.typed or how != "averaged"):
                     what = f"what is the same on all is {how} {so}{at}"
                     notes.append(f"{_at(x)}: {what}")
@@ -134,22 +224,21 @@ def proved(traced: TracedProgram, args: Sequence[Any]) -> ProgramReport:
     lines = [f"{_at(x)}: {x.alike} results are the same, {x.split} split" for x in maps]
     told_of = tuple(lines), tuple(notes), tuple(dict.fromkeys(unread))
     same = sum(x.alike for x in maps)
-    return ProgramReport(*told_of, same, len(kept) - len(drifts))
+    return ProgramReport(*told_of, same, len(kept) - len(drifts), tuple(equal))
 
 
 def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
     """What gives other numbers on other devices, or in another version of JAX."""
+    for at in _split_draws(jaxpr):
+        yield (
+            f"{at}: on TPUs by the number of shards, and under vmap by that of keys."
+            " Use jax.random.key(seed, impl='threefry2x32')."
+        )
     for site in all_sites(jaxpr):
         eqn, outer = site
-        at = user_line(site) or "a line of a library"
-        maps = [x for x in outwards(outer) if x.primitive.name == "shard_map"]
-        if _draws_by_rbg(eqn, is_manual=_is_manual(maps)):
-            yield (
-                f"rbg and unsafe_rbg draw at {at}: on TPUs by the number of shards, and"
-                " under vmap by that of keys. Use jax.random.key(seed,"
-                " impl='threefry2x32')."
-            )
+        maps = _maps_around(outer)
         if eqn.primitive.name == "ppermute" and maps:
+            at = user_line(site) or "a line of a library"
             names, given = maps[0].params["mesh"].axis_names, named_axes(eqn)
             if sorted(given, key=names.index) != [*given]:
                 yield (
@@ -159,13 +248,28 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
                 )
 
 
+def _split_draws(jaxpr: ClosedJaxpr) -> Iterator[str]:
+    """Where rbg draws what depends on the number of shards, or of keys."""
+    for site in all_sites(jaxpr):
+        if _draws_by_rbg(site[0], is_manual=_is_manual(_maps_around(site[1]))):
+            at = user_line(site) or "a line of a library"
+            yield f"rbg and unsafe_rbg draw at {at}"
+
+
+def _maps_around(outer: Site | None) -> list[JaxprEqn]:
+    return [x for x in outwards(outer) if x.primitive.name == "shard_map"]
+
+
 def _draws_by_rbg(eqn: JaxprEqn, *, is_manual: bool) -> bool:
     """Whether rbg draws what the compiler may split, or of several keys at once."""
     if eqn.primitive.name == "rng_bit_generator":  # of a raw key
         return not is_manual
+    keys: Any = eqn.invars[0].aval if eqn.invars else None
+    if eqn.primitive.name in ("random_fold_in", "random_split"):
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        return "urbg" in str(keys.dtype) and any(x.ndim > 0 for x in avals)
     if eqn.primitive.name not in ("random_bits", "random_gamma"):
         return False
-    keys: Any = eqn.invars[0].aval
     return "rbg" in str(keys.dtype) and (keys.ndim > 0 or not is_manual)
 
 

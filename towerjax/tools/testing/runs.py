@@ -9,7 +9,7 @@ import numpy as np
 
 from towerjax.mesh.devices import Device
 from towerjax.step.look.run_towers import as_reals, rounded
-from towerjax.tools.testing.in_place import Held
+from towerjax.tools.testing.in_place import Held, Watched
 from towerjax.tools.testing.traced import (
     ARRAY_TYPES,
     NUMBER_TYPES,
@@ -63,6 +63,8 @@ class UserProgram:
         self._leaves = [x.copy() if isinstance(x, ARRAY_TYPES) else x for x in leaves]
         self._given = self._treedef.unflatten(self._leaves)
         self._is_new = True
+        self._trace: tuple[TracedProgram | None, str] | None = None
+        self.changed: tuple[str, ...] = ()  # in place, as its trace says
 
     @property
     def is_plain(self) -> bool:
@@ -113,7 +115,16 @@ class UserProgram:
         """The traced program, or why it cannot be traced."""
         if any(isinstance(x, Iterator) for x in self._leaves):
             return None, "an argument is an iterator"
-        return trace_or_say_why(self.fn, self._copies())
+        if self._trace is None:
+            watched = Watched(self.fn)
+            self._trace = trace_or_say_why(watched, self._copies())
+            self.changed = watched.changed
+        return self._trace
+
+    def devices_named(self) -> frozenset[Device]:
+        """The devices that its arguments lie on, and those that its trace names."""
+        laid = [x for x in self._leaves if isinstance(x, jax.Array) and x.committed]
+        return frozenset(_where_are(laid)) | meshes_of_trace(self.trace()[0])
 
     def _copies(self, by: float = 0.0) -> tuple[Any, ...]:
         """The arguments as they were, arrays and containers anew."""

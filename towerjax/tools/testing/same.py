@@ -52,7 +52,7 @@ _UNREAD = (
     "The program cannot be traced, so its lines were not read; where it computes in 16"
     " bits, say rtol=0.06 (--rtol 0.06)."
 )
-_MAKE = "make(devices)"
+FORM_OF_MAKE = "make(devices)"
 
 
 @door
@@ -100,13 +100,13 @@ def same_on_devices(
       >>> same_on_devices(make, devices=(1, 2)).compared
       ('result',)
     """
-    check_function("make", make, _MAKE)
+    check_function("make", make, FORM_OF_MAKE)
     if rtol is not None:
         check_number("rtol", rtol, "a number >= 0, or None")
     lists = lists_of_devices(devices)
 
     def made(number: int) -> UserProgram:
-        return UserProgram(_MAKE, make(lists[number]))
+        return UserProgram(FORM_OF_MAKE, make(lists[number]))
 
     programs = dict[int, UserProgram]()
     runs = dict[int, Seen]()
@@ -155,6 +155,18 @@ def refuse_others(given: Sequence[Device], used: frozenset[Device]) -> None:
         " given, each time anew, jax.sharding.Mesh(devices, 'i'), and return an array"
         " that is on them."
     )
+
+
+def use_what_is_given(
+    programs: Mapping[int, UserProgram], lists: Mapping[int, Sequence[Device]]
+) -> bool:
+    """Whether programs say, without a run, that they use the devices of their lists."""
+    try:
+        for number, program in programs.items():
+            refuse_others(lists[number], program.devices_named())
+    except ValueError:
+        return False
+    return True
 
 
 def compare_runs(

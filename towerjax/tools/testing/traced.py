@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding
 
 from towerjax.mesh.devices import Device
 from towerjax.proof.equation import all_eqns, param_leaves
-from towerjax.types import PyTree
+from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import kind_of
 
 ARRAY_TYPES: Any = jax.Array | np.ndarray | np.generic
@@ -34,6 +34,12 @@ def is_iterator(x: Any) -> bool:
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
     """The leaves and the structure of any tree; an iterator is a leaf."""
     return jax.tree.flatten(tree, is_leaf=is_iterator)
+
+
+def traced_arrays(args: Sequence[Any]) -> dict[str, Any]:
+    """The arrays among arguments, or their shapes, which a traced program is given."""
+    leaves = named_leaves("args", tuple(args), is_iterator)
+    return {name: x for name, x in leaves if isinstance(x, _SHAPED)}
 
 
 def trace_program(

@@ -1,0 +1,544 @@
+"""Any JAX program: what is proved the same as on one device is so when it is run."""
+
+import functools
+import inspect
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from layouts import cases
+
+import towerjax as tj
+
+DRAW = np.random.default_rng(5)
+W = DRAW.normal(size=3).astype(np.float32)
+X = DRAW.normal(size=(8, 3)).astype(np.float32)
+Y = DRAW.normal(size=8).astype(np.float32)
+FEATURES = DRAW.normal(size=(8, 4)).astype(np.float32)
+U = DRAW.normal(size=(4, 2)).astype(np.float32)
+M = (DRAW.uniform(size=8) < 0.6).astype(np.float32)
+ALL, SPLIT = P(), P("i")
+NUMBERS = 1, 2, 4
+
+
+def mapped(devices, fn, *args, ins=None, out=ALL, **how):
+    """The program and its arguments, of which all devices have the first whole."""
+    ins = (ALL, *[SPLIT] * (len(args) - 1)) if ins is None else ins
+    how = {"check_vma": False} | how
+    specs = {"mesh": Mesh(devices, "i"), "in_specs": ins, "out_specs": out}
+    return jax.jit(jax.shard_map(fn, **specs, **how)), args
+
+
+def loss(w, x, y):
+    return ((x @ w - y) ** 2).mean()
+
+
+def rows_of(devices, *arrays):
+    return [x.reshape(len(devices), -1, *x.shape[1:]) for x in arrays]
+
+
+def copies_of(devices, tree):
+    return jax.tree.map(lambda x: jnp.stack([x] * len(devices)), tree)
+
+
+class Right:
+    def data_parallel(devices):
+        def step(w, x, y):
+            grads = lax.pmean(jax.grad(loss)(w, x, y), "i")
+            return w - 0.1 * grads, lax.pmean(loss(w, x, y), "i")
+
+        return mapped(devices, step, W, X, Y, out=(ALL, ALL))
+
+    def weighted(devices):
+        def step(w, x, y, m):
+            total = lax.psum((m * (x @ w - y) ** 2).sum(), "i")
+            return total / lax.psum(m.sum(), "i")
+
+        return mapped(devices, step, W, X, Y, M)
+
+    def by_jaxs_own_sums(devices):  # check_vma=True
+        def step(w, x, y):
+            mean = lambda w: lax.pmean(loss(w, x, y), "i")  # noqa: E731
+            return jax.grad(mean)(w)
+
+        return mapped(devices, step, W, X, Y, check_vma=True)
+
+    def gradient_outside(devices):
+        sums = lambda w, x, y: lax.psum(((x @ w - y) ** 2).sum(), "i")  # noqa: E731
+        total, args = mapped(devices, sums, W, X, Y, check_vma=True)
+        return jax.jit(jax.value_and_grad(total)), args
+
+    def of_pmap(devices):
+        tx = optax.adam(0.1)
+
+        def step(state, x, y):
+            w, opt = state
+            grads = lax.pmean(jax.grad(loss)(w, x, y), "i")
+            updates, opt = tx.update(grads, opt)
+            return (optax.apply_updates(w, updates), opt), x @ w
+
+        state = copies_of(devices, (W, tx.init(W)))
+        return jax.pmap(step, "i", devices=devices), (state, *rows_of(devices, X, Y))
+
+    def of_pmap_with_whole_parameters(devices):
+        step = lambda w, x: lax.psum((x @ w).sum(), "i")  # noqa: E731
+        how = {"in_axes": (None, 0), "out_axes": None, "devices": devices}
+        return jax.pmap(step, "i", **how), (W, *rows_of(devices, X))
+
+    def micro_batches_in_a_scan(devices):
+        def step(w, x, y):
+            parts = x.reshape(-1, 2, 3), y.reshape(-1, 2)
+            add = lambda g, part: (g + jax.grad(loss)(w, *part), None)  # noqa: E731
+            total, _ = lax.scan(add, jnp.zeros_like(w), parts)
+            return lax.pmean(total / len(parts[0]), "i")
+
+        return mapped(devices, step, W, X, Y)
+
+    def scan_over_steps(devices):
+        def steps(w, x, y):
+            def turn(w, _):
+                w = w - 0.1 * lax.pmean(jax.grad(loss)(w, x, y), "i")
+                return w, lax.pmean(loss(w, x, y), "i")
+
+            return lax.scan(turn, w, None, length=3)
+
+        return mapped(devices, steps, W, X, Y, out=(ALL, ALL))
+
+    def two_maps(devices):
+        mean, args = mapped(devices, lambda w, x: lax.pmean(x.mean(0), "i"), W, X)
+        scaled, _ = mapped(devices, lambda m, x: x * m[None], W, X, out=SPLIT)
+        return jax.jit(lambda w, x: scaled(jnp.tanh(mean(w, x)), x)), args
+
+    def sharded_state(devices):
+        def step(m, x):
+            grads = lax.psum_scatter(x.T @ x, "i", scatter_dimension=0, tiled=True)
+            m = 0.9 * m + grads
+            return m, lax.all_gather(m, "i", tiled=True).sum()
+
+        specs = {"ins": (SPLIT, SPLIT), "out": (SPLIT, ALL)}
+        return mapped(devices, step, FEATURES[:4], FEATURES, **specs)
+
+    def split_features(devices):
+        def step(u, x):
+            return lax.psum(jax.nn.relu(x) @ u, "i")
+
+        return mapped(devices, step, U, FEATURES, ins=(SPLIT, P(None, "i")))
+
+    def numbers_of_rows(devices):
+        def step(w, x):
+            number = lax.axis_index("i") * len(x) + jnp.arange(len(x))
+            keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(0)))
+            noise = jax.vmap(jax.random.normal)(keys(number))
+            return lax.pmean((x[:, 0] + noise).mean(), "i")
+
+        return mapped(devices, step, W, X)
+
+    def a_sum_over_what_devices_return(devices):
+        own, args = mapped(devices, lambda w, x: (x @ w).sum()[None], W, X, out=SPLIT)
+        return jax.jit(lambda w, x: own(w, x).sum() / len(x)), args
+
+    def by_jit_alone(devices):
+        mesh = Mesh(devices, "i")
+        x, y = [jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in (X, Y)]
+        step = jax.jit(lambda w, x, y: w - 0.1 * jax.grad(loss)(w, x, y))
+        return step, (jax.device_put(W, NamedSharding(mesh, ALL)), x, y)
+
+
+# What is another number by a power of D is made at "# here".
+
+
+class Refuted:
+    """``D times``: a factor, and its line."""
+
+    def summed(devices):  # D times
+        def step(w, x, y):
+            return lax.psum(jax.grad(own)(w, x, y), "i")
+
+        def own(w, x, y):
+            return ((x @ w - y) ** 2).mean()  # here
+
+        return mapped(devices, step, W, X, Y)
+
+    def share(devices):  # 1/D times
+        return mapped(devices, lambda w, x: lax.pmean(x.sum(), "i"), W, X)  # here
+
+    def sum_of_a_sum(devices):  # D times
+        def step(w, x):
+            total = jax.grad(lambda w: (x @ w).sum())(w)
+            return lax.psum(total, "i")  # here
+
+        return mapped(devices, step, W, X, check_vma=True)
+
+    def copies_added_up(devices):  # D times
+        return mapped(devices, lambda w, x: lax.psum(w * 2, "i"), W, X)  # here
+
+    def rate_by_devices(devices):  # D times
+        rate = 0.1 * len(devices)
+        return mapped(devices, lambda w, x: rate * lax.psum(x.sum(), "i"), W, X)  # here
+
+    def number_of_devices(devices):  # D times
+        return mapped(devices, lambda w, x: lax.psum(w[0] * 0 + 1, "i"), W, X)  # here
+
+    def of_pmap(devices):  # D times
+        def step(w, x, y):
+            return lax.psum(jax.grad(own)(w, x, y), "i")
+
+        def own(w, x, y):
+            return ((x @ w - y) ** 2).mean()  # here
+
+        args = copies_of(devices, W), *rows_of(devices, X, Y)
+        return jax.pmap(step, "i", devices=devices), args
+
+    def in_a_scan(devices):  # D times
+        def step(w, x, y):
+            def turn(g, _):
+                return g + jax.grad(own)(w, x, y), None
+
+            def own(w, x, y):
+                return ((x @ w - y) ** 2).mean()  # here
+
+            total, _ = lax.scan(turn, jnp.zeros_like(w), None, length=2)
+            return lax.psum(total, "i")
+
+        return mapped(devices, step, W, X, Y)
+
+    def in_the_second_map(devices):  # D times
+        mean, args = mapped(devices, lambda w, x: lax.pmean(x.mean(0), "i"), W, X)
+        twice, _ = mapped(devices, lambda m, x: lax.psum(m, "i"), W, X)  # here
+        return jax.jit(lambda w, x: twice(mean(w, x), x)), args
+
+
+# Programs that depend on their devices, and what is told of them.
+UNKNOWN = {
+    "a mean of quotients": (
+        lambda devices: mapped(
+            devices,
+            lambda w, x, m: lax.pmean((m * (x @ w)).sum() / m.sum(), "i"),
+            *(W, X, M),
+        ),
+        r"each device divides by a sum over its own rows at \S+py:\d+ .*jax.lax.psum",
+    ),
+    "centred by a device": (
+        lambda devices: mapped(
+            devices, lambda w, x: x - x.mean(0)[None], W, X, out=SPLIT
+        ),
+        r"is added to a sum over a device's rows times D, at \S+py",
+    ),
+    "an own key": (
+        lambda devices: mapped(
+            devices,
+            lambda w, x: (
+                x
+                + jax.random.normal(
+                    jax.random.fold_in(jax.random.key(0), lax.axis_index("i")), x.shape
+                )
+            ),
+            *(W, X),
+            out=SPLIT,
+        ),
+        r"a key of axis_index, at \S+py",
+    ),
+    "keys of devices": (
+        lambda devices: (
+            jax.pmap(
+                lambda x, key: x + jax.random.normal(key, x.shape), devices=devices
+            ),
+            (*rows_of(devices, X), jax.random.split(jax.random.key(0), len(devices))),
+        ),
+        r"each device is given another args\[1\]",
+    ),
+    "own losses": (
+        lambda devices: mapped(
+            devices, lambda w, x: (x @ w).sum()[None], W, X, out=SPLIT
+        ),
+        "each device returns a sum over a device's rows of its own",
+    ),
+    "a device's number": (
+        lambda devices: mapped(
+            devices, lambda w, x: x + lax.axis_index("i"), W, X, out=SPLIT
+        ),
+        r"a sum of rows and axis_index, at \S+py",
+    ),
+    "another batch": (
+        lambda devices: mapped(devices, lambda w, x: lax.psum(x.sum(), "i"), W,
+                               X[: 4 * len(devices)][:8]),
+        r"args\[1\] is another array",
+    ),
+    "another batch of numbers": (
+        lambda devices: mapped(devices, lambda w, x: lax.psum(x.sum(), "i"), W,
+                               X + np.sqrt(len(devices))),
+        r"args\[1\] is another array",
+    ),
+    "a branch of Python": (
+        lambda devices: mapped(
+            devices,
+            lambda w, x: lax.psum((x if len(devices) < 2 else 2 * x).sum(), "i"),
+            *(W, X),
+        ),
+        "the program is another one",
+    ),
+    "a mesh of all devices": (
+        lambda devices: mapped(
+            jax.devices()[:4], lambda w, x: lax.pmean(x.mean(), "i"), W, X
+        ),
+        "a shard_map over a mesh of {'i': 4} devices",
+    ),
+    "a callback": (
+        lambda devices: mapped(
+            devices,
+            lambda w, x: jax.pure_callback(
+                lambda x: x, jax.ShapeDtypeStruct((), "float32"), lax.psum(x.sum(), "i")
+            ),
+            *(W, X),
+        ),
+        "no rule for pure_callback",
+    ),
+}  # fmt: skip
+
+
+def proof_of(make):
+    return tj.testing.prove(make, devices=NUMBERS)
+
+
+@pytest.mark.few_fast(4)
+@pytest.mark.parametrize("name", cases(Right))
+def test_what_is_the_same_as_on_one_device_is_proved(name):
+    report = proof_of(cases(Right)[name])
+    assert report.equal and not report.unproved, str(report)
+    assert f"{len(report.equal)} of {len(report.equal)} results" in str(report)
+
+
+@pytest.mark.few_fast(4)
+@pytest.mark.parametrize("name", cases(Refuted))
+def test_a_power_of_the_number_of_devices_is_refuted_with_its_line(name):
+    make = cases(Refuted)[name]
+    lines, first = inspect.getsourcelines(make)
+    here = [first + i for i, line in enumerate(lines) if line.endswith("# here\n")][-1]
+    factor = re.search(r"# (1?/?D times)", lines[0])[1]
+    with pytest.raises(tj.ReplicationError) as error:
+        proof_of(make)
+    told = str(error.value).splitlines()
+    assert told[0] == "What the program returns depends on the number of devices:"
+    assert f": {factor} what it is on one device: " in told[1]
+    assert f"test_equal_on_devices.py:{here} " in told[1] and "jax.lax.p" in told[1]
+
+
+@pytest.mark.few_fast(4)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_not_understood_is_unknown_and_says_why(name):
+    make, text = UNKNOWN[name]
+    [why] = proof_of(make).unproved.values()
+    assert re.search(text, why), why
+
+
+def given_by(make, number):
+    fn, args = make(jax.devices()[:number])
+    return [np.asarray(x, np.float64) for x in jax.tree.leaves(fn(*args))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases(Right))
+def test_what_is_proved_is_the_same_when_it_is_run(name):
+    make = cases(Right)[name]
+    one = given_by(make, 1)
+    for number in NUMBERS[1:]:
+        for x, y in zip(given_by(make, number), one, strict=True):
+            y = y.reshape(x.shape) if x.size == y.size else np.broadcast_to(y, x.shape)
+            np.testing.assert_allclose(x, y, 2e-5, 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases(Refuted))
+def test_what_is_refuted_is_off_by_its_factor_when_it_is_run(name):
+    make = cases(Refuted)[name]
+    is_share = "# 1/D times" in inspect.getsource(make)
+    [one] = given_by(make, 1)
+    for number in NUMBERS[1:]:
+        [got] = given_by(make, number)
+        factor = 1 / number if is_share else number
+        np.testing.assert_allclose(got, np.broadcast_to(factor * one, got.shape), 2e-5)
+
+
+# What a device does with its part of a square, and for which specs of its input and its
+# output that is proved: w whole, r split along rows, c along columns.
+BODIES = {
+    "as it is": (lambda x: x, "ww rr cc"),
+    "squared": (lambda x: x * x, "ww rr cc"),
+    "own sums": (lambda x: 0 * x + x.sum(), "ww"),
+    "sums along a dim": (lambda x: x.sum(0, keepdims=True) + 0 * x, "ww cc"),
+    "along the other": (lambda x: x.sum(1, keepdims=True) + 0 * x, "ww rr"),
+    "all sums": (lambda x: 0 * x + lax.psum(x.sum(), "i"), "rr cc"),
+    "a mean of sums": (lambda x: 0 * x + lax.pmean(x.sum(), "i"), "ww"),
+    "a mean of means": (lambda x: 0 * x + lax.pmean(x.mean(), "i"), "ww rr cc"),
+    "the largest": (
+        lambda x: lax.pmax(x.max(0, keepdims=True), "i") + 0 * x, "ww rr"),
+    "sums of sums along a dim": (lambda x: lax.psum(x.sum(0), "i"), "rw"),
+    "sums of sums along the other": (lambda x: lax.psum(x.sum(1), "i"), "cw"),
+    "gathered": (lambda x: lax.all_gather(x, "i", tiled=True), "rw"),
+    "gathered along the other": (
+        lambda x: lax.all_gather(x, "i", axis=1, tiled=True), "cw"),
+    "scattered": (lambda x: lax.psum_scatter(x.T @ x, "i", tiled=True), "rr"),
+    "multiplied": (lambda x: lax.psum(x.T @ x, "i"), "rw"),
+    "a number": (lambda x: x + lax.axis_index("i"), ""),
+    "numbers": (
+        lambda x: (
+            x + (lax.axis_index("i") * len(x) + jnp.arange(len(x)))[:, None] * 1.0
+        ), "rr"),
+    "sorted": (lambda x: jnp.sort(x, 0), "ww cc"),
+    "turned": (lambda x: x.T, "ww rc cr"),
+    "one more dim": (lambda x: x[None], "ww wr"),
+    "totals": (lambda x: x.sum()[None], "ww wr"),
+    "in another shape": (lambda x: x.reshape(-1, 2, x.shape[1]), "ww rr"),
+}  # fmt: skip
+SQUARE = DRAW.normal(size=(8, 8))
+WAYS = {"w": P(), "r": P("i"), "c": P(None, "i")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BODIES)
+def test_what_is_proved_of_parts_is_what_specs_say_of_them(name):
+    body, expected = BODIES[name]
+    proved = list[str]()
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        for way in map("".join, itertools.product(WAYS, WAYS)):
+
+            def make(devices, way=way):
+                given, joined = [WAYS[x] for x in way]
+                return mapped(devices, body, SQUARE, ins=(given,), out=joined)
+
+            try:
+                [equal] = proof_of(make).equal
+            except (tj.ReplicationError, ValueError):  # refuted, or no such program
+                continue
+            if equal.says == "proved":
+                proved.append(way)
+                [one] = given_by(make, 1)
+                for number in NUMBERS[1:]:
+                    [got] = given_by(make, number)
+                    is_of_each = len(got) == number and got.shape[1:] == one.shape[1:]
+                    want = np.broadcast_to(one, got.shape) if is_of_each else one
+                    np.testing.assert_allclose(got, want, 1e-12, err_msg=way)
+    assert {*proved} == {*expected.split()}
+
+
+# What is more than a function of its arguments.
+
+
+class Counts:
+    def __init__(self):
+        self.total = jnp.zeros(())
+
+    def step(self, w, x):
+        self.total = self.total + x.sum()
+        return (x @ w).sum()
+
+
+def of_object(devices):
+    return Counts().step, (W, X)
+
+
+def of_a_dict(devices):
+    def step(state, x):
+        state["w"] = state["w"] - x.sum(0)
+        return (x @ state["w"]).sum()
+
+    return step, ({"w": W}, X)
+
+
+def of_a_ref(devices):
+    total = jax.new_ref(jnp.zeros(()))
+
+    def step(w, x):
+        total[...] = total[...] + x.sum()
+        return (x @ w).sum()
+
+    return jax.jit(step), (W, X)
+
+
+def of_a_python_number(devices):
+    """Right in the first call, whose count is 0, and in no other."""
+
+    def step(state, x):
+        grads = lax.psum(x.sum(0), "i") * (1 + (len(devices) - 1) * state["count"])
+        return {"w": state["w"] - grads, "count": state["count"] + 1}
+
+    state = {"w": W, "count": 0}
+    return mapped(devices, step, state, X)
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (of_object, r"it changes fn.self.total in place"),
+    (of_a_dict, r"it changes args\[0\]\['w'\] in place"),
+    (of_a_ref, r"it is given a Ref"),
+    (of_a_python_number, r"args\[0\]\['count'\] comes back .* is a number of Python"),
+])  # fmt: skip
+def test_what_is_more_than_its_arguments_is_not_proved(make, text):
+    for why in proof_of(make).unproved.values():
+        assert re.search(text, why), why
+    assert proof_of(make).unproved
+
+
+@pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])
+def test_draws_that_depend_on_shards_are_not_proved(impl):
+    def make(devices):
+        drawn = jax.jit(lambda key: jax.random.normal(key, (8,)))
+        return drawn, (jax.random.key(0, impl=impl),)
+
+    assert bool(proof_of(make).unproved) == (impl == "rbg")
+
+
+def test_arguments_may_have_other_values_than_these():
+    """A momentum of 0 is no 0: in the next call it is another."""
+
+    def make(devices):
+        zeros = np.zeros(3, np.float32)
+        return mapped(devices, lambda m, x: lax.psum(m, "i"), zeros, X)
+
+    with pytest.raises(tj.ReplicationError, match="result: D times"):
+        proof_of(make)
+
+
+def test_an_argument_that_grows_with_devices_is_a_power_of_their_number():
+    def make(devices):
+        rate = np.float32(0.1 * len(devices))
+        return mapped(devices, lambda r, x: r * lax.psum(x.sum(), "i"), rate, X)
+
+    with pytest.raises(tj.ReplicationError, match="result: D times"):
+        proof_of(make)
+
+
+def test_shapes_are_enough_for_a_proof():
+    def make(devices):
+        fn, args = Right.data_parallel(devices)
+        return fn, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
+
+    assert not proof_of(make).unproved
+
+
+def test_prove_takes_a_function_that_makes_the_program():
+    with pytest.raises(ValueError, match="takes no other arguments"):
+        tj.testing.prove(Right.data_parallel, W, devices=NUMBERS)
+    with pytest.raises(ValueError, match="cannot be traced"):
+        tj.testing.prove(lambda d: (lambda x: float(x.sum()), (X,)), devices=NUMBERS)
+    with pytest.raises(ValueError, match="must be 1 and other numbers"):
+        tj.testing.prove(Right.data_parallel, devices=(2, 4))
+
+
+def test_sums_of_what_is_the_same_are_notes_where_nothing_better_is_known():
+    fn, args = Refuted.sum_of_a_sum(jax.devices()[:4])
+    [note] = tj.testing.prove(fn, *args).notes
+    assert "added up as many times as there are devices" in note
+
+    def half(devices):
+        step = lambda w, x: lax.pmean(jax.grad(loss)(w, x, x[:, 0]), "i")  # noqa: E731
+        fn, args = mapped(devices, step, W, X, check_vma=True)
+        return lambda w, x: fn(w, x) / len(devices), args
+
+    assert not proof_of(half).notes and not proof_of(half).unproved

@@ -1,0 +1,110 @@
+"""The rule of a `shard_map`, and so of a `pmap`: its devices are the towers.
+
+The program around it is one of all devices. What it computes is to be the same for any
+number of them, so there a COPY is an array that is; STACKED is an array that has what
+each device has of its own, one after another.
+"""
+
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from towerjax.proof.equal.equation_pair import EquationPair, Sizes, rule
+from towerjax.proof.equal.kinds import (
+    Kind,
+    Known,
+    NotOfOneKindError,
+    copy,
+    rows,
+)
+from towerjax.proof.equal.walk import Walk
+from towerjax.proof.equation import manual_axes, open_jaxpr
+
+_STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
+
+
+@rule("shard_map", knows_constants=True, knows_unknown=True, kinds=[Kind.STACKED])
+def _mapped(pair: EquationPair) -> list[Known]:
+    """Each device has its rows of what is split, and all of what is not."""
+    axis = _axis_of(pair)
+    bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
+    sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
+    walk = Walk(sizes, [axis], has_keys=False)
+    walk.kinds = pair.walk.kinds
+    splits = [_dim_split(spec, axis) for spec in pair.params["in_specs"]]
+    ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]
+    outs = walk.closed(bodies[0], bodies[1], ins, (pair.first, pair.outer))
+    avals = zip(*[[v.aval for v in body.outvars] for body in bodies], strict=True)
+    specs = pair.params["out_specs"]
+    each = zip(outs, avals, specs, strict=True)
+    return [
+        _of_all_devices(pair, value, sizes.axes(*both)[0], _dim_split(spec, axis))
+        for value, both, spec in each
+    ]
+
+
+def _axis_of(pair: EquationPair) -> str:
+    """The one axis of the mesh, that of all devices; others have one device."""
+    if pair.walk.axes:
+        raise NotOfOneKindError("a shard_map in another one, or in a tower")
+    first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
+    both = {name: (first[name], second.get(name)) for name in first}
+    along = [name for name, sizes in both.items() if sizes != (1, 1)]
+    is_one = [both[name] for name in along] == [pair.sizes.towers]
+    if not is_one or [*first] != [*second] or along[0] not in manual_axes(pair.first):
+        raise NotOfOneKindError(
+            f"a shard_map over a mesh of {dict(first)} devices, and of {dict(second)}"
+        )
+    return along[0]
+
+
+def _rows_each(bodies: list[Any], towers: tuple[int, int]) -> tuple[int, int]:
+    """The rows of a device: those of the first array that is split."""
+    a, b = towers
+    pairs = zip(*[body.invars for body in bodies], strict=True)
+    for first, second in pairs:
+        for m, n in zip(first.aval.shape, second.aval.shape, strict=True):
+            if m != n and m * a == n * b:
+                return m, n
+    return b, a
+
+
+def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
+    """The dim that is split over an axis; None: it is not."""
+    if spec.unreduced or spec.reduced:
+        raise NotOfOneKindError(f"a shard_map by {spec}")
+    parts = [x if isinstance(x, tuple) else (x,) for x in spec.partitions]
+    return next((i for i, names in enumerate(parts) if axis in names), None)
+
+
+def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
+    """What a device has of an operand."""
+    x, has_rows = pair.ins[operand], pair.rows_in[operand] is not None
+    if x.kind in (Kind.UNKNOWN, Kind.ZERO):
+        return x
+    if x.kind is Kind.COPY and not has_rows:
+        return x if split is None else rows(x.power)
+    if x.kind is Kind.STACKED and split is not None:
+        if pair.towers_in[operand] == split:
+            return Known(x.note, x.power)
+    return pair.unknown(f"a shard_map of {x}")
+
+
+def _of_all_devices(
+    pair: EquationPair, value: Known, own_rows: int | None, split: int | None
+) -> Known:
+    """What a result is, of which each device has this."""
+    if value.kind in (Kind.UNKNOWN, Kind.ZERO):
+        return value
+    if split is None:
+        if value.kind is Kind.COPY and own_rows is None:
+            return copy(value.power)
+        return pair.unknown(f"its out_specs call the same on all towers {value}")
+    if value.kind not in _STACKABLE or value.blocks > 1:
+        return pair.unknown(f"its out_specs join {value}")
+    if own_rows != split:
+        note = value.kind if own_rows is None else Kind.ROWS
+        return Known(Kind.STACKED, value.power, note=note)
+    if value.kind in (Kind.ROWS, Kind.COPY):
+        return copy(value.power)
+    return pair.unknown(f"its out_specs join {value}")

@@ -1,0 +1,255 @@
+"""Prove of any JAX program that what it returns does not depend on its devices.
+
+A program is traced for several numbers of devices, and each two traces are walked side
+by side: see `towerjax.proof.equal`. Nothing is compiled or run.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from towerjax.proof.equal.causes import Cause, cause_of_mean, cause_of_power
+from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
+from towerjax.proof.equal.kinds import Kind, Known, copy
+from towerjax.proof.equal.one_tower import Equality, worst_of
+from towerjax.proof.equal.walk import Walk
+from towerjax.proof.equation import is_ref, outwards, user_line
+from towerjax.tools.testing.traced import (
+    ARRAY_TYPES,
+    TracedProgram,
+    is_iterator,
+    state_places,
+    traced_arrays,
+)
+from towerjax.types import named_leaves
+from towerjax.types.leaves import key_data, listed
+
+_SUMS = "psum", "psum_invariant"
+_SUM_OF_EQUALS = (
+    "what is the same on all devices is added up at {}. Leave the sum out, or say"
+    " jax.lax.pmean"
+)
+_DIVIDED_BY_OWN = (
+    "each device divides by what it has of its own, such as its number of rows, at {},"
+    " and the quotients are added up. Say jax.lax.pmean, or divide by that of all"
+)
+_DIVIDED_BY_ALL = (
+    "a sum over devices is divided by their number at {}. Say jax.lax.psum in place of"
+    " jax.lax.pmean, or divide by a number that is one for any number of devices"
+)
+_BY_JAX = (
+    " (with check_vma=True jax.grad adds up over devices by itself: differentiate"
+    " jax.lax.pmean of the loss)"
+)
+_QUOTIENTS = (
+    "each device divides by a sum over its own rows at {}. Add both up by jax.lax.psum,"
+    " and divide then"
+)
+_A_DEVICE = "tower.id", "axis_index"
+
+
+class MadeProgram(NamedTuple):
+    """A program for some number of devices.
+
+    Attributes:
+      traced: Its trace.
+      args: The arguments that it was traced with.
+      changed: What it changes in place, by name.
+      splits_draws: What it draws by the number of shards.
+    """
+
+    traced: TracedProgram
+    args: Sequence[Any]
+    changed: Sequence[str] = ()
+    splits_draws: Sequence[str] = ()
+
+
+def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
+    """Whether each result is the same for all of these numbers of devices.
+
+    Args:
+      programs: The program for each number of devices, of the same global arguments.
+
+    Returns:
+      A verdict for each result that is a number, the worst of all pairs.
+    """
+    found = list[Equality]()
+    ordered = sorted(programs.items())
+    for first, second in itertools.pairwise(ordered):
+        found += _of_pair(dict([first, second]))
+    return worst_of(found)
+
+
+def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
+    """The verdicts for two numbers of devices."""
+    first, second = programs.values()
+    leaves = named_leaves("result", first.traced.out, is_iterator)
+    try:
+        _refuse_unlike(first, second)
+        each = _said_of_results(programs)
+    except ProgramsDifferError as error:
+        each = [("unknown", _of_devices(str(error)))] * len(leaves)
+    return [
+        Equality(name, *said)
+        for (name, x), said in zip(leaves, each, strict=True)
+        if isinstance(x, jax.ShapeDtypeStruct)
+    ]
+
+
+def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
+    """Raise where two programs do not take and give the same, or do more than that."""
+    outs = [named_leaves("", x.traced.out, is_iterator) for x in (first, second)]
+    results = [[name for name, _ in out] for out in outs]
+    arrays = [[*traced_arrays(x.args)] for x in (first, second)]
+    if results[0] != results[1] or arrays[0] != arrays[1]:
+        raise ProgramsDifferError(
+            "arguments or results are others for another number of devices"
+        )
+    for each in (first, second):
+        jaxpr = each.traced.jaxpr.jaxpr
+        if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):
+            raise ProgramsDifferError("it is given a Ref, which it may write")
+        if each.changed:
+            raise ProgramsDifferError(
+                f"it changes {listed(each.changed)} in place, which is not followed"
+            )
+        numbers = [name for name, x in _of_states(each) if _is_python_number(x)]
+        if numbers:
+            raise ProgramsDifferError(
+                f"{listed(numbers)} comes back as a result, and is a number of Python,"
+                " of which this one alone is seen: give an array"
+            )
+        for told in each.splits_draws:
+            raise ProgramsDifferError(told)
+
+
+def _of_states(program: MadeProgram) -> list[tuple[str, Any]]:
+    """The leaves of arguments that come back as results, with their names."""
+    places = state_places(program.args, program.traced.out)
+    trees = [(f"args[{i}]", program.args[i]) for i in places]
+    return [x for name, tree in trees for x in named_leaves(name, tree, is_iterator)]
+
+
+def _is_python_number(x: Any) -> bool:
+    return isinstance(x, int | float | complex) and not isinstance(x, ARRAY_TYPES)
+
+
+def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str]]:
+    """What is said of each result, and why."""
+    towers: Any = tuple(programs)
+    first, second = programs.values()
+    walk = Walk(Sizes(towers, towers[::-1]), ())
+    jaxprs = first.traced.jaxpr, second.traced.jaxpr
+    one, two = traced_arrays(first.args), traced_arrays(second.args)
+    ins = [_argument(walk, name, one[name], two[name]) for name in one]
+    kinds = walk.closed(*jaxprs, ins, None)
+    avals = zip(*[x.out_avals for x in jaxprs], strict=True)
+    found = []
+    for number, (value, both) in enumerate(zip(kinds, avals, strict=True)):
+        says, why = _said_of_result(walk.sizes, value, *both)
+        if says == "refuted":
+            why += _told_of_power(value, cause_of_power(walk.kinds, jaxprs[0], number))
+        elif says == "unknown":
+            why = _of_devices(why)
+            cause = cause_of_mean(walk.kinds, jaxprs[0], number)
+            why = _QUOTIENTS.format(_line_of(cause)) if cause else why
+        found.append((says, why))
+    return found
+
+
+def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
+    """What an argument is around the maps: the same, or what each device has."""
+    told = f"{name} is another array for another number of devices"
+    unknown = Known(Kind.UNKNOWN, why=told)
+    try:
+        walk.sizes.axes(first, second)
+    except (ProgramsDifferError, ValueError):  # of another rank
+        raise ProgramsDifferError(f"{told}: {first.shape}, {second.shape}") from None
+    if first.dtype != second.dtype:
+        return unknown
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in (first, second)):
+        return copy() if first.shape == second.shape else unknown
+    if not all(getattr(x, "is_fully_addressable", True) for x in (first, second)):
+        return unknown
+    a, b = [np.asarray(key_data(x)) for x in (first, second)]
+    if a.shape == b.shape:
+        found = walk.constant(a, b)
+        return _any_value(found) if found.kind is not Kind.UNKNOWN else unknown
+    if (len(a), len(b)) != walk.sizes.towers:
+        return unknown
+    if a.shape[1:] == b.shape[1:]:
+        found = walk.constant(a[0], b[0])
+        are_copies = all((x == x[:1]).all() for x in (a, b))
+        if found.kind is Kind.UNKNOWN or not are_copies:
+            return Known(Kind.UNKNOWN, why=f"each device is given another {name}")
+        return Known(Kind.STACKED, _any_value(found).power, note=Kind.COPY)
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (a, b)]
+    if rows[0].shape == rows[1].shape and np.array_equal(rows[0], rows[1]):
+        return Known(Kind.STACKED, copy().power, note=Kind.ROWS)
+    return unknown
+
+
+def _any_value(found: Known) -> Known:
+    """An argument may have other values in another call, so none is known."""
+    return copy() if found.kind is Kind.ZERO else copy(found.power)
+
+
+def _said_of_result(
+    sizes: Sizes, value: Known, first: Any, second: Any
+) -> tuple[str, str]:
+    """What is said of a result, and why."""
+    if value.kind is Kind.UNKNOWN:
+        return "unknown", value.why
+    own_rows, stacked = sizes.axes(first, second)
+    is_stacked = stacked == 0 and (first.shape[0], second.shape[0]) == sizes.towers
+    if value.kind is Kind.STACKED:
+        wanted = {None: Kind.COPY, 1: Kind.ROWS}.get(own_rows)
+        fits = is_stacked and value.note is wanted
+        if not fits:
+            return "unknown", f"each device returns {value.note.value} of its own"
+    elif value.kind is Kind.ZERO:
+        fits = own_rows is None and (stacked is None or is_stacked)
+    else:
+        fits = value.kind is Kind.COPY and (own_rows, stacked) == (None, None)
+    if not fits:
+        return "unknown", "its shape depends on the number of devices"
+    if value.kind is Kind.ZERO or not value.power:
+        return "proved", ""
+    size = "D" if abs(value.power) == 1 else f"D^{abs(value.power)}"
+    return "refuted", size if value.power > 0 else f"1/{size}"
+
+
+def _told_of_power(value: Known, cause: Cause | None) -> str:
+    """The power as a factor, with its cause and what to write."""
+    told = " times what it is on one device"
+    line = _line_of(cause) if cause else ""
+    if cause is None or not line:
+        return told
+    name = cause.site[0].primitive.name
+    if value.power < 0:
+        return f"{told}: {_DIVIDED_BY_ALL.format(line)}."
+    is_of_equals = name in _SUMS and any(x.kind is Kind.COPY for x in cause.ins)
+    why = (_SUM_OF_EQUALS if is_of_equals else _DIVIDED_BY_OWN).format(line)
+    maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
+    is_typed = any(x.params["check_vma"] for x in maps)
+    return f"{told}: {why}{_BY_JAX * is_typed}."
+
+
+def _line_of(cause: Cause) -> str:
+    return user_line(cause.site) or "a line of a library"
+
+
+def _of_devices(why: str) -> str:
+    """A reason in the words of a program of devices."""
+    text, at, line = why.rpartition(", at ")
+    text, line = (text, line) if at else (line, "")
+    text = text.replace(*_A_DEVICE)
+    text = re.sub(r"\btower", "device", text)
+    text = re.sub(r"\bthe device's", "a device's", text)
+    text = re.sub(r"^rows (?=is|times|divided)", "a device's rows ", text)
+    text = re.sub(r"\bT\^1\b", "D", text)
+    return re.sub(r"\bT\^", "D^", text) + at + line
