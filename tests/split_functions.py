@@ -4,6 +4,8 @@ Each is ``(params, rows, tower) -> leaf``, for rows ``x`` of ``[b, 3]`` and ``y`
 ``[b]``, and is right except for what its name says.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -373,6 +375,35 @@ class Split:
         start = b["y"] * t.weight, 0.0
         return tj.Sum(lax.fori_loop(0, t.rows, body, start)[1])
 
+    def sums_of_largest(p, b, t):
+        best, other = b["x"].max(0), b["y"].max()
+        return lax.pmax(best.at[0].add(other), t.axis_names)
+
+    def sum_of_all_rows_in_a_byte(p, b, t):
+        number = (60 + jnp.abs(b["y"])).astype(jnp.int8) * (t.weight > 0)
+        return tj.Sum(jnp.sum(number, dtype=jnp.int8).astype(int))
+
+    def sum_of_all_rows_without_a_sign(p, b, t):
+        number = (4e8 * jnp.abs(b["y"])).astype(jnp.uint32) * (t.weight > 0)
+        return tj.Sum(number.sum().astype(float))
+
+    def sum_if_any_is_counted_in_a_byte(p, b, t):
+        flag = (jnp.arange(99.0)[None] + b["y"][:, None] > 0) & (t.weight > 0)[:, None]
+        count = jnp.sum(flag, dtype=jnp.int8)
+        return tj.Sum(jnp.where(count > 0, (b["y"][:, None] * flag).sum(), 0.0))
+
+    # Functions that another one is given.
+
+    def function_that_reduces_is_another(p, b, t):
+        number = float(t.num_towers == 1)
+        add = lambda x, y: jnp.sin(x + y + number)  # noqa: E731
+        return total(lax.reduce(b["x"], 0.0, add, (1,)), t)
+
+    def function_of_windows_is_another(p, b, t):
+        add = lambda x, y: jnp.sin(x * t.num_towers + y)  # noqa: E731
+        windows = lax.reduce_window(b["x"], 0.0, add, (1, 2), (1, 1), "SAME")
+        return total(windows, t)
+
     # Other loops, and calls.
 
     def carry_that_becomes_a_function_of_a_part(p, b, t):
@@ -407,6 +438,21 @@ class Split:
             return jnp.maximum(primals[0], 0.0), by_all
 
         return tj.Weighted.mean(relu(b["x"] @ p["w"]) * b["y"], t.weight)
+
+    def derivative_of_its_own_for_what_is_called_relu(p, b, t):
+        relu = jax.custom_jvp(functools.wraps(jax.nn.relu)(lambda x: jnp.maximum(x, 0)))
+
+        @relu.defjvp
+        def _(primals, tangents):
+            by_all = tangents[0] * jnp.abs(primals[0]).mean()
+            return jnp.maximum(primals[0], 0.0), by_all
+
+        return tj.Weighted.mean(relu(b["x"] @ p["w"]) * b["y"], t.weight)
+
+    def derivative_of_its_own_by_functions_of_jax(p, b, t):
+        sine = jax.custom_jvp(jnp.sin)
+        sine.defjvp(functools.partial(jax.jvp, jax.nn.softmax))
+        return tj.Weighted.mean(sine(b["x"] @ p["w"]) * b["y"], t.weight)
 
     def derivative_of_its_own(p, b, t):
         return tj.Weighted.mean(_by_the_mean(b["x"] @ p["w"]) * b["y"], t.weight)

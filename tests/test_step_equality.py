@@ -103,8 +103,7 @@ def of_two_passes(first):
         centre = merged["centre"].value
         return {"spread": mean((batch["y"] - centre) ** 2, tower)}
 
-    update = lambda state, merged: (state, {})  # noqa: E731
-    return says_of(tj.build_step([first, second], update, TWO))
+    return of_step([first, second])
 
 
 def test_a_later_pass_is_proved_where_those_before_it_are():
@@ -116,6 +115,72 @@ def test_a_later_pass_is_proved_where_those_before_it_are():
 
     found = of_two_passes(wrong)
     assert found["pass 2"].why == "what pass 1 merges is not proved"
+
+
+def of_step(tower_fn, **options):
+    """What is said of a step of one's own that keeps its state."""
+    update = lambda state, merged: (state, {})  # noqa: E731
+    return says_of(tj.build_step(tower_fn, update, TWO, **options))
+
+
+@pytest.mark.parametrize("wrap", [tj.PerTower, lambda x: tj.PerTower(tj.Sum(x))])
+def test_what_each_tower_has_of_its_own_is_unknown_in_a_later_pass(wrap):
+    def first(state, batch, tower):
+        return {"own": wrap(batch["y"].sum()), "all": mean(batch["y"], tower)}
+
+    def second(name):
+        def fn(state, batch, tower, merged):
+            centre = merged["all"].value
+            if name == "own":
+                own = merged["own"].values
+                centre = getattr(own, "value", own).sum()
+            return {"spread": mean((batch["y"] - centre) ** 2, tower)}
+
+        return fn
+
+    assert of_step([first, second("own")])["pass 2: spread"].says == "unknown"
+    assert all_say(of_step([first, second("all")])) == {"proved"}
+
+
+def table_rows(values, indices):
+    def fn(state, batch, tower):
+        ids, y = jnp.abs(batch["y"]).astype(int) % 3, batch["y"] * tower.weight
+        orders = {
+            "joined": lambda x, y: jnp.concatenate([x, y]),
+            "mixed": lambda x, y: jnp.stack([x, y], 1).reshape(-1),
+            "no order": lambda x, y: jnp.zeros(2 * len(x), x.dtype),
+        }
+        found = orders[values](y, 2 * y), orders[indices](ids, (ids + 1) % 3)
+        return tj.sparse.IndexedRows(*found, (3,))
+
+    return fn
+
+
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+@pytest.mark.parametrize("order", ["joined", "mixed"])
+def test_rows_of_a_table_are_pairs(order, remainder):
+    [found] = of_step(table_rows("joined", order), remainder=remainder).values()
+    assert (found.says == "proved") == (order == "joined"), found
+    [found] = of_step(table_rows(order, "no order"), remainder=remainder).values()
+    assert found.says == "proved"
+
+
+def test_padding_counts_in_rows_of_a_table():
+    def fn(state, batch, tower):
+        ids = jnp.abs(batch["y"]).astype(int) % 3
+        return tj.sparse.IndexedRows(batch["y"], ids, (3,))
+
+    assert all_say(of_step(fn)) == {"proved"}
+    [found] = of_step(fn, remainder="pad").values()
+    assert found.why == "padding counts in it"
+
+
+def test_a_later_pass_may_not_read_rows_of_a_table():
+    def second(state, batch, tower, merged):
+        return {"spread": mean((batch["y"] - merged.values[0]) ** 2, tower)}
+
+    found = of_step([table_rows("joined", "joined"), second])
+    assert "of its own" in found["pass 2: spread"].why
 
 
 def of_variable(update, start=0.0, update_fn=None):

@@ -9,6 +9,7 @@ from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import (
     SPECIAL,
     EquationPair,
+    holds_sums,
     rule,
 )
 from towerjax.proof.equal.kinds import (
@@ -20,6 +21,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    added,
     copy,
     function_of,
     joined,
@@ -29,6 +31,9 @@ from towerjax.proof.equal.kinds import (
 
 _SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
 _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
+_SUMS = {Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.SO_FAR}
+_NUMBERS_OF_TOWER = {Kind.NUMBERS, Kind.COLUMNS, Kind.COUNTER, Kind.NEXT, Kind.TOWER}
+_NUMBERS_OF_TOWER |= {Kind.FIRST_ROW, Kind.VALID, Kind.SIZE}
 
 
 @rule(
@@ -102,8 +107,11 @@ def _converted(pair: EquationPair) -> Known:
     loses_imaginary = jnp.issubdtype(old, jnp.complexfloating)
     loses_imaginary &= not jnp.issubdtype(new, jnp.complexfloating)
     is_short = new.kind != "b" and new.itemsize < old.itemsize and new.itemsize < 4
-    if x.kind in (Kind.NUMBERS, Kind.COLUMNS) and is_short:
-        raise NotOfOneKindError(f"{x} as {new.name}, which is too short for them")
+    is_count = x.note == ROWS_OF_TOWER and not is_inexact
+    if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
+        raise NotOfOneKindError(f"{x} as {new.name}, which is too short for it")
+    if x.kind in _SUMS and new != old and not holds_sums(old):
+        raise NotOfOneKindError(f"{x} in {old.name}, which may not hold it")
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
     if keeps or x.kind is Kind.ZERO:
         return x
@@ -149,9 +157,7 @@ def _sum_of_two(pair: EquationPair) -> Known:
         return _sum_so_far(pair)
     if found := guards.sum_with_mean(pair):
         return found
-    if kinds & {Kind.MAXIMUM, Kind.MINIMUM}:
-        raise NotOfOneKindError(f"{x} added to {y}")
-    return joined(pair.ins)
+    return added(pair.ins)
 
 
 def _sum_with_number(pair: EquationPair) -> Known:

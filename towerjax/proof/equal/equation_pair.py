@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -195,6 +196,13 @@ def rule(
         return function
 
     return register
+
+
+def holds_sums(dtype: Any) -> bool:
+    """Whether sums over rows are taken to fit; shorter integers wrap around."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.issubdtype(dtype, jnp.signedinteger) and jnp.iinfo(dtype).bits >= 32
+    return dtype != jnp.bool_
 
 
 def size_before(shape: Sequence[Any], axis: int) -> int:

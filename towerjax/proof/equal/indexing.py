@@ -12,6 +12,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    added,
     copy,
     joined,
     part,
@@ -241,8 +242,9 @@ def _scattered(pair: EquationPair) -> Known:
             return joined([x, new], "beside")
         raise NotOfOneKindError(_AMONG_ROWS)
     if at_axis is None and new_axis is None and at.kind in _SAME:
-        is_linear = adds or pair.name == "scatter"
-        if is_linear or {x.kind, new.kind} <= EACH:
+        if adds:
+            return added([x, new])
+        if pair.name == "scatter" or {x.kind, new.kind} <= EACH:
             return joined([x, new], "beside")
     of_rows = (Kind.ROWS, Kind.ZERO)
     fits = new_axis is not None and at_axis is not None
@@ -260,7 +262,7 @@ def _into_table(pair: EquationPair, x: Known, new: Known) -> Known:
             return x
         if pair.has_padding(new.zeros):
             raise NotOfOneKindError("padding counts in a sum over rows")
-        return joined([x, part(new.power)])
+        return added([x, part(new.power)])
     kind = _INTO_TABLE.get(pair.name)
     is_even = new.kind is Kind.ROWS and x.power == new.power and not pair.sizes.padded
     if kind is not None and x.kind is Kind.COPY and is_even:

@@ -161,6 +161,18 @@ def joined(values: Sequence[Known], verb: str = "added to") -> Known:
     return Known(found.kind, found.power, found.blocks)
 
 
+def added(values: Sequence[Known]) -> Known:
+    """The kind of the sum of values of one shape.
+
+    Raises:
+      NotOfOneKindError: As `joined`; or one is a maximum, and a sum of those is none.
+    """
+    extremes = (Kind.MAXIMUM, Kind.MINIMUM)
+    if extreme := next((x for x in values if x.kind in extremes), None):
+        raise NotOfOneKindError(f"a sum of {extreme} and others")
+    return joined(values)
+
+
 def function_of(values: Sequence[Known], what: str) -> Known:
     """The kind of a function of each element of its operands, whatever it computes.
 

@@ -15,6 +15,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    added,
     copy,
     joined,
     part,
@@ -340,7 +341,7 @@ def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known
     if is_own and start.kind is Kind.SO_FAR:
         if end.power is None:
             return first
-        return _either_sum(pair, first, part(end.power))
+        return _sum_with(pair, first, end.power)
     if is_own and start.kind is Kind.BUFFER:
         return ZERO if end.power is None else rows(end.power)
     if start.kind is Kind.COUNTER and end.kind is Kind.NEXT:
@@ -348,9 +349,9 @@ def _end_of(pair: EquationPair, first: Known, start: Known, end: Known) -> Known
     return pair.unknown("what one row leaves for the next")
 
 
-def _either_sum(pair: EquationPair, first: Known, added: Known) -> Known:
+def _sum_with(pair: EquationPair, first: Known, power: Any) -> Known:
     try:
-        return joined([first, added])
+        return added([first, part(power)])
     except NotOfOneKindError as error:
         return pair.unknown(str(error))
 

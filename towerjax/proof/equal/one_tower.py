@@ -9,12 +9,15 @@ derivative, where no rule of the user's own says what a derivative is: a rule he
 for derivatives, too, and none uses that two values cancel.
 """
 
+import contextlib
 import dataclasses
 import enum
+import functools
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +34,8 @@ from towerjax.proof.equal import (  # noqa: F401
 )
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (
+    EACH,
+    PADDING,
     ROWS_OF_TOWER,
     Kind,
     Known,
@@ -58,7 +63,7 @@ class Merge(enum.Enum):
     SUM = "added up"
     MEAN = "added up, and divided by what another result adds up to"
     ROWS = "joined"
-    TABLE_ROWS = "joined, in any order"
+    TABLE_ROWS = "joined, and added up where their indices are the same"
     REPLICATED = "the same on all towers"
     PER_TOWER = "each tower's own"
     OTHER = "merged by a function of its own"
@@ -88,12 +93,14 @@ class MergedLeaf:
       weight: Of a MEAN, the number of the result that it is divided by.
       becomes: Of a PER_TOWER, the number of the input that it is in the next step,
         where all towers have the same one in the first step.
+      indices: Of TABLE_ROWS, the number of the result that says which rows they are.
     """
 
     name: str
     merge: Merge
     weight: int | None = None
     becomes: int | None = None
+    indices: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +122,7 @@ class Equality:
 
 
 _WITH_RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+_RULE_PARAMS = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
 _JAX_FOLDER = str(Path(jax.__file__).parent)
 _OWN_FOLDER = str(Path(__file__).parents[2])
 _JOINED = (Merge.ROWS, Merge.TABLE_ROWS)
@@ -150,7 +158,7 @@ def equal_to_one_tower(
       the worst.
     """
     pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
-    found = [_verdicts(results, outputs) for results in pairs]
+    found = [_verdicts(results, outputs, padded) for results in pairs]
     return worst_of([x for each in found for x in each])
 
 
@@ -169,7 +177,8 @@ class _ProvedResult(NamedTuple):
     """What is known of a result of two programs."""
 
     value: Known
-    has_rows: bool  # whether dim 0 is that of a tower's rows
+    # How many times a tower's rows dim 0 has; None where it is another dim.
+    times_rows: Fraction | None
     is_of_one_shape: bool  # whether no dim depends on the number of towers
 
     @property
@@ -218,23 +227,25 @@ def _results_of_pair(
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
     return [
-        _ProvedResult(
-            value, _has_rows_first(sizes, *both), _is_of_one_shape(sizes, *both)
-        )
+        _ProvedResult(value, _times_rows(sizes, *both), _is_of_one_shape(sizes, *both))
         for value, both in zip(kinds, avals, strict=True)
     ]
 
 
 def _verdicts(
-    results: Sequence[_ProvedResult], outputs: Sequence[MergedLeaf]
+    results: Sequence[_ProvedResult], outputs: Sequence[MergedLeaf], padded: bool
 ) -> list[Equality]:
     """The verdicts for two numbers of towers."""
     found = []
     for leaf, result in zip(outputs, results, strict=False):
         if leaf.merge is Merge.PER_TOWER:
             continue
-        weight = None if leaf.weight is None else results[leaf.weight].value
-        says, why = _verdict(leaf.merge, result.value, weight, result.has_rows)
+        if leaf.indices is not None:
+            says, why = _of_table_rows(result.value, results[leaf.indices], padded)
+        else:
+            weight = None if leaf.weight is None else results[leaf.weight].value
+            has_rows = result.times_rows == 1
+            says, why = _verdict(leaf.merge, result.value, weight, has_rows)
         fits = result.is_of_one_shape or leaf.merge in _JOINED
         if says == "proved" and not fits:
             says, why = "unknown", "its shape depends on the split"
@@ -259,23 +270,51 @@ def _has_own_rule(eqn: JaxprEqn) -> bool:
         return not all(_source_of(x).startswith(_JAX_FOLDER) for x in programs)
     if name not in _WITH_RULES:
         return False
-    inner: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
-    # A rule of the user's for a function of JAX has that function's own rule inside.
-    is_around = any(x.primitive.name in _WITH_RULES for x in all_eqns(inner))
-    return is_around or not _is_rule_of_jax(inner)
+    return not _is_rule_of_jax(eqn)
 
 
-def _is_rule_of_jax(program: Any) -> bool:
+def _is_rule_of_jax(eqn: JaxprEqn) -> bool:
     """Whether JAX defines the function, and its rule beside it."""
+    rules = [x for key, x in eqn.params.items() if key in _RULE_PARAMS]
+    files = [x.co_filename for x in _code_in(rules)]
+    if not all(x.startswith((_JAX_FOLDER, _OWN_FOLDER)) for x in files):
+        return False
+    program: Any = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
     info = getattr(open_jaxpr(program), "debug_info", None)
     name, _, source = str(getattr(info, "func_src_info", "")).partition(" at ")
     file = source.rpartition(":")[0]
     is_of_ours = file.startswith((_JAX_FOLDER, _OWN_FOLDER))
     modules = [x for x in sys.modules.values() if getattr(x, "__file__", 0) == file]
-    rules = (jax.custom_jvp, jax.custom_vjp)
-    has_rule = any(isinstance(getattr(x, name, None), rules) for x in modules)
+    kinds = (jax.custom_jvp, jax.custom_vjp)
+    has_rule = any(isinstance(getattr(x, name, None), kinds) for x in modules)
     # What finds roots is told by the user how.
     return is_of_ours and has_rule and not file.endswith("solves.py")
+
+
+def _code_in(values: Sequence[Any]) -> list[CodeType]:
+    """The code of functions, and of those that they hold, or wrap, or are parts of."""
+    found: list[CodeType] = []
+    todo, seen = [*values], set()
+    while todo:
+        x = todo.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, FunctionType):
+            found.append(x.__code__)
+            for cell in x.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty yet
+                    todo.append(cell.cell_contents)
+        elif isinstance(x, tuple | list):
+            todo += x
+        elif isinstance(x, MethodType):
+            todo.append(x.__func__)
+        elif isinstance(x, functools.partial):
+            todo += [x.func, *x.args, *x.keywords.values()]
+        elif callable(x) and not isinstance(x, type):
+            todo.append(type(x).__call__)
+        todo += [getattr(x, name) for name in ("f", "__wrapped__") if hasattr(x, name)]
+    return found
 
 
 def _source_of(program: Any) -> str:
@@ -284,11 +323,11 @@ def _source_of(program: Any) -> str:
     return str(getattr(info, "func_src_info", "")).partition(" at ")[2]
 
 
-def _has_rows_first(sizes: Sizes, first: Any, second: Any) -> bool:
-    """Whether dim 0 of a result is that of a tower's rows."""
+def _times_rows(sizes: Sizes, first: Any, second: Any) -> Fraction | None:
+    """How many times a tower's rows dim 0 of a result has; None: it is another."""
     if not first.shape or not second.shape:
-        return False
-    return sizes.times(first.shape[0], second.shape[0]) == 1
+        return None
+    return sizes.times(first.shape[0], second.shape[0])
 
 
 def _is_of_one_shape(sizes: Sizes, first: Any, second: Any) -> bool:
@@ -308,8 +347,8 @@ def _verdict(
         return "unknown", unknown[0].why
     if merge is Merge.OTHER:
         return "unknown", f"it is {merge.value}"
-    if merge in (Merge.ROWS, Merge.TABLE_ROWS):
-        return _of_rows(merge, value, has_rows)
+    if merge is Merge.ROWS:
+        return _of_rows(value, has_rows)
     if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
         return "proved", ""
     if merge is Merge.REPLICATED:
@@ -321,16 +360,39 @@ def _verdict(
     return _of_mean(value, weight)
 
 
-def _of_rows(merge: Merge, value: Known, has_rows: bool) -> tuple[str, str]:
+def _of_rows(value: Known, has_rows: bool) -> tuple[str, str]:
     """Rows are joined to those of the batch."""
     if value.kind is Kind.ZERO and has_rows:
         return "proved", ""
-    if merge is Merge.TABLE_ROWS and value.kind in (Kind.ROWS, Kind.ZERO):
-        return _off_by(value, value.kind, value.power)
     if not has_rows or value.blocks > 1:
         return "unknown", "its dim 0 is not that of the rows"
     kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
     return _off_by(value, kind, value.power)
+
+
+def _of_table_rows(value: Known, at: _ProvedResult, padded: bool) -> tuple[str, str]:
+    """Pairs of a row's index and its values, which are added up over all rows.
+
+    Where indices are the same on all towers, the values are a sum as any other.
+    """
+    indices = at.value
+    for x in (value, indices):
+        if x.kind is Kind.UNKNOWN:
+            return "unknown", x.why
+    if value.kind is Kind.ZERO:
+        return "proved", ""
+    if indices.kind not in EACH or indices.power:
+        return "unknown", f"its indices are {indices}"
+    if at.times_rows is None:
+        return _off_by(as_part(value), Kind.PART, as_part(value).power)
+    if value.kind not in EACH:
+        return "unknown", f"it is {value}, at {indices}"
+    orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
+    if len(orders) > 1:
+        return "unknown", "its values are those of other rows than its indices"
+    if padded and PADDING not in value.zeros:
+        return "unknown", "padding counts in it"
+    return _off_by(value, value.kind, value.power)
 
 
 def _off_by(value: Known, wanted: Kind, power: Any) -> tuple[str, str]:

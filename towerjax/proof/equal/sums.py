@@ -3,7 +3,7 @@
 import numpy as np
 
 from towerjax.proof.equal import guards
-from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.equation_pair import EquationPair, holds_sums, rule
 from towerjax.proof.equal.kinds import (
     EACH,
     LINEAR,
@@ -18,7 +18,7 @@ from towerjax.proof.equal.kinds import (
     part,
     product_of,
 )
-from towerjax.proof.equation import PLAIN, all_eqns, sub_jaxprs
+from towerjax.proof.equation import sub_jaxprs
 
 _EXTREMES = {
     "reduce_max": Kind.MAXIMUM,
@@ -87,8 +87,9 @@ def _over_rows(pair: EquationPair, x: Known, axes: set[int]) -> Known:
             raise NotOfOneKindError("padding counts in a sum over rows")
         found = part(x.power)
         is_all = len(axes) == len(pair.shape(0))
-        if x.number is not None and x.number[0] == "flag" and is_all:
-            return found._replace(number=("count", x.number[1]))
+        what, flag = x.number or ("", None)
+        if what == "flag" and is_all and holds_sums(pair.dtype(0)):
+            return found._replace(number=("count", flag))
         return found
     kind = _EXTREMES.get(pair.name)
     if kind is None:
@@ -142,10 +143,17 @@ def _reduction_by_a_function(pair: EquationPair) -> Known:
     over = set(pair.params["dimensions"])
     if any(i in over for i in pair.rows_in if i is not None):
         raise NotOfOneKindError("a reduction of the tower's rows by a function")
-    inner = [eqn for x in sub_jaxprs(pair.first) for eqn in all_eqns(x)]
-    if not all(eqn.primitive in PLAIN for eqn in inner):
-        raise NotOfOneKindError("a reduction by a function that is not looked into")
+    _refuse_other_function(pair)
     return function_of(pair.ins, "a reduction by a function")
+
+
+def _refuse_other_function(pair: EquationPair) -> None:
+    """Raise unless the function that reduces is the same in both programs."""
+    first, second = [sub_jaxprs(eqn)[0] for eqn in (pair.first, pair.second)]
+    given = [copy()] * (len(first.constvars) + len(first.invars))
+    for found in pair.walk.closed(first, second, given, (pair.first, pair.outer)):
+        if found.kind not in (Kind.COPY, Kind.ZERO) or found.power:
+            raise NotOfOneKindError(f"a reduction by a function that gives {found}")
 
 
 @rule("cumsum cumprod cummax cummin cumlogsumexp")
@@ -269,9 +277,7 @@ def _window(pair: EquationPair) -> Known:
         places = copy() if pair.ins[1].kind is Kind.ZERO else _places_in(pair.ins[1])
         return product_of(x, places)
     if pair.name == "reduce_window":
-        inner = [eqn for each in sub_jaxprs(pair.first) for eqn in all_eqns(each)]
-        if not all(eqn.primitive in PLAIN for eqn in inner):
-            raise NotOfOneKindError("a window by a function that is not looked into")
+        _refuse_other_function(pair)
     return function_of(pair.ins, pair.name)
 
 

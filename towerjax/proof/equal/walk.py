@@ -204,7 +204,8 @@ class Walk:
         for power in POWERS:
             factor = ratio ** float(power)
             if a.dtype.kind in "fc":
-                is_power = np.allclose(b, a * factor, rtol=1e-6, atol=0)
+                rtol = min(1e-6, 16 * float(np.finfo(a.dtype).eps))
+                is_power = np.allclose(b, a * factor, rtol=rtol, atol=0)
             else:
                 is_power = np.array_equal(b.astype(float), a.astype(float) * factor)
             if is_power:

@@ -203,15 +203,15 @@ def _trace_passes(
         shapes_of(step.state),
     )
     given = state, jax.tree.map(of_all, own), counts, shared
-    found, merged = [], ()
+    found, merged, later = [], (), list[Given]()
     for pass_ in passes.in_turn([]):
         closed, tree = _trace_tower(pass_, (*given, merged))
         program = TowerProgram(closed, number, rows)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
-        inputs = _inputs_of(step, own, shared, merged)
+        inputs = [*_inputs_of(step, own, shared), *later]
         outputs = _leaves_of_tower(tree, _variables_of(step, inputs))
         found.append((program, inputs, outputs, axes))
-        merged = (_merged_shapes(tree, number),)
+        merged, later = (_as_given_later(tree, number),), _kinds_given_later(tree)
     return found
 
 
@@ -233,10 +233,8 @@ def _trace_tower(pass_: Pass, args: tuple[PyTree, ...]) -> tuple[ClosedJaxpr, Py
         return trace_one_tower(on_device, axes, (*pass_.ins.values(),), args)
 
 
-def _inputs_of(
-    step: StepToProve, own: PyTree, shared: PyTree, merged: PyTree
-) -> list[Given]:
-    """What each input of a tower's program is."""
+def _inputs_of(step: StepToProve, own: PyTree, shared: PyTree) -> list[Given]:
+    """What each input of a tower's program is, but what a pass before it merged."""
     is_local = lambda x: isinstance(x, TowerLocal)  # noqa: E731
     inputs = []
     for x in jax.tree.leaves(step.state, is_leaf=is_local):
@@ -244,7 +242,7 @@ def _inputs_of(
         inputs += [kind] * len(jax.tree.leaves(x))
     of_rows = Given.PER_TOWER if parts_of(IndexedRows, own) else Given.ROWS
     inputs += [of_rows] * len(jax.tree.leaves(own)) + [Given.VALID]
-    return inputs + [Given.REPLICATED] * len(jax.tree.leaves((shared, merged)))
+    return inputs + [Given.REPLICATED] * len(jax.tree.leaves(shared))
 
 
 def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
@@ -283,6 +281,9 @@ _MERGES = {
 }
 
 
+_ALIKE = ADDED, SHOWN, SAME, ROWS  # what is the same however the batch is split
+
+
 def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
     """The leaves of what a tower returns, in the order of its program's results."""
     becomes = iter(variables)
@@ -307,13 +308,18 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
 def _leaves_of_returned(
     name: str, value: PyTree, merge: Merge, start: int
 ) -> list[MergedLeaf]:
-    """The leaves of one value; those of a mean are divided by its weight."""
-    is_mean = lambda x: isinstance(x, Weighted)  # noqa: E731
+    """The leaves of one value, with what those of means and of tables belong to."""
+    is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
     leaves: list[MergedLeaf] = []
-    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_mean)
+    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
     for path, x in pairs:
         within = name + jax.tree_util.keystr(path)
-        if not is_mean(x):
+        if isinstance(x, IndexedRows):  # its values, then its indices
+            at = start + len(leaves) + 1
+            leaves.append(MergedLeaf(within, merge, indices=at))
+            leaves.append(MergedLeaf(f"indices of {within}", Merge.PER_TOWER))
+            continue
+        if not isinstance(x, Weighted):
             is_penalty = isinstance(value, Means)
             leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
             continue
@@ -327,19 +333,29 @@ def _leaves_of_returned(
     return leaves
 
 
-def _merged_shapes(tree: PyTree, number: int) -> PyTree:
+def _as_given_later(tree: PyTree, number: int) -> PyTree:
     """The shapes of what a tower's results are merged to, for the next pass."""
 
     def of(x: Returned) -> PyTree:
-        times = number if x.how in (ROWS, JOINED) else 1
-        if x.how in (ADDED, SHOWN, SAME):
+        if x.how in (*_ALIKE, MERGED) and x.how is not ROWS:
             return x.value
+        is_joined = x.how in (ROWS, JOINED)
 
-        def all_rows(s: Any) -> jax.ShapeDtypeStruct:
-            shape = s.shape[1:] if x.how is OWN else s.shape
-            shape = (shape[0] * times, *shape[1:]) if times > 1 else shape
-            return jax.ShapeDtypeStruct(shape, s.dtype)
+        def of_all(s: Any) -> jax.ShapeDtypeStruct:
+            first = (s.shape[0] * number,) if is_joined else (number, *s.shape[:1])
+            return jax.ShapeDtypeStruct((*first, *s.shape[1:]), s.dtype)
 
-        return jax.tree.map(all_rows, x.value)
+        return jax.tree.map(of_all, x.value)
 
     return map_parts(Returned, of, tree)
+
+
+def _kinds_given_later(tree: PyTree) -> list[Given]:
+    """What a tower's results are to the next pass, once they are merged."""
+
+    def of(x: Returned) -> PyTree:
+        # Of a table the rows are in the towers' order, which depends on the split.
+        kind = Given.REPLICATED if x.how in _ALIKE else Given.PER_TOWER
+        return jax.tree.map(lambda _: kind, x.value)
+
+    return jax.tree.leaves(map_parts(Returned, of, tree))
