@@ -1,8 +1,9 @@
 """The cause of what an audit found, and one remedy."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,8 +11,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
 from towerjax.step.look.audited import program_hash
-from towerjax.step.look.comparison import GRADIENT, Compared, Finding, SplitError
-from towerjax.step.look.run_towers import RowsToRun, Towers
+from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
+from towerjax.step.look.run_towers import Towers
+from towerjax.step.look.two_towers import Audit
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal
@@ -114,80 +116,165 @@ _BY_OWN_ROWS = Advice(
 )
 
 
-class Asks(Protocol):
-    """An audit, of which `advise` asks more."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What a cause is looked for in.
 
-    towers: Callable[..., Towers]
-    one_group: Callable[[], Towers]
-    one_tower: Towers
-    two_towers: Towers
-    each: int
-    split: Callable[..., RowsToRun]
-    splits: list[RowsToRun]
-    is_narrow: bool
-    is_own: bool
-    pads: bool
-    compared: Callable[[list[RowsToRun]], list[Compared]]
-    without: Callable[..., list[str]]
+    Attributes:
+      audit: The audit that found the leaves.
+      findings: The leaves that differ.
+      sites: The equations of one tower's program.
+    """
+
+    audit: Audit
+    findings: Sequence[Finding]
+    sites: list[Site]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the leaves."""
+        return [x.leaf for x in self.findings]
+
+    def without(self, one_tower: Towers, **draws: Any) -> list[str]:
+        """The leaves that are the same of other draws, or on other towers."""
+        return self.audit.without(self.findings, one_tower, **draws)
 
 
-def advise(audit: Asks, error: SplitError) -> SplitError:
+class Explained(NamedTuple):
+    """Leaves, and what explains them."""
+
+    leaves: list[str]
+    advice: Advice
+
+
+def advise(audit: Audit, error: SplitError) -> SplitError:
     """The error of an `Audit` with the first cause that is found, and its remedy."""
-    leaves, advice = next(_causes(audit, error.findings))
+    sites = _sites_of(audit.one_tower.trace(audit.from_batch.first))
+    case = Case(audit, error.findings, sites)
+    leaves, advice = next(filter(None, (cause(case) for cause in _CAUSES)))
     is_of_all = len(leaves) == len(error.findings)
     text = f"{listed(leaves)}: {advice.cause}"
     text = advice.cause[:1].upper() + advice.cause[1:] if is_of_all else text
     return SplitError(error.findings, [f"{text}.", advice.remedy])
 
 
-def _causes(
-    audit: Asks, findings: Sequence[Finding]
-) -> Iterator[tuple[list[str], Advice]]:
-    """Leaves, and what explains them; the last explains all."""
-    names = [x.leaf for x in findings]
-    traced, rows = audit.one_tower.trace(audit.splits[0]), audit.one_tower.rows
-    sites = _sites_of(traced)
-    if crossed := [*crossed_rows(sites, rows)]:
-        yield names, _with_lines(_BY_CROSSED_ROWS, crossed)
-    how = {"narrow": True} if audit.is_narrow else {}
-    again = audit.towers(1, rows=rows, **how).trace(audit.splits[0])
-    if program_hash(traced) != program_hash(again):
-        pairs = zip(sites, _sites_of(again), strict=False)
-        parted = (x for x, y in pairs if _numbers_of(x) != _numbers_of(y))
-        yield names, _with_lines(_BY_ANOTHER_TRACE, itertools.islice(parted, 1))
-    if audit.is_narrow and (mended := audit.without(names, audit.one_group())):
-        yield mended, _BY_DEVICES
-    if draws := [x for x in sites if x[0].primitive.name == "random_bits"]:
-        if mended := audit.without(names, audit.one_tower, shared=False):
-            yield mended, _BY_SHARED_KEY
-        own = [x for x in draws if KEY_NAME not in str(x[0].invars[0].aval)]
-        if any(map(user_line, own)):
-            yield names, _with_lines(_BY_OWN_KEY, own)
-    if audit.pads:
-        as_two = audit.towers(1, rows=audit.two_towers.rows)
-        if mended := audit.without(names, as_two):
-            yield mended, _BY_PADDING
-    (run,) = audit.compared(audit.splits[:1])
-    by_factor = [
-        ([x for x in names if _is_times(run.got[x], factor, run.want[x])], advice)
-        for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO))
-    ]
-    if any(x[0] for x in by_factor) and (sites_of_number := _of_number(audit)):
-        by_number = _with_lines(_BY_NUMBER, sites_of_number)
-        by_factor = [(these, by_number) for these, _ in by_factor]
-    yield from [x for x in by_factor if x[0] == names]
-    is_made_of_it = any(x.startswith(GRADIENT) for x in names) or audit.is_own
-    has_gradients = any(_TRANSPOSED in str(x[0].source_info.name_stack) for x in sites)
-    if is_made_of_it and has_gradients and not any(x.startswith("loss") for x in names):
-        yield names, _BY_OWN_GRADIENT
-    yield from [x for x in by_factor if x[0]]
-    if all(x.split == "unevenly" for x in findings):
-        yield names, _BY_UNEVEN_ROWS
-    if lines := _lines_along(sites, rows):
-        yield names, _BY_OWN_ROWS._replace(cause=lines)
-    if these := [x for x in names if x in _of_first_tower(audit.one_tower.state.local)]:
-        yield these, _BY_FIRST_TOWER
-    yield names, _BY_OWN_ROWS
+def _crossed(case: Case) -> Explained | None:
+    crossed = [*crossed_rows(case.sites, case.audit.one_tower.rows)]
+    advice = _with_lines(_BY_CROSSED_ROWS, crossed)
+    return Explained(case.names, advice) if crossed else None
+
+
+def _traced_anew(case: Case) -> Explained | None:
+    audit = case.audit
+    traced = audit.one_tower.trace(audit.from_batch.first)
+    again = audit.new_tower(narrow=audit.is_narrow).trace(audit.from_batch.first)
+    if program_hash(traced) == program_hash(again):
+        return None
+    pairs = zip(case.sites, _sites_of(again), strict=False)
+    parted = (x for x, y in pairs if _numbers_of(x) != _numbers_of(y))
+    first = itertools.islice(parted, 1)
+    return Explained(case.names, _with_lines(_BY_ANOTHER_TRACE, first))
+
+
+def _of_several_devices(case: Case) -> Explained | None:
+    if not case.audit.is_narrow:
+        return None
+    mended = case.without(case.audit.new_tower())
+    return Explained(mended, _BY_DEVICES) if mended else None
+
+
+def _of_a_shared_key(case: Case) -> Explained | None:
+    if not _draws_in(case):
+        return None
+    mended = case.without(case.audit.one_tower, shared=False)
+    return Explained(mended, _BY_SHARED_KEY) if mended else None
+
+
+def _of_an_own_key(case: Case) -> Explained | None:
+    own = [x for x in _draws_in(case) if KEY_NAME not in str(x[0].invars[0].aval)]
+    advice = _with_lines(_BY_OWN_KEY, own)
+    return Explained(case.names, advice) if any(map(user_line, own)) else None
+
+
+def _draws_in(case: Case) -> list[Site]:
+    """Where random numbers are drawn."""
+    return [x for x in case.sites if x[0].primitive.name == "random_bits"]
+
+
+def _of_padding(case: Case) -> Explained | None:
+    if not case.audit.pads:
+        return None
+    mended = case.without(case.audit.towers(1))  # with as much padding as two have
+    return Explained(mended, _BY_PADDING) if mended else None
+
+
+def _factor_of_all(case: Case) -> Explained | None:
+    of_all = (x for x in _by_factor(case) if x.leaves == case.names)
+    return next(of_all, None)
+
+
+def _factor_of_some(case: Case) -> Explained | None:
+    return next(_by_factor(case), None)
+
+
+def _by_factor(case: Case) -> Iterator[Explained]:
+    """The leaves that two towers have half of, and those that they have twice."""
+    (run,) = case.audit.compared(case.audit.splits[:1])
+    for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
+        leaves = [x for x in case.names if _is_times(run.got[x], factor, run.want[x])]
+        if leaves and (sites := _of_number(case.audit)):
+            advice = _with_lines(_BY_NUMBER, sites)
+        if leaves:
+            yield Explained(leaves, advice)
+
+
+def _of_own_gradients(case: Case) -> Explained | None:
+    """Gradients differ, or what is made of them, and no loss does."""
+    is_made_of_it = case.audit.is_own or any(GRADIENT in x for x in case.names)
+    has_gradients = any(
+        _TRANSPOSED in str(x[0].source_info.name_stack) for x in case.sites
+    )
+    has_loss = any(x.startswith("loss") for x in case.names)
+    is_it = is_made_of_it and has_gradients and not has_loss
+    return Explained(case.names, _BY_OWN_GRADIENT) if is_it else None
+
+
+def _of_uneven_rows(case: Case) -> Explained | None:
+    is_it = all(x.split == "unevenly" for x in case.findings)
+    return Explained(case.names, _BY_UNEVEN_ROWS) if is_it else None
+
+
+def _along_rows(case: Case) -> Explained | None:
+    lines = _lines_along(case.sites, case.audit.one_tower.rows)
+    advice = _BY_OWN_ROWS._replace(cause=lines)
+    return Explained(case.names, advice) if lines else None
+
+
+def _of_the_first_tower(case: Case) -> Explained | None:
+    local = _of_first_tower(case.audit.one_tower.state.local)
+    leaves = [x for x in case.names if x in local]
+    return Explained(leaves, _BY_FIRST_TOWER) if leaves else None
+
+
+def _of_own_rows(case: Case) -> Explained:
+    return Explained(case.names, _BY_OWN_ROWS)
+
+
+_CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
+    _crossed,
+    _traced_anew,
+    _of_several_devices,
+    _of_a_shared_key,
+    _of_an_own_key,
+    _of_padding,
+    _factor_of_all,
+    _of_own_gradients,
+    _factor_of_some,
+    _of_uneven_rows,
+    _along_rows,
+    _of_the_first_tower,
+    _of_own_rows,  # which explains all
+)
 
 
 def _numbers_of(site: Site) -> tuple[str, list[Any]]:
@@ -197,12 +284,12 @@ def _numbers_of(site: Site) -> tuple[str, list[Any]]:
     return site[0].primitive.name, numbers
 
 
-def _of_number(audit: Asks) -> list[Site]:
+def _of_number(audit: Audit) -> list[Site]:
     """Where each of two towers has twice the number, or half, that one alone has."""
-    rows = audit.split("half", np.arange(audit.each))
+    rows = audit.from_batch.of_rows("half", np.arange(audit.each))
     alone = audit.towers(1, rows=audit.each).trace(rows)
     found = []
-    both = audit.two_towers.trace(audit.splits[0])
+    both = audit.two_towers.trace(audit.from_batch.first)
     for site, other in zip(_sites_of(both), _sites_of(alone), strict=False):
         (name, numbers), (of_one, expected) = _numbers_of(site), _numbers_of(other)
         if name != of_one:

@@ -1,7 +1,8 @@
 """Compare what several towers and one tower merged, leaf by leaf."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +20,9 @@ GRADIENT = "gradient"  # what names of gradients begin with
 # A difference counts beyond so many times what a rounding of the numbers changes, with
 # which it begins in 32 bits; in 16 bits each number was rounded as much before.
 _ROUNDINGS = {False: 32, True: 4}
+# Sums in 32 bits of what is computed in 16: each number was rounded by half of its last
+# bit, and is changed by up to two of them, all at once.
+_ROUNDINGS_OF_SUMS = 0.5
 _TOLERANCE = 1e-4
 # Of its size, by how much a leaf may change when nothing else does: as atomic sums do.
 _OF_RERUNS = 1e-6
@@ -97,8 +101,10 @@ class AuditReport:
         )
         if self.not_compared:
             text += f"; not compared: {', '.join(self.not_compared)}"
-        if self.by_rounding:
-            text += f"; rounding decides {listed(list(self.by_rounding))}"
+        if decided := self.by_rounding:
+            which = f"{len(decided)} of {len(self.compared)} values"
+            which = listed(decided) if len(decided) <= _SHOWN else which
+            text += f"; rounding decides {which}"
         return "\n".join([text, *[f"note: {note}" for note in self.notes]])
 
 
@@ -145,11 +151,20 @@ class Compared(NamedTuple):
     got: Leaves
     want: Leaves
     nearby: Callable[[], Sequence[Leaves]]  # as ``want``, of what is rounded once more
+    rtols: Mapping[str, float] = MappingProxyType({})  # other ones, of leaves
 
 
-def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
-    """The report of runs that are the same as on one tower; raise if one is not."""
-    want = runs[0].want
+def judge(
+    runs: Sequence[Compared],
+    examples: int,
+    rtol: float,
+    leaves: Callable[[str], bool] | None = None,
+) -> AuditReport:
+    """The report of runs that are the same as on one tower; raise if one is not.
+
+    Only ``leaves`` of such names are judged; None judges all.
+    """
+    want = {n: x for n, x in runs[0].want.items() if leaves is None or leaves(n)}
     if not (names := compared_of(want)):
         own = listed(sorted(want))
         raise NotAudited(f"nothing is merged to compare; each tower's own are: {own}")
@@ -167,8 +182,24 @@ def judge(runs: Sequence[Compared], examples: int, rtol: float) -> AuditReport:
     towers = tuple(dict.fromkeys(run.towers for run in runs))
     left_out = tuple(sorted(want.keys() - set(names)))
     compared = names, left_out, largest.relative, largest.leaf
-    by_rounding = tuple(x.leaf for x in findings if x.relative > rtol)
+    rtols = {name: rtol for name in names} | {**runs[0].rtols}
+    by_rounding = tuple(x.leaf for x in findings if x.relative > rtols[x.leaf])
     return AuditReport(towers, examples, len(runs), *compared, by_rounding)
+
+
+def join_reports(reports: Sequence[AuditReport]) -> AuditReport:
+    """The report of several, of the same towers and leaves."""
+    most = max(reports, key=lambda x: x.largest)
+    by_rounding = dict.fromkeys(name for x in reports for name in x.by_rounding)
+    compared = {name for x in reports for name in x.compared}
+    left_out = {name for x in reports for name in x.not_compared} - compared
+    return dataclasses.replace(
+        most,
+        splits=sum(x.splits for x in reports),
+        compared=tuple(sorted(compared)),
+        not_compared=tuple(sorted(left_out)),
+        by_rounding=tuple(by_rounding),
+    )
 
 
 def compared_of(leaves: Leaves) -> tuple[str, ...]:
@@ -199,26 +230,16 @@ def _gap_of_leaf(
     i = np.unravel_index(np.argmax(gap), gap.shape)
     value, one_tower, difference = (float(x[i]) for x in (got, want, gap))
     finding = Finding(*at, value, one_tower, difference, difference / size)
-    if finding.relative <= rtol:
-        return finding.relative / rtol if rtol else 0.0, finding
+    own = run.rtols.get(name, rtol)
+    if finding.relative <= own:
+        return finding.relative / own if own else 0.0, finding
     noise = max(_largest_gap(x[name], want) for x in run.nearby())
-    noise *= _ROUNDINGS[rtol > _TOLERANCE]
-    return finding.relative / max(rtol, noise / size), finding
+    noise *= _ROUNDINGS_OF_SUMS if own < rtol else _ROUNDINGS[rtol > _TOLERANCE]
+    return finding.relative / max(own, noise / size), finding
 
 
 def _largest_gap(x: np.ndarray | None, y: np.ndarray) -> float:
     return 0.0 if x is None else float(gaps(x, y).max(initial=0.0))
-
-
-def are_additive(whole: Leaves, halves: Sequence[Leaves], rtol: float) -> bool:
-    """Whether a function of rows A and B is the half of those of A, A and of B, B."""
-    known = {n: x for n, x in whole.items() if x is not None}  # None is not trained
-    with np.errstate(invalid="ignore"):  # inf of either sign
-        mean = {n: np.mean([np.asarray(x[n]) for x in halves], axis=0) for n in known}
-    return all(
-        _largest_gap(mean[n], known[n]) <= rtol * max(_largest(mean[n]), size)
-        for n, size in _sizes(whole).items()
-    )
 
 
 def refuse_random(again: Leaves, first: Leaves) -> None:
@@ -236,14 +257,15 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
             )
 
 
-def refuse_nonfinite(leaves: Leaves) -> None:
-    """Raise where the loss of one tower is not finite."""
+def nonfinite_loss(leaves: Leaves) -> str | None:
+    """What to say where the loss of one tower is not finite."""
     for name, x in leaves.items():
         if name.startswith("loss") and x is not None and not np.isfinite(x).all():
-            raise NotAudited(
+            return (
                 f"on one tower {name} is not finite. Give parameters and a batch whose"
                 " loss is finite; an integer label that is no class makes it NaN"
             )
+    return None
 
 
 def _sizes(want: Leaves) -> dict[str, float]:

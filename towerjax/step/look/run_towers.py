@@ -14,14 +14,16 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.private_jax import least_effort
 from towerjax.mesh.transfer import copy_to_host, place
 from towerjax.metrics.state import compute, has_value
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.metrics.weighted import Means
 from towerjax.step.look.comparison import (
     GRADIENT,
     Compared,
     Leaves,
-    refuse_nonfinite,
+    NotAudited,
+    nonfinite_loss,
     refuse_random,
     rounding_of,
+    rounding_of_dtypes,
 )
 from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.programs import refuse_unread_weight
@@ -32,7 +34,7 @@ from towerjax.step.state.train_state import STATE_LAYOUT, TrainState, split_stat
 from towerjax.towers.row_free_keys import row_free_key
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal, read_local
-from towerjax.types import PerTower, PyTree, Reduction, Rows, Sum, named_leaves
+from towerjax.types import PerTower, PyTree, Reduction, Rows, named_leaves
 from towerjax.types.leaves import is_key, map_parts
 
 DRAWS = 0x45A319E6, 0xD413A7C2
@@ -48,14 +50,19 @@ class RowsToRun:
     word: int = DRAWS[0]
     order: np.ndarray | None = None  # which row of the batch each one is
     shared: bool = True  # whether all towers have one key, too
+    step: int | None = None  # in place of the state's
+    moves: bool = False  # whether the parameters are others than the state's
+    is_short: bool = False  # whether the towers have padding
+    # Whether the audit made it: then the loss of one tower need not be finite.
+    is_made: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Merged:
-    """What was merged: values by leaf, and sums of gradients, which are not divided."""
+    """What was merged: values by leaf, and the tolerance for the rounding of sums."""
 
     values: Leaves
-    sums: Leaves
+    rtols: dict[str, float]
 
 
 class Towers:
@@ -63,8 +70,8 @@ class Towers:
 
     Each tower function is called once a tower: micro-batches are towers in turn. Rows
     are padded to so many that all share, at least to ``rows``. ``passes`` are others
-    than the engine's, without gradients. A tower of several devices has them all, or
-    is ``narrow``, on one.
+    than the engine's. A tower of several devices has them all, or is ``narrow``, on
+    one.
     """
 
     def __init__(
@@ -79,7 +86,7 @@ class Towers:
         narrow: bool = False,
     ) -> None:
         alike = on_one_group(strategy, number, narrow=narrow)
-        self.number, self.rows, self.has_gradients = number, rows, passes is None
+        self.number, self.rows = number, rows
         self._placement = alike.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
@@ -89,6 +96,7 @@ class Towers:
         self.state = place(own, self._placement, STATE_LAYOUT, state.params)
         self._known: dict[RowsToRun, Merged] = {}
         self.traced: Traced | None = None
+        self._was_repeated = False
 
     def trace(self, split: RowsToRun) -> Traced:
         """The passes, traced once."""
@@ -109,19 +117,17 @@ class Towers:
     def run(self, split: RowsToRun, params: PyTree = None) -> Merged:
         """What is merged of these rows, with other parameters where any are given."""
         self.trace(split)
-        state = self.state
-        if params is not None:
-            where = self._placement, STATE_LAYOUT.params, params
-            state = dataclasses.replace(state, params=place(params, *where))
-        args, placed = self._args(split, state)
+        args, placed = self._args(split, self._state_for(split, params))
         with jax.default_matmul_precision("highest"):
             merged = jax.device_get(self._fn(*args))
         return _leaves_of(merged, placed, split.order)
 
     def nearby(self, split: RowsToRun) -> list[Leaves]:
         """What numbers give that are rounded once more; raise where the same differ."""
-        refuse_random(self.run(split).values, self(split).values)
-        params, near = jax.tree.map(copy_to_host, self.state.params), []
+        if not self._was_repeated:
+            refuse_random(self.run(split).values, self(split).values)
+            self._was_repeated = True
+        params, near = self._params_for(split), []
         for step in (1, -1, 2):
             by = step * self.rtol / 8 if self.rtol > 1e-4 else step * 2.0**-23
             rows = dataclasses.replace(split, rows=rounded(split.rows, by, True))
@@ -132,6 +138,25 @@ class Towers:
         """Refuse what a step of so many towers refuses, and padding that counts."""
         placed = self._args(split, self.state)[1]
         refuse_unread_weight(placed, prove(self.trace(split)))
+
+    def _params_for(self, split: RowsToRun) -> PyTree:
+        """The parameters that a split is run with, on the host."""
+        params = jax.tree.map(copy_to_host, self.state.params)
+        return _moved(params) if split.moves else params
+
+    def _state_for(self, split: RowsToRun, params: PyTree) -> TrainState:
+        """The state that a split is run with; ``params`` are others, if any."""
+        state = self.state
+        if split.step is not None:
+            step = np.asarray(split.step, state.step.dtype)
+            step = place(step, self._placement, STATE_LAYOUT.step)
+            state = dataclasses.replace(state, step=step)
+        if params is None and split.moves:
+            params = self._params_for(split)
+        if params is not None:
+            where = self._placement, STATE_LAYOUT.params, params
+            state = dataclasses.replace(state, params=place(params, *where))
+        return state
 
     def _args(
         self, split: RowsToRun, state: TrainState
@@ -147,17 +172,21 @@ def compare(
     several: Sequence[Towers],
     splits: Sequence[tuple[RowsToRun, RowsToRun]],
 ) -> Iterator[Compared]:
-    """What several towers make of the second of each pair, and one of the first."""
+    """What several towers make of the second of each pair, and one of the first.
+
+    Rows that the audit made are left out where the loss of one tower is not finite.
+    """
     for alone, together in splits:
         whole = one_tower(alone)
-        want = whole.values
-        refuse_nonfinite(want)
+        if loss := nonfinite_loss(whole.values):
+            if alone.is_made:
+                continue
+            raise NotAudited(loss)
         near = functools.cache(functools.partial(one_tower.nearby, alone))
         for towers in several:
             got = towers(together).values
-            if not towers.has_gradients:
-                want = {n: x for n, x in want.items() if n not in whole.sums}
-            yield Compared(towers.number, together.name, got, want, near)
+            given = together.name, got, whole.values, near, whole.rtols
+            yield Compared(towers.number, *given)
 
 
 def _local_of(local: PyTree, number: int) -> PyTree:
@@ -200,11 +229,27 @@ def rounded(tree: PyTree, by: float, only_broken: bool = False) -> PyTree:
     return jax.tree.map(near, tree)
 
 
+def _moved(tree: PyTree) -> PyTree:
+    """Parameters that are somewhere else, by a fifth of their size; zeros move, too."""
+    draw = np.random.default_rng(0)
+
+    def elsewhere(x: Any) -> Any:
+        if is_key(x) or not jnp.issubdtype(np.asarray(x).dtype, jnp.floating):
+            return x
+        x = np.asarray(x)
+        wide = np.asarray(x, np.float32)
+        size = float(np.abs(wide).mean()) if x.size else 0.0
+        by = draw.uniform(-1, 1, x.shape).astype(np.float32)
+        return (wide + (0.2 * size if size > 1e-3 else 0.1) * by).astype(x.dtype)
+
+    return jax.tree.map(elsewhere, tree)
+
+
 def _leaves_of(
     merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
 ) -> Merged:
     """What each pass merged, by leaf name; ``Rows`` in the order of the batch."""
-    leaves, sums = Leaves(), Leaves()
+    leaves, rtols = Leaves(), dict[str, float]()
     kept = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
     kept = kept if order is None else kept[np.argsort(order)]
 
@@ -220,12 +265,17 @@ def _leaves_of(
             first = key_name(path[0]) if path else "result"
             root = GRADIENT if first == "grads" else first
             name = prefix + root + jax.tree_util.keystr(path[1:])
-            leaves |= _reals(name, _value_of(leaf))
-            if root == GRADIENT:
-                total = leaf.sum if isinstance(leaf, Weighted) else leaf
-                total = total.value if isinstance(total, Sum) else total
-                sums |= _reals(name, total)
-    return Merged(leaves, sums)
+            values = _reals(name, _value_of(leaf))
+            leaves |= values
+            if root != GRADIENT:
+                rtols |= dict.fromkeys(values, _rounding_of_sums(leaf))
+    return Merged(leaves, rtols)
+
+
+def _rounding_of_sums(leaf: Any) -> float:
+    """The tolerance for the rounding of what is merged, in its own dtype."""
+    dtypes = {str(getattr(x, "dtype", None)) for x in jax.tree.leaves(leaf)}
+    return rounding_of_dtypes(dtypes)
 
 
 def _value_of(leaf: Any) -> PyTree:

@@ -20,6 +20,7 @@ from towerjax.step.look.comparison import (
     SplitError,
     compared_of,
     gaps,
+    join_reports,
     judge,
     refuse_random,
     rounding_of,
@@ -214,17 +215,7 @@ def compare_runs(
     hows = sorted(differing, key=lambda how: how == _KEYS)
     notes = [f"{listed(differing[how])}: {how}" for how in hows]
     notes += _unseen(first, reports[0], [why for traced, why in traces if not traced])
-    most = max(reports, key=lambda x: x.largest)
-    by_rounding = dict.fromkeys(name for x in reports for name in x.by_rounding)
-    return dataclasses.replace(
-        reports[0],
-        of="devices",
-        splits=sum(x.splits for x in reports),
-        largest=most.largest,
-        largest_leaf=most.largest_leaf,
-        by_rounding=tuple(by_rounding),
-        notes=tuple(notes),
-    )
+    return dataclasses.replace(join_reports(reports), of="devices", notes=tuple(notes))
 
 
 def _unseen(run: Seen, report: AuditReport, untraced: Sequence[str]) -> Iterator[str]:

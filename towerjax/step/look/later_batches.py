@@ -1,0 +1,134 @@
+"""The splits of an audit: a batch's rows, and rows as later batches may have them.
+
+All of them run in the same two programs, of one tower and of two.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from towerjax.collectives.sparse_rows import is_sparse
+from towerjax.data import feed
+from towerjax.data.shard import with_shared, without_shared
+from towerjax.step.look.run_towers import DRAWS, RowsToRun
+from towerjax.types import PyTree, Whole
+from towerjax.types.leaves import is_key
+
+_LATE = 1_000_003
+_LARGER = 100
+
+
+class Splits:
+    """The splits of ``each`` rows for either of two towers.
+
+    The rows are the batch's first, on the host; they go round where it has fewer.
+    """
+
+    def __init__(self, batch: PyTree, each: int) -> None:
+        self.each = each
+        self._take, self._total = feed.rows_of(batch), len(feed.batches(batch, 1))
+        self.first = self.of_rows("evenly", np.arange(2 * each))
+
+    def of_rows(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
+        """These rows of the batch."""
+        at = at % self._total
+        return RowsToRun(name, self._take(at), order=at, **how)
+
+    def all(self, *, pads: bool, draws: bool) -> list[RowsToRun]:
+        """The first split and the others.
+
+        Args:
+          pads: Whether batches may be padded.
+          draws: Whether the tower function draws random numbers.
+        """
+        in_order = np.arange(2 * self.each)
+        found, made = [self.first], functools.partial(self.of_rows, is_made=True)
+        if draws:
+            found.append(self.of_rows("evenly", in_order, word=DRAWS[1]))
+        if pads:
+            uneven = in_order[: self.each + self.each // 2]
+            how = {"word": DRAWS[1], "is_short": True}
+            found.append(self.of_rows("unevenly", uneven, **how))
+        at_random = np.random.default_rng(0).permutation(2 * self.each)
+        by_size = np.argsort(_sizes_of_rows(self.first, 2 * self.each), kind="stable")
+        found += [self.of_rows("permuted", at) for at in (at_random, by_size)]
+        found.append(made(f"at step {_LATE:,}", in_order, step=_LATE))
+        repeated = np.where(in_order == self.each, 0, in_order)
+        found.append(made("one row on both towers", repeated))
+        if pads:
+            found.append(made("one row in all", in_order[:1], is_short=True))
+        found += _made_of(self.first, self.each)
+        return [*found, made("of other parameters", in_order, moves=True)]
+
+
+def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
+    """The sum of each row's numbers, so that one tower may have the smaller ones."""
+    rows, _ = without_shared(split.rows)
+    total = np.zeros(count)
+    for x in jax.tree.leaves(rows, is_leaf=is_sparse):
+        if not (is_sparse(x) or is_key(x)):
+            real = np.real(np.asarray(x)).reshape(count, -1)
+            total += real.astype(np.float64).sum(1)
+    return np.nan_to_num(total)
+
+
+def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
+    """The rows with other values, where they have such leaves."""
+    changes = {
+        f"one row times {_LARGER}": _with_a_large_row,
+        "masked on the second tower": functools.partial(_masked, each=each),
+    }
+    made = {name: _with_arrays(split.rows, change) for name, change in changes.items()}
+    return [
+        RowsToRun(name, rows, order=split.order, is_made=True)
+        for name, rows in made.items()
+        if rows is not None
+    ]
+
+
+def _with_arrays(
+    batch: PyTree, change: Callable[[np.ndarray], np.ndarray | None]
+) -> PyTree | None:
+    """The batch with its arrays changed; None where ``change`` is None of each."""
+    rows, held = without_shared(batch)
+    leaves, tree = jax.tree.flatten(rows, is_leaf=is_sparse)
+    fixed = [is_sparse(x) or is_key(x) for x in leaves]
+    made = [
+        None if is_fixed else change(np.asarray(x))
+        for x, is_fixed in zip(leaves, fixed, strict=True)
+    ]
+    if all(x is None for x in made):
+        return None
+    pairs = zip(leaves, made, strict=True)
+    rows = tree.unflatten([old if new is None else new for old, new in pairs])
+    return with_shared(rows, [Whole(x) for x in held])
+
+
+def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
+    """Numbers, of which the first row is so many times as large."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or _is_mask(x):
+        return None
+    x = np.array(x)
+    with np.errstate(over="ignore"):
+        x[0] *= _LARGER
+    return x
+
+
+def _masked(x: np.ndarray, each: int) -> np.ndarray | None:
+    """A mask with half of its ones on the first tower, and none on the second."""
+    if not _is_mask(x):
+        return None
+    x = np.array(x, order="C")
+    first = x[:each].reshape(-1)
+    first[np.flatnonzero(first)[1::2]] = 0
+    x[each:] = 0
+    return x
+
+
+def _is_mask(x: np.ndarray) -> bool:
+    """Whether an array has nothing but zeros and ones, such as a mask or weights."""
+    return bool(((x == 0) | (x == 1)).all() and (x == 1).any())
