@@ -63,6 +63,71 @@ class Split:
         out = lax.conv_general_dilated(image, kernel, (1,), "SAME", batch_group_count=2)
         return tj.Sum(out.sum())
 
+    # Loops over chunks of rows.
+
+    def chunks_by_their_number(p, b, t):
+        chunks = (b["y"] * t.weight).reshape(2, -1)
+        body = lambda c, x: (c + x[0].sum() * x[1], None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, (chunks, jnp.arange(2.0)))[0])
+
+    def chunks_that_decay(p, b, t):
+        body = lambda c, y: (0.9 * c + y.sum(), None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, (b["y"] * t.weight).reshape(2, -1))[0])
+
+    def last_chunk(p, b, t):
+        body = lambda c, y: (y.sum(), None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, (b["y"] * t.weight).reshape(2, -1))[0])
+
+    def chunks_by_a_counter(p, b, t):
+        body = lambda c, y: ((c[0] + 1.0, c[1] + c[0] * y.sum()), None)  # noqa: E731
+        start, chunks = (1.0, b["y"] @ t.weight), (b["y"] * t.weight).reshape(2, -1)
+        return tj.Sum(lax.scan(body, start, chunks)[0][1])
+
+    def function_of_a_chunks_sum(p, b, t):
+        body = lambda c, y: (c + jnp.tanh(y.sum()), None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, (b["y"] * t.weight).reshape(2, -1))[0])
+
+    def chunks_of_all_towers(p, b, t):
+        body = lambda c, y: (c + jnp.tanh(psum(y.sum(), t)), None)  # noqa: E731
+        every = lax.scan(body, 0.0, (b["y"] * t.weight).reshape(2, -1))[0]
+        return tj.Sum(every / t.num_towers)
+
+    def sums_of_chunks(p, b, t):
+        body = lambda c, y: (c, y.sum())  # noqa: E731
+        each = lax.scan(body, 0.0, (b["y"] * t.weight).reshape(2, -1))[1]
+        return tj.Sum(each * jnp.arange(2.0))
+
+    def chunks_beside_others(p, b, t):
+        other = (b["x"][:, 0] * t.weight).reshape(-1, 2).T
+        body = lambda c, x: (c + (x[0] * x[1]).sum(), None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, (b["y"].reshape(2, -1), other))[0])
+
+    def chunks_of_one_key(p, b, t):
+        draw = lambda y: y * jax.random.uniform(t.rng, y.shape)  # noqa: E731
+        body = lambda c, y: (c + draw(y).sum(), None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, (b["y"] * t.weight).reshape(2, -1))[0])
+
+    def chunks_turned_round(p, b, t):
+        body = lambda c, y: (c, jnp.tanh(y))  # noqa: E731
+        each = lax.scan(body, 0.0, b["y"].reshape(2, -1))[1]
+        return total(each.T.reshape(-1) * b["x"][:, 0], t)
+
+    def padding_beside_other_groups(p, b, t):
+        first, other = b["y"] * t.weight, b["x"][:, 0] * t.weight
+        turned = other.reshape(-1, 2).T
+        return tj.Sum((first.reshape(2, -1) * turned).sum())
+
+    def groups_times_numbers_of_their_own(p, b, t):
+        groups = (b["y"] * t.weight).reshape(2, -1)
+        return tj.Sum(jnp.tanh(groups * p["w"][:2, None]).sum())
+
+    def padding_in_groups(p, b, t):
+        return tj.Sum(b["y"].reshape(2, -1).sum())
+
+    def padding_in_chunks(p, b, t):
+        body = lambda c, y: (c + y.sum(), None)  # noqa: E731
+        return tj.Sum(lax.scan(body, 0.0, b["y"].reshape(2, -1))[0])
+
     # Choices by whether a tower has some row.
 
     def first_row_by_number(p, b, t):
@@ -121,6 +186,23 @@ class Together:
         label = jnp.zeros(t.rows, int)
         hits = (b["x"].argmax(1) == label) & (label >= 0) & ~(label < 0)
         return total(1.0 * hits, t)
+
+    def chunks_of_rows(p, b, t):
+        def body(carry, rows):
+            x, weight = rows
+            losses = jnp.tanh(x @ p["w"] + p["b"])
+            grad = jax.grad(lambda w: jnp.tanh(x @ w) @ weight)(p["w"])
+            total, so_far = carry
+            return (total + losses @ weight, so_far + grad), (losses, losses @ weight)
+
+        weight = t.weight.reshape(2, -1)
+        chunks = b["x"].reshape(2, -1, F), weight
+        start = 0.0, jnp.zeros(F)
+        (first, grad), (losses, sums) = lax.scan(jax.checkpoint(body), start, chunks)
+        again = (losses.reshape(-1) * t.weight).sum()
+        groups = (b["y"] * t.weight).reshape(-1, 2).T
+        masked = jnp.tanh(b["y"].reshape(2, -1) - p["b"]) * weight
+        return tj.Sum(first + sums.sum() + again + groups.sum() + masked.sum() + grad)
 
     def branch_if_any_is_flagged(p, b, t):
         flag = (b["y"] > 1.3) * t.weight

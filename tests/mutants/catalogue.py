@@ -1290,7 +1290,8 @@ EQUAL = (
        "other.kind in (Kind.ROW, Kind.COPY)",
        "other.kind in (Kind.ROW, Kind.COPY, Kind.SO_FAR)",
        _split("sum_that_is_doubled")),
-    _m("E39", "a loop over rows may start its sum anew", f"{_SIDE}_choice_in_loop",
+    _m("E39", "a loop over rows may start its sum anew",
+       f"{_EQUAL}choices:_choice_in_loop",
        "is_one = len({(x.kind, x.note) for x in cases}) == 1", "is_one = True",
        _split("sum_that_starts_anew")),
     _m("E40", "any rule is given what a loop over rows adds up",
@@ -1360,6 +1361,7 @@ EQUAL = (
 )
 
 _STEP = "step_equality::"
+_CHUNKS = f"{_EQUAL}chunk_loops:"
 LAID = (
     _m("E60", "variables of a tower are replicated in any step",
        "step.look.equality:_variables_of",
@@ -1398,10 +1400,35 @@ LAID = (
     _m("E71", "whether a tower has none is as whether it has any",
        f"{_EQUAL}guards:has_any", "if is_any else (Kind.MINIMUM,",
        "if is_any else (Kind.MAXIMUM,", _split("any_that_has_none_of_another_tower")),
-    _m("E72", "the first row's number is below 0", f"{_SIDE}_comparison",
+    _m("E72", "the first row's number is below 0", f"{_EQUAL}choices:_comparison",
        'if pair.name == "lt" and y.kind is Kind.ZERO:',
        'if pair.name in ("lt", "le") and y.kind is Kind.ZERO:',
        _split("first_row_by_number")),
+    _m("E73", "chunks may be weighed by their number", f"{_CHUNKS}_of_a_trip",
+       "if x.kind in (Kind.ZERO, Kind.UNKNOWN):", "if True:",
+       _split("chunks_by_their_number")),
+    _m("E74", "what a chunk leaves for the next is a sum", f"{_CHUNKS}_sum_of_trips",
+       "if (end.kind, end.note) != (Kind.SO_FAR, start.note):", "if False:",
+       _split("last_chunk")),
+    _m("E75", "a carry of a loop over chunks is the same in all trips",
+       f"{_CHUNKS}_added_to", "if x.kind is Kind.UNKNOWN",
+       "if x.kind in (Kind.UNKNOWN, Kind.COPY, Kind.ZERO)",
+       _split("chunks_by_a_counter")),
+    _m("E76", "towers meet in a chunk", f"{_MEETING}_refuse_other_axes",
+       "if pair.walk.in_chunks:", "if False:", _split("chunks_of_all_towers")),
+    _m("E77", "sums of chunks are one of each row", f"{_CHUNKS}_of_all_trips",
+       "groups = Groups((0,), False)", "return x", _split("sums_of_chunks")),
+    _m("E78", "groups of rows meet others as rows do", f"{_EQUAL}walk:_is_of_groups",
+       "len(notes) == 1 and", "notes and", _split("padding_beside_other_groups")),
+    _m("E79", "a key may be one of each chunk", f"{_CHUNKS}_shared",
+       "if x.kind in (Kind.COPY, Kind.ZERO, Kind.UNKNOWN):", "if True:",
+       _split("chunks_of_one_key")),
+    _m("E80", "groups that are turned round are as they were", f"{_SIDE}_transposed",
+       "_replace(dims=dims)", "_replace(dims=x.note.dims)",
+       _split("chunks_turned_round")),
+    _m("E81", "padding in groups does not count", f"{_TOTAL}_over_groups",
+       "if is_over and pair.has_padding(x.zeros):", "if False:",
+       _split("padding_in_groups")),
 )
 
 # fmt: on

@@ -15,13 +15,13 @@ from towerjax.proof.equal.equation_pair import (
 from towerjax.proof.equal.kinds import (
     EACH,
     LINEAR,
-    PADDING,
     ROWS_OF_TOWER,
     ZERO,
     Kind,
     Known,
     NotOfOneKindError,
     added,
+    as_part,
     copy,
     function_of,
     joined,
@@ -81,10 +81,20 @@ def _linear_of_complex(pair: EquationPair) -> Known:
     return x
 
 
-@rule("squeeze expand_dims transpose", knows_constants=True, knows_identity=True)
+@rule("squeeze expand_dims", knows_constants=True, knows_identity=True)
 def _laid_otherwise(pair: EquationPair) -> Known:
     """The dims have other numbers, which the programs' shapes show."""
     return pair.ins[0]
+
+
+@rule("transpose", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD])
+def _transposed(pair: EquationPair) -> Known:
+    """The same; groups of rows lie along the dims that theirs became."""
+    [x] = pair.ins
+    if x.kind is not Kind.SPREAD:
+        return x
+    dims = tuple(pair.params["permutation"].index(i) for i in x.note.dims)
+    return x._replace(note=x.note._replace(dims=dims))
 
 
 @rule(
@@ -92,6 +102,7 @@ def _laid_otherwise(pair: EquationPair) -> Known:
     knows_constants=True,
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.STACKED, Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
+    by_element=True,
 )
 def _converted(pair: EquationPair) -> Known:
     """Floats stay what they are but for rounding, and integers as they grow wider.
@@ -135,6 +146,7 @@ def _converted(pair: EquationPair) -> Known:
     knows_constants=True,
     knows_identity=True,
     kinds=[Kind.SPREAD, Kind.SO_FAR],
+    by_element=True,
 )
 def _sum_of_two(pair: EquationPair) -> Known:
     """Kinds are closed under sums; a copy is a part of T times it."""
@@ -176,23 +188,30 @@ def _sum_with_number(pair: EquationPair) -> Known:
 
 
 def _sum_so_far(pair: EquationPair) -> Known:
-    """In a loop over rows: what one row, or none, adds to a carry of its own."""
+    """In a loop over rows or chunks: what a trip adds to a carry of its own."""
     x, y = pair.ins
     one, other = (x, y) if x.kind is Kind.SO_FAR else (y, x)
+    adds_sums = pair.walk.loop is None and pair.walk.in_chunks
+    other = as_part(other) if adds_sums else other
     is_taken_off = pair.name == "sub" and one is y
     if other.kind is Kind.ZERO and not is_taken_off:
         return one
     is_even = one.power in (None, other.power)
-    adds = other.kind in (Kind.ROW, Kind.COPY) and is_even and not is_taken_off
+    addends = (Kind.PART,) if adds_sums else (Kind.ROW, Kind.COPY)
+    adds = other.kind in addends and is_even and not is_taken_off
     if not adds:
         raise NotOfOneKindError(f"{other} and {one}")
-    if pair.has_padding(other.zeros):
+    if not adds_sums and pair.has_padding(other.zeros):
         raise NotOfOneKindError("padding counts in a sum over rows")
     return one._replace(power=other.power)
 
 
 @rule(
-    "mul", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
+    "mul",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.SPREAD, Kind.STACKED],
+    by_element=True,
 )
 def _product(pair: EquationPair) -> Known:
     """A multiple of a part is a part; rows times rows are rows."""
@@ -229,7 +248,11 @@ def _multiple(pair: EquationPair) -> Known:
 
 
 @rule(
-    "div", knows_constants=True, knows_identity=True, kinds=[Kind.SPREAD, Kind.STACKED]
+    "div",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.SPREAD, Kind.STACKED],
+    by_element=True,
 )
 def _quotient(pair: EquationPair) -> Known:
     """As a product; integers are cut off, which is no multiple."""
@@ -265,7 +288,7 @@ _EXPONENTS = {
 }
 
 
-@rule("integer_pow square sqrt rsqrt cbrt abs", knows_constants=True)
+@rule("integer_pow square sqrt rsqrt cbrt abs", knows_constants=True, by_element=True)
 def _power(pair: EquationPair) -> Known:
     """(T^p x)^y is T^(p y) x^y, and powers of T are positive."""
     [x] = pair.ins
@@ -276,140 +299,6 @@ def _power(pair: EquationPair) -> Known:
     if x.kind not in EACH:
         raise NotOfOneKindError(f"{pair.name} of {x}")
     return x.times_tower(x.power * exponent)
-
-
-@rule("max min", knows_constants=True, knows_identity=True)
-def _larger(pair: EquationPair) -> Known:
-    """The larger of two is so for all powers, if both have the same."""
-    x, y = pair.ins
-    if found := guards.at_least_one(pair):
-        return found
-    extremes = [v for v in pair.ins if v.kind in _ORDERED]
-    if extremes:
-        wanted = {v for v in (Kind.MAXIMUM, Kind.MINIMUM) if _ORDERED[v] == pair.name}
-        is_even = len({v.power for v in pair.ins if v.kind is not Kind.ZERO}) == 1
-        if pair.kinds <= wanted | {Kind.COPY} and is_even:
-            return extremes[0].times_tower(x.power)
-        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
-    return joined(pair.ins, "compared with")
-
-
-@rule("eq ne lt le gt ge", knows_constants=True, knows_identity=True)
-def _comparison(pair: EquationPair) -> Known:
-    """Which of two is larger is the same for all powers, if both have the same."""
-    x, y = pair.ins
-    if pair.name == "lt" and y.kind is Kind.ZERO:
-        own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
-        if x.kind in own:
-            return copy(note=False)
-    if x.kind is Kind.NUMBERS and pair.name == "lt":
-        is_each = pair.times_rows(0, pair.rows_in[0]) == 1
-        if y.kind is Kind.VALID and is_each:  # rows that are no padding come first
-            is_flag = len(pair.shape(0)) == 1
-            weight = ("flag", PADDING) if is_flag else None
-            return rows()._replace(zeros=frozenset([PADDING]), number=weight)
-        if y.note == ROWS_OF_TOWER and is_each:
-            return copy(note=True)
-    if pair.name == "ge" and y.note == ROWS_OF_TOWER:
-        if x.kind is Kind.VALID:
-            return Known(Kind.IS_FULL)
-        if x.note == ROWS_OF_TOWER:
-            return copy(note=True)
-    if found := guards.comparison(pair):
-        return found
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"{x} compared with {y}")
-    found = joined(pair.ins, "compared with")
-    if found.kind is Kind.ZERO:
-        return copy()
-    return guards.as_flag(pair, found.times_tower(0))
-
-
-@rule("or", knows_constants=True, knows_identity=True)
-def _either(pair: EquationPair) -> Known:
-    """A function; and a row is no padding, or no row is, where the first holds."""
-    x, y = pair.ins
-    weight = ("flag", PADDING)
-    for one, other in ((x, y), (y, x)):
-        if one.number == weight and other.kind is Kind.IS_FULL:
-            return one
-    is_true = pair.constant(0) is True or pair.constant(1) is True
-    if is_true and pair.kinds <= {Kind.COPY, Kind.ZERO}:
-        return copy(note=True)
-    return function_of(pair.ins, "or")
-
-
-@rule("and", knows_constants=True, knows_identity=True)
-def _both(pair: EquationPair) -> Known:
-    """A function; of two flags it is a flag."""
-    found = function_of(pair.ins, "and")
-    if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
-        return guards.as_flag(pair, found)
-    return found
-
-
-@rule("not", knows_constants=True, knows_identity=True)
-def _opposite(pair: EquationPair) -> Known:
-    """A function; not the largest of all is the smallest of what they are not."""
-    [x] = pair.ins
-    if x.kind in _ORDERED and pair.dtype(0).kind == "b":
-        return guards.opposite(x)
-    return function_of(pair.ins, "not")
-
-
-@rule(
-    "select_n",
-    knows_constants=True,
-    knows_identity=True,
-    knows_unknown=True,
-    kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
-)
-def _choice(pair: EquationPair) -> Known:
-    """One that all towers make alike keeps kinds; one for each row makes rows."""
-    predicate, *cases = pair.ins
-    if predicate.kind is Kind.ZERO or pair.constant(0) is False:
-        return cases[0]
-    unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
-    if unknown:
-        return unknown[0]
-    if found := guards.choice(pair):
-        return found
-    if {x.kind for x in cases} & {Kind.SO_FAR, Kind.BUFFER}:
-        return _choice_in_loop(pair)
-    if predicate.kind not in EACH or predicate.power:
-        raise NotOfOneKindError(f"a choice by {predicate}")
-    found = joined(cases, "or")
-    if predicate.kind in (Kind.COPY, Kind.ZERO):
-        return found
-    if found.kind not in EACH:
-        raise NotOfOneKindError(f"rows choose {found}")
-    if found.kind is Kind.ZERO:
-        return found
-    both = joined([predicate, found.times_tower(0)], "chooses")
-    return both.times_tower(found.power)
-
-
-def _choice_in_loop(pair: EquationPair) -> Known:
-    """Of one carry as it was, and as it was added to or filled."""
-    predicate, *cases = pair.ins
-    known = [x for x in cases if x.power is not None] or cases
-    is_of_row = predicate.kind in (Kind.ROW, Kind.COPY, Kind.ZERO)
-    is_one = len({(x.kind, x.note) for x in cases}) == 1
-    is_even = len({x.power for x in known}) == 1
-    if not (is_of_row and is_one and is_even) or pair.rows_in[0] is not None:
-        raise NotOfOneKindError(f"{predicate} chooses {cases[0]} or {cases[-1]}")
-    zeros = frozenset.intersection(*[x.zeros for x in cases])
-    return known[0]._replace(zeros=zeros)
-
-
-@rule("clamp", knows_constants=True)
-def _clamped(pair: EquationPair) -> Known:
-    """As the larger and the smaller of two."""
-    if not pair.kinds <= EACH:
-        raise NotOfOneKindError(f"a clip of {pair.ins[1]}")
-    return joined(pair.ins, "clipped by")
 
 
 @rule("complex", knows_constants=True)
@@ -428,6 +317,7 @@ def _of_two_parts(pair: EquationPair) -> Known:
     one_minus_square log2 mulhi eq_to lt_to le_to
     regularized_incomplete_beta bessel_i0e bessel_i1e bitcast_convert_type""",
     knows_constants=True,
+    by_element=True,
 )
 def _function(pair: EquationPair) -> Known:
     """Each element is a function of one element of each operand."""

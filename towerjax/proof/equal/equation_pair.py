@@ -170,6 +170,9 @@ class Registered(NamedTuple):
     # of what is known of its operands.
     knows_identity: bool = False
     kinds: frozenset[Kind] = frozenset()  # that no other rule is given
+    # Whether each element of a result is a function of one of each operand; then it is
+    # given groups of rows as rows.
+    by_element: bool = False
 
 
 RULES: dict[str, Registered] = {}
@@ -186,12 +189,13 @@ def rule(
     knows_unknown: bool = False,
     knows_identity: bool = False,
     kinds: Iterable[Kind] = (),
+    by_element: bool = False,
 ) -> Callable[[Rule], Rule]:
     """Register a rule for the primitives of these names."""
 
     def register(function: Rule) -> Rule:
         knows = knows_constants, knows_unknown, knows_identity
-        found = Registered(function, *knows, frozenset(kinds))
+        found = Registered(function, *knows, frozenset(kinds), by_element)
         RULES.update(dict.fromkeys(names.split(), found))
         return function
 

@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     ROWS = "rows"
     # The towers' values, added up, are it.
     PART = "a sum over the tower's rows"
-    # The same, once its elements along the dims of its note are added up, too.
+    # Along several dims, in the order that its note tells: see `Groups`.
     SPREAD = "the tower's rows in groups"
     # The largest, or smallest, of the towers' values is it.
     MAXIMUM = "a maximum over the tower's rows"
@@ -65,6 +65,19 @@ class Identity(int):
 
 
 NO_ZEROS: frozenset[Any] = frozenset()
+
+
+class Groups(NamedTuple):
+    """How an array has the tower's rows along several dims.
+
+    Attributes:
+      dims: The dims, the first one outermost, along which there is each row in order.
+      each: Whether an element is one of a row; else all along the dims add up to a
+        sum over rows.
+    """
+
+    dims: tuple[int, ...]
+    each: bool
 
 
 class Known(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from towerjax.proof.equal import guards
+from towerjax.proof.equal.chunk_loops import over_chunks, runs_over_chunks
 from towerjax.proof.equal.equation_pair import (
     SPECIAL,
     EquationPair,
@@ -234,6 +235,8 @@ def _scanned(pair: EquationPair) -> list[Known]:
     start = consts + carry_size
     lengths = tuple(eqn.params["length"] for eqn in (pair.first, pair.second))
     programs = [eqn.params["jaxpr"] for eqn in (pair.first, pair.second)]
+    if lengths[0] == lengths[1] and runs_over_chunks(pair):
+        return over_chunks(pair, programs)
     _refuse_special(pair.ins)
     ins = [x.bare() for x in pair.ins]
     if pair.sizes.times(*lengths) is not None:
@@ -260,7 +263,7 @@ def _over_own_rows(
     pair: EquationPair, lengths: tuple[Any, Any], programs: Sequence[Any]
 ) -> list[Known]:
     """A loop over rows: each adds to sums, fills arrays, and is no other's concern."""
-    if pair.walk.loop is not None:
+    if pair.walk.loop is not None or Kind.SO_FAR in pair.kinds:
         raise NotOfOneKindError("a loop over the tower's rows in another one")
     consts, carry_size = loop_sizes(pair.first)
     start = consts + carry_size

@@ -24,6 +24,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from towerjax.proof.equal import (  # noqa: F401
+    choices,
     elementwise,
     indexing,
     loops,

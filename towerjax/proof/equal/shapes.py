@@ -14,6 +14,7 @@ from towerjax.proof.equal.equation_pair import (
 from towerjax.proof.equal.kinds import (
     LINEAR,
     ZERO,
+    Groups,
     Kind,
     Known,
     NotOfOneKindError,
@@ -108,12 +109,19 @@ def _repeated(pair: EquationPair) -> Known:
     return kept._replace(blocks=x.blocks * each[r_in][0])
 
 
-@rule("reshape", knows_constants=True, knows_identity=True, kinds=[Kind.STACKED])
+@rule(
+    "reshape",
+    knows_constants=True,
+    knows_identity=True,
+    kinds=[Kind.STACKED, Kind.SPREAD],
+)
 def _reshaped(pair: EquationPair) -> Known:
     """All blocks of rows are blocks of rows again, where no row is cut."""
     x, [r_in], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
     if x.kind is Kind.STACKED:
         return _joined_over_towers(pair, x)
+    if x.kind is Kind.SPREAD:
+        return _from_groups(pair, x, r_out)
     is_one = _size(pair.shape(0)) == _size(pair.out_shape())
     if r_in is None and r_out is None:
         if x.kind in {*_MOVED, *_TOWER_NUMBERS, Kind.MAXIMUM, Kind.MINIMUM} or is_one:
@@ -132,8 +140,6 @@ def _reshaped(pair: EquationPair) -> Known:
     blocks = _blocks_after(pair, x.blocks, r_in, r_out)
     if blocks is not None:
         return x._replace(blocks=blocks)
-    if pair.has_padding(x.zeros):
-        raise NotOfOneKindError("the tower's rows in groups, some of them padding")
     return _as_groups(pair, x, r_in)
 
 
@@ -171,17 +177,24 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
 
 def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
-    """Groups of rows, all of which are still to be added up.
-
-    The dims that the rows' dim became are those whose elements, and no others, make it
-    up.
-    """
+    """Groups of rows, along the dims that the rows' dim became, and no others."""
     old, new = pair.shape(0), pair.out_shape()
     start, end = r_in, len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
         raise NotOfOneKindError("the tower's rows in another order")
-    return Known(Kind.SPREAD, x.power, note=tuple(range(start, end)))
+    return Known(Kind.SPREAD, x.power, note=Groups((*range(start, end),), True))
+
+
+def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
+    """Groups of rows as one dim again, in the order that they had before."""
+    old, new, (dims, each) = pair.shape(0), pair.out_shape(), x.note
+    start, end = dims[0], dims[-1] + 1
+    is_whole = each and dims == tuple(range(start, end)) and r_out == start
+    is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
+    if not is_whole:
+        raise NotOfOneKindError(f"{x} in another shape")
+    return rows(x.power)
 
 
 @rule("concatenate", kinds=[Kind.COLUMNS])

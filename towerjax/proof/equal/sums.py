@@ -9,6 +9,7 @@ from towerjax.proof.equal.kinds import (
     LINEAR,
     NO_ZEROS,
     ZERO,
+    Groups,
     Kind,
     Known,
     NotOfOneKindError,
@@ -108,11 +109,15 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """What is added up of what is to be added up."""
     if pair.name != "reduce_sum":
         raise NotOfOneKindError(f"{pair.name} of {x}")
-    left = [i for i in x.note if i not in axes]
+    dims, each = x.note
+    left = [i for i in dims if i not in axes]
+    is_over = len(left) < len(dims)
+    if is_over and pair.has_padding(x.zeros):
+        raise NotOfOneKindError("padding counts in a sum over rows")
     if not left:
         return part(x.power)
-    moved = [i - sum(j < i for j in axes) for i in left]
-    return x._replace(note=tuple(moved))
+    moved = tuple(i - sum(j < i for j in axes) for i in left)
+    return x._replace(note=Groups(moved, each and not is_over), number=None)
 
 
 def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:

@@ -103,6 +103,7 @@ class Walk:
         self.has_keys = has_keys
         self.loop: RowLoop | None = None
         self.kinds: dict[int, dict[Any, Known]] = {}
+        self.in_chunks = False  # in a loop over chunks of rows
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
@@ -122,7 +123,7 @@ class Walk:
 
         Results for other values of these kinds are other values.
         """
-        key = id(first), id(second), tuple(ins), self.loop
+        key = id(first), id(second), tuple(ins), self.loop, self.in_chunks
         if key not in self._known:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
@@ -259,6 +260,9 @@ class Walk:
             knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
             if axis is not None and not knows:
                 raise NotOfOneKindError("an array with a dim of towers")
+        if registered.by_element and _is_of_groups(pair):
+            return _by_groups(pair, registered)
+        for value in pair.ins:
             if value.kind in SPECIAL - registered.kinds:
                 raise NotOfOneKindError(f"{pair.name} of {value}")
         if not registered.knows_constants:
@@ -291,6 +295,32 @@ class Walk:
         if value.kind is Kind.PART and value.number is None:
             value = value._replace(number=self.new_number("value"))
         return value
+
+
+def _is_of_groups(pair: EquationPair) -> bool:
+    """Whether operands are the same groups of rows, or one number for all of these."""
+    notes = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
+    others = [i for i, x in enumerate(pair.ins) if x.kind is not Kind.SPREAD]
+    are_numbers = all(
+        pair.ins[i].kind in (Kind.COPY, Kind.ZERO)
+        and (pair.shape(i) == () or pair.constant(i) is not None)
+        for i in others
+    )
+    return len(notes) == 1 and all(x.each for x in notes) and are_numbers
+
+
+def _by_groups(pair: EquationPair, registered: Registered) -> Known:
+    """What a rule for elements gives of groups of rows, as of rows."""
+    ins = [
+        rows(x.power)._replace(zeros=x.zeros) if x.kind is Kind.SPREAD else x
+        for x in pair.ins
+    ]
+    found = registered.rule(dataclasses.replace(pair, ins=ins))
+    assert isinstance(found, Known)
+    if found.kind is not Kind.ROWS:
+        return found
+    [note] = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
+    return Known(Kind.SPREAD, found.power, note=note)
 
 
 def _renumbered(value: Known, found: _Walked, shift: int) -> Known:

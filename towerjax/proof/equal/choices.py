@@ -1,0 +1,153 @@
+"""Rules of what compares elements, and of what is chosen by that."""
+
+from towerjax.proof.equal import guards
+from towerjax.proof.equal.equation_pair import EquationPair, rule
+from towerjax.proof.equal.kinds import (
+    EACH,
+    PADDING,
+    ROWS_OF_TOWER,
+    Kind,
+    Known,
+    NotOfOneKindError,
+    copy,
+    function_of,
+    joined,
+    rows,
+)
+
+_EXTREME_OF = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
+
+
+@rule("max min", knows_constants=True, knows_identity=True, by_element=True)
+def _larger(pair: EquationPair) -> Known:
+    """The larger of two is so for all powers, if both have the same."""
+    x, y = pair.ins
+    if found := guards.at_least_one(pair):
+        return found
+    extremes = [v for v in pair.ins if v.kind in _EXTREME_OF]
+    if extremes:
+        wanted = {kind for kind, name in _EXTREME_OF.items() if name == pair.name}
+        is_even = len({v.power for v in pair.ins if v.kind is not Kind.ZERO}) == 1
+        if pair.kinds <= wanted | {Kind.COPY} and is_even:
+            return extremes[0].times_tower(x.power)
+        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"the {pair.name} of {x} and {y}")
+    return joined(pair.ins, "compared with")
+
+
+@rule("eq ne lt le gt ge", knows_constants=True, knows_identity=True, by_element=True)
+def _comparison(pair: EquationPair) -> Known:
+    """Which of two is larger is the same for all powers, if both have the same."""
+    x, y = pair.ins
+    if pair.name == "lt" and y.kind is Kind.ZERO:
+        own = (Kind.NUMBERS, Kind.COUNTER, Kind.TOWER, Kind.FIRST_ROW, Kind.ZERO)
+        if x.kind in own:
+            return copy(note=False)
+    if x.kind is Kind.NUMBERS and pair.name == "lt":
+        is_each = pair.times_rows(0, pair.rows_in[0]) == 1
+        if y.kind is Kind.VALID and is_each:  # rows that are no padding come first
+            is_flag = len(pair.shape(0)) == 1
+            weight = ("flag", PADDING) if is_flag else None
+            return rows()._replace(zeros=frozenset([PADDING]), number=weight)
+        if y.note == ROWS_OF_TOWER and is_each:
+            return copy(note=True)
+    if pair.name == "ge" and y.note == ROWS_OF_TOWER:
+        if x.kind is Kind.VALID:
+            return Known(Kind.IS_FULL)
+        if x.note == ROWS_OF_TOWER:
+            return copy(note=True)
+    if found := guards.comparison(pair):
+        return found
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"{x} compared with {y}")
+    found = joined(pair.ins, "compared with")
+    if found.kind is Kind.ZERO:
+        return copy()
+    return guards.as_flag(pair, found.times_tower(0))
+
+
+@rule("or", knows_constants=True, knows_identity=True, by_element=True)
+def _either(pair: EquationPair) -> Known:
+    """A function; and a row is no padding, or no row is, where the first holds."""
+    x, y = pair.ins
+    weight = ("flag", PADDING)
+    for one, other in ((x, y), (y, x)):
+        if one.number == weight and other.kind is Kind.IS_FULL:
+            return one
+    is_true = pair.constant(0) is True or pair.constant(1) is True
+    if is_true and pair.kinds <= {Kind.COPY, Kind.ZERO}:
+        return copy(note=True)
+    return function_of(pair.ins, "or")
+
+
+@rule("and", knows_constants=True, knows_identity=True, by_element=True)
+def _both(pair: EquationPair) -> Known:
+    """A function; of two flags it is a flag."""
+    found = function_of(pair.ins, "and")
+    if all(v.number is not None and v.number[0] == "flag" for v in pair.ins):
+        return guards.as_flag(pair, found)
+    return found
+
+
+@rule("not", knows_constants=True, knows_identity=True, by_element=True)
+def _opposite(pair: EquationPair) -> Known:
+    """A function; not the largest of all is the smallest of what they are not."""
+    [x] = pair.ins
+    if x.kind in _EXTREME_OF and pair.dtype(0).kind == "b":
+        return guards.opposite(x)
+    return function_of(pair.ins, "not")
+
+
+@rule(
+    "select_n",
+    knows_constants=True,
+    knows_identity=True,
+    knows_unknown=True,
+    kinds=[Kind.SO_FAR, Kind.BUFFER, Kind.COLUMNS],
+    by_element=True,
+)
+def _choice(pair: EquationPair) -> Known:
+    """One that all towers make alike keeps kinds; one for each row makes rows."""
+    predicate, *cases = pair.ins
+    if predicate.kind is Kind.ZERO or pair.constant(0) is False:
+        return cases[0]
+    unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
+    if unknown:
+        return unknown[0]
+    if found := guards.choice(pair):
+        return found
+    if {x.kind for x in cases} & {Kind.SO_FAR, Kind.BUFFER}:
+        return _choice_in_loop(pair)
+    if predicate.kind not in EACH or predicate.power:
+        raise NotOfOneKindError(f"a choice by {predicate}")
+    found = joined(cases, "or")
+    if predicate.kind in (Kind.COPY, Kind.ZERO):
+        return found
+    if found.kind not in EACH:
+        raise NotOfOneKindError(f"rows choose {found}")
+    if found.kind is Kind.ZERO:
+        return found
+    both = joined([predicate, found.times_tower(0)], "chooses")
+    return both.times_tower(found.power)
+
+
+def _choice_in_loop(pair: EquationPair) -> Known:
+    """Of one carry as it was, and as it was added to or filled."""
+    predicate, *cases = pair.ins
+    known = [x for x in cases if x.power is not None] or cases
+    is_of_row = predicate.kind in (Kind.ROW, Kind.COPY, Kind.ZERO)
+    is_one = len({(x.kind, x.note) for x in cases}) == 1
+    is_even = len({x.power for x in known}) == 1
+    if not (is_of_row and is_one and is_even) or pair.rows_in[0] is not None:
+        raise NotOfOneKindError(f"{predicate} chooses {cases[0]} or {cases[-1]}")
+    zeros = frozenset.intersection(*[x.zeros for x in cases])
+    return known[0]._replace(zeros=zeros)
+
+
+@rule("clamp", knows_constants=True, by_element=True)
+def _clamped(pair: EquationPair) -> Known:
+    """As the larger and the smaller of two."""
+    if not pair.kinds <= EACH:
+        raise NotOfOneKindError(f"a clip of {pair.ins[1]}")
+    return joined(pair.ins, "clipped by")

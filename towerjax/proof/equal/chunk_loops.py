@@ -1,0 +1,113 @@
+"""Loops over chunks of a tower's rows: a scan of an array ``[k, b / k, ...]`` of them.
+
+In a trip the rows are those of a chunk, and what they add up to is a part of the sum
+over all trips and towers. So all rules of rows hold in it, but three: towers must not
+meet, since a trip's rows on all towers depend on their number; nothing may change from
+trip to trip but what is added up, for it would weigh rows by their place; and a key
+would draw the same for the rows of each chunk.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from towerjax.proof.equal.equation_pair import EquationPair
+from towerjax.proof.equal.kinds import (
+    ZERO,
+    Groups,
+    Kind,
+    Known,
+    NotOfOneKindError,
+    joined,
+    part,
+    rows,
+)
+from towerjax.proof.equation import loop_sizes, open_jaxpr
+
+
+def runs_over_chunks(pair: EquationPair) -> bool:
+    """Whether a scan runs over chunks of the tower's rows."""
+    start = sum(loop_sizes(pair.first))
+    pairs = [*zip(pair.ins[start:], pair.rows_in[start:], strict=True)]
+    groups = [(x.note, axis) for x, axis in pairs if x.kind is Kind.SPREAD]
+    if any(not x.each or x.dims != (0, axis) for x, axis in groups):
+        raise NotOfOneKindError("a loop over the tower's rows in groups")
+    return bool(groups)
+
+
+def over_chunks(pair: EquationPair, programs: Sequence[Any]) -> list[Known]:
+    """What a loop over chunks of rows adds up, and what it keeps of each row."""
+    if pair.walk.loop is not None or pair.walk.in_chunks:
+        raise NotOfOneKindError("a loop over chunks of rows in another one")
+    consts, carry_size = loop_sizes(pair.first)
+    start = consts + carry_size
+    body: Any = open_jaxpr(programs[0])
+    is_kept = [
+        x is y for x, y in zip(body.invars[consts:start], body.outvars, strict=False)
+    ]
+    given = [x.bare() for x in pair.ins]
+    shared = [_shared(pair, x) for x in given[:consts]]
+    carry = [
+        _shared(pair, x) if kept else _added_to(number, x)
+        for number, (x, kept) in enumerate(
+            zip(given[consts:start], is_kept, strict=True)
+        )
+    ]
+    pair.walk.in_chunks = True
+    try:
+        ins = [*shared, *carry, *[_of_a_trip(pair, x) for x in given[start:]]]
+        outs = pair.walk.closed(*programs, ins, (pair.first, pair.outer))
+    finally:
+        pair.walk.in_chunks = False
+    ends = [
+        before if kept else _sum_of_trips(pair, before, *both)
+        for before, kept, *both in zip(
+            given[consts:start], is_kept, carry, outs[:carry_size], strict=True
+        )
+    ]
+    kept = zip(outs[carry_size:], pair.rows_out[carry_size:], strict=True)
+    return [*ends, *[_of_all_trips(pair, x, axis) for x, axis in kept]]
+
+
+def _shared(pair: EquationPair, x: Known) -> Known:
+    """What all trips share: nothing that has all rows, or is a tower's own."""
+    if x.kind in (Kind.COPY, Kind.ZERO, Kind.UNKNOWN):
+        return x
+    return pair.unknown(f"each chunk of the tower's rows meets {x}")
+
+
+def _added_to(number: int, x: Known) -> Known:
+    return x if x.kind is Kind.UNKNOWN else Known(Kind.SO_FAR, None, note=number)
+
+
+def _of_a_trip(pair: EquationPair, x: Known) -> Known:
+    """What a trip sees of an array ``[k, ...]``: its rows, or one number for all."""
+    if x.kind is Kind.SPREAD:
+        return rows(x.power)._replace(zeros=x.zeros)
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x
+    return pair.unknown(f"chunks of the tower's rows that differ by {x}")
+
+
+def _sum_of_trips(pair: EquationPair, before: Known, start: Known, end: Known) -> Known:
+    """A carry after all trips."""
+    if end.kind is Kind.UNKNOWN:
+        return end
+    if (end.kind, end.note) != (Kind.SO_FAR, start.note):
+        return pair.unknown("what one chunk of rows leaves for the next")
+    try:
+        return before if end.power is None else joined([before, part(end.power)])
+    except NotOfOneKindError as error:
+        return pair.unknown(str(error))
+
+
+def _of_all_trips(pair: EquationPair, x: Known, axis: int | None) -> Known:
+    """What trips keep, one after another: rows in their chunks, or sums of them."""
+    if x.kind in (Kind.ZERO, Kind.UNKNOWN):
+        return x if x.kind is Kind.UNKNOWN else ZERO
+    if x.kind is Kind.ROWS and x.blocks == 1 and axis is not None:
+        groups = Groups((0, axis), True)
+    elif x.kind is Kind.PART:
+        groups = Groups((0,), False)
+    else:
+        return pair.unknown(f"a loop over chunks of rows keeps {x}")
+    return Known(Kind.SPREAD, x.power, note=groups, zeros=x.bare().zeros)
