@@ -31,7 +31,7 @@ from towerjax.proof.equal.kinds import (
 
 _SCALED = LINEAR | {Kind.SPREAD, Kind.STACKED, Kind.MEAN}
 _ORDERED = {Kind.MAXIMUM: "max", Kind.MINIMUM: "min"}
-_SUMS = {Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.SO_FAR}
+_PART_SUMS = {Kind.PART, Kind.SPREAD, Kind.STACKED, Kind.SO_FAR}
 _NUMBERS_OF_TOWER = {Kind.NUMBERS, Kind.COLUMNS, Kind.COUNTER, Kind.NEXT, Kind.TOWER}
 _NUMBERS_OF_TOWER |= {Kind.FIRST_ROW, Kind.VALID, Kind.SIZE}
 
@@ -121,7 +121,7 @@ def _converted(pair: EquationPair) -> Known:
     is_count = x.note == ROWS_OF_TOWER and not is_inexact
     if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
         raise NotOfOneKindError(f"{x} as {new.name}, which is too short for it")
-    if x.kind in _SUMS and new != old and not holds_sums(old):
+    if x.kind in _PART_SUMS and new != old and not holds_sums(old):
         raise NotOfOneKindError(f"{x} in {old.name}, which may not hold it")
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
     if keeps or x.kind is Kind.ZERO:
