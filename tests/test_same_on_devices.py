@@ -256,6 +256,10 @@ def unproved(devices):
 def everywhere(devices):
     return good(jax.devices()[:2])
 
+def elsewhere(devices):
+    x = jax.device_put(X, jax.devices()[0])
+    return jax.jit(lambda w, x: x @ w), (W, x)
+
 def noted(devices):
     fn = lambda w, x: 2 * (lax.psum(w, "i") / lax.axis_size("i"))[None]
     return made(fn, devices, check_vma=False)
@@ -271,6 +275,7 @@ def forgot(devices):
 
 @pytest.mark.slow
 def test_the_command_says_both_and_has_a_status(shell):
+    assert len(jax.devices()) == 8  # and stay so, whatever a command asks for
     code, out, _ = shell("check", "of_user:good", "--devices", "1", "2")
     assert code == 0 and "proved, and not run" in out and "is the same on" not in out
     code, out, _ = shell("check", "of_user:good", "--devices", "1", "2", "--run")
@@ -292,6 +297,8 @@ def test_the_command_says_both_and_has_a_status(shell):
     assert shell("check", "of_user:nothing")[0] == 2
     code, out, err = shell("check", "of_user:everywhere", "--json")
     assert code == 2 and not out and "runs on 2 devices" in err
+    code, out, err = shell("check", "of_user:elsewhere", "--json")
+    assert code == 2 and not out and "runs on 1 device, cpu:0" in err
 
 
 @pytest.mark.slow

@@ -1431,7 +1431,91 @@ LAID = (
        _split("padding_in_groups")),
 )
 
+def _on_devices(law: str, name: str) -> str:
+    laws = {
+        "factor": "a_power_of_the_number_of_devices_is_refuted_with_its_line",
+        "unknown": "what_is_not_understood_is_unknown_and_says_why",
+        "parts": "what_is_proved_of_parts_is_what_specs_say_of_them",
+        "more": "what_is_more_than_its_arguments_is_not_proved",
+    }
+    return f"equal_on_devices::{laws[law]}[{name}]"
+
+
+_MAPS = f"{_EQUAL}maps:"
+_CAUSES = f"{_EQUAL}causes:"
+_ANY = "tools.testing.equality:"
+_SHELL = "same_on_devices::the_command_says_both_and_has_a_status"
+_VALUES = "equal_on_devices::arguments_may_have_other_values_than_these"
+ANY_PROGRAM = (
+    _m("X01", "a mesh may have as many devices for any number of them",
+       f"{_MAPS}_axis_of", "== [pair.sizes.towers]", "!= []",
+       _on_devices("unknown", "a mesh of all devices")),
+    _m("X02", "what is split over devices is the same on all",
+       f"{_MAPS}_given_device", "return x if split is None else rows(x.power)",
+       "return x", _on_devices("unknown", "centred by a device")),
+    _m("X03", "each device of a pmap has the whole batch",
+       f"{_MAPS}_given_device", "return Known(x.note, x.power)",
+       "return copy(x.power)", _on_devices("unknown", "centred by a pmap")),
+    _m("X04", "rows of devices are joined in any order", f"{_MAPS}_of_all_devices",
+       "or value.blocks > 1", "", _on_devices("parts", "two views")),
+    _m("X06", "a device's own key draws for its rows",
+       f"{_MEETING}_key_of_number", "and pair.walk.has_keys", "",
+       _on_devices("unknown", "an own key")),
+    _m("X07", "several arrays of each device are the rows of all",
+       f"{_EQUAL}shapes:_joined_over_towers",
+       "is_first &= pair.shape(0)[0] == pair.sizes.towers[0]", "",
+       _on_devices("unknown", "two of each device")),
+    _m("X10", "an argument of 0 is always 0", f"{_ANY}_any_value",
+       "return copy() if found.kind is Kind.ZERO else copy(found.power)",
+       "return found", _VALUES),
+    _m("X11", "what devices are given is a copy", f"{_ANY}_argument",
+       "or not are_copies", "", _on_devices("unknown", "keys of devices")),
+    _m("X12", "devices are given any batch", f"{_ANY}_argument",
+       "and np.array_equal(rows[0], rows[1])", "",
+       _on_devices("unknown", "another batch for a pmap")),
+    _m("X13", "an argument may depend on the number of devices", f"{_ANY}_argument",
+       "if found.kind is not Kind.UNKNOWN else unknown", "",
+       _on_devices("unknown", "another batch of numbers")),
+    _m("X14", "what is changed in place is nobody's concern", f"{_ANY}_refuse_unlike",
+       "if each.changed:", "if False:",
+       f"{_on_devices('more', 'changed of an object')}"),
+    _m("X15", "a Ref is never written", f"{_ANY}_refuse_unlike",
+       "if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):", "if False:",
+       f"{_on_devices('more', 'a Ref')}"),
+    _m("X16", "a number of Python is that of the first call",
+       f"{_ANY}_refuse_unlike", "if numbers:", "if False:",
+       f"{_on_devices('more', 'a number of Python')}"),
+    _m("X17", "rbg draws the same on any devices", f"{_ANY}_refuse_unlike",
+       "for told in each.splits_draws:", "for told in ():",
+       "equal_on_devices::draws_that_depend_on_shards_are_not_proved[rbg]"),
+    _m("X18", "keys of unsafe_rbg are made one by one",
+       "tools.testing.programs:_draws_by_rbg",
+       'if eqn.primitive.name in ("random_fold_in", "random_split"):', "if False:",
+       "equal_on_devices::keys_that_unsafe_rbg_makes_of_many_are_not_proved"),
+    _m("X19", "what devices return is a copy", f"{_ANY}_said_of_result",
+       "fits = is_stacked and value.note is wanted", "fits = is_stacked",
+       _on_devices("unknown", "own losses")),
+    _m("X20", "D times is a part of D", f"{_ANY}_said_of_result",
+       "size if value.power > 0", "size if value.power < 0",
+       _on_devices("factor", "share")),
+    _m("X21", "two numbers of devices are compared", f"{_ANY}equal_on_devices",
+       "itertools.pairwise(ordered)", "[ordered[:2]]",
+       _on_devices("unknown", "another one on four devices")),
+    _m("X22", "the first verdict counts", f"{_EQUAL}one_tower:worst_of",
+       "worst = -1 if known is None else", "worst = -1 if known is None else 9 +",
+       _on_devices("unknown", "another one on four devices")),
+    _m("X23", "a factor comes from the line that shows it", f"{_CAUSES}_first",
+       "if any(x is not None and has(x) for x in values):", "if False:",
+       _on_devices("factor", "summed")),
+    _m("X24", "no quotient of a device is looked for", f"{_CAUSES}_first",
+       "if of_kind:", "if False:", _on_devices("unknown", "a mean of quotients")),
+    _m("X25", "what is not proved is not run", "tools.cli:_prove_program",
+       "and not proof.unproved", "", _SHELL),
+    _m("X26", "it runs on any devices", "tools.cli:_prove_program",
+       "is_all and use_what_is_given(programs, lists)", "is_all", _SHELL),
+)
+
 # fmt: on
 MUTANTS = REGISTRY + PROOF + MODELS + STATE + INPUT + OTHER + VALUES + TESTING
 MUTANTS += TABLES + CHECKPOINTS + FIGURES + TIMES + BESIDES + ROUNDS + SWEEPS
-MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID
+MUTANTS += JOBS + AUDITS + ALONE + OUTSIDE + WITHIN + EQUAL + LAID + ANY_PROGRAM

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
-from towerjax.mesh.devices import want_cpu_devices
+from towerjax.mesh.devices import Device, want_cpu_devices
 from towerjax.proof.findings import ReplicationError
 from towerjax.tools.sweep.bench import bench as bench_all
 from towerjax.tools.sweep.bench import resolve
@@ -198,8 +198,8 @@ def check(
     check_takes(form, maker, lists[max(devices)])
     looked = _Looked()
     programs = {n: UserProgram(form, maker(given)) for n, given in lists.items()}
-    is_proved = _prove_program(programs, looked)
-    if is_proved and not always_run and use_what_is_given(programs, lists):
+    is_proved = _prove_program(programs, lists, looked)
+    if is_proved and not always_run:
         looked.told.append("proved, and not run: --run runs it, too")
     else:
         _run_program(maker, devices, rtol, looked)
@@ -220,7 +220,11 @@ class _Looked:
     fields: dict[str, Any] = dataclasses.field(default_factory=lambda: {"ran": False})
 
 
-def _prove_program(programs: Mapping[int, UserProgram], looked: _Looked) -> bool:
+def _prove_program(
+    programs: Mapping[int, UserProgram],
+    lists: Mapping[int, Sequence[Device]],
+    looked: _Looked,
+) -> bool:
     """Prove what can be without a run; whether that is all."""
     try:
         proof, why = proved_on(programs)
@@ -237,7 +241,8 @@ def _prove_program(programs: Mapping[int, UserProgram], looked: _Looked) -> bool
     looked.notes += [*proof.notes, *[f"not read: {x}" for x in proof.unread]]
     if refuted := refuted_in(proof):
         looked.faults["equality"] = refuted
-    return bool(proof.equal) and not proof.unproved
+    is_all = bool(proof.equal) and not proof.unproved
+    return is_all and use_what_is_given(programs, lists)
 
 
 def _run_program(
