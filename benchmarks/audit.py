@@ -1,13 +1,16 @@
 """Measure what the audit of a step costs beside its first call: seconds of CPU time.
 
-Each model's step is built for four towers on one device; ``step.audit`` is timed, and
-the first call without it, each after ``jax.clear_caches()``, in turns. ResNet-50
-normalises its batches over all towers, of images of so many pixels.
+Each model's step is built for four towers on one device. Timed are its first call with
+``audit=False``, and by default; the audit that a first call makes of leaves that are
+not proved, which runs the loss alone where it can; and ``step.audit``, with gradients.
+Each follows ``jax.clear_caches()``. ResNet-50 normalises its batches over all towers,
+of images of so many pixels.
 
 Run: ``python -m benchmarks.audit [--rounds 3] [--pixels 64] [--only mlp ...]``
 """
 
 import argparse
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -24,13 +27,15 @@ from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.build.step import Step
 from towerjax.step.build.train import build_train_step
+from towerjax.step.look.audit import run_audit
+from towerjax.step.look.comparison import AuditReport
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower import Tower
 
 TOWERS = 4
 
 
-def of_model(factory: Factory, rows: int) -> tuple[Step, Any, Any]:
+def of_model(factory: Factory, rows: int, audit: bool | None) -> tuple[Step, Any, Any]:
     """The step, its parameters and a batch of a model of `benchmarks.models`."""
     model = factory(np.float32)
 
@@ -38,11 +43,11 @@ def of_model(factory: Factory, rows: int) -> tuple[Step, Any, Any]:
         return Weighted.mean(model.losses(params, batch), tower.weight)
 
     strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
-    step = build_train_step(loss_fn, optax.adam(1e-3), strategy, audit=False)
+    step = build_train_step(loss_fn, optax.adam(1e-3), strategy, audit=audit)
     return step, model.init(0), model.make_batch(0, rows)
 
 
-def resnet50(pixels: int) -> tuple[Step, Any, Any]:
+def resnet50(pixels: int, audit: bool | None) -> tuple[Step, Any, Any]:
     """ResNet-50 with batch norm over all towers, of four images a tower."""
     strategy = Mirrored(towers=TOWERS, devices=(jax.devices()[0],))
     rng = np.random.default_rng(0)
@@ -61,25 +66,42 @@ def resnet50(pixels: int) -> tuple[Step, Any, Any]:
         return Weighted.mean(losses, tower.weight)
 
     optimizer = optax.sgd(0.1, 0.9)
-    step = build_train_step(loss_fn, optimizer, strategy, audit=False)
+    step = build_train_step(loss_fn, optimizer, strategy, audit=audit)
     return step, params, batch
 
 
-def seconds(make: Callable[[], tuple[Any, Any, Any]]) -> list[float]:
-    """CPU seconds of the first call and of the audit, and both by the clock."""
-    step, params, batch = make()
-    state, found = step.init(params), []
-    for call in (step.audit, step):
+def seconds(make: Callable[..., tuple[Step, Any, Any]]) -> list[float]:
+    """CPU seconds of two first calls, the second by default, and of two audits."""
+    step, params, batch = make(audit=False)
+    by_default, _, _ = make(audit=None)
+    state = step.init(params)
+    sample = functools.partial(
+        run_audit,
+        step.engine,
+        step.strategy,
+        state,
+        batch,
+        parts=step.num_parts,
+        pads=False,
+    )
+    calls: list[Callable[[], Any]] = [
+        lambda: sample(gradients=False),
+        lambda: sample(gradients=True),
+        lambda: step(step.init(params), batch),
+        lambda: by_default(by_default.init(params), batch),
+    ]
+    found = []
+    for call in calls:
         jax.clear_caches()
         gc.collect()
-        start = time.process_time(), time.perf_counter()
-        out = call(state, batch)
+        start = time.process_time()
+        out = call()
         jax.block_until_ready(jax.tree.leaves(out))
-        found.append((time.process_time() - start[0], time.perf_counter() - start[1]))
-        if call is not step:
+        found.append(time.process_time() - start)
+        if isinstance(out, AuditReport):
             print(f"  {out}", flush=True)
-    (audit, audit_clock), (first, first_clock) = found
-    return [first, audit, audit / first, first_clock, audit_clock]
+    alone, with_gradients, first, default = found
+    return [first, default / first, alone / first, with_gradients / first]
 
 
 def main() -> None:
@@ -89,24 +111,23 @@ def main() -> None:
     parser.add_argument("--pixels", type=int, default=64)
     parser.add_argument("--only", nargs="*", default=[])
     options = options_of(parser, rounds=1, only=["mlp", "cnn"])
-    makes: dict[str, Callable[[], Any]] = {
-        "mlp": lambda: of_model(mlp, 64),
-        "cnn": lambda: of_model(cnn, 64),
-        "gpt": lambda: of_model(transformer, 64),
-        "resnet50": lambda: resnet50(options.pixels),
+    makes: dict[str, Callable[..., Any]] = {
+        "mlp": functools.partial(of_model, mlp, 64),
+        "cnn": functools.partial(of_model, cnn, 64),
+        "gpt": functools.partial(of_model, transformer, 64),
+        "resnet50": functools.partial(resnet50, options.pixels),
     }
     makes = {k: x for k, x in makes.items() if not options.only or k in options.only}
-    seconds(lambda: of_model(mlp, 64))  # what a process does once
-    rows = []
-    for name, make in makes.items():
-        found = np.median([seconds(make) for _ in range(options.rounds)], axis=0)
-        rows.append((name, *found))
-    print("\n| model | first call, CPU s | audit, CPU s | ratio | by the clock |")
+    seconds(functools.partial(of_model, mlp, 64))  # what a process does once
+    columns = "first call, CPU s", "by default", "audit", "audit with gradients"
+    print(f"\n| model | {' | '.join(columns)} |")
     print("|---|---|---|---|---|")
-    for name, first, audit, ratio, *clock in rows:
-        times = " and ".join(f"{x:.1f}" for x in clock)
-        print(f"| {name} | {first:.2f} | {audit:.2f} | {ratio:.2f} | {times} |")
-    print(f"median of the ratios: {np.median([row[3] for row in rows]):.2f}")
+    for name, make in makes.items():
+        rounds = [seconds(make) for _ in range(options.rounds)]
+        first, *ratios = np.median(rounds, axis=0)
+        shown = " | ".join(f"{x:.2f}" for x in ratios)
+        print(f"| {name} | {first:.2f} | {shown} |", flush=True)
+    print("All but the first are over the first call without an audit.")
 
 
 if __name__ == "__main__":

@@ -601,11 +601,8 @@ def test_without_gradients_a_wrong_loss_is_refused(name):
     refused(loss_alone, WRONG[name])
 
 
-# Whose derivatives are told by a rule or left out, or whose towers meet.
-WITH_GRADIENTS = {
-    "advantage_less_the_mean_of_all",
-    "class_balance_over_all_towers",
-}
+# Whose derivatives are told by a rule, or left out.
+WITH_GRADIENTS = {"advantage_less_the_mean_of_all"}
 
 
 @pytest.mark.slow

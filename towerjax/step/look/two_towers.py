@@ -10,9 +10,8 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof import tags
 from towerjax.proof.equal.one_tower import has_own_derivatives
-from towerjax.proof.equation import Site, all_eqns, all_sites, named_axes, scopes_of
+from towerjax.proof.equation import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.look.audited import too_large
 from towerjax.step.look.comparison import (
@@ -182,15 +181,14 @@ def _gives_gradient(traced: Traced) -> bool:
     """Whether the gradient follows from the loss, of which it is the derivative.
 
     Not where a rule of the user's says what a derivative is, where one is left out, or
-    where towers, or a tower's devices, meet.
+    where a user's `shard_map` adds up what a tower's devices have.
     """
     bodies = [x.towers.jaxpr for x in traced.passes]
     if any(has_own_derivatives(body) for body in bodies):
         return False
-    sites = [site for body in bodies for site in all_sites(body)]
-    names = {site[0].primitive.name for site in sites}
-    is_left_out = any(_leaves_gradient_out(eqn) for eqn, _ in sites)
-    return not (is_left_out or "shard_map" in names or any(map(_towers_meet, sites)))
+    eqns = [eqn for body in bodies for eqn in all_eqns(body)]
+    names = {eqn.primitive.name for eqn in eqns}
+    return not ("shard_map" in names or any(map(_leaves_gradient_out, eqns)))
 
 
 def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
@@ -202,13 +200,6 @@ def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
     calls = [x.function_name for x in frames]
     inside = len(calls) - calls[::-1].index("stop_gradient")
     return not frames[inside].file_name.startswith(str(Path(jax.__file__).parent))
-
-
-def _towers_meet(site: Site) -> bool:
-    """Whether towers meet there, and not in a sum of the step's own."""
-    if not named_axes(site[0]) or site[0].primitive.name == "axis_index":
-        return False
-    return tags.SUMMED_BY_STEP not in scopes_of(site)
 
 
 def _rounding_decides(report: AuditReport) -> str | None:
