@@ -622,6 +622,20 @@ def test_padding_that_the_other_part_of_a_loss_masks_is_refused(count):
     assert step.check(params, good(5)).unmasked() == ["grads.sum['aux']"]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_padding_that_a_later_micro_batch_is_given_is_refused(parts):
+    def careless(params, batch, tower):
+        loss = tj.Weighted(params["aux"] * tower.local["seen"], tower.weight.sum())
+        return tj.TowerOutput(loss, local={"seen": batch["x"].mean()})
+
+    how = {"micro_batches": parts, "remainder": "pad"}
+    step = build(careless, tj.Mirrored(TWO[:1], towers=2), **how)
+    local = {"seen": tj.TowerLocal(np.float32(0.5), tj.Reduction.MEAN)}
+    proof = step.check(start(aux=np.float32(1)), good(5), local=local)
+    expected = ["grads.sum['aux']", "loss.sum"] if parts == 2 else []
+    assert proof.unmasked() == expected
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 def test_a_reduction_hides_neither_the_rows_nor_the_mask(weighted):
     def fn(params, batch, tower):

@@ -537,6 +537,17 @@ def test_a_value_that_a_tower_put_aside_is_refused():
     text = r"computed, float32\[\], is read by another.*put aside.*Return it from"
     refused(tower_fn, text, update_fn=update_fn)
 
+    def by_a_rule(state, batch, tower):
+        def loss_fn(p, scale):
+            scale = scale + 1
+            same = jax.custom_vjp(lambda w: w)
+            same.defvjp(lambda w: (w, None), lambda _, g: (g * scale,))
+            return tj.Weighted.mean(same(p["w"]).sum() * batch["y"], tower.weight)
+
+        return tj.value_and_grad(loss_fn)(state.params, batch["y"].sum())[1]
+
+    refused(by_a_rule, r"computed.* rule of a jax\.custom_vjp .* make it an argument")
+
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_located_in_the_pass_where_it_began():

@@ -249,6 +249,23 @@ def test_weights_that_move_with_the_parameters_are_refused():
         step.check(params(), data())
 
 
+@pytest.mark.slow
+def test_a_step_has_a_derivative_by_the_weights_of_its_loss():
+    """As where the weights of examples are learned from what a step does."""
+    x, w = np.arange(1.0, 5, dtype=np.float32), np.float32(0.5)
+
+    def loss(w, batch, tower):
+        return tj.Weighted.mean((w * batch["x"]) ** 2, batch["m"] * tower.weight)
+
+    step = tj.build_train_step(loss, optax.sgd(RATE), tj.Mirrored(("cpu:0",), towers=2))
+    state = step.init(w)
+    after = lambda m: step.fn(state, {"x": x, "m": m})[0].params  # noqa: E731
+    # w - rate * 2 w sum(m x^2) / sum(m), by m at ones
+    expected = -2 * RATE * w * (x**2 - np.mean(x**2)) / 4
+    found = jax.jit(jax.grad(after))(jnp.ones(4))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("T", [1, 2])
 @pytest.mark.parametrize("terms", [1, 2])

@@ -1,5 +1,6 @@
 """A lookup by `tj.sparse.take` has the dense gradient, as rows; all else is refused."""
 
+import dataclasses
 import re
 
 import jax
@@ -11,8 +12,8 @@ from flax import nnx
 from jax import lax
 
 import towerjax as tj
-from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import is_rows
+from towerjax.step.run.looked_up import TracedLoss
 
 N, D = 5, 3
 IDS = np.array([[0, 1, 4], [4, 2, -1]])
@@ -52,6 +53,9 @@ LOOKUPS = {
     "beyond": (lambda t, take: take(t, WILD), 5),
     "cast after": (lambda t, take: take(t, IDS).astype(jnp.bfloat16), 6),
     "used in a scan": (used_in_a_scan, 6),
+    "under vmap": (lambda t, take: jax.vmap(lambda i: take(t, i))(IDS), 6),
+    "under a derivative": (
+        lambda t, take: jax.grad(lambda t: (take(t, 1) ** 2).sum())(t)[1], 1),
     "of a constant too": (
         lambda t, take: take(lax.stop_gradient(t), IDS) * take(t, IDS[:1, :1]), 1),
     "no ids": (lambda t, take: take(t, np.zeros(0, int)), 0),
@@ -64,7 +68,8 @@ def as_rows(loss):
     """``(value, gradient)`` of ``loss(params)`` by the rows."""
 
     def run(params):
-        value, pull_back, _ = vjp(lambda p: (loss(p), None), params)
+        traced = TracedLoss.of(loss, params)
+        value, pull_back, _ = traced.vjp(params, lambda value, _: value)
         return value, pull_back(jnp.ones(()))
 
     return run
@@ -127,6 +132,23 @@ def test_derivatives_go_through_the_gradient_of_rows():
         both = [jax.jit(jax.vmap(transformed(f)))(stack) for f in (of_rows, dense)]
         np.testing.assert_allclose(*both, rtol=1e-4, atol=1e-5)
 
+    def after_a_step(take):
+        def loss_fn(t, ids, tower):
+            values = (jnp.sin(take(t, ids)) ** 2).sum(-1)
+            return tj.Weighted.mean(values, tower.weight)
+
+        made = tj.build_train_step(loss_fn, optax.sgd(0.5), tj.Mirrored(towers=1))
+        state = made.init(table())
+
+        def after(t):
+            given = dataclasses.replace(state, params=t)
+            return (made.fn(given, IDS[0])[0].params ** 2).sum()
+
+        return jax.jit(jax.grad(after))(table())
+
+    both = [after_a_step(take) for take in (tj.sparse.take, lambda t, ids: t[ids])]
+    np.testing.assert_allclose(*both, rtol=1e-4, atol=1e-5)
+
 
 def test_rows_of_a_bfloat16_table_add_up_in_float32():
     ids = np.array([1] * 300 + [N - 1])
@@ -146,29 +168,33 @@ def test_elsewhere_it_is_a_lookup_as_any_other():
     np.testing.assert_array_equal(jax.jit(tj.sparse.take)(t, IDS), t[IDS])
     found = jax.grad(lambda t: scalar(tj.sparse.take(t, IDS)))(t)
     np.testing.assert_allclose(found, jax.grad(lambda t: scalar(t[IDS]))(t), rtol=1e-6)
-    frozen = as_rows(lambda s: scalar(jax.jit(tj.sparse.take)(t, 3) * s))
-    with pytest.raises(ValueError, match="inside a jit"):  # it may be the parameter
-        frozen(np.float32(1))
-    frozen = as_rows(lambda s: scalar(tj.sparse.take(t, IDS) * s))
-    assert float(frozen(np.float32(1))[1]) != 0
+    for take in (tj.sparse.take, jax.jit(tj.sparse.take)):
+        frozen = as_rows(lambda s, take=take: scalar(take(t, IDS) * s))
+        assert float(frozen(np.float32(1))[1]) != 0
 
 
 def inside(transform):
     return lambda t: transform(lambda i: tj.sparse.take(t, i).sum())(IDS[0]).sum()
 
 
+def with_own_rule(f):
+    fn = jax.custom_vjp(f)
+    fn.defvjp(lambda ids: (f(ids), None), lambda *_: (None,))
+    return fn
+
+
 INSIDE = {
     "jit": inside(jax.jit),
     "jit of the table": lambda t: jax.jit(lambda t: tj.sparse.take(t, IDS).sum())(t),
-    "vmap": inside(jax.vmap),
     "remat": inside(jax.checkpoint),
     "scan": inside(lambda f: lambda ids: lax.map(f, ids)),
     "cond": inside(lambda f: lambda ids: lax.cond(True, f, lambda _: 0.0, ids)),
-    "derivative": lambda t: jax.grad(lambda t: tj.sparse.take(t, 1).sum())(t).sum(),
+    "own rule": inside(with_own_rule),
 }
 COMPUTED = {
     "scaled": lambda t: tj.sparse.take(t * 2, IDS).sum(),
     "cast": lambda t: tj.sparse.take(t.astype(jnp.bfloat16), IDS).sum(),
+    "one for each": lambda t: jax.vmap(tj.sparse.take)(t, np.ones(N, int)).sum(),
 }
 BOTH = {
     "tied": lambda t: (tj.sparse.take(t, IDS) @ t.T).sum(),
@@ -176,7 +202,7 @@ BOTH = {
     "looked up": lambda t: t[IDS].sum() + tj.sparse.take(t, IDS).sum(),
 }
 KINDS = {
-    "stands inside a jit, scan, cond, vmap, remat or derivative in the loss": INSIDE,
+    "stands inside a jit, scan, cond, while_loop, remat, custom_jvp or custom_": INSIDE,
     "got a table that is computed from the parameters, which takes all its": COMPUTED,
     "params['t']: looked up by tj.sparse.take and used otherwise too, so that": BOTH,
 }

@@ -14,9 +14,9 @@ from jax.extend.core import JaxprEqn, Primitive
 
 from towerjax.collectives.sparse_rows import is_rows, map_values
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.step.run.looked_up import Lookups
+from towerjax.step.run.looked_up import TracedLoss
 from towerjax.types import PyTree
-from towerjax.types.leaves import parts_of, put_parts, widen_dtype
+from towerjax.types.leaves import map_parts, widen_dtype
 
 MEET = Primitive("towers_meet")
 """``(loss, gradients)`` of a tower -> their sums over all towers."""
@@ -65,21 +65,15 @@ def differentiate(
     ``of_params(params) -> (loss, rest)`` is called once, for its program: nothing that
     it does leaves it but its results, and none of these is differentiated again.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, params))
-    tree: Any = None
-
-    def of_leaves(*leaves: jax.Array) -> list[jax.Array]:
-        nonlocal tree
-        tree = of_params(treedef.unflatten(leaves))
-        return parts_of(jax.Array, tree)
-
-    closed, given = jax.make_jaxpr(of_leaves)(*leaves), PARAMETERS.bind(*leaves)
-    values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)
-    loss, rest = put_parts(jax.Array, tree, values)
-    rest = put_parts(jax.Array, rest, map(lax.stop_gradient, parts_of(jax.Array, rest)))
-    shapes = jax.eval_shape(lambda x: x, treedef.unflatten(leaves))
-    if (lookups := Lookups.of(closed, 0, shapes)) is not None:
-        shapes = lookups.gradient_shapes(shapes)
+    params = jax.tree.map(jnp.asarray, params)
+    leaves, treedef = jax.tree.flatten(params)
+    given = PARAMETERS.bind(*leaves)
+    traced = TracedLoss.of(of_params, params)
+    (loss, rest), _ = traced.of_part(treedef.unflatten(given), [])
+    rest = map_parts(jax.Array, lax.stop_gradient, rest)
+    shapes = params
+    if traced.lookups.eqns:
+        shapes = jax.eval_shape(lambda x: traced.gradient(x)[1].grads, params)
     wide = map_values(
         lambda x: jax.ShapeDtypeStruct(x.shape, widen_dtype(x.dtype)), shapes
     )

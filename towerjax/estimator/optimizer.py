@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.collectives.lookups import vjp
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.estimator.losses import (
     TowersOfStep,
@@ -26,8 +25,8 @@ from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
 from towerjax.proof import tags
 from towerjax.proof.equation import all_sites, named_axes, scopes_of, user_line
-from towerjax.step.build.gradient import refuse_moving_weights
-from towerjax.step.run.derivative import LossSums
+from towerjax.step.run.derivative import LossSums, with_fixed_weights
+from towerjax.step.run.looked_up import TracedLoss
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     OF_MODELS,
@@ -246,15 +245,13 @@ def _differentiate(
     has_aux: bool,
 ) -> tuple[PyTree, Callable[[PyTree], PyTree], PyTree]:
     """``(differentiated(loss), its pull-back, loss_fn's result)``."""
-    of_params = _checked(loss_fn, params, has_aux)
+    traced = TracedLoss.of(_checked(loss_fn, params, has_aux), params)
 
-    def of_loss(params: PyTree) -> tuple[PyTree, PyTree]:
-        out = of_params(params)
+    def of_results(out: PyTree, params: PyTree) -> PyTree:
         loss = out[0] if has_aux else out
-        refuse_moving_weights(loss, params)
-        return differentiated(loss), out
+        return differentiated(with_fixed_weights(loss, params))
 
-    values, pull_back, out = vjp(of_loss, params)
+    values, pull_back, out = traced.vjp(params, of_results)
 
     def pull(factors: PyTree) -> PyTree:
         given = jax.tree.map(lambda c, x: jnp.asarray(c, x.dtype), factors, values)

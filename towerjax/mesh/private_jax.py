@@ -57,13 +57,6 @@ def _split(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
     return aval, list(parts.values()), list(parts)
 
 
-def carries_gradient(x: Any, of: Any) -> bool:
-    """Does ``x`` carry a tangent of the differentiation by ``of``, now being traced?"""
-    # 0.10 to 0.12
-    made_by = [y._trace.tag for y in (x, of) if hasattr(y, "tangent")]
-    return len(made_by) == 2 and made_by[0] is made_by[1]
-
-
 def is_literal_zero(x: Any) -> bool:
     """Is ``x``, now being traced, the number 0, as the tangent of a constant is?"""
     literal = getattr(x, "val", None)

@@ -233,8 +233,11 @@ def names_by_key(tree: PyTree) -> list[str]:
 
 def named_leaves(root: str, tree: PyTree, is_leaf: Any = None) -> list[tuple[str, Any]]:
     """``(name, leaf)`` of every leaf, in tree order."""
-    with sorted_keys(root, tree):
+    try:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    except ValueError:
+        refuse_unsortable(root, tree)
+        raise
     keystr = jax.tree_util.keystr
     return [(f"{root}{keystr(path)}", leaf) for path, leaf in leaves]
 

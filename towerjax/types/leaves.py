@@ -255,6 +255,8 @@ def put_parts(kind: Any, tree: PyTree, new: Iterable[Any]) -> PyTree:
 
 def unlike(given: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
     """A text for each leaf, by its name, that is not described as is expected."""
+    if given == expected:
+        return []
     names = sorted({*given, *expected})
     both = [(x, given.get(x, "absent"), expected.get(x, "absent")) for x in names]
     return [f"{x} is {got}, expected {want}" for x, got, want in both if got != want]

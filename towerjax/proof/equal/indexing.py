@@ -167,7 +167,8 @@ def _gathered(pair: EquationPair) -> Known:
 def _rows_of_table(pair: EquationPair) -> Known:
     """`tj.sparse.take`: rows of one table, by the ids of each row."""
     x, at = pair.ins
-    is_table = x.kind is Kind.COPY and pair.rows_in[0] is None
+    is_one = pair.params["stacked"] == 0
+    is_table = is_one and x.kind is Kind.COPY and pair.rows_in[0] is None
     if not is_table or at.kind not in EACH or at.power:
         raise NotOfOneKindError(f"rows of {x} by {at}")
     return x if at.kind is Kind.ZERO else product_of(x, at)

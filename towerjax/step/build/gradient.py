@@ -2,19 +2,17 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from towerjax.collectives.lookups import vjp
-from towerjax.collectives.sparse_rows import map_values
-from towerjax.mesh.private_jax import carries_gradient, is_literal_zero
-from towerjax.metrics.weighted import Means, Weighted
+from towerjax.mesh.private_jax import is_literal_zero
+from towerjax.metrics.weighted import Weighted
 from towerjax.proof.equation import forwarded_inputs
-from towerjax.step.run.derivative import MOVING_WEIGHTS, NO_GRADIENT, LossSums
+from towerjax.step.run.derivative import LossSums
+from towerjax.step.run.looked_up import TracedLoss
 from towerjax.towers.outputs import as_tower_output
 from towerjax.towers.tower import Tower
 from towerjax.types import (
@@ -27,7 +25,7 @@ from towerjax.types import (
     name_by_key,
     named_leaves,
 )
-from towerjax.types.leaves import is_key, listed, widen_dtype
+from towerjax.types.leaves import is_key, listed
 from towerjax.types.options import check_choice, check_function
 
 
@@ -78,25 +76,17 @@ def value_and_grad(
         given_to = (*args, *named.values())
         tower = next((x for x in given_to if isinstance(x, Tower)), None)
 
-        def of_sums(params: PyTree) -> tuple[jax.Array, Any]:
+        def of_params(params: PyTree) -> tuple[PyTree, PyTree]:
             # Flax lets variables be written only in the trace that made them.
             fresh, fresh_named = jax.tree.map(lambda x: x, (args, named))
             returned = loss_fn(params, *fresh, **fresh_named)
             out = as_loss(returned, loss_reduction, tower)
-            loss = LossSums.of(out.loss)
-            if loss.is_of_several:
+            if LossSums.of(out.loss).is_of_several:
                 raise ValueError(_OF_SEVERAL_MEANS)
-            refuse_moving_weights(out.loss, params)
-            _refuse_no_gradient(loss.sums, params)
-            given = out if isinstance(returned, TowerOutput) else out.loss
-            return loss.sums[0], (given, loss.weights)
+            return out.loss, out if isinstance(returned, TowerOutput) else out.loss
 
-        total, pull_back, (given, weights) = vjp(of_sums, params)
-        grads = pull_back(jnp.ones_like(total))
-        grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), grads)
-        if not weights:
-            return given, Sum(grads)
-        return given, Weighted(grads, jnp.asarray(weights[0]))
+        out, gradient = TracedLoss.of(of_params, params).gradient(params)
+        return out, gradient.returned()
 
     return run
 
@@ -155,22 +145,6 @@ def refusing_tangents(tower_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return out
 
     return run
-
-
-def refuse_moving_weights(loss: Any, params: PyTree) -> None:
-    """Raise if a weight depends on the parameters: sums alone are differentiated."""
-    terms = loss.terms if isinstance(loss, Means) else (loss,)
-    weights = [term.weight for term in terms if isinstance(term, Weighted)]
-    pairs = itertools.product(weights, jax.tree.leaves(params))
-    if any(carries_gradient(weight, leaf) for weight, leaf in pairs):
-        raise ValueError(MOVING_WEIGHTS)
-
-
-def _refuse_no_gradient(sums: list[jax.Array], params: PyTree) -> None:
-    """Raise if the loss depends on no parameter, so that every gradient would be 0."""
-    pairs = [*itertools.product(sums, jax.tree.leaves(params))]
-    if pairs and not any(carries_gradient(x, leaf) for x, leaf in pairs):
-        raise ValueError(NO_GRADIENT)
 
 
 def call_refusing_writes(

@@ -189,5 +189,6 @@ def _refuse_stored_tracers(traced: Traced) -> None:
             f" {listed([str(x.aval) for x in kept])}, is read by another from where it"
             " was put aside, such as a global or an attribute. Return it from the"
             " tower, as tj.Weighted, tj.Sum, tj.Rows or tj.PerTower: the next pass and"
-            " update_fn are given what was merged."
+            " update_fn are given what was merged. If it is the rule of a"
+            " jax.custom_vjp that closes over it, make it an argument of the function."
         )

@@ -1,24 +1,48 @@
 """The gradient of a loss: the losses are added first, and then differentiated once.
 
-``of_part(trained)`` gives the results of one part of a batch: of one tower, or of all
-towers of a device, whose losses it has added. So one derivative is the sum of the
-gradients of these towers, and no program of gradients is added up.
+``of_part(trained, zeros)`` gives the results of one part of a batch, of one tower or of
+all towers of a device, whose losses it has added; and the ids of its lookups. So one
+derivative is the sum of the gradients of these towers, and no program of gradients is
+added up.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from towerjax.collectives.sparse_rows import map_values
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.step.state.accumulators import as_returned, values_of
+from towerjax.step.state.accumulators import values_of
 from towerjax.types import PyTree, Sum
-from towerjax.types.leaves import widen_dtype
+from towerjax.types.leaves import map_parts, widen_dtype
+
+Zeros: TypeAlias = Sequence[jax.Array]
+Ids: TypeAlias = list[jax.Array]
+OfPart: TypeAlias = Callable[[PyTree, Zeros], tuple[Any, Ids]]
+"""``(trained, zeros) -> (results, ids)``, of one part of a batch."""
+
+
+class Tables(Protocol):
+    """Tables of which rows have a gradient; `Lookups` are these."""
+
+    def zeros(self) -> tuple[jax.Array, ...]:
+        """What is added to the rows of each lookup."""
+        ...
+
+    def gradients(
+        self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
+    ) -> PyTree:
+        """The gradients, of tables the rows of those lookups that have one.
+
+        ``reads`` are the numbers, of all that is trained and then of the zeros, of what
+        has a gradient. Raises where a table has one of all rows.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +90,6 @@ class LossSums:
         """The weights that divide before the derivative: those of several means."""
         return self.weights if self.is_of_several else []
 
-    def fixed(self) -> "LossSums":
-        """The same; raises a ``ValueError`` where a weight is differentiated."""
-        weights = [without_derivative(x, MOVING_WEIGHTS) for x in self.weights]
-        return dataclasses.replace(self, weights=weights)
-
     def factors(self, total: list[jax.Array], share: float) -> list[jax.Array]:
         """What the sums are multiplied by; ``total`` has the `denominators` of all."""
         factors = [jnp.ones_like(x) for x in self.sums]
@@ -85,47 +104,77 @@ class Gradient:
 
     grads: PyTree  # of several losses a list
     weight: jax.Array | None  # of a lone mean, which is divided when all is added
-    reads: set[int]  # the numbers of those trained leaves that a loss depends on
 
-    def returned(self, *, as_sums: bool = False) -> PyTree:
-        """As the `Returned` of what towers return, or as sums without the weight."""
+    def returned(self, *, as_sums: bool = False) -> Weighted | Sum:
+        """As towers return it, or as sums without the weight."""
         grads = map_values(lambda g: g.astype(widen_dtype(g.dtype)), self.grads)
         if self.weight is None or as_sums:
-            return as_returned(Sum(grads))
-        return as_returned(Weighted(grads, self.weight))
+            return Sum(grads)
+        return Weighted(grads, self.weight)
+
+
+def vjp(
+    fn: Callable[[PyTree, Zeros], tuple[PyTree, Any, Ids]],
+    trained: PyTree,
+    tables: Tables,
+) -> tuple[PyTree, Callable[[PyTree], tuple[PyTree, set[int]]], Any]:
+    """``(values, pull_back, aux)`` of ``fn(trained, zeros) -> (values, aux, ids)``.
+
+    ``pull_back(cotangents)`` gives the gradient, which is of tables the rows, and the
+    numbers of those leaves that the values depend on.
+    """
+    reads: set[int] = set()
+
+    def of_given(given: tuple[PyTree, Any]) -> tuple[PyTree, tuple[Any, Any]]:
+        values, aux, ids = fn(*watched(given, reads))
+        return values, (aux, ids)
+
+    given = trained, tables.zeros()
+    values, pull, (aux, ids) = jax.vjp(of_given, given, has_aux=True)
+
+    def pull_back(cotangents: PyTree) -> tuple[PyTree, set[int]]:
+        reads.clear()
+        [(grads, rows)] = pull(cotangents)
+        return tables.gradients(grads, rows, ids, reads), {*reads}
+
+    return values, pull_back, aux
 
 
 def gradient_of(
-    of_part: Callable[[PyTree], dict[str, PyTree]],
+    of_part: OfPart,
     trained: PyTree,
+    tables: Tables,
     *,
     loss: str,
     denominators: Callable[[list[jax.Array]], list[jax.Array]],
     share: float,
 ) -> tuple[dict[str, PyTree], Gradient]:
-    """What ``of_part(trained)`` returns, and the gradient of its loss by ``trained``.
+    """What a part returns, a dict, and the gradient of its loss by ``trained``.
 
     ``loss`` is the key of the loss, or of a list of losses. ``denominators(weights)``
     are those of several means, over all towers and micro-batches. ``share``: which
     part of a shared term each of all calls counts.
     """
-    reads: set[int] = set()
 
-    def sums_of(trained: PyTree) -> tuple[list[list[jax.Array]], tuple[Any, PyTree]]:
-        tree = of_part(_watched(trained, reads))
-        losses = [x.fixed() for x in LossSums.each(values_of(tree[loss]))]
-        return [[*x.sums, *x.shared] for x in losses], (losses, tree)
+    def sums_of(
+        trained: PyTree, zeros: Zeros
+    ) -> tuple[list[list[jax.Array]], tuple[Any, PyTree], Ids]:
+        tree, ids = of_part(trained, zeros)
+        losses = LossSums.each(with_fixed_weights(values_of(tree[loss]), trained))
+        return [[*x.sums, *x.shared] for x in losses], (losses, tree), ids
 
-    sums, pull, (losses, tree) = jax.vjp(sums_of, trained, has_aux=True)
+    sums, pull_back, (losses, tree) = vjp(sums_of, trained, tables)
     own = [w for x in losses for w in x.denominators]
     total = iter(denominators(own) if own else own)
     factors = [x.factors([next(total) for _ in x.denominators], share) for x in losses]
-    (grads,) = pull(jax.tree.map(lambda c, x: c.astype(x.dtype), factors, sums))
+    grads, reads = pull_back(
+        jax.tree.map(lambda c, x: c.astype(x.dtype), factors, sums)
+    )
     if jax.tree.leaves(trained) and not reads:
-        raise ValueError(NO_GRADIENT)
+        raise ValueError(_NO_GRADIENT)
     weights = losses[0].weights if len(losses) == 1 else []
     weight = weights[0] if len(weights) == 1 else None
-    return tree, Gradient(grads, weight, reads)
+    return tree, Gradient(grads, weight)
 
 
 def gradients_of_terms(
@@ -155,24 +204,18 @@ def gradients_of_terms(
     return tree, gradients if is_list else gradients[0]
 
 
-def without_derivative(x: jax.Array, message: str) -> jax.Array:
-    """The value; raises a ``ValueError`` where it is differentiated."""
+def with_fixed_weights(loss: PyTree, trained: PyTree) -> PyTree:
+    """The loss; raises if the derivative by ``trained`` is taken of a weight in it."""
 
-    @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
+    def fixed(mean: Weighted) -> Weighted:
+        weight = jnp.asarray(mean.weight)
+        weight = refuse_derivative(weight, trained, _MOVING_WEIGHTS)
+        return Weighted(mean.sum, weight)
 
-    def refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        (x,), (tangent,) = primals, tangents
-        if not isinstance(tangent, SymbolicZero):
-            raise ValueError(message)
-        return x, tangent
-
-    same.defjvp(refuse, symbolic_zeros=True)
-    return same(x)
+    return map_parts(Weighted, fixed, loss)
 
 
-def _watched(values: PyTree, reads: set[int]) -> PyTree:
+def watched(values: PyTree, reads: set[int]) -> PyTree:
     """The values; the numbers of leaves that have a derivative go into ``reads``."""
     leaves, treedef = jax.tree.flatten(values)
 
@@ -192,14 +235,53 @@ def _watched(values: PyTree, reads: set[int]) -> PyTree:
     return treedef.unflatten(same(leaves))
 
 
-MOVING_WEIGHTS = (
+def refuse_derivative(x: jax.Array, by: PyTree, message: str) -> jax.Array:
+    """The value; raises a ``ValueError`` where its derivative is taken.
+
+    ``by`` are values by which that derivative is taken. So the rule below runs in this
+    derivative, and in none by other values.
+    """
+    first = jax.tree.leaves(by)[:1]
+    if not first:
+        return x
+
+    @jax.custom_jvp
+    def same(x: jax.Array, by: list[Any]) -> jax.Array:
+        return x
+
+    def refuse(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        tangent, _ = tangents
+        if not isinstance(tangent, SymbolicZero):
+            raise ValueError(message)
+        return primals[0], tangent
+
+    same.defjvp(refuse, symbolic_zeros=True)
+    return same(x, first)
+
+
+def held(x: jax.Array) -> jax.Array:
+    """A value by which a derivative is taken; of what is made of it, none is."""
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    def hold(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+        [x] = primals
+        return x, zero_from_primal(x, symbolic_zeros=True)
+
+    same.defjvp(hold, symbolic_zeros=True)
+    return same(x)
+
+
+_MOVING_WEIGHTS = (
     "The weights of the loss depend on the parameters, and a mean's gradient is taken"
     " with weights that stay. Write tj.Weighted.mean(losses,"
     " jax.lax.stop_gradient(weight)); where weights learn too, differentiate in a"
     " second pass of tj.build_step tj.Weighted(loss.sum - mean * loss.weight,"
     " jax.lax.stop_gradient(loss.weight)), of the first's mean."
 )
-NO_GRADIENT = (
+_NO_GRADIENT = (
     "The loss depends on no parameter, so that every gradient is 0. Call the model with"
     " the params that the loss function is given, and not with those that it closes"
     " over; a count of hits (argmax, >, rounding) and jax.lax.stop_gradient have no"

@@ -1,126 +1,220 @@
-"""Rows that a tower looks up in a table, of which alone the table has a gradient.
+"""Rows that a loss looks up in a table, of which alone the table has a gradient.
 
-`tj.sparse.take` is one equation of a tower's program. Zeros are added to the rows that
+`tj.sparse.take` is one equation of the loss's program. Zeros are added to the rows that
 it gives, and the gradient of these zeros is that of the rows.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from towerjax.collectives.lookups import (
-    COMPUTED,
-    LOOKUP,
-    NO_WAY_OUT,
-    join_lookups,
-    refuse_dense,
-)
-from towerjax.proof.equation import open_jaxpr, sub_jaxprs
+from towerjax.collectives.lookups import LOOKUP, join_lookups
+from towerjax.proof.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
 from towerjax.proof.interpreter import Interpreter
-from towerjax.step.run.derivative import without_derivative
+from towerjax.step.run.derivative import (
+    Gradient,
+    Ids,
+    Zeros,
+    gradient_of,
+    held,
+    refuse_derivative,
+    vjp,
+)
 from towerjax.towers.executors import vmap_members
 from towerjax.types import PyTree, named_leaves
+from towerjax.types.leaves import listed, parts_of, put_parts
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lookups:
-    """The lookups of a tower's program.
+    """The lookups of a program, of which rows have a gradient.
 
     Attributes:
-      program: One tower's.
-      tables: For each lookup the number, among the values that are trained, of its
-        table; None where that is not one of them.
+      program: That of a loss, of one tower.
+      eqns: Its lookups; none where no table is trained.
+      tables: For each the number, among the values that are trained, of its table; None
+        where that is not one of them.
       names: The names of the values that are trained.
+      towers: How many towers evaluate the program together, whose rows, ids and
+        gradients are stacked; None for one.
     """
 
     program: ClosedJaxpr
-    tables: tuple[int | None, ...]
-    names: tuple[str, ...]
+    eqns: tuple[JaxprEqn, ...] = ()
+    tables: tuple[int | None, ...] = ()
+    names: tuple[str, ...] = ()
+    towers: int | None = None
 
     @classmethod
-    def of(cls, program: ClosedJaxpr, first: int, trained: PyTree) -> "Lookups | None":
-        """Those of a program whose inputs from ``first`` on are ``trained``, if any."""
+    def of(cls, program: ClosedJaxpr, first: int, trained: PyTree) -> "Lookups":
+        """Those of a program whose inputs from ``first`` on are ``trained``."""
+        if not (jax.tree.leaves(trained) and _has_lookups(program)):
+            return cls(program)
         names = tuple(name for name, _ in named_leaves("params", trained))
         given = program.jaxpr.invars
         known = given[first : first + len(names)]
-        number = {id(var): i for i, var in enumerate(known)}
+        numbers = {id(var): i for i, var in enumerate(known)}
         free = {*given[:first], *given[first + len(names) :], *program.jaxpr.constvars}
         _refuse_inside(program, free, is_top=True)
-        eqns = [*_lookups(program)]
+        eqns = tuple(filter(_is_lookup, program.jaxpr.eqns))
         if all(_is_free(eqn.invars[0], free) for eqn in eqns):
-            return None
-        tables = tuple(number.get(id(eqn.invars[0])) for eqn in eqns)
-        return cls(program, tables, names)
+            return cls(program)
 
-    def zeros(self, lead: tuple[int, ...]) -> list[jax.Array]:
-        """What is added to the rows of each lookup, with these leading dims."""
-        avals: list[Any] = [eqn.outvars[0].aval for eqn in _lookups(self.program)]
-        return [jnp.zeros((*lead, *x.shape), x.dtype) for x in avals]
+        def number(eqn: JaxprEqn) -> int | None:
+            is_one = not eqn.params["stacked"]
+            return numbers.get(id(eqn.invars[0])) if is_one else None
 
-    def gradient_shapes(self, trained: PyTree) -> PyTree:
-        """The shapes of one tower's gradients, of tables those of the rows."""
-        avals: list[Any] = [eqn.invars[1].aval for eqn in _lookups(self.program)]
-        ids = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
-        of = functools.partial(self.gradients, of_several=False)
-        return jax.eval_shape(of, trained, self.zeros(()), ids)
+        return cls(program, eqns, tuple(map(number, eqns)), names)
 
-    def evaluate(
-        self, leaves: Sequence[Any], zeros: list[jax.Array]
-    ) -> tuple[list[Any], list[jax.Array]]:
-        """The program's results, and the ids of each lookup."""
+    def of_towers(self, towers: int) -> "Lookups":
+        """The same, of several towers that evaluate the program together."""
+        return dataclasses.replace(self, towers=towers)
+
+    def zeros(self) -> tuple[jax.Array, ...]:
+        """What is added to the rows of each lookup."""
+        lead = () if self.towers is None else (self.towers,)
+        avals: list[Any] = [eqn.outvars[0].aval for eqn in self.eqns]
+        return tuple(jnp.zeros((*lead, *x.shape), x.dtype) for x in avals)
+
+    def evaluate(self, leaves: Sequence[Any], zeros: Zeros) -> tuple[list[Any], Ids]:
+        """The program's results for one tower, and the ids of each lookup.
+
+        Without ``zeros`` a lookup is as any other, and has no ids here.
+        """
         walk = Interpreter(self.program.jaxpr, self.program.consts, leaves)
-        each, ids = iter(zip(self.tables, zeros, strict=True)), []
+        number_of = {id(eqn): i for i, eqn in enumerate(self.eqns) if zeros}
+        ids = []
         for eqn in self.program.jaxpr.eqns:
-            if not _is_lookup(eqn):
+            number = number_of.get(id(eqn))
+            if number is None:
                 walk.evaluate(eqn)
                 continue
-            (number, zero), (table, index) = next(each), map(walk.read, eqn.invars)
-            if number is None:
-                table = without_derivative(table, COMPUTED)
-            walk.evaluate(eqn, [lax.stop_gradient(table), index])
+            table, index = map(walk.read, eqn.invars)
+            zero = zeros[number]
+            if self.tables[number] is None:
+                table = refuse_derivative(table, zero, _computed(eqn))
+            else:
+                table = held(table)
+            walk.evaluate(eqn, [table, index])
             walk.values[eqn.outvars[0]] += zero
             ids.append(index)
         return [*map(walk.read, self.program.jaxpr.outvars)], ids
 
     def gradients(
-        self,
-        grads: PyTree,
-        rows: list[jax.Array],
-        ids: list[jax.Array],
-        *,
-        of_several: bool,
+        self, grads: PyTree, rows: Zeros, ids: Ids, reads: set[int]
     ) -> PyTree:
-        """The gradients, of tables the rows; those of several towers are stacked."""
+        """The gradients, of tables the rows of those lookups that have one."""
+        self._refuse_dense(reads)
         leaves, treedef = jax.tree.flatten(grads)
         for i in {x for x in self.tables if x is not None}:
-            chosen = [n for n, table in enumerate(self.tables) if table == i]
-            pairs = [(ids[n], rows[n]) for n in chosen]
-            shape = leaves[i].shape, leaves[i].dtype
-
-            def join(pairs: Any, shape: Any = shape) -> Any:
-                return join_lookups(pairs, jax.ShapeDtypeStruct(*shape))
-
-            leaves[i] = vmap_members(join)(pairs) if of_several else join(pairs)
+            own = [n for n, table in enumerate(self.tables) if table == i]
+            pairs = [(ids[n], rows[n]) for n in own if len(leaves) + n in reads]
+            table = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype)
+            join = functools.partial(join_lookups, table=table)
+            join = join if self.towers is None else vmap_members(join)
+            leaves[i] = join(pairs)
         return treedef.unflatten(leaves)
 
-    def refuse_dense(self, reads: set[int]) -> None:
+    def _refuse_dense(self, reads: set[int]) -> None:
         """Raise where one of ``reads``, which have a whole gradient, is a table."""
         tables = {x for x in self.tables if x is not None}
-        refuse_dense([self.names[i] for i in sorted(tables & reads)])
+        if names := [self.names[i] for i in sorted(tables.intersection(reads))]:
+            raise ValueError(
+                f"{listed(names)}: looked up by tj.sparse.take and used otherwise too,"
+                " so that the gradient is of all rows. Write table[ids] for such a"
+                " table; or jax.lax.stop_gradient(table) where it is used otherwise."
+            )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedLoss:
+    """A function of what is trained, which was called once, for its program.
+
+    It takes the gradient of one tower, or of no towers at all.
+    """
+
+    program: ClosedJaxpr
+    lookups: Lookups
+    returned: PyTree  # what it has returned while it was traced
+
+    @classmethod
+    def of(cls, fn: Callable[[PyTree], PyTree], trained: PyTree) -> "TracedLoss":
+        """That of a function, at values that have the types of ``trained``."""
+        leaves, treedef = jax.tree.flatten(trained)
+        returned: PyTree = None
+
+        def of_leaves(*leaves: jax.Array) -> list[jax.Array]:
+            nonlocal returned
+            returned = fn(treedef.unflatten(leaves))
+            return parts_of(jax.Array, returned)
+
+        program = jax.make_jaxpr(of_leaves)(*leaves)
+        return cls(program, Lookups.of(program, 0, trained), returned)
+
+    def of_part(self, trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
+        """What the function returns, and the ids of its lookups."""
+        values, ids = self.lookups.evaluate(jax.tree.leaves(trained), zeros)
+        return put_parts(jax.Array, self.returned, map(jnp.asarray, values)), ids
+
+    def vjp(
+        self, trained: PyTree, differentiated: Callable[[Any, PyTree], PyTree]
+    ) -> tuple[PyTree, Callable[[PyTree], PyTree], Any]:
+        """``(values, pull_back, results)``.
+
+        ``differentiated(results, trained)`` gives the values of the function's results.
+        """
+
+        def of_part(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Any, Ids]:
+            results, ids = self.of_part(trained, zeros)
+            return differentiated(results, trained), results, ids
+
+        values, pull, results = vjp(of_part, trained, self.lookups)
+
+        def pull_back(cotangents: PyTree) -> PyTree:
+            grads, _ = pull(cotangents)
+            return grads
+
+        return values, pull_back, results
+
+    def gradient(self, trained: PyTree) -> tuple[PyTree, Gradient]:
+        """``(rest, gradient of the loss)`` of a function that returns (loss, rest)."""
+
+        def of_part(trained: PyTree, zeros: Zeros) -> tuple[dict[str, PyTree], Ids]:
+            (loss, rest), ids = self.of_part(trained, zeros)
+            return {"loss": loss, "rest": rest}, ids
+
+        tree, gradient = gradient_of(
+            of_part,
+            trained,
+            self.lookups,
+            loss="loss",
+            denominators=lambda weights: weights,
+            share=1,
+        )
+        return tree["rest"], gradient
+
+
+def _has_lookups(program: ClosedJaxpr) -> bool:
+    bodies = map(open_jaxpr, all_jaxprs(program))
+    return any(LOOKUP in {eqn.primitive for eqn in body.eqns} for body in bodies)
 
 
 def _is_lookup(eqn: JaxprEqn) -> bool:
     return eqn.primitive is LOOKUP
 
 
-def _lookups(program: ClosedJaxpr) -> Iterator[JaxprEqn]:
-    return filter(_is_lookup, program.jaxpr.eqns)
+def _computed(eqn: JaxprEqn) -> str:
+    return (
+        f"tj.sparse.take at {user_line((eqn, None))} got a table that is computed from"
+        " the parameters, which takes all its rows. Look up first, and compute with the"
+        " rows, as in tj.sparse.take(params['table'], ids).astype(...); or write"
+        " table[ids]."
+    )
 
 
 def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
@@ -131,7 +225,13 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
     for eqn in open_jaxpr(program).eqns:
         if _is_lookup(eqn):
             if not is_top and not _is_free(eqn.invars[0], free):
-                raise ValueError(NO_WAY_OUT)
+                raise ValueError(
+                    f"tj.sparse.take at {user_line((eqn, None))} stands inside a jit,"
+                    " scan, cond, while_loop, remat, custom_jvp or custom_vjp in the"
+                    " loss function, out of which its rows have no way. Look up before"
+                    " it, all ids at once, and pass the rows in; or write table[ids],"
+                    " whose gradient is of all rows."
+                )
             continue
         for inner in sub_jaxprs(eqn):
             given = eqn.invars[len(eqn.invars) - len(inner.invars) :]

@@ -9,26 +9,33 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.collectives.lookups import LOOKUP
 from towerjax.collectives.ops import sum_over_towers
 from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
 from towerjax.data.shard import split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
-from towerjax.proof.equation import all_eqns
-from towerjax.step.run.derivative import LossSums, gradient_of, gradients_of_terms
+from towerjax.step.run.derivative import (
+    Ids,
+    LossSums,
+    OfPart,
+    Zeros,
+    gradient_of,
+    gradients_of_terms,
+)
 from towerjax.step.run.looked_up import Lookups
 from towerjax.step.run.micro_batches import check_micro_batch, scan_micro_batches
 from towerjax.step.run.one_pass import Pass, TowersFlags
 from towerjax.step.state.accumulators import (
+    ADDED,
     JOINED,
     Returned,
+    as_returned,
     put_sums,
     refuse_mixed_up,
     split_returned,
@@ -39,7 +46,6 @@ from towerjax.towers.executors import in_tower_fn, vmap_members
 from towerjax.towers.lowering.dependents import rounds_shared_values
 from towerjax.towers.lowering.tower_axis import (
     TowerPrograms,
-    evaluate_program,
     over_local_towers,
     tower_program,
 )
@@ -78,6 +84,15 @@ def on_device(
     return run
 
 
+class OwnArgs(NamedTuple):
+    """What one tower has of its own, or each of several, stacked."""
+
+    rows: PyTree
+    num_valid: jax.Array
+    local: PyTree  # its variables
+    zeros: Zeros = ()  # what is added to the rows that it looks up
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceTowers:
     """The towers of a device, in one pass, and its arguments there."""
@@ -99,6 +114,8 @@ class DeviceTowers:
         is_each = pass_.strategy.cross_tower_ops.needs_every_tower or looks_at_each
         if not self.takes_gradient or is_each or self.axes.in_turn:
             return False
+        if self.axes.num_local == 1:
+            return True
         # Else the gradients of towers would be added up in these few bits.
         program, _ = self._program_of_part
         _, own, index, trained, *_ = self._part_shapes
@@ -114,10 +131,10 @@ class DeviceTowers:
         return self.pass_.trained is not None and self.pass_.differentiates
 
     @functools.cached_property
-    def own(self) -> tuple[PyTree, jax.Array, PyTree]:
-        """Each tower's own arguments, ``[k, ...]``: rows, their number, variables."""
+    def own(self) -> OwnArgs:
+        """Each tower's own arguments, ``[k, ...]``."""
         rows = split_rows(self.batch, self.axes.num_local)
-        return rows, self.num_valid, plain(self.state.local)
+        return OwnArgs(rows, self.num_valid, plain(self.state.local))
 
     @functools.cached_property
     def common(self) -> tuple[PyTree, ...]:
@@ -147,26 +164,28 @@ class DeviceTowers:
         own, rest = take_sums(tree)
         return own, (rest, None)
 
-    def run_for_masks(self) -> tuple[PyTree, PyTree]:
-        """What a micro-batch returns, and the gradient of each sum of its loss.
+    def run_for_masks(self) -> PyTree:
+        """What towers return, with the gradient of each sum of their loss.
 
         Denominators depend on which rows are padding, so that a gradient that was
         divided by them would always seem to be masked.
         """
         if not self.takes_gradient:
             own, (tree, _) = self.run()
-            return put_sums(tree, own), None
-        (rows, num_valid, local), (trained, *others) = self.own, self.common
-        index = None
-        if self.pass_.micro_batches > 1:
-            numbered = self._numbered(rows, of_several=True)
-            index, rows = jax.tree.map(lambda x: x[0], numbered)
-        own = rows, num_valid, local
+            return put_sums(tree, own)
+        trained, *others = self.common
 
-        def of_part(trained: PyTree) -> PyTree:
-            return self._call_together(own, index, None, trained, *others)
+        def run(index: Any, rows: PyTree, local: PyTree) -> PyTree:
+            own = OwnArgs(rows, self.num_valid, local)
 
-        return gradients_of_terms(of_part, trained, self.pass_.loss)
+            def of_part(trained: PyTree) -> PyTree:
+                tree, _ = self._call_together(own, index, trained, *others)
+                return tree
+
+            tree, each = gradients_of_terms(of_part, trained, self.pass_.loss)
+            return {**tree, "grads": jax.tree.map(lambda x: Returned(x, ADDED), each)}
+
+        return self._for_micro_batches(run, self.own, of_several=True)
 
     def _weights(self) -> list[jax.Array] | None:
         """The denominators of several means, where they must be known beforehand."""
@@ -192,7 +211,7 @@ class DeviceTowers:
         looks_at = self.pass_.looks_at
 
         def tower_fn(
-            tower_id: jax.Array, own: PyTree, weights: Any, *common: PyTree
+            tower_id: jax.Array, own: OwnArgs, weights: Any, *common: PyTree
         ) -> tuple[PyTree, PyTree]:
             call = functools.partial(self._call_one, tower_id)
             tree = self._of_micro_batches(call, own, common, weights, of_several=False)
@@ -214,8 +233,8 @@ class DeviceTowers:
 
     def _of_micro_batches(
         self,
-        call: Callable[..., PyTree],
-        own: tuple[PyTree, PyTree, PyTree],
+        call: Callable[..., tuple[PyTree, Ids]],
+        own: OwnArgs,
         common: tuple[PyTree, ...],
         weights: list[jax.Array] | None,
         *,
@@ -223,52 +242,51 @@ class DeviceTowers:
     ) -> PyTree:
         """What all micro-batches return, merged, with the gradient of their loss.
 
-        ``call(own, index, zeros, *common)`` is one of them, of one tower or of several;
-        ``zeros``, if any, are added to the rows that are looked up.
+        ``call(own, index, *common)`` is one of them, of one tower or of several.
         """
-        (rows, num_valid, local), (trained, *others) = own, common
+        trained, *others = common
 
         def run(index: Any, rows: PyTree, local: PyTree) -> PyTree:
-            def of_part(trained: PyTree, zeros: Any = None) -> PyTree:
-                own = rows, num_valid, local
-                return call(own, index, zeros, trained, *others)
+            def of_part(trained: PyTree, zeros: Zeros) -> tuple[PyTree, Ids]:
+                given = OwnArgs(rows, own.num_valid, local, zeros)
+                return call(given, index, trained, *others)
 
-            if not self.takes_gradient:
-                return of_part(trained)
-            return self._with_gradient(of_part, trained, weights, of_several)
+            if self.takes_gradient:
+                return self._with_gradient(of_part, trained, weights, of_several)
+            tree, _ = of_part(trained, ())
+            return tree
 
+        return self._for_micro_batches(run, own, of_several=of_several)
+
+    def _for_micro_batches(
+        self, run: Callable[..., PyTree], own: OwnArgs, *, of_several: bool
+    ) -> PyTree:
+        """What ``run(index, rows, local)`` returns of each micro-batch, merged."""
         if self.pass_.micro_batches == 1:
-            return run(None, rows, local)
-        numbered = self._numbered(rows, of_several=of_several)
-        return scan_micro_batches(run, numbered, local, of_several=of_several)
+            return run(None, own.rows, own.local)
+        numbered = self._numbered(own.rows, of_several=of_several)
+        return scan_micro_batches(run, numbered, own.local, of_several=of_several)
 
     def _with_gradient(
         self,
-        of_part: Callable[..., PyTree],
+        of_part: OfPart,
         trained: PyTree,
         weights: list[jax.Array] | None,
         of_several: bool,
     ) -> PyTree:
         """What one micro-batch returns, with the gradient of its loss."""
-        axes = self.axes
-        as_sums = self.pass_.merges_sums
+        axes, lookups = self.axes, self._lookups
         calls = axes.num_devices if of_several else axes.num_towers
-        how: dict[str, Any] = {
-            "loss": self.pass_.loss,
-            "denominators": self._added if weights is None else lambda _: weights,
-            "share": 1 / (calls * self.pass_.micro_batches),
-        }
-        if (lookups := self._lookups) is None:
-            tree, gradient = gradient_of(of_part, trained, **how)
-            return {**tree, "grads": gradient.returned(as_sums=as_sums)}
-        zeros = lookups.zeros((axes.num_local,) if of_several else ())
-        given = trained, zeros
-        tree, gradient = gradient_of(lambda x: of_part(*x), given, **how)
-        lookups.refuse_dense(gradient.reads)
-        ids, (grads, rows) = tree.pop(_LOOKED_UP), gradient.grads
-        grads = lookups.gradients(grads, rows, ids, of_several=of_several)
-        gradient = dataclasses.replace(gradient, grads=grads)
-        return {**tree, "grads": gradient.returned(as_sums=as_sums)}
+        tree, gradient = gradient_of(
+            of_part,
+            trained,
+            lookups.of_towers(axes.num_local) if of_several else lookups,
+            loss=self.pass_.loss,
+            denominators=self._added if weights is None else lambda _: weights,
+            share=1 / (calls * self.pass_.micro_batches),
+        )
+        grads = gradient.returned(as_sums=self.pass_.merges_sums)
+        return {**tree, "grads": as_returned(grads)}
 
     def _numbered(self, rows: PyTree, *, of_several: bool) -> tuple[jax.Array, PyTree]:
         """The numbers of micro-batches, and their rows, ``[A, ...]``."""
@@ -291,56 +309,49 @@ class DeviceTowers:
         return jnp.arange(count, dtype=jnp.int32), parts
 
     def _call_together(
-        self, own: PyTree, index: Any, zeros: Any, *common: PyTree
-    ) -> PyTree:
-        """One micro-batch of all towers of a device, their sums added: `Returned`."""
-        of_rows = zeros is not None
-        sums, rest = over_local_towers(
-            self._part_with_rows if of_rows else self._part,
+        self, own: OwnArgs, index: Any, *common: PyTree
+    ) -> tuple[PyTree, Ids]:
+        """One micro-batch of all towers of a device, their sums added.
+
+        A tree of `Returned`, and the ids that each tower looked up.
+        """
+        sums, (rest, ids) = over_local_towers(
+            self._part_of_program,
             self.axes,
-            (own, zeros) if of_rows else own,
+            own,
             index,
             *common,
             stack_sums=False,
             programs=self.programs,
-            name="part with rows" if of_rows else "part",
+            name="part",
         )
-        return _with_ids(sums, *rest) if of_rows else put_sums(rest, sums)
+        return put_sums(rest, sums), ids
 
     def _call_one(
-        self, tower_id: Any, own: PyTree, index: Any, zeros: Any, *common: PyTree
-    ) -> PyTree:
-        """One micro-batch of one tower: a tree of `Returned`."""
-        args = tower_id, own, index, *common
-        if zeros is not None:
-            given = tower_id, (own, zeros), index, *common
-            sums, rest = self._part_with_rows(*given)
-            return _with_ids(sums, *rest)
-        if self.pass_.trained is None and self.pass_.micro_batches == 1:
-            sums, rest = self._part(*args)  # nothing else needs its program
-        else:
-            sums, rest = evaluate_program(*self._program_of_part, args)
-        return put_sums(rest, sums)
+        self, tower_id: Any, own: OwnArgs, index: Any, *common: PyTree
+    ) -> tuple[PyTree, Ids]:
+        """One micro-batch of one tower: a tree of `Returned`, and ids."""
+        needs_program = self.pass_.trained is not None or self.pass_.micro_batches > 1
+        part = self._part_of_program if needs_program else self._part
+        sums, (rest, ids) = part(tower_id, own, index, *common)
+        return put_sums(rest, sums), ids
 
-    def _part_with_rows(
-        self, tower_id: Any, given: tuple[PyTree, Any], index: Any, *common: PyTree
-    ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-        """As `_part`, with zeros added to what is looked up, and the ids of that."""
-        own, zeros = given
-        assert self._lookups is not None
-        args = tower_id, own, index, *common
-        out, ids = self._lookups.evaluate(jax.tree.leaves(args), zeros)
+    def _part_of_program(
+        self, tower_id: Any, own: OwnArgs, *others: PyTree
+    ) -> tuple[PyTree, tuple[PyTree, Ids]]:
+        """As `_part`, without another call of the user's function."""
+        args = tower_id, own._replace(zeros=()), *others
+        values, ids = self._lookups.evaluate(jax.tree.leaves(args), own.zeros)
         _, tree = self._program_of_part
-        sums, rest = jax.tree.unflatten(tree, map(jnp.asarray, out))
+        sums, (rest, _) = jax.tree.unflatten(tree, map(jnp.asarray, values))
         return sums, (rest, ids)
 
     @functools.cached_property
-    def _lookups(self) -> Lookups | None:
-        """The lookups of rows in the tower's program, if any."""
+    def _lookups(self) -> Lookups:
+        """The lookups of rows in the tower's program."""
         program, _ = self._program_of_part
-        if not any(eqn.primitive is LOOKUP for eqn in all_eqns(program)):
-            return None
         *before, trained = self._part_shapes[:4]
+        trained = trained if self.takes_gradient else None
         return Lookups.of(program, len(jax.tree.leaves(before)), trained)
 
     @functools.cached_property
@@ -349,12 +360,12 @@ class DeviceTowers:
         own, common = self.own, self.common
 
         def first() -> tuple[PyTree, ...]:
-            rows, num_valid, local = jax.tree.map(lambda x: x[0], own)
-            index = None
+            tower, index = jax.tree.map(lambda x: x[0], own), None
             if self.pass_.micro_batches > 1:
-                numbered = self._numbered(rows, of_several=False)
+                numbered = self._numbered(tower.rows, of_several=False)
                 index, rows = jax.tree.map(lambda x: x[0], numbered)
-            return jnp.int32(0), (rows, num_valid, local), index, *common
+                tower = tower._replace(rows=rows)
+            return jnp.int32(0), tower, index, *common
 
         return jax.eval_shape(first)
 
@@ -371,10 +382,9 @@ class DeviceTowers:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
         refuse_mixed_up(_joined(tree, shapes), self.common[1].local)
         if len(self.programs) > before or has_tracers(program.consts):
-            tower_id, (rows, num_valid, local), *others = self._part_shapes
-            index, *common = others
-            kinds = [("", tower_id), ("rows", rows), ("", num_valid), ("local", local)]
-            kinds += [("rows", index), ("", common)]
+            tower_id, own, index, *common = self._part_shapes
+            kinds = [("", tower_id), ("rows", own.rows), ("", own.num_valid)]
+            kinds += [("local", own.local), ("rows", index), ("", common)]
             each = [kind for kind, x in kinds for _ in jax.tree.leaves(x)]
             numbers = _joined(tree, range(len(shapes)))
             check_micro_batch(program, numbers, each, self.pass_.micro_batches)
@@ -382,17 +392,21 @@ class DeviceTowers:
     def _part(
         self,
         tower_id: jax.Array,
-        own: tuple[PyTree, Any, PyTree],
+        own: OwnArgs,
         index: Any,
         trained: PyTree,
         state: Any,
         read: PyTree,
         shared: PyTree,
         merged: PyTree,
-    ) -> tuple[PyTree, PyTree]:
-        """What one tower returns of one micro-batch: its sums, and other `Returned`."""
-        pass_, (rows, num_valid, local) = self.pass_, own
-        count, seen = num_rows(rows), local if read is None else read
+    ) -> tuple[PyTree, tuple[PyTree, Ids]]:
+        """What one tower returns of one micro-batch: its sums, and other `Returned`.
+
+        Beside these there is a place for the ids that `_part_of_program` gives.
+        """
+        pass_, rows = self.pass_, own.rows
+        count = num_rows(rows)
+        seen = own.local if read is None else read
         # Else the tower's program may not depend on the number of devices.
         may_depend = not pass_.strategy.cross_tower_ops.needs_every_tower
         tower = tower_of(
@@ -403,7 +417,7 @@ class DeviceTowers:
             local=seen,
             micro_batches=pass_.micro_batches,
             rows=count,
-            num_valid=num_valid,
+            num_valid=own.num_valid,
             of_rows=count * pass_.micro_batches if may_depend else None,
             first_row=0 if index is None else index * count,
             micro_batch=index,
@@ -415,18 +429,11 @@ class DeviceTowers:
         given = given if pass_.trained is None else (trained, *given)
         with in_tower_fn():
             out = pass_.tower_fn(*given)
-        return take_sums(split_returned(out, count, merged))
+        sums, rest = take_sums(split_returned(out, count, merged))
+        return sums, (rest, [])
 
 
 def _joined(treedef: Any, leaves: Sequence[Any]) -> PyTree:
     """The results of `_part` as one tree of `Returned`."""
-    sums, rest = jax.tree.unflatten(treedef, leaves)
+    sums, (rest, _) = jax.tree.unflatten(treedef, leaves)
     return put_sums(rest, sums)
-
-
-_LOOKED_UP = "looked up"  # the key of ids, beside what a tower function returns
-
-
-def _with_ids(sums: PyTree, rest: PyTree, ids: list[jax.Array]) -> PyTree:
-    """The results of `_part_with_rows` as one tree."""
-    return {**put_sums(rest, sums), _LOOKED_UP: ids}

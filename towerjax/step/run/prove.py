@@ -120,7 +120,7 @@ def _values_to_mask(
 
     def run(*args: PyTree) -> PyTree:
         towers = DeviceTowers(pass_, axes, programs, *args)
-        tree, gradients = towers.run_for_masks()
+        tree = towers.run_for_masks()
         rows = [x.value for x in parts_of(Returned, tree) if x.how is ROWS]
         # One leaf of Rows that is a weight masks all others.
         weighs = sum(jnp.sum(key_data(x) != 0) for x in jax.tree.leaves(rows))
@@ -136,8 +136,7 @@ def _values_to_mask(
             return x.value.values if is_rows(x.value) else x.value
 
         values = map_parts(Returned, kept, tree)
-        values = map_parts(PerTower, lambda x: x.values, values)
-        return values if gradients is None else {**values, "grads": gradients}
+        return map_parts(PerTower, lambda x: x.values, values)
 
     return run
 
@@ -155,8 +154,7 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     _, _, given, *_ = keys[0]
     program, returned = programs[keys[0]]
     number = returned.num_leaves
-    sums, rest = returned.unflatten(range(number))
-    rest = rest if pass_.trained is not None else rest[0]
+    sums, (rest, _) = returned.unflatten(range(number))
     out = values_of(put_sums(rest, sums))
     expected = {"loss"} if pass_.trained is not None else {"loss", "grads"}
     if not (isinstance(out, dict) and expected <= out.keys()):
@@ -164,8 +162,9 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     if not (of_loss := {*jax.tree.leaves(out["loss"])}):  # an earlier pass has it
         return False
     are_read = inputs_read(program, [i in of_loss for i in range(number)])
-    _, (rows, _, local), _, _, state, _, shared, merged = given.unflatten(are_read)
-    return not any(jax.tree.leaves((rows, local, state.rng, shared, merged)))
+    _, own, _, _, state, _, shared, merged = given.unflatten(are_read)
+    reads = own.rows, own.local, state.rng, shared, merged
+    return not any(jax.tree.leaves(reads))
 
 
 def _is_masked(

@@ -35,7 +35,7 @@ class TracedPass:
     @property
     def out(self) -> tuple[PyTree, PyTree]:
         """The shapes of what it merged and looked at, as global values."""
-        count = self.pass_.strategy.num_towers
+        count = self.pass_.strategy.placement.num_towers
 
         def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)

@@ -258,8 +258,8 @@ def accept(
             olds.setdefault(var, old)
     left = dict(zip(jaxpr.invars, before, strict=False))
     for eqn in later:
-        operands = [walk.read(x) for x in eqn.invars]
-        walk.evaluate(eqn, guard_rows(eqn, operands, left, accepted))
+        operands = guard_rows(eqn, walk.operands(eqn), left, accepted)
+        walk.evaluate(eqn, operands)
         for var in eqn.outvars:
             if var in olds and left.get(var) is not olds[var]:
                 walk.values[var] = lax.select(accepted, walk.values[var], olds[var])
