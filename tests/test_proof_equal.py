@@ -52,10 +52,16 @@ def test_a_function_of_towers_without_padding_is_proved(name):
 
 @pytest.mark.slow
 def test_a_number_of_rows_may_be_a_symbol():
-    found = {name: verdict_on(fn, symbolic=True).says for name, fn in TOGETHER.items()}
-    unknown = {name for name, says in found.items() if says != "proved"}
+    found = {}
+    for name, fn in TOGETHER.items():
+        try:
+            found[name] = verdict_on(fn, symbolic=True).says
+        except jax.errors.InconclusiveDimensionOperation:
+            found[name] = "asks for the number"
+    odd = {name for name, says in found.items() if says != "proved"}
     # A loop of so many trips is a while, and a slice by a symbol is a dynamic one.
-    assert unknown == {"rows_in_a_loop_by_number", "views_and_back"}
+    by_number = {"rows_in_a_loop_by_number", "chunks_of_rows"}
+    assert odd == {"views_and_back", "rows_repeated"} | by_number
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 from audited_losses import BATCH, PARAMS, errors, mean, scores
 
 import towerjax as tj
-from towerjax.step.look.equality import StepToProve, equalities_of
+from towerjax.step.look.equality import equalities_of
+from towerjax.step.look.traced_passes import StepToProve
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 
@@ -96,6 +97,65 @@ def test_towers_that_meet_in_micro_batches_are_unknown():
     assert "one micro-batch" in found["loss"].why
     alone = train(lambda p, b, t: mean(errors(p, b), t), micro_batches=2)
     assert all_say(says_of(alone)) == {"proved"}
+
+
+def by_row_numbers(params, batch, tower):
+    number = tower.id * tower.rows + jnp.arange(tower.rows)
+    return mean(errors(params, batch) * jnp.tanh(0.1 * number), tower)
+
+
+IN_PARTS = {
+    "a term of each micro-batch": lambda p, b, t: tj.Weighted(
+        errors(p, b) @ t.weight + (p["w"] ** 2).sum() / t.num_towers, t.weight.sum()
+    ),
+    "the number of micro-batches": lambda p, b, t: tj.Weighted(
+        errors(p, b) @ t.weight * t.micro_batches, t.weight.sum()
+    ),
+    "numbers of a micro-batch's rows": by_row_numbers,
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_depends_on_micro_batches_is_not_proved(name):
+    """It is the same for any number of towers, which have one each."""
+    assert all_say(says_of(train(IN_PARTS[name]))) == {"proved"}
+    found = says_of(train(IN_PARTS[name], micro_batches=2))
+    assert "proved" not in all_say(found), found
+
+
+@pytest.mark.parametrize("remainder", ["error", "pad"])
+@pytest.mark.parametrize("towers", [1, 2])
+def test_what_is_added_up_is_proved_in_micro_batches(towers, remainder):
+    def loss_fn(params, batch, tower):
+        kept = jax.random.bernoulli(tower.rng, 0.5, batch["y"].shape)
+        shared = (params["w"] ** 2).sum() / tower.num_towers / tower.micro_batches
+        weight = tower.weight * kept
+        return tj.Weighted(errors(params, batch) @ weight + shared, weight.sum())
+
+    strategy = tj.Mirrored(("cpu:0",), towers=towers)
+    how = {"remainder": remainder, "micro_batches": 2}
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **how)
+    assert all_say(says_of(step)) == {"proved"}
+
+
+def test_variables_that_micro_batches_change_are_unknown():
+    def loss_fn(params, batch, tower):
+        own = tower.local["mean"]
+        loss = mean((scores(params, batch) - own) ** 2, tower)
+        return tj.TowerOutput(loss, local={"mean": own + 1.0})
+
+    local = {"mean": tj.TowerLocal(np.float32(0), tj.Reduction.MEAN)}
+    for micro_batches, says in ((1, "proved"), (2, "unknown")):
+        step = train(loss_fn, micro_batches=micro_batches)
+        assert says_of(step, step.init(PARAMS, local=local))["loss"].says == says
+
+
+def test_other_leaves_for_another_number_of_towers_are_unknown():
+    def fn(state, batch, tower):
+        value = state.params["w"]
+        return {"value": value if tower.num_towers == 1 else tj.Sum(value)}
+
+    assert "other leaves" in of_step(fn)["value"].why
 
 
 def of_two_passes(first):
@@ -255,6 +315,20 @@ def test_the_number_of_the_steps_own_towers_is_compared_too(remainder):
         right = lambda p, b, t: mean(errors(p, b), t)  # noqa: E731
         step = tj.build_train_step(right, optax.sgd(0.1), strategy, **how)
         assert all_say(says_of(step)) == {"proved"}
+
+
+@pytest.mark.parametrize("symbolic", [True, False])
+def test_a_step_of_thousands_of_towers_is_proved(symbolic):
+    def loss_fn(params, batch, tower):
+        every = tower.all_gather(errors(params, batch).sum())
+        size = len(batch["y"]) if symbolic else int(len(batch["y"]))
+        return tj.Weighted(errors(params, batch).sum() / every.sum(), size)
+
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), tj.Mirrored(("cpu:0",), towers=4096)
+    )
+    given = step.engine, step.strategy, step.init(PARAMS), BATCH, 1
+    assert [x.says for x in equalities_of(StepToProve(*given))] == ["proved"]
 
 
 def test_what_has_no_passes_is_unknown():

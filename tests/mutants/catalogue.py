@@ -1362,21 +1362,41 @@ EQUAL = (
        "if padded and PADDING not in value.zeros:", "if False:",
        "step_equality::padding_counts_in_rows_of_a_table"),
     _m("E86", "a later pass may read what a tower has of its own",
-       "step.look.equality:_kinds_given_later", "else Given.PER_TOWER",
+       "step.look.traced_passes:_kinds_given_later", "else Given.PER_TOWER",
        "else Given.REPLICATED",
        "step_equality::a_later_pass_may_not_read_rows_of_a_table",
        "step_equality::what_each_tower_has_of_its_own_is_unknown_in_a_later_pass"),
+    _m("E87", "rows of a micro-batch are numbered as those of a tower",
+       f"{_SIDE}_sum_of_two", "and pair.sizes.parts == (1, 1)", "",
+       "step_equality::what_depends_on_micro_batches_is_not_proved"
+       "[numbers of a micro-batch's rows]"),
+    _m("E88", "micro-batches are left out",
+       "step.look.traced_passes:traced_passes", "1 if takes_gradient else several",
+       "1", "step_equality::what_depends_on_micro_batches_is_not_proved"
+       "[a term of each micro-batch]",
+       "step_equality::what_depends_on_micro_batches_is_not_proved"
+       "[the number of micro-batches]"),
+    _m("E89", "other leaves may be returned for another number of towers",
+       "step.look.equality:_why_not_walked", "if not each.is_alike:", "if False:",
+       "step_equality::other_leaves_for_another_number_of_towers_are_unknown"),
+    _m("E90", "a micro-batch reads what its tower began with",
+       "step.look.traced_passes:_trace_passes", "[] if in_parts else", "",
+       "step_equality::variables_that_micro_batches_change_are_unknown"),
+    _m("E91", "further numbers of towers are not compared",
+       f"{_EQUAL}one_tower:_results_of_pairs",
+       "pairs += [(programs[0], x) for x in programs[3:]]", "",
+       "step_equality::the_number_of_the_steps_own_towers_is_compared_too"),
 )
 
 _STEP = "step_equality::"
 _CHUNKS = f"{_EQUAL}chunk_loops:"
 LAID = (
     _m("E60", "variables of a tower are replicated in any step",
-       "step.look.equality:_variables_of",
+       "step.look.traced_passes:_variables_of",
        "if not (isinstance(finish, NextState) and finish.keeps_local):", "if False:",
        f"{_STEP}variables_of_a_tower_are_unknown_where_they_are_read"),
     _m("E61", "variables that start as others are replicated",
-       "step.look.equality:_is_one_for_all", "(rows == rows[:1]).all()", "True",
+       "step.look.traced_passes:_is_one_for_all", "(rows == rows[:1]).all()", "True",
        f"{_STEP}variables_of_a_tower_are_unknown_where_they_are_read"),
     _m("E62", "variables are replicated whatever becomes of them",
        f"{_EQUAL}one_tower:_results_of_pairs", "if stays <= after:", "if True:",

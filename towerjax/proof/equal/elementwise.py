@@ -157,9 +157,10 @@ def _sum_of_two(pair: EquationPair) -> Known:
             raise NotOfOneKindError(f"{x} and {y}")
         return x.times_tower(x.power)
     if kinds == {Kind.NUMBERS, Kind.FIRST_ROW} and is_sum:
-        # Numbers of all rows, where each tower has equally many.
+        # Numbers of all rows, where each tower has equally many, and all at once.
         at = 0 if x.kind is Kind.NUMBERS else 1
-        if pair.times_rows(at, pair.rows_in[at]) == 1 and not pair.sizes.padded:
+        is_even = not pair.sizes.padded and pair.sizes.parts == (1, 1)
+        if pair.times_rows(at, pair.rows_in[at]) == 1 and is_even:
             return rows()
         raise NotOfOneKindError("the number of a tower's first row")
     own = {Kind.NUMBERS, Kind.FIRST_ROW, Kind.TOWER, Kind.COUNTER}

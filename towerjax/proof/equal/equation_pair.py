@@ -24,11 +24,18 @@ class Sizes(NamedTuple):
     towers: tuple[int, int]
     rows: tuple[Any, Any]  # of one tower: numbers, or one symbol
     padded: bool = False  # whether towers may have padding, and not equally much
+    # Into how many micro-batches a tower's rows are cut, each of which counts as one.
+    parts: tuple[int, int] = (1, 1)
 
     def times(self, first: Any, second: Any) -> Fraction | None:
         """How many times the rows of a tower these sizes are; None: they are not."""
         found = [_times(x, n) for x, n in zip((first, second), self.rows, strict=True)]
         return found[0] if found[0] == found[1] else None
+
+    def are_of_tower(self, first: Any, second: Any) -> bool:
+        """Whether these are the rows of all of a tower's micro-batches."""
+        given = zip((first, second), self.rows, self.parts, strict=True)
+        return self.parts != (1, 1) and all(x == n * k for x, n, k in given)
 
     def axes(self, first: Any, second: Any) -> tuple[int | None, int | None]:
         """The dim of rows of two arrays, and the dim of towers.

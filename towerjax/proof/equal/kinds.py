@@ -114,6 +114,7 @@ class Known(NamedTuple):
 
 
 ZERO = Known(Kind.ZERO)
+SIZE = Known(Kind.SIZE, note=ROWS_OF_TOWER)
 EACH = frozenset([Kind.COPY, Kind.ROWS, Kind.ROW, Kind.ZERO])
 """Kinds of which any function of their elements is of the same kind."""
 

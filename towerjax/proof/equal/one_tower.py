@@ -38,6 +38,7 @@ from towerjax.proof.equal.kinds import (
     EACH,
     PADDING,
     ROWS_OF_TOWER,
+    ZERO,
     Kind,
     Known,
     as_part,
@@ -56,6 +57,8 @@ class Given(enum.Enum):
     VALID = "how many of its rows are no padding"
     TOWER_ID = "the number of the tower"
     PER_TOWER = "a value that a tower has of its own"
+    # Keys and row numbers of a micro-batch count from it, so that any is as the first.
+    MICRO_BATCH = "the number of a tower's micro-batch"
 
 
 class Merge(enum.Enum):
@@ -75,13 +78,15 @@ class TowerProgram(NamedTuple):
 
     Attributes:
       jaxpr: Its closed jaxpr.
-      towers: T.
-      rows: The rows of one tower: a number, or a symbol that all programs share.
+      towers: T; where a tower has several micro-batches, the number of all of these.
+      rows: The rows of one of them: a number, or a symbol that all programs share.
+      parts: How many micro-batches a tower has.
     """
 
     jaxpr: ClosedJaxpr
     towers: int
     rows: Any
+    parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +137,7 @@ _INPUTS = {
     Given.REPLICATED: copy(),
     Given.ROWS: rows(),
     Given.TOWER_ID: Known(Kind.TOWER),
+    Given.MICRO_BATCH: ZERO,
     Given.PER_TOWER: Known(Kind.UNKNOWN, why="a value that each tower has of its own"),
 }
 
@@ -147,7 +153,8 @@ def equal_to_one_tower(
     """Whether each result is merged to the same for all numbers of towers.
 
     Args:
-      programs: For two numbers of towers or more, of one global batch.
+      programs: For two numbers of towers or more, of one global batch. The first three
+        are compared in turn, and further ones with the first.
       inputs: What each input of the programs is.
       outputs: How each result is merged.
       axes: The names of the axis of all towers.
@@ -201,7 +208,8 @@ def _results_of_pairs(
     A variable that all towers have the same of before the first step is replicated in
     all steps, if it is so after a step before which it, and the others, are.
     """
-    pairs = [*zip(programs, programs[1:], strict=False)]
+    pairs = [*zip(programs, programs[1:3], strict=False)]
+    pairs += [(programs[0], x) for x in programs[3:]]
     stays = {x.becomes for x in outputs} - {None}
     while True:
         given = [Given.REPLICATED if i in stays else x for i, x in enumerate(inputs)]
@@ -221,8 +229,9 @@ def _results_of_pair(
 ) -> list[_ProvedResult]:
     """What is known of the results for two numbers of towers."""
     first, second = pair
-    towers, rows_each = zip(*[(x.towers, x.rows) for x in pair], strict=True)
-    sizes = Sizes(towers, rows_each, padded)
+    each = [(x.towers, x.rows, x.parts) for x in pair]
+    towers, rows_each, parts = zip(*each, strict=True)
+    sizes = Sizes(towers, rows_each, padded, parts)
     numbers = Known(Kind.VALID) if padded else copy(-1, note=ROWS_OF_TOWER)
     ins = [_INPUTS.get(x, numbers) for x in inputs]
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)

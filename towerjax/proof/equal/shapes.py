@@ -13,6 +13,7 @@ from towerjax.proof.equal.equation_pair import (
 )
 from towerjax.proof.equal.kinds import (
     LINEAR,
+    SIZE,
     ZERO,
     Groups,
     Kind,
@@ -46,6 +47,8 @@ def _size_as_number(pair: EquationPair) -> Known:
     times = pair.sizes.times(*sizes)
     if times == 1:
         return pair.walk.size_of_rows()
+    if pair.sizes.are_of_tower(*sizes):
+        return SIZE
     if times is None or pair.sizes.padded:
         raise NotOfOneKindError("a size that is a number of rows")
     return copy(-1)

@@ -23,6 +23,7 @@ from towerjax.proof.equal.kinds import (
     NO_ZEROS,
     PADDING,
     ROWS_OF_TOWER,
+    SIZE,
     ZERO,
     Identity,
     Kind,
@@ -185,6 +186,8 @@ class Walk:
             if isinstance(self.sizes.rows[0], int):
                 if (a.item(), b.item()) == self.sizes.rows:
                     return self.size_of_rows()
+                if self.sizes.are_of_tower(a.item(), b.item()):
+                    return SIZE
         if np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return copy(0, note=a.item() if is_number and a.dtype.kind != "c" else None)
         power = self._power_between(a, b)
@@ -196,7 +199,7 @@ class Walk:
     def size_of_rows(self) -> Known:
         """The kind of the number of a tower's rows."""
         if self.sizes.padded:
-            return Known(Kind.SIZE, note=ROWS_OF_TOWER)
+            return SIZE
         return copy(-1, note=ROWS_OF_TOWER)
 
     def _power_between(self, a: Any, b: Any) -> Fraction | None:

@@ -187,6 +187,15 @@ class DeviceTowers:
 
         return self._for_micro_batches(run, self.own, of_several=True)
 
+    def run_part(self, index: jax.Array) -> tuple[PyTree, PyTree]:
+        """What one micro-batch returns, the rows of which these are: sums, and others.
+
+        No gradient is taken of its loss.
+        """
+        given = self._part, self.axes, self.own, index, *self.common
+        sums, (rest, _) = over_local_towers(*given, stack_sums=False)
+        return sums, rest
+
     def _weights(self) -> list[jax.Array] | None:
         """The denominators of several means, where they must be known beforehand."""
         runs_once = self.is_added_first and self.pass_.micro_batches == 1

@@ -1,0 +1,356 @@
+"""One tower's programs of a step's passes, for several numbers of towers.
+
+The rows of a tower are a symbol where its function can be traced so, and else numbers.
+A micro-batch counts as a tower: its program is the one that a step runs of each.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.data.shard import without_shared
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.metrics.weighted import Means, Weighted
+from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
+from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
+from towerjax.step.run.engine import Engine, Passes
+from towerjax.step.run.on_device import DeviceTowers
+from towerjax.step.run.one_pass import Pass
+from towerjax.step.state.accumulators import (
+    ADDED,
+    CARRIED,
+    JOINED,
+    MERGED,
+    OWN,
+    ROWS,
+    SAME,
+    SHOWN,
+    Returned,
+    key_name,
+    put_sums,
+)
+from towerjax.step.state.next_state import NextState
+from towerjax.step.state.train_state import TrainState
+from towerjax.towers.executors import shapes_of, trace_one_tower
+from towerjax.towers.strategies import Strategy, on_one_group
+from towerjax.towers.variables import TowerLocal
+from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types.leaves import key_data, map_parts, parts_of
+
+NUMBERS_OF_TOWERS = (1, 2, 4)
+"""Those that are compared, and besides that of the step's own towers."""
+
+NOT_OF_A_SYMBOL = (
+    *RAISED_ON_OTHER_ROWS,
+    AttributeError,
+    jax.errors.InconclusiveDimensionOperation,
+)
+"""What a function raises that asks for the number of its rows."""
+
+_PADDED_ROWS = {1: 5, 2: 3, 4: 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepToProve:
+    """What a proof of equality needs of a step.
+
+    Attributes:
+      engine: Its passes.
+      strategy: Where its towers are.
+      state: A state, or shapes.
+      batch: A batch, or shapes.
+      rows: The rows of a tower in a call.
+      padded: Whether batches may be padded.
+    """
+
+    engine: Engine
+    strategy: Strategy
+    state: TrainState
+    batch: PyTree
+    rows: int
+    padded: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PassToProve:
+    """A pass for several numbers of towers."""
+
+    programs: list[TowerProgram]
+    inputs: list[Given]
+    outputs: list[MergedLeaf]
+    axes: list[str]
+    in_parts: bool  # whether a tower has several micro-batches
+    is_alike: bool  # whether such leaves are returned for each number of towers
+
+
+class _Split(NamedTuple):
+    """How a batch is split: over so many towers, and of each into micro-batches."""
+
+    towers: int
+    parts: int = 1
+
+    @property
+    def number(self) -> int:
+        """The number of all micro-batches."""
+        return self.towers * self.parts
+
+
+def traced_passes(
+    step: StepToProve, passes: Passes, *, of_symbol: bool
+) -> list[PassToProve]:
+    """Each pass, traced for each number of towers.
+
+    The first three are for `NUMBERS_OF_TOWERS`, a fourth for the step's own towers.
+
+    Args:
+      step: The step.
+      passes: Its passes.
+      of_symbol: Whether the number of a tower's rows is a symbol.
+
+    Returns:
+      One for each pass.
+
+    Raises:
+      Exception: One of ``NOT_OF_A_SYMBOL``; a tower function raised it.
+    """
+    several = max(x.micro_batches for x in passes.each)
+    takes_gradient = any(x.differentiates and x.trained for x in passes.each)
+    own = _Split(step.strategy.num_towers, 1 if takes_gradient else several)
+    splits = [*map(_Split, NUMBERS_OF_TOWERS)]
+    splits += [] if own in splits else [own]
+    in_parts = several > 1 and not takes_gradient
+    columns = []
+    for split in splits:
+        engine = dataclasses.replace(step.engine, passes=passes)
+        alike = engine.on(on_one_group(step.strategy, split.towers)).passes
+        alike = alike.changed(micro_batches=split.parts)
+        rows = _symbol_for(step) if of_symbol else _rows_for(step, split, splits)
+        columns.append([*_trace_passes(alike, step, split, rows, in_parts)])
+    found = []
+    for each in zip(*columns, strict=True):
+        programs, inputs, outputs, axes = zip(*each, strict=True)
+        is_alike = all(x == outputs[0] for x in outputs)
+        given = [*programs], inputs[0], outputs[0], axes[0]
+        found.append(PassToProve(*given, several > 1, is_alike))
+    return found
+
+
+def _symbol_for(step: StepToProve) -> Any:
+    """The rows of a tower, whatever number they are."""
+    [rows] = jax.export.symbolic_shape("n")
+    return rows * step.strategy.placement.row_parts
+
+
+def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int:
+    """The rows of one of so many towers.
+
+    With padding they are in no proportion to the numbers of towers, so that nothing
+    that counts them is taken for a power of that number.
+    """
+    number, each = split.number, max(step.rows, 2)
+    each += -each % step.strategy.placement.row_parts
+    if step.padded:
+        return each * _PADDED_ROWS.get(number, 11 if number % 7 == 0 else 7)
+    return each * math.lcm(*[x.number for x in splits]) // number
+
+
+def _trace_passes(
+    passes: Passes, step: StepToProve, split: _Split, rows: Any, in_parts: bool
+) -> Iterator[tuple[TowerProgram, list[Given], list[MergedLeaf], list[str]]]:
+    """What a `PassToProve` has of one split, of each pass, one after another."""
+    number = split.towers
+
+    def of_all(x: Any) -> jax.ShapeDtypeStruct:
+        shape = (rows * number, *np.shape(x)[1:])
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    def of_local(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
+
+    own, shared = without_shared(step.batch)
+    counts = jax.ShapeDtypeStruct((number,), jnp.int32)
+    shared = shapes_of(jax.tree.map(jnp.asarray, shared))
+    state = map_parts(
+        TowerLocal,
+        lambda variable: jax.tree.map(of_local, variable),
+        shapes_of(step.state),
+    )
+    given = state, jax.tree.map(of_all, own), counts, shared
+    merged, later = (), list[Given]()
+    for pass_ in passes.in_turn([]):
+        closed, tree = _trace_tower(pass_, (*given, merged), in_parts)
+        program = TowerProgram(closed, split.number, rows, split.parts)
+        axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
+        inputs = [*_inputs_of(step, own, shared), *later]
+        # The next micro-batch reads what one leaves in a variable.
+        variables = [] if in_parts else _variables_of(step, inputs)
+        inputs += [Given.MICRO_BATCH] if in_parts else []
+        yield program, inputs, _leaves_of_tower(tree, variables), axes
+        merged, later = (_as_given_later(tree, split),), _kinds_given_later(tree)
+
+
+def _trace_tower(
+    pass_: Pass, args: tuple[PyTree, ...], in_parts: bool
+) -> tuple[ClosedJaxpr, PyTree]:
+    """The program of one tower, and the `Returned` that it gives, as shapes.
+
+    Where it is ``in_parts`` it is that of a micro-batch, the number of which it takes.
+    """
+    axes = pass_.strategy.placement.abstract_axes
+    layouts = *pass_.ins.values(), Layout.MIRRORED
+    index = jax.ShapeDtypeStruct((), jnp.int32) if in_parts else None
+
+    def first(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
+
+    def on_device(*args: PyTree) -> PyTree:
+        *given, index = args
+        towers = DeviceTowers(pass_, axes, {}, *given)
+        if in_parts:
+            sums, tree = towers.run_part(index)
+            return put_sums(first(tree), sums)
+        sums, (tree, _) = towers.run()
+        is_stacked = pass_.strategy.cross_tower_ops.needs_every_tower
+        is_stacked = is_stacked and not towers.is_added_first
+        return put_sums(first(tree), first(sums) if is_stacked else sums)
+
+    with jax.default_matmul_precision("highest"):
+        return trace_one_tower(on_device, axes, layouts, (*args, index))
+
+
+def _inputs_of(step: StepToProve, own: PyTree, shared: PyTree) -> list[Given]:
+    """What each input of a tower's program is, but what a pass before it merged."""
+    is_local = lambda x: isinstance(x, TowerLocal)  # noqa: E731
+    inputs = []
+    for x in jax.tree.leaves(step.state, is_leaf=is_local):
+        kind = Given.PER_TOWER if is_local(x) else Given.REPLICATED
+        inputs += [kind] * len(jax.tree.leaves(x))
+    of_rows = Given.PER_TOWER if parts_of(IndexedRows, own) else Given.ROWS
+    inputs += [of_rows] * len(jax.tree.leaves(own)) + [Given.VALID]
+    return inputs + [Given.REPLICATED] * len(jax.tree.leaves(shared))
+
+
+def _variables_of(step: StepToProve, inputs: Sequence[Given]) -> list[int | None]:
+    """For each tower-local variable that a tower returns, the input that it becomes.
+
+    None where a tower starts with another value than the others; empty unless the step
+    is a train step that is not extended, the next variables of which are these.
+    """
+    finish = step.engine.finish
+    if not (isinstance(finish, NextState) and finish.keeps_local):
+        return []
+    places = [i for i, x in enumerate(inputs) if x is Given.PER_TOWER]
+    values = jax.tree.leaves(step.state.local)
+    pairs = zip(places, values, strict=False)
+    return [i if _is_one_for_all(x) else None for i, x in pairs]
+
+
+def _is_one_for_all(value: Any) -> bool:
+    """Whether all towers have the same; of shapes it is taken to be so."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return True
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return False
+    rows = np.asarray(key_data(value))
+    return bool((rows == rows[:1]).all())
+
+
+_MERGES = {
+    ADDED: Merge.SUM,
+    SHOWN: Merge.SUM,
+    SAME: Merge.REPLICATED,
+    ROWS: Merge.ROWS,
+    JOINED: Merge.TABLE_ROWS,
+    MERGED: Merge.OTHER,
+    OWN: Merge.PER_TOWER,
+}
+
+
+_ALIKE = ADDED, SHOWN, SAME, ROWS  # what is the same however the batch is split
+
+
+def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[MergedLeaf]:
+    """The leaves of what a tower returns, in the order of its program's results."""
+    becomes = iter(variables)
+    is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
+    leaves: list[MergedLeaf] = []
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
+        name = "/".join(map(key_name, path)) or "result"
+        if isinstance(x, PerTower):
+            count = len(jax.tree.leaves(x))
+            leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
+        elif x.how is CARRIED:
+            count = len(jax.tree.leaves(x))
+            leaves += [
+                dataclasses.replace(each, becomes=next(becomes, None))
+                for each in [MergedLeaf(name, Merge.PER_TOWER)] * count
+            ]
+        else:
+            leaves += _leaves_of_returned(name, x.value, _MERGES[x.how], len(leaves))
+    return leaves
+
+
+def _leaves_of_returned(
+    name: str, value: PyTree, merge: Merge, start: int
+) -> list[MergedLeaf]:
+    """The leaves of one value, with what those of means and of tables belong to."""
+    is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
+    leaves: list[MergedLeaf] = []
+    pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
+    for path, x in pairs:
+        within = name + jax.tree_util.keystr(path)
+        if isinstance(x, IndexedRows):  # its values, then its indices
+            at = start + len(leaves) + 1
+            leaves.append(MergedLeaf(within, merge, indices=at))
+            leaves.append(MergedLeaf(f"indices of {within}", Merge.PER_TOWER))
+            continue
+        if not isinstance(x, Weighted):
+            is_penalty = isinstance(value, Means)
+            leaves.append(MergedLeaf(within, Merge.REPLICATED if is_penalty else merge))
+            continue
+        flat = jax.tree_util.tree_leaves_with_path(x)
+        weight = start + len(leaves) + len(flat) - 1  # the weight is the last field
+        leaves += [
+            MergedLeaf(within + jax.tree_util.keystr(at[1:]), Merge.MEAN, weight)
+            for at, _ in flat[:-1]
+        ]
+        leaves.append(MergedLeaf(f"weight of {within}", Merge.PER_TOWER))
+    return leaves
+
+
+def _as_given_later(tree: PyTree, split: _Split) -> PyTree:
+    """The shapes of what a tower's results are merged to, for the next pass."""
+
+    def of(x: Returned) -> PyTree:
+        if x.how in (*_ALIKE, MERGED) and x.how is not ROWS:
+            return x.value
+        is_joined = x.how in (ROWS, JOINED)
+
+        def of_all(s: Any) -> jax.ShapeDtypeStruct:
+            if is_joined:
+                shape = s.shape[0] * split.number, *s.shape[1:]
+                return jax.ShapeDtypeStruct(shape, s.dtype)
+            return jax.ShapeDtypeStruct((split.towers, *s.shape), s.dtype)
+
+        return jax.tree.map(of_all, x.value)
+
+    return map_parts(Returned, of, tree)
+
+
+def _kinds_given_later(tree: PyTree) -> list[Given]:
+    """What a tower's results are to the next pass, once they are merged."""
+
+    def of(x: Returned) -> PyTree:
+        # Of a table the rows are in the towers' order, which depends on the split.
+        kind = Given.REPLICATED if x.how in _ALIKE else Given.PER_TOWER
+        return jax.tree.map(lambda _: kind, x.value)
+
+    return jax.tree.leaves(map_parts(Returned, of, tree))
