@@ -10,6 +10,9 @@ import numpy as np
 import optax
 import pytest
 from audited_losses import BATCH, PARAMS, errors, mean, scores
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from layouts import names
 
 import towerjax as tj
 from towerjax.step.look.equality import equalities_of
@@ -344,3 +347,69 @@ def test_nothing_is_compiled(compiled):
     state = step.init(PARAMS)
     compiled.clear()
     assert all_say(says_of(step, state)) == {"proved"} and not compiled
+
+
+# A `shard_map` over a tower's own devices: of features, or of the tower's rows.
+
+
+def within(fn, in_specs, out_specs):
+    """What is said of a loss of such a function of rows and parameters."""
+    strategy = tj.Mirrored(names(4), towers=1, within={"data": 2, "model": 2})
+
+    def loss_fn(params, batch, tower):
+        mapped = jax.shard_map(
+            lambda x, w: fn(x, w, tower),
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={"data", "model"},
+            check_vma=False,
+        )
+        out = mapped(batch["x"], params["w"])
+        rows = tower.weight.sum()
+        return mean(out - batch["y"], tower) if out.ndim else tj.Weighted(out, rows)
+
+    step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+    [found] = says_of(step).values()
+    return found
+
+
+OF_FEATURES = P(None, "model"), P("model")
+OF_ROWS = P("data"), P()
+
+
+def test_what_a_towers_devices_make_of_their_features_is_proved():
+    def product(x, w, tower):
+        total = lax.psum(x @ w, "model")
+        every = lax.all_gather(w, "model", tiled=True)
+        turned = lax.ppermute(x, "model", [(0, 1), (1, 0)])
+        most = lax.pmax(turned.max(1), "model") * lax.axis_index("data")
+        return total + most + lax.psum(every.sum(), ("data", "model"))
+
+    assert within(product, OF_FEATURES, P()).says == "proved"
+    assert within(lambda x, w, t: jnp.tanh(x @ w), OF_ROWS, P("data")).says == "proved"
+    part = lambda x, w, t: lax.psum((t.weight @ x).sum(), "model")  # noqa: E731
+    assert within(part, OF_FEATURES, P()).says == "proved"
+
+
+MET = {
+    "a mean of rows": (lambda x, w, t: x @ w - x.mean(), *OF_FEATURES, P()),
+    "the largest of parts": (
+        lambda x, w, t: lax.pmax(x.sum(), "model"), *OF_FEATURES, P()),
+    "rows by their device": (
+        lambda x, w, t: x @ w * lax.axis_index("data"), *OF_ROWS, P("data")),
+    "rows of other devices": (
+        lambda x, w, t: lax.psum(x @ w, "data"), *OF_ROWS, P("data")),
+    "some rows of all towers": (
+        lambda x, w, t: x @ w * lax.psum(x.sum(), t.axis_names), *OF_ROWS, P("data")),
+    "the first device's rows": (lambda x, w, t: x.sum(), *OF_ROWS, P()),
+    "rows that are scattered": (
+        lambda x, w, t: lax.psum_scatter(x @ w, "model", tiled=True).sum(),
+        *OF_FEATURES, P()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MET)
+def test_what_a_towers_devices_make_of_its_rows_is_not_proved(name):
+    fn, *in_specs, out_specs = MET[name]
+    found = within(fn, tuple(in_specs), out_specs)
+    assert found.says != "proved" and "raises" not in found.why

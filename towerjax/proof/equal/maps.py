@@ -18,6 +18,7 @@ from towerjax.proof.equal.kinds import (
     rows,
 )
 from towerjax.proof.equal.walk import Walk
+from towerjax.proof.equal.within import mapped_within
 from towerjax.proof.equation import manual_axes, open_jaxpr
 
 _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
@@ -26,6 +27,8 @@ _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 @rule("shard_map", knows_constants=True, knows_unknown=True, kinds=[Kind.STACKED])
 def _mapped(pair: EquationPair) -> list[Known]:
     """Each device has its rows of what is split, and all of what is not."""
+    if pair.walk.axes:
+        return mapped_within(pair)
     axis = _axis_of(pair)
     bodies = [open_jaxpr(eqn.params["jaxpr"]) for eqn in (pair.first, pair.second)]
     sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
@@ -45,8 +48,6 @@ def _mapped(pair: EquationPair) -> list[Known]:
 
 def _axis_of(pair: EquationPair) -> str:
     """The one axis of the mesh, that of all devices; others have one device."""
-    if pair.walk.axes:
-        raise NotOfOneKindError("a shard_map in another one, or in a tower")
     first, second = [eqn.params["mesh"].shape for eqn in (pair.first, pair.second)]
     both = {name: (first[name], second.get(name)) for name in first}
     along = [name for name, sizes in both.items() if sizes != (1, 1)]

@@ -33,6 +33,7 @@ from towerjax.proof.equal.kinds import (
     function_of,
     rows,
 )
+from towerjax.proof.equal.within import is_within, met_within
 from towerjax.proof.equation import (
     PLAIN,
     Site,
@@ -105,6 +106,7 @@ class Walk:
         self.loop: RowLoop | None = None
         self.kinds: dict[int, dict[Any, Known]] = {}
         self.in_chunks = False  # in a loop over chunks of rows
+        self.within: frozenset[str] = frozenset()  # axes of a tower's own devices
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
@@ -124,7 +126,7 @@ class Walk:
 
         Results for other values of these kinds are other values.
         """
-        key = id(first), id(second), tuple(ins), self.loop, self.in_chunks
+        key = id(first), id(second), tuple(ins), self.loop, self.in_chunks, self.within
         if key not in self._known:
             a, b = [getattr(x, "consts", ()) for x in (first, second)]
             if len(a) != len(b):
@@ -259,6 +261,8 @@ class Walk:
         unknown = [x for x in pair.ins if x.kind is Kind.UNKNOWN]
         if unknown and not registered.knows_unknown:
             return unknown[0]
+        if is_within(pair):
+            return met_within(pair)
         for value, axis in zip(pair.ins, pair.towers_in, strict=True):
             knows = value.kind in (Kind.STACKED, Kind.ZERO, Kind.UNKNOWN)
             if axis is not None and not knows:

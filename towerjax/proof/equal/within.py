@@ -1,0 +1,101 @@
+"""The rule of a `shard_map` over a tower's own devices, and of what they communicate.
+
+Every tower has as many devices, and each of these has its part of what the tower has.
+So a kind holds of the values that the devices of one place in their towers have. What a
+tower's devices make of the same rows, or of the same parts, is of their kind again.
+"""
+
+from typing import Any
+
+from towerjax.proof.equal.equation_pair import EquationPair
+from towerjax.proof.equal.kinds import (
+    EACH,
+    LINEAR,
+    Kind,
+    Known,
+    NotOfOneKindError,
+    copy,
+)
+from towerjax.proof.equation import manual_axes, named_axes, open_jaxpr
+
+_LINEAR_MEETINGS = """
+    psum psum_invariant all_gather all_gather_invariant ppermute reduce_scatter
+    psum_scatter all_to_all
+""".split()
+
+
+def mapped_within(pair: EquationPair) -> list[Known]:
+    """What a `shard_map` over a tower's devices gives."""
+    axes = manual_axes(pair.first)
+    if axes & pair.walk.axes or axes != manual_axes(pair.second):
+        raise NotOfOneKindError("a shard_map over the towers in a tower")
+    split = _axes_of_rows(pair)
+    given = [_given_part(pair, x) for x in pair.ins]
+    before = pair.walk.within, pair.walk.in_chunks
+    pair.walk.within |= axes - split
+    # What all towers' devices of one place have is not all rows.
+    pair.walk.in_chunks |= bool(split)
+    try:
+        bodies = [open_jaxpr(x.params["jaxpr"]) for x in (pair.first, pair.second)]
+        outs = pair.walk.closed(*bodies, given, (pair.first, pair.outer))
+    finally:
+        pair.walk.within, pair.walk.in_chunks = before
+    return [_of_parts(pair, i, x, split) for i, x in enumerate(outs)]
+
+
+def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
+    """The axes over which a dim is split."""
+    parts = [] if dim is None else [*spec.partitions]
+    part = parts[dim] if dim is not None and dim < len(parts) else None
+    names = part if isinstance(part, tuple) else (part,)
+    return frozenset(name for name in names if name is not None)
+
+
+def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
+    """The axes over which a tower's rows are split, of all operands the same."""
+    specs = zip(pair.params["in_specs"], pair.rows_in, strict=True)
+    found = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
+    if len(found) > 1:
+        raise NotOfOneKindError("rows meet rows that are split over other devices")
+    return found.pop() if found else frozenset()
+
+
+def _given_part(pair: EquationPair, x: Known) -> Known:
+    """What a device of a tower has of an operand."""
+    if x.kind in LINEAR | {Kind.UNKNOWN} and x.blocks == 1:
+        return x if x.kind is Kind.COPY else x.bare()
+    return pair.unknown(f"a shard_map of {x}")
+
+
+def _of_parts(
+    pair: EquationPair, result: int, x: Known, split: frozenset[str]
+) -> Known:
+    """What a tower has, of which each of its devices has this part."""
+    axis = pair.rows_out[result]
+    along = _axes_along(pair.params["out_specs"][result], axis)
+    is_whole = x.kind in (Kind.COPY, Kind.ZERO) or not split
+    if axis is not None:
+        is_whole = along == split and x.blocks == 1
+    if x.kind is not Kind.UNKNOWN and not (x.kind in LINEAR and is_whole):
+        return pair.unknown(f"a shard_map gives {x}")
+    return x.bare()
+
+
+def is_within(pair: EquationPair) -> bool:
+    """Whether a tower's own devices communicate, each with all of its rows."""
+    axes = frozenset(named_axes(pair.first))
+    return bool(axes) and axes <= pair.walk.within
+
+
+def met_within(pair: EquationPair) -> list[Known]:
+    """What the devices of a tower make of what each of them has."""
+    if pair.name == "axis_index":
+        return [copy()]
+    kinds = LINEAR if pair.name in _LINEAR_MEETINGS else EACH
+    names = ["all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis"]
+    along = {pair.params[name] for name in names if name in pair.params}
+    rows = [*zip(pair.rows_in, pair.rows_out, strict=True)]
+    for x, (before, after) in zip(pair.ins, rows, strict=True):
+        if x.kind not in kinds or {before, after} & along:
+            raise NotOfOneKindError(f"{pair.name} of {x} within a tower")
+    return [x.bare() for x in pair.ins]
