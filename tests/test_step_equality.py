@@ -205,6 +205,32 @@ def test_what_each_tower_has_of_its_own_is_unknown_in_a_later_pass(wrap):
     assert all_say(of_step([first, second("all")])) == {"proved"}
 
 
+def test_a_mean_is_proved_with_its_sum_where_that_may_be_read():
+    """Each tower weighs its mean by 1: towers add up to another sum and weight."""
+
+    def by_one(state, batch, tower):
+        return {"centre": tj.Weighted(batch["y"].mean(), 1.0)}
+
+    def second(state, batch, tower, merged):
+        weight = merged["centre"].weight
+        return {"spread": mean(batch["y"] * weight, tower)}
+
+    found = of_step([by_one, second])
+    assert "may be read alone" in found["pass 1: centre"].why
+    assert found["pass 2"].says == "unknown"
+    assert "may be read alone" in of_step(by_one)["centre"].why
+
+    def loss_fn(params, batch, tower):
+        by_one = tj.Weighted(errors(params, batch).mean(), 1.0)
+        return tj.TowerOutput(by_one, {"metric": by_one}, extra={"seen": by_one})
+
+    update = lambda state, merged: {"seen": merged["seen"].sum}  # noqa: E731
+    step = train(loss_fn, update_extra=update)
+    found = says_of(step, step.init(PARAMS, extra={"seen": np.float32(0)}))
+    assert found["loss"].says == found["metrics/metric"].says == "proved"
+    assert "may be read alone" in found["extra/seen"].why
+
+
 def table_rows(values, indices):
     def fn(state, batch, tower):
         ids, y = jnp.abs(batch["y"]).astype(int) % 3, batch["y"] * tower.weight

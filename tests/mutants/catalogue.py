@@ -1386,6 +1386,13 @@ EQUAL = (
        f"{_EQUAL}one_tower:_results_of_pairs",
        "pairs += [(programs[0], x) for x in programs[3:]]", "",
        "step_equality::the_number_of_the_steps_own_towers_is_compared_too"),
+    _m("E92", "a sum may be read that grows with the towers",
+       "step.look.equality:_with_sums", "not same.issuperset(pair)", "False",
+       "step_equality::a_mean_is_proved_with_its_sum_where_that_may_be_read"),
+    _m("E93", "a later pass may read any sum", "step.look.equality:_verdicts_of",
+       "\"\" if number < len(traced) else _read_in_parts(step)",
+       "_read_in_parts(step) if number == len(traced) else None",
+       "step_equality::a_mean_is_proved_with_its_sum_where_that_may_be_read"),
 )
 
 _STEP = "step_equality::"

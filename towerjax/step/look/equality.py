@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr
 from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,
+    MergedLeaf,
     equal_to_one_tower,
     has_own_derivatives,
     worst_of,
@@ -25,6 +26,7 @@ from towerjax.step.look.traced_passes import (
     StepToProve,
     traced_passes,
 )
+from towerjax.step.state.next_state import NextState
 
 
 def equalities_of(step: StepToProve) -> list[Equality]:
@@ -79,8 +81,9 @@ def _verdicts_of(traced: Sequence[PassToProve], step: StepToProve) -> list[Equal
                 if x.merge is not Merge.PER_TOWER
             ]
         else:
-            given = each.programs, each.inputs, each.outputs
-            equalities = equal_to_one_tower(*given, axes=each.axes, padded=step.padded)
+            equalities = _asked(each, each.outputs, step)
+            read = "" if number < len(traced) else _read_in_parts(step)
+            equalities = _with_sums(equalities, each, step, read)
         prefix = f"pass {number}: " if len(traced) > 1 else ""
         found += [dataclasses.replace(x, leaf=prefix + x.leaf) for x in equalities]
         if number < len(traced) and any(x.says != "proved" for x in equalities):
@@ -88,6 +91,52 @@ def _verdicts_of(traced: Sequence[PassToProve], step: StepToProve) -> list[Equal
             why = f"what pass {number} merges is not proved"
             return found + [Equality(name, "unknown", why) for name in rest]
     return found
+
+
+def _asked(
+    each: PassToProve, outputs: Sequence[MergedLeaf], step: StepToProve
+) -> list[Equality]:
+    given = each.programs, each.inputs, outputs
+    return equal_to_one_tower(*given, axes=each.axes, padded=step.padded)
+
+
+_READ_IN_PARTS = (
+    "its value is the same, and its sum and its weight, which may be read alone, are"
+    " not: return tj.Weighted.mean(values, tower.weight)"
+)
+
+
+def _read_in_parts(step: StepToProve) -> str | None:
+    """How names begin of means whose sum may be read alone; None: of no mean."""
+    finish = step.engine.finish
+    if not isinstance(finish, NextState):
+        return None
+    return "extra" if finish.keeps_local else ""  # update_extra is given that
+
+
+def _with_sums(
+    found: Sequence[Equality], each: PassToProve, step: StepToProve, read: str | None
+) -> list[Equality]:
+    """The verdicts, where of means so named sum and weight have to be the same, too."""
+    leaves = each.outputs
+    pairs = [
+        (x.name, leaves[x.weight].name)
+        for x in leaves
+        if x.weight is not None and read is not None and x.name.startswith(read)
+    ]
+    parts = {name for pair in pairs for name in pair}
+    if not parts:
+        return [*found]
+    merges = [Merge.SUM if x.name in parts else Merge.PER_TOWER for x in leaves]
+    alone = [MergedLeaf(x.name, how) for x, how in zip(leaves, merges, strict=True)]
+    same = {x.leaf for x in _asked(each, alone, step) if x.says == "proved"}
+    odd = {pair[0] for pair in pairs if not same.issuperset(pair)}
+    return [
+        Equality(x.leaf, "unknown", _READ_IN_PARTS)
+        if x.leaf in odd and x.says == "proved"
+        else x
+        for x in found
+    ]
 
 
 def _why_not_walked(each: PassToProve) -> str:
