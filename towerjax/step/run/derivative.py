@@ -97,6 +97,13 @@ class LossSums:
             factors = [ratio(jnp.ones_like(w), w) for w in total]
         return factors + [jnp.full_like(x, share) for x in self.shared]
 
+    def with_gradients(self, grads: list[PyTree]) -> PyTree:
+        """The gradients of the sums, of a lone one as it is merged."""
+        if self.is_of_several:
+            return grads
+        [grad] = grads
+        return Weighted(grad, self.weights[0]) if self.weights else Sum(grad)
+
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
@@ -165,8 +172,12 @@ def gradient_of(
 
     sums, pull_back, (losses, tree) = vjp(sums_of, trained, tables)
     own = [w for x in losses for w in x.denominators]
-    total = iter(denominators(own) if own else own)
-    factors = [x.factors([next(total) for _ in x.denominators], share) for x in losses]
+    totals = denominators(own) if own else []
+    factors = []
+    for each in losses:
+        number = len(each.denominators)
+        factors.append(each.factors(totals[:number], share))
+        totals = totals[number:]
     grads, reads = pull_back(
         jax.tree.map(lambda c, x: c.astype(x.dtype), factors, sums)
     )
@@ -188,19 +199,21 @@ def gradients_of_terms(
         return [total for x in losses for total in x.sums], (losses, tree)
 
     sums, pull, (losses, tree) = jax.vjp(sums_of, trained, has_aux=True)
-    zeros, is_list = [jnp.zeros_like(x) for x in sums], isinstance(tree[loss], list)
-    numbers = iter(range(len(sums)))
+    zeros = [jnp.zeros_like(x) for x in sums]
+    is_list = isinstance(tree[loss], list)
 
-    def of_loss(at: int, loss: LossSums) -> PyTree:
-        each = []
-        for _, i in zip(loss.sums, numbers, strict=False):
-            (grads,) = pull([*zeros[:i], jnp.ones_like(sums[i]), *zeros[i + 1 :]])
-            each.append(grads[at] if is_list else grads)
-        if loss.is_of_several:
-            return each
-        return Weighted(each[0], loss.weights[0]) if loss.weights else Sum(each[0])
+    def of_sum(number: int) -> PyTree:
+        ones = [*zeros]
+        ones[number] = jnp.ones_like(sums[number])
+        (grads,) = pull(ones)
+        return grads
 
-    gradients = [of_loss(at, x) for at, x in enumerate(losses)]
+    gradients, number = [], 0
+    for at, each in enumerate(losses):
+        numbers = range(number, number + len(each.sums))
+        number += len(each.sums)
+        grads = [of_sum(i)[at] if is_list else of_sum(i) for i in numbers]
+        gradients.append(each.with_gradients(grads))
     return tree, gradients if is_list else gradients[0]
 
 

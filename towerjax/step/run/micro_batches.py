@@ -1,7 +1,7 @@
 """Run the micro-batches of towers one after another, and merge what they return."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,20 +44,27 @@ def scan_micro_batches(
     Returns:
       A tree of `Returned`, as of one part.
     """
-    args = (*jax.tree.map(lambda x: x[0], numbered), local)
-    closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*args)
-    treedef, run = jax.tree.structure(shapes), jaxpr_as_fun(closed)
+    first = jax.tree.map(lambda x: x[0], numbered)
+    closed, shapes = jax.make_jaxpr(of_part, return_shape=True)(*first, local)
+    treedef = jax.tree.structure(shapes)
+    run = jaxpr_as_fun(closed)
     each = parts_of(Returned, shapes)
+    # The towers' variables: as they are given, and as they come back, if they do.
+    given = jax.tree.structure(local)
     carried = [x.value for x in each if x.how is CARRIED]
-    held = jax.tree.structure(carried), jax.tree.structure(local)
-    before = iter(held[0].unflatten(jax.tree.leaves(local)) if carried else [])
-    starts = [x.how.start(next(before) if x.how is CARRIED else x.value) for x in each]
+    before: Iterator[PyTree] = iter(())
+    if carried:
+        before = iter(jax.tree.structure(carried).unflatten(jax.tree.leaves(local)))
+    starts = []
+    for x in each:
+        value = next(before) if x.how is CARRIED else x.value
+        starts.append(x.how.start(value))
 
     def body(
         so_far: list[PyTree], numbered: PyTree
     ) -> tuple[list[PyTree], list[PyTree]]:
         variables = [c for c, x in zip(so_far, each, strict=True) if x.how is CARRIED]
-        now = held[1].unflatten(jax.tree.leaves(variables)) if carried else local
+        now = given.unflatten(jax.tree.leaves(variables)) if carried else local
         out = run(*jax.tree.leaves((*numbered, now)))
         new = parts_of(Returned, jax.tree.unflatten(treedef, out))
         pairs = [x.how.add(c, x.value) for c, x in zip(so_far, new, strict=True)]
@@ -102,8 +109,10 @@ def _differences(
     closed: ClosedJaxpr, tree: PyTree, kinds: Sequence[str]
 ) -> tuple[Analysis, Sequence[str | None]]:
     """What differs between micro-batches; and the outputs' names, if they may not."""
-    each, outs = parts_of(Returned, tree), closed.jaxpr.outvars
+    each = parts_of(Returned, tree)
+    outs = closed.jaxpr.outvars
     carried = [x for x in each if x.how is CARRIED]
+    # What becomes of each variable, in the order in which they are given.
     after = iter([outs[i] for i in jax.tree.leaves(carried)])
 
     def label(var: Any, kind: str) -> str | None:

@@ -105,12 +105,11 @@ def _unmasked(pass_: Pass, args: PyTree, towers: OnTowers) -> list[str]:
     # Weights that are sent mask what is sent; added up alone, what is gathered.
     known = [x for x, weight in calls if weight.source and not (x.is_sum and x.source)]
     sent = {x.name for x in known if not x.is_sum}
-    bad = [
-        f"what {x.name} is given of {x.source} at {x.line}"
-        for x, weight in calls
-        if x.source and not (weight.source or _is_masked(x, known, sent))
-    ]
-    return unmasked + list(dict.fromkeys(bad))
+    for x, weight in calls:
+        is_masked = weight.source or _is_masked(x, known, sent)
+        if x.source and not is_masked:
+            unmasked.append(f"what {x.name} is given of {x.source} at {x.line}")
+    return list(dict.fromkeys(unmasked))
 
 
 def _values_to_mask(
@@ -147,21 +146,23 @@ def _reads_no_row(pass_: Pass, programs: TowerPrograms) -> bool:
     A draw may be all that it needs, as may a tower's own variable, or what an earlier
     pass has merged.
     """
-    name = "part" if pass_.trained is not None else "tower"
+    is_differentiated = pass_.trained is not None
+    name = "part" if is_differentiated else "tower"
     keys = [key for key in programs if key[0] == name]
     if not keys:  # of values that are traced, whose programs are not kept
         return False
     _, _, given, *_ = keys[0]
     program, returned = programs[keys[0]]
-    number = returned.num_leaves
-    sums, (rest, _) = returned.unflatten(range(number))
+    numbers = range(returned.num_leaves)
+    sums, (rest, _) = returned.unflatten(numbers)
     out = values_of(put_sums(rest, sums))
-    expected = {"loss"} if pass_.trained is not None else {"loss", "grads"}
+    expected = {"loss"} if is_differentiated else {"loss", "grads"}
     if not (isinstance(out, dict) and expected <= out.keys()):
         return False
-    if not (of_loss := {*jax.tree.leaves(out["loss"])}):  # an earlier pass has it
+    of_loss = {*jax.tree.leaves(out["loss"])}
+    if not of_loss:  # an earlier pass has it
         return False
-    are_read = inputs_read(program, [i in of_loss for i in range(number)])
+    are_read = inputs_read(program, [i in of_loss for i in numbers])
     _, own, _, _, state, _, shared, merged = given.unflatten(are_read)
     reads = own.rows, own.local, state.rng, shared, merged
     return not any(jax.tree.leaves(reads))
