@@ -230,6 +230,27 @@ UNKNOWN = {
         ),
         r"each device divides by a sum over its own rows at \S+py:\d+ .*jax.lax.psum",
     ),
+    "a gradient of a quotient": (
+        lambda devices: mapped(
+            devices,
+            lambda w, x, m: lax.pmean(
+                jax.grad(lambda w: (m * (x @ w)).sum() / m.sum())(w), "i"
+            ),
+            *(W, X, M),
+        ),
+        r"each device divides by a sum over its own rows at \S+py:\d+ .*jax.lax.psum",
+    ),
+    "a sum of a sum that is clipped": (
+        lambda devices: mapped(
+            devices,
+            lambda w, x: jnp.minimum(
+                lax.psum(jax.grad(lambda w: (x @ w).sum())(w), "i"), 1.0
+            ),
+            *(W, X),
+            check_vma=True,
+        ),
+        r"times D .*There a value is D times .* is added up at \S+py:\d+ ",
+    ),
     "centred by a device": (
         lambda devices: mapped(
             devices, lambda w, x: x - x.mean(0)[None], W, X, out=SPLIT
@@ -425,7 +446,7 @@ BODIES = {
         ), "rr"),
     "sorted": (lambda x: jnp.sort(x, 0), "ww cc"),
     "turned": (lambda x: x.T, "ww rc cr"),
-    "one more dim": (lambda x: x[None], "ww wr"),
+    "one more dim": (lambda x: x[None], "ww wr rr rc"),
     "totals": (lambda x: x.sum()[None], "ww wr"),
     "two views": (lambda x: jnp.concatenate([x, 2 * x]), "ww cc"),
     "in another shape": (lambda x: x.reshape(-1, 2, x.shape[1]), "ww rr"),
@@ -456,7 +477,8 @@ def test_what_is_proved_of_parts_is_what_specs_say_of_them(name):
                 for number in NUMBERS[1:]:
                     [got] = given_by(make, number)
                     is_of_each = len(got) == number and got.shape[1:] == one.shape[1:]
-                    want = np.broadcast_to(one, got.shape) if is_of_each else one
+                    joined = one.reshape(got.shape) if one.size == got.size else one
+                    want = np.broadcast_to(one, got.shape) if is_of_each else joined
                     np.testing.assert_allclose(got, want, 1e-12, err_msg=way)
     assert {*proved} == {*expected.split()}
 

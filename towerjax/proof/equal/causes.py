@@ -7,12 +7,10 @@ in its loss, and the sum over devices stands below.
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.proof.equal.kinds import Kind, Known
 from towerjax.proof.equation import Site, open_jaxpr, sub_jaxprs
-
-_Kinds = Mapping[int, Mapping[Any, Known]]
 
 
 class Cause(NamedTuple):
@@ -20,6 +18,7 @@ class Cause(NamedTuple):
 
     site: Site
     ins: tuple[Known, ...]
+    value: Known | None = None  # that has a power since then
 
 
 class _Place(NamedTuple):
@@ -36,84 +35,109 @@ class _Place(NamedTuple):
         return eqn, outer
 
 
-def cause_of_power(kinds: _Kinds, program: Any, result: int) -> Cause | None:
-    """The equation since which a result has a power of T."""
-    jaxpr = open_jaxpr(program)
-    place = _Place(jaxpr, jaxpr.outvars[result])
-    is_above = (_known_of(kinds, place) or Known(Kind.COPY)).power > 0
+class Causes:
+    """The causes of what was found in a program, the kinds of whose values are known.
 
-    def has_power(x: Known) -> bool:
-        return bool(x.power) and (x.power > 0) == is_above
-
-    return _first(kinds, place, has_power)
-
-
-def cause_of_mean(kinds: _Kinds, program: Any, result: int) -> Cause | None:
-    """The quotient of a tower's own sums since which a result is unknown, if any."""
-    jaxpr = open_jaxpr(program)
-    place = _Place(jaxpr, jaxpr.outvars[result])
-    found = _first(kinds, place, lambda x: x.kind is Kind.UNKNOWN, Kind.MEAN)
-    return found if found and found.site[0].primitive.name == "div" else None
-
-
-def _known_of(kinds: _Kinds, place: _Place) -> Known | None:
-    """What is known of a variable."""
-    if isinstance(place.var, Literal):
-        return None
-    return kinds.get(id(place.program), {}).get(place.var)
-
-
-def _first(
-    kinds: _Kinds,
-    place: _Place,
-    has: Callable[[Known], bool],
-    then: Kind | None = None,
-) -> Cause | None:
-    """The first equation, going back, that makes what ``has`` of what has it not.
-
-    With a kind, the first that makes a value of it, which such an equation is given.
+    ``kinds`` are those of a `Walk`.
     """
-    todo, seen = [place], set[tuple[int, Any]]()
-    while todo:
-        place = todo.pop()
-        value, key = _known_of(kinds, place), (id(place.program), place.var)
-        if value is None or not has(value) or key in seen:
-            continue
-        seen.add(key)
-        before = [*_before(place)]
-        values = [_known_of(kinds, x) for x in before]
-        if any(x is not None and has(x) for x in values):
-            todo += before[::-1]
-            continue
-        made = [eqn for eqn in place.program.eqns if place.var in eqn.outvars]
-        of_kind = [
-            x for x, v in zip(before, values, strict=True) if v and v.kind is then
-        ]
-        if of_kind:
-            return _first(kinds, of_kind[0], lambda x: x.kind is then)
-        if made and then is None:
-            ins = [_known_of(kinds, place._replace(var=v)) for v in made[0].invars]
-            known = tuple(x or Known(Kind.COPY) for x in ins)
-            return Cause(place.site(made[0]), known)
-    return None
 
+    def __init__(
+        self, kinds: Mapping[int, Mapping[Any, Known]], program: ClosedJaxpr
+    ) -> None:
+        self._kinds, self._program = kinds, open_jaxpr(program)
+        self._makers: dict[int, dict[Any, JaxprEqn]] = {}
 
-def _before(place: _Place) -> Iterator[_Place]:
-    """What a variable is made of: operands, results of an inner program, or outside."""
-    if place.var in place.program.invars and place.eqn is not None:
-        number = place.program.invars.index(place.var)
-        offset = len(place.eqn.invars) - len(place.program.invars)
-        yield place.around._replace(var=place.eqn.invars[number + offset])
-        return
-    for eqn in place.program.eqns:
-        if place.var not in eqn.outvars:
-            continue
-        number = eqn.outvars.index(place.var)
-        inner = [x for x in sub_jaxprs(eqn) if _is_call(eqn, x)]
-        for program in inner:
-            yield _Place(program, program.outvars[number], eqn, place)
-        if not inner:
-            yield from (place._replace(var=v) for v in eqn.invars)
+    def of_power(self, result: int) -> Cause | None:
+        """The equation since which a result has a power of T."""
+        return self._of_power(_Place(self._program, self._program.outvars[result]))
+
+    def of_unknown(self, result: int) -> Cause | None:
+        """Since where a result is unknown that is made of a wrong number.
+
+        That is a quotient by a tower's own sum, or an equation since which what all
+        towers have is off by a power of T.
+        """
+        place = _Place(self._program, self._program.outvars[result])
+        first = self._first(place, lambda x: x.kind is Kind.UNKNOWN)
+        if first is None:
+            return None
+        known = [(x, self._known(x)) for x in self._before(first)]
+        made = self._cause(first)
+        if made and made.site[0].primitive.name == "div":
+            if made.ins[1].kind is Kind.PART:
+                return made
+        for x, value in known:
+            if value and value.kind is Kind.MEAN:
+                return self._cause(self._first(x, lambda x: x.kind is Kind.MEAN))
+        for x, value in known:
+            if value and value.kind is Kind.COPY and value.power:
+                return self._of_power(x)
+        return None
+
+    def _of_power(self, place: _Place) -> Cause | None:
+        value = self._known(place)
+        is_above = value is not None and value.power > 0
+
+        def has_power(x: Known) -> bool:
+            return bool(x.power) and (x.power > 0) == is_above
+
+        return self._cause(self._first(place, has_power), value)
+
+    def _known(self, place: _Place) -> Known | None:
+        """What is known of a variable."""
+        if isinstance(place.var, Literal):
+            return None
+        return self._kinds.get(id(place.program), {}).get(place.var)
+
+    def _maker(self, place: _Place) -> JaxprEqn | None:
+        """The equation that makes a variable."""
+        key = id(place.program)
+        if key not in self._makers:
+            made = [(v, eqn) for eqn in place.program.eqns for v in eqn.outvars]
+            self._makers[key] = dict(made)
+        return self._makers[key].get(place.var)
+
+    def _cause(self, place: _Place | None, value: Known | None = None) -> Cause | None:
+        eqn = None if place is None else self._maker(place)
+        if place is None or eqn is None:
+            return None
+        ins = [self._known(place._replace(var=v)) for v in eqn.invars]
+        return Cause(place.site(eqn), tuple(x or Known(Kind.COPY) for x in ins), value)
+
+    def _first(self, place: _Place, has: Callable[[Known], bool]) -> _Place | None:
+        """The first variable, going back, that ``has`` what all it is made of has not.
+
+        It is of an equation, and no argument.
+        """
+        todo, seen = [place], set[tuple[int, Any]]()
+        while todo:
+            place = todo.pop()
+            value, key = self._known(place), (id(place.program), place.var)
+            if value is None or not has(value) or key in seen:
+                continue
+            seen.add(key)
+            before = [*self._before(place)]
+            values = [self._known(x) for x in before]
+            if any(x is not None and has(x) for x in values):
+                todo += before[::-1]
+            elif self._maker(place) is not None:
+                return place
+        return None
+
+    def _before(self, place: _Place) -> Iterator[_Place]:
+        """What a variable is made of, inside of its equation, before it or outside."""
+        eqn = self._maker(place)
+        if eqn is not None:
+            number = eqn.outvars.index(place.var)
+            inner = [x for x in sub_jaxprs(eqn) if _is_call(eqn, x)]
+            for program in inner:
+                yield _Place(program, program.outvars[number], eqn, place)
+            if not inner:
+                yield from (place._replace(var=v) for v in eqn.invars)
+        elif place.eqn is not None and place.var in place.program.invars:
+            number = place.program.invars.index(place.var)
+            offset = len(place.eqn.invars) - len(place.program.invars)
+            yield place.around._replace(var=place.eqn.invars[number + offset])
 
 
 def _is_call(eqn: JaxprEqn, program: Jaxpr) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from towerjax.proof.equal.causes import Cause, cause_of_mean, cause_of_power
+from towerjax.proof.equal.causes import Cause, Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy
 from towerjax.proof.equal.one_tower import Equality, worst_of
@@ -148,15 +148,14 @@ def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str
     ins = [_argument(walk, name, one[name], two[name]) for name in one]
     kinds = walk.closed(*jaxprs, ins, None)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)
+    causes = Causes(walk.kinds, jaxprs[0])
     found = []
     for number, (value, both) in enumerate(zip(kinds, avals, strict=True)):
         says, why = _said_of_result(walk.sizes, value, *both)
         if says == "refuted":
-            why += _told_of_power(value, cause_of_power(walk.kinds, jaxprs[0], number))
+            why = _told_of_power(value.power, causes.of_power(number))
         elif says == "unknown":
-            why = _of_devices(why)
-            cause = cause_of_mean(walk.kinds, jaxprs[0], number)
-            why = _QUOTIENTS.format(_line_of(cause)) if cause else why
+            why = _told_of_unknown(_of_devices(why), causes.of_unknown(number))
         found.append((says, why))
     return found
 
@@ -217,26 +216,36 @@ def _said_of_result(
         fits = value.kind is Kind.COPY and (own_rows, stacked) == (None, None)
     if not fits:
         return "unknown", "its shape depends on the number of devices"
-    if value.kind is Kind.ZERO or not value.power:
-        return "proved", ""
-    size = "D" if abs(value.power) == 1 else f"D^{abs(value.power)}"
-    return "refuted", size if value.power > 0 else f"1/{size}"
+    is_power = value.kind is not Kind.ZERO and bool(value.power)
+    return ("refuted", "") if is_power else ("proved", "")
 
 
-def _told_of_power(value: Known, cause: Cause | None) -> str:
+def _told_of_power(power: Any, cause: Cause | None) -> str:
     """The power as a factor, with its cause and what to write."""
-    told = " times what it is on one device"
+    size = "D" if abs(power) == 1 else f"D^{abs(power)}"
+    size = size if power > 0 else f"1/{size}"
+    told = f"{size} times what it is on one device"
     line = _line_of(cause) if cause else ""
     if cause is None or not line:
         return told
     name = cause.site[0].primitive.name
-    if value.power < 0:
+    if power < 0:
         return f"{told}: {_DIVIDED_BY_ALL.format(line)}."
     is_of_equals = name in _SUMS and any(x.kind is Kind.COPY for x in cause.ins)
     why = (_SUM_OF_EQUALS if is_of_equals else _DIVIDED_BY_OWN).format(line)
     maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
     is_typed = any(x.params["check_vma"] for x in maps)
     return f"{told}: {why}{_BY_JAX * is_typed}."
+
+
+def _told_of_unknown(why: str, cause: Cause | None) -> str:
+    """Why a result is unknown, with the cause where it is a wrong number."""
+    if cause is None:
+        return why
+    if cause.value is not None:
+        told = _told_of_power(cause.value.power, cause)
+        return f"{why}. There a value is {told}"
+    return _QUOTIENTS.format(_line_of(cause))
 
 
 def _line_of(cause: Cause) -> str:
