@@ -360,6 +360,27 @@ def test_a_step_of_thousands_of_towers_is_proved(symbolic):
     assert [x.says for x in equalities_of(StepToProve(*given))] == ["proved"]
 
 
+@pytest.mark.parametrize("extend", [tj.contrib.LocalSGD(2), tj.contrib.DiLoCo(2)])
+def test_of_towers_that_train_alone_nothing_is_proved(extend):
+    loss_fn = lambda p, b, t: mean(errors(p, b), t)  # noqa: E731
+    assert all_say(says_of(train(loss_fn, extend=extend))) == {"unknown"}
+
+
+def test_sums_of_a_cross_tower_op_of_ones_own_are_unknown():
+    @dataclasses.dataclass(frozen=True)
+    class Halved:
+        needs_every_tower = False
+
+        def sum_over_towers(self, tree, axes):
+            halves = jax.tree.map(lambda x: 0.5 * x, tree)
+            return tj.AllReduce().sum_over_towers(halves, axes)
+
+    strategy = tj.Mirrored(("cpu:0",), towers=2, cross_tower_ops=Halved())
+    loss_fn = lambda p, b, t: mean(errors(p, b), t)  # noqa: E731
+    [found] = says_of(tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)).values()
+    assert found.says == "unknown" and "Halved" in found.why
+
+
 def test_what_has_no_passes_is_unknown():
     step = train(lambda p, b, t: mean(errors(p, b), t))
     passes = dataclasses.replace(step.engine.passes, each=())

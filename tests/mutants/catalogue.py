@@ -1393,6 +1393,12 @@ EQUAL = (
        "\"\" if number < len(traced) else _read_in_parts(step)",
        "_read_in_parts(step) if number == len(traced) else None",
        "step_equality::a_mean_is_proved_with_its_sum_where_that_may_be_read"),
+    _m("E94", "of a step that merges nothing all is proved",
+       "step.look.equality:equalities_of", "if not of_numbers:", "if False:",
+       "step_equality::of_towers_that_train_alone_nothing_is_proved"),
+    _m("E95", "any cross-tower op adds up", "step.look.equality:_why_not_traced",
+       "if not isinstance(ops, AllReduce | PinnedTree):", "if False:",
+       "step_equality::sums_of_a_cross_tower_op_of_ones_own_are_unknown"),
 )
 
 _STEP = "step_equality::"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,
@@ -40,8 +41,8 @@ def equalities_of(step: StepToProve) -> list[Equality]:
       numbers of rows. What is proved with a symbol for the rows of a tower holds for
       any number of them; else it is proved for numbers that the step may have.
     """
-    if not step.engine.passes.each:
-        return [Equality("step", "unknown", "each call of it runs several steps")]
+    if why := _why_not_traced(step):
+        return [Equality("step", "unknown", why)]
     try:
         found = _equalities(step, of_symbol=True)
     except NOT_OF_A_SYMBOL:
@@ -53,8 +54,21 @@ def equalities_of(step: StepToProve) -> list[Equality]:
     except RAISED_ON_OTHER_ROWS as error:
         why = f"with other rows it raises {type(error).__name__}: {error}"
         return found or [Equality("step", "unknown", why.splitlines()[0])]
+    if not of_numbers:
+        why = "its towers merge nothing: each has what it returns"
+        return [Equality("step", "unknown", why)]
     proved = {x.leaf: x for x in found if x.says == "proved"}
     return [proved.get(x.leaf, x) for x in of_numbers]
+
+
+def _why_not_traced(step: StepToProve) -> str:
+    """Why nothing is traced of a step; "" if something is."""
+    if not step.engine.passes.each:
+        return "each call of it runs several steps"
+    ops = step.strategy.cross_tower_ops
+    if not isinstance(ops, AllReduce | PinnedTree):
+        return f"its sums over towers are those of {type(ops).__name__}"
+    return ""
 
 
 def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
