@@ -135,7 +135,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
         Args:
           loss_fn: ``params -> loss``, a scalar or ``Weighted``, or one with
-            ``tj.penalty`` terms; with ``has_aux`` ``params -> (loss, aux)``.
+            ``tj.penalty`` terms; with ``has_aux`` ``params -> (loss, aux)``. It is
+            traced, as under ``jax.jit``.
           params: Floating arrays; of a table that `tj.sparse.take` looks up the
             gradient is ``IndexedRows``.
           has_aux: Whether ``loss_fn`` returns ``(loss, aux)``.

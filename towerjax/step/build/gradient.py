@@ -43,7 +43,8 @@ def value_and_grad(
     which takes a loss of several means.
 
     Args:
-      loss_fn: ``(params, *args) -> Weighted | TowerOutput``, such as a `LossFn`.
+      loss_fn: ``(params, *args) -> Weighted | TowerOutput``, such as a `LossFn`. It is
+        traced, as under ``jax.jit``, of ``params``.
       loss_reduction: What a bare scalar loss means: SUM is the total over towers and
         micro-batches, MEAN the mean of their values; None refuses it.
 
