@@ -444,6 +444,8 @@ MET = {
         lambda x, w, t: lax.pmax(x.sum(), "model"), *OF_FEATURES, P()),
     "rows by their device": (
         lambda x, w, t: x @ w * lax.axis_index("data"), *OF_ROWS, P("data")),
+    "rows by what their device has": (
+        lambda x, w, t: x[:, :2] @ w, P("data"), P("data"), P("data")),
     "rows of other devices": (
         lambda x, w, t: lax.psum(x @ w, "data"), *OF_ROWS, P("data")),
     "some rows of all towers": (

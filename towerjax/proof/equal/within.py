@@ -16,7 +16,12 @@ from towerjax.proof.equal.kinds import (
     NotOfOneKindError,
     copy,
 )
-from towerjax.proof.equation import manual_axes, named_axes, open_jaxpr
+from towerjax.proof.equation import (
+    manual_axes,
+    named_axes,
+    names_in,
+    open_jaxpr,
+)
 
 _LINEAR_MEETINGS = """
     psum psum_invariant all_gather all_gather_invariant ppermute reduce_scatter
@@ -52,12 +57,18 @@ def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
 
 
 def _axes_of_rows(pair: EquationPair) -> frozenset[str]:
-    """The axes over which a tower's rows are split, of all operands the same."""
-    specs = zip(pair.params["in_specs"], pair.rows_in, strict=True)
+    """The axes over which a tower's rows are split, of all operands the same.
+
+    Nothing else may differ over these: it would weigh rows by their place.
+    """
+    specs = [*zip(pair.params["in_specs"], pair.rows_in, strict=True)]
     found = {_axes_along(spec, axis) for spec, axis in specs if axis is not None}
     if len(found) > 1:
         raise NotOfOneKindError("rows meet rows that are split over other devices")
-    return found.pop() if found else frozenset()
+    split = found.pop() if found else frozenset()
+    if any(axis is None and names_in(spec) & split for spec, axis in specs):
+        raise NotOfOneKindError("rows meet what differs between a tower's devices")
+    return split
 
 
 def _given_part(pair: EquationPair, x: Known) -> Known:
