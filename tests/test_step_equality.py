@@ -308,6 +308,22 @@ def test_variables_of_a_tower_are_unknown_where_they_are_read():
     assert all("of its own" in x.why for x in found)
 
 
+@pytest.mark.parametrize("reduction", tj.Reduction)
+def test_an_evaluation_reads_the_mean_of_variables(reduction):
+    def metric_fn(params, batch, tower):
+        own = tower.local["mean"]
+        centre = 0.0 if own is None else own
+        spread = mean((scores(params, batch) - centre) ** 2, tower)
+        return {"spread": spread, "own": jnp.float32(centre)}
+
+    local = {"mean": tj.TowerLocal(tj.PerTower(np.float32([0, 1])), reduction)}
+    step = train(lambda p, b, t: mean(errors(p, b), t))
+    state = step.init(PARAMS, local=local)
+    found = all_say(says_of(tj.build_eval_step(metric_fn, TWO), state))
+    is_read = reduction in (tj.Reduction.SUM, tj.Reduction.ONLY_FIRST_TOWER)
+    assert found == {"unknown" if is_read else "proved"}
+
+
 def test_variables_that_read_those_of_a_tower_are_unknown():
     def loss_fn(params, batch, tower):
         own, other = tower.local["a"], tower.local["b"]

@@ -42,7 +42,7 @@ from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree
+from towerjax.types import Layout, PerTower, PyTree, Reduction
 from towerjax.types.leaves import key_data, map_parts, parts_of
 
 NUMBERS_OF_TOWERS = (1, 2, 4)
@@ -189,7 +189,7 @@ def _trace_passes(
         closed, tree = _trace_tower(pass_, (*given, merged), in_parts)
         program = TowerProgram(closed, split.number, rows, split.parts)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
-        inputs = [*_inputs_of(step, own, shared), *later]
+        inputs = [*_inputs_of(step, pass_, own, shared), *later]
         # The next micro-batch reads what one leaves in a variable.
         variables = [] if in_parts else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_parts else []
@@ -226,12 +226,20 @@ def _trace_tower(
         return trace_one_tower(on_device, axes, layouts, (*args, index))
 
 
-def _inputs_of(step: StepToProve, own: PyTree, shared: PyTree) -> list[Given]:
-    """What each input of a tower's program is, but what a pass before it merged."""
+def _inputs_of(
+    step: StepToProve, pass_: Pass, own: PyTree, shared: PyTree
+) -> list[Given]:
+    """What each input of a tower's program is, but what a pass before it merged.
+
+    An evaluation reads the mean of the towers' variables, which is what one tower has.
+    """
     is_local = lambda x: isinstance(x, TowerLocal)  # noqa: E731
     inputs = []
     for x in jax.tree.leaves(step.state, is_leaf=is_local):
-        kind = Given.PER_TOWER if is_local(x) else Given.REPLICATED
+        is_read_as_one = pass_.reads_local and is_local(x)
+        is_read_as_one &= getattr(x, "reduction", None) is Reduction.MEAN
+        is_own = is_local(x) and not is_read_as_one
+        kind = Given.PER_TOWER if is_own else Given.REPLICATED
         inputs += [kind] * len(jax.tree.leaves(x))
     of_rows = Given.PER_TOWER if parts_of(IndexedRows, own) else Given.ROWS
     inputs += [of_rows] * len(jax.tree.leaves(own)) + [Given.VALID]
