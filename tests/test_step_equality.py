@@ -478,3 +478,33 @@ def test_what_a_towers_devices_make_of_its_rows_is_not_proved(name):
     fn, *in_specs, out_specs = MET[name]
     found = within(fn, tuple(in_specs), out_specs)
     assert found.says != "proved" and "raises" not in found.why
+
+
+# Model functions.
+
+SGD = tj.estimator.TowerOptimizer(optax.sgd(0.1))
+
+
+def model_fn(variables, features, labels, mode, tower, params):
+    """A loss whose towers meet, so that its gradient is in a second pass."""
+
+    def loss_fn(p):
+        centred = errors(p, features) - tower.mean(labels, tower.weight)
+        return params["loss"](centred**2, tower)
+
+    loss, after = SGD.minimize(loss_fn, variables)
+    return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_passes_of_a_model_function_are_proved(is_right):
+    def of_own(values, tower):
+        return tj.Weighted(jnp.sqrt(values @ tower.weight), tower.weight.sum())
+
+    loss = {"loss": mean if is_right else of_own}
+    fn = tj.estimator.replicate_model_fn(model_fn, devices=TWO)
+    state = tj.TrainState.create(PARAMS, SGD)
+    batch = {"features": BATCH, "labels": BATCH["y"]}
+    found = says_of(fn.train_step(params=loss), state, batch)
+    says = "proved" if is_right else "unknown"
+    assert found["pass 2: loss"].says == found["pass 2: grads.value['w']"].says == says

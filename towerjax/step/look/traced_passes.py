@@ -184,9 +184,11 @@ def _trace_passes(
         shapes_of(step.state),
     )
     given = state, jax.tree.map(of_all, own), counts, shared
-    merged, later = (), list[Given]()
-    for pass_ in passes.in_turn([]):
-        closed, tree = _trace_tower(pass_, (*given, merged), in_parts)
+    merged, kinds = list[PyTree](), list[PyTree]()
+    for pass_ in passes.in_turn(merged):
+        before = (passes.given(merged),) if merged else ()
+        later = jax.tree.leaves(passes.given(kinds)) if kinds else []
+        closed, tree = _trace_tower(pass_, (*given, before), in_parts)
         program = TowerProgram(closed, split.number, rows, split.parts)
         axes = [DEVICE_AXIS, pass_.strategy.placement.axis_name]
         inputs = [*_inputs_of(step, pass_, own, shared), *later]
@@ -194,7 +196,8 @@ def _trace_passes(
         variables = [] if in_parts else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_parts else []
         yield program, inputs, _leaves_of_tower(tree, variables), axes
-        merged, later = (_as_given_later(tree, split),), _kinds_given_later(tree)
+        merged.append(_as_given_later(tree, split))
+        kinds.append(_kinds_given_later(tree))
 
 
 def _trace_tower(
@@ -353,7 +356,7 @@ def _as_given_later(tree: PyTree, split: _Split) -> PyTree:
     return map_parts(Returned, of, tree)
 
 
-def _kinds_given_later(tree: PyTree) -> list[Given]:
+def _kinds_given_later(tree: PyTree) -> PyTree:
     """What a tower's results are to the next pass, once they are merged."""
 
     def of(x: Returned) -> PyTree:
@@ -361,4 +364,4 @@ def _kinds_given_later(tree: PyTree) -> list[Given]:
         kind = Given.REPLICATED if x.how in _ALIKE else Given.PER_TOWER
         return jax.tree.map(lambda _: kind, x.value)
 
-    return jax.tree.leaves(map_parts(Returned, of, tree))
+    return map_parts(Returned, of, tree)
