@@ -499,12 +499,25 @@ def of_object(devices):
     return Counts().step, (W, X)
 
 
-def of_a_dict(devices):
-    def step(state, x):
-        state["w"] = state["w"] - x.sum(0)
-        return (x @ state["w"]).sum()
+def of_a_list(devices):
+    """The list has one more element in each call."""
 
-    return step, ({"w": W}, X)
+    def step(w, history):
+        history.append(w.sum())
+        return w * len(history)
+
+    return step, (W, [W[0]])
+
+
+def of_one_array_twice(devices):
+    """What is written to the first is not read from the second in a trace."""
+
+    def step(state, same):
+        state["w"] = 2 * state["w"]
+        return same["w"].sum()
+
+    w = jnp.array(W)
+    return step, ({"w": w}, {"w": w})
 
 
 def of_a_ref(devices):
@@ -530,15 +543,37 @@ def of_a_python_number(devices):
 
 @pytest.mark.parametrize(("make", "text"), [
     (of_object, r"it changes fn.self.total in place"),
-    (of_a_dict, r"it changes args\[0\]\['w'\] in place"),
+    (of_a_list, r"the structure of args in place"),
+    (of_one_array_twice, r"it changes args\[0\]\['w'\] in place"),
     (of_a_ref, r"it is given a Ref"),
     (of_a_python_number, r"args\[0\]\['count'\] comes back .* is a number of Python"),
-], ids=["changed of an object", "changed of a dict", "a Ref", "a number of Python"],
+], ids=["changed of an object", "a list", "twice", "a Ref", "a number of Python"],
 )  # fmt: skip
 def test_what_is_more_than_its_arguments_is_not_proved(make, text):
     for why in proof_of(make).unproved.values():
         assert re.search(text, why), why
     assert proof_of(make).unproved
+
+
+def test_what_is_changed_in_arguments_is_a_result():
+    def make(devices, means=lax.pmean):
+        def own(w, x, y):
+            return means(jax.grad(loss)(w, x, y), "i")
+
+        gradient, _ = mapped(devices, own, W, X, Y)
+
+        def step(state, x, y):
+            state["g"] = gradient(state["w"], x, y)
+            state["w"] = state["w"] - 0.1 * state["g"]
+            return x.sum()
+
+        return step, ({"w": W, "g": 0 * W}, X, Y)
+
+    says = {x.leaf: x.says for x in proof_of(make).equal}
+    names = "result", "args[0]['g']", "args[0]['w']"
+    assert says == dict.fromkeys(names, "proved")
+    with pytest.raises(tj.ReplicationError, match=r"args\[0\]\['g'\]: D times"):
+        proof_of(functools.partial(make, means=lax.psum))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "threefry2x32"])

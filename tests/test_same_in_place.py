@@ -136,6 +136,28 @@ IN_PLACE = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("factor", [right, wrong])
+@pytest.mark.parametrize("make", IN_PLACE, ids=lambda x: x.__name__)
+def test_what_is_proved_of_it_is_right(make, factor):
+    """All that is followed is proved where it is right; nothing else ever is."""
+    is_followed = make is of_nnx
+    try:
+        report = tj.testing.prove(
+            functools.partial(make, factor=factor), devices=(1, 2)
+        )
+    except ValueError as error:
+        assert "cannot be traced" in str(error)
+        return
+    if is_followed and factor is right:
+        assert IN_PLACE[make] in [x.leaf for x in report.equal]
+        assert not report.unproved
+    elif is_followed:
+        assert IN_PLACE[make] in report.unproved
+    else:
+        assert "result" in report.unproved
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("make", IN_PLACE, ids=lambda x: x.__name__)
 def test_what_a_program_changes_in_place_is_compared(make):
     report = tj.testing.same_on_devices(functools.partial(make, factor=right), (1, 2))

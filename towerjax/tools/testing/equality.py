@@ -58,13 +58,13 @@ class MadeProgram(NamedTuple):
     Attributes:
       traced: Its trace.
       args: The arguments that it was traced with.
-      changed: What it changes in place, by name.
+      unseen: What it changes in place that the trace does not follow, by name.
       splits_draws: What it draws by the number of shards.
     """
 
     traced: TracedProgram
     args: Sequence[Any]
-    changed: Sequence[str] = ()
+    unseen: Sequence[str] = ()
     splits_draws: Sequence[str] = ()
 
 
@@ -87,7 +87,7 @@ def equal_on_devices(programs: Mapping[int, MadeProgram]) -> list[Equality]:
 def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
     """The verdicts for two numbers of devices."""
     first, second = programs.values()
-    leaves = named_leaves("result", first.traced.out, is_iterator)
+    leaves = _named_results(first)
     try:
         _refuse_unlike(first, second)
         each = _said_of_results(programs)
@@ -102,8 +102,7 @@ def _of_pair(programs: Mapping[int, MadeProgram]) -> list[Equality]:
 
 def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
     """Raise where two programs do not take and give the same, or do more than that."""
-    outs = [named_leaves("", x.traced.out, is_iterator) for x in (first, second)]
-    results = [[name for name, _ in out] for out in outs]
+    results = [[name for name, _ in _named_results(x)] for x in (first, second)]
     arrays = [[*traced_arrays(x.args)] for x in (first, second)]
     if results[0] != results[1] or arrays[0] != arrays[1]:
         raise ProgramsDifferError(
@@ -113,9 +112,9 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
         jaxpr = each.traced.jaxpr.jaxpr
         if any(map(is_ref, (*jaxpr.constvars, *jaxpr.invars))):
             raise ProgramsDifferError("it is given a Ref, which it may write")
-        if each.changed:
+        if each.unseen:
             raise ProgramsDifferError(
-                f"it changes {listed(each.changed)} in place, which is not followed"
+                f"it changes {listed(each.unseen)} in place, which is not followed"
             )
         numbers = [name for name, x in _of_states(each) if _is_python_number(x)]
         if numbers:
@@ -125,6 +124,12 @@ def _refuse_unlike(first: MadeProgram, second: MadeProgram) -> None:
             )
         for told in each.splits_draws:
             raise ProgramsDifferError(told)
+
+
+def _named_results(program: MadeProgram) -> list[tuple[str, Any]]:
+    """What a program returns, and changes in place, with names."""
+    returned = named_leaves("result", program.traced.out, is_iterator)
+    return [*returned, *program.traced.changed.items()]
 
 
 def _of_states(program: MadeProgram) -> list[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from towerjax.proof.equation import is_library
 from towerjax.tools.testing.traced import NUMBER_TYPES
@@ -44,6 +45,15 @@ class Held:
         kept = {name for name, x in now.items() if self._is_kept(name, x)}
         return {name: _read_now(x) for name, x in now.items() if name not in kept}
 
+    def gone(self) -> list[str]:
+        """The names of what is no longer there."""
+        now = dict(self._held())
+        return [name for name in self._before if name not in now]
+
+    def was_given(self, name: str) -> bool:
+        """Whether a value was one that the trace of the program was given."""
+        return isinstance(self._before.get(name, (None,))[0], Tracer)
+
     def _is_kept(self, name: str, x: Any) -> bool:
         if name not in self._before:
             return False
@@ -54,18 +64,29 @@ class Held:
 
 
 class Watched:
-    """A function that is traced, and what it changed in place, by name."""
+    """A function that is traced, and what it changes in place.
+
+    Attributes:
+      new: The new values of arrays that the trace was given, by name.
+      unseen: The names of what else it changes, whose old value is a constant of the
+        trace.
+    """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
-        self.changed: tuple[str, ...] = ()
+        self.new: dict[str, Any] = {}
+        self.unseen: list[str] = []
 
-    def __call__(self, *args: Any) -> Any:
-        """Call it, and look."""
-        held = Held(self._fn, args, no_refs=True)
+    def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
+        """What it returns, and the new values."""
+        held, structure = Held(self._fn, args, no_refs=True), jax.tree.structure(args)
         out = self._fn(*args)
-        self.changed = tuple(held.changed())
-        return out
+        changed = held.changed()
+        self.new = {name: x for name, x in changed.items() if held.was_given(name)}
+        self.unseen = [x for x in changed if x not in self.new] + held.gone()
+        if jax.tree.structure(args) != structure:
+            self.unseen.append("the structure of args")
+        return out, [*self.new.values()]
 
 
 def _content(x: Any) -> Any:

@@ -179,7 +179,7 @@ def proved_on(
         if traced is None:
             return None, why
         draws = [*_split_draws(traced.jaxpr)]
-        made[number] = MadeProgram(traced, program.args, program.changed, draws)
+        made[number] = MadeProgram(traced, program.args, program.unseen, draws)
     most = made[max(made)]
     return proved(most.traced, most.args, equal_on_devices(made)), ""
 
@@ -292,7 +292,7 @@ def _copies(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
     A leaf of which devices are given different ones, as of keys, is no copy; a setting
     may be one.
     """
-    jaxpr, out = traced
+    jaxpr, out = traced.jaxpr, traced.out
     places = state_places(args, out)
     sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
     starts = [*itertools.accumulate(sizes, initial=0)]

@@ -60,11 +60,13 @@ class UserProgram:
                     f" arguments, and returned {types_of(made)}."
                 )
         leaves, self._treedef = flatten(self.args)
+        arrays = [id(x) for x in leaves if isinstance(x, ARRAY_TYPES)]
+        self._is_shared = len({*arrays}) < len(arrays)
         self._leaves = [x.copy() if isinstance(x, ARRAY_TYPES) else x for x in leaves]
         self._given = self._treedef.unflatten(self._leaves)
         self._is_new = True
         self._trace: tuple[TracedProgram | None, str] | None = None
-        self.changed: tuple[str, ...] = ()  # in place, as its trace says
+        self.unseen: tuple[str, ...] = ()  # what it changes that no trace follows
 
     @property
     def is_plain(self) -> bool:
@@ -117,8 +119,15 @@ class UserProgram:
             return None, "an argument is an iterator"
         if self._trace is None:
             watched = Watched(self.fn)
-            self._trace = trace_or_say_why(watched, self._copies())
-            self.changed = watched.changed
+            traced, why = trace_or_say_why(watched, self._copies())
+            self._trace = traced, why
+            if traced is not None:
+                out, new = traced.out
+                changed = dict(zip(watched.new, new, strict=True))
+                self._trace = TracedProgram(traced.jaxpr, out, changed), ""
+            # Where arguments hold one another, those of a trace are copies apart.
+            new = watched.new if self._is_shared else ()
+            self.unseen = (*watched.unseen, *new)
         return self._trace
 
     def devices_named(self) -> frozenset[Device]:

@@ -1,6 +1,6 @@
 """Trace any JAX program: its jaxpr, its results, its devices, the state it returns."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +20,18 @@ _NUMBERS: Any = NUMBER_TYPES | jax.ShapeDtypeStruct
 
 
 class TracedProgram(NamedTuple):
-    """A program that was traced: its jaxpr, and its results with their shapes."""
+    """A program that was traced.
+
+    Attributes:
+      jaxpr: Its jaxpr.
+      out: What it returns, as shapes.
+      changed: What it changes in place of its arguments, by name, as shapes: results of
+        the jaxpr after those that it returns.
+    """
 
     jaxpr: ClosedJaxpr
     out: PyTree
+    changed: Mapping[str, Any] = {}
 
 
 def is_iterator(x: Any) -> bool:
