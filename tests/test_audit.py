@@ -820,6 +820,24 @@ def test_there_are_sixty_right_programs():
     assert len(RIGHT) + len(MANY) >= 60
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_network_in_bfloat16_of_inputs_in_any_bits_is_accepted(dtype):
+    """Its losses differ by up to a fifth of what the probe of rounding shows."""
+    draw = np.random.default_rng(0).normal
+    x = draw(size=(64, 32)).astype(np.float32)
+    rows = {"x": x, "y": np.tanh(x[:, 0])}
+    params = {"k": 0.2 * draw(size=(32, 64)), "w": 0.2 * draw(size=64)}
+    params, rows = jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, rows))
+
+    def loss_fn(params, batch, tower):
+        p, x = optax.tree.cast((params, batch["x"]), jnp.bfloat16)
+        out = (jnp.tanh(x @ p["k"]) @ p["w"]).astype(jnp.float32)
+        return tj.Weighted.mean((out - batch["y"]) ** 2, tower.weight)
+
+    assert loss_alone(loss_fn, rows, params).compared == ("loss",)
+
+
 # A tenth of them, a penalty in the sum, differs by less than rounding may.
 WRONG_IN_BFLOAT16 = """
     mean_of_masked_means masked_mean_with_the_number_of_rows

@@ -115,7 +115,7 @@ def least_effort(platform: str) -> dict[str, Any] | None:
     if platform != "cpu":
         return None
     options: dict[str, Any] = {
-        "xla_backend_optimization_level": 0,
+        "xla_backend_optimization_level": 1,
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_parallel_codegen_split_count": 1,
     }

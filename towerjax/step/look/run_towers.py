@@ -130,8 +130,9 @@ class Towers:
         params, near = self._params_for(split), []
         for step in (1, -1, 2):
             by = step * self.rtol / 8 if self.rtol > 1e-4 else step * 2.0**-23
-            rows = dataclasses.replace(split, rows=rounded(split.rows, by, True))
-            near.append(self.run(rows, rounded(params, by)).values)
+            again = functools.partial(rounded, by=by, least_bytes=2)
+            rows = dataclasses.replace(split, rows=again(split.rows, only_broken=True))
+            near.append(self.run(rows, again(params)).values)
         return near
 
     def prove(self, split: RowsToRun) -> None:
@@ -210,20 +211,24 @@ def _local_of(local: PyTree, number: int) -> PyTree:
     return map_parts(TowerLocal, of, local)
 
 
-def rounded(tree: PyTree, by: float, only_broken: bool = False) -> PyTree:
+def rounded(
+    tree: PyTree, by: float, only_broken: bool = False, *, least_bytes: int = 4
+) -> PyTree:
     """The tree with its floats changed by this part of them, to and fro.
 
     With ``only_broken`` whole numbers stay, as what a function compares with them.
+    Floats of fewer than ``least_bytes`` stay, too.
     """
 
     def near(x: Any) -> Any:
-        if is_key(x) or not np.issubdtype(np.asarray(x).dtype, np.inexact):
+        if is_key(x) or not jnp.issubdtype(np.asarray(x).dtype, jnp.inexact):
             return x
         x = np.asarray(x)
-        if x.dtype.itemsize < 4:
+        if x.dtype.itemsize < least_bytes:
             return x
         signs = 1 - 2 * (np.arange(x.size).reshape(x.shape) % 2)
-        near = (x * (1 + by * signs)).astype(x.dtype)
+        wide = x.astype(np.float32) if x.dtype.itemsize < 4 else x
+        near = (wide * (1 + by * signs)).astype(x.dtype)
         return np.where(x == np.round(x), x, near) if only_broken else near
 
     return jax.tree.map(near, tree)
@@ -239,7 +244,7 @@ def _moved(tree: PyTree) -> PyTree:
         x = np.asarray(x)
         wide = np.asarray(x, np.float32)
         size = float(np.abs(wide).mean()) if x.size else 0.0
-        by = draw.uniform(-1, 1, x.shape).astype(np.float32)
+        by = 2 * draw.random(x.shape, np.float32) - 1
         return (wide + (0.2 * size if size > 1e-3 else 0.1) * by).astype(x.dtype)
 
     return jax.tree.map(elsewhere, tree)
