@@ -144,6 +144,27 @@ class Right:
         own, args = mapped(devices, lambda w, x: (x @ w).sum()[None], W, X, out=SPLIT)
         return jax.jit(lambda w, x: own(w, x).sum() / len(x)), args
 
+    def split_by_the_program(devices):
+        def step(w, x):
+            return w - lax.pmean(x.mean(0), "i"), x @ w
+
+        fn = jax.pmap(step, "i", devices=devices)
+
+        def whole(w, x):
+            copies = jnp.broadcast_to(w, (len(devices), *w.shape))
+            return fn(copies, x.reshape(len(devices), -1, 3))
+
+        return whole, (W, X)
+
+    def an_axis_of_one_device(devices):
+        def step(w, x):
+            return lax.psum(lax.psum((x * w[None]).sum(1), "j").sum(), "i")
+
+        mesh = Mesh(np.array(devices)[:, None], ("i", "j"))
+        specs = {"in_specs": (P("j"), P("i", "j")), "out_specs": ALL}
+        fn = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+        return jax.jit(fn), (W, X)
+
     def by_jit_alone(devices):
         mesh = Mesh(devices, "i")
         x, y = [jax.device_put(a, NamedSharding(mesh, SPLIT)) for a in (X, Y)]
@@ -319,6 +340,15 @@ UNKNOWN = {
     "two of each device": (
         lambda devices: joined_by_hand(devices, lambda x: jnp.stack([x, 2 * x])),
         "the values of all devices in another shape",
+    ),
+    "rows split by columns": (
+        lambda devices: (
+            lambda x: jax.pmap(lambda x: x * 2, devices=devices)(
+                x.reshape(len(devices), 4, -1)
+            ),
+            (X[:, :2],),
+        ),
+        "a replicated value in another shape",
     ),
     "centred by a pmap": (
         lambda devices: (

@@ -74,6 +74,9 @@ def _broadcast(pair: EquationPair) -> Known:
     moved = None if r_in is None else dims[r_in]
     is_one = _size(pair.shape(0)) == _size(pair.out_shape())
     kept = x if is_one else x._replace(number=None)
+    if x.kind is Kind.COPY and pair.towers_out[0] == 0 and r_in is r_out is None:
+        if 0 not in dims and pair.out_shape()[0] == pair.sizes.towers[0]:
+            return Known(Kind.STACKED, x.power, note=Kind.COPY)
     if x.kind in (Kind.COPY, Kind.ZERO):
         if r_in is None or moved == r_out:
             return kept
@@ -132,6 +135,8 @@ def _reshaped(pair: EquationPair) -> Known:
         raise NotOfOneKindError(f"{x} in another shape")
     if x.kind is Kind.ZERO or x.kind in _OF_EACH_ROW:
         return x
+    if x.kind is Kind.COPY and pair.towers_out[0] == 0 and r_in is None:
+        return _split_over_towers(pair, x)
     if r_in is None or r_out is None:
         raise NotOfOneKindError(f"{x} in another shape")
     if is_one and x.kind in (Kind.NUMBERS, Kind.ROWS, Kind.KEY, Kind.COPY):
@@ -144,6 +149,15 @@ def _reshaped(pair: EquationPair) -> Known:
     if blocks is not None:
         return x._replace(blocks=blocks)
     return _as_groups(pair, x, r_in)
+
+
+def _split_over_towers(pair: EquationPair, x: Known) -> Known:
+    """The rows of the batch, ``[B, ...]``, as those of all towers, ``[T, b, ...]``."""
+    shape = pair.out_shape()
+    is_split = pair.rows_out[0] == 1 and shape[2:] == pair.shape(0)[1:]
+    if not is_split or shape[0] != pair.sizes.towers[0] or pair.sizes.padded:
+        raise NotOfOneKindError(f"{x} in another shape")
+    return Known(Kind.STACKED, x.power, note=Kind.ROWS)
 
 
 def _joined_over_towers(pair: EquationPair, x: Known) -> Known:
