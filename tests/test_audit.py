@@ -857,8 +857,8 @@ def test_a_program_whose_gradients_rounding_decides_is_run_once():
     """The sum over towers is rounded otherwise, which the map makes large."""
 
     def loss_fn(params, batch, tower):
-        own = scores(params, batch).sum() + 1e4
-        total = tower.reduce(SUM, own) - 1e4 * tower.num_towers
+        own = scores(params, batch).sum() + 1e5
+        total = tower.reduce(SUM, own) - 1e5 * tower.num_towers
         moved = {**params, "b": params["b"] + 0.01 * total}
         return cases(Unlike)["logistic_map"](moved, batch, tower)
 
