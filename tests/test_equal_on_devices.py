@@ -513,6 +513,73 @@ def test_what_is_proved_of_parts_is_what_specs_say_of_them(name):
     assert {*proved} == {*expected.split()}
 
 
+# Between maps, a program is one of all devices.
+BETWEEN = [
+    lambda x: x,
+    jnp.tanh,
+    lambda x: x.T,
+    lambda x: x - x.mean(0),
+    lambda x: x + x.sum(),
+    lambda x: x * x.max(0),
+    lambda x: x @ x.T,
+    lambda x: x.reshape(-1, 8),
+]
+
+
+def drawn_program(draw):
+    """``make`` of two maps or pmaps, one after the other, that runs on any devices."""
+    stages = []
+
+    def make(devices):
+        def program(x):
+            for body, ways, between in stages:
+                if ways == "pmap":
+                    fn = jax.pmap(body, "i", devices=devices)
+                    x = fn(x.reshape(len(devices), -1, *x.shape[1:]))
+                    x = x.reshape(-1, *x.shape[2:])
+                else:
+                    given, joined = [WAYS[way] for way in ways]
+                    x = mapped(devices, body, ins=(given,), out=joined)[0](x)
+                x = between(x)
+            return x
+
+        return jax.jit(program), (SQUARE,)
+
+    while len(stages) < 2:
+        body, likely = BODIES[str(draw.choice([*BODIES]))]
+        ways = ["pmap", *likely.split(), "".join(draw.choice([*WAYS], 2))]
+        between = BETWEEN[draw.integers(len(BETWEEN))]
+        stages.append((body, str(draw.choice(ways)), between))
+        try:
+            every = [make(jax.devices()[:number]) for number in NUMBERS]
+            shapes = [jax.eval_shape(fn, *args).shape for fn, args in every]
+        except (IndexError, TypeError, ValueError, ZeroDivisionError):
+            stages.pop()
+            continue
+        if any(len(x) != 2 or x[0] % 4 or x[1] % 4 or 0 in x for x in shapes):
+            stages.pop()
+    return make
+
+
+@pytest.mark.slow
+def test_what_is_proved_of_maps_after_one_another_is_the_same():
+    says = dict.fromkeys(["proved", "refuted", "unknown"], 0)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        for seed in range(60):
+            make = drawn_program(np.random.default_rng(seed))
+            try:
+                [equal] = proof_of(make).equal
+            except tj.ReplicationError:
+                says["refuted"] += 1
+                continue
+            says[equal.says] += 1
+            if equal.says == "proved":
+                one, *others = [given_by(make, number)[0] for number in NUMBERS]
+                for got in others:
+                    np.testing.assert_allclose(got, one, 1e-9, 1e-8, err_msg=f"{seed}")
+    assert says["proved"] >= 20 and says["unknown"] + says["refuted"] >= 20
+
+
 # What is more than a function of its arguments.
 
 
