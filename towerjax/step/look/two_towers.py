@@ -66,7 +66,10 @@ class Audit:
         self.is_own = not passes.is_of_one_loss  # what merges is not of a loss alone
         if not self.is_own:  # which reads no optimizer's state
             state = dataclasses.replace(state, opt_state=())
-        self.step, self.each, self.pads, self._state = step, each, pads, state
+        self.step = step
+        self.each = each
+        self.pads = pads
+        self._state = state
         self.from_batch = Splits(step.batch, each)
         self._passes: Passes | None = None  # others than the step's
         if not (self.is_own or step.gradients):
@@ -89,7 +92,7 @@ class Audit:
     def _trace(self) -> None:
         """Trace both numbers of towers: the loss alone, if its gradient follows."""
         self.one_tower, traced = self._traced_one_tower()
-        if self._passes is not None and not _gives_gradient(traced):
+        if self._passes is not None and not _gradient_follows(traced):
             self._passes = None
             self.one_tower, traced = self._traced_one_tower()
         self.two_towers = self.towers(2)
@@ -168,7 +171,10 @@ class Audit:
         names = [x.leaf for x in findings]
         try:
             self._traced(one_tower)
-            self.judge([*compare(one_tower, [self.two_towers], pairs)])
+            runs = [*compare(one_tower, [self.two_towers], pairs)]
+            if not runs:
+                return []
+            self.judge(runs)
         except SplitError as error:
             differ = {finding.leaf for finding in error.findings}
             return [x for x in names if x not in differ]
@@ -177,7 +183,7 @@ class Audit:
         return names
 
 
-def _gives_gradient(traced: Traced) -> bool:
+def _gradient_follows(traced: Traced) -> bool:
     """Whether the gradient follows from the loss, of which it is the derivative.
 
     Not where a rule of the user's says what a derivative is, where one is left out, or
@@ -193,13 +199,14 @@ def _gives_gradient(traced: Traced) -> bool:
 
 def _leaves_gradient_out(eqn: JaxprEqn) -> bool:
     """Whether a `stop_gradient` wrote it that is not one of JAX's own functions."""
+    if eqn.primitive.name != "stop_gradient":
+        return False
     traceback = eqn.source_info.traceback
-    if eqn.primitive.name != "stop_gradient" or traceback is None:
-        return eqn.primitive.name == "stop_gradient"
-    frames = [*traceback.frames]
-    calls = [x.function_name for x in frames]
-    inside = len(calls) - calls[::-1].index("stop_gradient")
-    return not frames[inside].file_name.startswith(str(Path(jax.__file__).parent))
+    frames = [*traceback.frames] if traceback is not None else []
+    files = [x.file_name for x in frames]
+    called = [i for i, x in enumerate(frames, 1) if x.function_name == "stop_gradient"]
+    callers = files[called[0] :] if called else []
+    return not callers or not callers[0].startswith(str(Path(jax.__file__).parent))
 
 
 def _rounding_decides(report: AuditReport) -> str | None:
@@ -209,6 +216,6 @@ def _rounding_decides(report: AuditReport) -> str | None:
     if 2 * len(decided) <= len(gradients):
         return None
     return (
-        f"rounding decides {len(decided)} of {len(gradients)} gradients, so that one"
-        " batch was compared and no other"
+        f"rounding decides {len(decided)} of {len(gradients)} gradients, so that no"
+        " further split was compared"
     )
