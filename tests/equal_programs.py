@@ -12,7 +12,7 @@ from one_tower_programs import NUMBERS, equalities, program_of, rows_of
 
 import towerjax as tj
 from towerjax.mesh.placement import TOWER_AXIS, TowerAxes
-from towerjax.proof.equal.one_tower import Merge, MergedLeaf
+from towerjax.proof.equal.one_tower import Merge, MergedLeaf, has_own_derivatives
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.tower import tower_of
@@ -262,7 +262,15 @@ def scaled(d):
     """By powers of the number of towers."""
     x, towers = d.value("number", "features", "rows"), d.tower.num_towers
     power = 1.0 * d.of(towers, 1 / towers, towers**2, towers**0.5, 2.0)
-    return d.of(x * power, x / power, x * (power * d.value("number")), x + power)
+    other = 1.0 * d.of(towers, 1 / towers)
+    return d.of(
+        x * power,
+        x / power,
+        x * power / other,
+        x * power / other,
+        x * (power * d.value("number")),
+        x + power,
+    )
 
 
 def of_numbers(d):
@@ -499,11 +507,14 @@ def _newton(x):
     return lax.while_loop(lambda c: jnp.abs(c[1]) > 0.3, step, (0, x))[1]
 
 
-def over_rows(d):
-    x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
-    n, kept, table = d.tower.rows, jnp.zeros(d.tower.rows), d.value("features")
-    masked_rows = x * d.tower.weight[:, None]
-    x = d.of(x, masked_rows)
+def _masked_or_not(d):
+    x = d.value("rows of features")
+    return d.of(x, x * d.tower.weight[:, None], x * d.tower.weight[:, None])
+
+
+def carried_over_rows(d):
+    """Two carries of a loop over rows, and what it keeps."""
+    x, number, table = _masked_or_not(d), d.value("number"), d.value("features")
 
     def body(carry, row):
         total, other = carry
@@ -528,16 +539,19 @@ def over_rows(d):
             lambda: loss, lambda: new[0], lambda: total, lambda: 1.0 + 0 * loss
         )()
 
-    def by_index(i, carry):
-        total, every = carry
-        loss = jnp.tanh(x[i] @ table)
-        at = d.of(i, i, i, (i + 1) % n, 0)
-        new = d.of(loss, loss, total, loss + every[i], loss + every[at])
-        return total + loss * y[i], every.at[at].set(new)
+    start = d.of((0.0, 0.0), (number, 0.0))
+    out = lax.scan(body, start, x, reverse=d.of(False, False, True))
+    return d.of(out[0][0], out[0][0], out[0][1], out[1])
 
-    def alone(carry, row):
+
+def summed_over_rows(d):
+    """One carry of a loop over rows, and what it keeps."""
+    x, number, table = _masked_or_not(d), d.value("number"), d.value("features")
+
+    def body(carry, row):
         loss = row @ table
         new = d.of(
+            lambda: carry + loss,
             lambda: carry + loss,
             lambda: carry - loss,
             lambda: loss - carry,
@@ -549,27 +563,90 @@ def over_rows(d):
         )()
         return new, d.of(new, carry, loss)
 
+    last, kept = lax.scan(body, d.of(0.0, params_number(d), number), x)
+    return d.of(last, last, kept)
+
+
+def filled_over_rows(d):
+    """A loop by the numbers of rows, that adds up and fills an array."""
+    x, y, table = d.value("rows of features"), d.value("rows"), d.value("features")
+    n, weight = d.tower.rows, d.tower.weight
+
+    def body(i, carry):
+        total, every = carry
+        loss = jnp.tanh(x[i] @ table) * weight[i]
+        at = d.of(i, i, i, (i + 1) % n, 0)
+        new = d.of(loss, loss, total, loss + every[i], loss + every[at])
+        return total + loss * y[i], every.at[at].set(new)
+
+    return lax.fori_loop(0, n, body, (0.0, d.of(jnp.zeros(n), y)))[d.below(2)]
+
+
+def other_loops_over_rows(d):
+    x, y = _masked_or_not(d), d.value("rows")
+
     def matrix(carry, row):
         more = jnp.outer(row, row[::-1])
         return d.of(
             carry + more, carry.T + more, carry + more, carry @ carry.T + more
         ), None
 
-    start = d.of((0.0, 0.0), (number, 0.0))
-    backwards = d.of(False, False, True)
+    chunks = (x * d.tower.weight[:, None]).reshape(2, -1, F)
+    add = lambda c, v: (c + d.of(jnp.sin(v).sum(), v.max()), v * 2)  # noqa: E731
     return d.of(
-        lambda: lax.scan(body, start, x, reverse=backwards)[0][0],
-        lambda: lax.scan(body, start, x, reverse=backwards)[0][1],
-        lambda: lax.scan(body, start, x, reverse=backwards)[1],
-        lambda: lax.fori_loop(0, n, by_index, (0.0, kept))[0],
-        lambda: lax.fori_loop(0, n, by_index, (0.0, d.of(kept, y)))[1],
         lambda: lax.map(lambda row: jnp.tanh(row).sum(), x),
-        lambda: lax.scan(alone, d.of(0.0, 0.0, number), masked_rows)[0],
-        lambda: lax.scan(alone, d.of(0.0, 0.0, number), masked_rows)[0],
-        lambda: lax.scan(alone, 0.0, masked_rows)[1],
         lambda: lax.scan(matrix, jnp.zeros((F, F)), x)[0],
-        lambda: lax.scan(lambda c, v: (c + 1, c * v), 0, y, reverse=backwards)[1],
+        lambda: lax.scan(lambda c, v: (c + 1, c * v), 0, y)[1],
+        lambda: lax.scan(add, 0.0, chunks)[0],
+        lambda: lax.scan(add, 0.0, chunks)[1].reshape(x.shape),
     )()
+
+
+def of_extremes(d):
+    """What is made of the largest, or smallest, of a tower."""
+    x, y = lax.stop_gradient((d.value("rows of features"), d.value("rows")))
+    most, least, one = x.max(0), x.min(0), y.max()
+    made = d.of(
+        lambda: most.at[0].add(one),
+        lambda: most.at[0].set(one),
+        lambda: most.at[0].max(one),
+        lambda: jnp.maximum(most, d.of(one, params_number(d))),
+        lambda: jnp.minimum(most, d.of(one, least)),
+        lambda: jnp.stack([one, least[0], most[1]]),
+        lambda: most + d.of(0.0, 1.0) * one,
+    )()
+    meet = d.of(lax.pmax, lax.pmax, lax.pmin)
+    return meet(made, TOWER_AXIS)
+
+
+def reduced_by_a_function(d):
+    x, number = d.value("rows of features"), d.of(1, d.tower.num_towers)
+    add = lambda x, y: jnp.sin(x * number + y)  # noqa: E731
+    zero = jnp.zeros((), x.dtype)
+    x = lax.stop_gradient(x)
+    return d.of(
+        lambda: lax.reduce(x, zero, add, (d.of(1, 1, 0),)),
+        lambda: lax.reduce_window(x, zero, add, (1, 2), (1, 1), "SAME"),
+    )()
+
+
+def in_few_bits(d):
+    kind = d.of(jnp.int8, jnp.uint8, jnp.int32, jnp.uint32)
+    number = (40 * jnp.abs(d.value("rows"))).astype(kind) * (d.tower.weight > 0)
+    total = jnp.sum(number, dtype=kind)
+    return d.of(total, total, jnp.maximum(total, 3)).astype(jnp.float64)
+
+
+def with_a_rule(d):
+    """Functions that say what their derivatives are."""
+    fn = jax.custom_jvp(d.of(jnp.sin, jax.nn.relu.__wrapped__, lambda x: x * 2.0))
+    slope = d.of(lambda x: 2.0, lambda x: jnp.abs(x).mean(), jnp.cos)
+
+    @fn.defjvp
+    def _(primals, tangents):
+        return fn(*primals), tangents[0] * slope(*primals)
+
+    return fn(d.value("rows", "rows of features", "number"))
 
 
 def solved(d):
@@ -614,9 +691,11 @@ OPERATIONS += [with_rows, reduced, reduced, reduced_at_once, along, met, met, ma
 OPERATIONS += [gathered_rows, scattered_rows, own_mean, own_mean_of_examples, counts]
 OPERATIONS += [reduced_over_towers, masked_sum, sum_of_flagged, quotient_and_back]
 OPERATIONS += [row_numbers, products, products, convolved, laid_otherwise, indexed]
-OPERATIONS += [laid_otherwise, indexed, branched, looped, over_rows, over_rows, solved]
+OPERATIONS += [laid_otherwise, indexed, branched, looped, carried_over_rows, solved]
 OPERATIONS += [derived, drawn, scaled, of_numbers, of_numbers, other_program]
-OPERATIONS += [called_twice, views, function_of_masked, by_index]
+OPERATIONS += [called_twice, views, function_of_masked, by_index, summed_over_rows]
+OPERATIONS += [filled_over_rows, other_loops_over_rows, of_extremes, in_few_bits]
+OPERATIONS += [reduced_by_a_function, with_a_rule]
 """What a program is made of; what stands twice is likelier."""
 
 
@@ -762,7 +841,7 @@ def run_on_towers(fn, params, batch, towers, rows, valid, wanted):
     """The merged leaves of these numbers, and a derivative of each, under vmap."""
     axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
     strategy, seen = tj.Mirrored(("cpu:0",), towers=towers), []
-    key = key_of_rows(rows)
+    key, batch = key_of_rows(rows), jax.tree.map(jnp.asarray, batch)
 
     def of_tower(params, own, valid):
         state = TrainState(jnp.int32(0), params, (), {}, key)
@@ -833,7 +912,8 @@ def judged(fn, *, padded=False, looks_at=("proved",)):
     """What is said of each leaf, and whether it and its derivative are equal."""
     params, traced = params_and_batch(rows_of(1, padded))
     said = equalities(fn, params, traced, padded=padded)
-    leaves = fn_leaves(fn, params, traced, padded)
+    program, _, leaves = program_of(fn, params, traced, 1, rows_of(1, padded))
+    follows = not has_own_derivatives(program.jaxpr)
     named = {leaf.name: i for i, leaf in enumerate(leaves)}
     said = [x for x in said if x.says in looks_at]
     if not said:
@@ -847,15 +927,11 @@ def judged(fn, *, padded=False, looks_at=("proved",)):
         wanted = [named[x.leaf] for x in said]
         found = run_on_towers(fn, params, own, towers, rows, counts, wanted)
         results.append(found)
-    return [
-        (x, are_same([v[i] for v, _ in results]), are_same([g[i] for _, g in results]))
-        for i, x in enumerate(said)
-    ]
-
-
-def fn_leaves(fn, params, batch, padded):
-    """How the results of a function are merged."""
-    return program_of(fn, params, batch, 1, rows_of(1, padded))[2]
+    values = [are_same([v[i] for v, _ in results]) for i in range(len(said))]
+    slopes = [are_same([g[i] for _, g in results]) for i in range(len(said))]
+    # Where a rule says what a derivative is, it does not follow.
+    slopes = slopes if follows else [None] * len(said)
+    return [*zip(said, values, slopes, strict=True)]
 
 
 def are_same(trees):

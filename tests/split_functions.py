@@ -383,6 +383,10 @@ class Split:
         number = (60 + jnp.abs(b["y"])).astype(jnp.int8) * (t.weight > 0)
         return tj.Sum(jnp.sum(number, dtype=jnp.int8).astype(int))
 
+    def count_of_own_rows_in_a_byte(p, b, t):
+        count = jnp.sum(jnp.full(t.rows, 40, jnp.uint8), dtype=jnp.uint8)
+        return p["b"] * t.num_towers * count.astype(float)
+
     def sum_of_all_rows_without_a_sign(p, b, t):
         number = (4e8 * jnp.abs(b["y"])).astype(jnp.uint32) * (t.weight > 0)
         return tj.Sum(number.sum().astype(float))

@@ -121,7 +121,9 @@ def _converted(pair: EquationPair) -> Known:
     is_count = x.note == ROWS_OF_TOWER and not is_inexact
     if is_short and (x.kind in _NUMBERS_OF_TOWER or is_count):
         raise NotOfOneKindError(f"{x} as {new.name}, which is too short for it")
-    if x.kind in _PART_SUMS and new != old and not holds_sums(old):
+    # A number of towers or rows, too, is a sum.
+    is_sum = x.kind in _PART_SUMS or bool(x.power)
+    if is_sum and new != old and not holds_sums(old):
         raise NotOfOneKindError(f"{x} in {old.name}, which may not hold it")
     keeps = (is_inexact and not loses_imaginary) or (widens and new.kind in "iub")
     if keeps or x.kind is Kind.ZERO:
