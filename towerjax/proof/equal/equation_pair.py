@@ -44,6 +44,8 @@ class Sizes(NamedTuple):
           ProgramsDifferError: Another dim differs, or several have rows.
         """
         found: dict[str, int] = {}
+        if len(first.shape) != len(second.shape):
+            raise ProgramsDifferError("the number of dims differs")
         pairs = zip(first.shape, second.shape, strict=True)
         for i, (m, n) in enumerate(pairs):
             if is_size(m) and is_size(n) and m == n:

@@ -41,6 +41,10 @@ _DIVIDED_BY_ALL = (
     "a sum over devices is divided by their number at {}. Say jax.lax.psum in place of"
     " jax.lax.pmean, or divide by a number that is one for any number of devices"
 )
+_BY_A_NUMBER = (
+    "a number that depends on the number of devices is used at {}. Write one that does"
+    " not"
+)
 _BY_JAX = (
     " (with check_vma=True jax.grad adds up over devices by itself: differentiate"
     " jax.lax.pmean of the loss)"
@@ -171,7 +175,7 @@ def _argument(walk: Walk, name: str, first: Any, second: Any) -> Known:
     unknown = Known(Kind.UNKNOWN, why=told)
     try:
         walk.sizes.axes(first, second)
-    except (ProgramsDifferError, ValueError):  # of another rank
+    except ProgramsDifferError:
         raise ProgramsDifferError(f"{told}: {first.shape}, {second.shape}") from None
     if first.dtype != second.dtype:
         return unknown
@@ -234,10 +238,11 @@ def _told_of_power(power: Any, cause: Cause | None) -> str:
     if cause is None or not line:
         return told
     name = cause.site[0].primitive.name
+    if name != "div" and name not in _SUMS:
+        return f"{told}: {_BY_A_NUMBER.format(line)}."
     if power < 0:
         return f"{told}: {_DIVIDED_BY_ALL.format(line)}."
-    is_of_equals = name in _SUMS and any(x.kind is Kind.COPY for x in cause.ins)
-    why = (_SUM_OF_EQUALS if is_of_equals else _DIVIDED_BY_OWN).format(line)
+    why = (_SUM_OF_EQUALS if name in _SUMS else _DIVIDED_BY_OWN).format(line)
     maps = [x for x in outwards(cause.site) if x.primitive.name == "shard_map"]
     is_typed = any(x.params["check_vma"] for x in maps)
     return f"{told}: {why}{_BY_JAX * is_typed}."
