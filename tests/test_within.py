@@ -270,7 +270,7 @@ def test_the_audit_padding_evaluation_and_prediction_of_wide_towers():
         options = {"remainder": "pad", "audit": True}
         step = tj.build_train_step(loss_fn, ADAM, wide(4), **options)
         state, _ = trained(step, size=13)
-        assert step.is_audited
+        assert step.unproved == {}
         params = expected(3, 13)[1]
         assert_near(state.params, params)
         loss, _ = loss_and_gradient(params, rows(13))
@@ -299,7 +299,7 @@ def test_rows_are_padded_to_the_devices_that_split_them(towers, parts):
     with jax.enable_x64(True):
         step = tj.build_train_step(plain_loss_fn, ADAM, strategy, audit=True, **options)
         assert_near(trained(step, size=13)[0].params, expected(3, 13)[1])
-        assert step.is_audited
+        assert step.unproved == {}
         whole = -(-13 // (4 * towers * parts)) * 4 * towers * parts
         data = strategy.distribute_dataset([rows(13)] * 3, **options)
         for placed in (step.place_batch(rows(13)), next(iter(data))):

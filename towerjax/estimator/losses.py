@@ -45,6 +45,11 @@ class LossReduction(enum.Enum):
 _OF_SCALARS = {LossReduction.SUM: Reduction.SUM, LossReduction.MEAN: Reduction.MEAN}
 
 
+def is_of_scalars(reduction: LossReduction) -> bool:
+    """Whether losses are scalars, which do not say what they are divided by."""
+    return reduction in _OF_SCALARS
+
+
 def check_loss_reduction(reduction: Any) -> None:
     """Raise unless it is a `LossReduction` other than NONE."""
     if not isinstance(reduction, LossReduction) or reduction is LossReduction.NONE:

@@ -15,6 +15,7 @@ from towerjax.estimator.losses import (
     LossReduction,
     TowersOfStep,
     has_denominator,
+    is_of_scalars,
     one_loss,
 )
 from towerjax.estimator.model_fn import (
@@ -200,11 +201,22 @@ class ModelPasses(Passes):
     def compared(self, merged: list[PyTree]) -> list[PyTree]:
         """The same, with the loss as it is reduced, and gradients as means over it."""
         if self.options.compat is not None:
-            raise NotAudited(
-                "compat='tf1' divides by the number of towers, as the original did"
-            )
+            raise NotAudited(_AS_IN_TF1)
         reduction = self.options.loss_reduction
         return [_with_means(x, reduction) for x in merged[1:]]
+
+    def why_not_proved(self) -> str:
+        """What one tower does in another way than several."""
+        reduction = self.options.loss_reduction
+        if self.options.compat is not None:
+            return _AS_IN_TF1
+        has_loss = self.each[0].tower_fn.mode is not Mode.PREDICT
+        if has_loss and is_of_scalars(reduction):
+            return f"loss_reduction={reduction} is of scalars"
+        return ""
+
+
+_AS_IN_TF1 = "compat='tf1' divides by the number of towers, as the original did"
 
 
 def model_passes(

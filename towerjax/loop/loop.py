@@ -22,7 +22,7 @@ from towerjax.loop.stopping import Point
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
 from towerjax.step.build.step import Step
-from towerjax.step.look.audited import asked, noting_its_audit
+from towerjax.step.look.audited import asked
 from towerjax.step.run.verdicts import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
 from towerjax.step.state.faults import NonFiniteError, integers_text
@@ -163,9 +163,8 @@ class Loop:
         folder = None if self._saving is None else self._saving.directory
         with asked(audit=wanted, folder=folder):
             step.program(self.point.state, placed)
-        if wanted and not step.is_audited:  # it was compiled before
-            with noting_its_audit():
-                step.audit(self.point.state, placed)
+            if wanted and step.unproved is None:  # it was compiled before
+                step.prove_or_audit(self.point.state, placed)
         if step.audit_note:
             self._progress.note(step.audit_note)
             step.audit_note = ""

@@ -126,6 +126,14 @@ def weights_where(which: Any, weight: jax.Array) -> jax.Array:
     return jnp.where(which | jnp.isnan(weight), weight, 0)
 
 
+def added_at(
+    shape: tuple[int, ...], places: tuple[jax.Array, ...], weights: jax.Array
+) -> jax.Array:
+    """The weights added up at their places; NaN everywhere if one of them is NaN."""
+    added = jnp.zeros(shape, weights.dtype).at[places].add(weights)
+    return added + 0 * weights.sum()
+
+
 def check_threshold(name: str, threshold: Any) -> None:
     """Raise unless the threshold is one number."""
     if isinstance(threshold, str | list | tuple) or np.shape(threshold):
@@ -140,7 +148,7 @@ class Pairs:
     """The labels and predictions of one metric, of equal shapes, and their weights.
 
     A compiled program cannot raise: a value that is not valid, and not known before
-    tracing, makes all weights NaN, unless its own weight is 0.
+    tracing, has the weight NaN, unless its weight is 0. So each sum of weights is NaN.
     """
 
     def __init__(self, name: str, labels: Any, predictions: Any, weight: Any) -> None:
@@ -172,8 +180,8 @@ class Pairs:
         self.mark(valid)
 
     def mark(self, valid: Any) -> None:
-        """Make all weights NaN if an element of nonzero weight is not valid."""
-        is_bad = ((self.weights != 0) & ~jnp.asarray(valid)).any()
+        """Make the weights of elements that are not valid NaN, unless they are 0."""
+        is_bad = (self.weights != 0) & ~jnp.asarray(valid)
         self.weights = jnp.where(is_bad, jnp.nan, self.weights)
 
     def as_booleans(self, what: Literal["labels", "predictions"]) -> jax.Array:

@@ -319,8 +319,9 @@ def mean_iou(
     """
     pairs = Pairs("mean_iou", labels, predictions, weight)
     labels, predictions, weights = _ids_and_weights(pairs, num_classes)
-    matrix = jnp.zeros((num_classes, num_classes), weights.dtype)
-    return Tally((matrix.at[labels, predictions].add(weights),), _mean_iou)
+    shape = (num_classes, num_classes)
+    matrix = rows.added_at(shape, (labels, predictions), weights)
+    return Tally((matrix,), _mean_iou)
 
 
 def mean_per_class_accuracy(
@@ -352,6 +353,7 @@ def mean_per_class_accuracy(
     check_choice("absent", absent, get_args(AbsentClasses))
     pairs = Pairs("mean_per_class_accuracy", labels, predictions, weight)
     labels, predictions, weights = _ids_and_weights(pairs, num_classes)
-    add = jnp.zeros(num_classes, weights.dtype).at[labels].add
-    hits = add(rows.weights_where(labels == predictions, weights))
-    return Tally((hits, add(weights)), _mean_over_classes, (absent,))
+    counted = rows.weights_where(labels == predictions, weights)
+    hits = rows.added_at((num_classes,), (labels,), counted)
+    all_of_class = rows.added_at((num_classes,), (labels,), weights)
+    return Tally((hits, all_of_class), _mean_over_classes, (absent,))

@@ -91,8 +91,10 @@ def _curves(
     yes, weights = pairs.as_booleans("labels"), pairs.weights
     scores = rows.floats_of(scores)
     bucket = jnp.searchsorted(jnp.asarray(edges, scores.dtype), scores)
-    add = jnp.zeros(len(edges) + 1, weights.dtype).at[bucket].add
-    right, wrong = (add(rows.weights_where(which, weights)) for which in (yes, ~yes))
+    right, wrong = (
+        rows.added_at((len(edges) + 1,), (bucket,), rows.weights_where(which, weights))
+        for which in (yes, ~yes)
+    )
     return Tally((right, wrong), value, options, thresholds)
 
 

@@ -60,6 +60,19 @@ ROWS_OF_TOWER = "rows of a tower"
 """The note of a copy that is the number of a tower's rows."""
 
 
+class Power(Fraction):
+    """A power of the number of towers, and the line where a value came to have it."""
+
+    __slots__ = ("line",)
+    line: str
+
+    def __new__(cls, power: Any, line: str) -> "Power":
+        """As a number it is ``power``."""
+        self = super().__new__(cls, power)
+        self.line = line
+        return self
+
+
 class Identity(int):
     """A number for one value of a program, or one flag."""
 

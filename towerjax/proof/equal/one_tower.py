@@ -35,18 +35,21 @@ from towerjax.proof.equal import (  # noqa: F401
 )
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import (
-    EACH,
-    PADDING,
     ROWS_OF_TOWER,
     ZERO,
     Kind,
     Known,
-    as_part,
     copy,
     rows,
 )
+from towerjax.proof.equal.verdict import Merge as Merge
+from towerjax.proof.equal.verdict import (
+    ProvedResult,
+    verdict_of,
+    verdict_of_table_rows,
+)
 from towerjax.proof.equal.walk import kinds_of_results
-from towerjax.proof.equation import all_eqns, open_jaxpr
+from towerjax.proof.equation import all_eqns, open_jaxpr, user_line
 
 
 class Given(enum.Enum):
@@ -59,18 +62,6 @@ class Given(enum.Enum):
     PER_TOWER = "a value that a tower has of its own"
     # Keys and row numbers of a micro-batch count from it, so that any is as the first.
     MICRO_BATCH = "the number of a tower's micro-batch"
-
-
-class Merge(enum.Enum):
-    """How the towers' values of a result become one."""
-
-    SUM = "added up"
-    MEAN = "added up, and divided by what another result adds up to"
-    ROWS = "joined"
-    TABLE_ROWS = "joined, and added up where their indices are the same"
-    REPLICATED = "the same on all towers"
-    PER_TOWER = "each tower's own"
-    OTHER = "merged by a function of its own"
 
 
 class TowerProgram(NamedTuple):
@@ -117,11 +108,13 @@ class Equality:
       leaf: Its name.
       says: "proved", "refuted" or "unknown".
       why: Of what is refuted or unknown, the reason, with a line of the program.
+      advice: Of what is refuted, what to write instead.
     """
 
     leaf: str
     says: str
     why: str = ""
+    advice: str = ""
 
     def __str__(self) -> str:
         return ": ".join(x for x in (self.leaf, self.says, self.why) if x)
@@ -166,7 +159,7 @@ def equal_to_one_tower(
       the worst.
     """
     pairs = _results_of_pairs(programs, inputs, outputs, axes, padded)
-    found = [_verdicts(results, outputs, padded) for results in pairs]
+    found = [_verdicts(programs[0].jaxpr, x, outputs, padded) for x in pairs]
     return worst_of([x for each in found for x in each])
 
 
@@ -181,28 +174,13 @@ def worst_of(equalities: Sequence[Equality]) -> list[Equality]:
     return list(found.values())
 
 
-class _ProvedResult(NamedTuple):
-    """What is known of a result of two programs."""
-
-    value: Known
-    # How many times a tower's rows dim 0 has; None where it is another dim.
-    times_rows: Fraction | None
-    is_of_one_shape: bool  # whether no dim depends on the number of towers
-
-    @property
-    def is_the_same(self) -> bool:
-        """Whether all towers have it, for either number of them."""
-        is_copy = self.value.kind in (Kind.COPY, Kind.ZERO) and not self.value.power
-        return is_copy and self.is_of_one_shape
-
-
 def _results_of_pairs(
     programs: Sequence[TowerProgram],
     inputs: Sequence[Given],
     outputs: Sequence[MergedLeaf],
     axes: Sequence[str],
     padded: bool,
-) -> list[list[_ProvedResult]]:
+) -> list[list[ProvedResult]]:
     """What is known of the results, by induction over steps.
 
     A variable that all towers have the same of before the first step is replicated in
@@ -226,7 +204,7 @@ def _results_of_pair(
     inputs: Sequence[Given],
     axes: Sequence[str],
     padded: bool,
-) -> list[_ProvedResult]:
+) -> list[ProvedResult]:
     """What is known of the results for two numbers of towers."""
     first, second = pair
     each = [(x.towers, x.rows, x.parts) for x in pair]
@@ -237,30 +215,45 @@ def _results_of_pair(
     kinds = kinds_of_results((first.jaxpr, second.jaxpr), ins, sizes, axes)
     avals = zip(first.jaxpr.out_avals, second.jaxpr.out_avals, strict=True)
     return [
-        _ProvedResult(value, _times_rows(sizes, *both), _is_of_one_shape(sizes, *both))
+        ProvedResult(value, _times_rows(sizes, *both), _is_of_one_shape(sizes, *both))
         for value, both in zip(kinds, avals, strict=True)
     ]
 
 
 def _verdicts(
-    results: Sequence[_ProvedResult], outputs: Sequence[MergedLeaf], padded: bool
+    program: ClosedJaxpr,
+    results: Sequence[ProvedResult],
+    outputs: Sequence[MergedLeaf],
+    padded: bool,
 ) -> list[Equality]:
-    """The verdicts for two numbers of towers."""
+    """The verdicts for two numbers of towers, of one of which this is the program."""
     found = []
-    for leaf, result in zip(outputs, results, strict=False):
+    for number, (leaf, result) in enumerate(zip(outputs, results, strict=False)):
         if leaf.merge is Merge.PER_TOWER:
             continue
         if leaf.indices is not None:
-            says, why = _of_table_rows(result.value, results[leaf.indices], padded)
+            at = results[leaf.indices]
+            verdict = verdict_of_table_rows(result.value, at, padded)
         else:
             weight = None if leaf.weight is None else results[leaf.weight].value
             has_rows = result.times_rows == 1
-            says, why = _verdict(leaf.merge, result.value, weight, has_rows)
+            verdict = verdict_of(leaf.merge, result.value, weight, has_rows)
+        says, why, advice = verdict
         fits = result.is_of_one_shape or leaf.merge in _JOINED
         if says == "proved" and not fits:
             says, why = "unknown", "its shape depends on the split"
-        found.append(Equality(leaf.name, says, why))
+        if says == "refuted" and ", since a factor at " not in why:
+            line = _line_of_result(program, number)
+            why += f", made at {line}" if line else ""
+        found.append(Equality(leaf.name, says, why, advice))
     return found
+
+
+def _line_of_result(program: ClosedJaxpr, number: int) -> str:
+    """The line that makes a result of a program; empty where no user's does."""
+    jaxpr = open_jaxpr(program)
+    makers = [x for x in jaxpr.eqns if jaxpr.outvars[number] in x.outvars]
+    return user_line((makers[0], None)) if makers else ""
 
 
 def has_own_derivatives(jaxpr: ClosedJaxpr) -> bool:
@@ -346,86 +339,3 @@ def _is_of_one_shape(sizes: Sizes, first: Any, second: Any) -> bool:
         return sizes.axes(first, second) == (None, None)
     except ProgramsDifferError:
         return False
-
-
-def _verdict(
-    merge: Merge, value: Known, weight: Known | None, has_rows: bool
-) -> tuple[str, str]:
-    """What is said of a leaf, and why."""
-    unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
-    if unknown:
-        return "unknown", unknown[0].why
-    if merge is Merge.OTHER:
-        return "unknown", f"it is {merge.value}"
-    if merge is Merge.ROWS:
-        return _of_rows(value, has_rows)
-    if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
-        return "proved", ""
-    if merge is Merge.REPLICATED:
-        return _off_by(value, Kind.COPY, value.power)
-    if merge is Merge.SUM:
-        value = as_part(value)
-        return _off_by(value, Kind.PART, value.power)
-    assert weight is not None
-    return _of_mean(value, weight)
-
-
-def _of_rows(value: Known, has_rows: bool) -> tuple[str, str]:
-    """Rows are joined to those of the batch."""
-    if value.kind is Kind.ZERO and has_rows:
-        return "proved", ""
-    if not has_rows or value.blocks > 1:
-        return "unknown", "its dim 0 is not that of the rows"
-    kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
-    return _off_by(value, kind, value.power)
-
-
-def _of_table_rows(value: Known, at: _ProvedResult, padded: bool) -> tuple[str, str]:
-    """Pairs of a row's index and its values, which are added up over all rows.
-
-    Where indices are the same on all towers, the values are a sum as any other.
-    """
-    indices = at.value
-    for x in (value, indices):
-        if x.kind is Kind.UNKNOWN:
-            return "unknown", x.why
-    if value.kind is Kind.ZERO:
-        return "proved", ""
-    if indices.kind not in EACH or indices.power:
-        return "unknown", f"its indices are {indices}"
-    if at.times_rows is None:
-        return _off_by(as_part(value), Kind.PART, as_part(value).power)
-    if value.kind not in EACH:
-        return "unknown", f"it is {value}, at {indices}"
-    orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
-    if len(orders) > 1:
-        return "unknown", "its values are those of other rows than its indices"
-    if padded and PADDING not in value.zeros:
-        return "unknown", "padding counts in it"
-    return _off_by(value, value.kind, value.power)
-
-
-def _off_by(value: Known, wanted: Kind, power: Any) -> tuple[str, str]:
-    """The power of the number of towers that a value is off."""
-    if value.kind is not wanted:
-        return "unknown", f"it is {value}"
-    return ("refuted", _told(power)) if power else ("proved", "")
-
-
-def _of_mean(value: Known, weight: Known) -> tuple[str, str]:
-    """Sum and weight are off by one power, so that their quotient is not."""
-    if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
-        return "refuted", "an average of the towers' averages, each over its rows"
-    value, weight = as_part(value), as_part(weight)
-    for each in (value, weight):
-        if each.kind is not Kind.PART:
-            return "unknown", f"it is {value} over {weight}"
-    return _off_by(value, Kind.PART, value.power - weight.power)
-
-
-def _told(power: Any) -> str:
-    """A power of T as the factor that a value is off by."""
-    power = Fraction(power)
-    size = "T" if abs(power) == 1 else f"T^{abs(power)}"
-    factor = size if power > 0 else f"1/{size}"
-    return f"on T towers it is {factor} times what it is on one"

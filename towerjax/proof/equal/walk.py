@@ -29,6 +29,7 @@ from towerjax.proof.equal.kinds import (
     Kind,
     Known,
     NotOfOneKindError,
+    Power,
     copy,
     function_of,
     rows,
@@ -56,12 +57,13 @@ _HAS_ROWS = {
     **dict.fromkeys([Kind.COUNTER, Kind.NEXT, Kind.AT_LEAST], False),
 }
 
-# Parameters that are sizes, which follow from shapes or which rules look at, and
-# programs, which are walked or in which nothing else is run than is walked.
+# Parameters that are sizes, which follow from shapes or which rules look at, and how
+# much is rounded; and programs, which are walked or in which nothing else is run than
+# is walked.
 _NOT_COMPARED = frozenset(
     """shape new_sizes limit_indices start_indices slice_sizes axis_size sizes length
-    sharding out_sharding jaxpr call_jaxpr fun_jaxpr branches jaxprs cond_jaxpr
-    body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
+    sharding out_sharding precision jaxpr call_jaxpr fun_jaxpr branches jaxprs
+    cond_jaxpr body_jaxpr update_jaxpr jvp_jaxpr_fun fwd_jaxpr_thunk bwd dim
     donated_invars call reps""".split()
 )
 # Parameters that say where arrays are, which changes no number.
@@ -301,6 +303,9 @@ class Walk:
             value = value._replace(zeros=found)
         if value.kind is Kind.PART and value.number is None:
             value = value._replace(number=self.new_number("value"))
+        if value.power and not isinstance(value.power, Power):
+            line = _line_of_power(pair, value.power)
+            value = value._replace(power=Power(value.power, line))
         return value
 
 
@@ -328,6 +333,12 @@ def _by_groups(pair: EquationPair, registered: Registered) -> Known:
         return found
     [note] = {x.note for x in pair.ins if x.kind is Kind.SPREAD}
     return Known(Kind.SPREAD, found.power, note=note)
+
+
+def _line_of_power(pair: EquationPair, power: Any) -> str:
+    """The line where a result of the equation came to have its power."""
+    lines = {x.power: x.power.line for x in pair.ins if isinstance(x.power, Power)}
+    return lines.get(power) or user_line((pair.first, pair.outer))
 
 
 def _renumbered(value: Known, found: _Walked, shift: int) -> Known:

@@ -11,6 +11,7 @@ from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
 from towerjax.step.look.comparison import AuditReport
 from towerjax.step.look.examine import Examined
+from towerjax.step.look.split import NO_ROWS
 from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.run.programs import Programs
@@ -114,7 +115,7 @@ class Step(Examined, Generic[_Result]):
         def fn(state: TrainState, batch: PyTree) -> _Result:
             given = self.policy.as_state(state)
             placed = self._placer.fit_traced(batch)
-            self.tell_of_trace()
+            self.prove_alone(given, placed.args, NO_ROWS)
             out = self.programs.trace(split_state(given), placed)
             return self.policy.result(given, out, placed)
 
@@ -226,7 +227,7 @@ class Step(Examined, Generic[_Result]):
         kind = policy.kind(state)
         if programs.known(batch, kind) is None or not is_usable(state):
             state = self.start(state)
-            audit = functools.partial(self._audit_once, state, batch)
+            audit = functools.partial(self.prove_or_audit, state, batch)
         first = split_state(state)
         program = programs.program(first, batch, kind, audit)
         try:

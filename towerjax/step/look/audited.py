@@ -79,15 +79,12 @@ def is_wanted(audit: bool | None) -> bool | None:
     return False if wanted is None and not now.by_default else wanted
 
 
-def tell_not_audited(error: NotAudited, wanted: bool | None) -> None:
-    """Say in a line why a step is not audited; raise where somebody asked for it."""
-    if wanted:
-        raise error
+def told_not_audited(error: NotAudited) -> str:
+    """Why a step is not audited, in a line."""
     why = str(error).splitlines()[0].rstrip(".")
     notes = getattr(error, "__notes__", ())
     ours = [x for x in notes if not x.startswith(("-", "The audit"))]  # "-": JAX's
-    advice = " ".join([*ours, "audit=False leaves this line out."])
-    warn(f"not audited: {why}. {advice}")
+    return " ".join([f"Not audited: {why}", *ours])
 
 
 def refuse_unasked(traced: Traced, params: PyTree, devices: int) -> None:

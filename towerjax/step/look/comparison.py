@@ -63,6 +63,24 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refuted:
+    """One leaf that is proved to depend on how the batch is split; nothing was run.
+
+    Attributes:
+      leaf: Its name.
+      why: By which factor, since which line.
+      of: What it depends on: the number of towers, or of devices.
+    """
+
+    leaf: str
+    why: str
+    of: str = "towers"
+
+    def __str__(self) -> str:
+        return f"{self.leaf}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True)
 class AuditReport:
     """The leaves that were compared and are the same.
 
@@ -127,11 +145,11 @@ class SplitError(Portable, ReplicationError):
     """A leaf depends on how the batch was split over towers.
 
     Attributes:
-      findings: A `Finding` for each such leaf.
+      findings: For each such leaf a `Finding`, or a `Refuted` where it is proved.
     """
 
-    def __init__(self, findings: Sequence[Finding], advice: Iterable[str] = ()) -> None:
-        self.findings = tuple(findings)
+    def __init__(self, findings: Sequence[Any], advice: Iterable[str] = ()) -> None:
+        self.findings: tuple[Any, ...] = tuple(findings)
         shown = "".join(f"\n  * {finding}" for finding in self.findings[:_SHOWN])
         shown += "\n  * ..." * (len(self.findings) > _SHOWN)
         told = "".join(f"\n{sentence}" for sentence in advice)

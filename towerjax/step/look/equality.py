@@ -6,6 +6,7 @@ derivative is.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr
@@ -19,15 +20,24 @@ from towerjax.proof.equal.one_tower import (
     has_own_derivatives,
     worst_of,
 )
-from towerjax.proof.equation import all_eqns, named_axes
+from towerjax.proof.equation import all_eqns, all_sites, named_axes, user_line
 from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
+from towerjax.step.look.split import WHOLE_STEP, StepEquality
 from towerjax.step.look.traced_passes import (
     NOT_OF_A_SYMBOL,
     PassToProve,
     StepToProve,
     traced_passes,
 )
+from towerjax.step.run.trace import Traced
 from towerjax.step.state.next_state import NextState
+
+
+def equality_of(step: StepToProve) -> StepEquality:
+    """What is proved of all leaves that a step's passes merge, and what it took."""
+    start = time.perf_counter()
+    leaves = tuple(equalities_of(step))
+    return StepEquality(leaves, time.perf_counter() - start)
 
 
 def equalities_of(step: StepToProve) -> list[Equality]:
@@ -42,7 +52,7 @@ def equalities_of(step: StepToProve) -> list[Equality]:
       any number of them; else it is proved for numbers that the step may have.
     """
     if why := _why_not_traced(step):
-        return [Equality("step", "unknown", why)]
+        return _of_whole_step(why)
     try:
         found = _equalities(step, of_symbol=True)
     except NOT_OF_A_SYMBOL:
@@ -53,12 +63,17 @@ def equalities_of(step: StepToProve) -> list[Equality]:
         of_numbers = _equalities(step, of_symbol=False)
     except RAISED_ON_OTHER_ROWS as error:
         why = f"with other rows it raises {type(error).__name__}: {error}"
-        return found or [Equality("step", "unknown", why.splitlines()[0])]
-    if not of_numbers:
-        why = "its towers merge nothing: each has what it returns"
-        return [Equality("step", "unknown", why)]
+        return found or _of_whole_step(why.splitlines()[0])
     proved = {x.leaf: x for x in found if x.says == "proved"}
-    return [proved.get(x.leaf, x) for x in of_numbers]
+    merged = [proved.get(x.leaf, x) for x in of_numbers]
+    return merged or _of_whole_step(
+        "its towers merge nothing: each has what it returns"
+    )
+
+
+def _of_whole_step(why: str) -> list[Equality]:
+    """Nothing is known of any leaf."""
+    return [Equality(WHOLE_STEP, "unknown", why)]
 
 
 def _why_not_traced(step: StepToProve) -> str:
@@ -68,7 +83,7 @@ def _why_not_traced(step: StepToProve) -> str:
     ops = step.strategy.cross_tower_ops
     if not isinstance(ops, AllReduce | PinnedTree):
         return f"its sums over towers are those of {type(ops).__name__}"
-    return ""
+    return step.engine.passes.why_not_proved()
 
 
 def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
@@ -82,6 +97,13 @@ def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
             return found
     traced = traced_passes(step, whole, of_symbol=of_symbol)
     return worst_of(found + _verdicts_of(traced, step))
+
+
+def line_of_own_devices(traced: Traced) -> str:
+    """Where a tower's own devices compute in a `shard_map`; "" if they do not."""
+    sites = [site for x in traced.passes for site in all_sites(x.towers.jaxpr)]
+    lines = [user_line(x) for x in sites if x[0].primitive.name == "shard_map"]
+    return f"at {lines[0]}" if lines else ""
 
 
 def _verdicts_of(traced: Sequence[PassToProve], step: StepToProve) -> list[Equality]:

@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 
 from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import with_shared
 from towerjax.mesh.transfer import place, readable
 from towerjax.step.look.advice import crosses_rows
 from towerjax.step.look.audit import run_audit
@@ -18,7 +21,7 @@ from towerjax.step.look.audited import (
     noting_its_audit,
     program_hash,
     refuse_unasked,
-    tell_not_audited,
+    told_not_audited,
     verdict_on,
 )
 from towerjax.step.look.comparison import (
@@ -26,7 +29,10 @@ from towerjax.step.look.comparison import (
     NotAudited,
     SplitError,
 )
+from towerjax.step.look.equality import equality_of, line_of_own_devices
 from towerjax.step.look.report import StepReport, report_on, time_program
+from towerjax.step.look.split import LEAVE_OUT, NotProved, StepEquality, told_of
+from towerjax.step.look.traced_passes import StepToProve
 from towerjax.step.run.compile import Program, compile_step
 from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import StatePolicy
@@ -44,7 +50,7 @@ from towerjax.step.state.train_state import (
     step_number,
 )
 from towerjax.towers.strategies import Strategy
-from towerjax.types import Layout, PyTree
+from towerjax.types import Layout, PyTree, Whole
 from towerjax.types.door import doors
 from towerjax.types.leaves import native, refuse_unheld
 from towerjax.types.options import check_whole
@@ -63,9 +69,10 @@ class Examined:
     verdicts: Verdicts
     num_parts: int  # T A: how many tower calls share a batch
     audit_report: AuditReport | None  # of it or of the same program
-    audit_s: float  # the seconds that audits took
+    audit_s: float  # the seconds that proofs of equality and audits took
     audit_note: str  # what nobody has been told of it yet
     is_to_be_audited: bool
+    unproved: dict[str, str] | None = None  # by its first call; None before
     _placer: Placer
 
     def start(self, state: PyTree) -> TrainState:
@@ -125,7 +132,7 @@ class Examined:
         local: PyTree = None,
         extra: PyTree = None,
     ) -> Proof:
-        """The proof that the step's towers stay the same, without any device.
+        """The proof that towers stay the same, and equal one, without any device.
 
         Args:
           params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
@@ -135,11 +142,14 @@ class Examined:
           extra: As for `init`, arrays or shapes.
 
         Returns:
-          The ``Proof``, with the collectives of the step.
+          The ``Proof``, with the collectives of the step; ``proof.unproved`` says of
+          each merged leaf that is not proved equal to one tower why it is not.
 
         Raises:
           ReplicationError: A result depends on the tower, or a collective could
             hang; names leaf and line.
+          SplitError: A leaf is proved to depend on how the batch is split, unless the
+            step was built with ``audit=False``.
           ValueError: The batch is malformed, or does not divide.
 
         Example:
@@ -149,8 +159,9 @@ class Examined:
           >>> strategy = tj.Mirrored(towers=4096)
           >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
           >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
-          >>> step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
-          Proof(collectives: psum of 16 bytes)
+          >>> proof = step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+          >>> proof, proof.unproved
+          (Proof(collectives: psum of 16 bytes; equal to one tower), {})
         """
         state = params
         if not isinstance(state, TrainState):
@@ -159,7 +170,12 @@ class Examined:
         traced = trace(self.engine, (*split_state(state), *self._placer.shapes(batch)))
         for traced_pass in traced.passes:
             traced_pass.towers.rehearse()
-        return prove(traced)
+        proof = prove(traced)
+        args = self._placer.shapes(batch)
+        equality = self._equality(state, args, traced, proof.unmasked)
+        if self.options.audit is not False:
+            equality.refuse()
+        return dataclasses.replace(proof, unproved=equality.unproved)
 
     def program(self, state: PyTree, batch: PyTree) -> Program:
         """The compiled program for such a batch; compiles it if need be.
@@ -175,15 +191,16 @@ class Examined:
         if placement.absent is None:
             state, placed = self.start(state), self.place_batch(batch)
             kind = self.policy.kind(state)
-            audit = functools.partial(self._audit_once, state, placed)
+            audit = functools.partial(self.prove_or_audit, state, placed)
             return self.programs.program(split_state(state), placed, kind, audit)
         state = state if isinstance(state, TrainState) else self.shapes(state)
-        first = split_state(self.policy.as_state(state))
+        state = self.policy.as_state(state)
         rows, *others = self._placer.shapes(batch)
         full_rows = None
         if self.programs.leaves_out_weights and not self._placer.may_pad:
             full_rows = jax.tree.leaves(rows)[0].shape[0] // placement.num_towers
-        args = (*first, rows, *others)
+        self.prove_alone(state, (rows, *others), "its devices are absent")
+        args = (*split_state(state), rows, *others)
         return compile_step(self.engine, placement, args, full_rows=full_rows)
 
     def report(
@@ -207,14 +224,16 @@ class Examined:
         check_whole("timed_calls", timed_calls, 0)
         placement = self.strategy.placement
         if not timed_calls:
-            return report_on(self.program(state, batch), placement)
+            program = self.program(state, batch)
+            return report_on(program, placement, self.unproved)
         placed = send_shared(self.place_batch(batch))
         program, state = self.program(state, placed), self.start(state)
         copied = place(state, placement, state_layout(self.strategy), state.params)
         verdict = [self.verdicts.none] * program.engine.gives_verdict
         others = *placed.args, *verdict
         timing = time_program(program, copied, others, timed_calls)
-        return dataclasses.replace(report_on(program, placement), timing=timing)
+        report = report_on(program, placement, self.unproved)
+        return dataclasses.replace(report, timing=timing)
 
     def audit(self, state: PyTree, batch: PyTree) -> AuditReport:
         """Run two towers and one tower of the same rows, and compare what is merged.
@@ -248,6 +267,10 @@ class Examined:
           ...     [finding.leaf for finding in error.findings]
           ['loss', 'gradient']
         """
+        return self._audit(state, batch)
+
+    def _audit(self, state: TrainState, batch: PyTree, **options: Any) -> AuditReport:
+        """The report of an audit with options of `run_audit`, which is kept."""
         start = time.perf_counter()
         engine, state = self.policy.audited(self.engine, self.start(state))
         try:
@@ -255,6 +278,7 @@ class Examined:
             with jax.transfer_guard("allow"), jax.debug_nans(False):
                 state = jax.tree.map(readable, state)
                 how = {"parts": self.num_parts, "pads": self._placer.may_pad}
+                how |= options
                 report = run_audit(engine, self.strategy, state, batch, **how)
         finally:
             took = time.perf_counter() - start
@@ -264,16 +288,101 @@ class Examined:
         self.is_to_be_audited = False
         return report
 
-    def _audit_once(
-        self, state: TrainState, batch: PlacedBatch, traced: Traced
+    def prove_or_audit(
+        self, state: TrainState, batch: PlacedBatch, traced: Traced | None = None
     ) -> None:
-        """Audit a step once before its first call, if it is to be."""
-        wanted = is_wanted(self.options.audit)
-        if not self.is_to_be_audited or wanted is False:
+        """Prove a step equal to one tower before its first call, if it is to be.
+
+        What is refuted is refused; what is not proved is audited, and said in a line.
+        """
+        if not self._is_to_be_proved():
             return
+        if traced is None:
+            traced = trace(self.engine, (*split_state(state), *batch.args))
         is_split = self.num_parts > 1 or crosses_rows(traced, batch.rows)
-        if not (is_split or ASKED.get().audit):
-            return
+        if is_split or ASKED.get().audit:
+            sample = functools.partial(self._sample, state, batch, traced)
+            self._prove(state, batch.args, traced, sample)
+
+    def prove_alone(
+        self, state: TrainState, args: tuple[PyTree, ...], why: str
+    ) -> None:
+        """Prove a step equal to one tower, if it is to be, where nothing can run."""
+        if self._is_to_be_proved() and self.num_parts > 1:
+            traced = trace(self.engine, (*split_state(state), *args))
+            self._prove(state, args, traced, lambda _: f"Not audited: {why}")
+
+    def _is_to_be_proved(self) -> bool:
+        return self.is_to_be_audited and is_wanted(self.options.audit) is not False
+
+    def _prove(
+        self,
+        state: TrainState,
+        args: tuple[PyTree, ...],
+        traced: Traced,
+        sample: Callable[[StepEquality], str],
+    ) -> None:
+        """Prove a step equal to one tower; say what is not proved, and a sample of it.
+
+        Raises:
+          SplitError: A leaf is proved to depend on the split, or differs in the sample.
+          NotProved: A leaf is not proved, and a proof is asked for.
+        """
+        unmasked = lambda: prove(traced).unmasked()  # noqa: E731
+        equality = self._equality(state, args, traced, unmasked)
+        equality.refuse()
+        self.audit_s += equality.seconds
+        notes = [f"{equality}, in {equality.seconds:.1f} s"]
+        if equality.unproved:
+            self.audit_note = ""
+            sampled = sample(equality)
+            if is_wanted(self.options.audit):
+                raise NotProved(equality.unproved, sampled)
+            warn(told_of(equality.unproved, f"{sampled}. {LEAVE_OUT}"))
+            notes += [self.audit_note] if self.audit_note else []
+        self.audit_note = "; ".join(notes)
+        self.unproved = equality.unproved
+        self.is_to_be_audited = False
+
+    def _equality(
+        self,
+        state: TrainState,
+        args: tuple[PyTree, ...],
+        traced: Traced,
+        unmasked: Callable[[], list[str]],
+    ) -> StepEquality:
+        """What is proved of the leaves that the step merges, of shapes or arrays.
+
+        A padded batch is refused if ``unmasked`` names anything; then full ones are to
+        be proved.
+        """
+        rows, _, shared = args
+        with jax.transfer_guard("allow"):  # of constants, which are looked at
+            engine, state = self.policy.audited(self.engine, state)
+            step = StepToProve(
+                engine,
+                self.strategy,
+                state,
+                with_shared(rows, [Whole(x) for x in shared]),
+                jax.tree.leaves(rows)[0].shape[0] // self.num_parts,
+                padded=self._placer.may_pad,
+            )
+            equality = equality_of(step)
+            if step.padded and equality.unproved and unmasked():
+                equality = equality_of(dataclasses.replace(step, padded=False))
+        return equality.beside(line_of_own_devices(traced))
+
+    def _sample(
+        self,
+        state: TrainState,
+        batch: PlacedBatch,
+        traced: Traced,
+        equality: StepEquality,
+    ) -> str:
+        """What an audit says of the leaves that are not proved; raise where it fails.
+
+        A difference is no error where towers have variables of their own.
+        """
         how = {"parts": self.num_parts, "pads": self._placer.may_pad}
         program = program_hash(traced, **how)
         self.audit_report = verdict_on(program)
@@ -281,30 +390,18 @@ class Examined:
             if self.audit_report is not None:
                 self.audit_note = f"audited before: {self.audit_report}"
             else:
-                if not wanted:
-                    devices = self.strategy.placement.devices_each
-                    refuse_unasked(traced, state.params, devices)
+                devices = self.strategy.placement.devices_each
+                refuse_unasked(traced, state.params, devices)
                 with noting_its_audit():
-                    keep(program, self.audit(state, batch))
-        except SplitError as error:
-            if wanted or not jax.tree.leaves(state.local):
-                raise
-            how = "Say audit=False if each tower's own statistics are meant."
-            warn(f"{error}\n{how}")
+                    how = {"gradients": False, "leaves": equality.is_open}
+                    keep(program, self._audit(state, batch, **how))
         except NotAudited as error:
-            tell_not_audited(error, wanted)
-        self.is_to_be_audited = False
-
-    def tell_of_trace(self) -> None:
-        """Say that no audit sees a step in another program, which has no rows to run.
-
-        Raises:
-          NotAudited: An audit is wanted.
-        """
-        wanted = is_wanted(self.options.audit)
-        if self.is_to_be_audited and self.num_parts > 1 and wanted is not False:
-            why = "step.fn has no rows where it is traced. Run step.audit first"
-            tell_not_audited(NotAudited(why), wanted)
+            return told_not_audited(error)
+        except SplitError as error:
+            if not jax.tree.leaves(state.local):
+                raise
+            return f"{error}\nOr each tower's own statistics are meant"
+        return f"A sample agreed: {self.audit_report}"
 
     def locate(
         self, state: TrainState, batch: PyTree, *, number: int | None = None

@@ -6,7 +6,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree, leaf_name
+from towerjax.types.leaves import listed
 from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
 
 _KINDS = {"params": "parameters", "opt_state": "optimizer state", "num_valid": "batch"}
@@ -74,6 +75,7 @@ class StepReport(Shown):
       collectives: What is sent, how often, by which line, and what runs beside it.
       flops: By XLA's ``cost_analysis``, in which a loop counts once; None where its
         compiler does not say.
+      unproved: Why a merged leaf is not proved equal to one tower, by its name.
     """
 
     towers: int
@@ -85,6 +87,7 @@ class StepReport(Shown):
     kernels: int  # fused ones that a call starts, those inside loops left out
     compile_s: float  # of tracing, proving and compiling
     timing: Timing | None = None  # None if none was asked for
+    unproved: Mapping[str, str] | None = None  # None if no proof was asked for
 
     @property
     def bytes_sent(self) -> int:
@@ -100,6 +103,8 @@ class StepReport(Shown):
         if self.flops is not None:
             rows["arithmetic, loops once"] = in_flops(self.flops)
         rows["fused kernels"] = f"{self.kernels}"
+        if self.unproved is not None:
+            rows["not proved equal to one tower"] = listed(self.unproved) or "nothing"
         rows["tracing, proving and compiling"] = in_seconds(self.compile_s)
         if timing is not None:
             rows["host, until a call returns"] = in_seconds(timing.dispatch_s)
@@ -145,10 +150,13 @@ def report_of(
     return _make_report(compiled, names, placement, time.perf_counter() - start)
 
 
-def report_on(program: Program, placement: Placement) -> StepReport:
-    """The report on a step's program."""
+def report_on(
+    program: Program, placement: Placement, unproved: Mapping[str, str] | None
+) -> StepReport:
+    """The report on a step's program, of which some leaves are not proved."""
     names = [*program.engine.ins, "verdict"]
-    return _make_report(program.call, names, placement, program.seconds)
+    report = _make_report(program.call, names, placement, program.seconds)
+    return dataclasses.replace(report, unproved=unproved)
 
 
 def time_program(

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.shard import without_shared
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
-from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
+from towerjax.step.look.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
 from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.on_device import DeviceTowers
 from towerjax.step.run.one_pass import Pass
@@ -42,7 +42,7 @@ from towerjax.step.state.train_state import TrainState
 from towerjax.towers.executors import shapes_of, trace_one_tower
 from towerjax.towers.strategies import Strategy, on_one_group
 from towerjax.towers.variables import TowerLocal
-from towerjax.types import Layout, PerTower, PyTree, Reduction
+from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum
 from towerjax.types.leaves import key_data, map_parts, parts_of
 
 NUMBERS_OF_TOWERS = (1, 2, 4)
@@ -116,7 +116,7 @@ def traced_passes(
       of_symbol: Whether the number of a tower's rows is a symbol.
 
     Returns:
-      One for each pass.
+      One for each pass that merges anything.
 
     Raises:
       Exception: One of ``NOT_OF_A_SYMBOL``; a tower function raised it.
@@ -137,6 +137,8 @@ def traced_passes(
     found = []
     for each in zip(*columns, strict=True):
         programs, inputs, outputs, axes = zip(*each, strict=True)
+        if not any(outputs):
+            continue  # it merges nothing
         is_alike = all(x == outputs[0] for x in outputs)
         given = [*programs], inputs[0], outputs[0], axes[0]
         found.append(PassToProve(*given, several > 1, is_alike))
@@ -177,7 +179,9 @@ def _trace_passes(
 
     own, shared = without_shared(step.batch)
     counts = jax.ShapeDtypeStruct((number,), jnp.int32)
-    shared = shapes_of(jax.tree.map(jnp.asarray, shared))
+    is_shape = lambda x: isinstance(x, jax.ShapeDtypeStruct)  # noqa: E731
+    shared = jax.tree.map(lambda x: x if is_shape(x) else jnp.asarray(x), shared)
+    shared = shapes_of(shared)
     state = map_parts(
         TowerLocal,
         lambda variable: jax.tree.map(of_local, variable),
@@ -195,7 +199,10 @@ def _trace_passes(
         # The next micro-batch reads what one leaves in a variable.
         variables = [] if in_parts else _variables_of(step, inputs)
         inputs += [Given.MICRO_BATCH] if in_parts else []
-        yield program, inputs, _leaves_of_tower(tree, variables), axes
+        outputs = _leaves_of_tower(tree, variables)
+        if pass_.merges_sums:
+            outputs = _gradients_as_means(outputs, pass_.loss)
+        yield program, inputs, outputs, axes
         merged.append(_as_given_later(tree, split))
         kinds.append(_kinds_given_later(tree))
 
@@ -294,7 +301,9 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
     is_one = lambda x: isinstance(x, Returned | PerTower)  # noqa: E731
     leaves: list[MergedLeaf] = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
-        name = "/".join(map(key_name, path)) or "result"
+        first = key_name(path[0]) if path else "result"
+        root = GRADIENT if first == "grads" else first
+        name = root + jax.tree_util.keystr(path[1:])
         if isinstance(x, PerTower):
             count = len(jax.tree.leaves(x))
             leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
@@ -309,12 +318,37 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
     return leaves
 
 
+def _gradients_as_means(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
+    """The leaves, of which sums of gradients are divided by the weight of their loss.
+
+    Which of several losses that is they do not say.
+    """
+    means = [x.weight for x in leaves if x.name == loss and x.merge is Merge.MEAN]
+    how = {"merge": Merge.OTHER}
+    if len(means) == 1:
+        how = {"merge": Merge.MEAN, "weight": means[0]}
+    return [
+        dataclasses.replace(x, **how)
+        if x.name.startswith(GRADIENT) and x.merge is Merge.SUM
+        else x
+        for x in leaves
+    ]
+
+
 def _leaves_of_returned(
     name: str, value: PyTree, merge: Merge, start: int
 ) -> list[MergedLeaf]:
     """The leaves of one value, with what those of means and of tables belong to."""
     is_one = lambda x: isinstance(x, Weighted | IndexedRows)  # noqa: E731
     leaves: list[MergedLeaf] = []
+    if getattr(value, "counts_towers", False):  # which depends on them by design
+        merge = Merge.PER_TOWER
+    if isinstance(value, Sum | Rows):
+        value = value.value
+    if merge is Merge.OTHER and (merges := _merges_of_state(value)):
+        flat = jax.tree_util.tree_leaves_with_path(value)
+        names = [name + jax.tree_util.keystr(path) for path, _ in flat]
+        return list(map(MergedLeaf, names, merges))
     pairs = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_one)
     for path, x in pairs:
         within = name + jax.tree_util.keystr(path)
@@ -335,6 +369,25 @@ def _leaves_of_returned(
         ]
         leaves.append(MergedLeaf(f"weight of {within}", Merge.PER_TOWER))
     return leaves
+
+
+def _merges_of_state(state: PyTree) -> list[Merge]:
+    """How a metric state merges each of its leaves; empty where it is not known."""
+    number = len(jax.tree.leaves(state))
+    merge = lambda one, other: one.merge(other)  # noqa: E731
+    jaxpr = jax.make_jaxpr(merge)(state, state).jaxpr
+    makers = {x.outvars[0]: x for x in jaxpr.eqns if len(x.outvars) == 1}
+    found = []
+    for i, out in enumerate(jaxpr.outvars[:number]):
+        maker = None if isinstance(out, Literal) else makers.get(out)
+        pair = {jaxpr.invars[i], jaxpr.invars[number + i]}
+        if maker is None or {*maker.invars} != pair:
+            return []
+        found.append(_BY_PRIMITIVE.get(maker.primitive.name, Merge.OTHER))
+    return found
+
+
+_BY_PRIMITIVE = {"add": Merge.SUM, "max": Merge.MAXIMUM, "min": Merge.MINIMUM}
 
 
 def _as_given_later(tree: PyTree, split: _Split) -> PyTree:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.core
@@ -31,7 +31,7 @@ from towerjax.towers.executors import trace_one_tower
 from towerjax.towers.lowering.tower_axis import TowerPrograms
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PerTower, PyTree, named_leaves, names_by_key
-from towerjax.types.leaves import has_tracers, key_data, map_parts, parts_of
+from towerjax.types.leaves import has_tracers, key_data, listed, map_parts, parts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,21 @@ class Proof:
     # Names the sums that depend on the batch's rows and not on which of them are
     # padding, which are found when a batch is first padded.
     unmasked: Callable[[], list[str]]
+    # Why a merged leaf is not proved equal to one tower, by its name; None where nobody
+    # has asked.
+    unproved: Mapping[str, str] | None = None
 
     def __repr__(self) -> str:
         calls = [f"{x.primitive} of {x.bytes} bytes" for x in self.analysis.collectives]
-        return f"Proof(collectives: {', '.join(calls) or 'none'})"
+        told = f"collectives: {', '.join(calls) or 'none'}"
+        if self.unproved is not None:
+            told += (
+                f"; not proved: {listed(self.unproved)}" if self.unproved else _EQUAL
+            )
+        return f"Proof({told})"
+
+
+_EQUAL = "; equal to one tower"
 
 
 def prove(traced: Traced) -> Proof:

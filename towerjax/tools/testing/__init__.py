@@ -2,7 +2,9 @@
 
 from towerjax.step.look.comparison import AuditReport as AuditReport
 from towerjax.step.look.comparison import Finding as Finding
+from towerjax.step.look.comparison import Refuted as Refuted
 from towerjax.step.look.comparison import SplitError as SplitError
+from towerjax.step.look.split import NotProved as NotProved
 from towerjax.tools.testing.programs import ProgramReport as ProgramReport
 from towerjax.tools.testing.programs import prove as prove
 from towerjax.tools.testing.same import same_on_devices as same_on_devices

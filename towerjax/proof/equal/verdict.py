@@ -1,0 +1,160 @@
+"""What a merged result's kind says: it is proved, refuted, or unknown."""
+
+import enum
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from towerjax.proof.equal.kinds import EACH, PADDING, Kind, Known, Power, as_part
+
+
+class Merge(enum.Enum):
+    """How the towers' values of a result become one."""
+
+    SUM = "added up"
+    MEAN = "added up, and divided by what another result adds up to"
+    ROWS = "joined"
+    TABLE_ROWS = "joined, and added up where their indices are the same"
+    REPLICATED = "the same on all towers"
+    PER_TOWER = "each tower's own"
+    MAXIMUM = "the largest"
+    MINIMUM = "the smallest"
+    OTHER = "merged by a function of its own"
+
+
+class ProvedResult(NamedTuple):
+    """What is known of a result of two programs."""
+
+    value: Known
+    # How many times a tower's rows dim 0 has; None where it is another dim.
+    times_rows: Fraction | None
+    is_of_one_shape: bool  # whether no dim depends on the number of towers
+
+    @property
+    def is_the_same(self) -> bool:
+        """Whether all towers have it, for either number of them."""
+        is_copy = self.value.kind in (Kind.COPY, Kind.ZERO) and not self.value.power
+        return is_copy and self.is_of_one_shape
+
+
+class Verdict(NamedTuple):
+    """What is said of one leaf."""
+
+    says: str
+    why: str = ""
+    advice: str = ""
+
+
+_KIND_OF = {Merge.MAXIMUM: Kind.MAXIMUM, Merge.MINIMUM: Kind.MINIMUM}
+_PROVED = Verdict("proved")
+_MEAN_OF_ROWS = (
+    "Return tj.Weighted(sum, weight) with the weights of the same rows, or"
+    " tj.Weighted.mean(values, tower.weight)."
+)
+_FREE_OF_NUMBER = (
+    "Leave out numbers of towers and of a tower's rows: sums are added over towers, and"
+    " divided once, by the sum of all weights."
+)
+_NO_COPY = (
+    "What each tower has alike is added T times: return it as it is, without tj.Sum, or"
+    " return tj.Weighted(x, 1.0)."
+)
+
+
+def verdict_of(
+    merge: Merge, value: Known, weight: Known | None, has_rows: bool
+) -> Verdict:
+    """What is said of a leaf."""
+    unknown = [x for x in (value, weight) if x and x.kind is Kind.UNKNOWN]
+    if unknown:
+        return Verdict("unknown", unknown[0].why)
+    if merge is Merge.OTHER:
+        return Verdict("unknown", f"it is {merge.value}")
+    if merge is Merge.ROWS:
+        return _of_rows(value, has_rows)
+    if value.kind is Kind.ZERO and (weight is None or weight.kind is not Kind.ZERO):
+        return _PROVED
+    if merge is Merge.REPLICATED:
+        return _off_by(value, Kind.COPY, value.power, _FREE_OF_NUMBER)
+    if merge in _KIND_OF:
+        is_copy = value.kind is Kind.COPY  # the largest of equal ones
+        wanted = Kind.COPY if is_copy else _KIND_OF[merge]
+        return _off_by(value, wanted, value.power, _FREE_OF_NUMBER)
+    if merge is Merge.SUM:
+        advice = _FREE_OF_NUMBER if value.kind is Kind.PART else _NO_COPY
+        value = as_part(value)
+        return _off_by(value, Kind.PART, value.power, advice)
+    assert weight is not None
+    return _of_mean(value, weight)
+
+
+def _of_rows(value: Known, has_rows: bool) -> Verdict:
+    """Rows are joined to those of the batch."""
+    if value.kind is Kind.ZERO and has_rows:
+        return _PROVED
+    if not has_rows or value.blocks > 1:
+        return Verdict("unknown", "its dim 0 is not that of the rows")
+    kind = Kind.ROWS if value.kind is Kind.ROWS else Kind.COPY
+    return _off_by(value, kind, value.power, _FREE_OF_NUMBER)
+
+
+def verdict_of_table_rows(value: Known, at: ProvedResult, padded: bool) -> Verdict:
+    """Pairs of a row's index and its values, which are added up over all rows.
+
+    Where indices are the same on all towers, the values are a sum as any other.
+    """
+    indices = at.value
+    for x in (value, indices):
+        if x.kind is Kind.UNKNOWN:
+            return Verdict("unknown", x.why)
+    if value.kind is Kind.ZERO:
+        return _PROVED
+    if indices.kind not in EACH or indices.power:
+        return Verdict("unknown", f"its indices are {indices}")
+    if at.times_rows is None:
+        total = as_part(value)
+        return _off_by(total, Kind.PART, total.power, _FREE_OF_NUMBER)
+    if value.kind not in EACH:
+        return Verdict("unknown", f"it is {value}, at {indices}")
+    orders = {x.blocks for x in (value, indices) if x.kind is Kind.ROWS}
+    if len(orders) > 1:
+        return Verdict("unknown", "its values are those of other rows than its indices")
+    if padded and PADDING not in value.zeros:
+        return Verdict("unknown", "padding counts in it")
+    return _off_by(value, value.kind, value.power, _FREE_OF_NUMBER)
+
+
+def _off_by(value: Known, wanted: Kind, power: Any, advice: str) -> Verdict:
+    """The power of the number of towers that a value is off."""
+    if value.kind is not wanted:
+        return Verdict("unknown", f"it is {value}")
+    return Verdict("refuted", _told(power), advice) if power else _PROVED
+
+
+def _of_mean(value: Known, weight: Known) -> Verdict:
+    """Sum and weight are off by one power, so that their quotient is not."""
+    if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
+        why = "an average of the towers' averages, each over its rows"
+        return Verdict("refuted", why, _MEAN_OF_ROWS)
+    is_copy = [x.kind is Kind.COPY for x in (value, weight)]
+    advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
+    total, of_weights = as_part(value), as_part(weight)
+    for each in (total, of_weights):
+        if each.kind is not Kind.PART:
+            return Verdict("unknown", f"it is {value} over {weight}")
+    power = total.power - of_weights.power
+    if power == -1 and is_copy == [False, True]:
+        told = _told(power) + ": its weight is no sum over rows, and counts T times"
+        return Verdict("refuted", told, advice)
+    given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
+    if power and given:
+        power = Power(power, given[0].line)
+    return _off_by(total, Kind.PART, power, advice)
+
+
+def _told(power: Any) -> str:
+    """A power of T as the factor that a value is off by, and since which line."""
+    line = power.line if isinstance(power, Power) else ""
+    size = "T" if abs(power) == 1 else f"T^{abs(Fraction(power))}"
+    factor = size if power > 0 else f"1/{size}"
+    told = f"on T towers it is {factor} times what it is on one"
+    return f"{told}, since a factor at {line}" if line else told
