@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
 from towerjax.step.look.audited import program_hash
 from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
+from towerjax.step.look.equality import StepToProve, equalities_of
 from towerjax.step.look.run_towers import Towers
 from towerjax.step.look.two_towers import Audit
 from towerjax.step.run.trace import Traced
@@ -65,21 +66,6 @@ _BY_ANOTHER_TRACE = Advice(
     " another variable of Python is in it",
     "Draw from tower.rng, count with tower.step, and give what changes with the batch,"
     " tj.Whole(x).",
-)
-_BY_NUMBER = Advice(
-    "a factor of it is tower.num_towers",
-    "Leave the number out: sums are added over towers, and divided once, by the sum of"
-    " all weights.",
-)
-_BY_HALF = Advice(
-    "half of it on two towers, as of a sum whose weight is no sum",
-    "Return tj.Weighted(sum, weight) with the weights of the same rows, tj.Weighted"
-    ".mean(values, tower.weight), or tj.Sum(x) for a total.",
-)
-_BY_TWO = Advice(
-    "twice as much on two towers, as of a mean that is added",
-    "Return it as tj.Weighted(sum, weight), and divide gradients once, grads.value"
-    " after the merge.",
 )
 _BY_UNEVEN_ROWS = Advice(
     "where towers have as many rows each they agree, as of a mean of each tower's mean,"
@@ -176,6 +162,25 @@ def _traced_anew(case: Case) -> Explained | None:
     return Explained(case.names, _with_lines(_BY_ANOTHER_TRACE, first))
 
 
+def _refuted(case: Case) -> Explained | None:
+    """Leaves of which the proof knows the factor; a gradient has that of its loss."""
+    audit = case.audit
+    given = audit.step.engine, audit.step.strategy, audit.step.state, audit.step.batch
+    step = StepToProve(*given, rows=audit.each, padded=audit.pads)
+    refuted = [x for x in equalities_of(step) if x.says == "refuted"]
+    known = dict[str, Advice]()
+    for name in case.names:
+        is_of_loss = name.startswith(GRADIENT) and not audit.is_own
+        root = "loss" if is_of_loss else name
+        for x in refuted:
+            if x.leaf == root or x.leaf.startswith((f"{root}.", f"{root}[")):
+                known.setdefault(name, Advice(x.why, x.advice))
+    if not known:
+        return None
+    first, *_ = known.values()
+    return Explained([x for x, advice in known.items() if advice == first], first)
+
+
 def _of_several_devices(case: Case) -> Explained | None:
     if not case.audit.is_narrow:
         return None
@@ -206,26 +211,6 @@ def _of_padding(case: Case) -> Explained | None:
         return None
     mended = case.without(case.audit.towers(1))  # with as much padding as two have
     return Explained(mended, _BY_PADDING) if mended else None
-
-
-def _factor_of_all(case: Case) -> Explained | None:
-    of_all = (x for x in _by_factor(case) if x.leaves == case.names)
-    return next(of_all, None)
-
-
-def _factor_of_some(case: Case) -> Explained | None:
-    return next(_by_factor(case), None)
-
-
-def _by_factor(case: Case) -> Iterator[Explained]:
-    """The leaves that two towers have half of, and those that they have twice."""
-    (run,) = case.audit.compared(case.audit.splits[:1])
-    for factor, advice in ((0.5, _BY_HALF), (2.0, _BY_TWO)):
-        leaves = [x for x in case.names if _is_times(run.got[x], factor, run.want[x])]
-        if leaves and (sites := _of_number(case.audit)):
-            advice = _with_lines(_BY_NUMBER, sites)
-        if leaves:
-            yield Explained(leaves, advice)
 
 
 def _of_own_gradients(case: Case) -> Explained | None:
@@ -263,13 +248,12 @@ def _of_own_rows(case: Case) -> Explained:
 _CAUSES: tuple[Callable[[Case], Explained | None], ...] = (
     _crossed,
     _traced_anew,
+    _refuted,
     _of_several_devices,
     _of_a_shared_key,
     _of_an_own_key,
     _of_padding,
-    _factor_of_all,
     _of_own_gradients,
-    _factor_of_some,
     _of_uneven_rows,
     _along_rows,
     _of_the_first_tower,
@@ -284,33 +268,11 @@ def _numbers_of(site: Site) -> tuple[str, list[Any]]:
     return site[0].primitive.name, numbers
 
 
-def _of_number(audit: Audit) -> list[Site]:
-    """Where each of two towers has twice the number, or half, that one alone has."""
-    rows = audit.from_batch.of_rows("half", np.arange(audit.each))
-    alone = audit.towers(1, rows=audit.each).trace(rows)
-    found = []
-    both = audit.two_towers.trace(audit.from_batch.first)
-    for site, other in zip(_sites_of(both), _sites_of(alone), strict=False):
-        (name, numbers), (of_one, expected) = _numbers_of(site), _numbers_of(other)
-        if name != of_one:
-            break
-        pairs = zip(numbers, expected, strict=False)
-        if any(x != y and x in (2 * y, y / 2) for x, y in pairs):
-            found.append(site)
-    return found
-
-
 def _with_lines(advice: Advice, sites: Iterable[Site]) -> Advice:
     """The advice, whose cause names these lines, where they have any."""
     lines = dict.fromkeys(filter(None, map(user_line, sites)))
     at = f", at {listed(lines)}" if lines else ""
     return advice._replace(cause=advice.cause + at)
-
-
-def _is_times(got: np.ndarray | None, factor: float, want: np.ndarray | None) -> bool:
-    if got is None or want is None or got.shape != want.shape or not want.any():
-        return False
-    return np.allclose(got, factor * want, 1e-4, 0.0)
 
 
 def _of_first_tower(local: PyTree) -> list[str]:
