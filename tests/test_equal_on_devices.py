@@ -158,7 +158,8 @@ class Right:
 
     def an_axis_of_one_device(devices):
         def step(w, x):
-            return lax.psum(lax.psum((x * w[None]).sum(1), "j").sum(), "i")
+            total = lax.psum(lax.psum((x * w[None]).sum(1), "j").sum(), "i")
+            return total + lax.pmean(x.mean(), ("i", "j"))
 
         mesh = Mesh(np.array(devices)[:, None], ("i", "j"))
         specs = {"in_specs": (P("j"), P("i", "j")), "out_specs": ALL}

@@ -34,7 +34,7 @@ def _mapped(pair: EquationPair) -> list[Known]:
     sizes = Sizes(pair.sizes.towers, _rows_each(bodies, pair.sizes.towers))
     walk = Walk(sizes, [axis], has_keys=False)
     walk.kinds = pair.walk.kinds
-    walk.within = manual_axes(pair.first) - {axis}  # of one device each
+    walk.within = walk.alone = manual_axes(pair.first) - {axis}
     splits = [_dim_split(spec, axis) for spec in pair.params["in_specs"]]
     ins = [_given_device(pair, i, split) for i, split in enumerate(splits)]
     outs = walk.closed(bodies[0], bodies[1], ins, (pair.first, pair.outer))

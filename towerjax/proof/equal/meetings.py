@@ -20,7 +20,7 @@ def _refuse_other_axes(pair: EquationPair) -> None:
     """Raise unless the collective is one of all towers."""
     if pair.walk.in_chunks:
         raise NotOfOneKindError(f"{pair.name} of a chunk of each tower's rows")
-    axes = named_axes(pair.first)
+    axes = [x for x in named_axes(pair.first) if x not in pair.walk.alone]
     is_of_all = len(axes) == 1 and axes[0] in pair.walk.axes
     if not is_of_all or pair.params.get("axis_index_groups") is not None:
         raise NotOfOneKindError(f"{pair.name} along another axis, or in groups")

@@ -109,6 +109,7 @@ class Walk:
         self.kinds: dict[int, dict[Any, Known]] = {}
         self.in_chunks = False  # in a loop over chunks of rows
         self.within: frozenset[str] = frozenset()  # axes of a tower's own devices
+        self.alone: frozenset[str] = frozenset()  # those of one device each
         self._known: dict[Any, _Walked] = {}
         self._count = 0
 
