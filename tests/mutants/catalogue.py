@@ -1118,7 +1118,7 @@ AUDITS = (
        "step.look.comparison:_gap_of_leaf", "run.rtols.get(name, rtol)", "rtol",
        "audit::a_wrong_loss_in_bfloat16_is_refused[root_of_a_mean]"),
     _m("U29", "a factor that the proof knows is not told",
-       "step.look.advice:_refuted", 'x.says == "refuted"', 'x.says == "wrong"',
+       "step.look.advice:_refuted_in", 'x.says == "refuted"', 'x.says == "wrong"',
        "audit::the_number_of_towers_is_named_as_the_factor[divided-error]"),
     _m("U28", "inputs in 16 bits are not rounded once more",
        "step.look.run_towers:Towers.nearby", "least_bytes=2", "least_bytes=4",

@@ -110,12 +110,16 @@ def read_arguments(compiled: Any) -> list[int]:
     return sorted(compiled._executable._kept_var_idx)  # 0.10 to 0.12
 
 
-def least_effort(platform: str) -> dict[str, Any] | None:
-    """Compiler options for a program of a few runs: XLA takes longer than it gains."""
+def least_effort(platform: str, level: int) -> dict[str, Any] | None:
+    """Compiler options for a program of a few runs: XLA takes longer than it gains.
+
+    ``level`` is that of optimization: at 1 convolutions run ten times as fast as at 0,
+    and a loss with its gradient takes half as long again to compile.
+    """
     if platform != "cpu":
         return None
     options: dict[str, Any] = {
-        "xla_backend_optimization_level": 1,
+        "xla_backend_optimization_level": level,
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_parallel_codegen_split_count": 1,
     }

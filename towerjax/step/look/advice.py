@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
 from towerjax.step.look.audited import program_hash
 from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
@@ -164,13 +165,10 @@ def _traced_anew(case: Case) -> Explained | None:
 
 def _refuted(case: Case) -> Explained | None:
     """Leaves of which the proof knows the factor; a gradient has that of its loss."""
-    audit = case.audit
-    given = audit.step.engine, audit.step.strategy, audit.step.state, audit.step.batch
-    step = StepToProve(*given, rows=audit.each, padded=audit.pads)
-    refuted = [x for x in equalities_of(step) if x.says == "refuted"]
     known = dict[str, Advice]()
+    refuted = _refuted_in(case.audit)
     for name in case.names:
-        is_of_loss = name.startswith(GRADIENT) and not audit.is_own
+        is_of_loss = name.startswith(GRADIENT) and not case.audit.is_own
         root = "loss" if is_of_loss else name
         for x in refuted:
             if x.leaf == root or x.leaf.startswith((f"{root}.", f"{root}[")):
@@ -179,6 +177,14 @@ def _refuted(case: Case) -> Explained | None:
         return None
     first, *_ = known.values()
     return Explained([x for x, advice in known.items() if advice == first], first)
+
+
+def _refuted_in(audit: Audit) -> list[Equality]:
+    """What the proof says of leaves that are off by a factor."""
+    step = audit.step
+    given = step.engine, step.strategy, step.state, step.batch
+    found = equalities_of(StepToProve(*given, rows=audit.each, padded=audit.pads))
+    return [x for x in found if x.says == "refuted"]
 
 
 def _of_several_devices(case: Case) -> Explained | None:

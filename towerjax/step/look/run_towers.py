@@ -87,6 +87,7 @@ class Towers:
     ) -> None:
         alike = on_one_group(strategy, number, narrow=narrow)
         self.number, self.rows = number, rows
+        self._effort = 0 if passes is None else 1  # without gradients it is soon there
         self._placement = alike.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
         self._placer.expect([rows])
@@ -104,7 +105,7 @@ class Towers:
             with jax.default_matmul_precision("highest"):
                 self.traced = trace(self._engine, self._args(split, self.state)[0])
             self.rtol = rounding_of(x.towers.jaxpr for x in self.traced.passes)
-            options = least_effort(self._placement.platform)
+            options = least_effort(self._placement.platform, self._effort)
             self._fn = jax.jit(self.traced, compiler_options=options)
         return self.traced
 
