@@ -1330,7 +1330,7 @@ EQUAL = (
        "any(_has_own_rule(eqn) for eqn in all_eqns(jaxpr))", "False",
        _split("derivative_of_its_own")),
     _m("E46", "a branch may be taken by what a tower has", f"{_LOOPS}_branched",
-       "if not (is_alike or is_any):", "if False:", _split("branch_by_a_part")),
+       "    if is_any:", "    if False:", _split("branch_by_the_largest")),
     _m("E47", "what a program gives twice is one value",
        f"{_EQUAL}walk:Walk.closed",
        "[_renumbered(x, found, shift) for x in found.out]", "found.out",
