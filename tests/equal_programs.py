@@ -649,6 +649,109 @@ def with_a_rule(d):
     return fn(d.value("rows", "rows of features", "number"))
 
 
+def over_chunks(d):
+    """Loops over chunks of rows, and groups of rows."""
+    x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
+    w, key, at = d.value("features"), d.tower.rng, d.tower.axis_names
+    weight = d.tower.weight.astype(x.dtype)
+    weight = d.of(weight, weight, weight * 0 + 1)
+    masked_rows = y * d.of(weight, y * 0 + 1)
+
+    def body(carry, chunk):
+        total, other = carry
+        x, y, weight, place = chunk
+        losses = jnp.tanh(x @ w + d.of(0.0, params_number(d), number))
+        part = d.of(losses @ weight, losses.sum(), (y * weight).sum())
+        new = d.of(
+            lambda: (total + part, other),
+            lambda: (total + part, other + y @ weight),
+            lambda: (total + part, other + number),
+            lambda: (total - part, other),
+            lambda: (part - total, other),
+            lambda: (part, other),
+            lambda: (total + jnp.tanh(part), other),
+            lambda: (total + part * place, other),
+            lambda: (total + part * other, other + 1.0),
+            lambda: (0.5 * total + part, other),
+            lambda: (total + lax.psum(part, at), other),
+            lambda: (jnp.where(params_number(d) > 0, total + part, total), other),
+            lambda: (jnp.where(part > 0, total + part, total), other),
+            lambda: (total + (y * jax.random.uniform(key, y.shape)).sum(), other),
+            lambda: (total + part / jnp.maximum(weight.sum(), 1.0), other),
+        )()
+        kept = d.of(losses, losses, part, losses * place, y - y.mean(), new[0])
+        return new, kept
+
+    def chunks(x):
+        groups = x.reshape(2, -1, *x.shape[1:])
+        return d.of(groups, groups, groups, groups[::-1])
+
+    places = jnp.arange(2.0)
+    given = chunks(x), chunks(masked_rows), chunks(weight), places
+    start = d.of((0.0, 0.0), (number, 0.0), (0.0, 1.0))
+    groups, other = masked_rows.reshape(2, -1), (y * weight).reshape(2, -1)
+    run = jax.checkpoint(body)
+    return d.of(
+        lambda: lax.scan(body, start, given)[0][0],
+        lambda: lax.scan(run, start, given)[0][0],
+        lambda: lax.scan(body, start, given, reverse=True)[0][1],
+        lambda: lax.scan(body, start, given)[1].reshape(-1),
+        lambda: lax.scan(body, start, given)[1].T.reshape(-1),
+        lambda: (lax.scan(body, start, given)[1].reshape(-1) * weight).sum(),
+        lambda: lax.scan(body, start, given)[1].sum(),
+        lambda: jnp.tanh(groups * other).sum(),
+        lambda: (jnp.sin(groups) * d.of(other, groups.T.reshape(2, -1))).sum(),
+        lambda: (groups.T @ other).sum(),
+        lambda: jnp.where(groups > 0, other, 0.0).sum(),
+        lambda: groups.sum(d.below(2)).sum(),
+        lambda: jnp.abs(groups.sum(d.below(2))).sum(),
+    )()
+
+
+def repeated_or_written(d):
+    """Rows that are repeated, and elements that are the larger of two."""
+    x, y, n = d.value("rows of features"), d.value("rows"), d.tower.rows
+    label, table = jnp.abs(y).astype(int) % F, d.value("features")
+    numbers, number = jnp.arange(n), d.value("number")
+    other = d.of(label, numbers, numbers[::-1])
+    at = d.tower.axis_names
+    return d.of(
+        lambda: jnp.tile(x, (2, 1)).reshape(2, n, F).sum(0),
+        lambda: jnp.tile(x, (2, 1)).reshape(n, 2, F).sum(1),
+        lambda: jnp.tile(table[None], (n, 1)),
+        lambda: jnp.tile(number[None], n).sum(),
+        lambda: jnp.tile(x, (1, 2))[:, 1 : F + 1],
+        lambda: x.at[numbers, label].max(y),
+        lambda: x.at[other].min(x * 2),
+        lambda: x.at[numbers, label].multiply(d.of(y, number), unique_indices=True),
+        lambda: lax.pmax(jnp.full(F, -9.0).at[label].max(lax.stop_gradient(y)), at),
+        lambda: lax.pmin(lax.stop_gradient(table.at[label].min(y)), at),
+        lambda: jnp.full(F, -9.0).at[label].max(y),
+        lambda: jax.vmap(lambda x, i: x.at[i].max(0.1))(x, label),
+    )()
+
+
+def chosen_by_any(d):
+    """What is chosen by whether a tower has a flagged row."""
+    limit, weight = d.of(0.0, 1.3, 2.2), d.tower.weight
+    flag = (d.value("rows") > limit) * d.of(weight, weight, weight * 0 + 1)
+    flag = flag.astype(jnp.float64)
+    x, count = d.value("rows") @ d.of(flag, flag, weight * 1.0), flag.sum()
+    test = d.of(count > 0, count == 0, flag.any(), ~(flag > 0).any(), count >= 1)
+    first, second = d.of(
+        (x, 0.0), (0.0, x), (x, 1.0), (count, x), (x, d.value("number"))
+    )
+    first, second = jnp.float64(first), jnp.float64(second)
+    found = d.of(
+        lambda: jnp.where(test, first, second),
+        lambda: lax.cond(test, lambda: first, lambda: second),
+        lambda: lax.pmax(test, d.tower.axis_names).astype(jnp.float64),
+        lambda: lax.pmin(test, d.tower.axis_names).astype(jnp.float64),
+        lambda: test.astype(jnp.float64),
+    )()
+    return d.of(found, found * count, x / jnp.where(test, count, 1.0) * count)
+
+
 def solved(d):
     a = jnp.eye(F) * 3 + 0.1 * d.value("matrix")
     x = d.value("rows of features")
@@ -696,6 +799,7 @@ OPERATIONS += [derived, drawn, scaled, of_numbers, of_numbers, other_program]
 OPERATIONS += [called_twice, views, function_of_masked, by_index, summed_over_rows]
 OPERATIONS += [filled_over_rows, other_loops_over_rows, of_extremes, in_few_bits]
 OPERATIONS += [reduced_by_a_function, with_a_rule]
+OPERATIONS += [over_chunks, repeated_or_written, chosen_by_any]
 """What a program is made of; what stands twice is likelier."""
 
 
