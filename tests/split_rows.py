@@ -26,6 +26,17 @@ class Split:
     def count_of_repeated_rows(p, b, t):
         return jnp.tile(p["b"][None], t.rows).sum()
 
+    def rows_after_another(p, b, t):
+        x = jnp.concatenate([p["k"][:1], b["x"][:-1]])
+        return total((x * b["x"]).sum(1), t)
+
+    def rows_after_one_of_all(p, b, t):
+        x = jnp.concatenate([p["k"][:1], b["x"]])
+        return total(jnp.tanh(x[: t.rows] * b["x"]).sum(1), t)
+
+    def padding_after_none(p, b, t):
+        return tj.Sum(jnp.concatenate([jnp.zeros(0), b["y"]]).sum())
+
     def one_key_repeated_for_all_rows(p, b, t):
         keys = jnp.tile(t.rng[None], t.rows)
         return total(b["y"] * jax.vmap(jax.random.uniform)(keys), t)
@@ -159,6 +170,10 @@ class Split:
 
 
 class Together:
+    def rows_after_none(p, b, t):
+        x = jnp.concatenate([jnp.zeros((0, F)), b["x"], p["k"][:0]])
+        return total(jnp.tanh(x).sum(1), t)
+
     def rows_repeated(p, b, t):
         both = jnp.tanh(jnp.tile(b["x"], (2, 1)) @ p["k"]).reshape(2, -1, F)
         places = jnp.tile(p["w"][None], (t.rows, 1))

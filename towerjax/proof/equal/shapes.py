@@ -216,8 +216,14 @@ def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
 
 @rule("concatenate", kinds=[Kind.COLUMNS])
 def _put_together(pair: EquationPair) -> Known:
-    """Along another dim elements stay apart; blocks of rows are blocks again."""
+    """Along another dim elements stay apart; blocks of rows are blocks again.
+
+    An array of no elements adds nothing.
+    """
     axis, ins = pair.params["dimension"], pair.ins
+    some = [i for i in range(len(ins)) if pair.sizes_along(i, axis) != (0, 0)]
+    if len(some) == 1:
+        return ins[some[0]]
     if axis not in pair.rows_in:
         if pair.kinds & {Kind.NUMBERS, Kind.COLUMNS}:
             return _columns(pair, axis)
