@@ -1,10 +1,12 @@
 """Means over a tower's rows: what a part divided by a part of the tower's own is.
 
-Such a mean depends on the split; times what it was divided by it is a part again. That
-holds for derivatives, too, as both are the same value in the program. It needs a guard
-against a tower without such rows, such as ``max(count, 1)`` or ``where(count > 0,
+Such a mean depends on the split; times what it was divided by it is a part again. Two
+values cancel there, and so that they do for derivatives, too, what is divided by is the
+number of rows with a flag, which is a whole number and has no derivative, and it is the
+same value of the program in both places; a stopped mean is another one. It needs a
+guard against a tower without such rows, such as ``max(count, 1)`` or ``where(count > 0,
 ...)``, which changes nothing in a sum over rows with the flag that is counted: where
-there are none, that sum is 0.
+there are none, that sum is 0, and so is its derivative.
 """
 
 from collections.abc import Sequence

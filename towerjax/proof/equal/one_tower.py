@@ -6,7 +6,11 @@ kind tells whether it is merged to the same for both numbers.
 
 What is proved holds for all values of the inputs, in real arithmetic, and so does its
 derivative, where no rule of the user's own says what a derivative is: a rule here holds
-for derivatives, too, and none uses that two values cancel.
+for derivatives, too, and none uses that two values cancel. The one exception is a mean
+over a tower's rows that is multiplied by their number: see `guards`.
+
+Sums of integers of 32 bits and more are taken to fit. Of a largest value that several
+rows have, the derivative is one of several: it is not the same for each split.
 """
 
 import contextlib
