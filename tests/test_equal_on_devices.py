@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax.training import train_state
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,6 +145,23 @@ class Right:
     def a_sum_over_what_devices_return(devices):
         own, args = mapped(devices, lambda w, x: (x @ w).sum()[None], W, X, out=SPLIT)
         return jax.jit(lambda w, x: own(w, x).sum() / len(x)), args
+
+    def of_flax(devices):
+        """A state whose static fields are others each time that it is made."""
+        model, tx = nn.Dense(1), optax.sgd(0.1, momentum=0.9)
+        params = model.init(jax.random.key(0), X)["params"]
+        how = {"apply_fn": model.apply, "params": params, "tx": tx}
+        state = train_state.TrainState.create(**how)
+
+        def step(state, x, y):
+            def of(params):
+                return ((state.apply_fn({"params": params}, x)[:, 0] - y) ** 2).mean()
+
+            return state.apply_gradients(
+                grads=lax.pmean(jax.grad(of)(state.params), "i")
+            )
+
+        return mapped(devices, step, state, X, Y)
 
     def split_by_the_program(devices):
         def step(w, x):
@@ -637,15 +656,22 @@ def of_a_ref(devices):
     return jax.jit(step), (W, X)
 
 
-def of_a_python_number(devices):
+def counted(devices, every):
     """Right in the first call, whose count is 0, and in no other."""
+    fn, _ = mapped(devices, lambda w, x, n: lax.psum(x.sum(0), "i") * n, W, X, 1,
+                   ins=(ALL, SPLIT, ALL))  # fmt: skip
 
     def step(state, x):
-        grads = lax.psum(x.sum(0), "i") * (1 + (len(devices) - 1) * state["count"])
+        grads = fn(state["w"], x, 1 + (len(devices) - 1) * state["count"])
+        if every and state["count"] % 10 == 0:
+            grads = 2 * grads
         return {"w": state["w"] - grads, "count": state["count"] + 1}
 
-    state = {"w": W, "count": 0}
-    return mapped(devices, step, state, X)
+    return step, ({"w": W, "count": 0}, X)
+
+
+def of_a_python_number(devices):
+    return counted(devices, every=True)
 
 
 @pytest.mark.parametrize(("make", "text"), [
@@ -660,6 +686,11 @@ def test_what_is_more_than_its_arguments_is_not_proved(make, text):
     for why in proof_of(make).unproved.values():
         assert re.search(text, why), why
     assert proof_of(make).unproved
+
+
+def test_numbers_of_python_in_a_state_are_others_in_the_next_call():
+    says = proof_of(functools.partial(counted, every=False)).equal
+    assert [x.says for x in says] == ["proved", "unknown"]
 
 
 def test_what_is_changed_in_arguments_is_a_result():

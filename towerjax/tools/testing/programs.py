@@ -179,7 +179,7 @@ def proved_on(
         if traced is None:
             return None, why
         draws = [*_split_draws(traced.jaxpr)]
-        made[number] = MadeProgram(traced, program.args, program.unseen, draws)
+        made[number] = MadeProgram(traced, program.traced_args, program.unseen, draws)
     most = made[max(made)]
     return proved(most.traced, most.args, equal_on_devices(made)), ""
 

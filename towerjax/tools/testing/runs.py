@@ -65,6 +65,7 @@ class UserProgram:
         self._leaves = [x.copy() if isinstance(x, ARRAY_TYPES) else x for x in leaves]
         self._given = self._treedef.unflatten(self._leaves)
         self._is_new = True
+        self.traced_args = self.args  # with which it was traced
         self._trace: tuple[TracedProgram | None, str] | None = None
         self.unseen: tuple[str, ...] = ()  # what it changes that no trace follows
 
@@ -109,7 +110,7 @@ class UserProgram:
 
     def release(self) -> None:
         """Let go of what its arguments hold on devices: it is not run again."""
-        self.args = ()
+        self.args = self.traced_args = ()
         self._leaves = [_let_go(x) for x in self._leaves]
         self._given = self._treedef.unflatten(self._leaves)
 
@@ -118,17 +119,41 @@ class UserProgram:
         if any(isinstance(x, Iterator) for x in self._leaves):
             return None, "an argument is an iterator"
         if self._trace is None:
-            watched = Watched(self.fn)
-            traced, why = trace_or_say_why(watched, self._copies())
-            self._trace = traced, why
-            if traced is not None:
-                out, new = traced.out
-                changed = dict(zip(watched.new, new, strict=True))
-                self._trace = TracedProgram(traced.jaxpr, out, changed), ""
-            # Where arguments hold one another, those of a trace are copies apart.
-            new = watched.new if self._is_shared else ()
-            self.unseen = (*watched.unseen, *new)
+            self._trace = self._traced_with(self._copies())
+            args = self._with_numbers_as_arrays(self._trace[0])
+            if args is not None:
+                again = self._traced_with(args)
+                if again[0] is not None:
+                    self._trace, self.traced_args = again, args
         return self._trace
+
+    def _traced_with(self, args: tuple[Any, ...]) -> tuple[TracedProgram | None, str]:
+        """The trace with these arguments, and what it changes in place."""
+        watched = Watched(self.fn)
+        traced, why = trace_or_say_why(watched, args)
+        # Where arguments hold one another, those of a trace are copies apart.
+        new = watched.new if self._is_shared else ()
+        if traced is None:
+            return None, why
+        self.unseen = (*watched.unseen, *new)
+        out, new = traced.out
+        changed = dict(zip(watched.new, new, strict=True))
+        return TracedProgram(traced.jaxpr, out, changed), ""
+
+    def _with_numbers_as_arrays(self, traced: TracedProgram | None) -> Any:
+        """The arguments with Python's numbers of a state as arrays; None: it has none.
+
+        In the next call they are others, so they are no constants.
+        """
+        places = {} if traced is None else state_places(self.args, traced.out)
+        copies = self._copies()
+        args = [
+            jax.tree.map(_as_array, x) if i in places else x
+            for i, x in enumerate(copies)
+        ]
+        leaves, before = flatten(args)[0], flatten(copies)[0]
+        is_same = all(type(x) is type(y) for x, y in zip(leaves, before, strict=True))
+        return None if is_same else tuple(args)
 
     def devices_named(self) -> frozenset[Device]:
         """The devices that its arguments lie on, and those that its trace names."""
@@ -160,6 +185,12 @@ class UserProgram:
                 is_gone = any(is_deleted(leaf) for leaf in flatten(x)[0])
                 again.append(copies[i] if is_gone else x)
         return again
+
+
+def _as_array(x: Any) -> Any:
+    """A number of Python as an array, which JAX takes as the number's own type."""
+    is_python = isinstance(x, int | float | complex)
+    return jnp.asarray(x) if is_python and not isinstance(x, ARRAY_TYPES) else x
 
 
 def _let_go(x: Any) -> Any:
