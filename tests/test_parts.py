@@ -1,6 +1,8 @@
 """Programs on parts of their parameters: where they communicate, and their numbers."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name as named
 from jax.extend.core import jaxprs_in_params
 
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.proof import tags
-from towerjax.towers.lowering.parts import Shards
+from towerjax.towers.lowering.parts import Shard, Shards, Targets
 from towerjax.towers.lowering.shards import on_shards
 
 D = 2
@@ -30,46 +31,6 @@ class Row(NamedTuple):
 
 def summed(x):
     return lax.psum(x, DEVICE_AXIS)
-
-
-def product(x):
-    return x.T @ x
-
-
-NUMBERS = np.arange(16, dtype=np.float32).reshape(4, 4)  # that programs close over
-
-
-def scanned(x, start=0):
-    """The product, added up row by row."""
-    first = jnp.full((4, 4), start, jnp.float32)
-    return lax.scan(lambda carry, row: (carry + jnp.outer(row, row), None), first, x)[0]
-
-
-def read_twice(g):
-    return summed(g), summed((g**2).sum())
-
-
-def read_after(g):
-    g = summed(g)
-    return g, g.sum()
-
-
-def scan_of_reads(x):
-    """A carry that each step reads."""
-    step = lambda carry, row: (carry + jnp.outer(row, carry[0]), None)  # noqa: E731
-    return lax.scan(step, jnp.ones((4, 4)), x)[0]
-
-
-def stacked(x, **options):
-    """Rows that a scan makes of those so far."""
-    step = lambda carry, row: (2 * carry + row, carry - row)  # noqa: E731
-    return lax.scan(step, x[0], x, **options)[1]
-
-
-def repeated(x):
-    """A scan of no rows."""
-    step = lambda carry, _: (carry + product(x), None)  # noqa: E731
-    return lax.scan(step, jnp.zeros((4, 4)), length=3)[0]
 
 
 def rows_of(w, x):
@@ -104,38 +65,8 @@ def recomputed(w, x):
 
 
 PROGRAMS = {
-    "made": Row(lambda w, x: summed(product(x)), "scatter"),
-    "named": Row(lambda w, x: named(summed(named(product(x), "a")), "b"), "scatter"),
-    "scan": Row(lambda w, x: summed(scanned(x)), "scan scatter"),
-    "scan, named": Row(lambda w, x: summed(named(scanned(x), "a")), "scan scatter"),
-    "closed over": Row(lambda w, x: summed(product(x) * jnp.array(NUMBERS)), "scatter"),
-    "jit": Row(lambda w, x: summed(jax.jit(product)(x)), "scatter"),
-    "scan in jit": Row(lambda w, x: summed(jax.jit(scanned)(x)), "scan scatter"),
-    # A sum is scattered once, but where an addend is better scattered inside.
-    "two": Row(lambda w, x: summed(product(x) + product(2 * x)), "scatter"),
-    "with jit": Row(lambda w, x: summed(product(x) + jax.jit(product)(x)),
-        "scatter, scatter"),
-    "with scan": Row(lambda w, x: summed(product(x) + scanned(x)),
-        "scan scatter, scatter"),
-    "nested": Row(lambda w, x: summed(product(x) + (product(2 * x) + scanned(x))),
-        "scan scatter, scatter, scatter"),
-    # What else is read than by the sum is needed whole.
-    "read": Row(lambda w, x: read_twice(scanned(x)), "psum, scatter"),
-    "twice": Row(lambda w, x: (lambda g: summed(g + g))(scanned(x)), "scatter"),
-    "read after": Row(lambda w, x: read_after(scanned(x)), "gather, scan scatter"),
-    "one of two": Row(lambda w, x: summed((product(x), x.sum(0))), "psum, scatter"),
     "given": Row(lambda w, x: w, ""),
     "no sum": Row(lambda w, x: w @ w, "gather"),
-    # A scan scatters what it only adds to, and begins with parts.
-    "from one": Row(lambda w, x: summed(scanned(x, 1)), "scan scatter, scatter"),
-    "carry is read": Row(lambda w, x: summed(scan_of_reads(x)), "scatter"),
-    "no rows": Row(lambda w, x: summed(repeated(x)), "scan scatter"),
-    "stacked": Row(lambda w, x: summed(stacked(x)), "scatter"),
-    "stacked along 1": Row(lambda w, x: summed(stacked(x)), "scan scatter", wanted=1),
-    "reversed": Row(lambda w, x: summed(stacked(x, reverse=True)), "scan scatter",
-        wanted=1),
-    "unrolled": Row(lambda w, x: summed(stacked(x, unroll=2)), "scan scatter by 2",
-        wanted=1),
     # Parameters are gathered before a scan, and a row of them in each step.
     "xs": Row(lambda w, x: (w, rows_of(w, x)), "gather"),
     "xs along 1": Row(lambda w, x: (w, rows_of(w, x)), "scan gather", 1, 1),
@@ -145,7 +76,7 @@ PROGRAMS = {
     "loop in turn": Row(in_turn(lambda w, x: (w, looped(w, x))),
         "gather, while gather"),
     "loop": Row(lambda w, x: (w, looped(w, x)), "gather"),
-    "recomputed": Row(recomputed, "barrier, gather, gather, scatter"),
+    "recomputed": Row(recomputed, "barrier, 2 gather, psum"),
     "exact": Row(lambda w, x: w @ w, "gather, layout", exact=True),
     "exact, xs": Row(lambda w, x: (w, rows_of(w, x)), "scan gather, scan layout", 1, 1,
         exact=True),
@@ -160,7 +91,7 @@ PROGRAMS = {
     "one number": Row(lambda w, g: w + jnp.full((4, 4), g[0, 0]), "", alike=True),
     "one number, whole": Row(lambda w, g: (w, jnp.full((4, 4), g[0, 0]) @ g), "",
         alike=True),
-    "along another": Row(lambda w, g: w + w.T, "gather, gather", alike=True),
+    "along another": Row(lambda w, g: w + w.T, "2 gather", alike=True),
     "half": Row(lambda w, g: (w.astype(jnp.bfloat16) * w).astype(w.dtype), "",
         alike=True),
     "result is read": Row(lambda w, g: (lambda new: (new, (new**2).sum()))(w - g),
@@ -179,12 +110,18 @@ KINDS = {
 def communicates(jaxpr):
     for eqn in jaxpr.eqns:
         if kind := KINDS.get(eqn.primitive.name):
-            yield kind
-        times = eqn.params.get("unroll", 1)
-        by = "" if times == 1 else f" by {times}"
+            is_half = eqn.invars[0].aval.dtype == jnp.bfloat16
+            yield "half " * is_half + kind
+        name = {"remat2": "again", "checkpoint": "again"}.get(eqn.primitive.name)
         for inner in jaxprs_in_params(eqn.params):
             for kind in communicates(inner):
-                yield f"{eqn.primitive.name} {kind}{by}"
+                yield f"{name or eqn.primitive.name} {kind}"
+
+
+def times(jaxpr):
+    """Each way that a program communicates, and how often it says so."""
+    counts = sorted(Counter(communicates(jaxpr)).items())
+    return ", ".join(f"{n} {kind}" if n > 1 else kind for kind, n in counts)
 
 
 @pytest.mark.few_fast(3)
@@ -195,7 +132,7 @@ def test_a_program_communicates_where_it_must(name):
     w, x = rng.integers(-2, 3, (4, 4)), rng.integers(-2, 3, (D, 4, 4))
     w, x = w.astype(np.float32), x.astype(np.float32)
     x = np.stack([x[0]] * D) if alike else x
-    whole, out = jax.make_jaxpr(program, axis_env=env, return_shape=True)(w, x[0])
+    _, out = jax.make_jaxpr(program, axis_env=env, return_shape=True)(w, x[0])
     leaves, made = jax.tree.flatten(out)
     dims = (
         (given, None),
@@ -203,18 +140,179 @@ def test_a_program_communicates_where_it_must(name):
         (wanted, *[None] * (len(leaves) - 1)),
     )
     args = jax.tree.structure((w, x))
-    shards = Shards(args, dims[0], dims[1], made, dims[2], exact, alike)
-
-    def run(*args):
-        return on_shards(whole, shards, *args)
-
+    shards = Shards(args, dims[0], dims[1], made, dims[2], exact)
+    run = shards.around(partial(on_shards, program, alike=alike))
     parts = np.stack(np.split(w, D, given))
     jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
-    assert ", ".join(sorted(communicates(jaxpr.jaxpr))) == expected
-    first, *rest = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
+    assert times(jaxpr.jaxpr) == expected
+    first, *rest = jax.tree.leaves(jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x))
     of_whole = jax.vmap(program, (None, 0), axis_name=DEVICE_AXIS, axis_size=D)
     want, *others = jax.tree.leaves(of_whole(w, x))
     want = np.broadcast_to(want, (D, 4, 4))[0]
     np.testing.assert_array_equal(np.concatenate(first, wanted), want)
     for x, y in zip(rest, others, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+class Loss(NamedTuple):
+    fn: Callable[..., Any]  # of parameters [4, 4, 4] and a device's rows
+    expected: str  # each time that its derivative communicates
+    dim: int = 1  # along which the parameters are split
+    is_alone: bool = True  # whether their gradient is sent alone
+
+
+def layer(h, w):
+    return jnp.tanh(h @ w), None
+
+
+def layers(w, x, of_layer=layer, **how):
+    return lax.scan(of_layer, x, w, **how)[0].sum()
+
+
+def scan(of_layer):
+    return partial(layers, of_layer=of_layer)
+
+
+def once(of_layer):
+    return lambda w, x: of_layer(x, w[0])[0].sum()
+
+
+def half(w):
+    return w.astype(jnp.bfloat16)
+
+
+def of_half(h, w):
+    return jnp.tanh(h @ half(w).astype(jnp.float32)), None
+
+
+def of_both(h, w):
+    """A layer that is computed again in part."""
+    again = jax.checkpoint(lambda h: jnp.tanh(h @ w.T))
+    return again(layer(h, w)[0]), None
+
+
+def of_factor(h, w):
+    """A layer that uses what is computed of parameters alone."""
+    return jnp.tanh(h @ (w * w)), None
+
+
+def of_one(h, w):
+    """A layer with parameters that no step of a scan has of its own."""
+    return lax.scan(lambda h, _: layer(h, w), h, length=3)[0], None
+
+
+def by_rule(h, w):
+    """A layer with a derivative of its own."""
+    ruled = jax.custom_vjp(lambda h, w: h @ w)
+    last = lambda kept, g: (g @ kept[1].T, kept[0].T @ g)  # noqa: E731
+    ruled.defvjp(lambda h, w: (h @ w, (h, w)), last)
+    return jnp.tanh(ruled(h, w)), None
+
+
+def branch(h, w):
+    return lax.cond(h[0, 0] > 0, layer, lambda h, w: layer(2 * h, w), h, w)
+
+
+def written_out(w, x):
+    again = jax.checkpoint(layer)
+    return again(again(x, w[0])[0], w[1])[0].sum()
+
+
+AGAIN = jax.checkpoint(layer)
+SAVED = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+TWICE = "2 scan gather, scan scatter"
+LOSSES = {
+    "once": Loss(once(layer), "gather, scatter"),
+    "twice": Loss(lambda w, x: once(layer)(w, x) * once(layer)(w, 2 * x),
+        "2 gather, 2 scatter"),
+    "cast": Loss(once(of_half), "half gather, scatter"),
+    "turned": Loss(lambda w, x: once(layer)(w.T, x), "gather, scatter"),
+    "rule": Loss(once(by_rule), "gather, scatter"),
+    "branch": Loss(once(branch), "gather, scatter"),
+    "not alone": Loss(once(layer), "gather", is_alone=False),
+    "an element": Loss(lambda w, x: x.sum() * w[0, 0, 0], "gather, scatter"),
+    "constant": Loss(once(of_one), "gather, scatter"),
+    "written out": Loss(written_out, "2 again gather, 2 again scatter, 2 gather"),
+    # What a step has gathered is gathered again, and not kept for all steps.
+    "scan": Loss(layers, TWICE),
+    "scan, not alone": Loss(layers, "2 scan gather", is_alone=False),
+    "scan along 0": Loss(layers, "gather, scatter", 0),
+    "scan along 2": Loss(layers, TWICE, 2),
+    "reversed": Loss(partial(layers, reverse=True), TWICE),
+    "jit": Loss(jax.jit(layers), TWICE),
+    "of parameters": Loss(scan(of_factor), TWICE),
+    "scan of casts": Loss(scan(of_half), "2 scan half gather, scan scatter"),
+    "cast before": Loss(lambda w, x: layers(half(w), half(x)).astype(jnp.float32),
+        "2 scan half gather, scan scatter"),
+    "again": Loss(scan(AGAIN),
+        "scan again gather, scan again scatter, scan gather"),
+    "again, saved": Loss(scan(SAVED),
+        "scan again gather, scan again scatter, scan gather"),
+    "again in part": Loss(scan(of_both),
+        "scan again gather, scan again scatter, 3 scan gather, scan scatter"),
+}  # fmt: skip
+
+
+def gradient(loss, w, x):
+    """The gradient on a device, of its part of the parameters."""
+    targets = Targets.of(Shard(w, loss.dim), lambda number, x: loss.is_alone)
+    of = lambda values: on_shards(loss.fn, targets.put(values), x)  # noqa: E731
+    return targets.gradients(jax.grad(of)(targets.values))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_derivative_communicates_where_it_must(name):
+    loss, rng, env = LOSSES[name], np.random.default_rng(0), [(DEVICE_AXIS, D)]
+    w, x = rng.normal(size=(4, 4, 4)), rng.normal(size=(D, 4, 4))
+    w, x = w.astype(np.float32), x.astype(np.float32)
+    parts = np.stack(np.split(w, D, loss.dim))
+    run = lambda w, x: jax.tree.leaves(gradient(loss, w, x))[0]  # noqa: E731
+    jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
+    found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
+    each = jax.vmap(jax.grad(loss.fn), (None, 0))(w, x)
+    if loss.is_alone:
+        found, each = np.concatenate(found, loss.dim), each.sum(0)
+    np.testing.assert_allclose(found, each, rtol=1e-4, atol=1e-5)
+    assert times(jaxpr.jaxpr) == loss.expected
+
+
+def read(g):
+    return g, g.sum()
+
+
+OWN = {
+    "once": (jax.grad(once(layer)), 1, "gather, scatter"),
+    "scan": (jax.grad(layers), 1, TWICE),
+    "scan along 0": (jax.grad(layers), 0, "gather, scatter"),
+    "jit": (jax.jit(jax.grad(layers)), 2, TWICE),
+    "again": (jax.grad(scan(AGAIN)), 1, f"scan barrier, {TWICE}"),
+    "read": (lambda w, x: read(jax.grad(layers)(w, x)), 1, "2 scan gather, scatter"),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_own_gradient_is_scattered_where_it_must(name):
+    """A gradient that a tower takes itself, and of which a step needs the sum."""
+    fn, dim, expected = OWN[name]
+    rng, env = np.random.default_rng(0), [(DEVICE_AXIS, D)]
+    w, x = rng.normal(size=(4, 4, 4)), rng.normal(size=(D, 4, 4))
+    parts = np.stack(np.split(w, D, dim))
+
+    def run(w, x):
+        found = on_shards(fn, Shard(w, dim), x, sums=lambda out: [dim])
+        return jax.tree.leaves(found)[0]
+
+    jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
+    assert times(jaxpr.jaxpr) == expected
+    found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
+    want = jax.tree.leaves(jax.vmap(fn, (None, 0))(w, x))[0].sum(0)
+    np.testing.assert_allclose(np.concatenate(found, dim), want, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_what_is_cast_are_added_in_the_bits_of_the_parameter():
+    loss = Loss(lambda w, x: (half(w[0]) * half(x)).sum().astype(jnp.float32), "")
+    w, each = jnp.zeros((D, 4, 2, 4)), jnp.array([256.0, 1.0])
+    x = jnp.broadcast_to(each[:, None, None], (D, 4, 4))
+    run = lambda w, x: gradient(loss, w, x).part  # noqa: E731
+    found = jax.vmap(run, axis_name=DEVICE_AXIS)(w, x)
+    np.testing.assert_array_equal(found[:, 0], 257)  # in bfloat16 it is 256

@@ -269,6 +269,29 @@ def test_no_large_gradient_is_gathered_for_what_packs_small_ones():
 
 
 @pytest.mark.slow
+def test_small_gradients_of_parts_are_packed():
+    step = tj.build_train_step(
+        loss_by(recomputed), CLIPPED, towers(4, 4, ops=tj.AllReduce()), remainder="pad"
+    )
+    text = step.program(step.init(start()), batch()).call.as_text()
+    assert not collectives(text, "reduce-scatter")
+
+
+@pytest.mark.slow
+def test_every_device_refuses_for_a_part_of_one():
+    def loss_fn(w, rows, tower):
+        return tj.Weighted.mean(rows @ jnp.sqrt(w).sum(1), tower.weight)
+
+    w, rows = np.ones((8, 64), np.float32), np.ones((8, 8), np.float32)
+    w[-1, -1] = 0  # of the last device, where the gradient is infinite
+    step = tj.build_train_step(
+        loss_fn, optax.sgd(0.1), towers(4, 4), on_nonfinite="skip", audit=False
+    )
+    state, _ = step(step.init(w), rows)
+    np.testing.assert_array_equal(jax.device_get(state.params), w)
+
+
+@pytest.mark.slow
 def test_a_sweep_of_parts_has_the_numbers():
     def swept(strategy):
         def build(rate):

@@ -48,6 +48,14 @@ def sum_over_towers(ops: CrossTowerOps, tree: PyTree, axes: TowerAxes) -> Sums:
         return ops.sum_over_towers(tree, axes)
 
 
+def sends_alone(ops: CrossTowerOps, leaf: Any, axes: TowerAxes) -> bool:
+    """Whether the op's sum of a leaf may be scattered: a plain all-reduce of it alone.
+
+    An op of the user's has a way of its own, that of a subclass included.
+    """
+    return type(ops) is AllReduce and ops.sends_alone(leaf, axes)
+
+
 def sum_rows_over_towers(ops: CrossTowerOps, rows: PyTree, axes: TowerAxes) -> PyTree:
     """The sum over all towers of leaves ``[k, ...]``, one row a local tower."""
     if not ops.needs_every_tower:
@@ -134,12 +142,24 @@ class AllReduce:
                 return [jnp.concatenate([next(sums) for _ in x]) for x in packs]
 
             return sum_packed(tree, axes, in_packs, unshared_above=math.inf)
-        # A buffer would gather leaves that are split over the devices of a tower.
-        is_wide, most = bool(axes.mesh.axis_names), self.bytes_per_pack
-        below = 0 if is_wide else self.pack_below_bytes if most is None else most
-        leaves = self.max_group or math.inf
-        reach = None if most is None else below
+        below, leaves = self._shared_below(axes), self.max_group or math.inf
+        reach = None if self.bytes_per_pack is None else below
         return sum_packed(tree, axes, send, below, reach, leaves)
+
+    def sends_alone(self, leaf: Any, axes: TowerAxes) -> bool:
+        """Whether a leaf of this shape is an operand of an all-reduce by itself."""
+        others = self.num_packs, self.group_size, self.device
+        num_bytes = leaf.size * leaf.dtype.itemsize
+        is_plain = all(option is None for option in others)
+        return is_plain and num_bytes > self._shared_below(axes)
+
+    def _shared_below(self, axes: TowerAxes) -> int:
+        """The most bytes of a leaf that shares a buffer."""
+        # A buffer would gather leaves that are split over the devices of a tower.
+        if axes.mesh.axis_names:
+            return 0
+        most = self.bytes_per_pack
+        return self.pack_below_bytes if most is None else most
 
     def _send(self, buffers: list[jax.Array], axes: TowerAxes) -> list[jax.Array]:
         """The buffers, added over all devices."""

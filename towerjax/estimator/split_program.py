@@ -23,11 +23,10 @@ from towerjax.estimator.meets import (
     parameters_of,
 )
 from towerjax.metrics.weighted import Means
-from towerjax.proof.equation import user_line
+from towerjax.proof.equation import needed_eqns, user_line
 from towerjax.proof.interpreter import Interpreter
 from towerjax.step.state.accumulators import is_typed
 from towerjax.step.state.train_state import TrainState
-from towerjax.step.state.update import needed_eqns
 from towerjax.towers.lowering.dependents import dependents
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
@@ -101,7 +100,7 @@ class SplitProgram:
             merged = merged[1:]  # without what the pass that traces has
             cuts = [[self._sources[x] for x in parameters_of(eqn)] for eqn in meets]
             walk, sources = self._walk(self._inputs(state), merged), sum(cuts, [])
-            for eqn in needed_eqns(self._eqns, sources, lambda eqn: False):
+            for eqn in needed_eqns(self._eqns, sources):
                 self._evaluate_eqn(walk, eqn)
             values = [[*map(walk.read, cut)] for cut in cuts]
             trees = [eqn.params["trained"] for eqn in meets]

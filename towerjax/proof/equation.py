@@ -2,14 +2,21 @@
 
 import functools
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 import jax.core
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, primitives
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    primitives,
+)
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from towerjax.proof import tags
@@ -268,6 +275,20 @@ def all_sites(
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
     """The jaxpr without its constants; since JAX 0.12 they are of one class."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def needed_eqns(
+    eqns: Sequence[Any],
+    results: Iterable[Any],
+    always: Callable[[Any], bool] = lambda eqn: False,
+) -> list[Any]:
+    """The equations that results depend on, and those that always run, in order."""
+    wanted, needed = {x for x in results if not isinstance(x, Literal)}, []
+    for eqn in reversed(eqns):
+        if always(eqn) or not wanted.isdisjoint(eqn.outvars):
+            needed.append(eqn)
+            wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
+    return needed[::-1]
 
 
 def loop_sizes(eqn: JaxprEqn) -> tuple[int, int]:

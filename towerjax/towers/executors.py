@@ -6,7 +6,6 @@ No other file but those of `towerjax.tools` calls shard_map or pmap.
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from towerjax.mesh.processes import require_same
 from towerjax.proof.equation import all_jaxprs, open_jaxpr
 from towerjax.towers.lowering.parts import Shards
 from towerjax.towers.lowering.scatters import hold_indexed
-from towerjax.towers.lowering.shards import on_shards
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
 from towerjax.types.missing import says
@@ -51,7 +49,8 @@ def over_devices(
     """Make ``device_fn``, which runs on every device, a function of global values.
 
     ``traced``: its jaxpr on one of several devices and the shapes of its results.
-    ``shards``: which mirrored leaves devices take and return in parts.
+    ``shards``: which mirrored leaves devices take and return in parts; ``device_fn`` is
+    given a `Shard` for each of these, and may return one.
     """
     if placement.num_devices > 1 or placement.within:
         device_fn = _trace_in_mesh(device_fn, placement, traced, shards)
@@ -94,11 +93,11 @@ def _trace_in_mesh(
 
     def run(*args: PyTree) -> PyTree:
         shapes, size = shapes_of(args), placement.num_devices
-        whole = shapes if shards is None else shards.whole(shapes, size)
-        jaxpr, out = traced or _trace_on_one(device_fn, size, whole, mesh)
-        if shards is not None:
-            of_parts = functools.partial(on_shards, jaxpr, shards)
-            jaxpr, _ = _trace_on_one(of_parts, size, jax.tree.leaves(shapes), mesh)
+        if shards is None:
+            jaxpr, out = traced or _trace_on_one(device_fn, size, shapes, mesh)
+        else:
+            of_parts = shards.around(device_fn)
+            jaxpr, out = _trace_on_one(of_parts, size, shapes, mesh)
         leaves = jax.tree.leaves(args)
         same = contextlib.nullcontext()
         try:

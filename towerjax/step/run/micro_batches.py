@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from towerjax.collectives.sparse_rows import split_micro_batches
 from towerjax.proof import tags
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
@@ -81,6 +82,28 @@ def scan_micro_batches(
     so_far, kept = scan_in_turn(body, starts, numbered)
     done = [finish(*x) for x in zip(each, so_far, kept, strict=True)]
     return put_parts(Returned, shapes, done)
+
+
+def numbered_rows(
+    rows: PyTree, count: int, *, of_several: bool
+) -> tuple[jax.Array, PyTree]:
+    """The numbers of micro-batches, and their rows, ``[A, ...]``."""
+    split = functools.partial(split_micro_batches, parts=count)
+    if of_several:  # rows are [k, b, ...]
+        of_one = jax.eval_shape(split, jax.tree.map(lambda x: x[0], rows))
+        leaves, treedef = jax.tree.flatten(rows)
+
+        # Of leaves: vmap takes sparse arrays apart in another way.
+        def of_tower(leaves: list[jax.Array]) -> list[jax.Array]:
+            return jax.tree.leaves(split(treedef.unflatten(leaves)))
+
+        of_towers = vmap_members(of_tower)(leaves)
+        parts = jax.tree.unflatten(
+            jax.tree.structure(of_one), [jnp.swapaxes(x, 0, 1) for x in of_towers]
+        )
+    else:
+        parts = split(rows)
+    return jnp.arange(count, dtype=jnp.int32), parts
 
 
 def check_micro_batch(

@@ -7,19 +7,19 @@ needed, or towers run one after another, the loss of each is differentiated by i
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.ops import sum_over_towers
-from towerjax.collectives.sparse_rows import num_rows, split_micro_batches
+from towerjax.collectives.sparse_rows import num_rows
 from towerjax.data.shard import split_rows, with_shared
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
+from towerjax.step.run.added import Added, dim_in_parts, sums_in_parts, targets_of
 from towerjax.step.run.derivative import (
     Ids,
     LossSums,
@@ -29,12 +29,17 @@ from towerjax.step.run.derivative import (
     gradients_of_terms,
 )
 from towerjax.step.run.looked_up import Lookups
-from towerjax.step.run.micro_batches import check_micro_batch, scan_micro_batches
-from towerjax.step.run.one_pass import Pass, TowersFlags
+from towerjax.step.run.micro_batches import (
+    check_micro_batch,
+    numbered_rows,
+    scan_micro_batches,
+)
+from towerjax.step.run.one_pass import OwnArgs, Pass, TowersFlags
 from towerjax.step.state.accumulators import (
     ADDED,
     JOINED,
     Returned,
+    as_one_tree,
     as_returned,
     put_sums,
     refuse_mixed_up,
@@ -42,19 +47,18 @@ from towerjax.step.state.accumulators import (
     take_sums,
     values_of,
 )
-from towerjax.towers.executors import in_tower_fn, vmap_members
+from towerjax.towers.executors import in_tower_fn
 from towerjax.towers.lowering.dependents import rounds_shared_values
+from towerjax.towers.lowering.parts import is_shard
+from towerjax.towers.lowering.shards import on_shards, shapes_of_whole
 from towerjax.towers.lowering.tower_axis import (
     TowerPrograms,
     over_local_towers,
+    run_lowered,
     tower_program,
 )
 from towerjax.towers.tower import tower_of
-from towerjax.towers.variables import (
-    plain,
-    read_local_over_towers,
-    with_local_values,
-)
+from towerjax.towers.variables import plain, read_local_over_towers, with_local_values
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
 
@@ -69,7 +73,7 @@ def on_device(
 
     def run(*args: PyTree) -> tuple[PyTree, PyTree]:
         own, (tree, flagged) = DeviceTowers(pass_, axes, programs, *args).run()
-        sums = sum_over_towers(pass_.strategy.cross_tower_ops, own, axes)
+        sums = Added.of(pass_.strategy.cross_tower_ops, own, args[0].params, axes)
         added, shown = sums.tree()
         tree = put_sums(tree, (added, shown))
         parts, seen = parts_of(Returned, tree), None
@@ -77,20 +81,10 @@ def on_device(
         if pass_.looks_at is not None:
             pairs = zip(parts, merged, strict=True)
             rows = [x for part, x in pairs if part.how is JOINED]
-            guarded = sums, len(jax.tree.leaves(added)), rows
-            seen = pass_.looks_at.at_all(flagged, args[0].params, guarded, axes)
+            seen = pass_.looks_at.at_all(flagged, args[0].params, (sums, rows), axes)
         return put_parts(Returned, tree, merged), seen
 
     return run
-
-
-class OwnArgs(NamedTuple):
-    """What one tower has of its own, or each of several, stacked."""
-
-    rows: PyTree
-    num_valid: jax.Array
-    local: PyTree  # its variables
-    zeros: Zeros = ()  # what is added to the rows that it looks up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,21 +103,22 @@ class DeviceTowers:
     @functools.cached_property
     def is_added_first(self) -> bool:
         """Whether the losses of towers are added before they are differentiated."""
-        pass_ = self.pass_
-        looks_at_each = isinstance(pass_.looks_at, TowersFlags)
-        is_each = pass_.strategy.cross_tower_ops.needs_every_tower or looks_at_each
-        if not self.takes_gradient or is_each or self.axes.in_turn:
+        if not self.takes_gradient or self.needs_each or self.axes.in_turn:
             return False
         if self.axes.num_local == 1:
             return True
         # Else the gradients of towers would be added up in these few bits.
         program, _ = self._program_of_part
-        _, own, index, trained, *_ = self._part_shapes
-        counts = [len(jax.tree.leaves(x)) for x in (own, index, trained)]
-        ends = list(itertools.accumulate(counts, initial=1))
-        given = program.jaxpr.invars
-        inputs = given[: ends[1]], given[ends[2] : ends[3]]
+        shapes = jax.tree.structure(self._part_shapes)
+        tower_id, own, _, trained, *_ = shapes.unflatten(program.jaxpr.invars)
+        inputs = [tower_id, *jax.tree.leaves(own)], jax.tree.leaves(trained)
         return not rounds_shared_values(program, *inputs, self.axes.tower_axis)
+
+    @property
+    def needs_each(self) -> bool:
+        """Whether each tower's own results are needed, before any sum."""
+        ops = self.pass_.strategy.cross_tower_ops
+        return ops.needs_every_tower or isinstance(self.pass_.looks_at, TowersFlags)
 
     @property
     def takes_gradient(self) -> bool:
@@ -141,7 +136,7 @@ class DeviceTowers:
         """What all towers share: the values that are trained, if any, and others."""
         pass_, trained, read = self.pass_, None, None
         if pass_.trained is not None:
-            trained = pass_.trained(self.state, *self.merged)
+            trained = on_shards(pass_.trained, self.state, *self.merged, alike=True)
         if pass_.reads_local:
             ops = pass_.strategy.cross_tower_ops
             read = read_local_over_towers(self.state.local, ops, self.axes)
@@ -201,7 +196,7 @@ class DeviceTowers:
         runs_once = self.is_added_first and self.pass_.micro_batches == 1
         program, tree = self._program_of_part
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        means = parts_of(Means, values_of(_joined(tree, shapes)[self.pass_.loss]))
+        means = parts_of(Means, values_of(as_one_tree(tree, shapes)[self.pass_.loss]))
         if runs_once or not any(len(x.terms) > 1 for x in means):
             return None
         # The same program once more, of which XLA keeps what the weights need.
@@ -228,17 +223,45 @@ class DeviceTowers:
             sums, rest = take_sums(tree)
             return sums, (rest, flagged)
 
-        return over_local_towers(
-            tower_fn,
+        name = "with gradient" if self.takes_gradient else "tower"
+        is_one = self._is_on_parts and not self._needs_program
+        run = functools.partial(
+            over_local_towers,
+            self._lowered(tower_fn, name) if is_one else tower_fn,
             self.axes,
-            self.own,
-            weights,
-            *self.common,
             stack_sums=self.pass_.strategy.cross_tower_ops.needs_every_tower,
             number=self.state.step,
             programs=self.programs,
-            name="with gradient" if self.takes_gradient else "tower",
+            name=name,
+            is_lowered=self._is_on_parts,
         )
+        args = self.own, weights, *self.common
+        return run(*args) if self._is_on_parts else self._on_parts(run)(*args)
+
+    @property
+    def _needs_program(self) -> bool:
+        """Whether the program of one micro-batch is needed for more than to run it."""
+        return self.pass_.trained is not None or self.pass_.micro_batches > 1
+
+    @functools.cached_property
+    def _is_on_parts(self) -> bool:
+        """Whether the program of each tower is run on parts, and its sums are parts.
+
+        Else that of a device's towers is, with each tower's own gradient.
+        """
+        held = jax.tree.leaves(self.common, is_leaf=is_shard)
+        is_one = self.axes.in_turn or self.axes.num_local == 1
+        return is_one and not self.needs_each and any(map(is_shard, held))
+
+    def _on_parts(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """``run(*args) -> (sums, rest)``, of common values that may be parts."""
+        ops, params = self.pass_.strategy.cross_tower_ops, self.state.params
+        return sums_in_parts(run, dim_in_parts(ops, params, self.axes))
+
+    def _lowered(self, fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
+        """A function of one tower, on these devices."""
+        how = fn, self.axes, self.programs, name
+        return self._on_parts(functools.partial(run_lowered, *how))
 
     def _of_micro_batches(
         self,
@@ -273,7 +296,8 @@ class DeviceTowers:
         """What ``run(index, rows, local)`` returns of each micro-batch, merged."""
         if self.pass_.micro_batches == 1:
             return run(None, own.rows, own.local)
-        numbered = self._numbered(own.rows, of_several=of_several)
+        count = self.pass_.micro_batches
+        numbered = numbered_rows(own.rows, count, of_several=of_several)
         return scan_micro_batches(run, numbered, own.local, of_several=of_several)
 
     def _with_gradient(
@@ -285,37 +309,21 @@ class DeviceTowers:
     ) -> PyTree:
         """What one micro-batch returns, with the gradient of its loss."""
         axes, lookups = self.axes, self._lookups
+        ops = self.pass_.strategy.cross_tower_ops
         calls = axes.num_devices if of_several else axes.num_towers
+        targets = targets_of(ops, trained, axes, lookups.tables)
         tree, gradient = gradient_of(
-            of_part,
-            trained,
+            lambda values, zeros: of_part(targets.put(values), zeros),
+            targets.values,
             lookups.of_towers(axes.num_local) if of_several else lookups,
             loss=self.pass_.loss,
             denominators=self._added if weights is None else lambda _: weights,
             share=1 / (calls * self.pass_.micro_batches),
         )
+        grads = targets.gradients(gradient.grads)
+        gradient = dataclasses.replace(gradient, grads=grads)
         grads = gradient.returned(as_sums=self.pass_.merges_sums)
         return {**tree, "grads": as_returned(grads)}
-
-    def _numbered(self, rows: PyTree, *, of_several: bool) -> tuple[jax.Array, PyTree]:
-        """The numbers of micro-batches, and their rows, ``[A, ...]``."""
-        count = self.pass_.micro_batches
-        split = functools.partial(split_micro_batches, parts=count)
-        if of_several:  # rows are [k, b, ...]
-            of_one = jax.eval_shape(split, jax.tree.map(lambda x: x[0], rows))
-            leaves, treedef = jax.tree.flatten(rows)
-
-            # Of leaves: vmap takes sparse arrays apart in another way.
-            def of_tower(leaves: list[jax.Array]) -> list[jax.Array]:
-                return jax.tree.leaves(split(treedef.unflatten(leaves)))
-
-            of_towers = vmap_members(of_tower)(leaves)
-            parts = jax.tree.unflatten(
-                jax.tree.structure(of_one), [jnp.swapaxes(x, 0, 1) for x in of_towers]
-            )
-        else:
-            parts = split(rows)
-        return jnp.arange(count, dtype=jnp.int32), parts
 
     def _call_together(
         self, own: OwnArgs, index: Any, *common: PyTree
@@ -324,24 +332,19 @@ class DeviceTowers:
 
         A tree of `Returned`, and the ids that each tower looked up.
         """
-        sums, (rest, ids) = over_local_towers(
-            self._part_of_program,
-            self.axes,
-            own,
-            index,
-            *common,
-            stack_sums=False,
-            programs=self.programs,
-            name="part",
-        )
+        part, how = self._part_of_program, {"programs": self.programs, "name": "part"}
+        run = functools.partial(over_local_towers, part, self.axes, **how)
+        run = functools.partial(run, stack_sums=False)
+        sums, (rest, ids) = self._on_parts(run)(own, index, *common)
         return put_sums(rest, sums), ids
 
     def _call_one(
         self, tower_id: Any, own: OwnArgs, index: Any, *common: PyTree
     ) -> tuple[PyTree, Ids]:
         """One micro-batch of one tower: a tree of `Returned`, and ids."""
-        needs_program = self.pass_.trained is not None or self.pass_.micro_batches > 1
-        part = self._part_of_program if needs_program else self._part
+        part = self._part_of_program if self._needs_program else self._part
+        if self._is_on_parts and self._needs_program:
+            part = self._lowered(part, "part")
         sums, (rest, ids) = part(tower_id, own, index, *common)
         return put_sums(rest, sums), ids
 
@@ -371,12 +374,13 @@ class DeviceTowers:
         def first() -> tuple[PyTree, ...]:
             tower, index = jax.tree.map(lambda x: x[0], own), None
             if self.pass_.micro_batches > 1:
-                numbered = self._numbered(tower.rows, of_several=False)
+                count = self.pass_.micro_batches
+                numbered = numbered_rows(tower.rows, count, of_several=False)
                 index, rows = jax.tree.map(lambda x: x[0], numbered)
                 tower = tower._replace(rows=rows)
             return jnp.int32(0), tower, index, *common
 
-        return jax.eval_shape(first)
+        return shapes_of_whole(jax.eval_shape(first))
 
     @functools.cached_property
     def _program_of_part(self) -> tuple[ClosedJaxpr, Any]:
@@ -389,13 +393,13 @@ class DeviceTowers:
         before = len(self.programs)
         program, tree = self._program_of_part
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.out_avals]
-        refuse_mixed_up(_joined(tree, shapes), self.common[1].local)
+        refuse_mixed_up(as_one_tree(tree, shapes), self.common[1].local)
         if len(self.programs) > before or has_tracers(program.consts):
             tower_id, own, index, *common = self._part_shapes
             kinds = [("", tower_id), ("rows", own.rows), ("", own.num_valid)]
             kinds += [("local", own.local), ("rows", index), ("", common)]
             each = [kind for kind, x in kinds for _ in jax.tree.leaves(x)]
-            numbers = _joined(tree, range(len(shapes)))
+            numbers = as_one_tree(tree, range(len(shapes)))
             check_micro_batch(program, numbers, each, self.pass_.micro_batches)
 
     def _part(
@@ -440,9 +444,3 @@ class DeviceTowers:
             out = pass_.tower_fn(*given)
         sums, rest = take_sums(split_returned(out, count, merged))
         return sums, (rest, [])
-
-
-def _joined(treedef: Any, leaves: Sequence[Any]) -> PyTree:
-    """The results of `_part` as one tree of `Returned`."""
-    sums, (rest, _) = jax.tree.unflatten(treedef, leaves)
-    return put_sums(rest, sums)

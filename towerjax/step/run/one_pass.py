@@ -1,27 +1,27 @@
 """A pass: what towers compute once, and what is made of it. Nothing runs here."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
-from towerjax.collectives.packing import Sums
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.placer import BATCH_LAYOUT
 from towerjax.mesh.placement import TowerAxes
+from towerjax.step.run.added import Added
+from towerjax.step.run.derivative import Zeros
 from towerjax.step.state.accumulators import is_own, parts_of_tower, values_of
 from towerjax.step.state.faults import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
 from towerjax.towers.lowering.parts import Shards, shards_of
+from towerjax.towers.lowering.shards import on_shards
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 
-Guarded: TypeAlias = tuple[Sums, int, list[IndexedRows]]
-"""What a step adds up: the sums, how many of them are guarded, rows of tables."""
+Guarded: TypeAlias = tuple[Added, list[IndexedRows]]
+"""What a step adds up: the sums, and rows of tables."""
 
 
 class Look(Protocol):
@@ -46,9 +46,8 @@ class FiniteSums:
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> jax.Array:
         """``()`` bool."""
-        sums, number, rows = guarded
-        finite = [jnp.isfinite(x.values).all() for x in rows]
-        return functools.reduce(jnp.logical_and, finite, sums.are_finite(number))
+        added, rows = guarded
+        return added.are_finite(rows)
 
 
 class TowersFlags:
@@ -62,7 +61,8 @@ class TowersFlags:
         self, own: PyTree, params: PyTree, guarded: Guarded, axes: TowerAxes
     ) -> PyTree:
         """Those of all towers, and of the parameters."""
-        common = flag_leaves([("parameter", "params", params)])
+        flag = lambda x: flag_leaves([("parameter", "params", x)])  # noqa: E731
+        common = on_shards(flag, params, alike=True)
         return all_gather_rows(join_flags(common, own), axes)
 
 
@@ -72,6 +72,15 @@ TowerFn: TypeAlias = Callable[..., PyTree]
 A later pass is given ``merged``, of the pass before, as a last argument. The function
 of a pass with ``trained`` is given these values as a first one.
 """
+
+
+class OwnArgs(NamedTuple):
+    """What one tower has of its own, or each of several, stacked."""
+
+    rows: PyTree
+    num_valid: jax.Array
+    local: PyTree  # its variables
+    zeros: Zeros = ()  # what is added to the rows that it looks up
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,16 +126,20 @@ class Pass:
         whole, split = Layout.MIRRORED, Layout.SHARDED
         state, *rest = jax.tree.map(lambda x: whole, args)
         ours = jax.tree.map(lambda x: split, state.params)
-        given = dataclasses.replace(state, params=ours), *rest
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
         if exact := self.strategy.cross_tower_ops.needs_every_tower:
             shapes = set()  # their sums are whole
+        # What an earlier pass has merged lies as it was left.
+        *rest, merged = rest
+        of_merged = lambda x: split if x.shape in shapes else whole  # noqa: E731
+        merged = jax.tree.map(of_merged, args[-1])
+        given = dataclasses.replace(state, params=ours), *rest, merged
 
         def of_result(x: Any) -> Layout:
             return whole if is_own(x) or x.shape not in shapes else split
 
-        merged = jax.tree.map(of_result, out[0], is_leaf=is_own)
-        wanted = merged, jax.tree.map(lambda x: whole, out[1])
+        wanted = jax.tree.map(of_result, out[0], is_leaf=is_own)
+        wanted = wanted, jax.tree.map(lambda x: whole, out[1])
         params = args[0].params
         return shards_of(
             place, (args, given), (out, wanted), params=params, exact=exact

@@ -19,6 +19,7 @@ from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.lowering.parts import shards_of
+from towerjax.towers.lowering.shards import on_shards
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.leaves import map_parts
@@ -124,7 +125,8 @@ class Traced:
                 exact=self._is_exact,
             )
         whole = [Layout.MIRRORED] * len(given), Layout.MIRRORED
-        return over_devices(self._update, place, *whole, shards=shards)(*given)
+        update = functools.partial(on_shards, self._update, alike=True)
+        return over_devices(update, place, *whole, shards=shards)(*given)
 
     def _update(self, *given: PyTree) -> Outcome:
         donated, rest = accept(self.finish, self.shapes, *given)

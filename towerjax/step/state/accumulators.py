@@ -20,6 +20,7 @@ from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.state.faults import NamedPart
+from towerjax.towers.lowering.parts import is_shard
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, name_by_key
@@ -151,7 +152,7 @@ def as_returned(x: Any, *, is_shown: bool = False) -> PyTree:
     if not parts_of(IndexedRows, x):
         return Returned(x, how)
     each = lambda part: Returned(part, JOINED if is_rows(part) else how)  # noqa: E731
-    return jax.tree.map(each, x, is_leaf=is_rows)
+    return jax.tree.map(each, x, is_leaf=lambda x: is_rows(x) or is_shard(x))
 
 
 def take_sums(tree: PyTree) -> tuple[tuple[list[Any], ...], PyTree]:
@@ -170,6 +171,12 @@ def put_sums(tree: PyTree, sums: Sequence[Sequence[Any]]) -> PyTree:
         return Returned(next(left[x.how]), x.how) if x.how in left else x
 
     return map_parts(Returned, put, tree)
+
+
+def as_one_tree(treedef: Any, leaves: Sequence[Any]) -> PyTree:
+    """A tower's ``(sums, (rest, ids))`` as one tree of `Returned`, without ids."""
+    sums, (rest, _) = jax.tree.unflatten(treedef, leaves)
+    return put_sums(rest, sums)
 
 
 def values_of(tree: PyTree) -> PyTree:

@@ -1,6 +1,6 @@
 """What of a state is trained, the optimizer's update, and what refused steps keep."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
+from towerjax.proof.equation import needed_eqns
 from towerjax.proof.interpreter import Interpreter
 from towerjax.types import PyTree, leaf_name, named_leaves, readable_leaves
 from towerjax.types.leaves import check_like, few, listed, unlike
@@ -278,18 +279,6 @@ def accept(
         jax.tree.unflatten(jax.tree.structure(carry), leaves),
         jax.tree.unflatten(jax.tree.structure(out[2]), rest),
     )
-
-
-def needed_eqns(
-    eqns: Sequence[Any], results: Iterable[Any], always: Callable[[Any], bool]
-) -> list[Any]:
-    """The equations that results depend on, and those that always run, in order."""
-    wanted, needed = {x for x in results if not isinstance(x, Literal)}, []
-    for eqn in reversed(eqns):
-        if always(eqn) or not wanted.isdisjoint(eqn.outvars):
-            needed.append(eqn)
-            wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
-    return needed[::-1]
 
 
 def check_like_params(grads: PyTree, params: PyTree) -> None:

@@ -12,12 +12,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from towerjax.collectives.reduce import hide_complex
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, split_spec
 from towerjax.proof.equation import IDENTITIES
 from towerjax.proof.interpreter import evaluate_eqn
+from towerjax.towers.lowering.gathers import gather, gather_cast, scatter
 from towerjax.types import Layout as Where
 from towerjax.types import PyTree
+from towerjax.types.leaves import widen_dtype
 
 SplitDims: TypeAlias = Sequence[int | None]
 """For each value the dim that is split over the devices; None for a whole value."""
@@ -28,7 +29,6 @@ _OF_SEVERAL = frozenset(
     " integer_pow le log log1p logistic lt max min mul ne neg nextafter not or pow rem"
     " round rsqrt select_n sign sin sqrt square sub tanh xor".split()
 )
-_ELEMENTWISE = frozenset((*IDENTITIES, "is_finite"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,6 @@ class Shards:
     out: Any  # the treedef of the results
     wanted: SplitDims
     exact: bool = False  # whether the bits are to be those of one device
-    # Whether all values are the same on all devices, as in an update, and not those of
-    # a device's own towers. Then what is computed of parts is a part, too.
-    alike: bool = False
 
     def specs(self, specs: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         """The specs of arguments and results, from prefix trees for whole leaves."""
@@ -62,15 +59,27 @@ class Shards:
         first, last = map(each, specs, *zip(*treedefs, strict=True))
         return first, last
 
-    def whole(self, args: PyTree, size: int) -> PyTree:
-        """The shapes of whole arguments, from those of one of ``size`` devices."""
-        leaves = jax.tree.leaves(args)
+    def around(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+        """``fn`` of arrays alone; ``fn`` is given a `Shard` for each part.
 
-        def of(x: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
-            shape = [n * size if i == dim else n for i, n in enumerate(x.shape)]
-            return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        Its results may be a `Shard`, too. Inside a device function.
+        """
 
-        return jax.tree.unflatten(self.args, map(of, leaves, self.given))
+        def run(*args: PyTree) -> PyTree:
+            given = as_shards(jax.tree.leaves(args), self.given, exact=self.exact)
+            pairs = zip(given, self.taken, strict=True)
+            given = [x if at is None else take_part(x, at) for x, at in pairs]
+            out = fn(*jax.tree.unflatten(self.args, given))
+            leaves = jax.tree.leaves(out, is_leaf=is_shard)
+            return jax.tree.unflatten(
+                self.out,
+                [
+                    whole(x) if at is None else part_on_device(x, at)
+                    for x, at in zip(leaves, self.wanted, strict=True)
+                ],
+            )
+
+        return run
 
 
 def shards_of(
@@ -101,49 +110,172 @@ def shards_of(
 
     treedef, given = each(*args)
     parts = [None] * len(given) if taken is None else each(args[0], taken)[1]
-    return Shards(treedef, given, parts, *each(*out), exact, taken is not None)
+    return Shards(treedef, given, parts, *each(*out), exact)
 
 
+@jax.tree_util.register_pytree_node_class
 class Shard:
     """This device's part of a value that is the same on all, split along ``dim``.
 
     With ``exact``, what is whole is what one device has, in the layout that it has
-    there, so that products of it have the same bits.
+    there, so that products of it have the same bits. Of a value ``is_trained`` a
+    derivative is taken, see `gather_cast`; the cast to ``dtype`` is then done where it
+    is gathered, so that gradients are added in the bits of ``source``.
     """
 
     def __init__(
         self,
-        part: jax.Array,
+        source: jax.Array,
         dim: int,
         *,
+        dtype: Any = None,
+        sink: jax.Array | None = None,
+        is_trained: bool = False,
         exact: bool = False,
         make: Callable[[], jax.Array] | None = None,
     ) -> None:
-        self.part, self.dim, self.exact, self._make = part, dim, exact, make
+        self.source, self.dim, self.sink = source, dim, sink
+        self.dtype = getattr(source, "dtype", None) if dtype is None else dtype
+        self.is_trained, self.exact, self._make = is_trained, exact, make
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arrays, and what else there is."""
+        meta = self.dim, self.dtype, self.is_trained, self.exact
+        return (self.source, self.sink), meta
+
+    @classmethod
+    def tree_unflatten(cls, meta: tuple[Any, ...], arrays: tuple[Any, ...]) -> "Shard":
+        """The inverse of `tree_flatten`."""
+        (source, sink), (dim, dtype, is_trained, exact) = arrays, meta
+        how = {"sink": sink, "is_trained": is_trained, "exact": exact}
+        return cls(source, dim, dtype=dtype, **how)
+
+    @property
+    def part(self) -> jax.Array:
+        """The part."""
+        same = self.dtype == self.source.dtype
+        return self.source if same else self.source.astype(self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole value."""
+        size, shape = lax.axis_size(DEVICE_AXIS), list(self.source.shape)
+        shape[self.dim] *= size
+        return tuple(shape)
 
     def of(
-        self,
-        part: jax.Array,
-        dim: int | None = None,
-        make: Callable[[], jax.Array] | None = None,
+        self, part: jax.Array, make: Callable[[], jax.Array] | None = None
     ) -> "Shard":
-        """The part of a value that is computed of this one."""
+        """The part of a value that is computed of this one, element by element."""
+        return Shard(part, self.dim, exact=self.exact, make=make)
+
+    def moved(
+        self,
+        move: Callable[[jax.Array], jax.Array],
+        move_whole: Callable[[jax.Array], jax.Array],
+        dim: int | None = None,
+    ) -> "Shard":
+        """The same elements elsewhere, by a function of the part, and of the whole."""
         dim = self.dim if dim is None else dim
-        return Shard(part, dim, exact=self.exact, make=make)
+        sink = None if self.sink is None else move_whole(self.sink)
+        meta = dim, self.dtype, self.is_trained, self.exact
+        return Shard.tree_unflatten(meta, (move(self.source), sink))
+
+    def cast(self, dtype: Any) -> "Shard":
+        """The same, cast."""
+        is_float = jnp.issubdtype(dtype, jnp.inexact)
+        if not (self.is_trained and is_float):
+            return self.of(self.part.astype(dtype))
+        meta = self.dim, dtype, self.is_trained, self.exact
+        return Shard.tree_unflatten(meta, (self.source, self.sink))
+
+    def row(self) -> "Shard":
+        """Of a row along the first dim, which is not the one that is split."""
+        meta = self.dim - 1, self.dtype, self.is_trained, self.exact
+        return Shard.tree_unflatten(meta, (self.source, self.sink))
 
     def fresh(self) -> "Shard":
         """The same, to be gathered anew in the program that uses it."""
-        return self.of(self.part, make=self._make)
+        same = Shard.tree_unflatten(*self.tree_flatten()[::-1])
+        same._make = self._make
+        return same
 
     @functools.cached_property
     def whole(self) -> jax.Array:
         """All parts, gathered at its first use; or computed of whole values."""
         if self._make is not None:
             return self._make()
-        x = lax.all_gather(self.part, DEVICE_AXIS, axis=self.dim, tiled=True)
+        if self.is_trained:
+            return gather_cast(self.source, self.sink, self.dim, self.dtype)
+        x = gather(self.part, self.dim)
         # XLA would lay it out as it was gathered, and multiply in another order.
         order = Layout(tuple(range(x.ndim)))
         return with_layout_constraint(x, order) if self.exact else x
+
+
+def is_shard(x: Any) -> bool:
+    """Whether devices hold the value in parts."""
+    return isinstance(x, Shard)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Targets:
+    """Arrays by which a function of a tree is differentiated, which may have a `Shard`.
+
+    The gradient of a part is a part of the sum over devices, where the op sends the
+    leaf alone; else it is whole, and this device's own.
+    """
+
+    treedef: Any
+    leaves: list[Any]
+    scattered: list[bool]
+
+    @classmethod
+    def of(cls, tree: PyTree, is_sent_alone: Callable[[int, Any], bool]) -> "Targets":
+        """Those of a tree; ``is_sent_alone(number, shape)`` says so of a leaf."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+        wide = [widen_dtype(x.dtype) for x in leaves]
+        shapes = map(jax.ShapeDtypeStruct, [x.shape for x in leaves], wide)
+        pairs = enumerate(zip(leaves, shapes, strict=True))
+        return cls(
+            treedef,
+            leaves,
+            [is_shard(x) and is_sent_alone(i, shape) for i, (x, shape) in pairs],
+        )
+
+    @property
+    def values(self) -> PyTree:
+        """The tree of arrays."""
+
+        def of(x: Any, is_scattered: bool) -> Any:
+            if not is_shard(x):
+                return x
+            dtype = widen_dtype(x.dtype)
+            return x.part.astype(dtype) if is_scattered else jnp.zeros(x.shape, dtype)
+
+        return self.treedef.unflatten(map(of, self.leaves, self.scattered))
+
+    def put(self, values: PyTree) -> PyTree:
+        """The tree of which these are the `values`."""
+
+        def of(x: Any, value: jax.Array, is_scattered: bool) -> Any:
+            if not is_shard(x):
+                return value
+            how: Any = {"dtype": x.dtype, "is_trained": True}
+            if is_scattered:
+                return Shard(value, x.dim, **how)
+            return Shard(x.part, x.dim, sink=value, **how)
+
+        each = self.treedef.flatten_up_to(values)
+        return self.treedef.unflatten(map(of, self.leaves, each, self.scattered))
+
+    def gradients(self, grads: PyTree) -> PyTree:
+        """Those by the values, with a `Shard` for each that is a part."""
+        triples = zip(
+            self.leaves, self.treedef.flatten_up_to(grads), self.scattered, strict=True
+        )
+        each = [Shard(g, x.dim) if is_part else g for x, g, is_part in triples]
+        return self.treedef.unflatten(each)
 
 
 class Uniform:
@@ -188,11 +320,9 @@ def as_shards(
     return [x if dim is None else Shard(x, dim, exact=exact) for x, dim in pairs]
 
 
-def scatter(x: Any, dim: int) -> Shard:
+def scatter_part(x: Any, dim: int) -> Shard:
     """The sum over devices of a value, each device with its own part."""
-    x = hide_complex(whole(x))
-    parts = lax.psum_scatter(x, DEVICE_AXIS, scatter_dimension=dim, tiled=True)
-    return Shard(parts, dim)
+    return Shard(scatter(whole(x), dim), dim)
 
 
 def part_on_device(x: Any, dim: int) -> jax.Array:
@@ -204,10 +334,8 @@ def part_on_device(x: Any, dim: int) -> jax.Array:
 
 def with_barrier(operands: list[Any]) -> list[Any]:
     """The operands, parts as parts, behind an optimization barrier."""
-    parts = [x.part if isinstance(x, Shard) else x for x in operands]
-    parts = lax.optimization_barrier(parts)
-    pairs = zip(operands, parts, strict=True)
-    return [x.of(p) if isinstance(x, Shard) else p for x, p in pairs]
+    fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
+    return lax.optimization_barrier(fresh)
 
 
 def is_uniform(eqn: JaxprEqn) -> bool:
@@ -253,31 +381,35 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     differs between devices.
     """
     name, params, x = eqn.primitive.name, eqn.params, operands[0]
-    if name in _ELEMENTWISE and len(operands) == len(eqn.outvars):
-        parts = [x.part if isinstance(x, Shard) else x for x in operands]
-        pairs = zip(operands, evaluate_eqn(eqn, parts), strict=True)
-        return [x.of(p) if isinstance(x, Shard) else p for x, p in pairs]
+    if name in IDENTITIES and len(operands) == len(eqn.outvars):
+        fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
+        if len(operands) == 1:
+            return jax.tree.map(lambda x: evaluate_eqn(eqn, [x])[0], fresh)
+        leaves, treedef = jax.tree.flatten(fresh)
+        return treedef.unflatten(evaluate_eqn(eqn, leaves))
     if len(operands) > 1:
         return None
     dim, size = x.dim, lax.axis_size(DEVICE_AXIS)
+    if name == "is_finite":
+        return [x.of(evaluate_eqn(eqn, [x.part])[0])]
     if name == "convert_element_type" and not x.exact:
-        narrows = params["new_dtype"].itemsize <= x.part.dtype.itemsize
-        return [x.of(evaluate_eqn(eqn, [x.part])[0])] if narrows else None
-    is_flag = name == "reduce_and" and x.part.dtype == bool
-    if is_flag and len(params["axes"]) == x.part.ndim:
+        new = params["new_dtype"]
+        return [x.cast(new)] if new.itemsize <= x.dtype.itemsize else None
+    is_flag = name == "reduce_and" and x.dtype == bool
+    if is_flag and len(params["axes"]) == x.source.ndim:
         [flag] = evaluate_eqn(eqn, [x.part])
         return [lax.pmin(flag.astype(jnp.int32), DEVICE_AXIS) > 0]
     avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
+    move = lambda x: evaluate_eqn(eqn, [x])[0]  # noqa: E731
     if name == "slice" and avals[0].shape[dim] == avals[1].shape[dim]:  # all of it
         starts, limits, strides = (
             params["start_indices"], list(params["limit_indices"]), params["strides"]
         )  # fmt: skip
         limits[dim] //= size
-        return [x.of(lax.slice(x.part, starts, limits, strides))]
+        return [x.moved(lambda x: lax.slice(x, starts, limits, strides), move)]
     if name == "squeeze":
-        moved = dim - sum(at < dim for at in params["dimensions"])
-        return [x.of(lax.squeeze(x.part, params["dimensions"]), moved)]
+        after = dim - sum(at < dim for at in params["dimensions"])
+        return [x.moved(move, move, after)]
     if name == "transpose" and not x.exact:
-        order = params["permutation"]
-        return [x.of(lax.transpose(x.part, order), order.index(dim))]
+        return [x.moved(move, move, params["permutation"].index(dim))]
     return None

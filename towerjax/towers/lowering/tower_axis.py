@@ -15,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
 from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad, batching, mlir
 
@@ -33,7 +33,6 @@ from towerjax.proof.equation import (
 )
 from towerjax.proof.interpreter import Interpreter, as_call, with_programs
 from towerjax.towers.lowering.in_turn import map_in_turn, scan_and_add
-from towerjax.towers.lowering.sums import SumSites
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
 
@@ -102,6 +101,18 @@ def evaluate_program(program: ClosedJaxpr, tree: Any, args: PyTree) -> PyTree:
         walk.evaluate(eqn)
     out = map(walk.read, program.jaxpr.outvars)
     return jax.tree.unflatten(tree, map(jnp.asarray, out))
+
+
+def run_lowered(
+    tower_fn: Callable[..., PyTree],
+    axes: TowerAxes,
+    programs: TowerPrograms,
+    name: str,
+    *args: PyTree,
+) -> PyTree:
+    """The results of a function of one tower, as its program runs on these devices."""
+    program, tree = tower_program(tower_fn, axes, programs, args, name)
+    return evaluate_program(_Lowering(axes).lower(program), tree, args)
 
 
 class _Lowering:
@@ -342,13 +353,15 @@ def over_local_towers(
     number: jax.Array | None = None,
     programs: TowerPrograms | None = None,
     name: str = "tower",
+    is_lowered: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """``tower_fn(tower_id, own, *common) -> (sums, kept)`` of each tower of a device.
 
     Returns ``sums`` added over the towers, or with ``stack_sums`` as rows ``[k, ...]``,
     and ``kept`` as rows. ``number`` is any traced int >= 0; see `map_in_turn`.
     ``programs`` keeps what was traced by this ``name`` for the next call with such
-    arguments and as many towers, wherever these lie.
+    arguments and as many towers, wherever these lie. ``is_lowered``: ``tower_fn`` runs
+    as it is, on these devices; not where towers run together.
     """
     programs = {} if programs is None else programs
 
@@ -356,8 +369,8 @@ def over_local_towers(
         program, tree = tower_program(tower_fn, axes, programs, args, name)
         return _Lowering(axes).lower(program), tree
 
-    def lowered_fn(*args: PyTree) -> PyTree:
-        return evaluate_program(*lower(args), args)
+    how = tower_fn, axes, programs, name
+    lowered_fn = tower_fn if is_lowered else functools.partial(run_lowered, *how)
 
     first = first_tower_of_device(axes)
     if axes.num_local == 1 and not (axes.in_turn and stack_sums):
@@ -414,8 +427,10 @@ def _isolate(
     def run(tower: tuple[PyTree, ...]) -> PyTree:
         args = (*tower, *common)
         program, tree = lower(args)
-        uses, leaves = SumSites(program.jaxpr).uses, jax.tree.leaves(args)
-        used = [i for i, x in enumerate(program.jaxpr.invars) if uses[x]]
+        body, leaves = program.jaxpr, jax.tree.leaves(args)
+        reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
+        read = {x for x in reads if isinstance(x, Var)}
+        used = [i for i, x in enumerate(body.invars) if x in read]
         given = lax.optimization_barrier([leaves[i] for i in used])
         for i, x in zip(used, given, strict=True):
             leaves[i] = x

@@ -1,0 +1,153 @@
+"""Gather a parameter where it is used; the derivative adds its gradient in parts."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Literal
+
+from towerjax.collectives.reduce import hide_complex
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.proof.equation import needed_eqns
+from towerjax.proof.interpreter import Interpreter
+from towerjax.types import PyTree
+
+
+def gather(part: jax.Array, dim: int) -> jax.Array:
+    """The whole value, of which each device has a part along ``dim``."""
+    return lax.all_gather(part, DEVICE_AXIS, axis=dim, tiled=True)
+
+
+def scatter(x: jax.Array, dim: int) -> jax.Array:
+    """This device's part of the sum over devices of a value."""
+    x = hide_complex(x)
+    return lax.psum_scatter(x, DEVICE_AXIS, scatter_dimension=dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gather_cast(part: jax.Array, sink: Any, dim: int, dtype: Any) -> jax.Array:
+    """The whole value, which is cast before it is sent.
+
+    Its gradient is added over devices in the bits of ``part``, and scattered; or with
+    ``sink``, an array of the whole shape, it is that of ``sink``, and of this device.
+    """
+    return gather(part.astype(dtype), dim)
+
+
+def _gather_first(
+    part: jax.Array, sink: Any, dim: int, dtype: Any
+) -> tuple[jax.Array, tuple[Any, Any]]:
+    # Arrays without elements, which say what the gradients are of.
+    empty = jax.tree.map(lambda x: jnp.zeros(0, x.dtype), (part, sink))
+    return gather(part.astype(dtype), dim), empty
+
+
+def _gather_last(
+    dim: int, dtype: Any, empty: tuple[Any, Any], grad: jax.Array
+) -> tuple[Any, Any]:
+    part, sink = empty
+    if sink is None:
+        return scatter(grad.astype(part.dtype), dim), None
+    return None, grad.astype(sink.dtype)
+
+
+gather_cast.defvjp(_gather_first, _gather_last)
+
+
+def gathering_again(fn: Callable[..., PyTree], parts: PyTree, *args: PyTree) -> PyTree:
+    """``fn(parts, *args)``, whose derivative makes again what it needs of parts alone.
+
+    So what a step of a loop has gathered is not kept for all steps. `jax.checkpoint`
+    with a policy would keep what a `jax.checkpoint` in ``fn`` is to compute again.
+    """
+    leaves, treedef = jax.tree.flatten((parts, *args))
+    number = len(jax.tree.leaves(parts))
+
+    @jax.custom_vjp
+    def run(leaves: list[Any]) -> PyTree:
+        return fn(*treedef.unflatten(leaves))
+
+    def first(leaves: list[Any]) -> tuple[PyTree, Any]:
+        given = [x.value for x in leaves]
+        moved = [i for i, x in enumerate(leaves) if x.perturbed]
+
+        def differentiate(*given: Any) -> tuple[PyTree, Any]:
+            def of(values: list[Any]) -> PyTree:
+                every = dict(enumerate(given)) | dict(zip(moved, values, strict=True))
+                return fn(*treedef.unflatten(every.values()))
+
+            return jax.vjp(of, [given[i] for i in moved])
+
+        closed, shapes = jax.make_jaxpr(differentiate, return_shape=True)(*given)
+        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)
+        out, pull = jax.tree.unflatten(jax.tree.structure(shapes), values)
+        kept, of_pull = jax.tree.flatten(pull)
+        results = closed.jaxpr.outvars[len(values) - len(kept) :]
+        made = _Made(closed, number, results)
+        kept = [None if i in made.numbers else x for i, x in enumerate(kept)]
+
+        def back(parts: list[Any], kept: list[Any], grads: PyTree) -> list[Any]:
+            again = dict(zip(made.numbers, made.values(parts), strict=True))
+            every = [again.get(i, x) for i, x in enumerate(kept)]
+            (found,) = of_pull.unflatten(every)(grads)
+            new = dict(zip(moved, found, strict=True))
+            return [new.get(i) for i in range(len(leaves))]
+
+        return out, jax.tree_util.Partial(back, given[:number], kept)
+
+    def last(back: Any, grads: PyTree) -> tuple[list[Any]]:
+        return (back(jax.tree.map(_instantiated, grads, is_leaf=_is_zero)),)
+
+    run.defvjp(first, last, symbolic_zeros=True)
+    return run(leaves)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _instantiated(x: Any) -> Any:
+    return x.instantiate() if _is_zero(x) else x
+
+
+class _Made:
+    """Those results of a program that depend on its first inputs alone.
+
+    Attributes:
+      numbers: Which results these are.
+    """
+
+    def __init__(self, closed: Any, number: int, results: list[Any]) -> None:
+        body = closed.jaxpr
+        given, others = {*body.invars[:number]}, {*body.invars[number:]}
+        # A value of another trace might not live when these are made again.
+        pairs = zip(body.constvars, closed.consts, strict=True)
+        others |= {var for var, x in pairs if isinstance(x, Tracer)}
+        eqns, made = list[Any](), set[Any]()
+        for eqn in body.eqns:
+            operands = {x for x in eqn.invars if not isinstance(x, Literal)}
+            effects = [x for x in eqn.effects if not hasattr(x, "name")]  # of an axis
+            if effects or not others.isdisjoint(operands):
+                others |= {*eqn.outvars}
+            elif not (given | made).isdisjoint(operands):
+                made |= {*eqn.outvars}
+                eqns.append(eqn)
+        is_made = [not isinstance(x, Literal) and x in made for x in results]
+        self.numbers = [i for i, yes in enumerate(is_made) if yes]
+        self._results = [results[i] for i in self.numbers]
+        self._closed, self._eqns = closed, needed_eqns(eqns, self._results)
+
+    def values(self, parts: list[Any]) -> list[Any]:
+        """These results, made again."""
+        body = self._closed.jaxpr
+        others = [None] * (len(body.invars) - len(parts))
+        walk = Interpreter(body, self._closed.consts, [*parts, *others])
+        for eqn in self._eqns:
+            walk.evaluate(eqn)
+        return [walk.read(x) for x in self._results]
