@@ -16,6 +16,7 @@ from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.mesh.devices import Device, want_cpu_devices
 from towerjax.proof.findings import ReplicationError
+from towerjax.step.look.split import told_of
 from towerjax.tools.sweep.bench import bench as bench_all
 from towerjax.tools.sweep.bench import resolve
 from towerjax.tools.testing import SplitError, same_on_devices
@@ -152,7 +153,8 @@ def launch(**options: Any) -> int:
 def audit(make_step: str, json: bool = False) -> int:
     """Check that a step is the same on any number of towers.
 
-    What is merged of rows of the batch on two towers is compared with one tower.
+    It is proved, and what is merged of rows of the batch on two towers is compared with
+    one tower.
 
     Example:
       towerjax audit train:make_step
@@ -164,11 +166,14 @@ def audit(make_step: str, json: bool = False) -> int:
     """
     step, state, batch = _made(make_step)
     try:
+        unproved = dict(step.check(state, batch).unproved)
         outcome = step.audit(state, batch)
     except SplitError as error:
         findings = list(map(dataclasses.asdict, error.findings))
         return show(error, {"same": False, "findings": findings}, json, FAULT)
-    return show(outcome, {"same": True, **dataclasses.asdict(outcome)}, json)
+    told = told_of(unproved) if unproved else "proved equal to one tower"
+    fields = {"same": True, "unproved": unproved, **dataclasses.asdict(outcome)}
+    return show(f"{told}\n{outcome}", fields, json)
 
 
 def check(

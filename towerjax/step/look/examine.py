@@ -401,7 +401,8 @@ class Examined:
             if not jax.tree.leaves(state.local):
                 raise
             return f"{error}\nOr each tower's own statistics are meant"
-        return f"A sample agreed: {self.audit_report}"
+        report = str(self.audit_report).replace("\nnote: ", "; ")
+        return f"A sample agreed: {report}"
 
     def locate(
         self, state: TrainState, batch: PyTree, *, number: int | None = None
