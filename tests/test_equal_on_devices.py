@@ -734,6 +734,27 @@ def test_arguments_may_have_other_values_than_these():
         proof_of(make)
 
 
+@pytest.mark.parametrize("asks", [False, True], ids=["traced", "asked for"])
+def test_a_coefficient_of_0_hides_no_term(asks):
+    """But where Python asks for the number, it is that number."""
+
+    def make(devices):
+        def step(w, x, beta):
+            if asks and beta > 1:
+                beta = 1.0
+            fn, _ = mapped(devices, lambda w, x, b: lax.psum(b * w, "i"), W, X, 1.0,
+                           ins=(ALL, SPLIT, ALL))  # fmt: skip
+            return fn(w, x, beta)
+
+        return step, (W, X, 0.0)
+
+    if asks:
+        assert not proof_of(make).unproved
+    else:
+        with pytest.raises(tj.ReplicationError, match="result: D times"):
+            proof_of(make)
+
+
 def test_an_argument_that_grows_with_devices_is_a_power_of_their_number():
     def make(devices):
         rate = np.float32(0.1 * len(devices))

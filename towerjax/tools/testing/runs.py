@@ -120,11 +120,14 @@ class UserProgram:
             return None, "an argument is an iterator"
         if self._trace is None:
             self._trace = self._traced_with(self._copies())
-            args = self._with_numbers_as_arrays(self._trace[0])
-            if args is not None:
+            for kinds in (float | complex, ()):
+                args = self._with_numbers_as_arrays(self._trace[0], kinds)
+                if args is None:
+                    continue
                 again = self._traced_with(args)
                 if again[0] is not None:
                     self._trace, self.traced_args = again, args
+                    break
         return self._trace
 
     def _traced_with(self, args: tuple[Any, ...]) -> tuple[TracedProgram | None, str]:
@@ -140,17 +143,22 @@ class UserProgram:
         changed = dict(zip(watched.new, new, strict=True))
         return TracedProgram(traced.jaxpr, out, changed), ""
 
-    def _with_numbers_as_arrays(self, traced: TracedProgram | None) -> Any:
-        """The arguments with Python's numbers of a state as arrays; None: it has none.
+    def _with_numbers_as_arrays(
+        self, traced: TracedProgram | None, kinds: Any
+    ) -> tuple[Any, ...] | None:
+        """The arguments with Python's numbers as arrays; None: there are none.
 
-        In the next call they are others, so they are no constants.
+        Those of a state are others in the next call, so they are no constants; of other
+        arguments those of these kinds.
         """
         places = {} if traced is None else state_places(self.args, traced.out)
         copies = self._copies()
-        args = [
-            jax.tree.map(_as_array, x) if i in places else x
-            for i, x in enumerate(copies)
-        ]
+        all_kinds = int | float | complex
+        args = []
+        for i, x in enumerate(copies):
+            of_arg = all_kinds if i in places else kinds
+            leaves, treedef = flatten(x)
+            args.append(treedef.unflatten([_as_array(v, of_arg) for v in leaves]))
         leaves, before = flatten(args)[0], flatten(copies)[0]
         is_same = all(type(x) is type(y) for x, y in zip(leaves, before, strict=True))
         return None if is_same else tuple(args)
@@ -187,10 +195,10 @@ class UserProgram:
         return again
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: Any, kinds: Any) -> Any:
     """A number of Python as an array, which JAX takes as the number's own type."""
-    is_python = isinstance(x, int | float | complex)
-    return jnp.asarray(x) if is_python and not isinstance(x, ARRAY_TYPES) else x
+    is_python = isinstance(x, kinds) and not isinstance(x, ARRAY_TYPES)
+    return jnp.asarray(x) if is_python else x
 
 
 def _let_go(x: Any) -> Any:
