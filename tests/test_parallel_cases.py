@@ -252,6 +252,7 @@ def test_for_whole_arrays_it_is_right(losses, weight):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:not proved")
 @pytest.mark.parametrize("name", CASES)
 def test_by_hand_it_is_refused(name):
     losses, kind = CASES[name][1:]
