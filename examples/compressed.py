@@ -135,12 +135,12 @@ def main():
         "no feedback": compressed(4, feedback=False),
     }.items():
         strategy = tj.Mirrored(towers=4)
-        step = tj.build_train_step(loss_fn, optax.sgd(10.0), strategy, extend=extend)
+        # The loss is another for each tower, which no audit accepts.
+        how = {"extend": extend, "audit": False}
+        step = tj.build_train_step(loss_fn, optax.sgd(10.0), strategy, **how)
         state = step.init(np.zeros(512, np.float32))
         sent = step.report(state, batch).bytes_sent
-        # The loss is another for each tower, which an audit would not accept.
-        given = step, state, [batch] * 200
-        state, history = tj.run(*given, audit=False, progress=False)
+        state, history = tj.run(step, state, [batch] * 200, progress=False)
         print(f"{sent:4} bytes, loss {history.metrics['loss'][-1]:.3f}, {name}")
     error = history.metrics["compression/error"][0]
     print(f"error at most {error:.2f} in the first step")

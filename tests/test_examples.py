@@ -58,11 +58,11 @@ def contrast(path):
         return np.asarray(picture)[..., :3].std() / 255
 
 
-def saying_audited(path, folder, flags):
+def saying_proved(path, folder, flags):
     run = tj.run
 
-    def told(step, *args, **how):  # its report has audited it, so a run says nothing
-        print("audited:", step.is_audited)
+    def told(step, *args, **how):  # its report has proved it, so a run says nothing
+        print("proved:", step.unproved == {})
         return run(step, *args, **how)
 
     tj.run = told
@@ -71,18 +71,18 @@ def saying_audited(path, folder, flags):
 
 def without_audit(path, folder, flags):
     tj.build_train_step = functools.partial(tj.build_train_step, audit=False)
-    saying_audited(path, folder, flags)
+    saying_proved(path, folder, flags)
 
 
 def test_gpt_has_one_loss_and_one_hash_in_all_layouts(tmp_path):
     found = {}
     for run, state, devices in [
         (without_audit, "mirrored", "8"),  # which compares two layouts of its own
-        (saying_audited, "sharded", "4"),
+        (saying_proved, "sharded", "4"),
     ]:
         flags = ("--steps", "4", "--state", state, "--devices", devices, "--pinned")
         output = forked.told(run, str(ROOT / "examples/gpt.py"), str(tmp_path), flags)
-        assert f"audited: {state == 'sharded'}\n" in output
+        assert f"proved: {state == 'sharded'}\n" in output
         pattern = r"^loss (\S+), after 4 steps (\S+), (\w+)$"
         first, last, bits = re.search(pattern, output, re.M).groups()
         held = re.search(r"on each (\S+) MB of the state", output)[1]

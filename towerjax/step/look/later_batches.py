@@ -57,8 +57,6 @@ class Splits:
         by_size = np.argsort(_sizes_of_rows(self.first, 2 * self.each), kind="stable")
         found += [self.of_rows("permuted", at) for at in (at_random, by_size)]
         found.append(made(f"at step {_LATE:,}", in_order, step=_LATE))
-        repeated = np.where(in_order == self.each, 0, in_order)
-        found.append(made("one row on both towers", repeated))
         if pads:
             found.append(made("one row in all", in_order[:1], is_short=True))
         found += _made_of(self.first, self.each)
@@ -79,6 +77,7 @@ def _sizes_of_rows(split: RowsToRun, count: int) -> np.ndarray:
 def _made_of(split: RowsToRun, each: int) -> list[RowsToRun]:
     """The rows with other values, where they have such leaves."""
     changes = {
+        "one row on both towers": functools.partial(_with_a_row_twice, each=each),
         f"one row times {_LARGER}": _with_a_large_row,
         "masked on the second tower": functools.partial(_masked, each=each),
     }
@@ -115,6 +114,16 @@ def _with_a_large_row(x: np.ndarray) -> np.ndarray | None:
     x = np.array(x)
     with np.errstate(over="ignore"):
         x[0] *= _LARGER
+    return x
+
+
+def _with_a_row_twice(x: np.ndarray, each: int) -> np.ndarray | None:
+    """The first tower's first row on the second tower, too; numbers of rows stay."""
+    is_whole = jnp.issubdtype(x.dtype, jnp.integer)
+    if is_whole and x.ndim == 1 and len(np.unique(x)) == len(x):
+        return None
+    x = np.array(x)
+    x[each] = x[0]
     return x
 
 

@@ -281,6 +281,8 @@ def _is_one_for_all(value: Any) -> bool:
     return bool((rows == rows[:1]).all())
 
 
+# The fields of `Sum` and `Weighted` that have a tree.
+_HELD_IN = jax.tree_util.GetAttrKey("value"), jax.tree_util.GetAttrKey("sum")
 _MERGES = {
     ADDED: Merge.SUM,
     SHOWN: Merge.SUM,
@@ -303,7 +305,9 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one):
         first = key_name(path[0]) if path else "result"
         root = GRADIENT if first == "grads" else first
-        name = root + jax.tree_util.keystr(path[1:])
+        # The type of what holds the gradients is no part of their names.
+        is_held = root == GRADIENT and path[1:2] and path[1] in _HELD_IN
+        name = root + jax.tree_util.keystr(path[2 if is_held else 1 :])
         if isinstance(x, PerTower):
             count = len(jax.tree.leaves(x))
             leaves += [MergedLeaf(name, Merge.PER_TOWER)] * count
@@ -319,20 +323,22 @@ def _leaves_of_tower(tree: PyTree, variables: Sequence[int | None]) -> list[Merg
 
 
 def _gradients_as_means(leaves: list[MergedLeaf], loss: str) -> list[MergedLeaf]:
-    """The leaves, of which sums of gradients are divided by the weight of their loss.
-
-    Which of several losses that is they do not say.
-    """
-    means = [x.weight for x in leaves if x.name == loss and x.merge is Merge.MEAN]
-    how = {"merge": Merge.OTHER}
-    if len(means) == 1:
-        how = {"merge": Merge.MEAN, "weight": means[0]}
-    return [
-        dataclasses.replace(x, **how)
-        if x.name.startswith(GRADIENT) and x.merge is Merge.SUM
-        else x
+    """The leaves, with sums of gradients divided by the weight of their loss."""
+    # Of several losses the gradients stand in their order.
+    weights = {
+        x.name.replace(loss, GRADIENT, 1): x.weight
         for x in leaves
-    ]
+        if x.name.startswith(loss) and x.merge is Merge.MEAN
+    }
+
+    def as_mean(leaf: MergedLeaf) -> MergedLeaf:
+        is_sum = leaf.name.startswith(GRADIENT) and leaf.merge is Merge.SUM
+        known = [w for name, w in weights.items() if leaf.name.startswith(name)]
+        if not (is_sum and len(known) == 1):
+            return dataclasses.replace(leaf, merge=Merge.OTHER) if is_sum else leaf
+        return dataclasses.replace(leaf, merge=Merge.MEAN, weight=known[0])
+
+    return list(map(as_mean, leaves))
 
 
 def _leaves_of_returned(
