@@ -616,7 +616,7 @@ def of_extremes(d):
         lambda: most + d.of(0.0, 1.0) * one,
     )()
     meet = d.of(lax.pmax, lax.pmax, lax.pmin)
-    return meet(made, TOWER_AXIS)
+    return meet(lax.stop_gradient(made), TOWER_AXIS)
 
 
 def reduced_by_a_function(d):
