@@ -31,9 +31,10 @@ def refuse_false(seed, padded, operations=equal_programs.OPERATIONS):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("first", range(4, 300, 20))
+@pytest.mark.parametrize("first", range(4, 300, 60))
 def test_what_is_proved_of_a_random_function_holds(first, padded):
-    numbers = [refuse_false(seed, padded) for seed in range(first, first + 3)]
+    seeds = [first + i + j for i in (0, 20, 40) for j in range(3)]
+    numbers = [refuse_false(seed, padded) for seed in seeds]
     assert sum(numbers) > 0
 
 
