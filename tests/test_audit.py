@@ -40,6 +40,7 @@ from towerjax.step.look.comparison import (
     judge,
     rounding_of,
 )
+from towerjax.step.look.later_batches import Splits
 from towerjax.step.look.run_towers import _local_of, rounded
 from towerjax.step.look.split import NotProved
 from towerjax.step.look.two_towers import _rounding_decides
@@ -655,6 +656,15 @@ def test_only_the_leaves_that_are_asked_for_are_judged():
     assert report.compared == ("loss",)
     _, found = refused(loss_alone, loss_fn, leaves=None)
     assert found.keys() == {"metrics['median']"}
+
+
+def test_a_row_that_two_towers_have_keeps_its_number():
+    """A program may find its rows among all by their numbers."""
+    batch = {"x": np.arange(6, dtype=np.float32), "row": np.arange(6) + 3}
+    splits = Splits(batch, 3).all(pads=False, draws=False)
+    [twice] = [x.rows for x in splits if x.name == "one row on both towers"]
+    assert twice["row"].tolist() == [3, 4, 5, 6, 7, 8]
+    assert twice["x"].tolist() == [0, 1, 2, 0, 4, 5]
 
 
 def test_a_function_that_draws_anew_is_not_audited():
