@@ -272,3 +272,12 @@ def test_metrics_beside_a_loss_have_verdicts_of_their_own():
     found = equalities(of_loss(fn), PARAMS, BATCH)
     says = {x.leaf: x.says for x in found}
     assert says == {"loss": "proved", "best": "proved", "last": "unknown"}
+
+
+def test_a_factor_of_the_number_of_towers_is_said_with_its_line():
+    def fn(params, batch, tower):
+        return tj.Weighted.mean(batch["y"] / tower.num_towers, tower.weight)
+
+    found = verdict_on(fn)
+    assert "1/T times" in found.why and "since a factor at" in found.why
+    assert "numbers of towers" in found.advice

@@ -135,7 +135,8 @@ def _of_mean(value: Known, weight: Known) -> Verdict:
     if value.kind is Kind.MEAN and weight.kind is Kind.COPY:
         why = "an average of the towers' averages, each over its rows"
         return Verdict("refuted", why, _MEAN_OF_ROWS)
-    is_copy = [x.kind is Kind.COPY for x in (value, weight)]
+    # The number of a tower's rows is a copy, too, and a sum over them.
+    is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
     total, of_weights = as_part(value), as_part(weight)
     for each in (total, of_weights):
