@@ -147,7 +147,7 @@ EXPECTED = {
     "shared_values_of_the_first": [-3.5 * (3 + 7 + 8)] * 2,
     "alone_between_meetings": 1.26,  # 3.5 (1 - 0.8^2)
     "learning_rates_of_the_first": 0.25 * 7 + 0.125 * 3.5,
-    "audited": [["loss", "gradient"], False, True],
+    "audited": [["loss"], False, ["loss"], False, True],
     "steps_on_data": [64.0, 36.0],  # 0 + ... + 7 and 1 + ... + 8
     "towers_values": [60.0, 15.0, [0.0, 10.0, 20.0, 30.0]],
 }
