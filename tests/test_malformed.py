@@ -378,7 +378,7 @@ UNLIKE = {
     "local": {"'vmap'": "Mirrored", "None": "TowerOutput assert_replicates"},
     "reduction": {"LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
         "Reduction.NONE": "MirroredVar"},
-    "devices": {"(1, 2, 4)": "same_on_devices", "None": f"Mirrored {MODEL}"},
+    "devices": {"(1, 2, 4)": "same_on_devices", "None": f"Mirrored prove {MODEL}"},
     "rtol": {"0.0001": "bench", "1e-05": "assert_same",
         "None": "assert_replicates same_on_devices"},
     "towers": {"(1, 2, 3, 4, 8)": "assert_replicates", "None": "Mirrored launch"},

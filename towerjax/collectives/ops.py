@@ -150,7 +150,7 @@ class AllReduce:
         """Whether a leaf of this shape is an operand of an all-reduce by itself."""
         others = self.num_packs, self.group_size, self.device
         num_bytes = leaf.size * leaf.dtype.itemsize
-        is_plain = all(option is None for option in others)
+        is_plain = others == (None, None, None)
         return is_plain and num_bytes > self._shared_below(axes)
 
     def _shared_below(self, axes: TowerAxes) -> int:

@@ -27,7 +27,12 @@ def dim_in_parts(
     """
     held = [x for x in jax.tree.leaves(params, is_leaf=is_shard) if is_shard(x)]
     dims = {x.shape: x.dim for x in held}
-    return lambda x: dims.get(x.shape) if sends_alone(ops, x, axes) else None
+
+    def dim_of(x: Any) -> int | None:
+        is_held = x.shape in dims and sends_alone(ops, x, axes)
+        return dims[x.shape] if is_held else None
+
+    return dim_of
 
 
 def sums_in_parts(
@@ -94,6 +99,8 @@ class Added:
 
     def tree(self) -> PyTree:
         """All of them, as the trees that were added."""
+        if not jax.tree.leaves(self.parts):
+            return self.sums.tree()
         is_leaf = lambda x: x is None or is_shard(x)  # noqa: E731
         either = lambda part, x: x if part is None else part  # noqa: E731
         return jax.tree.map(either, self.parts, self.sums.tree(), is_leaf=is_leaf)
