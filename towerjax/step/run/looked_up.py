@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.collectives.lookups import LOOKUP, join_lookups
 from towerjax.proof.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
@@ -199,9 +199,12 @@ class TracedLoss:
         return tree["rest"], gradient
 
 
-def _has_lookups(program: ClosedJaxpr) -> bool:
-    bodies = map(open_jaxpr, all_jaxprs(program))
-    return any(LOOKUP in {eqn.primitive for eqn in body.eqns} for body in bodies)
+def _has_lookups(program: ClosedJaxpr | Jaxpr) -> bool:
+    bodies = [open_jaxpr(x).eqns for x in all_jaxprs(program)]
+    if any(LOOKUP in {eqn.primitive for eqn in eqns} for eqns in bodies):
+        return True
+    high = [eqn for eqns in bodies for eqn in eqns if "_prim" in eqn.params]
+    return any(_has_lookups(x) for eqn in high for x in _of_remat3(eqn))
 
 
 def _is_lookup(eqn: JaxprEqn) -> bool:
@@ -233,12 +236,21 @@ def _refuse_inside(program: Any, free: set[Any], *, is_top: bool) -> None:
                     " whose gradient is of all rows."
                 )
             continue
-        for inner in sub_jaxprs(eqn):
+        for inner in [*sub_jaxprs(eqn), *_of_remat3(eqn)]:
             given = eqn.invars[len(eqn.invars) - len(inner.invars) :]
             pairs = zip(inner.invars, given, strict=False)
             is_known = eqn.primitive.name != "while"  # whose operands lie otherwise
             known = {own for own, outer in pairs if is_known and _is_free(outer, free)}
             _refuse_inside(inner, known | {*inner.constvars}, is_top=False)
+
+
+def _of_remat3(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The program that `jax.checkpoint` hides in a primitive, with ``jax_remat3``."""
+    if "_prim" not in eqn.params:
+        return []
+    program: Any = getattr(eqn.params["_prim"], "jaxpr", None)
+    is_program = isinstance(program, Jaxpr | ClosedJaxpr)
+    return [open_jaxpr(program)] if is_program else []
 
 
 def _is_free(var: Any, free: set[Any]) -> bool:
