@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import towerjax as tj
+from benchmarks import options_of
 
 LEAVES, WIDTH, ROWS = 18, 16, 8
 
@@ -35,9 +36,7 @@ def main() -> None:
     """Print microseconds a call."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.small_leaves")
     parser.add_argument("--calls", type=int, default=3000)
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    calls = 20 if args.small else args.calls
+    calls = options_of(parser, calls=20).calls
     draw = np.random.default_rng(0)
     shape = (LEAVES, WIDTH, WIDTH)
     layers = (draw.normal(size=shape) / 4).astype(np.float32)
