@@ -21,9 +21,10 @@ from flax import linen as nn
 from jax.experimental import io_callback
 
 import towerjax as tj
+from towerjax.proof.equal.one_tower import Equality
 from towerjax.step.look import audited, examine
 from towerjax.step.look.comparison import AuditReport, NotAudited
-from towerjax.step.look.split import NotProved
+from towerjax.step.look.split import NotProved, StepEquality
 from towerjax.tools.sweep.bench import _timed
 
 # What is not proved is audited, and said.
@@ -772,3 +773,22 @@ def test_what_is_asked_for_ends_with_its_block():
         inner = dataclasses.replace(before, audit=True, folder="x")
         assert audited.ASKED.get() == inner
     assert audited.ASKED.get() == before
+
+
+def test_a_gradient_is_open_where_a_term_of_its_loss_is():
+    of_terms = Equality("loss.terms[0]", "proved"), Equality("loss.terms[1]", "unknown")
+    found = StepEquality(of_terms, 0.0)
+    assert found.is_open("loss") and found.is_open("gradient['w']")
+    assert not found.is_open("metrics['hits']")
+    of_metric = StepEquality((Equality("metrics['hits']", "unknown"),), 0.0)
+    assert of_metric.is_open("metrics['hits']") and not of_metric.is_open("gradient")
+
+
+def test_a_report_says_what_is_not_proved():
+    proved, unknown = step_of(RIGHT["plain_mean"]), step_of()
+    for step, names in (proved, []), (unknown, ["loss"]):
+        report = step.report(step.init(PARAMS), BATCH)
+        assert [*report.unproved] == names
+        assert f"not proved equal to one tower {names[0] if names else 'nothing'}" in (
+            " ".join(str(report).split())
+        )

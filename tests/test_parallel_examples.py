@@ -169,7 +169,7 @@ def by_one_device(program, loss):
     return losses, states
 
 
-@pytest.mark.filterwarnings(r"ignore:not proved .* loss \(a tower's own devices")
+@pytest.mark.filterwarnings(r"ignore:not proved .* loss \(a shard_map over")
 @pytest.mark.parametrize("layout", [0, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_and_parameters_are_those_of_one_device(name, layout):

@@ -480,6 +480,35 @@ def test_what_a_towers_devices_make_of_its_rows_is_not_proved(name):
     assert found.says != "proved" and "raises" not in found.why
 
 
+# Metric states.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Largest:
+    value: jax.Array
+
+    def merge(self, other):
+        return Largest(lax.max(self.value, other.value))
+
+    def compute(self):
+        return self.value
+
+
+def test_a_state_is_proved_by_how_it_merges():
+    """The largest of the towers' largest is that of all; that of sums is not."""
+
+    def metric_fn(params, batch, tower):
+        own = errors(params, batch)
+        return {"largest": Largest(own.max()), "sums": Largest(own.sum())}
+
+    step = tj.build_eval_step(metric_fn, TWO, remainder="error")
+    found = says_of(step, tj.TrainState.create(PARAMS, optax.sgd(0.1)))
+    says = {name: x.says for name, x in found.items()}
+    largest, sums = "metrics['largest'].value", "metrics['sums'].value"
+    assert says == {largest: "proved", sums: "unknown"}
+
+
 # Model functions.
 
 SGD = tj.estimator.TowerOptimizer(optax.sgd(0.1))

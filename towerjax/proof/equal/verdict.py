@@ -55,8 +55,8 @@ _FREE_OF_NUMBER = (
     " divided once, by the sum of all weights."
 )
 _NO_COPY = (
-    "What each tower has alike is added T times: return it as it is, without tj.Sum, or"
-    " return tj.Weighted(x, 1.0)."
+    "All towers have the same value, so that their sum is T times as large. Return the"
+    " value without tj.Sum, or return tj.Weighted(x, 1.0)."
 )
 
 
@@ -144,7 +144,7 @@ def _of_mean(value: Known, weight: Known) -> Verdict:
             return Verdict("unknown", f"it is {value} over {weight}")
     power = total.power - of_weights.power
     if power == -1 and is_copy == [False, True]:
-        told = _told(power) + ": its weight is no sum over rows, and counts T times"
+        told = _told(power) + ": its weight is no sum over rows, and is added T times"
         return Verdict("refuted", told, advice)
     given = [x.power for x in (value, weight) if isinstance(x.power, Power)]
     if power and given:

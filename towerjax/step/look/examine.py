@@ -370,7 +370,7 @@ class Examined:
             equality = equality_of(step)
             if step.padded and equality.unproved and unmasked():
                 equality = equality_of(dataclasses.replace(step, padded=False))
-        return equality.beside(line_of_own_devices(traced))
+        return equality.not_of_own_devices(line_of_own_devices(traced))
 
     def _sample(
         self,
@@ -379,9 +379,10 @@ class Examined:
         traced: Traced,
         equality: StepEquality,
     ) -> str:
-        """What an audit says of the leaves that are not proved; raise where it fails.
+        """What an audit says of the leaves that are not proved.
 
-        A difference is no error where towers have variables of their own.
+        Where towers have variables of their own, a difference is told. Elsewhere it is
+        raised.
         """
         how = {"parts": self.num_parts, "pads": self._placer.may_pad}
         program = program_hash(traced, **how)

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.step.look.comparison import GRADIENT, Refuted, SplitError
 from towerjax.types import Portable
-from towerjax.types.leaves import listed
+from towerjax.types.leaves import few, listed
 
 LEAVE_OUT = "audit=False leaves this line out."
 NO_ROWS = "step.fn has no rows where it is traced; run step.audit before"
 WHOLE_STEP = "step"
 """The name in place of leaves where a step cannot be traced for other rows."""
-
-_GRADIENTS_OF = {"loss": GRADIENT}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +32,15 @@ class StepEquality:
         """Why a leaf is not proved equal to one tower, by its name."""
         return {x.leaf: x.why for x in self.leaves if x.says != "proved"}
 
-    def beside(self, line: str) -> "StepEquality":
-        """The same, but what is proved is of towers of one device each.
+    def not_of_own_devices(self, line: str) -> "StepEquality":
+        """The same, with nothing proved where a tower's own devices compute.
 
-        ``line`` is that of a `shard_map` over a tower's own devices; "" if none.
+        No proof compares these devices with one; the audit does. ``line`` says where
+        they compute; with "" all stays.
         """
         if not line:
             return self
-        why = f"a tower's own devices are not compared with one, {line}"
+        why = f"a shard_map over a tower's own devices, {line}"
         leaves = [
             dataclasses.replace(x, says="unknown", why=why) if x.says == "proved" else x
             for x in self.leaves
@@ -59,10 +58,12 @@ class StepEquality:
     def is_open(self, leaf: str) -> bool:
         """Whether a leaf is not proved, by the name that the audit has for it.
 
-        With a loss its gradient is proved, and without it neither is.
+        A loss of several terms has a leaf for each of them. With all of them its
+        gradient is proved, and without one it is not.
         """
         unproved = [*self.unproved]
-        unproved += [_GRADIENTS_OF[x] for x in unproved if x in _GRADIENTS_OF]
+        if any(x.startswith("loss") for x in unproved):
+            unproved.append(GRADIENT)
         return WHOLE_STEP in unproved or any(
             x.startswith(leaf) or leaf.startswith(x) for x in unproved
         )
@@ -91,6 +92,6 @@ def told_of(unproved: Mapping[str, str], sample: str = "") -> str:
     leaves_of: dict[str, list[str]] = {}
     for leaf, why in unproved.items():
         leaves_of.setdefault(why, []).append(leaf)
-    reasons = [f"{listed(leaves)} ({why})" for why, leaves in leaves_of.items()]
+    reasons = [f"{', '.join(few(x))} ({why})" for why, x in leaves_of.items()]
     told = f"not proved equal to one tower: {listed(reasons)}"
     return f"{told}. {sample}" if sample else told
