@@ -13,6 +13,7 @@ import split_functions
 import split_rows
 from equal_programs import params_and_batch, run_on_towers
 from jax import lax
+from jax.extend.core import InconclusiveDimensionOperation
 from one_tower_programs import equalities, of_loss, program_of, rows_of, verdict_of
 
 import towerjax as tj
@@ -57,7 +58,7 @@ def test_a_number_of_rows_may_be_a_symbol():
     for name, fn in TOGETHER.items():
         try:
             found[name] = verdict_on(fn, symbolic=True).says
-        except jax.errors.InconclusiveDimensionOperation:
+        except InconclusiveDimensionOperation:
             found[name] = "asks for the number"
     odd = {name for name, says in found.items() if says != "proved"}
     # A loop of so many trips is a while, and a slice by a symbol is a dynamic one.
@@ -71,7 +72,7 @@ def test_a_number_of_rows_may_be_a_symbol():
 def test_what_depends_on_the_split_is_not_proved_of_a_symbol(name):
     try:
         says = verdict_on(SPLIT[name], symbolic=True, padded=name in ONLY_PADDED).says
-    except (jax.errors.InconclusiveDimensionOperation, TypeError, ValueError):
+    except (InconclusiveDimensionOperation, TypeError, ValueError):
         return  # the program asks for the number
     assert says != "proved"
 

@@ -182,10 +182,15 @@ def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
     return frozenset(eqn.params[name if name in eqn.params else "manual_axes"])
 
 
+def axes_of_dims(spec: PartitionSpec) -> list[tuple[str | None, ...]]:
+    """The axes over which each dim is split; a spec with `unreduced` is no iterable."""
+    dims = [spec[i] for i in range(len(spec))]
+    return [x if isinstance(x, tuple) else (x,) for x in dims]
+
+
 def names_in(spec: PartitionSpec) -> set[str]:
     """The axes along which a value of a `shard_map` may differ."""
-    parts = [x if isinstance(x, tuple) else (x,) for x in spec.partitions]
-    return {*spec.unreduced, *[name for part in parts for name in part]}
+    return {*spec.unreduced, *[name for part in axes_of_dims(spec) for name in part]}
 
 
 def meshes_of(eqn: JaxprEqn) -> list[Any]:

@@ -19,7 +19,7 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
-from towerjax.proof.equation import manual_axes, open_jaxpr
+from towerjax.proof.equation import axes_of_dims, manual_axes, open_jaxpr
 
 _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 
@@ -75,8 +75,8 @@ def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
     """The dim that is split over an axis; None: it is not."""
     if spec.unreduced or spec.reduced:
         raise NotOfOneKindError(f"a shard_map by {spec}")
-    parts = [x if isinstance(x, tuple) else (x,) for x in spec.partitions]
-    return next((i for i, names in enumerate(parts) if axis in names), None)
+    dims = enumerate(axes_of_dims(spec))
+    return next((i for i, names in dims if axis in names), None)
 
 
 def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:

@@ -17,6 +17,7 @@ from towerjax.proof.equal.kinds import (
     copy,
 )
 from towerjax.proof.equation import (
+    axes_of_dims,
     manual_axes,
     named_axes,
     names_in,
@@ -50,9 +51,8 @@ def mapped_within(pair: EquationPair) -> list[Known]:
 
 def _axes_along(spec: Any, dim: int | None) -> frozenset[str]:
     """The axes over which a dim is split."""
-    parts = [] if dim is None else [*spec.partitions]
-    part = parts[dim] if dim is not None and dim < len(parts) else None
-    names = part if isinstance(part, tuple) else (part,)
+    dims = axes_of_dims(spec)
+    names = dims[dim] if dim is not None and dim < len(dims) else ()
     return frozenset(name for name in names if name is not None)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, InconclusiveDimensionOperation, Literal
 
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.shard import without_shared
@@ -51,7 +51,7 @@ NUMBERS_OF_TOWERS = (1, 2, 4)
 NOT_OF_A_SYMBOL = (
     *RAISED_ON_OTHER_ROWS,
     AttributeError,
-    jax.errors.InconclusiveDimensionOperation,
+    InconclusiveDimensionOperation,
 )
 """What a function raises that asks for the number of its rows."""
 
