@@ -25,10 +25,10 @@ from benchmarks import options_of
 from benchmarks.absent import ResNet50
 from benchmarks.models import Factory, cnn, mlp, transformer
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.step import Step
-from towerjax.step.build.train import build_train_step
 from towerjax.step.look.audit import run_audit
 from towerjax.step.look.comparison import AuditReport
+from towerjax.step.make.train import build_train_step
+from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored
 from towerjax.towers.tower import Tower
 

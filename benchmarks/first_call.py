@@ -29,7 +29,7 @@ from benchmarks import options_of
 from benchmarks.models import Model, cross_entropy, embedding, mlp, normal, transformer
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.train import build_train_step
+from towerjax.step.make.train import build_train_step
 from towerjax.towers import on_towers
 from towerjax.towers.strategies import Mirrored
 from towerjax.types import PyTree

@@ -23,7 +23,7 @@ import optax
 from benchmarks import options_of
 from benchmarks.models import mlp
 from benchmarks.trials import Contender, Work, by_hand, by_towerjax
-from towerjax.tools.sweep.turns import in_turns, take_turns
+from towerjax.sweeps.turns import in_turns, take_turns
 from towerjax.towers.strategies import Mirrored
 
 

@@ -18,7 +18,7 @@ from benchmarks.overhead import MODELS, Model
 from benchmarks.trials import by_towerjax
 from towerjax.collectives import AllReduce, PinnedTree
 from towerjax.step.look.hlo import collectives_of, parse
-from towerjax.tools.sweep.turns import in_turns
+from towerjax.sweeps.turns import in_turns
 from towerjax.towers.strategies import Mirrored
 
 

@@ -22,7 +22,7 @@ import optax
 from benchmarks import options_of
 from benchmarks.models import mlp
 from towerjax import Mirrored, Weighted, build_train_step, run, sweep
-from towerjax.tools.sweep.turns import in_turns
+from towerjax.sweeps.turns import in_turns
 from towerjax.types import PyTree
 
 MODELS = {"2 layers of 32": (2, 32), "25 layers of 16": (25, 16), "4 of 512": (4, 512)}

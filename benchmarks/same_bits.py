@@ -29,9 +29,9 @@ from towerjax.estimator.replicate import replicate_model_fn
 from towerjax.estimator.train import train_and_evaluate
 from towerjax.loop.run import run
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.step import Step
-from towerjax.step.build.train import build_train_step
+from towerjax.step.make.train import build_train_step
 from towerjax.step.state.train_state import TrainState
+from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, StateLayout
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Reduction, TowerOutput

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 from benchmarks import options_of
-from towerjax.tools.sweep.turns import in_turns, interval_of_median
+from towerjax.sweeps.turns import in_turns, interval_of_median
 
 DEVICES, OPTIMIZER = 8, optax.adam(1e-3)
 SPECS = {"up": P(None, None, "d"), "down": P(None, "d")}

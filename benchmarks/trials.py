@@ -21,7 +21,7 @@ from towerjax.data.shard import split_rows
 from towerjax.mesh.placement import DEVICE_AXIS, Placement
 from towerjax.mesh.transfer import place
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.train import build_train_step
+from towerjax.step.make.train import build_train_step
 from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 from towerjax.types import Layout, PyTree

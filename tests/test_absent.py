@@ -26,8 +26,8 @@ from benchmarks import sharded
 from benchmarks.absent import PROGRAMS, by_hand, by_towerjax, is_no_worse
 from benchmarks.same_bits import cases
 from benchmarks.same_kernels import compiled, kernels_of
+from towerjax.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.mesh import absent
-from towerjax.towers.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.towers.strategies import StateLayout
 
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")

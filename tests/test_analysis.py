@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from layouts import cases
 
 import towerjax as tj
+from towerjax.jaxprs.equation import open_jaxpr
 from towerjax.proof.analysis import analyse
-from towerjax.proof.equation import open_jaxpr
 from towerjax.proof.findings import (
     Analysis,
     Dependence,

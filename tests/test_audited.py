@@ -25,7 +25,7 @@ from towerjax.proof.equal.one_tower import Equality
 from towerjax.step.look import audited, examine
 from towerjax.step.look.comparison import AuditReport, NotAudited
 from towerjax.step.look.split import NotProved, StepEquality
-from towerjax.tools.sweep.bench import _timed
+from towerjax.sweeps.bench import _timed
 
 # What is not proved is audited, and said.
 pytestmark = pytest.mark.filterwarnings("ignore:not proved")

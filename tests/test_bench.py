@@ -21,13 +21,13 @@ from benchmarks.models import MODELS, mlp
 from benchmarks.trials import LEARNING_RATE, MOMENTUM, Trial, strategy_of
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import read_lines
+from towerjax.sweeps import bench as of_bench
+from towerjax.sweeps import turns
+from towerjax.sweeps.bench import Timings, describe_machine, recorded
+from towerjax.sweeps.grid import RecordFile
+from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_median
 from towerjax.tools import cli
 from towerjax.tools.cli import main, read_toml
-from towerjax.tools.sweep import bench as of_bench
-from towerjax.tools.sweep import turns
-from towerjax.tools.sweep.bench import Timings, describe_machine, recorded
-from towerjax.tools.sweep.grid import RecordFile
-from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
 
 QUICK = {"rounds": 6, "seconds_per_round": 0.001}
 

@@ -21,7 +21,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.mesh.cluster.spec import free_port
-from towerjax.step.build.step import Step
+from towerjax.step.step import Step
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"

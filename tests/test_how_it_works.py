@@ -123,11 +123,11 @@ def test_a_name_before_its_file_is_there():
 def test_a_first_call_takes_one_derivative_outside_the_tower(calls):
     device = "step/run/on_device.py", "on_device.<locals>.run"
     derivative = "step/run/derivative.py", "gradient_of"
-    towers = "towers/lowering/tower_axis.py", "over_local_towers"
+    towers = "lowering/tower_axis.py", "over_local_towers"
     order = [device, derivative, towers]
     # What a device runs is traced twice: as one tower a device, and as it is.
     assert [x for x in calls[0] if x in order] == 2 * order
-    assert ("step/build/gradient.py", "value_and_grad") not in calls[0]
+    assert ("step/make/gradient.py", "value_and_grad") not in calls[0]
 
 
 def test_how_many_calls_a_step_takes(calls):

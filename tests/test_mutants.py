@@ -266,7 +266,7 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
 def test_the_lines_of_a_mutant_are_those_that_run_with_it():
     expected = {
         ("towerjax/collectives/ops.py", "flipped: end > start"): ("return [", "]"),
-        ("towerjax/tools/sweep/bench.py", "constant: 11"): ('"""Time a', "return "),
+        ("towerjax/sweeps/bench.py", "constant: 11"): ('"""Time a', "return "),
     }
     for (file, change), (begin, end) in expected.items():
         [mutant] = [x for x in all_mutants(file) if x.bug.startswith(f"{change} -> ")]

@@ -14,11 +14,11 @@ from jax.extend.core import Literal
 from layouts import mirrored
 
 import towerjax as tj
+from towerjax.jaxprs.equation import user_line
+from towerjax.jaxprs.interpreter import eqn_context, evaluate_eqn
+from towerjax.lowering.dependents import dependents
+from towerjax.lowering.tower_axis import over_local_towers
 from towerjax.mesh.placement import LOCAL_AXIS
-from towerjax.proof.equation import user_line
-from towerjax.proof.interpreter import eqn_context, evaluate_eqn
-from towerjax.towers.lowering.dependents import dependents
-from towerjax.towers.lowering.tower_axis import over_local_towers
 
 
 def every_collective(tower, x):

@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
+from towerjax.jaxprs import tags
+from towerjax.lowering.parts import Shard, Shards, Targets
+from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import DEVICE_AXIS
-from towerjax.proof import tags
-from towerjax.towers.lowering.parts import Shard, Shards, Targets
-from towerjax.towers.lowering.shards import on_shards
 
 D = 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from towerjax.collectives.reduce import add_pairwise
-from towerjax.towers.lowering.xla import inline_and_merge
+from towerjax.lowering.xla import inline_and_merge
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from test_analysis import AXIS, psum, study
 
+from towerjax.jaxprs.equation import _FOREIGN, PLAIN, REDUCTIONS
 from towerjax.proof.analysis import _RULES
-from towerjax.proof.equation import _FOREIGN, PLAIN, REDUCTIONS
 
 # A function of its operands alone: the same on all towers where they are.
 PURE = """

@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from towerjax.proof import analysis, equation
+from towerjax.jaxprs import equation
+from towerjax.proof import analysis
 from towerjax.proof.analysis import analyse
 
 pytestmark = pytest.mark.slow

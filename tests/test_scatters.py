@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
-from towerjax.towers.lowering import scatters
+from towerjax.lowering import scatters
 
 ROWS, COLUMNS = P("model"), P(None, "model")
 NUMBER = np.int32(5)
@@ -130,7 +130,7 @@ def test_which_jax_has_the_fault():
     )  # fmt: skip
     x = jnp.arange(128.0).reshape(8, 16)
     is_right = np.array_equal(jax.jit(on_devices)(x), x.at[3].add(1.0))
-    # Where the oldest JAX that is allowed is right, towers/lowering/scatters.py may go.
+    # Where the oldest JAX that is allowed is right, lowering/scatters.py may go.
     assert is_right == (jax.__version_info__ >= (0, 12))
 
 
@@ -215,6 +215,6 @@ print(fn(jnp.ones((8, 16)), jnp.arange(8)).shape)
 def test_which_jax_aborts():
     command = [sys.executable, "-c", ABORTS]
     done = subprocess.run(command, capture_output=True, text=True)
-    # Where it no longer ends so, `_unsplit` of towers/lowering/scatters.py may go.
+    # Where it no longer ends so, `_unsplit` of lowering/scatters.py may go.
     assert done.returncode == -signal.SIGABRT
     assert "ExpandDeviceGroupsWithIota" in done.stderr

@@ -224,7 +224,7 @@ def public(module):
 
 
 def test_every_public_name_is_in_the_reference_once():
-    expected = {"step.build.step.Step", "metrics.weighted.Means"}
+    expected = {"step.step.Step", "metrics.weighted.Means"}
     layers = "layers.batch_norm"
     expected |= {f"{layers}.{kind}.TowerBatchNorm" for kind in ("linen", "nnx")}
     spaces = {name: getattr(tj, name) for name in tj.__all__}

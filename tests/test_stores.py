@@ -22,7 +22,7 @@ from test_writers import events_of
 import towerjax as tj
 from towerjax.loop.files import StoredFile, checked_path
 from towerjax.loop.writers import Record
-from towerjax.tools.sweep.grid import RecordFile
+from towerjax.sweeps.grid import RecordFile
 
 
 @pytest.fixture(autouse=True)

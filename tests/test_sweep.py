@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.tools.sweep import grid as of_grid
-from towerjax.tools.sweep.grid import RecordFile, configs_of
-from towerjax.tools.sweep.train import Member, Sweep, _evaluated, traced_names
+from towerjax.sweeps import grid as of_grid
+from towerjax.sweeps.grid import RecordFile, configs_of
+from towerjax.sweeps.train import Member, Sweep, _evaluated, traced_names
 
 GRID = {"rate": [0.05, 0.2], "seed": range(2)}
 ROWS = np.random.default_rng(0).normal(size=(22, 3)).astype(np.float32)

@@ -17,10 +17,10 @@ from towerjax.mesh import cluster
 from towerjax.mesh.absent import Absent
 from towerjax.metrics.weighted import Weighted, penalty
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.build.builders import build_eval_step, build_predict_step, build_step
-from towerjax.step.build.gradient import value_and_grad
-from towerjax.step.build.of_loss import of_loss
-from towerjax.step.build.train import apply_gradients, build_train_step
+from towerjax.step.make.builders import build_eval_step, build_predict_step, build_step
+from towerjax.step.make.gradient import value_and_grad
+from towerjax.step.make.of_loss import of_loss
+from towerjax.step.make.train import apply_gradients, build_train_step
 from towerjax.step.state.faults import DesyncError, NonFiniteError, check_mirrored
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Mirrored, OneDevice
@@ -84,14 +84,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from towerjax import contrib, estimator, tools
+    from towerjax.sweeps.train import sweep
     from towerjax.tools import testing
-    from towerjax.tools.sweep.train import sweep
 else:  # a fifth of the time of the import, for what few programs use
     __getattr__ = _later_in_module(
         __name__,
         contrib="towerjax.contrib",
         estimator="towerjax.estimator",
-        sweep="towerjax.tools.sweep.train:sweep",
+        sweep="towerjax.sweeps.train:sweep",
         testing="towerjax.tools.testing",
         tools="towerjax.tools",
     )

@@ -16,8 +16,8 @@ from benchmarks.trials import (
     work_of,
 )
 from towerjax.mesh.placement import Placement
-from towerjax.tools.sweep.bench import Contender, check_losses
-from towerjax.tools.sweep.turns import calls_in, in_turns
+from towerjax.sweeps.bench import Contender, check_losses
+from towerjax.sweeps.turns import calls_in, in_turns
 from towerjax.types import PyTree
 
 

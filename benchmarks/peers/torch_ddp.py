@@ -18,8 +18,8 @@ from benchmarks.trials import (
     SECONDS_PER_ROUND,
     Trial,
 )
-from towerjax.tools.sweep.bench import check_losses, describe_machine
-from towerjax.tools.sweep.turns import calls_in
+from towerjax.sweeps.bench import check_losses, describe_machine
+from towerjax.sweeps.turns import calls_in
 
 
 def run(trial: Trial) -> dict[str, Any]:

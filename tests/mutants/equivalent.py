@@ -5,9 +5,9 @@
 SAME: dict[tuple[str, str], str] = {
     ("towerjax.mesh.transfer:place_own", "constant: 1 -> 2"):
         "what several processes do places the same arrays on one",
-    ("towerjax.step.build.members:Members.begin", "constant: 0 -> 1"):
+    ("towerjax.step.make.members:Members.begin", "constant: 0 -> 1"):
         "all members begin at one number",
-    ("towerjax.tools.sweep.train:Sweep.best", "constant: 0 -> 1"):
+    ("towerjax.sweeps.train:Sweep.best", "constant: 0 -> 1"):
         "a dict of which the keys alone are read, in their order",
     ("towerjax.types.leaves:widen_dtype",
      "flipped: jnp.dtype(dtype).itemsize < 4 -> jnp.dtype(dtype).itemsize <= 4"):
@@ -70,7 +70,7 @@ SAME: dict[tuple[str, str], str] = {
         "numbers of steps are compared with one another, and with 0",
     ("towerjax.loop.writers:as_json", "flipped: value > 0 -> value >= 0"):
         "it is not finite, so that it is not 0",
-    ("towerjax.tools.sweep.bench:worker_environ", "constant: 4 -> 5"):
+    ("towerjax.sweeps.bench:worker_environ", "constant: 4 -> 5"):
         "bytes of freed memory that stay with a process",
     ("towerjax.towers.row_free_keys:_split_key", "constant: 1 -> 2"):
         "of two words, JAX takes the last for the one after it",

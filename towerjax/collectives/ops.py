@@ -13,9 +13,9 @@ from jax import lax
 
 from towerjax.collectives.packing import PACK_BELOW_BYTES, Packing, Sums, sum_packed
 from towerjax.collectives.reduce import add_pairwise, add_rows, hide_complex, take_first
+from towerjax.jaxprs import tags
 from towerjax.mesh.devices import canonical_device_name
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
-from towerjax.proof import tags
 from towerjax.types import PyTree, short_repr
 from towerjax.types.options import check_whole
 

@@ -36,13 +36,13 @@ from towerjax.estimator.variables import (
     store,
 )
 from towerjax.loop.options import Hook
+from towerjax.lowering.tower_axis import axes_in_tower
 from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.step import Step, TrainStep
-from towerjax.step.build.train import next_extra
 from towerjax.step.look.comparison import NotAudited
+from towerjax.step.make.train import next_extra
 from towerjax.step.run.engine import (
     Engine,
     Passes,
@@ -58,8 +58,8 @@ from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import with_loss
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.step.state.update import check_types
+from towerjax.step.step import Step, TrainStep
 from towerjax.towers.executors import Static, shapes_of
-from towerjax.towers.lowering.tower_axis import axes_in_tower
 from towerjax.towers.strategies import Strategy
 from towerjax.towers.tower import Tower, context_args, tower_of
 from towerjax.towers.variables import plain

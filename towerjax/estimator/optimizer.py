@@ -20,11 +20,11 @@ from towerjax.estimator.losses import (
     has_denominator,
     towers_here,
 )
+from towerjax.jaxprs import tags
+from towerjax.jaxprs.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.layers.sparse.update import update_with_rows
 from towerjax.metrics.rows import ratio
 from towerjax.metrics.weighted import Means, Weighted, one_mean
-from towerjax.proof import tags
-from towerjax.proof.equation import all_sites, named_axes, scopes_of, user_line
 from towerjax.step.run.derivative import LossSums, with_fixed_weights
 from towerjax.step.run.looked_up import TracedLoss
 from towerjax.step.state.train_state import TrainState

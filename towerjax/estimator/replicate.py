@@ -30,9 +30,9 @@ from towerjax.estimator.variables import (
     store,
 )
 from towerjax.mesh.transfer import place
-from towerjax.step.build.step import EvalStep, Step, TrainStep
 from towerjax.step.run.engine import StepOptions
 from towerjax.step.state.train_state import state_layout
+from towerjax.step.step import EvalStep, Step, TrainStep
 from towerjax.towers.strategies import Mirrored, Strategy
 from towerjax.towers.tf1.values import stack_local
 from towerjax.types import PyTree

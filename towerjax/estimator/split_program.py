@@ -22,12 +22,12 @@ from towerjax.estimator.meets import (
     operands_of,
     parameters_of,
 )
+from towerjax.jaxprs.equation import needed_eqns, user_line
+from towerjax.jaxprs.interpreter import Interpreter
+from towerjax.lowering.dependents import dependents
 from towerjax.metrics.weighted import Means
-from towerjax.proof.equation import needed_eqns, user_line
-from towerjax.proof.interpreter import Interpreter
 from towerjax.step.state.accumulators import is_typed
 from towerjax.step.state.train_state import TrainState
-from towerjax.towers.lowering.dependents import dependents
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import PyTree, Sum
 

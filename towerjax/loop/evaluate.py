@@ -13,7 +13,7 @@ from towerjax.data.stream import check_batches, close
 from towerjax.data.stream import prefetch as prefetch_batches
 from towerjax.mesh.processes import require_same
 from towerjax.metrics.state import add_batch, has_invalid_rows, value_on_host
-from towerjax.step.build.step import Step
+from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import a_type, shown

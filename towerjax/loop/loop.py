@@ -21,13 +21,13 @@ from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Point
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step.build.step import Step
 from towerjax.step.look.audited import asked
 from towerjax.step.run.verdicts import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
 from towerjax.step.state.faults import NonFiniteError, integers_text
 from towerjax.step.state.next_state import NONE
 from towerjax.step.state.train_state import TrainState, state_layout, step_number
+from towerjax.step.step import Step
 from towerjax.types import PyTree
 
 

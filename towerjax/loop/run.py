@@ -16,8 +16,8 @@ from towerjax.loop.writers import Writer, check_writers
 from towerjax.mesh.interrupt import InterruptGuard
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
-from towerjax.step.build.step import Step
 from towerjax.step.state.train_state import TrainState, step_number
+from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.options import check_methods

@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
 from towerjax.collectives.sparse_rows import add_trees, map_values
+from towerjax.jaxprs import tags
 from towerjax.metrics import rows
 from towerjax.metrics.rows import as_floats, quotient, ratio
-from towerjax.proof import tags
 from towerjax.types import ArrayLike, PyTree
 from towerjax.types.leaves import a_type, native, problem_of, refuse_no_numbers
 from towerjax.types.options import check_choice, check_methods

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
-from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
-from towerjax.proof import findings, tags
-from towerjax.proof.equation import (
+from towerjax.jaxprs import tags
+from towerjax.jaxprs.equation import (
     EXTREMES,
     IDENTITIES,
     PLAIN,
@@ -37,6 +36,8 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
+from towerjax.mesh.placement import DEVICE_AXIS, TOWER_AXIS
+from towerjax.proof import findings
 from towerjax.proof.marks import (
     ALIKE,
     ALL,
@@ -192,7 +193,7 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("name")
 def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    """A value that towerjax named: see `towerjax.proof.tags`."""
+    """A value that towerjax named: see `towerjax.jaxprs.tags`."""
     name, [mark] = given_name(eqn), ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
         return [ALIKE]

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal
 
-from towerjax.proof import tags
-from towerjax.proof.equation import (
+from towerjax.jaxprs import tags
+from towerjax.jaxprs.equation import (
     REDUCTIONS,
     SUMS,
     Site,

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from towerjax.mesh.placement import DEVICE_AXIS
-from towerjax.proof.analysis import along_each_axis
-from towerjax.proof.equation import (
+from towerjax.jaxprs.equation import (
     Site,
     all_sites,
     is_hidden,
@@ -23,6 +21,8 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
+from towerjax.mesh.placement import DEVICE_AXIS
+from towerjax.proof.analysis import along_each_axis
 from towerjax.proof.findings import Analysis, ReplicationError
 from towerjax.types.leaves import listed
 

@@ -2,8 +2,8 @@
 
 from towerjax.step.look.report import StepReport as StepReport
 from towerjax.step.look.report import report_of as report_of
+from towerjax.sweeps.bench import Timings as Timings
+from towerjax.sweeps.bench import bench as bench
+from towerjax.sweeps.train import Member as Member
+from towerjax.sweeps.train import Sweep as Sweep
 from towerjax.tools import testing as testing
-from towerjax.tools.sweep.bench import Timings as Timings
-from towerjax.tools.sweep.bench import bench as bench
-from towerjax.tools.sweep.train import Member as Member
-from towerjax.tools.sweep.train import Sweep as Sweep

@@ -17,8 +17,8 @@ from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.mesh.devices import Device, want_cpu_devices
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.look.split import told_of
-from towerjax.tools.sweep.bench import bench as bench_all
-from towerjax.tools.sweep.bench import resolve
+from towerjax.sweeps.bench import bench as bench_all
+from towerjax.sweeps.bench import resolve
 from towerjax.tools.testing import SplitError, same_on_devices
 from towerjax.tools.testing.programs import proved_on, refuted_in
 from towerjax.tools.testing.runs import UserProgram

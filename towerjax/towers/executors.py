@@ -17,12 +17,12 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh, use_abstract_mesh
 
+from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr
+from towerjax.lowering.parts import Shards
+from towerjax.lowering.scatters import hold_indexed
 from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, SPECS, Placement, TowerAxes
 from towerjax.mesh.private_jax import bind_axis, without_axis
 from towerjax.mesh.processes import require_same
-from towerjax.proof.equation import all_jaxprs, open_jaxpr
-from towerjax.towers.lowering.parts import Shards
-from towerjax.towers.lowering.scatters import hold_indexed
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
 from towerjax.types.missing import says

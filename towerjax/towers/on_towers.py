@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.lowering.parts import Shards
+from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, TowerAxes
 from towerjax.proof.analysis import analyse
 from towerjax.proof.findings import Analysis, refuse_draws
 from towerjax.proof.meshes import refuse_in_towers, refuse_kept_axis
 from towerjax.towers.executors import over_devices, trace_one_tower
-from towerjax.towers.lowering.parts import Shards
-from towerjax.towers.lowering.tower_axis import TowerPrograms
 from towerjax.types import PyTree
 
 _IN_TURN = (

@@ -9,9 +9,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from towerjax.data.shard import refuse_other_than_rows
+from towerjax.jaxprs import tags
 from towerjax.metrics.state import explain_misuse, is_metric
 from towerjax.metrics.weighted import Means, Weighted
-from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import PerTower, PyTree, Reduction, TowerOutput, named_leaves
 from towerjax.types.leaves import a_type, check_like, listed, widen_dtype

@@ -19,9 +19,9 @@ from towerjax.collectives.reduce import (
 )
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.data.shard import row_weights
+from towerjax.jaxprs import tags
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof import tags
 from towerjax.towers.executors import in_merge_fn
 from towerjax.towers.fields import StrategyFields
 from towerjax.towers.row_free_keys import ALL_TOWERS

@@ -20,11 +20,11 @@ from towerjax.collectives.reduce import (
     take_first,
     takes_first,
 )
+from towerjax.lowering.tower_axis import first_tower_of_device
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
 from towerjax.mesh.processes import says_if_alone
 from towerjax.mesh.transfer import wait_on_cpus
 from towerjax.towers.executors import is_of_one_tower
-from towerjax.towers.lowering.tower_axis import first_tower_of_device
 from towerjax.types import PerTower, PyTree, Reduction, leaf_name, named_leaves
 from towerjax.types.leaves import (
     few,

@@ -11,9 +11,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from numpy.lib.array_utils import normalize_axis_tuple
 
+from towerjax.jaxprs import tags
 from towerjax.metrics.rows import quotient
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof import tags
 from towerjax.towers.tower import Tower, is_in_step
 from towerjax.types import ArrayLike, Reduction
 from towerjax.types.leaves import promote_dtypes

@@ -23,9 +23,9 @@ from towerjax.loop.writers import as_json
 from towerjax.mesh.cluster import heartbeat
 from towerjax.mesh.interrupt import Terminated
 from towerjax.mesh.processes import call_on_first_process, is_preempted, require_same
-from towerjax.step.build.step import Step
 from towerjax.step.state.faults import check_mirrored, nonfinite_leaves
 from towerjax.step.state.train_state import TrainState
+from towerjax.step.step import Step
 from towerjax.types.door import doors
 from towerjax.types.leaves import listed
 from towerjax.types.options import (

@@ -10,6 +10,7 @@ would draw the same for the rows of each chunk.
 from collections.abc import Sequence
 from typing import Any
 
+from towerjax.jaxprs.equation import loop_sizes, open_jaxpr
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     ZERO,
@@ -21,7 +22,6 @@ from towerjax.proof.equal.kinds import (
     part,
     rows,
 )
-from towerjax.proof.equation import loop_sizes, open_jaxpr
 
 
 def runs_over_chunks(pair: EquationPair) -> bool:

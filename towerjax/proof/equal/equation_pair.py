@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from towerjax.jaxprs.equation import Site, user_line
 from towerjax.proof.equal.kinds import Kind, Known
-from towerjax.proof.equation import Site, user_line
 
 
 class ProgramsDifferError(Exception):

@@ -3,6 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from towerjax.jaxprs.equation import (
+    all_eqns,
+    is_hidden,
+    loop_sizes,
+    named_axes,
+    open_jaxpr,
+    sub_jaxprs,
+    trace_hidden,
+)
 from towerjax.proof.equal import guards
 from towerjax.proof.equal.chunk_loops import over_chunks, runs_over_chunks
 from towerjax.proof.equal.equation_pair import (
@@ -23,15 +32,6 @@ from towerjax.proof.equal.kinds import (
     rows,
 )
 from towerjax.proof.equal.walk import RowLoop
-from towerjax.proof.equation import (
-    all_eqns,
-    is_hidden,
-    loop_sizes,
-    named_axes,
-    open_jaxpr,
-    sub_jaxprs,
-    trace_hidden,
-)
 
 _ROUNDS = 12  # of a loop, until kinds stay as they are
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from towerjax.jaxprs.equation import axes_of_dims, manual_axes, open_jaxpr
 from towerjax.proof.equal.equation_pair import EquationPair, Sizes, rule
 from towerjax.proof.equal.kinds import (
     Kind,
@@ -19,7 +20,6 @@ from towerjax.proof.equal.kinds import (
 )
 from towerjax.proof.equal.walk import Walk
 from towerjax.proof.equal.within import mapped_within
-from towerjax.proof.equation import axes_of_dims, manual_axes, open_jaxpr
 
 _STACKABLE = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 

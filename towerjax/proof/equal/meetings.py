@@ -1,5 +1,6 @@
 """Rules of collectives, of what a tower has of its own, and of random numbers."""
 
+from towerjax.jaxprs.equation import named_axes
 from towerjax.proof.equal.equation_pair import EquationPair, rule
 from towerjax.proof.equal.kinds import (
     EACH,
@@ -11,7 +12,6 @@ from towerjax.proof.equal.kinds import (
     function_of,
     rows,
 )
-from towerjax.proof.equation import named_axes
 
 _KEPT_BY_GATHER = {Kind.COPY, Kind.ROWS, Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from towerjax.jaxprs.equation import all_eqns, open_jaxpr, user_line
 from towerjax.proof.equal import (  # noqa: F401
     choices,
     elementwise,
@@ -53,7 +54,6 @@ from towerjax.proof.equal.verdict import (
     verdict_of_table_rows,
 )
 from towerjax.proof.equal.walk import kinds_of_results
-from towerjax.proof.equation import all_eqns, open_jaxpr, user_line
 
 
 class Given(enum.Enum):

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from towerjax.jaxprs.equation import sub_jaxprs
 from towerjax.proof.equal import guards
 from towerjax.proof.equal.equation_pair import EquationPair, holds_sums, rule
 from towerjax.proof.equal.kinds import (
@@ -19,7 +20,6 @@ from towerjax.proof.equal.kinds import (
     part,
     product_of,
 )
-from towerjax.proof.equation import sub_jaxprs
 
 _EXTREMES = {
     "reduce_max": Kind.MAXIMUM,

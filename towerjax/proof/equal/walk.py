@@ -10,6 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from towerjax.jaxprs.equation import (
+    PLAIN,
+    Site,
+    is_foreign,
+    is_ref,
+    named_axes,
+    open_jaxpr,
+    sub_jaxprs,
+    user_line,
+)
 from towerjax.proof.equal import zeros
 from towerjax.proof.equal.equation_pair import (
     RULES,
@@ -35,16 +45,6 @@ from towerjax.proof.equal.kinds import (
     rows,
 )
 from towerjax.proof.equal.within import is_within, met_within
-from towerjax.proof.equation import (
-    PLAIN,
-    Site,
-    is_foreign,
-    is_ref,
-    named_axes,
-    open_jaxpr,
-    sub_jaxprs,
-    user_line,
-)
 
 POWERS = [Fraction(x) for x in "0 1 -1 2 -2 1/2 -1/2 3 -3".split()]
 """Powers of T that a constant of a program may have."""

@@ -7,6 +7,13 @@ tower's devices make of the same rows, or of the same parts, is of their kind ag
 
 from typing import Any
 
+from towerjax.jaxprs.equation import (
+    axes_of_dims,
+    manual_axes,
+    named_axes,
+    names_in,
+    open_jaxpr,
+)
 from towerjax.proof.equal.equation_pair import EquationPair
 from towerjax.proof.equal.kinds import (
     EACH,
@@ -15,13 +22,6 @@ from towerjax.proof.equal.kinds import (
     Known,
     NotOfOneKindError,
     copy,
-)
-from towerjax.proof.equation import (
-    axes_of_dims,
-    manual_axes,
-    named_axes,
-    names_in,
-    open_jaxpr,
 )
 
 _LINEAR_MEETINGS = """

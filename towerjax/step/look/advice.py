@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from towerjax.jaxprs.equation import PLAIN, Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
-from towerjax.proof.equation import PLAIN, Site, all_sites, user_line
 from towerjax.step.look.audited import program_hash
 from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
 from towerjax.step.look.equality import StepToProve, equalities_of

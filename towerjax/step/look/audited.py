@@ -19,8 +19,8 @@ import numpy as np
 from etils import epath
 from jax.extend.core import ClosedJaxpr, Literal
 
+from towerjax.jaxprs.equation import all_eqns, all_jaxprs, open_jaxpr
 from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof.equation import all_eqns, all_jaxprs, open_jaxpr
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.look.comparison import AuditReport, NotAudited
 from towerjax.step.run.trace import Traced

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from towerjax.proof.equation import all_eqns
+from towerjax.jaxprs.equation import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.types import Portable
 from towerjax.types.leaves import listed

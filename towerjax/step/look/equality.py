@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.ops import AllReduce, PinnedTree
+from towerjax.jaxprs.equation import all_eqns, all_sites, named_axes, user_line
 from towerjax.proof.equal.one_tower import (
     Equality,
     Merge,
@@ -20,7 +21,6 @@ from towerjax.proof.equal.one_tower import (
     has_own_derivatives,
     worst_of,
 )
-from towerjax.proof.equation import all_eqns, all_sites, named_axes, user_line
 from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
 from towerjax.step.look.split import WHOLE_STEP, StepEquality
 from towerjax.step.look.traced_passes import (

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
+from towerjax.jaxprs.equation import all_eqns
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives
-from towerjax.proof.equation import all_eqns
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.look.audited import too_large
 from towerjax.step.look.comparison import (

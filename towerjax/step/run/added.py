@@ -12,9 +12,9 @@ from jax import lax
 from towerjax.collectives.ops import CrossTowerOps, sends_alone, sum_over_towers
 from towerjax.collectives.packing import Sums, all_finite
 from towerjax.collectives.sparse_rows import IndexedRows
+from towerjax.lowering.parts import Targets, is_shard, scatter_part
+from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import DEVICE_AXIS, TowerAxes
-from towerjax.towers.lowering.parts import Targets, is_shard, scatter_part
-from towerjax.towers.lowering.shards import on_shards
 from towerjax.types import PyTree
 
 

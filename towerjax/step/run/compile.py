@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from towerjax.lowering import xla
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
@@ -22,7 +23,6 @@ from towerjax.step.run.verdicts import next_verdict
 from towerjax.step.state.next_state import Called, Outcome
 from towerjax.step.state.train_state import TrainState, join_state
 from towerjax.towers import executors
-from towerjax.towers.lowering import xla
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import listed
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from towerjax.collectives.lookups import LOOKUP, join_lookups
-from towerjax.proof.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
-from towerjax.proof.interpreter import Interpreter
+from towerjax.jaxprs.equation import all_jaxprs, open_jaxpr, sub_jaxprs, user_line
+from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.step.run.derivative import (
     Gradient,
     Ids,

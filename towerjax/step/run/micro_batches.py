@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from towerjax.collectives.sparse_rows import split_micro_batches
-from towerjax.proof import tags
+from towerjax.jaxprs import tags
+from towerjax.lowering.in_turn import scan_in_turn
 from towerjax.proof.analysis import depends
 from towerjax.proof.findings import Analysis, refuse_varying
 from towerjax.step.state.accumulators import (
@@ -19,7 +20,6 @@ from towerjax.step.state.accumulators import (
     values_of,
 )
 from towerjax.towers.executors import vmap_members
-from towerjax.towers.lowering.in_turn import scan_in_turn
 from towerjax.types import PyTree, names_by_key
 from towerjax.types.leaves import listed, parts_of, put_parts
 from towerjax.types.version import page

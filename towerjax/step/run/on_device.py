@@ -17,6 +17,15 @@ from jax.extend.core import ClosedJaxpr
 from towerjax.collectives.ops import sum_over_towers
 from towerjax.collectives.sparse_rows import num_rows
 from towerjax.data.shard import split_rows, with_shared
+from towerjax.lowering.dependents import rounds_shared_values
+from towerjax.lowering.parts import is_shard
+from towerjax.lowering.shards import on_shards, shapes_of_whole
+from towerjax.lowering.tower_axis import (
+    TowerPrograms,
+    over_local_towers,
+    run_lowered,
+    tower_program,
+)
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.weighted import Means
 from towerjax.step.run.added import Added, dim_in_parts, sums_in_parts, targets_of
@@ -48,15 +57,6 @@ from towerjax.step.state.accumulators import (
     values_of,
 )
 from towerjax.towers.executors import in_tower_fn
-from towerjax.towers.lowering.dependents import rounds_shared_values
-from towerjax.towers.lowering.parts import is_shard
-from towerjax.towers.lowering.shards import on_shards, shapes_of_whole
-from towerjax.towers.lowering.tower_axis import (
-    TowerPrograms,
-    over_local_towers,
-    run_lowered,
-    tower_program,
-)
 from towerjax.towers.tower import tower_of
 from towerjax.towers.variables import plain, read_local_over_towers, with_local_values
 from towerjax.types import PyTree

@@ -9,14 +9,14 @@ import jax
 from towerjax.collectives.reduce import all_gather_rows
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.placer import BATCH_LAYOUT
+from towerjax.lowering.parts import Shards, shards_of
+from towerjax.lowering.shards import on_shards
 from towerjax.mesh.placement import TowerAxes
 from towerjax.step.run.added import Added
 from towerjax.step.run.derivative import Zeros
 from towerjax.step.state.accumulators import is_own, parts_of_tower, values_of
 from towerjax.step.state.faults import flag_leaves, join_flags
 from towerjax.step.state.train_state import STATE_LAYOUT
-from towerjax.towers.lowering.parts import Shards, shards_of
-from towerjax.towers.lowering.shards import on_shards
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Layout, PyTree
 

@@ -9,9 +9,11 @@ import jax.core
 import jax.numpy as jnp
 
 from towerjax.collectives.sparse_rows import is_rows
+from towerjax.jaxprs import tags
+from towerjax.lowering.tower_axis import TowerPrograms
 from towerjax.mesh.placement import TowerAxes
 from towerjax.mesh.private_jax import inputs_read
-from towerjax.proof import findings, tags
+from towerjax.proof import findings
 from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
 from towerjax.step.run.on_device import DeviceTowers
@@ -28,7 +30,6 @@ from towerjax.step.state.accumulators import (
     values_of,
 )
 from towerjax.towers.executors import trace_one_tower
-from towerjax.towers.lowering.tower_axis import TowerPrograms
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PerTower, PyTree, named_leaves, names_by_key
 from towerjax.types.leaves import has_tracers, key_data, listed, map_parts, parts_of

@@ -10,6 +10,8 @@ import jax.core
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.lowering.parts import shards_of
+from towerjax.lowering.shards import on_shards
 from towerjax.step.run.engine import Engine
 from towerjax.step.run.on_device import on_device
 from towerjax.step.run.one_pass import Pass
@@ -18,8 +20,6 @@ from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
-from towerjax.towers.lowering.parts import shards_of
-from towerjax.towers.lowering.shards import on_shards
 from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows
 from towerjax.types.leaves import map_parts

@@ -16,11 +16,11 @@ from towerjax.collectives.reduce import all_gather_rows, one_of
 from towerjax.collectives.sparse_rows import IndexedRows, is_rows
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import concat_rows
+from towerjax.lowering.parts import is_shard
 from towerjax.mesh.placement import TowerAxes
 from towerjax.metrics.state import check_metric, is_additive, is_metric, merge_stacked
 from towerjax.metrics.weighted import Weighted
 from towerjax.step.state.faults import NamedPart
-from towerjax.towers.lowering.parts import is_shard
 from towerjax.towers.outputs import check_rows
 from towerjax.towers.variables import TowerLocal
 from towerjax.types import Layout, PerTower, PyTree, Reduction, Rows, Sum, name_by_key

@@ -11,8 +11,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from towerjax.collectives.sparse_rows import dense_shape, is_rows
-from towerjax.proof.equation import needed_eqns
-from towerjax.proof.interpreter import Interpreter
+from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.types import PyTree, leaf_name, named_leaves, readable_leaves
 from towerjax.types.leaves import check_like, few, listed, unlike
 from towerjax.types.version import page

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from towerjax.jaxprs.equation import is_ref, outwards, user_line
 from towerjax.proof.equal.causes import Cause, Causes
 from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
 from towerjax.proof.equal.kinds import Kind, Known, copy
 from towerjax.proof.equal.one_tower import Equality, worst_of
 from towerjax.proof.equal.walk import Walk
-from towerjax.proof.equation import is_ref, outwards, user_line
 from towerjax.tools.testing.traced import (
     ARRAY_TYPES,
     TracedProgram,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from towerjax.proof.equation import is_library
+from towerjax.jaxprs.equation import is_library
 from towerjax.tools.testing.traced import NUMBER_TYPES
 from towerjax.types.leaves import is_deleted
 

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from towerjax.proof.analysis import COPIES, analyse, becomes_of
-from towerjax.proof.equal.one_tower import Equality
-from towerjax.proof.equation import (
+from towerjax.jaxprs.equation import (
     Site,
     all_sites,
     manual_axes,
@@ -19,6 +17,8 @@ from towerjax.proof.equation import (
     outwards,
     user_line,
 )
+from towerjax.proof.analysis import COPIES, analyse, becomes_of
+from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
 from towerjax.tools.testing.equality import MadeProgram, equal_on_devices

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.jaxprs.equation import all_sites, named_axes, user_line
 from towerjax.mesh.devices import Device, canonical_device_name
-from towerjax.proof.equation import all_sites, named_axes, user_line
 from towerjax.step.look.comparison import (
     AuditReport,
     Compared,

@@ -13,10 +13,10 @@ from towerjax.data import feed
 from towerjax.data.placer import Placer
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
-from towerjax.step.build.step import Step
-from towerjax.step.build.train import build_train_step
 from towerjax.step.look.comparison import AuditReport, gaps, judge
 from towerjax.step.look.run_towers import DRAWS, RowsToRun, Towers, compare
+from towerjax.step.make.train import build_train_step
+from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, on_one_group
 from towerjax.towers.variables import read_local
 from towerjax.types import LossFn, PyTree, Reduction, named_leaves

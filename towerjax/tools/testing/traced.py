@@ -8,8 +8,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, Sharding
 
+from towerjax.jaxprs.equation import all_eqns, param_leaves
 from towerjax.mesh.devices import Device
-from towerjax.proof.equation import all_eqns, param_leaves
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import kind_of
 

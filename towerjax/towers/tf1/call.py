@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.mesh.placement import Placement, TowerAxes
 from towerjax.mesh.transfer import place, place_rows, wait_on_cpus
 from towerjax.proof.findings import prove_mirrored
 from towerjax.towers import executors
 from towerjax.towers.fields import StrategyFields
-from towerjax.towers.lowering.tower_axis import TowerPrograms, over_local_towers
 from towerjax.towers.on_towers import OnTowers
 from towerjax.towers.tf1 import values
 from towerjax.towers.tower import tower_of

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from towerjax.proof import tags
+from towerjax.jaxprs import tags
 from towerjax.types import PyTree
 
 

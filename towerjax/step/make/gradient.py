@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from towerjax.jaxprs.equation import forwarded_inputs
 from towerjax.mesh.private_jax import is_literal_zero
 from towerjax.metrics.weighted import Weighted
-from towerjax.proof.equation import forwarded_inputs
 from towerjax.step.run.derivative import LossSums
 from towerjax.step.run.looked_up import TracedLoss
 from towerjax.towers.outputs import as_tower_output

@@ -22,11 +22,11 @@ import jax
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from towerjax.proof import tags
-from towerjax.proof.equation import loop_sizes, open_jaxpr, scopes_of
-from towerjax.proof.interpreter import Interpreter, eqn_context, evaluate_eqn
-from towerjax.towers.lowering.gathers import gathering_again
-from towerjax.towers.lowering.parts import (
+from towerjax.jaxprs import tags
+from towerjax.jaxprs.equation import loop_sizes, open_jaxpr, scopes_of
+from towerjax.jaxprs.interpreter import Interpreter, eqn_context, evaluate_eqn
+from towerjax.lowering.gathers import gathering_again
+from towerjax.lowering.parts import (
     Shard,
     Uniform,
     elementwise,

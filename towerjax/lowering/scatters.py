@@ -9,9 +9,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
+from towerjax.jaxprs.equation import open_jaxpr
+from towerjax.jaxprs.interpreter import as_call, with_programs
 from towerjax.mesh.placement import Placement
-from towerjax.proof.equation import open_jaxpr
-from towerjax.proof.interpreter import as_call, with_programs
 
 
 def hold_indexed(jaxpr: Any, placement: Placement | None) -> Any:

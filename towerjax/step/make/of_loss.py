@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from towerjax.step.build.gradient import as_loss, call_refusing_writes
+from towerjax.step.make.gradient import as_loss, call_refusing_writes
 from towerjax.step.state.train_state import TrainState
 from towerjax.step.state.update import (
     Trainable,

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from towerjax.mesh.transfer import place
-from towerjax.step.build.step import Step
 from towerjax.step.run.compile import inline
 from towerjax.step.run.engine import Engine, Passes, state_ins
 from towerjax.step.run.policies import StatePolicy
@@ -16,6 +15,7 @@ from towerjax.step.state.accumulators import owned
 from towerjax.step.state.checks import check_is_state
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import TrainState, state_layout
+from towerjax.step.step import Step
 from towerjax.towers.executors import vmap_members
 from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import a_type

@@ -16,7 +16,7 @@ from etils import epath
 from towerjax.loop.files import append_line, checked_path, opened_after, read_lines
 from towerjax.loop.progress import choose_display
 from towerjax.loop.writers import as_json
-from towerjax.tools.sweep.turns import Interval
+from towerjax.sweeps.turns import Interval
 from towerjax.types.leaves import a_type
 from towerjax.types.options import check_choice, check_list, check_methods, require
 from towerjax.types.tables import Shown, Table

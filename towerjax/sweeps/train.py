@@ -14,11 +14,11 @@ from towerjax.data.feed import as_reusable
 from towerjax.loop.history import History
 from towerjax.loop.run import run
 from towerjax.loop.writers import json_value
-from towerjax.step.build.members import Members, Numbers
-from towerjax.step.build.step import Step
+from towerjax.step.make.members import Members, Numbers
 from towerjax.step.state.train_state import TrainState
-from towerjax.tools.sweep import grid as of_grid
-from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
+from towerjax.step.step import Step
+from towerjax.sweeps import grid as of_grid
+from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import held_dtype, listed, refuse_unheld

@@ -20,8 +20,7 @@ from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad, batching, mlir
 
 from towerjax.collectives.reduce import add_rows, gather_over_towers
-from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
-from towerjax.proof.equation import (
+from towerjax.jaxprs.equation import (
     PLAIN,
     all_eqns,
     is_hidden,
@@ -31,8 +30,9 @@ from towerjax.proof.equation import (
     trace_hidden,
     user_line,
 )
-from towerjax.proof.interpreter import Interpreter, as_call, with_programs
-from towerjax.towers.lowering.in_turn import map_in_turn, scan_and_add
+from towerjax.jaxprs.interpreter import Interpreter, as_call, with_programs
+from towerjax.lowering.in_turn import map_in_turn, scan_and_add
+from towerjax.mesh.placement import DEVICE_AXIS, LOCAL_AXIS, TowerAxes
 from towerjax.types import PyTree
 from towerjax.types.leaves import has_tracers, parts_of, put_parts
 

@@ -12,10 +12,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
+from towerjax.jaxprs.equation import IDENTITIES
+from towerjax.jaxprs.interpreter import evaluate_eqn
+from towerjax.lowering.gathers import gather, gather_cast, scatter
 from towerjax.mesh.placement import DEVICE_AXIS, Placement, split_spec
-from towerjax.proof.equation import IDENTITIES
-from towerjax.proof.interpreter import evaluate_eqn
-from towerjax.towers.lowering.gathers import gather, gather_cast, scatter
 from towerjax.types import Layout as Where
 from towerjax.types import PyTree
 from towerjax.types.leaves import widen_dtype

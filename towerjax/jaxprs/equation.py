@@ -19,7 +19,7 @@ from jax.extend.core import (
 )
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
-from towerjax.proof import tags
+from towerjax.jaxprs import tags
 
 # Primitives of JAX whose params hold code: of derivatives, of partitioning, of random
 # keys, or code that the params hold as a jaxpr too.

@@ -21,14 +21,14 @@ import numpy as np
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import checked_path, read_lines
 from towerjax.step.look.audited import asked
-from towerjax.tools.sweep import grid as of_grid
-from towerjax.tools.sweep.grid import Config, Grid, Line, RowTable
-from towerjax.tools.sweep.turns import Interval, calls_in, in_turns, interval_of_median
+from towerjax.sweeps import grid as of_grid
+from towerjax.sweeps.grid import Config, Grid, Line, RowTable
+from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_median
 from towerjax.types import PyTree
 from towerjax.types.options import check_number, check_whole
 
 Builder: TypeAlias = Callable[..., Any] | str
-_WORKER = (sys.executable, "-m", "towerjax.tools.sweep.bench")
+_WORKER = (sys.executable, "-m", "towerjax.sweeps.bench")
 _KEPT_BYTES = 2000  # of a failed worker's output in its record
 _NUM_LOSSES = 3
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"

@@ -13,9 +13,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Literal
 
 from towerjax.collectives.reduce import hide_complex
+from towerjax.jaxprs.equation import needed_eqns
+from towerjax.jaxprs.interpreter import Interpreter
 from towerjax.mesh.placement import DEVICE_AXIS
-from towerjax.proof.equation import needed_eqns
-from towerjax.proof.interpreter import Interpreter
 from towerjax.types import PyTree
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from towerjax.mesh.placement import LOCAL_AXIS
-from towerjax.proof.equation import (
+from towerjax.jaxprs.equation import (
     all_eqns,
     loop_sizes,
     named_axes,
     refs,
     sub_jaxprs,
 )
+from towerjax.mesh.placement import LOCAL_AXIS
 from towerjax.types.leaves import widen_dtype
 
 

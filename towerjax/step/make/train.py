@@ -13,9 +13,8 @@ from towerjax.collectives.sparse_rows import as_dense, dense_shape, is_rows, map
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.build.gradient import call_refusing_writes, value_and_grad
-from towerjax.step.build.of_loss import LossPass, returned_by_name
-from towerjax.step.build.step import Step, TrainStep
+from towerjax.step.make.gradient import call_refusing_writes, value_and_grad
+from towerjax.step.make.of_loss import LossPass, returned_by_name
 from towerjax.step.run.engine import (
     Passes,
     StepOptions,
@@ -38,6 +37,7 @@ from towerjax.step.state.update import (
     trained_part,
     with_trained,
 )
+from towerjax.step.step import Step, TrainStep
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower
 from towerjax.types import LossFn, PyTree, Reduction, Sum, TowerOutput

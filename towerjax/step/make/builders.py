@@ -5,9 +5,8 @@ from typing import Any
 
 from towerjax.data.placer import Placer
 from towerjax.data.shard import Remainder
-from towerjax.step.build.gradient import refusing_tangents
-from towerjax.step.build.of_loss import LossPass
-from towerjax.step.build.step import EvalStep, Step, TrainStep
+from towerjax.step.make.gradient import refusing_tangents
+from towerjax.step.make.of_loss import LossPass
 from towerjax.step.run.engine import (
     Engine,
     Passes,
@@ -22,6 +21,7 @@ from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.state.accumulators import as_own
 from towerjax.step.state.next_state import Guard, OnNonfinite, Update
 from towerjax.step.state.train_state import TrainState
+from towerjax.step.step import EvalStep, Step, TrainStep
 from towerjax.towers.outputs import check_metrics, check_rows
 from towerjax.towers.strategies import Strategy, check_roles, with_specs
 from towerjax.towers.tower import Tower

@@ -1,0 +1,1 @@
+"""What we know of JAX's programs: equations, an interpreter, tags."""
