@@ -173,7 +173,8 @@ class Program:
 
     def losses(self, params: PyTree, batch: PyTree) -> jax.Array:
         """``[b]``, one of each example."""
-        variables, kept = {"params": params}, ["batch_stats"]
+        variables = {"params": params}
+        kept = ["batch_stats"]
         logits, _ = self.net.apply(variables, batch["x"], mutable=kept)
         of = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return of.reshape(of.shape[0], -1).mean(-1)
@@ -226,7 +227,8 @@ def hand_written(program: Program, placement: Placement) -> Any:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    whole, split = PartitionSpec(), PartitionSpec(DEVICE_AXIS)
+    whole = PartitionSpec()
+    split = PartitionSpec(DEVICE_AXIS)
     run: Callable[..., Any] = jax.shard_map(
         device_step,
         mesh=placement.mesh,
@@ -244,7 +246,8 @@ def hand_written(program: Program, placement: Placement) -> Any:
 
 def by_hand(program: Program, devices: Absent) -> StepReport:
     """The step as people write it."""
-    strategy, params = tj.Mirrored(devices=devices), program.params()
+    strategy = tj.Mirrored(devices=devices)
+    params = program.params()
     opt_state = jax.eval_shape(program.optimizer.init, params)
     args = (params, opt_state, program.batch(len(devices)))
     jitted = hand_written(program, strategy.placement)
@@ -293,9 +296,11 @@ def page(names: list[str], devices: list[Absent]) -> tuple[str, bool]:
     """The programs on the devices, side by side, and whether none is worse."""
     first = devices[0]
     these = "" if names == [*PROGRAMS] else f" --programs {' '.join(names)}"
-    on, numbers = f"{first.target}{these}", " and ".join(f"{len(x)}" for x in devices)
+    on = f"{first.target}{these}"
+    numbers = " and ".join(f"{len(x)}" for x in devices)
     kind = f"{numbers} {first.kind}"
-    parts, good = [TEXT.format(kind=kind, on=on, jax=jax.__version__)], True
+    parts = [TEXT.format(kind=kind, on=on, jax=jax.__version__)]
+    good = True
     for name in names:
         program = PROGRAMS[name]
         ours = [by_towerjax(program, tj.Mirrored(devices=x)) for x in devices]

@@ -23,8 +23,12 @@ from examples.noise_scale import noise_scale, with_statistics
 from towerjax import Mirrored, Weighted, build_train_step
 from towerjax.types import PyTree
 
-SIZES, RATES = [2**i for i in range(3, 12)], np.geomspace(0.0125, 3.2, 9)
-ROWS, STEPS, ENOUGH, SHOWN = 4096, 3000, 1.74, 256
+SIZES = [2**i for i in range(3, 12)]
+RATES = np.geomspace(0.0125, 3.2, 9)
+ROWS = 4096
+STEPS = 3000
+ENOUGH = 1.74
+SHOWN = 256
 BLUE = "#2f6db5"
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 300" role="img"
      font-family="system-ui, sans-serif" font-size="13" text-anchor="middle"
@@ -85,7 +89,8 @@ def learning(size: int) -> Any:
 
 def best_of(size: int) -> tuple[int, float]:
     """The fewest steps to a loss that is small enough; the noise scale there."""
-    run, found = learning(size), []
+    run = learning(size)
+    found = []
     for rate in RATES:
         losses, noise, signal = jax.device_get(run(jnp.float32(rate)))
         # Averaged, as a loss that is small enough once may be so by chance.
@@ -104,7 +109,8 @@ def main() -> None:
     parser.add_argument("svg", nargs="?")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     options = options_of(parser, sizes=[256])
-    steps, scales = [], {}
+    steps = []
+    scales = {}
     print(f"JAX {jax.__version__}, to a loss of {ENOUGH}")
     print(f"{'rows a step':>11} {'steps':>6} {'rows':>8}")
     for size in options.sizes:

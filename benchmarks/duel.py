@@ -88,8 +88,11 @@ def disturbed(
     folder: pathlib.Path, steps: int, apart_s: float, plain: bool
 ) -> list[Kill]:
     """Run the job and kill processes of it; when, and in which of its restarts."""
-    draw, job, kills = random.Random(0), _launch(folder, steps, plain), list[Kill]()
-    until, lost = float("inf"), ""
+    draw = random.Random(0)
+    job = _launch(folder, steps, plain)
+    kills = list[Kill]()
+    until = float("inf")
+    lost = ""
     while job.popen.poll() is None:
         time.sleep(0.05)
         if until == float("inf"):
@@ -124,7 +127,8 @@ def recoveries(
     folder: pathlib.Path, kills: Sequence[Kill]
 ) -> list[Mapping[str, float]]:
     """Of each kill after which the job did a step: what each part took, in seconds."""
-    done, found = steps_of(folder), []
+    done = steps_of(folder)
+    found = []
     for kill in kills:
         new = next((x for x in done if x.ended > kill.at and x.job != kill.job), None)
         if new is None:
@@ -141,7 +145,8 @@ def recoveries(
 
 def report(folder: pathlib.Path, kills: Sequence[Kill], whole_s: float) -> list[str]:
     """The figures of a disturbed job, as lines of a table."""
-    done, took = steps_of(folder), recoveries(folder, kills)
+    done = steps_of(folder)
+    took = recoveries(folder, kills)
     seconds = _seconds(done)
     middle = statistics.median(sum(x.values()) for x in took)
     return [

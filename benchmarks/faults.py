@@ -32,7 +32,9 @@ import optax
 import towerjax as tj
 from benchmarks import options_of
 
-STEPS, EVERY, HANG_S = 60, 5, 30.0
+STEPS = 60
+EVERY = 5
+HANG_S = 30.0
 FAULTS = ("kill", "stop", "launcher")
 _LAUNCH = (
     "-m towerjax launch --processes 2 --devices-per-process 2"
@@ -60,7 +62,8 @@ class Fault:
     def drawn(cls, seed: int) -> "Fault":
         """One of many: a sixth before the first step, in imports and compilation."""
         draw = random.Random(seed)
-        victim, after = draw.randrange(2), max(draw.randrange(-STEPS // 5, STEPS), 0)
+        victim = draw.randrange(2)
+        after = max(draw.randrange(-STEPS // 5, STEPS), 0)
         return cls(
             FAULTS[seed % 3], victim, after, draw.uniform(0, 0.1 if after else 4)
         )

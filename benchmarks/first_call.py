@@ -35,14 +35,17 @@ from towerjax.towers.strategies import Mirrored
 from towerjax.types import PyTree
 
 PARTS = ("trace", "proof", "lower", "compile")
-_WIDTH, _TOKENS = 64, 16
+_WIDTH = 64
+_TOKENS = 16
 
 
 def conv_net(blocks: int, widths: tuple[int, ...]) -> Model:
     """Residual blocks of two convolutions with instance norm, at each width."""
 
     def init(seed: int) -> PyTree:
-        rng, last, stages = np.random.default_rng(seed), 3, []
+        rng = np.random.default_rng(seed)
+        last = 3
+        stages = []
         for width in widths:
             for _ in range(blocks):
                 ins = (last, width)
@@ -187,7 +190,8 @@ def _make_tokens(seed: int, size: int) -> PyTree:
     return {"tokens": rng.integers(0, 256, (size, _TOKENS + 1)).astype(np.int32)}
 
 
-_adam, _sgd = functools.partial(optax.adam, 1e-3), functools.partial(optax.sgd, 0.1)
+_adam = functools.partial(optax.adam, 1e-3)
+_sgd = functools.partial(optax.sgd, 0.1)
 _momentum = functools.partial(optax.sgd, 0.1, 0.9)
 MODELS: dict[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "mlp, 2 layers, sgd": (lambda: mlp(np.float32, layers=2, width=32), _sgd),
@@ -238,7 +242,8 @@ def by_hand(model: Model, optimizer: Any, strategy: Mirrored, way: str) -> Any:
     """``(init, first)`` of the step as people write it: see the module."""
     placement = strategy.placement
     mesh = jax.sharding.Mesh(np.array(placement.jax_devices), DEVICE_AXIS)
-    all_alike, by_rows = jax.P(), jax.P(DEVICE_AXIS)
+    all_alike = jax.P()
+    by_rows = jax.P(DEVICE_AXIS)
     is_mapped = way == "shard_map" and placement.num_devices > 1
 
     def step(state: Any, batch: PyTree) -> Any:
@@ -289,8 +294,10 @@ def by_towerjax(model: Model, optimizer: Any, strategy: Mirrored) -> Any:
 def measure(name: str, way: str, strategy: Mirrored) -> dict[str, float]:
     """CPU seconds of ``init`` and of the first call, with its parts and wall time."""
     make_model, make_optimizer = MODELS[name]
-    model, optimizer = make_model(), make_optimizer()
-    params, batch = model.init(0), model.make_batch(1, 16)
+    model = make_model()
+    optimizer = make_optimizer()
+    params = model.init(0)
+    batch = model.make_batch(1, 16)
     jax.clear_caches()
     if way == "towerjax":
         init, first = by_towerjax(model, optimizer, strategy)
@@ -298,7 +305,8 @@ def measure(name: str, way: str, strategy: Mirrored) -> dict[str, float]:
         init, first = by_hand(model, optimizer, strategy, way)
     start = time.process_time()
     state = jax.block_until_ready(init(params))
-    began, wall = time.process_time(), time.perf_counter()
+    began = time.process_time()
+    wall = time.perf_counter()
     with split_times() as spent:
         jax.block_until_ready(first(state, batch))
     total = time.process_time() - began

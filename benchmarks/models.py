@@ -51,13 +51,15 @@ def mlp(dtype: Any, *, layers: int = 4, width: int = 384) -> Model:
     """Layers of tanh, a mean squared error; each layer has two leaves."""
 
     def init(seed: int) -> PyTree:
-        rng, bias = np.random.default_rng(seed), np.zeros(width, np.float32)
+        rng = np.random.default_rng(seed)
+        bias = np.zeros(width, np.float32)
         return [
             {"w": normal(rng, (width, width), width), "b": bias} for _ in range(layers)
         ]
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
-        params, x = cast(params, dtype), batch["x"].astype(dtype)
+        params = cast(params, dtype)
+        x = batch["x"].astype(dtype)
         for layer in params:
             x = jnp.tanh(x @ layer["w"] + layer["b"][None])
         return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2, axis=-1)
@@ -83,7 +85,8 @@ def cnn(dtype: Any) -> Model:
         return {"convs": convs, "dense": normal(rng, (CNN_CHANNELS[-1], 10), 64)}
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
-        params, x = cast(params, dtype), batch["image"].astype(dtype)
+        params = cast(params, dtype)
+        x = batch["image"].astype(dtype)
         for stride, kernel in enumerate(params["convs"], 1):
             dims = ("NHWC", "HWIO", "NHWC")
             x = lax.conv_general_dilated(
@@ -120,7 +123,8 @@ def embedding(dtype: Any, *, rows: int = 100_000, width: int = 32) -> Model:
     return Model(init, losses, make_batch)
 
 
-_VOCABULARY, _TOKENS = 512, 64
+_VOCABULARY = 512
+_TOKENS = 64
 
 
 def _transformer_module(dtype: Any, width: int = 128) -> Any:

@@ -39,7 +39,8 @@ def measure(name: str, program: Program, calls: int, rounds: int) -> dict[str, A
     strategy = tj.Mirrored()
     placement = strategy.placement
     step, params, batch = program.make_step(strategy)
-    params, batch = _values(params, 10), _values(batch, 10)
+    params = _values(params, 10)
+    batch = _values(batch, 10)
     rows = place_rows(batch, placement, Layout.PER_TOWER)
     hand = hand_written(program, placement)
     opt_state = program.optimizer.init(params)

@@ -158,7 +158,8 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 8])
     options = options_of(parser, rounds=5, steps=10, devices=[2])
     jax.config.update("jax_num_cpu_devices", max(options.devices))
-    rounds, steps = options.rounds, options.steps
+    rounds = options.rounds
+    steps = options.steps
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {rounds} paired rounds")
     print(f"{'model':>10} {'D':>2} {'hand ms':>8} {'ours ms':>8}", end=" ")
     print(f"{'step':>6} {'bound':>6} {'arrays':>6} {'NumPy':>6}", end=" ")

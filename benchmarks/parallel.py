@@ -37,10 +37,12 @@ def report_of(name: str, part: str | None, towers: int, kind: str) -> Any:
     given = runpy.run_path(str(EXAMPLES / f"{name}.py"))
     loss_fn = given["loss_by"](given[part]) if part else given["loss_fn"]
     rng = np.random.default_rng(0)
-    params, batch = given["init"](rng), given["make_batch"](rng)
+    params = given["init"](rng)
+    batch = given["make_batch"](rng)
     within = given["WITHIN"]
     size = math.prod(within.values())
-    rows, specs = given.get("ROWS_ALONG"), given.get("SPECS")
+    rows = given.get("ROWS_ALONG")
+    specs = given.get("SPECS")
     devices = tj.Absent(kind, size * towers)
     strategy = tj.Mirrored(devices, within=within, rows=rows, specs=specs)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")

@@ -106,7 +106,8 @@ def memory(tables: tuple[Rows, Rows]) -> Figure:
     names = [row["state="].strip('"') for row in small]
     assert names == [row["state="].strip('"') for row in large]
     parts = {name: numbers(small, name) for name in ("arguments", "temporaries")}
-    peaks, first = numbers(large, "peak"), numbers(large, "state and batch")
+    peaks = numbers(large, "peak")
+    first = numbers(large, "state and batch")
     rest = [peak - x for peak, x in zip(peaks, first, strict=True)]
     bars(left, names, parts)
     bars(right, names, {"state and batch": first, "more at the peak": rest})

@@ -82,7 +82,8 @@ def main() -> None:
         parser, rounds=2, steps=2, towers=4, devices=[2], models=["tiny"]
     )
     jax.config.update("jax_num_cpu_devices", max(options.devices))
-    rounds, steps = options.rounds, options.steps
+    rounds = options.rounds
+    steps = options.steps
     print(f"JAX {jax.__version__}, {jax.default_backend()}, {options.towers} towers,")
     print(f"{rounds} rounds of {steps} steps; milliseconds, and median (quartiles)\n")
     print(f"{'model':>10} {'D':>2} {'pinned':>8} {'scan':>8} {'vmap':>8}", end=" ")

@@ -26,7 +26,9 @@ from towerjax.sweeps.turns import in_turns
 from towerjax.types import PyTree
 
 MODELS = {"2 layers of 32": (2, 32), "25 layers of 16": (25, 16), "4 of 512": (4, 512)}
-STEPS, ROWS, TRAINED = 10, 64, 200
+STEPS = 10
+ROWS = 64
+TRAINED = 200
 
 
 @dataclasses.dataclass

@@ -38,7 +38,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import towerjax as tj
 from benchmarks.same_kernels import kernels_of
 
-TOWERS, ROWS, LENGTH, EVERY = 8, 32, 48, 50
+TOWERS = 8
+ROWS = 32
+LENGTH = 48
+EVERY = 50
 OPTIMIZER = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adamw(
@@ -186,7 +189,8 @@ def train(run: Run, devices: int, last: int, killed: bool, folder: str) -> None:
 
 def train_by_hand(kind: str, devices: int, last: int) -> None:
     """As mostly written: ``pmean`` of devices' gradients, or ``jit`` of split rows."""
-    mesh, here = Mesh(np.array(jax.devices()[:devices]), "d"), PartitionSpec("d")
+    mesh = Mesh(np.array(jax.devices()[:devices]), "d")
+    here = PartitionSpec("d")
 
     def loss(params: Any, tokens: jax.Array, rng: jax.Array) -> jax.Array:
         there = tokens[:, 1:] >= 0

@@ -232,7 +232,8 @@ def main() -> None:
     options.devices = options.devices or [
         number for number in (1, 2, 4, 8) if number <= jax.device_count()
     ]
-    ops, differ = getattr(collectives, options.ops)(), False
+    ops = getattr(collectives, options.ops)()
+    differ = False
     if not options.json:
         head = f"JAX {jax.__version__}, {options.towers} towers, {ops!r}"
         print(f"{head}, state={options.state!r}; leaves that")

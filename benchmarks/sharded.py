@@ -25,7 +25,11 @@ from benchmarks import options_of
 from towerjax.towers.strategies import StateLayout
 from towerjax.types import PyTree
 
-HEAD, WORDS, LENGTH, ROWS = 128, 32_000, 2_048, 4  # rows of a tower
+# rows of a tower
+HEAD = 128
+WORDS = 32_000
+LENGTH = 2_048
+ROWS = 4
 
 
 def shapes(layers: int, width: int) -> PyTree:
@@ -46,7 +50,8 @@ def shapes(layers: int, width: int) -> PyTree:
     return {"layers": stacked, **ends}
 
 
-COLUMNS, LINES = P(None, None, "model"), P(None, "model")
+COLUMNS = P(None, None, "model")
+LINES = P(None, "model")
 SPECS = {
     "layers": {"norm1": P(), "norm2": P(), "qkv": COLUMNS, "out": LINES}
     | {"up": COLUMNS, "down": LINES},

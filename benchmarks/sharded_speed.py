@@ -25,7 +25,8 @@ import towerjax as tj
 from benchmarks import options_of
 from towerjax.sweeps.turns import in_turns, interval_of_median
 
-DEVICES, OPTIMIZER = 8, optax.adam(1e-3)
+DEVICES = 8
+OPTIMIZER = optax.adam(1e-3)
 SPECS = {"up": P(None, None, "d"), "down": P(None, "d")}
 
 
@@ -43,7 +44,9 @@ class Stepping:
     """A step with its state, called again and again."""
 
     def __init__(self, call: Callable[..., Any], state: Any, batch: Any) -> None:
-        self.call, self.state, self.batch = call, state, batch
+        self.call = call
+        self.state = state
+        self.batch = batch
         self.memory = 0
 
     def run(self) -> Any:
@@ -64,7 +67,8 @@ def by_towerjax(params: Any, batch: Any) -> Stepping:
         return tj.Weighted.mean(losses(params, x), tower.weight)
 
     step = tj.build_train_step(loss_fn, OPTIMIZER, tj.Mirrored(state="sharded"))
-    state, placed = step.init(params), step.place_batch(batch)
+    state = step.init(params)
+    placed = step.place_batch(batch)
     made = Stepping(lambda s, b: step(s, b), state, placed)
     made.memory = _peak(step.program(state, placed).call)
     return made

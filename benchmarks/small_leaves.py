@@ -20,7 +20,9 @@ import optax
 import towerjax as tj
 from benchmarks import options_of
 
-LEAVES, WIDTH, ROWS = 18, 16, 8
+LEAVES = 18
+WIDTH = 16
+ROWS = 8
 
 
 def loss_fn(
@@ -49,7 +51,9 @@ def main() -> None:
         "optax.flatten": (optax.flatten(adam), {}),
         'on_nonfinite="ignore"': (adam, {"on_nonfinite": "ignore"}),
     }
-    steps, states, times = {}, {}, {}
+    steps = {}
+    states = {}
+    times = {}
     for name, (optimizer, options) in ways.items():
         strategy = tj.OneDevice()
         steps[name] = tj.build_train_step(loss_fn, optimizer, strategy, **options)

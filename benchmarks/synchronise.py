@@ -24,7 +24,10 @@ from towerjax import Mirrored, batches, build_eval_step, build_train_step, run
 from towerjax.contrib import DiLoCo, LocalSGD
 
 NOTEBOOK = pathlib.Path(__file__).parents[1] / "notebooks/05_language_model.ipynb"
-TOWERS, ROWS, STEPS, EVERY = 4, 32, 320, 16
+TOWERS = 4
+ROWS = 32
+STEPS = 320
+EVERY = 16
 # A run of 20 rounds is short for the papers' momentum of 0.9.
 LESS = optax.sgd(0.7, momentum=0.6, nesterov=True)
 WAYS: dict[str, Any] = {
@@ -97,12 +100,14 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
     options = options_of(parser, steps=32, ways=["every step"])
     jax.config.update("jax_num_cpu_devices", TOWERS)
-    given, curves = model(), []
+    given = model()
+    curves = []
     head = f"{options.steps} steps of {ROWS} rows on {TOWERS} towers"
     print(f"JAX {jax.__version__}, {head}")
     print(f"{'':23} {'kB a step':>9} {'MB in all':>9} {'bits per byte':>13}")
     for name in options.ways:
-        way, start_s = WAYS[name], time.perf_counter()
+        way = WAYS[name]
+        start_s = time.perf_counter()
         sent, history = trained(way, given, options.steps)
         curve = [(n * sent / 1e6, x["bits"]) for n, x in history.evaluations]
         curves.append((name, curve))
@@ -116,7 +121,8 @@ def draw(path: str, curves: list[tuple[str, list[tuple[float, float]]]]) -> None
     """Each way's curve, as an svg."""
     points = [point for _, curve in curves for point in curve]
     low, high = (f(x for x, _ in points) for f in (min, max))
-    least, most = min(y for _, y in points) - 0.05, max(y for _, y in points)
+    least = min(y for _, y in points) - 0.05
+    most = max(y for _, y in points)
 
     def across(x: float) -> float:
         return 60 + 500 * np.log(x / low) / np.log(high / low)

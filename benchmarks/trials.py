@@ -26,9 +26,12 @@ from towerjax.towers.executors import over_devices, shapes_of
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy
 from towerjax.types import Layout, PyTree
 
-LEARNING_RATE, MOMENTUM = 0.01, 0.9
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
 NUM_LOSSES = 3
-ROUNDS, SECONDS_PER_ROUND = 9, 0.1  # of peers that time themselves
+# of peers that time themselves
+ROUNDS = 9
+SECONDS_PER_ROUND = 0.1
 _OUT = (Layout.MIRRORED, Layout.MIRRORED)
 
 
@@ -55,7 +58,8 @@ def build(**config: Any) -> Any:
         from benchmarks import peers
 
         return getattr(peers, trial.by)(trial)
-    strategy, work = strategy_of(trial), work_of(trial)
+    strategy = strategy_of(trial)
+    work = work_of(trial)
     if trial.by == "towerjax":
         found = by_towerjax(work, strategy)
     else:
@@ -181,7 +185,8 @@ def by_towerjax(work: Work, strategy: Strategy) -> Contender:
     step = build_train_step(
         loss_fn, work.optimizer, strategy, micro_batches=work.micro_batches
     )
-    state, batch = step.init(work.params), step.place_batch(work.batch)
+    state = step.init(work.params)
+    batch = step.place_batch(work.batch)
     start = time.perf_counter()
     program = step.program(state, batch)
     seconds = time.perf_counter() - start

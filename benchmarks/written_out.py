@@ -22,7 +22,9 @@ import towerjax as tj
 from benchmarks import options_of
 from towerjax.types import PyTree
 
-ROWS, RANK = 16, 8  # rows of a tower, and of a micro-batch; the rank of an adapter
+# rows of a tower, and of a micro-batch; the rank of an adapter
+ROWS = 16
+RANK = 8
 FORMS = {
     "scanned": "scanned",
     "written": "written out",

@@ -20,7 +20,8 @@ BEST = np.array([2, 0, 1, 3])  # the arm that pays, in each of four rooms
 
 def loss_fn(params, batch, tower):
     room = batch["room"]
-    logits, values = params["actor"][room], params["critic"][room]
+    logits = params["actor"][room]
+    values = params["critic"][room]
     arm = jax.random.categorical(tower.rng, logits)
     paid = (arm == jnp.asarray(BEST)[room]).astype(jnp.float32)
     advantage = jax.lax.stop_gradient(paid - values)  # a constant for the actor
@@ -35,9 +36,11 @@ def loss_fn(params, batch, tower):
 
 def update_fn(state, merged):
     grads = merged["grads"].value
-    params, opt_state = {}, {}
+    params = {}
+    opt_state = {}
     for name, optimizer in OPTIMIZERS.items():
-        own, kept = state.params[name], state.opt_state[name]
+        own = state.params[name]
+        kept = state.opt_state[name]
         updates, opt_state[name] = optimizer.update(grads[name], kept, own)
         params[name] = optax.apply_updates(own, updates)
     after = dataclasses.replace(state, params=params, opt_state=opt_state)

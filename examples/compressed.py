@@ -22,13 +22,15 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
-BLOCK, AXIS = 256, "devices"
+BLOCK = 256
+AXIS = "devices"
 ratio = tj.metrics.ratio
 
 
 def encode(x, bits):
     """``[..., n]`` float32 as ``[..., bytes]``: whole numbers, then a scale a block."""
-    blocks, most = x.reshape(*x.shape[:-1], -1, BLOCK), 2 ** (bits - 1) - 1
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    most = 2 ** (bits - 1) - 1
     scales = abs(blocks).max(axis=-1) / most
     units = jnp.where(scales == 0, 1, scales)[..., None]
     codes = jnp.round(blocks / units).astype(jnp.int8).reshape(x.shape)
@@ -40,8 +42,10 @@ def encode(x, bits):
 
 def decode(data, bits, numbers):
     """The inverse of `encode`, up to half a scale."""
-    cut, shape = numbers * bits // 8, (*data.shape[:-1], -1, BLOCK)
-    codes, scales = data[..., :cut], data[..., cut:].view(jnp.float32)
+    cut = numbers * bits // 8
+    shape = (*data.shape[:-1], -1, BLOCK)
+    codes = data[..., :cut]
+    scales = data[..., cut:].view(jnp.float32)
     if bits == 4:
         whole = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int8) - 8
     else:
@@ -52,7 +56,8 @@ def decode(data, bits, numbers):
 def sum_encoded(x, bits, devices):
     """A device's part: the sum of all ``x``, what it lost, and the relative error."""
     rows = jnp.pad(x, (0, -x.size % (BLOCK * devices))).reshape(devices, -1)
-    size, row = rows.shape[1], lax.axis_index(AXIS)
+    size = rows.shape[1]
+    row = lax.axis_index(AXIS)
     sent = encode(rows, bits)
     lost = rows - decode(sent, bits, size)
     got = lax.all_to_all(sent, AXIS, split_axis=0, concat_axis=0, tiled=True)
@@ -89,7 +94,8 @@ def compressed(bits, feedback=True):
             return total * weight, kept, error
 
         def update_fn(state, merged):
-            weight, rows = merged.pop("weight").value, merged.pop("own").values.value
+            weight = merged.pop("weight").value
+            rows = merged.pop("own").values.value
             total, lost, error = jax.shard_map(
                 on_device,
                 mesh=AbstractMesh((devices,), (AXIS,), axis_types=(AxisType.Auto,)),

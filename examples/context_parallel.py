@@ -16,7 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
-WIDTH, HEADS, LENGTH, ROWS = 16, 2, 32, 5
+WIDTH = 16
+HEADS = 2
+LENGTH = 32
+ROWS = 5
 WITHIN = {"context": 4}
 PARTS = P(None, "context")  # of [b, t, ...]
 FAR = -1e30  # finite: a ring sees parts of which no key counts
@@ -27,7 +30,8 @@ def init(rng):
         return rng.normal(size=shape) * WIDTH**-0.5
 
     head = WIDTH // HEADS
-    qkv, out = draw(WIDTH, 3, HEADS, head), draw(HEADS, head, WIDTH)
+    qkv = draw(WIDTH, 3, HEADS, head)
+    out = draw(HEADS, head, WIDTH)
     return {"qkv": qkv, "out": out, "places": 0.1 * draw(LENGTH, WIDTH)}
 
 
@@ -57,7 +61,8 @@ def by_ring(q, k, v):
 
 def ring_of_parts(q, k, v):
     """Of a device's part of the sequence, ``[b, t / devices, h, d]``."""
-    length, devices = q.shape[1], lax.axis_size("context")
+    length = q.shape[1]
+    devices = lax.axis_size("context")
     own = lax.axis_index("context")
     here = jnp.arange(length)
 
@@ -66,7 +71,8 @@ def ring_of_parts(q, k, v):
         keys = (own - number) % devices * length + here
         found = scores(q, k, own * length + here, keys)
         new = jnp.maximum(most, found.max(-1))
-        weights, shrink = jnp.exp(found - new[..., None]), jnp.exp(most - new)
+        weights = jnp.exp(found - new[..., None])
+        shrink = jnp.exp(most - new)
         total = total * shrink + weights.sum(-1)
         out = out * shrink[..., None] + jnp.einsum("bhqk,bkhd->bhqd", weights, v)
         ring = [(i, (i + 1) % devices) for i in range(devices)]
@@ -94,7 +100,8 @@ def loss_by(attend):
 def main():
     jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
     rng = np.random.default_rng(0)
-    params, batch = init(rng), make_batch(rng)
+    params = init(rng)
+    batch = make_batch(rng)
     for attend in (by_constraint, by_ring):
         strategy = tj.Mirrored(towers=2, within=WITHIN)
         step = tj.build_train_step(

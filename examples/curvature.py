@@ -36,7 +36,8 @@ def slope_fn(params, batch, tower, merged):
 
 
 def update_fn(state, merged):
-    before, product = merged["before"], merged["grads"].value
+    before = merged["before"]
+    product = merged["grads"].value
     params = state.params - 0.0 * before["grads"].value  # your rate or optimizer
     eigenvalue = state.extra @ product
     vector = product / jnp.linalg.norm(product)

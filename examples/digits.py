@@ -177,7 +177,8 @@ def main() -> None:
 
     rich.print(table(history.summary))
     print(f"learning curve in {PICTURE}")
-    accuracy, rows = history.evaluations[-1][1]["accuracy"], len(test_split["label"])
+    accuracy = history.evaluations[-1][1]["accuracy"]
+    rows = len(test_split["label"])
     print(f"test accuracy {accuracy:.4f} ({accuracy * rows:.0f} of {rows})")
     if args.epochs >= EPOCHS and accuracy < LEAST_ACCURACY:
         raise SystemExit(

@@ -44,7 +44,8 @@ COLLECTIVES = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permut
 
 
 def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    rows, labels = [], []
+    rows = []
+    labels = []
     for label, package in enumerate(PACKAGES):
         root = pathlib.Path(sysconfig.get_path("stdlib")) / package
         for path in sorted(root.rglob("*.py")):
@@ -63,7 +64,9 @@ def load_splits() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 
 
 def init_params() -> dict[str, np.ndarray]:
-    numbers, width, classes = np.random.default_rng(0), TABLE_SHAPE[1], len(PACKAGES)
+    numbers = np.random.default_rng(0)
+    width = TABLE_SHAPE[1]
+    classes = len(PACKAGES)
     return {
         "table": 0.1 * numbers.standard_normal(TABLE_SHAPE, np.float32),
         "w": np.zeros((width, classes), np.float32),
@@ -169,7 +172,8 @@ def main() -> None:
     }
     compare_bytes(programs)
     for epoch in range(args.epochs):
-        losses, start = [], time.perf_counter()
+        losses = []
+        start = time.perf_counter()
         for batch in tj.batches(train_split, BATCH_SIZE, epochs=1, seed=epoch):
             if len(batch["label"]) == BATCH_SIZE:
                 spec = model(

@@ -86,7 +86,8 @@ def model_fn(
     network = Network(params["dropout"])
 
     def logits_of(weights: Any) -> Any:
-        train, rngs = mode is tj.estimator.Mode.TRAIN, {"dropout": tower.rng}
+        train = mode is tj.estimator.Mode.TRAIN
+        rngs = {"dropout": tower.rng}
         return network.apply({"params": weights}, features, train=train, rngs=rngs)
 
     def loss_fn(weights: Any) -> tuple[tj.Weighted, jax.Array]:
@@ -120,7 +121,8 @@ def optimizer_of(params: Any) -> tj.estimator.TowerOptimizer:
 
 def score(labels: jax.Array, logits: jax.Array, tower: tj.Tower) -> dict[str, Any]:
     """Sums over the tower's rows, from which the metrics are computed at the end."""
-    digit, is_of = logits.argmax(-1), nn.one_hot(labels, 10)
+    digit = logits.argmax(-1)
+    is_of = nn.one_hot(labels, 10)
     hits = (digit == labels) * tower.weight
     return {
         "accuracy": tj.metrics.accuracy(labels, digit, tower.weight),
@@ -134,7 +136,8 @@ def load_splits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     image, label = load_digits(return_X_y=True)
     image = (image / 16).astype(np.float32).reshape((-1, 8, 8, 1))
     order = np.random.default_rng(0).permutation(len(label))
-    image, label = image[order], label[order].astype(np.int32)
+    image = image[order]
+    label = label[order].astype(np.int32)
     ends = np.cumsum(list(SPLITS.values()))[:-1]
     pairs = zip(np.split(image, ends), np.split(label, ends), strict=True)
     return dict(zip(SPLITS, pairs, strict=True))
@@ -184,14 +187,16 @@ def train(
             writers=writers(),
             params=HYPERPARAMETERS,
         )
-        step, like = model.train_step(params=HYPERPARAMETERS), splits["train"][0]
+        step = model.train_step(params=HYPERPARAMETERS)
+        like = splits["train"][0]
         best = saving.restore(step, init_variables(like), number=saving.best_step)
     return best, history
 
 
 def export(weights: Any, path: pathlib.Path) -> None:
     """Write the scores as a program for any number of rows, with the weights inside."""
-    network, weights = Network(HYPERPARAMETERS["dropout"]), jax.device_get(weights)
+    network = Network(HYPERPARAMETERS["dropout"])
+    weights = jax.device_get(weights)
 
     def serve(image: jax.Array) -> jax.Array:
         logits: Any = network.apply({"params": weights}, image, train=False)
@@ -204,7 +209,8 @@ def export(weights: Any, path: pathlib.Path) -> None:
 
 
 def scores_of_another_process(exported: pathlib.Path, image: np.ndarray) -> np.ndarray:
-    rows, scores = FOLDER / "rows.npy", FOLDER / "scores.npy"
+    rows = FOLDER / "rows.npy"
+    scores = FOLDER / "scores.npy"
     np.save(rows, image)
     subprocess.run([sys.executable, "-c", SERVE, exported, rows, scores], check=True)
     return np.load(scores)

@@ -16,10 +16,17 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
-WIDTH, HIDDEN, EXPERTS, LENGTH, ROWS = 16, 32, 8, 12, 13
+WIDTH = 16
+HIDDEN = 32
+EXPERTS = 8
+LENGTH = 12
+ROWS = 13
 CAPACITY = 2 * 2 * LENGTH // EXPERTS  # tokens of a row that an expert takes
-WITHIN, ROWS_ALONG = {"expert": 4}, "expert"
-BY_EXPERT, BY_ROW = P("expert"), P(None, "expert")  # of [experts, rows, ...]
+WITHIN = {"expert": 4}
+ROWS_ALONG = "expert"
+# of [experts, rows, ...]
+BY_EXPERT = P("expert")
+BY_ROW = P(None, "expert")
 SPECS = {"router": P(), "up": BY_EXPERT, "down": BY_EXPERT}
 
 
@@ -27,7 +34,8 @@ def init(rng):
     def draw(*shape):
         return rng.normal(size=shape) * shape[-2] ** -0.5
 
-    up, down = draw(EXPERTS, WIDTH, HIDDEN), draw(EXPERTS, HIDDEN, WIDTH)
+    up = draw(EXPERTS, WIDTH, HIDDEN)
+    down = draw(EXPERTS, HIDDEN, WIDTH)
     return {"router": draw(WIDTH, EXPERTS), "up": up, "down": down}
 
 
@@ -78,7 +86,8 @@ def loss_fn(params, batch, tower):
 def main():
     jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
     rng = np.random.default_rng(0)
-    params, batch = init(rng), make_batch(rng)
+    params = init(rng)
+    batch = make_batch(rng)
     strategy = tj.Mirrored(towers=2, within=WITHIN, rows=ROWS_ALONG, specs=SPECS)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
     state = step.init(jax.tree.map(np.float32, params))

@@ -17,7 +17,8 @@ def ftrl(lr, l1=0.0, l2=0.0, start=0.1):
         return {"accum": accum, "linear": jax.tree.map(jnp.zeros_like, params)}
 
     def update(updates, state, params=None):
-        before, last = state["accum"], state["linear"]
+        before = state["accum"]
+        last = state["linear"]
         accum = jax.tree.map(lambda n, g: n + g**2, before, updates)
 
         def next_linear(z, g, w, old, new):

@@ -65,7 +65,8 @@ class Discriminator(nn.Module):
         return nn.Dense(1)(x)[:, 0]
 
 
-generator, discriminator = Generator(), Discriminator()
+generator = Generator()
+discriminator = Discriminator()
 
 
 def images_of(net: Any, noise: Any) -> Any:
@@ -138,7 +139,8 @@ def model_fn(
         "generator": lambda net: generator_losses(net, nets["discriminator"], noise[1]),
         "discriminator": lambda net: discriminator_losses(net, features, drawn),
     }
-    losses, after = {}, {}
+    losses = {}
+    after = {}
     for name, optimizer in optimizers(params["steps"]).items():
         own = dataclasses.replace(
             variables, params=nets[name], opt_state=variables.opt_state[name]
@@ -176,7 +178,8 @@ def frechet_distance(one: np.ndarray, other: np.ndarray) -> float:
     ``|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2))``.
     """
     means = one.mean(axis=0) - other.mean(axis=0)
-    first, second = np.cov(one.T), np.cov(other.T)
+    first = np.cov(one.T)
+    second = np.cov(other.T)
     values, vectors = np.linalg.eigh(first)
     root = (vectors * np.sqrt(np.maximum(values, 0))) @ vectors.T
     values = np.linalg.eigvalsh(root @ second @ root)
@@ -237,7 +240,8 @@ def main() -> None:
 
     strategy = choose_strategy(args.towers, args.devices)
     train_split, test_split = load_splits()
-    critic, columns = Critic(train_split, test_split), {}
+    critic = Critic(train_split, test_split)
+    columns = {}
     hyperparameters = {"steps": args.steps}
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy, donate=True)
     variables = model.init(init_variables(args.steps, args.seed))

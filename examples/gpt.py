@@ -23,7 +23,11 @@ from jax import lax
 
 import towerjax as tj
 
-WIDTH, LAYERS, HEADS, LENGTH, BATCH = 128, 4, 4, 64, 32
+WIDTH = 128
+LAYERS = 4
+HEADS = 4
+LENGTH = 64
+BATCH = 32
 BYTES = 256
 
 

@@ -43,7 +43,8 @@ def embed(state, batch, tower):
 
 
 def differentiate(state, batch, tower, merged):
-    rows, weight = merged.value["rows"], merged.value["weight"]
+    rows = merged.value["rows"]
+    weight = merged.value["weight"]
     same = merged.value["row"][None] == batch["row"][:, None]
     where = jnp.argmax(same & (weight > 0)[None], axis=1)  # own rows among all
     where = jnp.where(tower.weight > 0, where, len(weight))  # padding: out

@@ -25,7 +25,8 @@ def loss_fn(params, batch, tower):
 
 
 step = tj.build_train_step(loss_fn, optax.sgd(0.0), tj.Mirrored(), donate=False)
-start, lbfgs = step.init(np.zeros(5, np.float32)), optax.lbfgs()
+start = step.init(np.zeros(5, np.float32))
+lbfgs = optax.lbfgs()
 step.audit(start, batch)  # of step.fn in a program of yours, it is asked for
 
 

@@ -31,7 +31,8 @@ params = {
 
 
 def loss_fn(params, batch, tower):  # LoRA: adds a product of low rank
-    base, adapter = params["base"], params["adapter"]
+    base = params["base"]
+    adapter = params["adapter"]
     whole = base["int8"] * base["scale"] + adapter["a"] @ adapter["b"]
     errors = batch["x"] @ whole - batch["y"]
     return tj.Weighted.mean((errors**2).sum(axis=1), tower.weight)

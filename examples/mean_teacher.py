@@ -13,7 +13,9 @@ import towerjax as tj
 jax.config.update("jax_num_cpu_devices", 4)  # a laptop as 4 devices
 
 rng = np.random.default_rng(0)
-angle, label = rng.uniform(0, np.pi, 1200), rng.integers(0, 2, 1200)  # two half moons
+# two half moons
+angle = rng.uniform(0, np.pi, 1200)
+label = rng.integers(0, 2, 1200)
 x = np.stack([np.cos(angle) + label, np.sin(angle) * (1 - 2 * label) + label / 2], 1)
 data = {
     "x": np.float32(x + 0.1 * rng.normal(size=x.shape)),

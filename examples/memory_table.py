@@ -23,7 +23,8 @@ for number in (1, 2, 4, 8):
         devices = [f"cpu:{i}" for i in range(number)]  # or tj.Absent("h200", number)
         strategy = tj.Mirrored(devices, state=state)
         step = tj.build_train_step(loss_fn, optax.adam(1e-3), strategy)
-        params, batch = np.ones((256, 256), np.float32), np.ones((64 * number, 256))
+        params = np.ones((256, 256), np.float32)
+        batch = np.ones((64 * number, 256))
         found = step.report(step.init(params), batch.astype(np.float32))
         held = found.memory.arguments - found.memory.by_kind["batch"]
         print(f"{number:7}  {state:17} {held:9,} {found.bytes_sent:7,}")

@@ -54,7 +54,9 @@ def of_tower(loss, grads):
 
 def metrics_of(merged, grads):
     """The metrics of a step, of what `of_tower` was merged to and the gradient."""
-    parts, total, weight = merged["parts"], grads.sum, grads.weight
+    parts = merged["parts"]
+    total = grads.sum
+    weight = grads.weight
     square = dot(total, total)
     large = ratio(square, weight)
     noise = (parts.squares - large) / jnp.maximum(parts.number - 1, 1)
@@ -117,7 +119,8 @@ def main():
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.02), tj.Mirrored(towers=8), extend=with_statistics
     )
-    state, batches = step.init(np.zeros(32, np.float32)), tj.batches(data, 64)
+    state = step.init(np.zeros(32, np.float32))
+    batches = tj.batches(data, 64)
     state, history = tj.run(step, state, batches, progress=False)
     scale = noise_scale(history.metrics, smoothing=0.9)
     for number in (0, 31, 63, 127, 255):

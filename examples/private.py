@@ -15,7 +15,8 @@ jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
 rng = np.random.default_rng(0)
 data = {"x": rng.normal(size=(2000, 3)).astype(np.float32)}
 data["y"] = (data["x"] @ np.array([1, -2, 3], np.float32) > 0).astype(np.float32)
-CLIP, NOISE = 0.5, 1.1
+CLIP = 0.5
+NOISE = 1.1
 optimizer = optax.sgd(1.0, momentum=0.9)
 
 

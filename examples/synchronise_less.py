@@ -34,7 +34,8 @@ for extend in (
     DiLoCo(every=8, outer=optax.sgd(0.7, momentum=0.5, nesterov=True)),
 ):
     audit = None if extend is None else False  # of towers alone, nothing is merged
-    strategy, optimizer = tj.Mirrored(towers=8), optax.sgd(0.05)
+    strategy = tj.Mirrored(towers=8)
+    optimizer = optax.sgd(0.05)
     step = tj.build_train_step(loss_fn, optimizer, strategy, extend=extend, audit=audit)
     state = step.init({"w": np.zeros(10, np.float32)})
     state, history = tj.run(step, state, data, progress=False)

@@ -15,9 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
-WIDTH, HEADS, LENGTH, ROWS = 32, 8, 12, 13
+WIDTH = 32
+HEADS = 8
+LENGTH = 12
+ROWS = 13
 WITHIN = {"model": 4}
-COLUMNS, LINES = P(None, "model"), P("model")
+COLUMNS = P(None, "model")
+LINES = P("model")
 SPECS = {"qkv": P(None, None, "model"), "out": P("model"), "scales": P()} | {
     "up": COLUMNS,
     "bias": LINES,
@@ -68,7 +72,8 @@ def loss_fn(params, batch, tower):
 def main():
     jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
     rng = np.random.default_rng(0)
-    params, batch = init(rng), make_batch(rng)
+    params = init(rng)
+    batch = make_batch(rng)
     strategy = tj.Mirrored(towers=2, within=WITHIN, specs=SPECS)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
     state = step.init(jax.tree.map(np.float32, params))

@@ -16,8 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
-WORDS, WIDTH, LENGTH, ROWS = 96, 16, 12, 13
-WITHIN, ROWS_ALONG = {"data": 2, "model": 2}, "data"
+WORDS = 96
+WIDTH = 16
+LENGTH = 12
+ROWS = 13
+WITHIN = {"data": 2, "model": 2}
+ROWS_ALONG = "data"
 SPECS = {"table": P("model"), "mix": P()}
 SMOOTH = 0.1
 
@@ -62,7 +66,8 @@ def of_own_words(x, table, labels):
 
 def loss_by(cross_entropy):
     def loss_fn(params, batch, tower):
-        tokens, table = batch["tokens"], params["table"]
+        tokens = batch["tokens"]
+        table = params["table"]
         x = jnp.tanh(table[tokens[:, :-1]] @ params["mix"])
         losses = cross_entropy(x, table, tokens[:, 1:])
         counts = jnp.arange(LENGTH)[None] < batch["length"][:, None]
@@ -74,7 +79,8 @@ def loss_by(cross_entropy):
 def main():
     jax.config.update("jax_num_cpu_devices", 8)  # a laptop as 8 devices
     rng = np.random.default_rng(0)
-    params, batch = init(rng), make_batch(rng)
+    params = init(rng)
+    batch = make_batch(rng)
     for cross_entropy in (by_mask, by_hand):
         how = {"within": WITHIN, "rows": ROWS_ALONG, "specs": SPECS}
         step = tj.build_train_step(

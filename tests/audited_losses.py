@@ -153,11 +153,13 @@ class Wrong:
         return mean(own, t)
 
     def root_of_a_mean(p, b, t):
-        total, weight = (errors(p, b) * t.weight).sum(), t.weight.sum()
+        total = (errors(p, b) * t.weight).sum()
+        weight = t.weight.sum()
         return tj.Weighted(jnp.sqrt(total / weight) * weight, weight)
 
     def dice(p, b, t):
-        s, w = jax.nn.sigmoid(scores(p, b)), b["mask"][:, 0] * t.weight
+        s = jax.nn.sigmoid(scores(p, b))
+        w = b["mask"][:, 0] * t.weight
         n = w.sum()
         value = 1 - 2 * (s * w).sum() / ((s * t.weight).sum() + n)
         return tj.Weighted(value * n, n)

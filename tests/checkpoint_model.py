@@ -8,7 +8,10 @@ import optax
 
 import towerjax as tj
 
-N, SIZE, STEPS = 40, 16, 8  # 40 = 2 * 16 + 8: a ragged end; each third step is ragged
+# 40 = 2 * 16 + 8: a ragged end; each third step is ragged
+N = 40
+SIZE = 16
+STEPS = 8
 
 
 def loss_fn(params, batch, tower):
@@ -107,7 +110,8 @@ class Calling:
     """A writer that calls functions with each record, and at its end."""
 
     def __init__(self, write=lambda record: None, close=lambda: None):
-        self.write, self.close = write, close
+        self.write = write
+        self.close = close
 
     def open(self, start):
         return self

@@ -31,7 +31,8 @@ def few(number):
 def on_devices(device_fn, towers, devices, executor="shard_map"):
     """``device_fn(rows, axes)`` as one compiled program; its results are mirrored."""
     placement = Placement(names(devices), towers, local="vmap", executor=executor)
-    layouts, out = (Layout.PER_TOWER,), Layout.MIRRORED
+    layouts = (Layout.PER_TOWER,)
+    out = Layout.MIRRORED
     fn = over_devices(
         lambda rows: device_fn(rows, placement.axes), placement, layouts, out
     )
@@ -62,9 +63,11 @@ def array(rng, dtype, shape, kind="plain"):
     if dtype in INTEGERS:
         limits = np.iinfo(dtype)
         if kind == "plain":
-            low, high = max(-5, limits.min), 5
+            low = max(-5, limits.min)
+            high = 5
         else:
-            low, high = limits.min, limits.max
+            low = limits.min
+            high = limits.max
         return np.asarray(rng.integers(low, high, shape, dtype, endpoint=True))
     return floats(rng, dtype, shape, kind)
 

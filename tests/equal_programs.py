@@ -17,7 +17,9 @@ from towerjax.step.state.train_state import TrainState
 from towerjax.towers.row_free_keys import ALL_TOWERS
 from towerjax.towers.tower import tower_of
 
-F, STEPS = 3, 2  # features, steps of time
+# features, steps of time
+F = 3
+STEPS = 2
 EXAMPLES = 17  # of a padded batch
 ELEMENTWISE = {
     "tanh": jnp.tanh,
@@ -103,7 +105,9 @@ class Draw:
     """What a program draws; the same for any number of towers."""
 
     def __init__(self, seed, tower, pool):
-        self.rng, self.tower, self.pool = np.random.default_rng(seed), tower, pool
+        self.rng = np.random.default_rng(seed)
+        self.tower = tower
+        self.pool = pool
 
     def below(self, number):
         return int(self.rng.integers(number))
@@ -142,7 +146,8 @@ def with_features(d):
 
 
 def with_rows(d):
-    x, y = d.value("rows of features"), d.value("rows")
+    x = d.value("rows of features")
+    y = d.value("rows")
     return d.named(BINARY)(x, jnp.broadcast_to(y[:, None], x.shape))
 
 
@@ -170,7 +175,8 @@ def met(d):
 
 
 def gathered_rows(d):
-    x, y = d.value("rows of features"), d.value("rows of features")
+    x = d.value("rows of features")
+    y = d.value("rows of features")
     every = d.tower.all_gather(y, axis=0)
     return d.of(lambda: x @ every.T @ every, lambda: (x @ every.T).max(1))()
 
@@ -183,7 +189,8 @@ def scattered_rows(d):
 
 
 def own_mean(d):
-    values, weight = d.value("rows"), d.value("rows")
+    values = d.value("rows")
+    weight = d.value("rows")
     return d.tower.mean(values, jnp.abs(weight))
 
 
@@ -204,7 +211,8 @@ def masked(d):
 
 def function_of_masked(d):
     """What is 0 in padding may be no more, and some of it counts."""
-    x, y = masked(d), d.value("rows")
+    x = masked(d)
+    y = d.value("rows")
     how = d.of(jnp.exp, jnp.cos, jax.nn.sigmoid, jnp.tanh, jnp.square, jnp.sqrt)
     how = d.of(how, lambda x: x + 1, lambda x: x == 0, lambda x: jnp.maximum(x, 0.1))
     new = how(jnp.abs(x)).astype(x.dtype)
@@ -221,7 +229,8 @@ def masked_sum(d):
 def sum_of_flagged(d):
     flag = (d.value("rows") > d.of(0.0, 1.3, 2.2)) * d.tower.weight
     flag = flag.astype(jnp.float64)
-    x, count = d.value("rows") @ d.of(flag, flag, d.tower.weight * 1.0), flag.sum()
+    x = d.value("rows") @ d.of(flag, flag, d.tower.weight * 1.0)
+    count = flag.sum()
     mean = d.of(
         lambda: x / jnp.maximum(count, d.of(1, 1, 2)),
         lambda: jnp.where(count > 0, x / jnp.maximum(count, 1), 0.0),
@@ -244,7 +253,9 @@ def params_number(d):
 
 
 def quotient_and_back(d):
-    x, y, z = d.value("number"), d.value("number"), d.value("number")
+    x = d.value("number")
+    y = d.value("number")
+    z = d.value("number")
     return d.of(x / y * y, x / y * z, (x / y + z) * y, lax.stop_gradient(x / y) * y)
 
 
@@ -260,7 +271,8 @@ def counts(d):
 
 def scaled(d):
     """By powers of the number of towers."""
-    x, towers = d.value("number", "features", "rows"), d.tower.num_towers
+    x = d.value("number", "features", "rows")
+    towers = d.tower.num_towers
     power = 1.0 * d.of(towers, 1 / towers, towers**2, towers**0.5, 2.0)
     other = 1.0 * d.of(towers, 1 / towers)
     return d.of(
@@ -276,14 +288,17 @@ def scaled(d):
 def of_numbers(d):
     """What is made of two numbers, or of two vectors."""
     shape = d.of("number", "features")
-    x, y = d.value(shape), d.value(shape)
+    x = d.value(shape)
+    y = d.value(shape)
     return d.of(x + y, x - y, x * y, x / y, jnp.maximum(x, y), x * y, x.astype(int) + y)
 
 
 def other_program(d):
     """Another value for one number of towers than for the others."""
     shape = d.of("number", "features", "rows", "rows of features")
-    x, y, is_one = d.value(shape), d.value(shape), d.tower.num_towers == 1
+    x = d.value(shape)
+    y = d.value(shape)
+    is_one = d.tower.num_towers == 1
     first, second = (x, y) if is_one else (y, x)
     return d.of(
         lambda: jnp.tanh(first) + 0.5 * jnp.tanh(second),
@@ -300,11 +315,15 @@ def _weighed(x, y, w):
 
 def called_twice(d):
     """One program for two values of the same kind."""
-    x, y, weight = d.value("rows of features"), d.value("rows"), d.tower.weight
-    x, y = x * weight[:, None], y * weight
+    x = d.value("rows of features")
+    y = d.value("rows")
+    weight = d.tower.weight
+    x = x * weight[:, None]
+    y = y * weight
     first = _weighed(x, y, d.value("features"))
     other = _weighed(x, y, d.value("features"))
-    flag, other_flag = first[2] * weight, other[2] * weight
+    flag = first[2] * weight
+    other_flag = other[2] * weight
     return d.of(
         first[1] / first[0] * other[0],
         first[1] / first[0] * first[0],
@@ -318,8 +337,11 @@ def called_twice(d):
 
 def views(d):
     """Rows that are joined with rows, in one order and in another."""
-    x, y, n = d.value("rows"), d.value("rows"), d.tower.rows
-    joined, mixed = jnp.concatenate([x, y]), jnp.stack([x, y], 1).reshape(-1)
+    x = d.value("rows")
+    y = d.value("rows")
+    n = d.tower.rows
+    joined = jnp.concatenate([x, y])
+    mixed = jnp.stack([x, y], 1).reshape(-1)
     other = jnp.concatenate([y, x])
     both = d.of(joined, mixed) * d.of(joined, mixed, other, jnp.repeat(x, 2))
     return d.of(
@@ -338,7 +360,8 @@ def row_numbers(d):
 
 
 def products(d):
-    x, y = d.value("rows of features"), d.value("rows of features")
+    x = d.value("rows of features")
+    y = d.value("rows of features")
     return d.of(
         lambda: x.T @ y,
         lambda: x @ y.T @ y,
@@ -355,7 +378,8 @@ def products(d):
 
 
 def convolved(d):
-    x, kernel = d.value("rows of features"), d.value("features")
+    x = d.value("rows of features")
+    kernel = d.value("features")
     window = kernel[None, None]
     return d.of(
         lambda: lax.conv(x[:, None], window, (1,), "SAME")[:, 0],
@@ -367,8 +391,10 @@ def convolved(d):
 
 
 def laid_otherwise(d):
-    x, y = d.value("rows of features"), d.value("rows of features")
-    n, v = d.tower.rows, d.value("rows")
+    x = d.value("rows of features")
+    y = d.value("rows of features")
+    n = d.tower.rows
+    v = d.value("rows")
     return d.of(
         lambda: jnp.concatenate([x, y]).reshape(2, n, F).sum(0),
         lambda: jnp.concatenate([x, y]).reshape(n, 2, F).sum(1),
@@ -401,8 +427,10 @@ def laid_otherwise(d):
 
 
 def indexed(d):
-    x, label = d.value("rows of features"), jnp.abs(d.value("rows")).astype(int) % F
-    n, numbers = d.tower.rows, jnp.arange(d.tower.rows)
+    x = d.value("rows of features")
+    label = jnp.abs(d.value("rows")).astype(int) % F
+    n = d.tower.rows
+    numbers = jnp.arange(d.tower.rows)
     other = d.of(label, (numbers + 1) % n, numbers[::-1], label + d.tower.id)
     table = d.value("features")
     return d.of(
@@ -434,10 +462,13 @@ BY_INDEX = {"mode": "clip", "wrap_negative_indices": False}
 
 def by_index(d):
     """Elements by indices as they are."""
-    x, y, n = d.value("rows of features"), d.value("rows"), d.tower.rows
+    x = d.value("rows of features")
+    y = d.value("rows")
+    n = d.tower.rows
     numbers = jnp.arange(n)
     label = d.of(numbers, numbers, jnp.abs(y).astype(int) % F, jnp.zeros(n, int) + 1)
-    table, fill = d.value("features"), {"mode": "fill", "fill_value": d.of(0.0, 7.0)}
+    table = d.value("features")
+    fill = {"mode": "fill", "fill_value": d.of(0.0, 7.0)}
     fill |= {"wrap_negative_indices": False}
     return d.of(
         lambda: x.at[label].get(**BY_INDEX),
@@ -456,7 +487,8 @@ def by_index(d):
 
 
 def branched(d):
-    x, test = d.value(), d.value("number")
+    x = d.value()
+    test = d.value("number")
     return d.of(
         lambda: lax.cond(test > 0.1, jnp.tanh, lambda x: x * 2, x),
         lambda: lax.cond(test > 0.1, jnp.zeros_like, lambda x: x, x),
@@ -467,8 +499,11 @@ def branched(d):
 
 
 def looped(d):
-    x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
-    table, w = d.value("features"), d.value("matrix")
+    x = d.value("rows of features")
+    y = d.value("rows")
+    number = d.value("number")
+    table = d.value("features")
+    w = d.value("matrix")
 
     def over_time(carry, column):
         carry = jnp.tanh(carry + column * number)
@@ -514,7 +549,9 @@ def _masked_or_not(d):
 
 def carried_over_rows(d):
     """Two carries of a loop over rows, and what it keeps."""
-    x, number, table = _masked_or_not(d), d.value("number"), d.value("features")
+    x = _masked_or_not(d)
+    number = d.value("number")
+    table = d.value("features")
 
     def body(carry, row):
         total, other = carry
@@ -546,7 +583,9 @@ def carried_over_rows(d):
 
 def summed_over_rows(d):
     """One carry of a loop over rows, and what it keeps."""
-    x, number, table = _masked_or_not(d), d.value("number"), d.value("features")
+    x = _masked_or_not(d)
+    number = d.value("number")
+    table = d.value("features")
 
     def body(carry, row):
         loss = row @ table
@@ -569,8 +608,11 @@ def summed_over_rows(d):
 
 def filled_over_rows(d):
     """A loop by the numbers of rows, that adds up and fills an array."""
-    x, y, table = d.value("rows of features"), d.value("rows"), d.value("features")
-    n, weight = d.tower.rows, d.tower.weight
+    x = d.value("rows of features")
+    y = d.value("rows")
+    table = d.value("features")
+    n = d.tower.rows
+    weight = d.tower.weight
 
     def body(i, carry):
         total, every = carry
@@ -583,7 +625,8 @@ def filled_over_rows(d):
 
 
 def other_loops_over_rows(d):
-    x, y = _masked_or_not(d), d.value("rows")
+    x = _masked_or_not(d)
+    y = d.value("rows")
 
     def matrix(carry, row):
         more = jnp.outer(row, row[::-1])
@@ -605,7 +648,9 @@ def other_loops_over_rows(d):
 def of_extremes(d):
     """What is made of the largest, or smallest, of a tower."""
     x, y = lax.stop_gradient((d.value("rows of features"), d.value("rows")))
-    most, least, one = x.max(0), x.min(0), y.max()
+    most = x.max(0)
+    least = x.min(0)
+    one = y.max()
     made = d.of(
         lambda: most.at[0].add(one),
         lambda: most.at[0].set(one),
@@ -620,7 +665,8 @@ def of_extremes(d):
 
 
 def reduced_by_a_function(d):
-    x, number = d.value("rows of features"), d.of(1, d.tower.num_towers)
+    x = d.value("rows of features")
+    number = d.of(1, d.tower.num_towers)
     add = lambda x, y: jnp.sin(x * number + y)  # noqa: E731
     zero = jnp.zeros((), x.dtype)
     x = lax.stop_gradient(x)
@@ -651,8 +697,12 @@ def with_a_rule(d):
 
 def over_chunks(d):
     """Loops over chunks of rows, and groups of rows."""
-    x, y, number = d.value("rows of features"), d.value("rows"), d.value("number")
-    w, key, at = d.value("features"), d.tower.rng, d.tower.axis_names
+    x = d.value("rows of features")
+    y = d.value("rows")
+    number = d.value("number")
+    w = d.value("features")
+    key = d.tower.rng
+    at = d.tower.axis_names
     weight = d.tower.weight.astype(x.dtype)
     weight = d.of(weight, weight, weight * 0 + 1)
     masked_rows = y * d.of(weight, y * 0 + 1)
@@ -689,7 +739,8 @@ def over_chunks(d):
     places = jnp.arange(2.0)
     given = chunks(x), chunks(masked_rows), chunks(weight), places
     start = d.of((0.0, 0.0), (number, 0.0), (0.0, 1.0))
-    groups, other = masked_rows.reshape(2, -1), (y * weight).reshape(2, -1)
+    groups = masked_rows.reshape(2, -1)
+    other = (y * weight).reshape(2, -1)
     run = jax.checkpoint(body)
     return d.of(
         lambda: lax.scan(body, start, given)[0][0],
@@ -710,9 +761,13 @@ def over_chunks(d):
 
 def repeated_or_written(d):
     """Rows that are repeated, and elements that are the larger of two."""
-    x, y, n = d.value("rows of features"), d.value("rows"), d.tower.rows
-    label, table = jnp.abs(y).astype(int) % F, d.value("features")
-    numbers, number = jnp.arange(n), d.value("number")
+    x = d.value("rows of features")
+    y = d.value("rows")
+    n = d.tower.rows
+    label = jnp.abs(y).astype(int) % F
+    table = d.value("features")
+    numbers = jnp.arange(n)
+    number = d.value("number")
     other = d.of(label, numbers, numbers[::-1])
     at = d.tower.axis_names
     return d.of(
@@ -733,15 +788,18 @@ def repeated_or_written(d):
 
 def chosen_by_any(d):
     """What is chosen by whether a tower has a flagged row."""
-    limit, weight = d.of(0.0, 1.3, 2.2), d.tower.weight
+    limit = d.of(0.0, 1.3, 2.2)
+    weight = d.tower.weight
     flag = (d.value("rows") > limit) * d.of(weight, weight, weight * 0 + 1)
     flag = flag.astype(jnp.float64)
-    x, count = d.value("rows") @ d.of(flag, flag, weight * 1.0), flag.sum()
+    x = d.value("rows") @ d.of(flag, flag, weight * 1.0)
+    count = flag.sum()
     test = d.of(count > 0, count == 0, flag.any(), ~(flag > 0).any(), count >= 1)
     first, second = d.of(
         (x, 0.0), (0.0, x), (x, 1.0), (count, x), (x, d.value("number"))
     )
-    first, second = jnp.float64(first), jnp.float64(second)
+    first = jnp.float64(first)
+    second = jnp.float64(second)
     found = d.of(
         lambda: jnp.where(test, first, second),
         lambda: lax.cond(test, lambda: first, lambda: second),
@@ -764,7 +822,9 @@ def solved(d):
 
 
 def derived(d):
-    x, w, y = d.value("rows of features"), d.value("features"), d.value("rows")
+    x = d.value("rows of features")
+    w = d.value("features")
+    y = d.value("rows")
     return d.of(
         lambda: jax.grad(lambda w: (jnp.tanh(x @ w) * y).sum())(w),
         lambda: jax.grad(lambda w: jnp.tanh(x @ w).mean() ** 2)(w),
@@ -775,7 +835,8 @@ def derived(d):
 
 
 def drawn(d):
-    n, x = d.tower.rows, d.value("rows")
+    n = d.tower.rows
+    x = d.value("rows")
     key = d.of(
         d.tower.rng, d.tower.rng, jax.random.split(d.tower.rng)[0], d.tower.shared_rng
     )
@@ -812,7 +873,8 @@ def shape_name(x, rows):
 
 def start_pool(params, batch, tower):
     """The first values: of each shape copies, rows, sums and extremes of own rows."""
-    x, y = batch["x"], batch["y"]
+    x = batch["x"]
+    y = batch["y"]
     weight = tower.weight.astype(x.dtype)
     return {
         "number": [
@@ -840,7 +902,8 @@ def function_of(seed, operations=OPERATIONS, length=6):
 
     def fn(params, batch, tower):
         pool = start_pool(params, batch, tower)
-        d, made = Draw(seed, tower, pool), []
+        d = Draw(seed, tower, pool)
+        made = []
         for number in range(1 + d.below(length)):
             d.rng = np.random.default_rng([seed, number])
             operation = operations[d.below(len(operations))]
@@ -944,8 +1007,10 @@ def _impl_of_rows(rows):
 def run_on_towers(fn, params, batch, towers, rows, valid, wanted):
     """The merged leaves of these numbers, and a derivative of each, under vmap."""
     axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
-    strategy, seen = tj.Mirrored(("cpu:0",), towers=towers), []
-    key, batch = key_of_rows(rows), jax.tree.map(jnp.asarray, batch)
+    strategy = tj.Mirrored(("cpu:0",), towers=towers)
+    seen = []
+    key = key_of_rows(rows)
+    batch = jax.tree.map(jnp.asarray, batch)
 
     def of_tower(params, own, valid):
         state = TrainState(jnp.int32(0), params, (), {}, key)

@@ -91,7 +91,8 @@ def member(output, run, *args, **options):
 
 def program(path, folder, flags):
     os.chdir(folder)
-    sys.argv, sys.path[0] = [path, *flags], os.path.dirname(path)
+    sys.argv = [path, *flags]
+    sys.path[0] = os.path.dirname(path)
     warnings.simplefilter("error")
     # What no proof sees is audited: what the devices of one tower send, and how a tower
     # finds the rows of a table that it has several times.

@@ -22,8 +22,12 @@ from optax.contrib import reduce_on_plateau
 import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
 
-LAYERS, IDS, CLASSES, FEATURES = 2, 7, 4, 5
-EPSILON, RATE = 1e-3, 0.2
+LAYERS = 2
+IDS = 7
+CLASSES = 4
+FEATURES = 5
+EPSILON = 1e-3
+RATE = 0.2
 NORM = TowerBatchNorm(False, epsilon=EPSILON, use_scale=False, use_bias=False)
 
 
@@ -71,7 +75,8 @@ soft.defjvp(lambda p, t: (soft(*p), t[0] * jax.nn.sigmoid(p[0])))
 
 
 def convolved(p, x, b):
-    dims, kernel = ("NHC", "HIO", "NHC"), p["w"][:, :3, :1].transpose(1, 2, 0)
+    dims = ("NHC", "HIO", "NHC")
+    kernel = p["w"][:, :3, :1].transpose(1, 2, 0)
     how = {"rhs_dilation": (2,), "dimension_numbers": dims}
     return lax.conv_general_dilated(x[..., None], kernel, (1,), "SAME", **how).sum(-1)
 
@@ -108,8 +113,11 @@ class OfTower:
     """A tower's own rows: what differs between towers is a number."""
 
     def __init__(self, draw, batch, tower, local):
-        self.draw, self.tower, self.extra = draw, tower, tower.extra
-        self.batch, self.local = {**batch, "take": tj.sparse.take}, local
+        self.draw = draw
+        self.tower = tower
+        self.extra = tower.extra
+        self.batch = {**batch, "take": tj.sparse.take}
+        self.local = local
 
     def of_its_own(self, w, x):
         """Parameters and a number of the tower: scaled, looked up, or recomputed."""
@@ -136,7 +144,8 @@ class OfTower:
         return x + jnp.tanh(x @ rows.T) @ (rows * weight[:, None]) / len(rows)
 
     def normed(self, x):
-        width, mask = x.shape[1], self.batch["weight"]
+        width = x.shape[1]
+        mask = self.batch["weight"]
         stats = {"batch_stats": {"mean": jnp.zeros(width), "var": jnp.ones(width)}}
         return NORM.apply(stats, x, self.tower, mask=mask, mutable=["batch_stats"])[0]
 
@@ -151,10 +160,13 @@ class OfAll:
     """All rows: what differs between towers differs between rows."""
 
     def __init__(self, draw, batch, state):
-        self.draw, self.extra = draw, state["extra"]
+        self.draw = draw
+        self.extra = state["extra"]
         self.batch = {**batch, "take": lambda table, ids: table[ids]}
-        self.place, self.noise = draw.places(), state["noise"]
-        (self.tower, self.part), self.local = self.place, state["before"]
+        self.place = draw.places()
+        self.noise = state["noise"]
+        (self.tower, self.part) = self.place
+        self.local = state["before"]
 
     def of_its_own(self, w, x):
         scale = ((1.0 + self.tower) / self.draw.towers)[:, None]
@@ -197,7 +209,8 @@ class OfAll:
 
 def of_rows(params, view):
     """Hidden values and errors of each row, ``[n, h]`` and ``[n]``."""
-    has, batch = view.draw.has, view.batch
+    has = view.draw.has
+    batch = view.batch
     params = as_dicts(params)
     x = jnp.tanh(batch["x"] @ params["into"])
     if "local" in has:
@@ -301,7 +314,8 @@ class Draw:
 
     def places(self):
         """The tower and the micro-batch of each row of a full batch."""
-        number, rows = np.arange(self.full), self.full // self.towers
+        number = np.arange(self.full)
+        rows = self.full // self.towers
         return number // rows, number % rows // (rows // self.micro_batches)
 
     @functools.cached_property
@@ -309,7 +323,8 @@ class Draw:
         return int(self.rng(2).choice([4, 8, 12]))
 
     def params(self):
-        rng, h = self.rng(3), self.width
+        rng = self.rng(3)
+        h = self.width
 
         def normal(*shape):
             return rng.normal(size=shape) / np.sqrt(h)
@@ -331,7 +346,8 @@ class Draw:
         """Rows of unlike weights, some of none; the first ones have hardly a label."""
         found = []
         for number, size in enumerate(self.sizes):
-            rng, rising = self.rng(4, number), np.linspace(0.1, 1, size)
+            rng = self.rng(4, number)
+            rising = np.linspace(0.1, 1, size)
             rows = {
                 "x": rng.normal(size=(size, FEATURES)) + np.arange(size)[:, None] / 9,
                 "y": rng.normal(size=(size, CLASSES)),
@@ -344,7 +360,8 @@ class Draw:
                 rows["weight"][:] = 0
             if number == 1 and self.odd == "nan":
                 last = self.kept(size) - 1
-                rows["y"][last], rows["weight"][last] = np.nan, 1
+                rows["y"][last] = np.nan
+                rows["weight"][last] = 1
             if "whole" in self.has:
                 rows["whole"] = tj.Whole({"by": np.float64(1 + number / 10)})
             found.append(rows)
@@ -373,7 +390,8 @@ FIXED = ("fixed", "scale")
 OPTIMIZERS = ["sgd", "clipped", "plateau", "decayed", "several", "sgd", "lamb"]
 # fmt: off
 DOORS = ["step", "scan", "own", "calls", "dispatch", "passes", "model", "plain"]
-TRAINING, OF_MODEL = ("step", "dispatch", "scan"), ("calls", "plain", "model")
+TRAINING = ("step", "dispatch", "scan")
+OF_MODEL = ("calls", "plain", "model")
 KINDS = {
     TRAINING: ["SUM", "mean", "MEAN", "several", "mean"],
     ("own", "passes"): ["several", "mean"],
@@ -406,8 +424,10 @@ def drawn(seed, number):
         return cards[rng.permutation(len(cards))[place]]
 
     rng = np.random.default_rng([seed, number])
-    strategy, door = _strategy(deal, rng), deal("door", DOORS)
-    trains, called = door in TRAINING, door in ("calls", "plain")
+    strategy = _strategy(deal, rng)
+    door = deal("door", DOORS)
+    trains = door in TRAINING
+    called = door in ("calls", "plain")
     # Each group of doors has its own kinds, so that all kinds come early.
     [(doors, kinds)] = [x for x in KINDS.items() if door in x[0]]
     turn = number // len(DOORS) * len(doors) + doors.index(door)
@@ -454,7 +474,8 @@ def drawn(seed, number):
 
 
 def _strategy(deal, rng):
-    towers, within = deal("towers", [1, 2, 3, 4, 4, 6, 8, 8]), {}
+    towers = deal("towers", [1, 2, 3, 4, 4, 6, 8, 8])
+    within = {}
     where = deal("where", ["shard_map", "wide", "shard_map", "pmap", "shard_map"])
     how = {"local": deal("local", ["vmap", "scan"]), "state": deal("state", STATES)}
     if where == "wide":

@@ -15,7 +15,10 @@ import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
 
 R = tj.Reduction
-B, T, F = 12, 3, 5  # rows, steps of time, features
+# rows, steps of time, features
+B = 12
+T = 3
+F = 5
 PARAMS = {"w": np.linspace(0.4, 1.2, F).astype(np.float32), "b": np.float32(0.3)}
 
 
@@ -142,7 +145,8 @@ class Meets:
         return jnp.exp(losses - lax.stop_gradient(losses.max()))
 
     def laid_either_way(x, y, w, tower):
-        square, is_turned = (x[:, 0] @ w)[:, None].repeat(len(y), 1), w[0] > 5
+        square = (x[:, 0] @ w)[:, None].repeat(len(y), 1)
+        is_turned = w[0] > 5
         laid = lax.cond(is_turned, jnp.transpose, jnp.negative, square)
         first = lambda x: (x - x.mean(0, keepdims=True)).sum(0)  # noqa: E731
         return lax.cond(is_turned, first, lambda x: x.sum(1), laid)
@@ -302,7 +306,8 @@ class Apart:
         return jnp.linalg.solve(jnp.eye(F) + w[:, None] * w[None], x[:, 0].T).T.sum(1)
 
     def dropped(x, y, w, tower):
-        layer, rngs = nn.Dropout(0.5, deterministic=False), {"dropout": tower.rng}
+        layer = nn.Dropout(0.5, deterministic=False)
+        rngs = {"dropout": tower.rng}
         return layer.apply({}, x[:, 0], rngs=rngs) @ w
 
 
@@ -347,7 +352,8 @@ class NoSum:
         return tj.Weighted(mean * tower.weight.sum(), tower.weight.sum())
 
     def of_positives_if_any(losses, mask, tower):
-        count, total = mask.sum(), (losses * mask).sum()
+        count = mask.sum()
+        total = (losses * mask).sum()
 
         def ratio():
             return total / count
@@ -591,7 +597,8 @@ def of_sums(loss):
 def with_a_term(name):
     def loss_fn(params, batch, tower):
         losses = (batch["x"][:, 0] @ params["w"] - batch["y"]) ** 2
-        total, weight = (losses * tower.weight).sum(), tower.weight.sum()
+        total = (losses * tower.weight).sum()
+        weight = tower.weight.sum()
         return TERMS[name](total, weight, params["w"], tower)
 
     return loss_fn

@@ -47,9 +47,11 @@ def auc_roc(rows, w, n=200):
 def auc_pr(rows, w, n=200):
     """The integral of precision over recall, with counts linear in between."""
     tp, fp, fn, _ = curves(rows, w, even(n))
-    area, total = 0.0, tp[0] + fn[0]
+    area = 0.0
+    total = tp[0] + fn[0]
     for i in range(n - 1):
-        low, high = tp[i] + fp[i], tp[i + 1] + fp[i + 1]
+        low = tp[i] + fp[i]
+        high = tp[i + 1] + fp[i + 1]
         gained = tp[i] - tp[i + 1]
         if gained == 0:
             continue
@@ -77,7 +79,8 @@ def rate_at_thresholds(rows, w, thresholds, missed):
 def mean_iou(rows, w):
     values = []
     for c in range(NUM_CLASSES):
-        label, said = rows["label"] == c, rows["class"] == c
+        label = rows["label"] == c
+        said = rows["class"] == c
         either = w[label | said].sum()
         if either:
             values.append(w[label & said].sum() / either)

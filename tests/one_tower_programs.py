@@ -32,7 +32,8 @@ def rows_of(towers, padded, each=12):
 def program_of(fn, params, batch, towers, rows, of_rows=None):
     """One tower's program of ``fn(params, rows, tower) -> leaves``, and its leaves."""
     axes = TowerAxes(towers, 1, True, False, "cpu", as_one=True)
-    strategy, seen = tj.Mirrored(("cpu:0",), towers=towers), []
+    strategy = tj.Mirrored(("cpu:0",), towers=towers)
+    seen = []
 
     def run(params, key, step, batch, valid):
         state = TrainState(step, params, (), {}, key)
@@ -58,7 +59,8 @@ def program_of(fn, params, batch, towers, rows, of_rows=None):
 
 def merged_leaves(out):
     """Arrays that a tower returns, and how each is merged."""
-    arrays, leaves = [], []
+    arrays = []
+    leaves = []
 
     def add(x, name, merge, weight=None):
         arrays.append(jnp.asarray(x))

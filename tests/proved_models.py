@@ -166,7 +166,8 @@ class UNet(nn.Module):
 
 def unet():
     """Denoising: a time and noise of each row."""
-    module, batch = UNet(), {"image": floats(8, 8, 1)}
+    module = UNet()
+    batch = {"image": floats(8, 8, 1)}
     params = inits(module, batch["image"], floats())["params"]
 
     def loss_fn(params, b, tower):
@@ -225,7 +226,8 @@ def vae():
 
     def loss_fn(params, b, tower):
         hidden = jnp.tanh(b["x"] @ params["in"])
-        center, log_var = hidden @ params["mean"], hidden @ params["spread"]
+        center = hidden @ params["mean"]
+        log_var = hidden @ params["spread"]
         noise = jax.random.normal(tower.rng, center.shape)
         said = (center + jnp.exp(0.5 * log_var) * noise) @ params["out"]
         lost = optax.sigmoid_binary_cross_entropy(said, b["x"]).sum(1)
@@ -283,17 +285,13 @@ def gpt_nnx():
 
     class Block(nnx.Module):
         def __init__(self, rngs):
-            self.norm, self.last = (
-                nnx.LayerNorm(8, rngs=rngs),
-                nnx.LayerNorm(8, rngs=rngs),
-            )
+            self.norm = nnx.LayerNorm(8, rngs=rngs)
+            self.last = nnx.LayerNorm(8, rngs=rngs)
             self.attention = nnx.MultiHeadAttention(
                 2, 8, dropout_rate=0.1, decode=False, broadcast_dropout=False, rngs=rngs
             )
-            self.up, self.down = (
-                nnx.Linear(8, 16, rngs=rngs),
-                nnx.Linear(16, 8, rngs=rngs),
-            )
+            self.up = nnx.Linear(8, 16, rngs=rngs)
+            self.down = nnx.Linear(16, 8, rngs=rngs)
             self.embed = nnx.Embed(11, 8, rngs=rngs)
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
@@ -369,7 +367,8 @@ class T5(nn.Module):
 
     @nn.compact
     def __call__(self, source, target):
-        embed, norm = nn.Embed(11, 8), functools.partial(nn.RMSNorm)
+        embed = nn.Embed(11, 8)
+        norm = functools.partial(nn.RMSNorm)
         seen = (source > 0)[:, None, None]
         x = embed(source)
         x = x + self.attention(norm()(x), norm()(x), self.bias(6, 6, True), seen)
@@ -383,7 +382,8 @@ class T5(nn.Module):
 
 
 def t5():
-    module, batch = T5(), {"source": ints(6), "target": ints(5)}
+    module = T5()
+    batch = {"source": ints(6), "target": ints(5)}
     params = inits(module, batch["source"], batch["target"])["params"]
 
     def loss_fn(params, b, tower):
@@ -495,13 +495,15 @@ class Moe(nn.Module):
 
 def moe(of_all=True):
     """A loss of balance over the tokens of all towers."""
-    module, batch = Moe(), {"x": floats(6, 4), "y": floats(6, 4)}
+    module = Moe()
+    batch = {"x": floats(6, 4), "y": floats(6, 4)}
     params = inits(module, batch["x"])["params"]
 
     def loss_fn(params, b, tower):
         y, shares, hot = module.apply({"params": params}, b["x"])
         loss = mean(((y - b["y"]) ** 2).mean((1, 2)), tower)
-        share, load = shares.mean(1), hot.mean(1)
+        share = shares.mean(1)
+        load = hot.mean(1)
         if of_all:
             load = tower.mean(load, tower.weight, axis=0)
             return loss + 0.01 * mean(4 * (share * load[None]).sum(1), tower)
@@ -614,7 +616,9 @@ def gnn(offset=lambda rows: jnp.arange(rows)):
         rows = len(b["y"])
         x = b["nodes"].reshape(rows * 5, 3)
         edges = (b["edges"] % 5 + 5 * offset(rows)[:, None, None]).reshape(-1, 2)
-        start, end, kept = edges[:, 0], edges[:, 1], b["kept"].reshape(-1)
+        start = edges[:, 0]
+        end = edges[:, 1]
+        kept = b["kept"].reshape(-1)
         for _ in range(2):
             sent = jnp.tanh(x[start] @ params["message"]) * kept[:, None]
             x = jnp.tanh(
@@ -635,7 +639,8 @@ def gat():
 
     def loss_fn(params, b, tower):
         def of_graph(nodes, edges):
-            x, (start, end) = nodes @ params["w"], edges.T % 5
+            x = nodes @ params["w"]
+            (start, end) = edges.T % 5
             both = jnp.concatenate([x[start], x[end]], 1)
             score = jax.nn.leaky_relu(both @ params["a"])
             largest = jax.ops.segment_max(score, end, 5)
@@ -670,13 +675,15 @@ def ppo(of_all=True):
 
         start = jnp.zeros(len(delta))
         _, gain = lax.scan(back, start, (delta.T, b["done"].T), reverse=True)
-        gain, weight = gain.T, tower.weight[:, None] * jnp.ones((1, 6))
+        gain = gain.T
+        weight = tower.weight[:, None] * jnp.ones((1, 6))
         target = gain + b["value"]
         if of_all:
             center = tower.mean(gain, weight)
             spread = jnp.sqrt(tower.mean((gain - center) ** 2, weight) + 1e-8)
         else:
-            center, spread = gain.mean(), gain.std() + 1e-8
+            center = gain.mean()
+            spread = gain.std() + 1e-8
         gain = (gain - center) / spread
         logs = jax.nn.log_softmax(b["x"] @ params["pi"])
         log = jnp.take_along_axis(logs, b["action"][..., None], -1)[..., 0]
@@ -723,7 +730,8 @@ def nerf():
         waves = at[..., None] * 2.0 ** jnp.arange(4)[None, None, None]
         waves = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1)
         out = jnp.tanh(waves.reshape(*at.shape[:2], -1) @ params["in"]) @ params["out"]
-        dense, color = jax.nn.relu(out[..., 0]), jax.nn.sigmoid(out[..., 1:])
+        dense = jax.nn.relu(out[..., 0])
+        color = jax.nn.sigmoid(out[..., 1:])
         steps = jnp.diff(depth, axis=1, append=jnp.full((tower.rows, 1), 2.0))
         opaque = 1 - jnp.exp(-dense * steps)
         seen = jnp.cumprod(jnp.pad(1 - opaque, ((0, 0), (1, 0)), constant_values=1), 1)
@@ -836,7 +844,8 @@ def detector():
 
         def of_image(x, boxes, kept, label):
             shares = overlap(anchors, boxes) * kept[None]
-            at, is_object = shares.argmax(1), shares.max(1) > 0.5
+            at = shares.argmax(1)
+            is_object = shares.max(1) > 0.5
             target = jax.nn.one_hot(label[at], 3) * is_object[:, None]
             focal = optax.sigmoid_focal_loss(x @ params["score"], target).sum()
             far = optax.huber_loss(x @ params["box"], boxes[at] - anchors).sum(1)

@@ -68,7 +68,8 @@ class Split:
         return tj.Sum(lax.cond(part > 0.0, jnp.negative, lambda x: 0.5 * x, part))
 
     def branch_by_the_largest(p, b, t):
-        part, is_large = b["y"] @ t.weight, (b["y"] > 1.0).any()
+        part = b["y"] @ t.weight
+        is_large = (b["y"] > 1.0).any()
         return tj.Sum(lax.cond(is_large, jnp.negative, lambda x: x, part))
 
     def choice_by_the_largest(p, b, t):
@@ -216,7 +217,8 @@ class Split:
         return tj.Sum(b["y"] @ flag / flag.sum() * flag.sum())
 
     def mean_times_another_count(p, b, t):
-        flag, other = (b["y"] > 0) * t.weight, (b["x"][:, 0] > 0) * t.weight
+        flag = (b["y"] > 0) * t.weight
+        other = (b["x"][:, 0] > 0) * t.weight
         count = flag.sum()
         mean = jnp.where(count > 0, b["y"] @ flag / jnp.maximum(count, 1), 0.0)
         return tj.Sum(mean * other.sum())
@@ -233,12 +235,14 @@ class Split:
         def flag(w):
             return (b["x"] @ w > 1.3) * t.weight
 
-        count, other = flag(p["w"]).sum(), b["y"] @ flag(p["k"][0])
+        count = flag(p["w"]).sum()
+        other = b["y"] @ flag(p["k"][0])
         return tj.Sum(jnp.where(count > 0, other, 0.0))
 
     def stopped_mean_times_its_count(p, b, t):
         weight = (b["x"] @ p["w"]) ** 2 * t.weight
-        part, count = b["y"] @ weight, weight.sum()
+        part = b["y"] @ weight
+        count = weight.sum()
         return tj.Sum(lax.stop_gradient(part / count) * count)
 
     def sum_of_all_if_any_is_flagged(p, b, t):
@@ -327,7 +331,8 @@ class Split:
         return tj.Sum((t.weight @ b["x"]).at[at].get(**fill))
 
     def number_beyond_a_power(p, b, t):
-        label, power = jnp.abs(4 * b["y"]).astype(int), t.num_towers * p["w"]
+        label = jnp.abs(4 * b["y"]).astype(int)
+        power = t.num_towers * p["w"]
         fill = {"mode": "fill", "fill_value": 7.0}
         return total(power.at[label].get(**fill) / t.num_towers, t)
 
@@ -376,7 +381,8 @@ class Split:
         return tj.Sum(lax.fori_loop(0, t.rows, body, start)[1])
 
     def sums_of_largest(p, b, t):
-        best, other = b["x"].max(0), b["y"].max()
+        best = b["x"].max(0)
+        other = b["y"].max()
         return lax.pmax(best.at[0].add(other), t.axis_names)
 
     def sum_of_all_rows_in_a_byte(p, b, t):
@@ -619,7 +625,11 @@ class Together:
         return total(last + each.sum(0), t)
 
     def loops_of_parts(p, b, t):
-        part, ends = b["y"] @ t.weight, lambda c: c[0] < 5 * jnp.abs(p["b"])
+        part = b["y"] @ t.weight
+
+        def ends(c):
+            return c[0] < 5 * jnp.abs(p["b"])
+
         half = lax.fori_loop(0, 3, lambda i, c: 0.5 * c + p["b"] * part, part)
         return tj.Sum(
             lax.while_loop(ends, lambda c: (c[0] + 1, 2 * c[1]), (0.0, half))[1]

@@ -60,7 +60,8 @@ class Split:
 
     def elements_times_a_power(p, b, t):
         label = jnp.abs(b["y"]).astype(int) % F
-        here, times = (jnp.arange(t.rows), label), t.num_towers
+        here = (jnp.arange(t.rows), label)
+        times = t.num_towers
         x = (times * b["x"]).at[here].multiply(times)
         return total(x.sum(1) / times, t)
 
@@ -91,7 +92,8 @@ class Split:
 
     def chunks_by_a_counter(p, b, t):
         body = lambda c, y: ((c[0] + 1.0, c[1] + c[0] * y.sum()), None)  # noqa: E731
-        start, chunks = (1.0, b["y"] @ t.weight), (b["y"] * t.weight).reshape(2, -1)
+        start = (1.0, b["y"] @ t.weight)
+        chunks = (b["y"] * t.weight).reshape(2, -1)
         return tj.Sum(lax.scan(body, start, chunks)[0][1])
 
     def function_of_a_chunks_sum(p, b, t):
@@ -124,7 +126,8 @@ class Split:
         return total(each.T.reshape(-1) * b["x"][:, 0], t)
 
     def padding_beside_other_groups(p, b, t):
-        first, other = b["y"] * t.weight, b["x"][:, 0] * t.weight
+        first = b["y"] * t.weight
+        other = b["x"][:, 0] * t.weight
         turned = other.reshape(-1, 2).T
         return tj.Sum((first.reshape(2, -1) * turned).sum())
 
@@ -145,7 +148,8 @@ class Split:
         return total(jnp.where(jnp.arange(t.rows) <= 0, b["y"], 0.0), t)
 
     def sum_if_any_by_another_flag(p, b, t):
-        flag, other = (b["y"] > 1.3) * t.weight, (b["x"][:, 0] > 1.3) * t.weight
+        flag = (b["y"] > 1.3) * t.weight
+        other = (b["x"][:, 0] > 1.3) * t.weight
         return tj.Sum(jnp.where(flag.any(), b["y"] @ other, 0.0))
 
     def branch_if_any_of_all(p, b, t):

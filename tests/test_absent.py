@@ -35,8 +35,11 @@ needs_compiler = pytest.mark.skipif(
     not any(found.name.startswith("xla_cuda") for found in COMPILERS),
     reason="towerjax[gpu-compiler] is not installed",
 )
-H200S, ONE = tj.Absent("h200", 8), tj.Absent("h200", 1)
-LAYERS, WIDTH, ROWS = 1, 64, 16
+H200S = tj.Absent("h200", 8)
+ONE = tj.Absent("h200", 1)
+LAYERS = 1
+WIDTH = 64
+ROWS = 16
 
 
 def loss_fn(params, batch, tower):
@@ -260,7 +263,8 @@ def test_the_page_shows_no_more_sent_and_held_than_by_hand():
     ):
         assert (us, hand, name) == ("towerjax", "by hand", again)
         one, two = ([float(x.split()[0]) for x in y.split("|")] for y in (ours, theirs))
-        (state, peak, number, sent, *_), (state_, peak_, number_, sent_, *_) = one, two
+        (state, peak, number, sent, *_) = one
+        (state_, peak_, number_, sent_, *_) = two
         assert (state, sent) == (state_, sent_) and number <= number_, name
         assert peak <= 1.02 * peak_ + 0.001, name  # rounded
 
@@ -272,7 +276,8 @@ def test_a_lone_tower_on_each_gpu_has_the_kernels_of_several():
 
     JAX 0.10's compiler fails on it unless it may try kernels; 0.12's does not.
     """
-    case, ops = cases()["attention"], tj.PinnedTree()
+    case = cases()["attention"]
+    ops = tj.PinnedTree()
     strategies = [
         tj.Mirrored(tj.Absent("h200", n), towers=4, local="scan", cross_tower_ops=ops)
         for n in (2, 4)
@@ -309,7 +314,8 @@ def test_a_program_on_the_disk_that_jax_cannot_read_is_compiled_without_a_word()
 def test_each_state_is_held_as_the_strategy_says(state):
     step, params, batch = make_step(tj.Mirrored(devices=H200S, state=state))
     found = step.report(params, batch)
-    held, size = found.memory.by_kind, 4 * LAYERS * WIDTH * WIDTH
+    held = found.memory.by_kind
+    size = 4 * LAYERS * WIDTH * WIDTH
     assert held["parameters"] == size // (8 if state == "sharded" else 1)
     of_optimizer = 2 * size // (1 if state == "mirrored" else 8)
     assert held["optimizer state"] == of_optimizer + 4  # and its count
@@ -320,7 +326,9 @@ def test_each_state_is_held_as_the_strategy_says(state):
 @needs_compiler
 def test_what_is_gathered_layer_by_layer_is_read_inside_the_loop():
     """Of a step by hand: each layer in shards, gathered in the body of a scan."""
-    layers, width, rows = 6, 1024, 8
+    layers = 6
+    width = 1024
+    rows = 8
     strategy = tj.Mirrored(devices=H200S)
     (axis,) = strategy.placement.mesh.axis_names
 
@@ -460,7 +468,8 @@ def test_an_evaluation_for_devices_that_are_not_here():
     reason="towerjax[tpu-compiler] is not installed",
 )
 def test_no_more_is_sent_and_held_than_by_hand_on_tpus():
-    devices, program = tj.Absent("v5e:2x4"), PROGRAMS["mlp"]
+    devices = tj.Absent("v5e:2x4")
+    program = PROGRAMS["mlp"]
     ours = by_towerjax(program, tj.Mirrored(devices=devices))
     hand = by_hand(program, devices)
     assert len(ours.collectives) == len(hand.collectives) == 1

@@ -34,7 +34,8 @@ def evaluate():
 
 @pytest.mark.slow
 def test_batches_are_set_back_where_a_run_stops_early(evaluate):
-    step, source = model.build_light(), model.batches()
+    step = model.build_light()
+    source = model.batches()
     state, history = tj.run(
         step,
         model.init(step),
@@ -66,8 +67,10 @@ def test_ctrl_c_in_an_evaluation_or_a_prediction_leaves_no_thread(evaluate):
 @pytest.mark.parametrize("pressed_before", [True, False])
 def test_ctrl_c_as_a_run_ends_leaves_the_state(pressed_before):
     """Again, in any function that is called since the first; or once all is done."""
-    source, step = model.batches(), model.build_light()
-    state, states = model.init(step), {}
+    source = model.batches()
+    step = model.build_light()
+    state = model.init(step)
+    states = {}
     for batch in batches_of(3):
         state, _ = step(state, batch)
         states[int(state.step)] = jax.tree.map(jnp.copy, state)
@@ -83,9 +86,12 @@ def test_ctrl_c_as_a_run_ends_leaves_the_state(pressed_before):
             if pressed_before:
                 raise KeyboardInterrupt
 
-    tracing, ended = sys.gettrace(), 0
+    tracing = sys.gettrace()
+    ended = 0
     for when in range(1, 10**6, 5):
-        found, state, source = [], model.init(step), model.batches()
+        found = []
+        state = model.init(step)
+        source = model.batches()
         try:
             options = {"progress": False, "hooks": [hook], "steps": 3}
             state, _ = tj.run(step, state, source, **options)
@@ -114,7 +120,8 @@ def test_memory_that_runs_out_in_a_donated_step_takes_the_state():
 def test_devices_that_fail_in_a_donated_step_say_why(monkeypatch):
     """As on the other processes of a job when one of them ends."""
     step = model.build_light()
-    state, batch = model.init(step), step.place_batch(model.data())
+    state = model.init(step)
+    batch = step.place_batch(model.data())
 
     def fails(donated, *_):
         jax.tree.map(lambda x: x.delete(), donated)
@@ -130,7 +137,8 @@ def test_devices_that_fail_in_a_donated_step_say_why(monkeypatch):
     assert "The state is lost: the devices failed" in caught.value.__notes__[0]
 
 
-RATE, EPS = 0.1, np.finfo(np.float32).eps
+RATE = 0.1
+EPS = np.finfo(np.float32).eps
 
 
 def norms(params, batch, tower):
@@ -199,7 +207,8 @@ def owned(strategy, **options):
 
 
 def kinds():
-    two, four = ("cpu:0", "cpu:1"), [f"cpu:{i}" for i in range(4)]
+    two = ("cpu:0", "cpu:1")
+    four = [f"cpu:{i}" for i in range(4)]
     on_two = tj.Mirrored(two, towers=4)
     for state in ("mirrored", "sharded_optimizer", "sharded"):
         yield state, plain, tj.Mirrored(two, towers=4, state=state), {}
@@ -227,7 +236,8 @@ SKIPPING = "mirrored", "sharded", "micro-batches", "passes", "model"
 def test_a_gradient_that_is_not_finite_is_refused_at_its_step(kind):
     """Named by the number that history has, and where it came from; the state lives."""
     build, strategy, options = KINDS[kind]
-    step, batches = build(strategy, **options), rows_of_norms(bad=[1])
+    step = build(strategy, **options)
+    batches = rows_of_norms(bad=[1])
     if kind == "model":
         batches = [{"features": x} for x in batches]
     with pytest.raises(tj.NonFiniteError) as caught:
@@ -281,7 +291,8 @@ OVERFLOWS = optax.chain(optax.scale(-3e38), optax.scale(1e3))
 def test_no_checkpoint_is_written_of_parameters_that_are_not_finite(
     how, first_bad, tmp_path
 ):
-    step, saver = plain(tj.OneDevice(), **how), tj.Checkpointer(tmp_path, 1, keep=2)
+    step = plain(tj.OneDevice(), **how)
+    saver = tj.Checkpointer(tmp_path, 1, keep=2)
     with pytest.raises(tj.CheckpointError) as caught:
         given = step.init(FIRST), rows_of_norms(bad=[1])
         tj.run(step, *given, checkpointer=saver, progress=False)

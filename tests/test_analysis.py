@@ -524,7 +524,8 @@ def test_line_of_cached_library_code_is_that_of_this_call():
 
 
 def test_path_is_relative_to_the_current_directory(monkeypatch, tmp_path, request):
-    own, folder = "test_analysis.py:", request.path.parent
+    own = "test_analysis.py:"
+    folder = request.path.parent
     below = f"{folder.name}/{own}"
     for at, start in (folder.parent, below), (folder, own), (tmp_path, below):
         monkeypatch.chdir(at)
@@ -636,7 +637,8 @@ def chain(*steps):
 
 def scatter(value, axis, axis_index_groups):
     group = len(axis_index_groups[0])
-    value, options = jnp.tile(value.reshape(-1), group), {"tiled": True}
+    value = jnp.tile(value.reshape(-1), group)
+    options = {"tiled": True}
     options["axis_index_groups"] = axis_index_groups
     return lax.psum_scatter(value, axis, **options)
 
@@ -740,16 +742,19 @@ def test_both_sides_of_a_grid_are_reduced_in_a_loop_too():
 
 def test_a_coordinate_never_hides_a_dependence():
     """Random reductions in groups, done with numbers: what is left shows in them."""
-    size, rng = 12, np.random.default_rng(0)
+    size = 12
+    rng = np.random.default_rng(0)
     lengths = (2, 3, 4, 6)
     mirrored = 0
     for _ in range(400):
-        values, along = rng.integers(1, 10**6, size), ALL
+        values = rng.integers(1, 10**6, size)
+        along = ALL
         for _ in range(rng.integers(1, 5)):
             make = (blocks, strides)[rng.integers(2)]
             groups = make(size, lengths[rng.integers(4)])
             over = coordinate_of(groups, size)
-            values, along = values.copy(), without_coordinate(along, over)
+            values = values.copy()
+            along = without_coordinate(along, over)
             for group in groups:
                 values[group] = values[group].sum() % 10**6
         mirrored += not along
@@ -765,7 +770,8 @@ def test_a_coordinate_never_hides_a_dependence():
 
 @pytest.mark.slow
 def test_a_reduced_operator_is_solved_alike_on_all_towers():
-    w, x = np.arange(1.0, 5.0), np.random.default_rng(0).normal(size=(3, 2, 4))
+    w = np.arange(1.0, 5.0)
+    x = np.random.default_rng(0).normal(size=(3, 2, 4))
     towers = jax.jit(jax.vmap(Legal.solved_iteratively, (None, 0), axis_name=AXIS))
     mean = np.mean([rows.T @ rows for rows in x], axis=0)
     for rows in towers(jnp.float32(w), jnp.float32(x)):

@@ -47,7 +47,9 @@ from towerjax.step.look.two_towers import _rounding_decides
 from towerjax.tools.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 
-SUM, MEAN, FIRST = (tj.Reduction.SUM, tj.Reduction.MEAN, tj.Reduction.ONLY_FIRST_TOWER)
+SUM = tj.Reduction.SUM
+MEAN = tj.Reduction.MEAN
+FIRST = tj.Reduction.ONLY_FIRST_TOWER
 DRAW = np.random.default_rng(5)
 BATCH = {
     "x": DRAW.normal(size=(14, 3)).astype(np.float32) + 0.3,
@@ -119,7 +121,8 @@ def test_what_depends_on_the_split_is_found(name):
 
 def measures(params, batch, tower):
     """Metrics and tower-local values, of which some depend on the split."""
-    own, weight = losses(params, batch), tower.weight
+    own = losses(params, batch)
+    weight = tower.weight
     hits = (predictions(params, batch) > 0).astype(jnp.float32)
     metrics = {
         "total as one": tj.Weighted((own * weight).sum(), 1.0),
@@ -181,7 +184,8 @@ def test_what_a_train_step_refuses_is_refused():
 
 
 def measures_well(params, batch, tower):
-    weight, hits_of = tower.weight * batch["weight"], batch["y"].shape
+    weight = tower.weight * batch["weight"]
+    hits_of = batch["y"].shape
     hits = tj.metrics.accuracy(batch["y"] > 0, predictions(params, batch) > 0, weight)
     metrics = {
         "hits": hits,
@@ -729,8 +733,10 @@ def test_where_rounding_decides_most_gradients_no_more_is_run():
 
 
 def test_what_rounding_decides_is_said_and_passes():
-    want, got = {"loss": np.ones(1), "x": np.ones(2)}, {"loss": np.ones(1)}
-    got["x"], near = np.array([1, 1.01]), {**want, "x": np.array([1, 1.001])}
+    want = {"loss": np.ones(1), "x": np.ones(2)}
+    got = {"loss": np.ones(1)}
+    got["x"] = np.array([1, 1.01])
+    near = {**want, "x": np.array([1, 1.001])}
     report = judge([Compared(2, "evenly", got, want, lambda: [want, near])], 4, 1e-4)
     assert report.by_rounding == ("x",) and "rounding decides x" in str(report)
     with pytest.raises(SplitError):
@@ -898,7 +904,8 @@ def test_uneven_towers_are_compared_where_batches_are_padded():
     uneven = train_step(mean_of_finite_means, remainder="pad")
     text = "as many rows each they agree"
     _, found = refused(uneven.audit, uneven.init(MODEL), ROWS, text=text)
-    own, loss = np.asarray(errors(MODEL, ROWS), float), found["loss"]
+    own = np.asarray(errors(MODEL, ROWS), float)
+    loss = found["loss"]
     # Six rows and three of the nine first ones, and all nine.
     np.testing.assert_allclose(loss.value, (own[:6].mean() + own[6:9].mean()) / 2, 1e-5)
     np.testing.assert_allclose(loss.one_tower, own[:9].mean(), 1e-5)
@@ -969,7 +976,8 @@ def model_of(loss_fn, optimizer, **options):
 @pytest.mark.slow
 def test_a_model_function_is_audited():
     optimizer = tj.estimator.TowerOptimizer(optax.adam(0.1))
-    features, mode = ROWS, tj.estimator.Mode.TRAIN
+    features = ROWS
+    mode = tj.estimator.Mode.TRAIN
     state = tj.TrainState.create(MODEL, optimizer)
     model = model_of(WRONG["cumsum_along_rows"], optimizer, audit=True)
     _, found = refused(model, model.init(state), features, None, mode, text="gradient")

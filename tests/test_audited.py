@@ -30,13 +30,15 @@ from towerjax.sweeps.bench import _timed
 # What is not proved is audited, and said.
 pytestmark = pytest.mark.filterwarnings("ignore:not proved")
 
-FOUR, ONE = tj.Mirrored(("cpu:0",), towers=4), tj.OneDevice()
+FOUR = tj.Mirrored(("cpu:0",), towers=4)
+ONE = tj.OneDevice()
 
 
 @pytest.fixture
 def runs(monkeypatch):
     """The audits that were run, one entry each; none is known before."""
-    found, run_audit = [], examine.run_audit
+    found = []
+    run_audit = examine.run_audit
 
     def counted(*args, **options):
         found.append(run_audit(*args, **options))
@@ -266,7 +268,8 @@ def test_steps_of_each_layout_are_proved_or_audited_unasked(runs, name):
         moved = {"w": (params["w"] @ params["m"].sum(0)), "b": 0.25}
         return of(moved, batch, tower)
 
-    optimizer, strategy = optax.adam(0.1), LAYOUTS[name]
+    optimizer = optax.adam(0.1)
+    strategy = LAYOUTS[name]
     if name == "by owner":
         args = strategy, lambda name, leaf: leaf.ndim == 3
         optimizer = tj.contrib.by_owner(optimizer, *args)
@@ -431,7 +434,8 @@ def some_report():
 
 
 def test_a_record_is_read_and_written_through_no_symbolic_link(tmp_path, cache):
-    outside, folder = tmp_path / "outside", tmp_path / "cache" / "audited"
+    outside = tmp_path / "outside"
+    folder = tmp_path / "cache" / "audited"
     forget()
     cache(str(tmp_path / "other"))
     audited.keep("program", some_report())
@@ -649,7 +653,9 @@ def test_nothing_says_audited_of_what_was_not(runs):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["run", "together", "in_turn"])
 def test_no_time_is_that_of_the_audit(counted, monkeypatch, way):
-    now, audit_s, run_audit = time.perf_counter, [0.0], examine.run_audit
+    now = time.perf_counter
+    audit_s = [0.0]
+    run_audit = examine.run_audit
 
     def long(*args, **options):
         audit_s[0] += 1e6
@@ -785,7 +791,8 @@ def test_a_gradient_is_open_where_a_term_of_its_loss_is():
 
 
 def test_a_report_says_what_is_not_proved():
-    proved, unknown = step_of(RIGHT["plain_mean"]), step_of()
+    proved = step_of(RIGHT["plain_mean"])
+    unknown = step_of()
     for step, names in (proved, []), (unknown, ["loss"]):
         report = step.report(step.init(PARAMS), BATCH)
         assert [*report.unproved] == names

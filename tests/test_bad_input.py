@@ -20,7 +20,9 @@ import towerjax as tj
 from towerjax.loop.options import check_hooks
 from towerjax.step.run.verdicts import NONE, Lineage, Verdicts
 
-TWO, SGD, SUM = ("cpu:0", "cpu:1"), optax.sgd(0.01), tj.Reduction.SUM
+TWO = ("cpu:0", "cpu:1")
+SGD = optax.sgd(0.01)
+SUM = tj.Reduction.SUM
 S = tj.Mirrored(TWO)
 
 
@@ -203,7 +205,8 @@ def narrow():
 
 def donated(take):
     def call():
-        step, state = used()[0], start_of()
+        step = used()[0]
+        state = start_of()
         step(state, good())
         take(step, state)
 
@@ -241,9 +244,11 @@ def needs_more(updates, state, params=None, *, temperature):
 
 CAST = optax.GradientTransformation(lambda p: jnp.int32(0), changes_types)
 NEEDY = optax.GradientTransformationExtraArgs(optax.identity().init, needs_more)
-MOMENTUM, ONE = optax.sgd(0.1, momentum=0.9), nnx.Param(np.ones(3, np.float32))
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+ONE = nnx.Param(np.ones(3, np.float32))
 SHARED = [{"kernel": ONE}, {"kernel": ONE}]
-THERE, FOUR = tj.Mirrored(("cpu:2", "cpu:3")), tj.Mirrored(TWO, towers=4)
+THERE = tj.Mirrored(("cpu:2", "cpu:3"))
+FOUR = tj.Mirrored(TWO, towers=4)
 LOCAL = {"n": tj.TowerLocal(np.zeros(()), SUM)}
 NO_ARRAYS = start(f=jnp.tanh, g=start, name="relu")
 NO_ARRAYS_TEXT = r"params\['f'\] is a PjitFunction: .*eqx.partition.*params\['g'\] is a"
@@ -251,20 +256,20 @@ NO_ARRAYS_TEXT += r" func.*params\['name'\] is a str"
 TWINS = r"params\[0\]\['kernel'\] and .*\[1\]\['kernel'\] are one nnx.Param, .*split"
 FLOAT8 = start(k=np.ones(3, "float8_e4m3fn"))
 FLOAT8_TEXT = r"is floating.*params\['k'\] is float8_e4m3fn\."
-UNPACK, NO_STATE = r"state, metrics = step\(state, batch\)\.$", "^The state is None. G"
+UNPACK = r"state, metrics = step\(state, batch\)\.$"
+NO_STATE = "^The state is None. G"
 ASIDE = r": a function computed it .*put it aside.*return it.*tj\.TowerOutput\(loss"
 MIXED = {"x": np.ones(4, np.float32), 0: np.ones(4, np.float32)}
 KEYS = " is a dict with the keys 'x', 0, of several types.* Make them all texts"
-OTHERS, ELSEWHERE = "towers than 2: state.local", r"not a tj.TrainState. Make it with"
+OTHERS = "towers than 2: state.local"
+ELSEWHERE = r"not a tj.TrainState. Make it with"
 SWAPPED = r"build_train_step: optimizer is a Mirrored, strategy is a Gradient\w+, as if"
 SWAPPED += r" arguments were swapped. Write build_train_step\(loss_fn, optimizer, strat"
 UPDATE = r"update_fn is a Mirrored.* swapped. Write build_step\(tower_fn, update_fn"
 FIRST = r"first: step\(state, batch\)\.$"
 INSIDE = r"step\.fn\(state, batch\)"
-DONATED, SAME = (
-    r"donated to (step 1|an earlier step)",
-    r"'z'\] is the same array as .*'w'\]",
-)
+DONATED = r"donated to (step 1|an earlier step)"
+SAME = r"'z'\] is the same array as .*'w'\]"
 
 
 def evaluate(*args):
@@ -434,7 +439,8 @@ def test_a_mistake_is_refused(name, compiled):
 
 
 def test_what_is_right_beside_mistakes_passes():
-    step, strange = build(), start_of(THERE)
+    step = build()
+    strange = start_of(THERE)
     step(step.place(strange), good())
     momentum = build(optimizer=MOMENTUM)
     anew = dataclasses.replace(strange, opt_state=momentum.init(start()).opt_state)
@@ -555,8 +561,10 @@ def test_a_function_of_other_arguments_is_told_its_form():
 
 def test_an_error_is_short_however_many_leaves_there_are():
     many = {f"w{i:03}": np.ones(3, np.float32) for i in range(60)}
-    step, strategy = build(), tj.Mirrored(TWO)
-    state, own = step.shapes(many), tj.PerTower(many)
+    step = build()
+    strategy = tj.Mirrored(TWO)
+    state = step.shapes(many)
+    own = tj.PerTower(many)
 
     def differs(state, batch, tower):
         return {x: state.params[x] * batch["x"].sum() for x in state.params}
@@ -600,7 +608,8 @@ def test_padding_that_nothing_masks_is_refused(compiled):
     def careless(params, batch, tower):
         return tj.Weighted.mean((batch["x"] @ params["w"]) ** 2)
 
-    step, text = build(careless, remainder="pad"), "does not depend on tower.weight"
+    step = build(careless, remainder="pad")
+    text = "does not depend on tower.weight"
     state = step.init(start())
     refused(compiled, lambda: step(state, good(5)), text)
     state, _ = step(state, good(6))
@@ -1021,7 +1030,8 @@ def test_what_jax_debug_nans_finds_says_how_to_find_more():
         return tj.Weighted.mean(jnp.log(w * batch), tower.weight)
 
     step = build(log)
-    state, batch = step.init(1.0), np.float32([1, 2, -1, 2])
+    state = step.init(1.0)
+    batch = np.float32([1, 2, -1, 2])
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError, match=r"found nan.*one_tower\(step\)"):
             step(state, batch)
@@ -1056,7 +1066,9 @@ class Verdict:
     """One that arrives when it is told to, and counts who waits for it."""
 
     def __init__(self, number=NONE):
-        self.number, self.has_arrived, self.waits = number, False, 0
+        self.number = number
+        self.has_arrived = False
+        self.waits = 0
 
     def is_ready(self):
         return self.has_arrived
@@ -1075,7 +1087,8 @@ def test_verdicts_are_not_waited_for_and_processes_look_at_the_same_calls(proces
         platform="cpu", devices=("cpu:0",) * processes, num_processes=processes
     )
     verdicts = Verdicts(placement, tj.NonFiniteError)
-    given, state = [Verdict() for _ in range(15)] + [Verdict(2)], object()
+    given = [Verdict() for _ in range(15)] + [Verdict(2)]
+    state = object()
     line = Lineage(state, Verdict())
     for i, verdict in enumerate(given):
         if i == 15:  # a call of 8 before is waited for, so that few are in flight
@@ -1101,7 +1114,8 @@ def test_an_evaluation_that_was_called_in_a_trace_keeps_none_of_it():
         return {"step": tj.Weighted.mean(numbers, tower.weight)}
 
     evaluate = tj.build_eval_step(metric_fn, S)
-    params, batch = start(), evaluate.place_batch(good())
+    params = start()
+    batch = evaluate.place_batch(good())
     with pytest.raises(ValueError, match="A step is called from Python"):
         jax.jit(lambda params: evaluate(params, batch))(params)
     assert float(evaluate(params, batch)["step"].value) == 0

@@ -15,7 +15,9 @@ import towerjax as tj
 from towerjax.layers.batch_norm.linen import TowerBatchNorm as LinenNorm
 from towerjax.layers.batch_norm.nnx import TowerBatchNorm as NnxNorm
 
-IN, OUT, RATE = 4, 3, 0.5
+IN = 4
+OUT = 3
+RATE = 0.5
 CLOSE = dict(rtol=3e-6, atol=3e-6)
 EPSILON = 1e-3
 OPTIONS = dict(momentum=0.9, epsilon=EPSILON)
@@ -92,7 +94,8 @@ def built(strategy, **options):
 
     Later, smaller batches are padded to its program.
     """
-    options, step_options = dict(options), {}
+    options = dict(options)
+    step_options = {}
     for name in ("remainder", "micro_batches"):
         if name in options:
             step_options[name] = options.pop(name)
@@ -113,7 +116,8 @@ def trained(strategy, batches, **options):
     options.setdefault("remainder", "pad")
     step = built(strategy, **options)
     local = tj.TowerLocal(stats_of(), tj.Reduction.MEAN)
-    state, losses = step.init(start(), local=local), []
+    state = step.init(start(), local=local)
+    losses = []
     for rows in batches:
         state, metrics = step(state, rows)
         losses.append(float(metrics["loss"]))
@@ -160,7 +164,8 @@ def test_local_statistics_are_those_of_each_tower_and_send_nothing():
 
 @pytest.mark.slow
 def test_towers_that_never_meet_take_local_statistics():
-    strategy, rows = towers(4, 1, local="scan"), batch(12)
+    strategy = towers(4, 1, local="scan")
+    rows = batch(12)
     local = tj.TowerLocal(stats_of(), tj.Reduction.MEAN)
 
     def check(**options):
@@ -212,7 +217,8 @@ CALLS = [dict(use_scale=False, axis=1), dict(use_bias=False, momentum=0.5, epsil
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [*CALLS, dict(dtype=jnp.bfloat16)])
 def test_on_one_tower_it_is_the_layer_of_linen(options):
-    x, init = jnp.asarray(CUBE), dict(bias_init=rising)
+    x = jnp.asarray(CUBE)
+    init = dict(bias_init=rising)
     ours = LinenNorm(use_running_average=False, **options, **init)
     theirs = linen.BatchNorm(use_running_average=False, **options, **init)
 
@@ -243,7 +249,8 @@ def test_on_one_tower_it_is_the_layer_of_linen(options):
     "options, dtype", [(CALLS[0], jnp.float32), (CALLS[1], jnp.bfloat16)]
 )
 def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
-    x, init = jnp.asarray(CUBE, dtype), dict(bias_init=rising)
+    x = jnp.asarray(CUBE, dtype)
+    init = dict(bias_init=rising)
     ours = NnxNorm(5, rngs=nnx.Rngs(0), **options, **init)
     theirs = nnx.BatchNorm(5, rngs=nnx.Rngs(0), **options, **init)
     both = nnx.jit(lambda theirs, ours: (theirs(x), ours(x, None)))
@@ -260,13 +267,15 @@ def test_on_one_tower_it_is_the_layer_of_nnx(options, dtype):
 
 def test_running_statistics_have_the_derivative_of_the_batchs():
     """By which an evaluation is differentiated through the steps before it."""
-    x, moves = batch(5)["x"], batch(5, 1)["x"]
+    x = batch(5)["x"]
+    moves = batch(5, 1)["x"]
 
     @jax.jit
     def followed(x, moves):
         return jax.jvp(lambda x: moved(x, momentum=0.75)[1], (x,), (moves,))[1]
 
-    found, (x, moves) = followed(x, moves), map(np.float64, (x, moves))
+    found = followed(x, moves)
+    (x, moves) = map(np.float64, (x, moves))
     np.testing.assert_allclose(found["mean"], 0.25 * moves.mean(0), **CLOSE)
     of_var = 2 * ((x - x.mean(0)) * moves).mean(0)
     np.testing.assert_allclose(found["var"], 0.25 * of_var, **CLOSE)
@@ -325,11 +334,14 @@ def test_a_layer_of_nnx_has_the_attributes_of_flaxs_which_may_be_set():
 
     @jax.jit
     def called():
-        ours, theirs = NnxNorm(2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        ours = NnxNorm(2, rngs=nnx.Rngs(0))
+        theirs = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
         view = nnx.view(ours, use_running_average=True)(x, None)
         lacks = vars(theirs).keys() - vars(ours).keys()
-        ours.momentum, ours.epsilon = 0.0, 0.5
-        y, mean = ours(x, None), ours.mean[...]
+        ours.momentum = 0.0
+        ours.epsilon = 0.5
+        y = ours(x, None)
+        mean = ours.mean[...]
         ours.statistics = "all"
         with pytest.raises(ValueError, match="statistics='all' must be one of"):
             ours(x, None)
@@ -386,7 +398,8 @@ def test_a_module_of_nnx_is_split_and_merged_in_a_tower():
     params, stats, loss_fn = split_model()
     step = tj.build_train_step(loss_fn, optax.sgd(RATE), towers(4, 2), remainder="pad")
     state, metrics = step(step.init(params, local=stats), batch(11))
-    x, weight = batch(11)["x"].astype(np.float64), np.ones(11)
+    x = batch(11)["x"].astype(np.float64)
+    weight = np.ones(11)
     mean, var = moments(x, weight)
     last = jax.tree.map(np.float64, nnx.to_pure_dict(params)["last"])
     y = np.tanh((x - mean) / np.sqrt(var + EPSILON)) @ last["kernel"]
@@ -462,7 +475,8 @@ class Scales(nnx.Module):
     """Three scales, and how often each was used."""
 
     def __init__(self):
-        self.scale, self.uses = nnx.Param(jnp.ones((3, IN))), nnx.Variable(jnp.zeros(3))
+        self.scale = nnx.Param(jnp.ones((3, IN)))
+        self.uses = nnx.Variable(jnp.zeros(3))
 
 
 def in_turn(fn):
@@ -563,7 +577,8 @@ def test_a_mask_of_positions_counts_positions():
 
 @pytest.mark.slow
 def test_outside_a_step_the_mask_is_the_weight():
-    rows, mask = batch(8)["x"][:, :OUT], np.float32([1, 1, 0, 1, 0, 0, 1, 0])
+    rows = batch(8)["x"][:, :OUT]
+    mask = np.float32([1, 1, 0, 1, 0, 0, 1, 0])
 
     def tower_fn(tower, x, mask):
         return apply_linen(start(), stats_of(), x, tower, mask=mask)[1]["mean"]
@@ -632,7 +647,8 @@ def test_sixteen_bit_inputs_have_float32_statistics():
     rows = tj.PerTower([x.reshape(8, 8, OUT) for x in inputs])
     found = towers(8, 2).call_for_each_tower(tower_fn, rows)
     for x, stats in zip(inputs, found, strict=True):
-        mean, x = np.asarray(stats["mean"]), x.astype(np.float64)
+        mean = np.asarray(stats["mean"])
+        x = x.astype(np.float64)
         assert mean.dtype == np.float32
         np.testing.assert_allclose(mean, 0.1 * x.mean(0), rtol=1e-6)
         np.testing.assert_allclose(stats["var"], 0.9 + 0.1 * x.var(0), rtol=1e-5)

@@ -52,7 +52,8 @@ def test_contenders_have_their_turns():
 
 
 def test_a_call_is_awaited(monkeypatch):
-    seconds, awaited = iter([0.0, 1.0, 3.0]), []
+    seconds = iter([0.0, 1.0, 3.0])
+    awaited = []
     monkeypatch.setattr(turns.time, "perf_counter", lambda: next(seconds))
     monkeypatch.setattr(turns.jax, "block_until_ready", awaited.append)
     table = in_turns([lambda: "result"], rounds=1, calls=1)
@@ -120,7 +121,8 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_sweep_is_timed_once_and_goes_on(here, capfd):
-    peers, grid = {"hand": "mine:by_hand"}, {"towers": [1, 2], "batch": [8]}
+    peers = {"hand": "mine:by_hand"}
+    grid = {"towers": [1, 2], "batch": [8]}
     build = importlib.import_module("mine").build
     options = {"peers": peers, "results": here / "r.jsonl", **QUICK}
     found = tj.tools.bench(build, grid, **options)
@@ -135,7 +137,8 @@ def test_a_sweep_is_timed_once_and_goes_on(here, capfd):
         assert 0 < row["over hand low"] <= row["over hand"] <= row["over hand high"]
         assert row["examples/s"] == pytest.approx(8e3 / row["ms"], rel=0.01, abs=1)
     # By SGD on mean((w - x)**2) from 1, of the rows 0 to 7.
-    w, losses = 1.0, []
+    w = 1.0
+    losses = []
     for _ in range(3):
         losses.append(((w - np.arange(8.0)) ** 2).mean())
         w -= 0.125 * 2 * (w - 3.5)
@@ -347,7 +350,8 @@ def test_a_model_has_a_loss_for_each_example(name):
     """Of its own: in another order the losses are the same."""
     models = {x: MODELS[name](jnp.dtype(x)) for x in ("float32", "bfloat16")}
     model = models["float32"]
-    params, batch = model.init(0), model.make_batch(1, 3)
+    params = model.init(0)
+    batch = model.make_batch(1, 3)
     assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float32)}
     tj.testing.assert_same(model.make_batch(1, 3), batch)
     for other in models.values():
@@ -379,7 +383,8 @@ def expected_losses(seed, batch_size, steps):
             activations.append(np.tanh(activations[-1] @ layer["w"] + layer["b"]))
         error = activations[-1] - batch["y"]
         losses.append((error**2).mean())
-        back, grads = 2 * error / error.size, []
+        back = 2 * error / error.size
+        grads = []
         for layer, x, y in zip(
             params[::-1], activations[-2::-1], activations[:0:-1], strict=True
         ):

@@ -107,7 +107,9 @@ def seen(browser, address):
 
     Nothing is sought here, so no page makes an index: that takes half of its time.
     """
-    requested, found, todo = [], {}, [address]
+    requested = []
+    found = {}
+    todo = [address]
     page = browser.new_page()
     page.add_init_script("Worker = class extends EventTarget { postMessage() {} }")
     page.on("request", lambda request: requested.append(request.url))

@@ -85,7 +85,8 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass():
         return ((mine[:, None] - others[None, :]) ** 2 * weight[None, :]).sum(1)
 
     def tower_fn(state, batch, tower, merged):
-        others, weight = merged["rows"].value["z"], merged["rows"].value["w"]
+        others = merged["rows"].value["z"]
+        weight = merged["rows"].value["w"]
 
         def loss(params, batch, tower):
             mine = jnp.tanh(batch["x"] @ params["w"])
@@ -113,7 +114,8 @@ def test_rows_of_all_towers_are_seen_by_the_next_pass():
     batch = data(22)
     local = {"seen": tj.TowerLocal(np.float32(1), R.SUM)}
     state, metrics = step(step.init(params(), local=local), batch)
-    x, w = batch["x"].astype(float), params()["w"].astype(float)
+    x = batch["x"].astype(float)
+    w = params()["w"].astype(float)
     z = np.tanh(x @ w)
     difference = z[:, None] - z[None, :]
     slope = 4 * difference.sum(1) * (1 - z**2)
@@ -133,7 +135,8 @@ def test_a_step_under_jit_fits_its_batch_as_the_step_does():
     options = {"remainder": "pad", "micro_batches": 2, "donate": False}
     strategy = mirrored(2, 1, "scan")
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
-    state, batch = step.init(params()), data(7)
+    state = step.init(params())
+    batch = data(7)
     after, metrics = jax.jit(step.fn)(state, batch)
     loss, grads = value_and_grad(params(), batch)
     close(metrics["loss"], loss)
@@ -311,7 +314,8 @@ def test_a_factor_of_a_mean_may_be_of_a_tower_where_the_mean_is(wrap, is_told):
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_factor_may_be_a_variable_that_no_micro_batch_changes(moves):
     def tower_fn(state, batch, tower):
-        a, b = state.local["a"], state.local["b"]
+        a = state.local["a"]
+        b = state.local["b"]
         mean = tj.Weighted.mean(batch["y"], tower.weight)
         b = dataclasses.replace(b, value=b.value + mean.sum)
         new = {"a": b, "b": a} if moves else {"a": a, "b": b}
@@ -368,7 +372,8 @@ def test_what_an_update_counts_is_counted_where_the_loss_counts_no_row():
         return dataclasses.replace(state, extra=state.extra + 1), {"loss": loss}
 
     step = tj.build_step(tower_fn, update_fn, mirrored(2, 1))
-    state, losses = step.init(1.0, extra=0), []
+    state = step.init(1.0, extra=0)
+    losses = []
     for _ in range(2):
         state, metrics = step(state, np.float32([3, 5]))
         losses.append(float(metrics["loss"]))
@@ -390,7 +395,8 @@ def refused(tower_fn, text, error=ValueError, update_fn=None, local=None, **opti
 
 
 LOCAL = {x: tj.TowerLocal(np.float32(n), R.SUM) for n, x in enumerate("ab")}
-DIFFERS, MICRO = {"error": tj.ReplicationError}, {"micro_batches": 2}
+DIFFERS = {"error": tj.ReplicationError}
+MICRO = {"micro_batches": 2}
 
 
 def update(*returned):
@@ -516,7 +522,8 @@ def test_a_function_mapped_over_a_gradient_and_its_weight_is_refused(name):
         return {"loss": loss, "grads": grads}
 
     step = tj.build_step(tower_fn, sgd(0.1), mirrored(2, 2), audit=True)
-    state, rows = step.init(params()), data(8)
+    state = step.init(params())
+    rows = data(8)
     if name in CHANGES:
         with pytest.raises(SplitError, match="gradient"):
             step(state, rows)
@@ -572,7 +579,8 @@ def test_what_is_not_finite_is_located_in_the_pass_where_it_began():
 
 def test_a_loss_may_be_several_means_each_of_its_own_weight():
     def tower_fn(state, batch, tower):
-        weight, y = tower.weight, batch["y"]
+        weight = tower.weight
+        y = batch["y"]
         of_task = jnp.stack([weight * (y > 0), weight * (y <= 0)])
         return {"loss": tj.Weighted(of_task @ y, of_task.sum(1))}
 
@@ -597,7 +605,8 @@ def test_a_guard_of_gradients_looks_at_rows_of_tables():
 
     guard = {"guard": "gradients", "on_nonfinite": "skip"}
     step = tj.build_step(tower_fn, update_fn, mirrored(4, 2), **guard)
-    state, batch = step.init(np.zeros((9, 1), np.float32)), data(8)
+    state = step.init(np.zeros((9, 1), np.float32))
+    batch = data(8)
     batch["id"] = np.arange(8)[::-1].copy()
     state, _ = step(state, batch)
     once = -batch["y"][::-1, None]
@@ -633,7 +642,8 @@ def test_a_refused_step_keeps_the_key_that_its_update_would_change():
         return dataclasses.replace(after, rng=jax.random.split(state.rng)[1]), metrics
 
     step = tj.build_step(tower_fn, update_fn, mirrored(2), on_nonfinite="skip")
-    state, keys = step.init(params(), rng=jax.random.key(3)), [jax.random.key(3)]
+    state = step.init(params(), rng=jax.random.key(3))
+    keys = [jax.random.key(3)]
     for y in (1.0, np.nan, 2.0):
         state, _ = step(state, {**data(8), "y": np.full(8, y, np.float32)})
         keys += [] if np.isnan(y) else [jax.random.split(keys[-1])[1]]

@@ -11,7 +11,8 @@ import pytest
 import towerjax as tj
 from towerjax.contrib import by_owner
 
-LAYERS, WIDTH = 8, 16
+LAYERS = 8
+WIDTH = 16
 
 
 def start():
@@ -91,7 +92,8 @@ def test_each_device_computes_its_own_matrices():
         count = sum(x.trips for x in found if x.opcode == "all-reduce")
         return call.cost_analysis()["flops"], count
 
-    (flops, sums), (split, more) = figures(True), figures(False)
+    (flops, sums) = figures(True)
+    (split, more) = figures(False)
     one, _ = figures(False, 1, "mirrored")  # on one device all of it
     assert flops < 1.15 * one / 4 and split > 1.3 * one / 4
     # The loss with its weight and the scale; the clipped norm.
@@ -122,7 +124,8 @@ def test_one_number_of_a_whole_stack_is_refused(optimizer, alone):
 )
 def test_what_is_no_stack_for_the_devices_is_refused(shape, fitting):
     strategy = tj.Mirrored([f"cpu:{i}" for i in range(4)])
-    optimizer, params = by_owner(optax.sgd(0.1), strategy, is_stack), start()
+    optimizer = by_owner(optax.sgd(0.1), strategy, is_stack)
+    params = start()
     params["layers"]["none"] = np.ones(shape, np.float32)
     text = rf"that layers/none of shape {[*shape]} is a stack .* or take {fitting} dev"
     with pytest.raises(ValueError, match=text.replace("[", r"\[")):

@@ -44,8 +44,10 @@ def whole(strategy, x, w):
 
 def oracle(T, w):
     """The value and its gradients by x and by w, in float64."""
-    x, c = EXACT[:T], C[:T]
-    squares, s = (x**2).sum(), x.sum()
+    x = EXACT[:T]
+    c = C[:T]
+    squares = (x**2).sum()
+    s = x.sum()
     value = w**2 * squares * s + w * s * (c * x).sum()
     of_x = w**2 * (2 * x * s + squares) + w * ((c * x).sum() + s * c)
     of_w = 2 * w * squares * s + s * (c * x).sum()
@@ -57,7 +59,8 @@ def oracle(T, w):
 def test_called_inside_transformations(T, D, executor):
     strategy = mirrored(T, D, executor=executor)
     f = functools.partial(whole, strategy)
-    x, w = jnp.asarray(ROWS[:T]), jnp.float32(0.7)
+    x = jnp.asarray(ROWS[:T])
+    w = jnp.float32(0.7)
     value, of_x, of_w = oracle(T, 0.7)
     close = functools.partial(np.testing.assert_allclose, rtol=32 * EPS)
     ws = np.float32([0.7, -0.4, 1.2])
@@ -105,7 +108,8 @@ def test_gradients_of_towers_in_turn():
 
 @pytest.mark.slow
 def test_values_of_the_grad_around_it_may_be_closed_over():
-    strategy, x = mirrored(4, 2), tj.PerTower(ROWS)
+    strategy = mirrored(4, 2)
+    x = tj.PerTower(ROWS)
 
     def loss(w):
         def closes_over_w(tower, x):
@@ -156,7 +160,8 @@ def test_pmap_refuses_what_it_would_get_wrong():
 @pytest.mark.few_fast(1)
 @EXECUTORS
 def test_called_again_it_is_not_traced_again(T, D, executor):
-    strategy, traces = mirrored(T, D, executor=executor), []
+    strategy = mirrored(T, D, executor=executor)
+    traces = []
 
     def counted(tower, x, w, word, options):
         traces.append(word)
@@ -188,7 +193,8 @@ def test_unhashable_results_that_are_no_arrays_come_back():
 def test_results_lie_on_the_strategys_devices():
     strategy = tj.Mirrored(devices=("cpu:5", "cpu:3"), towers=4)
     own, same = strategy.call_for_each_tower(lambda tower: (tower.id, jnp.ones(2)))
-    five, three = jax.devices("cpu")[5], jax.devices("cpu")[3]
+    five = jax.devices("cpu")[5]
+    three = jax.devices("cpu")[3]
     assert own.values.devices() == same.devices() == {five, three}
     assert {s.device: s.data.tolist() for s in own.values.addressable_shards} == {
         five: [0, 1],
@@ -235,7 +241,8 @@ def test_towers_are_called_in_a_merge(T, D, executor):
         gradient, out = jax.grad(loss, has_aux=True)(x)
         return (*out, gradient)
 
-    x, t = EXACT[:T], np.arange(T)
+    x = EXACT[:T]
+    t = np.arange(T)
     strategy = mirrored(T, D, executor=executor)
     found = strategy.call_for_each_tower(outer, tj.PerTower(ROWS[:T]))
     own, mean, total, gradient = found
@@ -251,8 +258,10 @@ def test_towers_are_called_in_a_merge(T, D, executor):
 
 def test_all_gather_of_vectors_is_differentiable():
     """`L_t = sum_jk c_tjk x_jk^2`: of all losses by `x_jk`: `2 x_jk sum_t c_tjk`."""
-    T, rng = 4, np.random.default_rng(0)
-    x, c = rng.normal(size=(T, 3)), rng.normal(size=(T, T, 3))
+    T = 4
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(T, 3))
+    c = rng.normal(size=(T, T, 3))
 
     def tower_fn(tower, x, c):
         return jax.grad(lambda x: (tower.all_gather(x) ** 2 * c).sum())(x)
@@ -343,7 +352,8 @@ def counted(tower, x):
 
 
 def test_a_sum_of_what_all_towers_share_is_refused():
-    strategy, x = mirrored(2, 2), np.float32(-2)
+    strategy = mirrored(2, 2)
+    x = np.float32(-2)
     for fn in (lambda tower, x: 2 * x, lambda tower, x: jnp.float32(-4)):
         out = strategy.call_for_each_tower(fn, x)
         assert float(out) == -4  # one value and no PerTower, by proof
@@ -365,7 +375,8 @@ def test_a_sum_of_what_all_towers_share_is_refused():
 
 
 def test_what_is_equal_by_chance_is_a_value_a_tower():
-    strategy, rows = mirrored(2), tj.PerTower(np.float32([[1, 2], [3, 0]]))
+    strategy = mirrored(2)
+    rows = tj.PerTower(np.float32([[1, 2], [3, 0]]))
     out = strategy.call_for_each_tower(
         lambda tower, x: (x.sum(), tower.reduce(R.SUM, x.sum())), rows
     )
@@ -393,14 +404,16 @@ def test_constants_are_one_by_hash_and_equality_as_under_jit():
     for x, key in zip(constants, keys, strict=True):
         assert Constant(x) == key and hash(Constant(x)) == hash(key), x
     assert len(set(keys)) == len(keys)
-    used, fresh = mirrored(2), mirrored(2)
+    used = mirrored(2)
+    fresh = mirrored(2)
     assert used.placement.mesh.size and Constant(used) == Constant(fresh)
     for x in (types.SimpleNamespace(n=3), Factor([1])):  # without a hash
         assert Constant(x) != Constant(x)
 
 
 def test_what_has_no_hash_is_traced_in_each_call():
-    strategy, seen = mirrored(2), []
+    strategy = mirrored(2)
+    seen = []
 
     def tower_fn(tower, model, kinds):
         seen.append(model.n)

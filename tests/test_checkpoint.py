@@ -133,7 +133,8 @@ def test_a_state_holds_values_whose_class_checks_them(tmp_path):
     mean = tj.Weighted(np.float32(3), np.float32(2))
     extra = {"mean": mean, "b": (np.arange(3.0), None), "a": [np.int32(1)]}
     state = step.init(np.float32(0), extra=extra)
-    saving, batches = tj.Checkpointer(tmp_path), [np.ones(2, np.float32)]
+    saving = tj.Checkpointer(tmp_path)
+    batches = [np.ones(2, np.float32)]
     state, _ = tj.run(step, state, batches, checkpointer=saving, progress=False)
     back = saving.restore(step, step.init(np.float32(5), extra=extra))
     chex.assert_trees_all_equal((back.params, back.extra), (state.params, state.extra))
@@ -149,7 +150,8 @@ def test_parameters_in_any_container_go_on_as_they_were(kind, tmp_path):
 
     step = tj.build_train_step(loss_fn, optax.adam(0.1), tj.OneDevice())
     first = {"inner": {"w": model.params()["w"]}, "unused": np.ones(2, np.float32)}
-    start, how = containers.held(kind, first), {"batches": [*model.batches(epochs=1)]}
+    start = containers.held(kind, first)
+    how = {"batches": [*model.batches(epochs=1)]}
     how["batches"] = how["batches"][:2] * 2
     ends = [
         train(step, saving, steps, state=step.init(start), **how)[0]
@@ -190,7 +192,8 @@ def test_a_finished_run_does_nothing_more(light, light_bits, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_goes_on_after_2_to_the_31_steps(light, tmp_path):
     """The int32 of the state is negative then; numbers of steps are not."""
-    start, saving = model.init(light), tj.Checkpointer(tmp_path / "run")
+    start = model.init(light)
+    saving = tj.Checkpointer(tmp_path / "run")
     state = light.place(dataclasses.replace(start, step=np.int32(2**31 - 2)))
     given = {"batches": [*itertools.islice(model.batches(), 3)]}
     for steps in (2, 3):
@@ -206,7 +209,8 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
 ):
     saving = tj.Checkpointer(tmp_path, every=1, keep=9)
     kept = {}
-    state, batches = model.init(step), model.batches()
+    state = model.init(step)
+    batches = model.batches()
     for number in range(1, 4):
         state, _ = train(step, None, 1, batches, state)
         kept[number] = model.bits(state)
@@ -227,7 +231,8 @@ def test_what_is_saved_is_from_before_the_next_step_takes_it_over(
 def test_a_run_says_what_was_other_where_it_was_saved(
     light, tmp_path, monkeypatch, capsys
 ):
-    saving, data = tj.Checkpointer(tmp_path), model.batches()
+    saving = tj.Checkpointer(tmp_path)
+    data = model.batches()
     train(light, saving, 2)
     four = model.build_light(tj.Mirrored(["cpu:0"], towers=4))
     versions = record.library_versions()
@@ -282,7 +287,8 @@ def test_a_variable_without_one_value_stays_on_as_many_towers(step, other, tmp_p
         own = dataclasses.replace(state.local["own"], value=factor * numbers)
         return step.place(dataclasses.replace(state, local={"own": own}))
 
-    saving, state = tj.Checkpointer(tmp_path), with_own(step, 3)
+    saving = tj.Checkpointer(tmp_path)
+    state = with_own(step, 3)
     saved_at_once(step, saving, state)
     restored = saving.restore(other, with_own(other))
     model.assert_same_bits(restored, model.bits(state))
@@ -366,7 +372,8 @@ UNWRITTEN = [
 def test_a_checkpoint_that_cannot_be_written_is_told_and_nothing_is_lost(
     light, tmp_path, monkeypatch, light_bits, capfd, every, steps, at, fail, kept
 ):
-    saving, seal = tj.Checkpointer(tmp_path, every=every), folder.seal
+    saving = tj.Checkpointer(tmp_path, every=every)
+    seal = folder.seal
 
     def sealed(where, fields):
         (fail if fields["step"] == at else seal)(where, fields)
@@ -407,7 +414,8 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told_as_that(
 
 def told_without_room(path, bytes, after):
     """What a run is told where files may have so many bytes, as on a full disk."""
-    step, saving = model.build_light(), tj.Checkpointer(path, every=4)
+    step = model.build_light()
+    saving = tj.Checkpointer(path, every=4)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def hook(number, _):
@@ -434,7 +442,8 @@ def test_a_system_that_refuses_to_write_is_told(tmp_path, bytes, after, text):
 
 @pytest.mark.slow
 def test_a_state_beyond_the_checkpoints_is_gone_on_with(step, copied, undisturbed):
-    state, batches = model.init(step), model.batches()
+    state = model.init(step)
+    batches = model.batches()
     state, _ = train(step, None, 6, batches, state)
     saving = tj.Checkpointer(copied)
     state, _ = train(step, saving, 2, batches, state)
@@ -511,7 +520,8 @@ NO_FILE = {
 @pytest.mark.parametrize("kind", ["missing", *DAMAGES, *NO_FILE])
 def test_every_file_that_is_damaged_is_named(step, copied, kind):
     """And never waited for, as a pipe is for who writes into it."""
-    saving, like = tj.Checkpointer(copied), model.init(step)
+    saving = tj.Checkpointer(copied)
+    like = model.init(step)
     assert len(files_told_of(copied / "4")) > 8
     for path in files_told_of(copied / "4"):
         content = path.read_bytes()
@@ -531,12 +541,15 @@ def test_every_file_that_is_damaged_is_named(step, copied, kind):
 @pytest.mark.slow
 def test_a_flipped_bit_is_told_or_harmless(tmp_path):
     """Of a large array, too, where Orbax alone reads another number."""
-    step, numbers = model.build_light(), np.random.default_rng(0)
+    step = model.build_light()
+    numbers = np.random.default_rng(0)
     big = numbers.normal(size=30_000).astype(np.float32)
     state = step.init(np.float32(0), extra={"big": big})
     saving = tj.Checkpointer(tmp_path)
     state, _ = train(step, saving, 1, state=state)
-    right, record, told = model.bits(state), saving.record(1), 0
+    right = model.bits(state)
+    record = saving.record(1)
+    told = 0
     files = files_of(tmp_path / "1")
     sizes = np.array([path.stat().st_size for path in files])
     for place in numbers.choice(
@@ -647,7 +660,8 @@ def test_a_copy_under_another_steps_name_is_refused(step, copied):
 @pytest.mark.parametrize("number", [2, 4])
 def test_a_pipe_at_which_orbax_would_wait_is_refused(step, copied, name, number):
     """Of an older checkpoint, too: a manager reads all of them."""
-    path, saving = copied / str(number) / name, tj.Checkpointer(copied)
+    path = copied / str(number) / name
+    saving = tj.Checkpointer(copied)
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     text = f"/{number}' is not what was written: {name} is no file. Rest"
@@ -688,7 +702,8 @@ def test_what_is_deleted_while_it_is_read_is_not_called_damaged(
     step, copied, monkeypatch
 ):
     """An evaluator reads beside a training: the newest there is then."""
-    saving, like = tj.Checkpointer(copied, best="loss"), model.init(step)
+    saving = tj.Checkpointer(copied, best="loss")
+    like = model.init(step)
     expected = model.bits(saving.restore(step, like))
     for name in ("_checksum", "read_table"):
         shutil.copytree(copied / "4", copied / "3", dirs_exist_ok=True)
@@ -715,7 +730,8 @@ def test_a_run_moves_a_checkpoint_away_before_it_deletes_it(
     light, tmp_path, monkeypatch
 ):
     """So that what can be read under its number is whole."""
-    deleted, kind = [], type(epath.Path(tmp_path))
+    deleted = []
+    kind = type(epath.Path(tmp_path))
     rmtree = kind.rmtree
     monkeypatch.setattr(
         kind, "rmtree", lambda path, *args: deleted.append(path) or rmtree(path, *args)
@@ -837,7 +853,8 @@ def of_all_dtypes(number):
     """A leaf of each dtype that devices hold, and of each kind of key."""
     kinds = ("threefry2x32", "rbg", "unsafe_rbg")
     keys = [jax.random.key(number, impl=kind) for kind in kinds]
-    numbers, dtypes = number * np.array([1.0, 2.0, 0.5]), DTYPES + EIGHT_BITS
+    numbers = number * np.array([1.0, 2.0, 0.5])
+    dtypes = DTYPES + EIGHT_BITS
     values = {name: numbers.astype(jnp.dtype(name)) for name in dtypes}
     return {"keys": [*keys, jax.random.split(keys[0], 3)], **values}
 
@@ -856,7 +873,8 @@ def test_every_dtype_comes_back_with_its_bits(tmp_path):
 
     strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
     step = tj.build_train_step(light_loss_fn, optax.sgd(0.1), strategy)
-    saving, state = tj.Checkpointer(tmp_path), init(1)
+    saving = tj.Checkpointer(tmp_path)
+    state = init(1)
     state, _ = tj.run(step, state, [model.data()], checkpointer=saving, progress=False)
     found = saving.restore(step, init(2))
 
@@ -899,7 +917,8 @@ def test_batches_that_do_not_know_where_they_are(light, light_bits, tmp_path):
 @pytest.mark.slow
 def test_a_list_that_ends_too_early_is_refused(light, tmp_path):
     source = model.batches()
-    batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
+    batches = [next(source) for _ in range(8)]
+    saving = tj.Checkpointer(tmp_path)
     train(light, saving, 3, batches)
     copied = shutil.copytree(tmp_path, tmp_path / "copied")
     with pytest.raises(ValueError, match="3 batches were used .* end after 2"):
@@ -913,7 +932,8 @@ def test_a_list_that_ends_too_early_is_refused(light, tmp_path):
 def test_what_a_run_left_is_counted_from_the_first(light, light_bits, tmp_path, way):
     """The run that goes on with error.batches is ended, too; then a new process."""
     source = model.batches()
-    batches, saving = [next(source) for _ in range(8)], tj.Checkpointer(tmp_path)
+    batches = [next(source) for _ in range(8)]
+    saving = tj.Checkpointer(tmp_path)
     saving = dataclasses.replace(saving, batches=way)
     made = (lambda: batches) if way == "cursor" else (lambda: (b for b in batches))
     with pytest.raises(Stop) as caught:
@@ -995,7 +1015,8 @@ KEPT = {
 def test_the_newest_and_the_best_stay(light, tmp_path, name):
     options, runs, eval_every, kept = KEPT[name]
     options = {"every": 1, "keep": 2, "best": "loss", **options}
-    saving, numbers = tj.Checkpointer(tmp_path, **options), []
+    saving = tj.Checkpointer(tmp_path, **options)
+    numbers = []
     for steps, values in runs:
         train(light, saving, steps, **metrics_of(values, eval_every))
         numbers += values
@@ -1043,7 +1064,8 @@ def test_the_best_is_one_real_number(light, tmp_path):
 
 
 def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path):
-    saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 3, mode="max")
+    saving = tj.Checkpointer(tmp_path)
+    early = tj.EarlyStopping("loss", 3, mode="max")
     train(light, saving, 3, early_stopping=early, **metrics_of([math.inf, 1, 2]))
     options = {"early_stopping": early, **metrics_of([3, 4, 5])}
     state, history = train(light, saving, 6, **options)
@@ -1052,7 +1074,8 @@ def test_nothing_is_better_than_infinity_in_a_resumed_run_either(light, tmp_path
 
 @pytest.mark.slow
 def test_early_stopping_counts_an_evaluation_once(light, tmp_path):
-    saving, early = tj.Checkpointer(tmp_path), tj.EarlyStopping("loss", 1)
+    saving = tj.Checkpointer(tmp_path)
+    early = tj.EarlyStopping("loss", 1)
     for _ in range(2):  # a finished run evaluates once more
         options = {"early_stopping": early, **metrics_of([1], eval_every=2)}
         _, history = train(light, saving, 2, **options)
@@ -1102,7 +1125,8 @@ def test_options_that_cannot_be(change, text):
 
 @pytest.mark.slow
 def test_what_is_restored_says_where_it_shall_lie(step, tmp_path):
-    state, saving = model.init(step), tj.Checkpointer(tmp_path)
+    state = model.init(step)
+    saving = tj.Checkpointer(tmp_path)
     host = jax.tree.map(np.asarray, state.params)
     host = dataclasses.replace(state, params=host)
     (tmp_path / "12").mkdir()
@@ -1179,7 +1203,8 @@ def test_a_step_that_is_refused_is_not_saved_over(light, tmp_path, options):
 def test_an_error_saves_nothing_and_sigterm_before_it_is_obeyed_after_it(
     light, tmp_path
 ):
-    heard, saving = [], tj.Checkpointer(tmp_path)
+    heard = []
+    saving = tj.Checkpointer(tmp_path)
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         for signals in ([], [kill_at(3)]):
@@ -1242,9 +1267,11 @@ def test_train_and_evaluate_goes_on(tmp_path):
 @pytest.mark.slow
 def test_two_go_on_to_the_same_bits_and_sigterm_to_one_ends_both(tmp_path):
     """After the same step, where one has stopped."""
-    step, saving = model.build(2), tj.Checkpointer(tmp_path)
+    step = model.build(2)
+    saving = tj.Checkpointer(tmp_path)
     train(step, saving, 3)
-    worker, flags = TESTS / "workers" / "checkpoint_run.py", (str(tmp_path), "90")
+    worker = TESTS / "workers" / "checkpoint_run.py"
+    flags = (str(tmp_path), "90")
     forked.told_by_all(forked.program, str(worker), str(tmp_path), flags, code=75)
     number = saving.steps[-1]
     assert 5 <= number < 90 and len(saving.record(number).devices) == 4

@@ -192,7 +192,8 @@ def slurm(*values, of=("7", "0", "gpu[007-009],x1"), **more):
 ])  # fmt: skip
 def test_what_a_launcher_says_is_a_cluster(environ, expected):
     assert refusal(environ, "this is none")
-    found, devices = started_cluster(environ), own_devices(environ)
+    found = started_cluster(environ)
+    devices = own_devices(environ)
     place = found.process_id, found.num_processes, found.coordinator, found.how
     assert (*place, devices) == expected
 

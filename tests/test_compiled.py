@@ -16,7 +16,8 @@ from layouts import names as devices
 import towerjax as tj
 from towerjax.mesh.private_jax import read_arguments
 
-LAYERS, WIDTH = 2, 8
+LAYERS = 2
+WIDTH = 8
 
 
 def params(layers=1):
@@ -143,7 +144,8 @@ def test_one_trace_one_compile_and_donated_buffers(
     assert len(compiled) == 0
     # For its proof, for the devices, for each trip of a loop: the very same program.
     assert len(traces) == 1
-    where, before = pointers(state), state
+    where = pointers(state)
+    before = state
     for rows in (32, 32, 27, 1, 31):  # ragged batches are filled up: no new program
         state, _ = step(state, batch(rows))
     # That padding is masked is seen in that program too.
@@ -257,7 +259,8 @@ def test_a_refused_step_leaves_each_leaf_as_it_was():
         rows = tj.Sum(tower.extra / tower.num_towers + tower.weight.sum())
         return dataclasses.replace(loss_fn(params, batch, tower), extra=rows)
 
-    strategy, how = tj.Mirrored(devices(2)), {"on_nonfinite": "skip"}
+    strategy = tj.Mirrored(devices(2))
+    how = {"on_nonfinite": "skip"}
     step = tj.build_train_step(counting, twins(), strategy, **how)
     state = step.init(params(), extra=np.float32(7))
     poisoned = batch()
@@ -279,7 +282,8 @@ def test_an_interrupt_during_compilation_waits_for_it(monkeypatch, compiled):
         return inner(self, *args, **options)
 
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(devices(2)))
-    state, data = step.init(params()), batch()
+    state = step.init(params())
+    data = batch()
     compiled.clear()
     monkeypatch.setattr(jax.stages.Lowered, "compile", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -299,7 +303,8 @@ def test_the_collector_pauses_while_a_step_is_traced(enabled, fails):
         assert not fails
         return loss_fn(params, batch, tower)
 
-    seen, step = [], tj.build_train_step(traced, optax.sgd(0.1), tj.OneDevice())
+    seen = []
+    step = tj.build_train_step(traced, optax.sgd(0.1), tj.OneDevice())
     given = step.init(params()), batch()
     (gc.enable if enabled else gc.disable)()
     try:

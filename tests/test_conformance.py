@@ -135,7 +135,8 @@ def check_plain_zero(case, strategy):
 
 @TABLE.checks("dist.reduce.one_tower_scalar_multi_dest")
 def check_one_tower_to_several(case, strategy):
-    given, one = case["input"], mirrored(1)
+    given = case["input"]
+    one = mirrored(1)
     names = [f"cpu:{i}" for i in range(given["n_destinations"])]
     out = one.reduce(tj.Reduction.SUM, given["value"], destinations=names)
     copies = [float(shard.data) for shard in out.addressable_shards]
@@ -172,7 +173,8 @@ def strategies_with_ops(strategy):
 
 def destination_kinds(strategy, value):
     """Each kind of destinations, and the devices that it means."""
-    cpus, workers = jax.devices("cpu"), strategy.worker_devices
+    cpus = jax.devices("cpu")
+    workers = strategy.worker_devices
     everywhere = strategy.broadcast(value)
     yield everywhere, set(cpus[: len(workers)])
     yield strategy.broadcast(value, "cpu:7"), {cpus[7]}
@@ -188,7 +190,8 @@ def assert_there(out, devices, case, expected):
 
 @TABLE.checks("xops.reduce.2", "xops.reduce.3", "xops.reduce.4")
 def check_reduce_with_every_op(case, strategy):
-    names, expected = ("value1", "value2"), case["expected"]
+    names = ("value1", "value2")
+    expected = case["expected"]
     values = [tj.PerTower(np.float32(case["input"][name])) for name in names]
     every_op = strategies_with_ops(strategy) if strategy.num_towers == 3 else ()
     for one in every_op:  # and of 2 and 4 towers in test_cross_tower_ops
@@ -237,7 +240,8 @@ def check_collective(case, strategy):
 
 @TABLE.checks("xops.sparse.mean")
 def check_sparse_mean(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     towers = [
         tj.sparse.IndexedRows(
             np.float32(given[name]["values"]),
@@ -297,7 +301,8 @@ def check_run(case, strategy):
 
 @TABLE.checks("tf2.all_reduce.nest_doc")
 def check_all_reduce(case, strategy):
-    first, second = case["input"]["replica0"], case["input"]["replica1"]
+    first = case["input"]["replica0"]
+    second = case["input"]["replica1"]
     nest = tj.PerTower(
         {name: np.float32([first[name], second[name]]) for name in first}
     )
@@ -390,7 +395,8 @@ def built(strategy, loss_fn, lr, reduction):
 
 @TABLE.checks("lib.minimize_loss.2")
 def check_minimize_loss(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     states = train(
         strategy,
         lambda w, batch, tower: ((w * batch - 1.0) ** 2).sum(),
@@ -428,7 +434,8 @@ def check_train_network(case, strategy):
 
 @TABLE.checks("min.mean_vs_sum.sum.2", "min.mean_vs_sum.mean.4")
 def check_mean_vs_sum(case, strategy):
-    given, n = case["input"], strategy.num_towers
+    given = case["input"]
+    n = strategy.num_towers
     total = case["id"] == "min.mean_vs_sum.sum.2"
 
     def loss_fn(w, batch, tower):
@@ -463,7 +470,8 @@ def check_train_mini(case, strategy):
 
 
 def moving_mean(params, batch, tower):
-    momentum, x = batch["momentum"], batch["x"]
+    momentum = batch["momentum"]
+    x = batch["x"]
     mean = momentum * tower.local + (1 - momentum) * x.mean(axis=0)
     loss = tj.Weighted.mean(params * x, tower.weight)
     return tj.TowerOutput(loss=loss, local=mean)
@@ -471,7 +479,9 @@ def moving_mean(params, batch, tower):
 
 @TABLE.checks(*[id for id in TABLE.cases if id.startswith("min.batchnorm.")])
 def check_batchnorm(case, strategy):
-    given, expected, n = case["input"], case["expected"], strategy.num_towers
+    given = case["input"]
+    expected = case["expected"]
+    n = strategy.num_towers
     momentum = tj.Whole(np.float32(given["momentum"]))
     x = np.arange(16 * 8, dtype=np.float32).reshape(16, 8)
     states = train(

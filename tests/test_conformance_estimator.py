@@ -51,7 +51,8 @@ def assert_shards(actual, case, expected):
 
 @TABLE.checks("rmf.split.one", "rmf.split.half", "rmf.split.dict")
 def check_split(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     shards = shards_of(strategy, (given["features"], given["labels"]))
     assert_shards([x for x, _ in shards], case, expected["feature_shards"])
     assert_shards([y for _, y in shards], case, expected["label_shards"])
@@ -59,7 +60,8 @@ def check_split(case, strategy):
 
 @TABLE.checks("rmf.split.dict_dict")
 def check_split_of_unlike_sizes(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     for name in ("feature", "label"):
         shards = shards_of(strategy, given[name + "s"])
         assert_shards(shards, case, expected[name + "_shards"])

@@ -87,7 +87,8 @@ def check_step_fn(case, strategy):
             return optax.apply_updates(params, updates), state
 
         params = {"w": np.float32(0.3), "b": np.float32(0)}
-        carry, errors = (params, optimizer.init(params)), [0.3 - 1]
+        carry = (params, optimizer.init(params))
+        errors = [0.3 - 1]
         source = [np.ones(1, np.float32)] * (10 * towers)
         data = iter(strategy.distribute_dataset(source, split="elements"))
         for _ in range(5):

@@ -92,14 +92,17 @@ def wrapped():
 )
 def check_one_step(case, strategy):
     # Of one tower nothing is shared, so that no reduction scales.
-    optimizer, kinds = wrapped(), [(SUM, "tf1"), (EXACT, None)]
+    optimizer = wrapped()
+    kinds = [(SUM, "tf1"), (EXACT, None)]
     if case["id"].endswith("plain_optimizer"):
-        optimizer, kinds = optax.sgd(RATE), kinds[1:]
+        optimizer = optax.sgd(RATE)
+        kinds = kinds[1:]
     if case["id"].endswith("mean.2"):
         kinds = [(EXACT, "tf1"), (tj.estimator.LossReduction.MEAN, None)]
     features, labels = arrays(case["input"], "features", "labels")
     for reduction, compat in kinds:
-        model_fn, options = model_fn_of(optimizer), {"compat": compat}
+        model_fn = model_fn_of(optimizer)
+        options = {"compat": compat}
         model = tj.estimator.replicate_model_fn(
             model_fn, reduction, strategy, **options
         )
@@ -112,7 +115,9 @@ def check_one_step(case, strategy):
 
 @TABLE.checks("rmf.train.two_steps")
 def check_two_steps(case, strategy):
-    optimizer, losses, values = wrapped(), [], []
+    optimizer = wrapped()
+    losses = []
+    values = []
     model = tj.estimator.replicate_model_fn(model_fn_of(optimizer), SUM, strategy)
     variables = start(optimizer, c=10.0)
     for batch in case["input"]["batches"]:
@@ -128,7 +133,9 @@ def two_losses(optimizer, calls):
     """Two losses, each minimized over its own variable."""
 
     def model_fn(variables, features, labels, mode, tower):
-        params, slots, loss = dict(variables.params), dict(variables.opt_state), 0.0
+        params = dict(variables.params)
+        slots = dict(variables.opt_state)
+        loss = 0.0
         for name in calls(tower):
 
             def loss_fn(x):
@@ -153,7 +160,8 @@ def two_variables(optimizer):
 
 @TABLE.checks("rmf.train.two_losses")
 def check_two_losses(case, strategy):
-    optimizer, expected = wrapped(), case["expected"]
+    optimizer = wrapped()
+    expected = case["expected"]
     fn = two_losses(optimizer, lambda tower: "cd")
     model = tj.estimator.replicate_model_fn(fn, SUM, strategy)
     features, labels = arrays(case["input"], "features", "labels")
@@ -319,7 +327,8 @@ def classes_of_tower(scores):
 
 @TABLE.checks("rmf.export.classification.both")
 def check_export_both(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     for compat in ("tf1", None):
         spec = predicted(
             classes_of_tower(True), strategy, *arrays(given, "features"), compat=compat
@@ -377,7 +386,8 @@ def check_round_robin(case, strategy):
 
 @TABLE.checks("rmf.round_robin.variables")
 def check_round_robin_variables(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     devices = numbers(given["devices"])
     policy = tj.estimator.VariablePlacement.ROUND_ROBIN
     found = kept_on(devices, given["variables"], policy)
@@ -392,10 +402,8 @@ def check_round_robin_variables(case, strategy):
 @TABLE.checks("rmf.placement.single_ps")
 def check_one_holder(case, strategy):
     # The one holder is the only GPU, or the host's memory; variables lie there alone.
-    names, policy = (
-        case["input"]["variables"],
-        tj.estimator.VariablePlacement.ON_ONE_DEVICE,
-    )
+    names = case["input"]["variables"]
+    policy = tj.estimator.VariablePlacement.ON_ONE_DEVICE
     assert set(map(tuple, kept_on([1, 2], names, policy).values())) == {(0,)}
 
     @dataclasses.dataclass(frozen=True)

@@ -155,10 +155,8 @@ def check_local_assign_cross(case, strategy):
 
 @TABLE.checks("assign.cross", "assign_sub.cross")
 def check_assign_cross(case, strategy):
-    method, initial = (
-        case["id"].split(".")[0],
-        re.search(r"init ([\d.]+)", case["setup"]),
-    )
+    method = case["id"].split(".")[0]
+    initial = re.search(r"init ([\d.]+)", case["setup"])
     v = strategy.create_var("v", float(initial[1]))
     new = getattr(strategy, method)(v, case["input"]["value"])
     assert float(new.value) == case["expected"]["returned"]
@@ -206,7 +204,8 @@ def check_update_error(case, strategy):
 
 @TABLE.checks("ps.chain")
 def check_ps_chain(case, strategy):
-    a, b = strategy.create_var("a", 1.0), strategy.create_var("b", 2.0)
+    a = strategy.create_var("a", 1.0)
+    b = strategy.create_var("b", 2.0)
     x, y, z = (
         strategy.create_var(name, value, reduction=R.SUM)
         for name, value in (("x", 10.0), ("y", 20.0), ("z", 10.0))
@@ -226,7 +225,8 @@ def check_ps_chain(case, strategy):
 
 @TABLE.checks(*[id for id in TABLE.cases if id.startswith("ema.")])
 def check_moving_average(case, strategy):
-    decay, debias = case["input"]["decay"], ".debias." in case["id"]
+    decay = case["input"]["decay"]
+    debias = ".debias." in case["id"]
     initial = np.zeros(2) if debias else np.array([10.0, 11.0])
     average = strategy.create_var("average", initial, reduction=R.MEAN)
     count = strategy.create_var("count", 0, reduction=R.ONLY_FIRST_TOWER)
@@ -279,7 +279,8 @@ def local(strategy, reduction, values):
 
 @TABLE.checks(*[id for id in TABLE.cases if id.startswith("ckpt.local.")])
 def check_saved_local(case, strategy):
-    given, expected = case["input"], case["expected"]
+    given = case["input"]
+    expected = case["expected"]
     reduction = R.SUM if ".sum." in case["id"] else R.MEAN
     v = local(strategy, reduction, given["components_at_save"])
     saved = jax.tree.map(np.array, tj.towers.saved_values({"v": v}))
@@ -325,7 +326,8 @@ def check_get(case, strategy):
 
 @TABLE.checks("values.delegate.operators")
 def check_operators(case, strategy):
-    expressions, expected = case["input"]["expressions"], case["expected"]["results"]
+    expressions = case["input"]["expressions"]
+    expected = case["expected"]["results"]
     value = tj.PerTower((7, 8))
     for expression, result in zip(expressions, expected, strict=True):
         # A tower's value is the value itself: nothing stands between.

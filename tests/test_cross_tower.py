@@ -10,7 +10,8 @@ import towerjax as tj
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-T, D = 4, 2
+T = 4
+D = 2
 ROWS = np.array([1.5, -0.25, 3.0, 0.75])
 
 
@@ -83,7 +84,8 @@ def test_what_is_the_same_by_proof_comes_back_bare():
 
 
 def test_arrays_closed_over_are_the_same_on_all_towers():
-    weights, key = jnp.float32([2, 3]), jax.random.key(3)
+    weights = jnp.float32([2, 3])
+    key = jax.random.key(3)
 
     def tower_fn(tower, own):
         drawn = jax.random.uniform(key)
@@ -140,7 +142,8 @@ def test_unwrap_is_a_list_in_tower_order():
 
 
 def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
-    strategy, x = mirrored(3), per_tower(3)
+    strategy = mirrored(3)
+    x = per_tower(3)
 
     def tower_fn(tower, params, x):
         return jax.grad(lambda params: params["w"] * x**2)(params)
@@ -155,7 +158,8 @@ def test_a_parameter_without_a_gradient_does_not_hinder_the_sum():
 @pytest.mark.slow
 def test_values_of_unequal_sizes_are_joined_by_jax():
     rows = [np.float32(t + np.arange(2 * n)).reshape(n, 2) for t, n in enumerate(SIZES)]
-    strategy, joined = mirrored(3), np.concatenate(rows)
+    strategy = mirrored(3)
+    joined = np.concatenate(rows)
 
     def mean_of(rows):
         own = strategy.unwrap(tj.PerTower(rows))
@@ -172,7 +176,8 @@ def test_values_of_unequal_sizes_are_joined_by_jax():
 
 
 def test_map_deals_elements_out_in_turn():
-    T, strategy = 3, mirrored(3)
+    T = 3
+    strategy = mirrored(3)
     out = strategy.map(lambda x, y: {"product": x * y}, np.arange(10), 2)
     rows = [row["product"].tolist() for row in strategy.unwrap(out)]
     assert rows == [[2 * j for j in range(10) if j % T == t] for t in range(T)]
@@ -204,7 +209,8 @@ def test_a_weighted_mean_of_towers_of_equal_weight():
 
 @pytest.mark.parametrize("kind", ["masked", "text", "wide", "swapped"])
 def test_what_no_device_holds_is_refused_wherever_it_is_given(kind):
-    strategy, v = mirrored(2), tj.towers.MirroredVar(np.zeros(2, np.float32))
+    strategy = mirrored(2)
+    v = tj.towers.MirroredVar(np.zeros(2, np.float32))
     x = {
         "masked": np.ma.array([1.0, 2.0], mask=[0, 1]),
         "text": np.array(["a", "b"]),

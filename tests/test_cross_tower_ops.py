@@ -150,7 +150,8 @@ def test_a_buffer_may_hold_more_numbers_than_int32_counts(ops):
 @pytest.mark.slow
 def test_every_ops_derivative_is_the_sums():
     """Also where a sum travels as bits or codes, whose own derivative is 0."""
-    values, factors = np.float32([[1, 2], [3, 5], [7, 4], [6, 8]]), np.float32([2, 3])
+    values = np.float32([[1, 2], [3, 5], [7, 4], [6, 8]])
+    factors = np.float32([2, 3])
     ops = ops_for(2)
 
     def device_fn(rows, axes):
@@ -166,9 +167,12 @@ def test_every_ops_derivative_is_the_sums():
 def test_special_values_arrive_bit_for_bit():
     devices = 5
     values = np.ones((devices, 5), np.float32)
-    values[:, 0], values[:, 1] = -0.0, np.inf
-    values[0, 2], values[-1, 3] = np.nan, -np.inf
-    values[0, 4], values[-1, 4] = np.inf, -np.inf
+    values[:, 0] = -0.0
+    values[:, 1] = np.inf
+    values[0, 2] = np.nan
+    values[-1, 3] = -np.inf
+    values[0, 4] = np.inf
+    values[-1, 4] = -np.inf
     roots = [tj.collectives.ReduceToOneDevice(name) for name in names(devices)]
 
     def device_fn(rows, axes):
@@ -216,7 +220,8 @@ def test_ops_are_values_with_a_short_text():
     mirrored(3, 3, tj.collectives.Hierarchical())  # groups of any number of devices
     assert repr(tj.collectives.Packed(num_packs=3)) == "AllReduce(num_packs=3)"
     assert repr(tj.AllReduce()) == "AllReduce()"
-    to_one, grouped = tj.collectives.ReduceToOneDevice, tj.collectives.Hierarchical
+    to_one = tj.collectives.ReduceToOneDevice
+    grouped = tj.collectives.Hierarchical
     assert to_one("/device:CPU:1") == to_one("cpu:1")
     assert len({grouped(2), grouped(2), grouped()}) == 2
 

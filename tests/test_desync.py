@@ -12,7 +12,8 @@ from layouts import names as devices
 import towerjax as tj
 from towerjax.step.state.faults import Differing, fingerprint, outliers
 
-ADAM, SGD = optax.adam(0.1), optax.sgd(0.1)
+ADAM = optax.adam(0.1)
+SGD = optax.sgd(0.1)
 
 
 def loss_fn(params, batch, tower):
@@ -25,7 +26,8 @@ def loss_fn(params, batch, tower):
 
 
 def params():
-    rng, bias = np.random.default_rng(0), np.zeros(2, np.float32)
+    rng = np.random.default_rng(0)
+    bias = np.zeros(2, np.float32)
     first, last = (rng.normal(size=x).astype(np.float32) for x in ((3, 4), (4, 2)))
     return {"Dense_0": {"kernel": first}, "Dense_1": {"kernel": last, "bias": bias}}
 
@@ -147,7 +149,8 @@ def test_a_checkpoint_of_copies_that_differ_is_not_written(
     monkeypatch.setattr(plain, "dispatch", disturbed)
     saving = tj.Checkpointer(tmp_path, every=2, batches="count")
     with pytest.raises(tj.DesyncError, match="after step 4: cpu:2, params") as caught:
-        state, data = plain.init(params()), [batch()] * 6
+        state = plain.init(params())
+        data = [batch()] * 6
         tj.run(plain, state, data, checkpointer=saving, progress=False)
     assert saving.steps == (2,) and len(caught.value.history.steps) == 4
     plain.place(saving.restore(plain, plain.init(params())))
@@ -275,7 +278,8 @@ def test_labels_are_shown_where_the_loss_is_nan():
         return tj.Weighted.mean(losses(batch["x"] @ w, batch["y"]), tower.weight)
 
     step = build(STRATEGIES["shard_map"](), fn=of_classes, audit=False)
-    w, labels = np.ones((3, 4), np.float32), np.arange(16, dtype=np.int32) % 5
+    w = np.ones((3, 4), np.float32)
+    labels = np.arange(16, dtype=np.int32) % 5
     with pytest.raises(tj.NonFiniteError, match="label that is no class") as caught:
         tj.run(step, step.init(w), [batch() | {"y": labels}], progress=False)
     text = "Of its integers batch['y'] is from 0 to 4; an integer label that is no"
@@ -294,7 +298,8 @@ def test_the_place_is_looked_for_with_the_steps_own_random_numbers():
         return tj.Weighted.mean(params["c"] * batch["one"] + bad, tower.weight)
 
     step = build(STRATEGIES["shard_map"](), fn=fn)
-    state, seen = step.init(BAD_PARAMS), []
+    state = step.init(BAD_PARAMS)
+    seen = []
     of_step = jax.jit(lambda n: jax.random.fold_in(state.rng, n))
     words = jax.jit(jax.vmap(lambda key, t: jax.random.key_data(
         jax.random.fold_in(key, t)), (None, 0)))  # fmt: skip

@@ -13,8 +13,12 @@ import pytest
 import towerjax as tj
 from towerjax.contrib import DiLoCo, LocalSGD
 
-T, STEPS, INNER, MOMENTUM = 4, 9, 0.1, 0.5
-OUTER, NESTEROV = 0.7, 0.9
+T = 4
+STEPS = 9
+INNER = 0.1
+MOMENTUM = 0.5
+OUTER = 0.7
+NESTEROV = 0.9
 FRAGMENT = {"b": 1, "w": 0}  # the larger leaf first
 START = {"b": np.float32(0.25), "w": np.array([0.5, -1, 2], np.float32)}
 SYNCS = {
@@ -42,7 +46,8 @@ def batches(rows=14):
     ]
 
 
-WITH_MOMENTUM, PLAIN = optax.sgd(INNER, momentum=MOMENTUM), optax.sgd(INNER)
+WITH_MOMENTUM = optax.sgd(INNER, momentum=MOMENTUM)
+PLAIN = optax.sgd(INNER)
 OF_STRATEGY = ("local", "state", "cross_tower_ops")
 
 
@@ -58,7 +63,8 @@ def build(sync, devices=1, optimizer=WITH_MOMENTUM, loss_fn=loss_fn, **options):
 
 def trained(step, given=None, state=None):
     """The state after the batches, and the loss that each step told."""
-    state, losses = state or step.init(START), []
+    state = state or step.init(START)
+    losses = []
     for batch in batches() if given is None else given:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
@@ -72,11 +78,14 @@ class Oracle:
     def __init__(self, sync):
         self.sync = sync
         first = {name: np.float64(x) for name, x in START.items()}
-        self.outer, self.velocity = dict(first), {name: 0.0 for name in first}
+        self.outer = dict(first)
+        self.velocity = {name: 0.0 for name in first}
         self.towers = [dict(first) for _ in range(T)]
         self.trace = [{name: 0.0 for name in first} for _ in range(T)]
         self.weight = {name: np.zeros(T) for name in first}
-        self.loss, self.told, self.done = np.zeros(2), np.nan, 0
+        self.loss = np.zeros(2)
+        self.told = np.nan
+        self.done = 0
 
     def step(self, batch):
         padded = -(-len(batch["y"]) // (2 * T)) * 2 * T // T
@@ -98,7 +107,8 @@ class Oracle:
                     new = plan.keep * tower[name] + (1 - plan.keep) * self.outer[name]
                     tower[name] = new
         if self.done % (plan.every // plan.fragments) == 0:
-            self.told, self.loss = self.loss[0] / self.loss[1], np.zeros(2)
+            self.told = self.loss[0] / self.loss[1]
+            self.loss = np.zeros(2)
 
     def alone(self, t, x, y, weight):
         own = self.towers[t]
@@ -125,7 +135,8 @@ class Oracle:
 
 
 def expected(sync, given=None):
-    oracle, told = Oracle(sync), []
+    oracle = Oracle(sync)
+    told = []
     for batch in batches() if given is None else given:
         oracle.step(batch)
         told.append(oracle.told)
@@ -252,7 +263,9 @@ def test_the_bits_do_not_depend_on_the_devices():
 
 @pytest.mark.slow
 def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_path):
-    given, at = batches(), 5  # between what is sent and what is taken
+    # between what is sent and what is taken
+    given = batches()
+    at = 5
     store = tj.Checkpointer(tmp_path, every=at)
     quiet = {"progress": False, "checkpointer": store}
     state, _ = tj.run(streaming, streaming.init(START), given[:at], steps=at, **quiet)
@@ -269,7 +282,8 @@ def test_it_goes_on_in_the_middle_of_a_round_on_other_devices(streaming, tmp_pat
 def test_another_number_of_towers_cannot_go_on(streaming, tmp_path):
     quiet = {"progress": False, "checkpointer": tj.Checkpointer(tmp_path, every=1)}
     tj.run(streaming, streaming.init(START), batches()[:1], steps=1, **quiet)
-    strategy, sync = tj.Mirrored(["cpu:0"], towers=2), SYNCS["streaming"]
+    strategy = tj.Mirrored(["cpu:0"], towers=2)
+    sync = SYNCS["streaming"]
     two = tj.build_train_step(
         loss_fn, WITH_MOMENTUM, strategy, remainder="pad", extend=sync
     )
@@ -461,7 +475,8 @@ def test_a_step_says_how_the_state_of_another_extend_goes_on(name):
     *made, text = SWITCHES[name]
     options = dict(optimizer=optax.adam(0.1), donate=False)
     first, then = (build(sync, **options) for sync in made)
-    state, batch = first.init(START), batches()[0]
+    state = first.init(START)
+    batch = batches()[0]
     for call in (
         lambda state: then.check(state, batch),
         lambda state: then.check(then.place(state), batch),
@@ -481,7 +496,8 @@ def test_rounds_of_one_step_are_the_synchronous_step(weight):
     given = [x | ({"weight": x["weight"] * 0 + 1} if weight else {}) for x in batches()]
     every = build(None, devices=4, optimizer=PLAIN)
     alone = build(LocalSGD(every=1), devices=4, optimizer=PLAIN)
-    (state, losses), (other, others) = trained(every, given), trained(alone, given)
+    (state, losses) = trained(every, given)
+    (other, others) = trained(alone, given)
     np.testing.assert_allclose(losses, others, rtol=2e-6)
     for a, b in zip(*map(jax.tree.leaves, (state.params, other.params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=5e-6, atol=1e-6)

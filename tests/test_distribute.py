@@ -168,7 +168,9 @@ class Tensor:
     """What a PyTorch tensor offers."""
 
     def __init__(self, values, grad=True):
-        self.values, self.grad, self.dtype = np.asarray(values), grad, "torch.float32"
+        self.values = np.asarray(values)
+        self.grad = grad
+        self.dtype = "torch.float32"
 
     def detach(self):
         return Tensor(self.values, grad=False)
@@ -287,7 +289,8 @@ def test_a_context_shares_a_batch_evenly():
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_the_prefetch_depth_is_kept(depth):
-    pulled, threads = [], set()
+    pulled = []
+    threads = set()
 
     def source():
         for i in range(20):
@@ -376,7 +379,8 @@ class Loader:
 
     def __init__(self, batches):
         self.batches = batches
-        self.get_state, self.set_state = batches.get_state, batches.set_state
+        self.get_state = batches.get_state
+        self.set_state = batches.set_state
 
     def __iter__(self):
         return self
@@ -395,7 +399,8 @@ def test_a_pass_says_where_it_is_and_goes_on_there(split, kind):
     whole = list(begun())
     expected = [examples_of(placed) for placed in whole]
     for number in (0, 3, 7):  # before the smaller last batch, too
-        first, other = begun(), begun()
+        first = begun()
+        other = begun()
         for _ in range(number):
             next(first)
         next(other)  # it may have been elsewhere
@@ -431,7 +436,8 @@ def test_one_process_does_everything_once():
 
 def test_a_batch_placed_for_other_towers_is_refused():
     dev = [f"cpu:{i}" for i in range(2)]
-    mine, other = tj.Mirrored(devices=dev, towers=2), tj.Mirrored(devices=dev, towers=4)
+    mine = tj.Mirrored(devices=dev, towers=2)
+    other = tj.Mirrored(devices=dev, towers=4)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), mine)
     evaluate = tj.build_eval_step(
         lambda w, b, tower: {"n": tj.Weighted.mean(b["y"], tower.weight)}, mine
@@ -452,7 +458,8 @@ def test_a_batch_placed_for_other_towers_is_refused():
 def test_an_element_goes_to_a_tower_function_as_it_is():
     strategy = mirrored(4, 2)
     dataset = strategy.distribute_dataset([np.arange(8), np.arange(6)])
-    data, steps = iter(dataset), dataset.per_tower()
+    data = iter(dataset)
+    steps = dataset.per_tower()
     assert next(steps).values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(ValueError, match=r"\[2, 2, 2, 0\] examples in 2 rows, and"):
         next(steps)

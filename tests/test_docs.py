@@ -140,7 +140,8 @@ def test_pmap_and_towerjax_print_the_same_losses():
 
 def tables(text):
     """Of each table its rows, as lists of cells; the head and its line come first."""
-    text, rows = BLOCK.sub("", text), []
+    text = BLOCK.sub("", text)
+    rows = []
     for line in [*text.splitlines(), ""]:
         if line.startswith("|"):
             # A cell may hold an escaped bar, in code.
@@ -319,7 +320,8 @@ def test_parameters_lie_on_the_worker_devices():
 
 @pytest.mark.parametrize("towers", [1, 4])
 def test_a_tower_knows_its_strategy(towers):
-    strategy, seen = mirrored(1, towers=towers), []
+    strategy = mirrored(1, towers=towers)
+    seen = []
 
     def tower_fn(tower):
         seen.append((tower.strategy, tower.num_towers))
@@ -394,10 +396,13 @@ def as_tensorflow_1(name, lr, w, slots, g, step):
         a = 0.9 * a + 0.1 * g**2
         return w - lr * g / np.sqrt(a + 1e-10), (a, b)
     if name == "Adam":
-        a, b = 0.9 * a + 0.1 * g, 0.999 * b + 0.001 * g**2
+        a = 0.9 * a + 0.1 * g
+        b = 0.999 * b + 0.001 * g**2
         lr = lr * np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
         return w - lr * a / (np.sqrt(b) + 1e-8), (a, b)
-    old, a = a, a + g**2  # Ftrl, l1=0.1, l2=0.2
+    # Ftrl, l1=0.1, l2=0.2
+    old = a
+    a = a + g**2
     b = b + g - (np.sqrt(a) - np.sqrt(old)) / lr * w
     above = (np.sign(b) * 0.1 - b) / (np.sqrt(a) / lr + 2 * 0.2)
     return np.where(np.abs(b) > 0.1, above, 0.0), (a, b)
@@ -405,16 +410,19 @@ def as_tensorflow_1(name, lr, w, slots, g, step):
 
 @pytest.mark.parametrize("name", "Momentum Adagrad Adadelta RMSProp Adam Ftrl".split())
 def test_optimizers_of_tensorflow_1(name):
-    page, lr = (DOCS / "from_tensorflow1.md").read_text(), 0.3
+    page = (DOCS / "from_tensorflow1.md").read_text()
+    lr = 0.3
     names = {"optax": optax, "lr": lr, "m": 0.9}
     names["ftrl"] = runpy.run_path(str(ROOT / "examples" / "ftrl.py"))["ftrl"]
     row = re.search(rf"^\| `{name}Optimizer\(.*?\| `(optax.*?)`", page, re.MULTILINE)
     written = row[1] if name != "Ftrl" else "ftrl(lr, l1=0.1, l2=0.2)"
     optimizer = eval(written, names)
     first = {"Adagrad": 0.1, "RMSProp": 1.0, "Ftrl": 0.1}.get(name, 0.0)
-    w, slots = np.array([0.5, -1.0, 0.01]), (np.full(3, first), np.zeros(3))
+    w = np.array([0.5, -1.0, 0.01])
+    slots = (np.full(3, first), np.zeros(3))
     params = jnp.asarray(w, jnp.float32)
-    state, rng = optimizer.init(params), np.random.default_rng(0)
+    state = optimizer.init(params)
+    rng = np.random.default_rng(0)
     for step in range(1, 6):
         g = rng.normal(size=3)
         w, slots = as_tensorflow_1(name, lr, w, slots, g, step)
@@ -464,7 +472,8 @@ def test_recall_at_k_divides_by_all_labels(towers):
     assert abs((hits / labels.sum(1)).mean() - expected[0]) > 0.01
 
     def model_fn(variables, features, labels, mode, tower):
-        w, found = tower.weight, jax.lax.top_k(features, 3)[1]
+        w = tower.weight
+        found = jax.lax.top_k(features, 3)[1]
         hits = jnp.take_along_axis(labels, found, axis=1).sum(axis=1)
         recall = tj.Weighted(w @ hits, w @ labels.sum(axis=1))
         precision = tj.Weighted(w @ hits, 3 * w.sum())
@@ -484,7 +493,8 @@ def test_params_are_a_plain_tree_for_export():
 
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), mirrored(4))
     state = step.init({"w": np.ones(3, np.float32)})
-    params, x = jax.device_get(state.params), np.ones((2, 3), np.float32)
+    params = jax.device_get(state.params)
+    x = np.ones((2, 3), np.float32)
     exported = jax.export.export(jax.jit(lambda params, x: x @ params["w"]))(params, x)
     assert np.asarray(exported.call(params, x)).tolist() == [3.0, 3.0]
 

@@ -78,7 +78,8 @@ def aligned(count, dtype):
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("count", [0, 8, 2**16, 2**19])
 def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
-    step, x = build(devices), aligned(count, np.float32).reshape(8, -1)
+    step = build(devices)
+    x = aligned(count, np.float32).reshape(8, -1)
     placed = []
     for number in range(3):
         x[:] = number
@@ -93,7 +94,8 @@ def test_a_buffer_that_is_written_again_changes_no_batch(devices, count):
 )
 def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
     """Their copies travel with the call; a large aligned array would be shared."""
-    step, x = build(devices), aligned(2**18, dtype)
+    step = build(devices)
+    x = aligned(2**18, dtype)
     for value in (1, 0, 1):
         x[:] = value
         state = step.init(np.float32(3.0))
@@ -105,7 +107,8 @@ def test_a_call_takes_host_rows_as_they_are_when_it_is_made(devices, dtype):
 def test_one_device_s_rows_of_a_known_kind_are_not_placed_before_the_call(monkeypatch):
     step = known(1)
     state, _ = step(step.init(np.float32(3.0)), rows())
-    w, batch = float(state.params), rows(seed=1)
+    w = float(state.params)
+    batch = rows(seed=1)
     monkeypatch.setattr("towerjax.mesh.transfer.put", None)  # what places host rows
     _, metrics = step(state, batch)
     assert float(metrics["loss"]) == pytest.approx(np.mean((w - batch["x"]) ** 2))
@@ -118,7 +121,8 @@ def test_where_rows_lie_is_looked_at_each_time():
     """Rows on the step's devices are handed on; those of one device are not."""
     step = known(2)
     right = step.place_batch(rows()).arrays["x"].sharding
-    state, w = step.init(np.float32(3.0)), 3.0
+    state = step.init(np.float32(3.0))
+    w = 3.0
     for seed in range(3):
         for where in (right, *jax.devices()[::5]):
             x = rows(seed=seed)["x"]
@@ -128,7 +132,8 @@ def test_where_rows_lie_is_looked_at_each_time():
 
 
 def test_values_are_looked_at_each_time():
-    step, good = build(), rows(dtype=np.int64)
+    step = build()
+    good = rows(dtype=np.int64)
     step.place_batch(good)
     wide = {"x": good["x"] + 2**40}
     with pytest.raises(ValueError, match=r"batch\['x'\] .* holds .* would wrap"):
@@ -155,7 +160,8 @@ def test_the_first_batch_of_a_kind_is_not_kept_alive():
 def test_put_is_device_put(layout, dtype, shared):
     sharding = build(4).strategy.placement.sharding(layout)
     x = np.arange(8 * 4 * 3).reshape(8, 4, 3).astype(dtype)[:, ::-1]
-    found, expected = put(x, sharding, shared=shared), jax.device_put(x, sharding)
+    found = put(x, sharding, shared=shared)
+    expected = jax.device_put(x, sharding)
     assert found.sharding == expected.sharding and found.aval == expected.aval
     for mine, theirs in zip(
         found.addressable_shards, expected.addressable_shards, strict=True
@@ -182,13 +188,15 @@ def test_batches_are_placed_where_a_guard_refuses_transfers_that_nobody_asked_fo
 
 def asked_for():
     """May a GPU's array be read, where a guard refuses what nobody asked for?"""
-    state, allow = guard_lib.thread_local_state(), guard_lib.TransferGuardLevel.ALLOW
+    state = guard_lib.thread_local_state()
+    allow = guard_lib.TransferGuardLevel.ALLOW
     return state.explicit_device_get or state.device_to_host == allow
 
 
 @pytest.mark.slow
 def test_what_a_run_reads_of_its_state_is_asked_for(monkeypatch, tmp_path):
-    read, refused = ArrayImpl._value.fget, []
+    read = ArrayImpl._value.fget
+    refused = []
 
     def value(array):
         refused.extend([] if asked_for() else [array.shape])
@@ -218,7 +226,8 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
 
     class Verdict:
         def __init__(self, number):
-            self.number, self.is_sent = number, False
+            self.number = number
+            self.is_sent = False
 
         def copy_to_host_async(self):
             assert asked_for()
@@ -258,7 +267,8 @@ def test_a_verdict_on_a_gpu_is_asked_for_each_eighth_call_and_read_at_the_next(
 def test_a_program_keeps_the_first_step_that_was_refused(bad, num_devices):
     placement = tj.Mirrored([f"cpu:{i}" for i in range(num_devices)]).placement
     verdicts = Verdicts(placement, tj.NonFiniteError)
-    program, state = jax.jit(next_verdict), object()
+    program = jax.jit(next_verdict)
+    state = object()
     for number in range(20):
         refused = number if number in (bad, 19) else NONE
         line = verdicts.take(state)
@@ -332,7 +342,8 @@ def test_of_several_processes_each_waits_and_those_that_skip_do_not_raise():
 @pytest.mark.slow
 def test_a_mesh_that_the_program_has_set_is_told_of():
     step = build()
-    state, fn = step.init(np.float32(0)), step.strategy.call_for_each_tower
+    state = step.init(np.float32(0))
+    fn = step.strategy.call_for_each_tower
     mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,))
     known(2)  # not in the mesh
     with jax.set_mesh(mesh):

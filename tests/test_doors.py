@@ -12,7 +12,8 @@ from test_malformed import ANYTHING, STRATEGY, good, loss_fn, refuse, start
 
 import towerjax as tj
 
-ESTIMATOR, SUM = tj.estimator, tj.Reduction.SUM
+ESTIMATOR = tj.estimator
+SUM = tj.Reduction.SUM
 RAGGED = [[1.0], [2.0, 3.0]]
 SHAPE = jax.ShapeDtypeStruct((2,), jnp.float32)
 NO_NUMBERS = [None, "x", b"x", {}, [None], object(), {1}, int, np.ones, RAGGED, SHAPE]
@@ -24,11 +25,16 @@ NO_DATA = [None, -1, 1.5, float("nan"), object()]
 NO_TREES = ["x", b"x", object(), {1}, int, np.ones, np.array(["a", "b"])]
 ODD_COUNTS = ["2", b"x", 1.5, float("nan"), True, [2], {}, object(), int, np.float32(2)]
 
-OPTIMIZER, SGD = ESTIMATOR.TowerOptimizer(optax.sgd(0.1)), optax.sgd(0.1)
-PARAMS, LABELS, SCORES = start(), np.array([0, 1]), np.array([0.2, 0.7], np.float32)
-TABLE, ROW = np.ones((4, 3), np.float32), np.ones((1, 3), np.float32)
+OPTIMIZER = ESTIMATOR.TowerOptimizer(optax.sgd(0.1))
+SGD = optax.sgd(0.1)
+PARAMS = start()
+LABELS = np.array([0, 1])
+SCORES = np.array([0.2, 0.7], np.float32)
+TABLE = np.ones((4, 3), np.float32)
+ROW = np.ones((1, 3), np.float32)
 ROWS = tj.sparse.IndexedRows(ROW, np.array([0]), (4, 3))
-OF_ROWS, CLUSTER = tj.sparse.update_with_rows, {"worker": ["h:1", "h:2"]}
+OF_ROWS = tj.sparse.update_with_rows
+CLUSTER = {"worker": ["h:1", "h:2"]}
 
 
 def model_fn(variables, features, labels, mode, tower):

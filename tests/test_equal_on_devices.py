@@ -26,7 +26,8 @@ Y = DRAW.normal(size=8).astype(np.float32)
 FEATURES = DRAW.normal(size=(8, 4)).astype(np.float32)
 U = DRAW.normal(size=(4, 2)).astype(np.float32)
 M = (DRAW.uniform(size=8) < 0.6).astype(np.float32)
-ALL, SPLIT = P(), P("i")
+ALL = P()
+SPLIT = P("i")
 NUMBERS = 1, 2, 4
 
 
@@ -148,7 +149,8 @@ class Right:
 
     def of_flax(devices):
         """A state whose static fields are others each time that it is made."""
-        model, tx = nn.Dense(1), optax.sgd(0.1, momentum=0.9)
+        model = nn.Dense(1)
+        tx = optax.sgd(0.1, momentum=0.9)
         params = model.init(jax.random.key(0), X)["params"]
         how = {"apply_fn": model.apply, "params": params, "tx": tx}
         state = train_state.TrainState.create(**how)

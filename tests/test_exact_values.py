@@ -31,7 +31,8 @@ SPECIAL = {
 
 
 def test_the_first_towers_value_comes_bit_for_bit():
-    T, D = 4, 2
+    T = 4
+    D = 2
     rows = {
         name: np.stack([first, *[np.ones_like(first)] * (T - 1)])
         for name, first in SPECIAL.items()
@@ -46,7 +47,8 @@ def test_the_first_towers_value_comes_bit_for_bit():
 
 @pytest.mark.slow
 def test_the_first_towers_value_is_differentiable():
-    T, D = 4, 2
+    T = 4
+    D = 2
     strategy = mirrored(T, D)
 
     def total(rows):
@@ -94,12 +96,14 @@ def test_a_tower_local_minus_zero_is_evaluated_bit_for_bit(T, D, options):
 
 @pytest.mark.slow
 def test_means_and_sums_have_one_dtype_on_all_paths_in_x64():
-    T, D = 4, 2
+    T = 4
+    D = 2
     dtypes = ("int64", "int32", "bool", "float32", "uint8")
     with jax.enable_x64(True):
         strategy = mirrored(T, D)
         rows = {dtype: np.array([1, 0, 1, 1]).astype(dtype) for dtype in dtypes}
-        first, rows = {k: x[0] for k, x in rows.items()}, tj.PerTower(rows)
+        first = {k: x[0] for k, x in rows.items()}
+        rows = tj.PerTower(rows)
         own = strategy.create_var("v", first, reduction=R.MEAN, tower_local=True)
         read = strategy.read_var(own)
         both = ((R.MEAN, jnp.mean, 0.75), (R.SUM, jnp.sum, 3))
@@ -129,14 +133,16 @@ def test_sums_of_a_step_are_of_their_dtype_on_all_layouts_in_x64():
         return tj.TowerOutput(loss, {"rows": tj.Sum(jnp.int32(len(batch)))})
 
     with jax.enable_x64(True):
-        batch, found = np.ones(8, np.float32), []
+        batch = np.ones(8, np.float32)
+        found = []
         for devices in (1, 2, 4):
             strategy = mirrored(4, devices)
             step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
             state = step.init(np.float32(0))
             found.append(jax.eval_shape(step.fn, state, batch)[1]["rows"].dtype)
         assert found == [jnp.int32] * 3
-        args, way = (optax.sgd(0.1), mirrored(4)), LocalSGD(every=2)
+        args = (optax.sgd(0.1), mirrored(4))
+        way = LocalSGD(every=2)
         step = tj.build_train_step(lambda *a: loss_fn(*a).loss, *args, extend=way)
         jax.eval_shape(step.fn, step.init(np.float32(0)), batch)
 
@@ -199,7 +205,8 @@ def test_predictions_may_be_keys_where_a_batch_is_padded():
 
 @pytest.mark.slow
 def test_evaluation_reads_tower_local_values_by_their_reduction():
-    towers, ops = 3, tj.PinnedTree()
+    towers = 3
+    ops = tj.PinnedTree()
     strategy = tj.Mirrored(towers=towers, cross_tower_ops=ops)
     kinds = {
         "sum": R.SUM,

@@ -93,7 +93,8 @@ def test_gpt_has_one_loss_and_one_hash_in_all_layouts(tmp_path):
 
 
 def test_digits_reaches_its_accuracy(tmp_path):
-    flags, how = ("--towers", "4", "--devices", "2"), {"compiled": "by older emitters"}
+    flags = ("--towers", "4", "--devices", "2")
+    how = {"compiled": "by older emitters"}
     output = run_example("digits.py", *flags, folder=tmp_path, **how)
     accuracy = final_accuracy(output)
     assert accuracy >= 0.98  # 0.9888 was measured, and 0.9916 of 8 towers
@@ -187,7 +188,8 @@ def weighted_loss(w, batch, tower):
 
 def sums_of(w, rows):
     """A part's weight, loss sum and gradient sum."""
-    weight, x = rows["weight"].astype(float), rows["x"].astype(float)
+    weight = rows["weight"].astype(float)
+    x = rows["x"].astype(float)
     error = np.tanh(x @ w - rows["y"])
     return weight.sum(), weight @ error**2, (weight * 2 * error * (1 - error**2)) @ x
 
@@ -197,8 +199,10 @@ def sums_of(w, rows):
     (4, 4, "vmap", 1, 21),  # towers of 6, 6, 6 and 3 rows
 ])  # fmt: skip
 def test_the_noise_is_the_analysis_of_variance(T, D, local, A, size):
-    example, batch = functions_of("noise_scale"), layouts.data(size)
-    w, how = np.float32([0.5, -1, 2, 0.25, -0.75]), {"micro_batches": A}
+    example = functions_of("noise_scale")
+    batch = layouts.data(size)
+    w = np.float32([0.5, -1, 2, 0.25, -0.75])
+    how = {"micro_batches": A}
     how |= {"remainder": "pad", "extend": example["with_statistics"]}
     strategy = layouts.mirrored(T, D, local)
     step = tj.build_train_step(weighted_loss, optax.sgd(0.1), strategy, **how)
@@ -209,7 +213,9 @@ def test_the_noise_is_the_analysis_of_variance(T, D, local, A, size):
     towers = [parts[i : i + A] for i in range(0, T * A, A)]
     towers = [[sum(x) for x in zip(*own, strict=True)] for own in towers]
     weight, _, grad = (sum(x) for x in zip(*parts, strict=True))
-    mean, seen, norm = grad / weight, [x for x in parts if x[0]], np.linalg.norm
+    mean = grad / weight
+    seen = [x for x in parts if x[0]]
+    norm = np.linalg.norm
     noise = sum(v * ((g / v - mean) ** 2).sum() for v, _, g in seen) / (len(seen) - 1)
     of_towers = {
         "loss": lambda v, s, g: s / v,
@@ -235,7 +241,8 @@ def test_a_refused_step_is_left_out_of_the_noise_scale():
 
 def coded(x, bits, block):
     """``[..., n]``: what it is once it was sent."""
-    blocks, most = x.reshape(-1, block), 2 ** (bits - 1) - 1
+    blocks = x.reshape(-1, block)
+    most = 2 ** (bits - 1) - 1
     scales = (np.abs(blocks).max(axis=1) / most).astype(np.float32).astype(float)
     units = np.where(scales == 0, 1, scales)[:, None]
     return (np.rint(blocks / units) * units).reshape(x.shape)
@@ -245,8 +252,10 @@ def coded(x, bits, block):
     (2, 8, True), (4, 4, True), (4, 4, False)
 ])  # fmt: skip
 def test_coded_sums_are_those_of_numpy_and_lose_nothing(D, bits, feedback):
-    example, n = functions_of("compressed"), 4 * 256 + 30
-    size, numbers = 256 * D * -(-n // (256 * D)), np.random.default_rng(0)
+    example = functions_of("compressed")
+    n = 4 * 256 + 30
+    size = 256 * D * -(-n // (256 * D))
+    numbers = np.random.default_rng(0)
 
     def loss_fn(w, batch, tower):  # whose gradient is the sum of a tower's rows
         return tj.Weighted((w * batch.sum(axis=0)).sum(), 3.0)
@@ -254,7 +263,9 @@ def test_coded_sums_are_those_of_numpy_and_lose_nothing(D, bits, feedback):
     how = {"extend": example["compressed"](bits, feedback=feedback)}
     strategy = layouts.mirrored(D, D)
     step = tj.build_train_step(loss_fn, optax.sgd(1.0), strategy, **how)
-    state, lost, expected = step.init(np.zeros(n, np.float32)), np.zeros((D, size)), 0.0
+    state = step.init(np.zeros(n, np.float32))
+    lost = np.zeros((D, size))
+    expected = 0.0
     for _ in range(3):
         batch = numbers.normal(size=(D, n)).astype(np.float32)
         state, metrics = step(state, batch)
@@ -262,7 +273,8 @@ def test_coded_sums_are_those_of_numpy_and_lose_nothing(D, bits, feedback):
         sent = coded(x, bits, 256)
         share = sent.sum(axis=0)
         total = coded(share, bits, 256)
-        of_sums, expected = share - total, expected - total[:n]
+        of_sums = share - total
+        expected = expected - total[:n]
         error = np.linalg.norm(x - sent, axis=1).sum() + np.linalg.norm(of_sums)
         error /= np.linalg.norm(total)
         np.testing.assert_allclose(metrics["compression/error"], error, rtol=1e-4)
@@ -466,13 +478,15 @@ def check_sweep(notebook):
 def bits_by_counting():
     """Bits for each byte of the held-out text, by itself and after the one before."""
     modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    held_out, known = modules[::10], [x for i, x in enumerate(modules) if i % 10]
+    held_out = modules[::10]
+    known = [x for i, x in enumerate(modules) if i % 10]
     texts = (b"".join(map(pathlib.Path.read_bytes, x)) for x in (held_out, known))
     bytes_of = (np.frombuffer(x[: len(x) // 65 * 65], np.uint8) for x in texts)
     test, train = (x.reshape(-1, 65).astype(int) for x in bytes_of)
     pairs = (train[:, :-1] * 256 + train[:, 1:]).ravel()
     counts = np.bincount(pairs, minlength=1 << 16).reshape(256, 256) + 1e-3
-    before, after = test[:500, :-1], test[:500, 1:]
+    before = test[:500, :-1]
+    after = test[:500, 1:]
     share = counts.sum(0)[after] / counts.sum()
     share_after = counts[before, after] / counts.sum(1)[before]
     return -np.log2(share).mean(), -np.log2(share_after).mean()
@@ -566,7 +580,8 @@ def executed(notebook, folder):
     os.chdir(folder)
     manager = InProcessKernelManager()
     manager.start_kernel()
-    client, shown = manager.client(), {}
+    client = manager.client()
+    shown = {}
     client.start_channels()
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -578,7 +593,8 @@ def executed(notebook, folder):
 
 def give(cell, message, shown):
     """Add a kernel's message to its cell; what is shown by an id may change later."""
-    kind, content = message["msg_type"], message["content"]
+    kind = message["msg_type"]
+    content = message["content"]
     name = content.get("transient", {}).get("display_id")
     assert kind != "error", "\n".join(content["traceback"])
     if kind == "update_display_data":
@@ -600,7 +616,8 @@ def test_notebooks_run(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     how = COMPILED.get(path.stem, "as by users")
     options = {"compiled": how}
     found = forked.called(executed, notebook, str(tmp_path), options=options)

@@ -266,7 +266,8 @@ def test_a_feed_that_is_collected_in_its_own_thread_ends_it():
             ended.append(True)
         return x
 
-    given, feed = threading.Event(), prefetch(itertools.count(), place, depth=2)
+    given = threading.Event()
+    feed = prefetch(itertools.count(), place, depth=2)
     assert next(feed) == 0
     given.set()
     wait_until(lambda: feeder_threads() == [])
@@ -275,7 +276,8 @@ def test_a_feed_that_is_collected_in_its_own_thread_ends_it():
 
 @pytest.mark.slow
 def test_a_loader_that_hangs_is_told_of(monkeypatch):
-    hanging, release = threading.Event(), threading.Event()
+    hanging = threading.Event()
+    release = threading.Event()
 
     def loader():
         yield 0

@@ -30,7 +30,8 @@ def train(rate):
 @pytest.mark.slow
 def test_a_function_within_another_is_called_as_it_is():
     step = adapt.inner(train, "step", rate=0.5)
-    w, x = np.ones(3, np.float32), np.eye(3, dtype=np.float32)
+    w = np.ones(3, np.float32)
+    x = np.eye(3, dtype=np.float32)
     np.testing.assert_array_equal(step(w, x), train(0.5)(w, x))
     with pytest.raises(KeyError, match="rate"):
         adapt.inner(train, "step")
@@ -59,7 +60,8 @@ def test_sources_at_another_commit_are_refused(tmp_path):
 def test_a_row_takes_the_place_of_its_last_one(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(f"a\n{foreign.START}{foreign.END}\nb\n")
-    second, first = foreign.PROGRAMS[1], foreign.PROGRAMS[0]
+    second = foreign.PROGRAMS[1]
+    first = foreign.PROGRAMS[0]
     for program, value in ((second, 1.0), (first, 2.0), (second, 3.0)):
         told = {
             "prove": "shard_map or pmap over 'i': 0 results are the same, 2 split\n"

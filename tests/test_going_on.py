@@ -31,7 +31,8 @@ def test_as_many_go_on_as_are_left_and_divide_the_towers():
     two = one.after(End(137, lost=1))  # 4 of 4 places that are left
     assert [plan.count for plan in (whole, one, two)] == [6, 4, 4]
     assert [one.restarts, two.restarts] == [8, 7]
-    three, none = two.after(End(137, lost=1)), whole.after(End(137, lost=6))
+    three = two.after(End(137, lost=1))
+    none = whole.after(End(137, lost=6))
     assert [three.count, none.count] == [3, 1]
     assert whole.after(End(75)).count == 6  # each saved and ended by itself
     assert RestartPlan(6, 6, 9, lost=1).count == 3

@@ -11,7 +11,9 @@ from towerjax.mesh.devices import platform_devices
 
 HAS_GPU = bool(platform_devices("gpu"))
 pytestmark = pytest.mark.skipif(not HAS_GPU, reason="no GPU is here")
-ROWS, FEATURES, STEPS = 13, 5, 4
+ROWS = 13
+FEATURES = 5
+STEPS = 4
 
 
 def towers(number, local="vmap", device="gpu:0", **options):
@@ -42,15 +44,19 @@ def in_float32():
 
 
 def by_numpy(steps, rate=0.1, momentum=0.9):
-    w, b = init()["w"].astype(float), 0.5
-    moving, losses = [0.0, 0.0], []
+    w = init()["w"].astype(float)
+    b = 0.5
+    moving = [0.0, 0.0]
+    losses = []
     for seed in range(steps):
         x, y, weight = (v.astype(float) for v in rows(seed).values())
-        errors, share = x @ w + b - y, weight / weight.sum()
+        errors = x @ w + b - y
+        share = weight / weight.sum()
         losses.append(share @ errors**2)
         grads = 2 * (share * errors) @ x, 2 * share @ errors
         moving = [momentum * m + g for m, g in zip(moving, grads, strict=True)]
-        w, b = w - rate * moving[0], b - rate * moving[1]
+        w = w - rate * moving[0]
+        b = b - rate * moving[1]
     return w, b, losses
 
 
@@ -61,7 +67,8 @@ def test_towers_train_as_one_does_by_numpy(number, local, ops):
     strategy = towers(number, local, cross_tower_ops=ops)
     optimizer = optax.sgd(0.1, momentum=0.9)
     step = tj.build_train_step(loss_fn, optimizer, strategy, remainder="pad")
-    state, losses = step.init(init()), []
+    state = step.init(init())
+    losses = []
     for seed in range(STEPS):
         state, metrics = step(state, rows(seed))
         losses.append(metrics["loss"])
@@ -89,7 +96,8 @@ def trained(device, **options):
 def test_draws_on_a_gpu_are_those_on_a_cpu():
     state, history = trained("gpu:0")
     expected, on_cpu = trained("cpu:0")
-    got, wanted = history.metrics["loss"], on_cpu.metrics["loss"]
+    got = history.metrics["loss"]
+    wanted = on_cpu.metrics["loss"]
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
     for got, wanted in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True

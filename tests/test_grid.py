@@ -23,8 +23,12 @@ SEED = int(os.environ.get("TOWERJAX_GRID_SEED", "1413"))
 # Of later draws those whose lowering is another: sums of parts by towers in turn, and
 # over micro-batches of several towers of a device. And one of the original's numbers,
 # of towers that meet in the loss.
-FAST, DRAWS, KEY, STEPS = (5, 9, 15), (*range(10), *range(11, 16), 151, 155, 271), 7, 3
-Kind, Mode = tj.estimator.LossReduction, tj.estimator.Mode
+FAST = (5, 9, 15)
+DRAWS = (*range(10), *range(11, 16), 151, 155, 271)
+KEY = 7
+STEPS = 3
+Kind = tj.estimator.LossReduction
+Mode = tj.estimator.Mode
 
 
 def penalty_of(params):
@@ -45,7 +49,9 @@ def loss_fn(draw, params, batch, tower, local=None):
         loss = tj.estimator.compute_weighted_loss(errors, batch["weight"], **how)
     if draw.kind == "several":
         loss = -(-loss - 0.6 * far / 2) - tj.penalty(-2 * penalty_of(params)) / 2
-    inputs, after, extra = tj.Weighted(weight @ batch["x"], weight.sum()), None, None
+    inputs = tj.Weighted(weight @ batch["x"], weight.sum())
+    after = None
+    extra = None
     if "local" in draw.has:
         mean = 0.9 * local + 0.1 * inputs.value
         after = {"mean": jnp.where(inputs.weight > 0, mean, local)}
@@ -77,7 +83,8 @@ def first_of(draw):
 
 def step_of(draw):
     """A step of `build_train_step`, or of one's own, and its first state."""
-    optimizer, params = draw.made_optimizer(), held(draw.container, draw.params())
+    optimizer = draw.made_optimizer()
+    params = held(draw.container, draw.params())
     how = {"micro_batches": draw.micro_batches, "remainder": draw.remainder}
     how |= {"guard": draw.guard, "on_nonfinite": "skip" if draw.odd else "raise"}
     loss = functools.partial(loss_fn, draw)
@@ -136,7 +143,8 @@ def passes_of(draw, loss):
 
 def own_step(draw, optimizer, loss, how):
     def update_fn(state, merged):
-        loss, metrics = merged["loss"], merged["metrics"]
+        loss = merged["loss"]
+        metrics = merged["metrics"]
         state = tj.apply_gradients(optimizer, state, merged["grads"], loss=loss)
         if "extra" in draw.has:
             state = dataclasses.replace(state, extra=values(merged["extra"]))
@@ -149,9 +157,11 @@ def own_step(draw, optimizer, loss, how):
 
 def model_fn_of(draw, optimizer):
     def model_fn(variables, features, labels, mode, tower):
-        plain, own = draw.door == "plain", None
+        plain = draw.door == "plain"
+        own = None
         batch = {**features, "y": labels}
-        params, local = variables["params"] if plain else variables.params, None
+        params = variables["params"] if plain else variables.params
+        local = None
         if "local" in draw.has:
             own = variables["mean"] if plain else variables.local["mean"]
             local = own.value if plain else tower.local["mean"]
@@ -159,7 +169,8 @@ def model_fn_of(draw, optimizer):
         def of(params):
             return loss_fn(draw, params, batch, tower, local)
 
-        out, view = of(params), grid.OfTower(draw, batch, tower, local)
+        out = of(params)
+        view = grid.OfTower(draw, batch, tower, local)
         rows = {"x": of_rows(params, view)[0], "tower": jnp.full(tower.rows, tower.id)}
         outputs = {"predictions": rows, "eval_metrics": out.metrics}
         if mode is Mode.EVAL:
@@ -195,7 +206,9 @@ def trained_model(draw):
         local = state.local or {}
         state = {"params": state.params, "slots": state.opt_state, "step": np.int32(0)}
         state |= local
-    state, batches, found = model.init(state), draw.batches(), []
+    state = model.init(state)
+    batches = draw.batches()
+    found = []
     if draw.door == "model":
         step = model.train_step(micro_batches=draw.micro_batches, guard=draw.guard)
         for batch in batches:
@@ -220,7 +233,9 @@ def trained(draw):
     """The state after all batches, and the metrics of each."""
     if draw.door in grid.OF_MODEL:
         return trained_model(draw)
-    (step, state), batches, found = step_of(draw), draw.batches(), []
+    (step, state) = step_of(draw)
+    batches = draw.batches()
+    found = []
     if draw.door == "scan":
         batches = jax.tree.map(lambda *x: np.stack(x), *batches)
         state, found = jax.jit(lambda *x: jax.lax.scan(step.fn, *x))(state, batches)
@@ -244,7 +259,8 @@ def trained(draw):
 
 def whole_batch(draw, batch):
     """The rows that count, filled up to one size by zeros that are no rows."""
-    size, n = draw.kept(len(batch["y"])), draw.full
+    size = draw.kept(len(batch["y"]))
+    n = draw.full
 
     def fill(x):
         return np.concatenate([x[:size], np.zeros((n, *x.shape[1:]), x.dtype)])[:n]
@@ -257,7 +273,8 @@ def whole_batch(draw, batch):
 def by_hand(draw, batch, local, extra):
     """Towers' variables before each micro-batch and after all, and those of all."""
     tower, part = draw.places()
-    weight, before = batch["valid"] * batch["weight"], []
+    weight = batch["valid"] * batch["weight"]
+    before = []
     for number in range(draw.micro_batches):
         before.append(local)
         local = local.copy()
@@ -286,8 +303,10 @@ def objective(draw, params, batch, state):
     """The global loss, and what else comes out."""
     view = grid.OfAll(draw, batch, state)
     x, errors = of_rows(params, view)
-    valid, number = batch["valid"], view.tower * draw.micro_batches + view.part
-    weight, errors = valid * batch["weight"], jnp.where(valid > 0, errors, 0)
+    valid = batch["valid"]
+    number = view.tower * draw.micro_batches + view.part
+    weight = valid * batch["weight"]
+    errors = jnp.where(valid > 0, errors, 0)
     sum_of = functools.partial(jax.ops.segment_sum, num_segments=len(errors))
     ratio = lambda x, by: x / jnp.where(by > 0, by, 1)  # noqa: E731
     counts = {"SUM_BY_NONZERO_WEIGHTS": weight != 0, "SUM_OVER_BATCH_SIZE": valid}
@@ -326,7 +345,9 @@ def one_tower(draw):
         updates, opt_state = optimizer.update(grads, opt_state, params, **how)
         return optax.apply_updates(params, updates), opt_state, found
 
-    opt_state, found, extra = optimizer.init(params), [], new_extra()
+    opt_state = optimizer.init(params)
+    found = []
+    extra = new_extra()
     local = np.zeros((draw.towers, FEATURES))
     batches = [whole_batch(draw, batch) for batch in draw.batches()]
     for number, batch in enumerate(batches):
@@ -337,7 +358,9 @@ def one_tower(draw):
         *after, metrics = train(params, opt_state, batch, state)
         found.append(metrics)
         if draw.odd is None or number != 1:  # else nothing was learned
-            (params, opt_state), local, extra = after, local_after, new
+            (params, opt_state) = after
+            local = local_after
+            extra = new
     if draw.door in ("calls", "plain"):  # an evaluation reads one value of all towers
         read = np.broadcast_to(local.mean(0), local.shape)[:, None]
         state = {"before": read, "extra": extra, "noise": None}
@@ -349,7 +372,8 @@ def one_tower(draw):
 def assert_near(found, expected, what):
     pairs = jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(found)
     for (path, x), got in zip(*pairs, strict=True):
-        x, name = np.asarray(x), f"{what}{jax.tree_util.keystr(path)}"
+        x = np.asarray(x)
+        name = f"{what}{jax.tree_util.keystr(path)}"
         size = max(1e-2, np.abs(x[np.isfinite(x)]).max(initial=0))
         np.testing.assert_allclose(got, x, rtol=0, atol=1e-10 * size, err_msg=name)
 
@@ -375,16 +399,19 @@ def check_after(draw, state, params):
         return batch["x"] @ p["into"] @ p["out"]
 
     def metric_fn(p, batch, tower):
-        logits, weight = logits_of(p, batch), tower.weight * batch["weight"]
+        logits = logits_of(p, batch)
+        weight = tower.weight * batch["weight"]
         sums = {"sum": tj.Sum((logits.sum(1) * weight).sum())}
         return {**sums, "mean": tj.Weighted.mean(logits[:, 0], weight)}
 
     size = draw.full - (draw.towers > 1)
     batch = {name: draw.batches()[0][name][:size] for name in ("x", "weight")}
-    logits, weight = logits_of(jax.tree.map(np.asarray, params), batch), batch["weight"]
+    logits = logits_of(jax.tree.map(np.asarray, params), batch)
+    weight = batch["weight"]
     if draw.after == "predict":
         predict = lambda p, batch, tower: {"logits": logits_of(p, batch)}  # noqa: E731
-        step, expected = tj.build_predict_step, {"logits": logits}
+        step = tj.build_predict_step
+        expected = {"logits": logits}
         found = step(predict, draw.strategy)(state, batch)
     else:
         found = values(tj.build_eval_step(metric_fn, draw.strategy)(state, batch))

@@ -68,7 +68,8 @@ def test_a_function_of_a_placed_batch_is_given_what_its_towers_share():
 
 @pytest.mark.slow
 def test_an_evaluation_takes_shared_leaves_and_batches_keep_them():
-    strategy, batch = mirrored(2, 2), rows(7)
+    strategy = mirrored(2, 2)
+    batch = rows(7)
     shared = {"scale": tj.Whole({"by": 2.0}), **batch}  # before the rows
 
     def metric_fn(params, batch, tower):
@@ -230,7 +231,8 @@ def test_what_is_fixed_is_not_sent():
 
 
 def test_trainable_is_given_readable_names():
-    given, leaf = [], np.zeros(2, np.float32)
+    given = []
+    leaf = np.zeros(2, np.float32)
     step = tj.build_train_step(
         lora_loss,
         optax.sgd(RATE),

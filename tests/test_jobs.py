@@ -63,7 +63,8 @@ def trains(arguments):
     options = {"on_nonfinite": "ignore"}
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(), **options)
     # A shorter program would run while it is dispatched, and fail there.
-    state, rows = step.init(np.zeros(4096, np.float32)), np.ones((8, 4096), np.float32)
+    state = step.init(np.zeros(4096, np.float32))
+    rows = np.ones((8, 4096), np.float32)
     for number in range(10**9):
         state, _ = step(state, rows)
         if number == 9:

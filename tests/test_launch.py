@@ -64,7 +64,8 @@ def test_a_job_says_whose_each_line_is_and_leaves_nothing_behind(capfd, monkeypa
         handlers = [signal.getsignal(n) for n in (2, 15, 1, 10, 12)]
         return sorted(os.listdir("/proc/self/fd")), handlers
 
-    before, options = state(), {"devices_per_process": 4, "env": {"MINE": "mine"}}
+    before = state()
+    options = {"devices_per_process": 4, "env": {"MINE": "mine"}}
     assert launch(child(program), processes=3, port=port, **options) == 0
     assert state() == before
     out, err = capfd.readouterr()
@@ -216,7 +217,8 @@ while True: time.sleep(.05)
 
 
 def test_what_is_no_text_goes_to_any_stream():
-    text, raw = io.StringIO(), io.BytesIO()
+    text = io.StringIO()
+    raw = io.BytesIO()
     for target in (text, of_raw := io.TextIOWrapper(raw)):
         write(target, b"a\xff")
     assert text.getvalue() == "a\ufffd" and of_raw.buffer.getvalue() == b"a\xff"
@@ -239,7 +241,8 @@ def test_signals_are_passed_on(number, tmp_path, capfd):
 
 
 def test_signals_are_collected_unless_ignored_and_then_handled_as_before():
-    term, hup = signal.SIGTERM, signal.SIGHUP
+    term = signal.SIGTERM
+    hup = signal.SIGHUP
     own = {term: lambda *_: None, hup: signal.SIG_IGN}
     before = {number: signal.signal(number, how) for number, how in own.items()}
     try:

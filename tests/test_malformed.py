@@ -41,7 +41,8 @@ def predict_fn(params, batch, tower):
 
 def good(seed=0):
     rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(4, 3)), rng.normal(size=4)
+    x = rng.normal(size=(4, 3))
+    y = rng.normal(size=4)
     return {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 
@@ -130,7 +131,8 @@ class Steps:
                 loss_fn, optax.sgd(0.1), STRATEGY, remainder=remainder
             )
 
-        self.train, self.padded = step("error"), step("pad")
+        self.train = step("error")
+        self.padded = step("pad")
         self.state, _ = self.train(self.train.init(start()), good())
         self.other, _ = self.padded(self.padded.init(start()), good())
         self.evaluate = tj.build_eval_step(metric_fn, STRATEGY, max_programs=1)
@@ -177,10 +179,12 @@ def check_draws(number, steps, compiled):
             return  # the tree holds what there was, and nothing else
         refuse(lambda: steps.calls[call](batch), "batch", compiled)
 
-    w, done = np.float64(steps.state.params["w"]), int(steps.state.step)
+    w = np.float64(steps.state.params["w"])
+    done = int(steps.state.step)
     draw()
     for _ in range(2):
-        x, y = np.float64(good(1)["x"]), np.float64(good(1)["y"])
+        x = np.float64(good(1)["x"])
+        y = np.float64(good(1)["y"])
         errors = x @ w - y
         steps.state, metrics = steps.train(steps.state, good(1))
         np.testing.assert_allclose(metrics["loss"], (errors**2).mean(), rtol=1e-5)
@@ -363,7 +367,8 @@ def test_anything_odd_is_refused_at_the_door_by_name(argument):
 
 
 # Options that are not the same wherever they stand: the defaults of each.
-TRAINS, READS = "build_step build_train_step", "build_eval_step build_predict_step"
+TRAINS = "build_step build_train_step"
+READS = "build_eval_step build_predict_step"
 MODEL = "replicate_model_fn"  # as in TensorFlow
 UNLIKE = {
     "remainder": {"'error'": TRAINS, "'pad'": f"{READS} {MODEL}"},

@@ -12,7 +12,10 @@ from layouts import mirrored
 import towerjax as tj
 
 EPS = np.finfo(np.float32).eps
-SIZE, FACTOR, DECAY, RATE = 22, 0.3, 0.01, 0.5
+SIZE = 22
+FACTOR = 0.3
+DECAY = 0.01
+RATE = 0.5
 
 
 def data(seed=0):
@@ -44,7 +47,8 @@ def loss_fn(params, batch, tower):
 
 def oracle(w, batch):
     """The terms, and the gradient, in NumPy float64 of the whole batch."""
-    x, y = batch["x"].astype(float), batch["y"].astype(float)
+    x = batch["x"].astype(float)
+    y = batch["y"].astype(float)
     hidden = x @ w
     error = np.tanh(hidden) - y
     parts = [batch[x] / (batch[x].sum(dtype=float) or 1) for x in WEIGHTS]
@@ -78,7 +82,8 @@ def test_a_metric_may_be_a_sum_of_means():
     def metric_fn(params, batch, tower):
         return {"loss": loss_fn(params, batch, tower)}
 
-    evaluate, batch = tj.build_eval_step(metric_fn, mirrored(4, 2, "vmap")), data()
+    evaluate = tj.build_eval_step(metric_fn, mirrored(4, 2, "vmap"))
+    batch = data()
     halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
     terms, _ = oracle(params()["w"].astype(float), batch)
     found = tj.evaluate(evaluate, params(), halves)["loss"]
@@ -109,9 +114,11 @@ def test_weights_may_be_of_local_variables_and_of_another_loss():
     step = tj.build_step(passes, update_fn, mirrored(2), micro_batches=11)
     local = tj.TowerLocal(np.float32(0), tj.Reduction.SUM)
     state, metrics = step(step.init(params(), local=local), data())
-    w, batch = params()["w"].astype(float), data()
+    w = params()["w"].astype(float)
+    batch = data()
     for row in range(SIZE):
-        x, y = batch["x"][row].astype(float), batch["y"][row]
+        x = batch["x"][row].astype(float)
+        y = batch["y"][row]
         error = np.tanh(x @ w) - y
         slope = 2 * error * (1 - np.tanh(x @ w) ** 2) * x
         batch["weight"][row] *= row % 11 + 1 + np.abs(slope).sum()
@@ -136,7 +143,8 @@ def test_a_mean_of_all_towers_is_a_factor_as_the_error_says():
         product, optax.sgd(RATE), mirrored(4, 2), remainder="pad"
     )
     state, metrics = step(step.init(params()), data())
-    w, h = params()["w"].astype(float), 1e-5 * np.eye(5)
+    w = params()["w"].astype(float)
+    h = 1e-5 * np.eye(5)
     grad = [(in_float64(w + d) - in_float64(w - d)) / 2e-5 for d in h]
     np.testing.assert_allclose(metrics["loss"], in_float64(w), rtol=200 * EPS)
     np.testing.assert_allclose(
@@ -161,7 +169,8 @@ def test_one_mean_and_what_is_shared_need_one_pass():
     state = step.init(params())
     assert len(step.check(state, data()).analysis.collectives) == 1
     state, metrics = step(state, data())
-    w, batch = params()["w"].astype(float), {**data(), "weight": np.zeros(SIZE)}
+    w = params()["w"].astype(float)
+    batch = {**data(), "weight": np.zeros(SIZE)}
     batch["weight"][:] = 1
     terms, grad = oracle(w, batch)
     hidden = batch["x"].astype(float) @ w
@@ -252,7 +261,8 @@ def test_weights_that_move_with_the_parameters_are_refused():
 @pytest.mark.slow
 def test_a_step_has_a_derivative_by_the_weights_of_its_loss():
     """As where the weights of examples are learned from what a step does."""
-    x, w = np.arange(1.0, 5, dtype=np.float32), np.float32(0.5)
+    x = np.arange(1.0, 5, dtype=np.float32)
+    w = np.float32(0.5)
 
     def loss(w, batch, tower):
         return tj.Weighted.mean((w * batch["x"]) ** 2, batch["m"] * tower.weight)

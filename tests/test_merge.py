@@ -15,7 +15,8 @@ from towerjax.layers.batch_norm.linen import TowerBatchNorm
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-T, D = 4, 2
+T = 4
+D = 2
 
 
 def values(T):
@@ -128,7 +129,8 @@ def test_value_and_gradient_of_a_sum():
     def tower_fn(tower, x, c):
         return [jax.value_and_grad(lambda x, f=f: c * f(tower, x))(x) for f in PLACES]
 
-    x, c = values(T), np.array([2.0, -1.0, 0.5, 4.0])[:T]
+    x = values(T)
+    c = np.array([2.0, -1.0, 0.5, 4.0])[:T]
     found = mirrored(T, D).call_for_each_tower(
         tower_fn, per_tower(T), tj.PerTower(c.astype(np.float32))
     )
@@ -201,7 +203,8 @@ def test_typed_keys_meet():
 
 
 def test_all_gather_joins_along_a_dim():
-    strategy, axes = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4), (0, 1, -1)
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4)
+    axes = (0, 1, -1)
     rows = np.arange(24.0, dtype=np.float32).reshape(4, 2, 3)
 
     def tower_fn(tower, x):
@@ -393,7 +396,8 @@ def adds_rows_of_a_table(w, batch, tower):
 
 
 def asks_what_a_copy_does_not_change(w, batch, tower):
-    names, bad = tower.axis_names, jnp.isnan(batch).any()
+    names = tower.axis_names
+    bad = jnp.isnan(batch).any()
     largest = lax.pmax(lax.stop_gradient(batch.max()), names)
     first = lax.psum(jnp.where(tower.id == 0, batch[0], 0), names)
     ok = lax.psum(bad, names) + lax.psum(bad.astype(jnp.float32) * 2, names) == 0

@@ -22,8 +22,11 @@ m = tj.metrics
 
 def states(rows, w, names=tuple(oracle.VALUES)):
     """These builders on these rows, by the oracle's names."""
-    yes, score, said = rows["yes"], rows["score"], rows["said"]
-    ids, numbers = (rows["label"], rows["class"]), (rows["target"], rows["value"])
+    yes = rows["yes"]
+    score = rows["score"]
+    said = rows["said"]
+    ids = (rows["label"], rows["class"])
+    numbers = (rows["target"], rows["value"])
     builders = {
         "mean": lambda: m.mean(rows["value"], w),
         "accuracy": lambda: m.accuracy(*ids, w),
@@ -269,9 +272,13 @@ BELOW = [
 LIMITS = [1_700_000_000, 1_700_000_000.5, np.float32(-7.5), np.inf, np.nan, 300, -1]
 LIMITS += [2**40 + 1, -(2.0**70)]
 WIDE = np.array([2**40, 1])  # wider than an array of JAX
-LARGE, SMALL = np.array([2**32, 1]), np.array([0, 1])  # JAX would wrap it to 0
-BACK, TENTHS = np.array([0, 1], ">i4"), np.array([0.2, 0.6], ">f4")
-HALVES, HALF = np.array([2, 6], ">f4"), np.float32([0.25, 0.5, 0.75])
+# JAX would wrap it to 0
+LARGE = np.array([2**32, 1])
+SMALL = np.array([0, 1])
+BACK = np.array([0, 1], ">i4")
+TENTHS = np.array([0.2, 0.6], ">f4")
+HALVES = np.array([2, 6], ">f4")
+HALF = np.float32([0.25, 0.5, 0.75])
 COLUMN = np.float32([[1, 2], [3, np.nan]]), np.float32([[3], [0]])
 COMPLEX = np.complex64([1 + 2j, 3 - 1j, 5j]), np.float32([0.5, 0, 1.5])
 NO_WEIGHT = np.int32([0, 7, 1]), np.float32([0.25, np.nan, 0.75]), np.int32([1, 0, 1])
@@ -389,13 +396,15 @@ EXACT = {
 @pytest.mark.slow
 def test_values_are_exact():
     """Of numbers that are known, and of those that only the program is given."""
-    rows, given = {}, {}
+    rows = {}
+    given = {}
     for name, state, made_of, value in exact_rows():
         if value is not np.nan:  # what is known is refused
             rows[f"{name}, known"] = functools.partial(state, *made_of), value
         dtypes = [x.dtype for x in made_of]
         if all(x.isnative and jax.dtypes.canonicalize_dtype(x) == x for x in dtypes):
-            rows[name], given[name] = (state, value), made_of
+            rows[name] = (state, value)
+            given[name] = made_of
 
     @jax.jit
     def run(given):
@@ -471,7 +480,8 @@ class Peak:
     """A user's own state whose merge adds nothing: the greatest value and its place."""
 
     def __init__(self, value, place):
-        self.value, self.place = value, place
+        self.value = value
+        self.place = place
 
     def merge(self, other):
         ours = self.value >= other.value  # the first of equal ones
@@ -569,7 +579,8 @@ def test_a_state_that_does_not_read_the_weight_is_refused_by_name(kind, train):
         return tj.TowerOutput(loss, unmasked(params, batch, tower))
 
     strategy = tj.Mirrored(("cpu:0", "cpu:1"))
-    rows, params = np.float32([0, 0.5, 1]), np.float32(0)
+    rows = np.float32([0, 0.5, 1])
+    params = np.float32(0)
     if train:
         step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, remainder="pad")
         run = functools.partial(step, step.init(params))
@@ -583,12 +594,11 @@ def test_a_state_that_does_not_read_the_weight_is_refused_by_name(kind, train):
 
 # What is refused, and what is only seen.
 
-B, N = np.array([True, False]), np.array([0.25, 0.5], np.float32)
+B = np.array([True, False])
+N = np.array([0.25, 0.5], np.float32)
 I = np.array([0, 1])  # noqa: E741
-OF_LOSS, ADDED = (
-    "compute_weighted_loss got",
-    r"mean \+ tj\.penalty\(number\).*or add a mean of the rows",
-)
+OF_LOSS = "compute_weighted_loss got"
+ADDED = r"mean \+ tj\.penalty\(number\).*or add a mean of the rows"
 TIMES = r"Multiply the rows.*or .* earlier pass"
 
 
@@ -688,7 +698,8 @@ def test_bad_input_is_refused(build, text):
 
 
 def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
-    sums, weight = np.float32([[1, 2], [3, 4]]), np.float32([2, 4])
+    sums = np.float32([[1, 2], [3, 4]])
+    weight = np.float32([2, 4])
     for total in (sums, {"w": sums}):  # as a tj.PerTower of gradients has them
         both = tj.Weighted(total, weight)
         with pytest.raises(ValueError, match=r"weight has shape \(2,\).*jax\.vmap"):
@@ -701,8 +712,10 @@ def test_a_weight_that_may_be_of_the_first_dims_or_the_last_is_refused():
 
 
 def test_a_sum_of_means_is_not_their_pool():
-    a, b = tj.Weighted.mean(N, np.float32([3, 1])), tj.Weighted.mean(7 + N)
-    first, second = np.average(N, weights=[3, 1]), np.mean(7 + N)
+    a = tj.Weighted.mean(N, np.float32([3, 1]))
+    b = tj.Weighted.mean(7 + N)
+    first = np.average(N, weights=[3, 1])
+    second = np.mean(7 + N)
     np.testing.assert_allclose((a + b).value, first + second, rtol=1e-6)
     for total in (
         a + b,

@@ -115,7 +115,8 @@ class Difference(clu_metrics.Metric):
     """Adds one leaf and takes the other away: not additive."""
 
     def __init__(self, a, b):
-        self.a, self.b = a, b
+        self.a = a
+        self.b = b
 
     def merge(self, other):
         return Difference(self.a + other.a, self.b - other.b)
@@ -277,7 +278,8 @@ def test_nothing_of_nothing_is_what_the_library_says():
 
 @pytest.mark.slow
 def test_an_adapted_metric_gives_back_its_own_class():
-    scores, labels = np.float32([0.2, 0.7]), np.array([0, 1])
+    scores = np.float32([0.2, 0.7])
+    labels = np.array([0, 1])
     metric = jax.jit(metrax.AUCPR.from_model_output)(scores, labels)
     state = tj.metrics.from_clu(metric)
     assert tj.metrics.from_clu(state) is state

@@ -14,8 +14,10 @@ from layouts import mirrored
 import towerjax as tj
 from towerjax.loop.history import HistoryLog
 
-BATCH, W = np.ones((4, 3), np.float32), np.ones(3, np.float32)
-BY_NAME, SGD = {"x": BATCH}, optax.sgd(0.1)
+BATCH = np.ones((4, 3), np.float32)
+W = np.ones(3, np.float32)
+BY_NAME = {"x": BATCH}
+SGD = optax.sgd(0.1)
 
 
 def loss_fn(w, batch, tower):

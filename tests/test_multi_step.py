@@ -30,9 +30,11 @@ def descend(ctx, w, x):
 
 
 def by_numpy(steps):
-    w, x = 0.0, X.astype(np.float64)
+    w = 0.0
+    x = X.astype(np.float64)
     for _ in range(steps):
-        before, w = w, w - 0.01 * (2 * (w * x - 1) * x).mean()
+        before = w
+        w = w - 0.01 * (2 * (w * x - 1) * x).mean()
     return w, ((before * x - 1) ** 2).mean()
 
 
@@ -62,11 +64,14 @@ def test_the_last_call_takes_what_is_left_and_is_no_other_program():
         traces.append(1)
         return descend(ctx, w, x)
 
-    strategy, w, done = mirrored(4, 2), jnp.float32(0), []
+    strategy = mirrored(4, 2)
+    w = jnp.float32(0)
+    done = []
     data = feed(strategy, 7)
     for _ in range(3):
         ctx = strategy.run_steps_on_dataset(step, data, 3, w)
-        w, done = ctx.final, [*done, ctx.iterations]
+        w = ctx.final
+        done = [*done, ctx.iterations]
     assert done == [3, 3, 1]
     np.testing.assert_allclose(w, by_numpy(7)[0], rtol=7 * 8 * 2**-23)
     assert len(traces) == 2  # once for the shapes of the outputs, once for the loop
@@ -149,7 +154,8 @@ def test_outputs_that_are_no_arrays():
 
 def test_of_containers_the_one_that_changed_is_told():
     """Not the whole tree, whose text may fill a page."""
-    strategy, zero = mirrored(2), jnp.float32(0)
+    strategy = mirrored(2)
+    zero = jnp.float32(0)
     initial = {"a": (zero, [zero]), "b": {"c": zero, "d": [zero]}}
 
     def step(ctx, carry, x):

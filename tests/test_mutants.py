@@ -150,7 +150,8 @@ def test_the_original_is_replaced_wherever_it_is_looked_up():
         with pytest.raises(MutantError, match="2 ti"):
             apply(mutant(rng, "return", ""), patch, print)
     assert (reduce.add_pairwise, analysis._cond, vars(Tower)["rng"]) == originals
-    door, inner = "towers.tf1.reduce:map_elements", tj.Mirrored.map
+    door = "towers.tf1.reduce:map_elements"
+    inner = tj.Mirrored.map
     with pytest.MonkeyPatch.context() as patch:
         apply(mutant(door, "if not elements", "if True"), patch, print)
         with pytest.raises(ValueError, match="there are no elements"):
@@ -246,7 +247,8 @@ def test_generated_mutants_can_be_made_and_run_what_covers_their_line():
         with pytest.MonkeyPatch.context() as patch:
             apply(mutant, patch, lambda: None)
     file, *_, first, last = mutant.killed_by
-    here, there = {(file, int(first))}, {(file, int(last) + 1)}
+    here = {(file, int(first))}
+    there = {(file, int(last) + 1)}
 
     def lines(number):
         return frozenset(here | {(file, -i) for i in range(number)})

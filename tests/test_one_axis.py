@@ -23,7 +23,8 @@ from towerjax.mesh.placement import LOCAL_AXIS
 
 def every_collective(tower, x):
     """One of each kind of what JAX has, of a tower's ``[T, 3]``."""
-    axis, T = tower.axis_names, tower.num_towers
+    axis = tower.axis_names
+    T = tower.num_towers
     pairs = [(t, (t + 1) % T) for t in range(T) if t != 1]
     groups = [[t for t in range(T) if t % 2 == odd] for odd in range(min(2, T))]
 
@@ -57,7 +58,8 @@ def every_collective(tower, x):
 def every_collective_in_numpy(x):
     """The same of all towers' ``[T, T, 3]``: what all have, and what each has."""
     T = len(x)
-    total, once = x.sum(0), x + (x * x).sum(0)
+    total = x.sum(0)
+    once = x + (x * x).sum(0)
     whole = {
         "psum": total,
         "pmean": x.mean(0),
@@ -142,7 +144,8 @@ OF_ROWS = {
 def test_a_step_is_the_same_wherever_towers_lie(T, D):
     """Each way has parameters of its own, so that one program holds them all."""
     rng = np.random.default_rng(1)
-    x, w = rng.normal(size=(18, 3)) + np.arange(18)[:, None] / 4, rng.uniform(size=18)
+    x = rng.normal(size=(18, 3)) + np.arange(18)[:, None] / 4
+    w = rng.uniform(size=18)
     params = {name: np.float32([0.5, -1, 2 + i]) for i, name in enumerate(OF_ROWS)}
 
     def loss_fn(params, batch, tower):
@@ -203,7 +206,9 @@ def test_derivatives_of_ones_own_go_through_a_call(rule, T, D, jit, batched=Fals
 
         return strategy.call_for_each_tower(tower_fn, tj.PerTower(rows)).values.sum()
 
-    strategy, rows, counts = mirrored(T, D), np.arange(T) + 3.0, np.arange(T) + 1.0
+    strategy = mirrored(T, D)
+    rows = np.arange(T) + 3.0
+    counts = np.arange(T) + 1.0
     got = (jax.jit if jit else lambda f: f)(jax.grad(total))(jnp.float32(rows))
     expected = {
         "jvp": 3 * (counts.sum() + 2 * np.roll(counts, -1)),
@@ -269,9 +274,12 @@ PRODUCTS = {
 
 @pytest.mark.slow
 def test_the_derivative_of_a_sum_of_products_is_one_product():
-    k, rng = 3, np.random.default_rng(0)
+    k = 3
+    rng = np.random.default_rng(0)
     whole = lambda *shape: rng.integers(-5, 5, shape).astype(np.float32)  # noqa: E731
-    x, y, w = whole(k, 4, 6), whole(k, 4, 5), whole(6, 5)
+    x = whole(k, 4, 6)
+    y = whole(k, 4, 5)
+    w = whole(6, 5)
     for name, loss in PRODUCTS.items():
         run = functools.partial(derivative_of_sum, loss, k)
         expected = sum_of_derivatives(loss, w, x, y)
@@ -315,12 +323,14 @@ LOOKS = {
 
 @pytest.mark.slow
 def test_the_derivative_of_a_sum_of_convolutions_and_of_rows_is_one():
-    k, rng = 3, np.random.default_rng(0)
+    k = 3
+    rng = np.random.default_rng(0)
     images = rng.integers(-3, 4, (k, 2, 7, 6, 4)).astype(np.float32)
     ids = rng.integers(-5, 5, (k, 8)).astype(np.int32)
     rows = rng.integers(-5, 6, (k, 8, 3)).astype(np.float32)
     whole = lambda shape: rng.integers(-2, 3, shape).astype(np.float32)  # noqa: E731
-    table, kernel = whole((5, 3)), whole((3, 3, 4, 6))
+    table = whole((5, 3))
+    kernel = whole((3, 3, 4, 6))
     losses = {
         name: (functools.partial(convolved, **options), kernel, (images,))
         for name, options in CONVOLUTIONS.items()
@@ -368,7 +378,9 @@ def with_keys(x, w):
 
 def by_hand(x, w, order):
     """In NumPy: the gradients by w, and the loss, of numbers that nothing rounds."""
-    inputs, slope, grad = [x], x + 1, np.zeros_like(w)
+    inputs = [x]
+    slope = x + 1
+    grad = np.zeros_like(w)
     for i in order:
         inputs.append(inputs[-1] @ w[i] - inputs[-1])
     loss = (inputs.pop() * slope).sum()
@@ -397,7 +409,8 @@ LAYERS = {
 @pytest.mark.slow
 def test_a_derivative_holds_no_gradient_of_each_tower_in_other_programs():
     """Each tower's gradient would be ``[k, 3, 5, 5]``, or ``[k, 5, 5]`` a layer."""
-    k, rng = 4, np.random.default_rng(0)
+    k = 4
+    rng = np.random.default_rng(0)
     x = rng.integers(-2, 3, (k, 6, 5)).astype(np.float32)
     w = rng.integers(-1, 2, (3, 5, 5)).astype(np.float32)
     for name, layers in LAYERS.items():
@@ -407,7 +420,8 @@ def test_a_derivative_holds_no_gradient_of_each_tower_in_other_programs():
 
         run = functools.partial(derivative_of_sum, loss, k)
         compiled = jax.jit(run).lower(w, x).compile()
-        found, text = compiled(w, x), compiled.as_text()
+        found = compiled(w, x)
+        text = compiled.as_text()
         assert f"f32[{k},5,5]" not in text and f"f32[{k},3,5,5]" not in text, name
         if name == "with keys":
             expected = sum_of_derivatives(loss, w, x)
@@ -581,7 +595,8 @@ def test_what_towers_round_is_rounded_by_each():
 @pytest.mark.slow
 def test_a_loop_that_looks_at_its_sum_is_each_towers_own():
     """A carry that is used, counters, what is no sum, and sums of other dtypes."""
-    k, x = 3, np.arange(1.0, 25, dtype=np.float32).reshape(3, 4, 2)
+    k = 3
+    x = np.arange(1.0, 25, dtype=np.float32).reshape(3, 4, 2)
 
     def one(tower_id, x):
         def body(carry, x):
@@ -604,7 +619,8 @@ def test_a_loop_that_looks_at_its_sum_is_each_towers_own():
 
 def used_eqns(jaxpr):
     """Those that something needs, which XLA leaves in."""
-    needed, found = set(jaxpr.outvars), []
+    needed = set(jaxpr.outvars)
+    found = []
     for eqn in reversed(jaxpr.eqns):
         if needed & set(eqn.outvars):
             found.append(eqn)

@@ -18,8 +18,12 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 
 ROOT = pathlib.Path(__file__).parents[1]
-WORDS, LIMIT, RATE = 16, 0.05, 0.1
-COLUMNS, TOKENS, WHOLE = P(None, "model"), P(None, "model"), P()
+WORDS = 16
+LIMIT = 0.05
+RATE = 0.1
+COLUMNS = P(None, "model")
+TOKENS = P(None, "model")
+WHOLE = P()
 SPECS = {"w": COLUMNS, "experts": P("model"), "scale": WHOLE, "router": WHOLE}
 
 
@@ -31,7 +35,8 @@ def start():
 
 def rows():
     rng = np.random.default_rng(1)
-    x, labels = rng.normal(size=(8, 4, 8)), rng.integers(WORDS, size=(8, 4))
+    x = rng.normal(size=(8, 4, 8))
+    labels = rng.integers(WORDS, size=(8, 4))
     later = rng.random((8, 4)) < 0.3  # which tokens count for a second prediction
     return {"x": x, "labels": labels, "counts": rng.random((8, 4)) < 0.7} | {
         "later": later.astype(float)
@@ -135,7 +140,11 @@ def mixed_by_hand(params, batch):
 
 def _more_of_experts(kept, cotangent):
     grads = jax.vjp(lambda params: mixed(params, kept[1]), kept[0])[1](cotangent)[0]
-    part, fn = P("model"), lambda x: x * lax.axis_size("model")
+    part = P("model")
+
+    def fn(x):
+        return x * lax.axis_size("model")
+
     return {**grads, "experts": by_hand(fn, part, part, grads["experts"])}, None
 
 
@@ -187,7 +196,8 @@ def divided_by_devices(params, batch):
     return by_hand(lambda x: x / lax.axis_size("model"), WHOLE, WHOLE, losses)
 
 
-PROOF, AUDIT = tj.ReplicationError, tj.testing.SplitError
+PROOF = tj.ReplicationError
+AUDIT = tj.testing.SplitError
 # By the thread and its number of a finding: for whole arrays, by hand, and who says so.
 CASES = {
     "#7452, 1": (smoothed, smoothed_by_own_words, PROOF),
@@ -205,7 +215,8 @@ def step_of(losses, within=None, weight="counts", times=0):
     """The losses are weighed by a share of all tokens, added up so many times."""
 
     def loss_fn(params, batch, tower):
-        found, count = losses(params, batch), batch["counts"].sum()
+        found = losses(params, batch)
+        count = batch["counts"].sum()
         for _ in range(times):
             count = tower.reduce(tj.Reduction.SUM, count)
         found = found * count if times else found

@@ -16,7 +16,8 @@ import pytest
 import towerjax as tj
 
 ROOT = pathlib.Path(__file__).parents[1]
-RATE, STEPS = 0.3, 3
+RATE = 0.3
+STEPS = 3
 pytestmark = pytest.mark.slow
 
 
@@ -28,8 +29,10 @@ def example(name):
         sys.path.remove(str(ROOT / "examples"))
 
 
-tensor, experts = example("tensor_parallel"), example("experts")
-context, vocabulary = example("context_parallel"), example("vocabulary")
+tensor = example("tensor_parallel")
+experts = example("experts")
+context = example("context_parallel")
+vocabulary = example("vocabulary")
 
 
 def mean(losses, batch):
@@ -95,7 +98,8 @@ def chosen_by(probs, lengths):
 
 
 def of_experts(params, batch, chosen):
-    (best, taken, share), x = chosen, batch["x"]
+    (best, taken, share) = chosen
+    x = batch["x"]
     probs = jax.nn.softmax(x @ params["router"])
     gates = jnp.take_along_axis(probs, best, -1)
     gates = taken * gates / gates.sum(-1, keepdims=True)
@@ -110,7 +114,8 @@ def of_experts(params, batch, chosen):
 
 
 def of_vocabulary(params, batch):
-    tokens, table = batch["tokens"], params["table"]
+    tokens = batch["tokens"]
+    table = params["table"]
     x = jnp.tanh(table[tokens[:, :-1]] @ params["mix"])
     labels = np.eye(vocabulary.WORDS)[tokens[:, 1:]]
     labels = optax.smooth_labels(labels, vocabulary.SMOOTH)
@@ -128,7 +133,8 @@ CASES = {
     "words by hand": (
         vocabulary, vocabulary.loss_by(vocabulary.by_hand), of_vocabulary),
 }  # fmt: skip
-TWO, ONE = {"towers": 2}, {"towers": 1}
+TWO = {"towers": 2}
+ONE = {"towers": 1}
 IN_PARTS = {"towers": 4, "state": "sharded"}  # towers that share a group of devices
 # Each program on two towers, proved or audited, and in another layout.
 LAYOUTS = {
@@ -147,7 +153,8 @@ def given(program):
 
 
 def how(program):
-    rows, specs = getattr(program, "ROWS_ALONG", None), getattr(program, "SPECS", None)
+    rows = getattr(program, "ROWS_ALONG", None)
+    specs = getattr(program, "SPECS", None)
     return {"within": program.WITHIN, "rows": rows, "specs": specs}
 
 
@@ -156,7 +163,8 @@ def by_one_device(program, loss):
     """The loss before each step of SGD, and the parameters after it."""
     params, batch = given(program)
     of = jax.jit(lambda p, *more: jax.value_and_grad(loss)(p, batch, *more))
-    losses, states = [], [params]
+    losses = []
+    states = [params]
     for _ in range(STEPS):
         more = ()
         if program is experts:  # which tokens go where has no gradient
@@ -165,7 +173,8 @@ def by_one_device(program, loss):
             assert not more[0][1].all() or losses, "no expert is full"
         value, grads = of(params, *more)
         params = {k: np.asarray(x - RATE * grads[k]) for k, x in params.items()}
-        losses, states = [*losses, float(value)], [*states, params]
+        losses = [*losses, float(value)]
+        states = [*states, params]
     return losses, states
 
 

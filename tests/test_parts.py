@@ -128,9 +128,12 @@ def times(jaxpr):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_communicates_where_it_must(name):
     program, expected, given, wanted, exact, alike = PROGRAMS[name]
-    rng, env = np.random.default_rng(0), [(DEVICE_AXIS, D)]
-    w, x = rng.integers(-2, 3, (4, 4)), rng.integers(-2, 3, (D, 4, 4))
-    w, x = w.astype(np.float32), x.astype(np.float32)
+    rng = np.random.default_rng(0)
+    env = [(DEVICE_AXIS, D)]
+    w = rng.integers(-2, 3, (4, 4))
+    x = rng.integers(-2, 3, (D, 4, 4))
+    w = w.astype(np.float32)
+    x = x.astype(np.float32)
     x = np.stack([x[0]] * D) if alike else x
     _, out = jax.make_jaxpr(program, axis_env=env, return_shape=True)(w, x[0])
     leaves, made = jax.tree.flatten(out)
@@ -262,16 +265,21 @@ def gradient(loss, w, x):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_derivative_communicates_where_it_must(name):
-    loss, rng, env = LOSSES[name], np.random.default_rng(0), [(DEVICE_AXIS, D)]
-    w, x = rng.normal(size=(4, 4, 4)), rng.normal(size=(D, 4, 4))
-    w, x = w.astype(np.float32), x.astype(np.float32)
+    loss = LOSSES[name]
+    rng = np.random.default_rng(0)
+    env = [(DEVICE_AXIS, D)]
+    w = rng.normal(size=(4, 4, 4))
+    x = rng.normal(size=(D, 4, 4))
+    w = w.astype(np.float32)
+    x = x.astype(np.float32)
     parts = np.stack(np.split(w, D, loss.dim))
     run = lambda w, x: jax.tree.leaves(gradient(loss, w, x))[0]  # noqa: E731
     jaxpr = jax.make_jaxpr(run, axis_env=env)(parts[0], x[0])
     found = jax.vmap(run, axis_name=DEVICE_AXIS)(parts, x)
     each = jax.vmap(jax.grad(loss.fn), (None, 0))(w, x)
     if loss.is_alone:
-        found, each = np.concatenate(found, loss.dim), each.sum(0)
+        found = np.concatenate(found, loss.dim)
+        each = each.sum(0)
     np.testing.assert_allclose(found, each, rtol=1e-4, atol=1e-5)
     assert times(jaxpr.jaxpr) == loss.expected
 
@@ -294,8 +302,10 @@ OWN = {
 def test_an_own_gradient_is_scattered_where_it_must(name):
     """A gradient that a tower takes itself, and of which a step needs the sum."""
     fn, dim, expected = OWN[name]
-    rng, env = np.random.default_rng(0), [(DEVICE_AXIS, D)]
-    w, x = rng.normal(size=(4, 4, 4)), rng.normal(size=(D, 4, 4))
+    rng = np.random.default_rng(0)
+    env = [(DEVICE_AXIS, D)]
+    w = rng.normal(size=(4, 4, 4))
+    x = rng.normal(size=(D, 4, 4))
     parts = np.stack(np.split(w, D, dim))
 
     def run(w, x):
@@ -311,7 +321,8 @@ def test_an_own_gradient_is_scattered_where_it_must(name):
 
 def test_gradients_of_what_is_cast_are_added_in_the_bits_of_the_parameter():
     loss = Loss(lambda w, x: (half(w[0]) * half(x)).sum().astype(jnp.float32), "")
-    w, each = jnp.zeros((D, 4, 2, 4)), jnp.array([256.0, 1.0])
+    w = jnp.zeros((D, 4, 2, 4))
+    each = jnp.array([256.0, 1.0])
     x = jnp.broadcast_to(each[:, None, None], (D, 4, 4))
     run = lambda w, x: gradient(loss, w, x).part  # noqa: E731
     found = jax.vmap(run, axis_name=DEVICE_AXIS)(w, x)

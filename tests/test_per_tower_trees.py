@@ -14,7 +14,8 @@ R = tj.Reduction
 
 
 def test_results_of_map_that_are_trees_are_reduced():
-    strategy, elements = mirrored(4, 2), [1.0, 2.0, 3.0, 4.0]
+    strategy = mirrored(4, 2)
+    elements = [1.0, 2.0, 3.0, 4.0]
     results = strategy.map(lambda e: {"x": e, "y": [e * np.ones(2)]}, elements)
     total = strategy.reduce(R.SUM, results)
     assert total["x"].tolist() == [10.0] and total["y"][0].tolist() == [[10.0, 10.0]]
@@ -24,7 +25,8 @@ def test_what_has_no_elements_is_reduced_in_a_tower():
     def tower_fn(tower, x):
         return [tower.reduce(r, x) for r in (R.SUM, R.MEAN, R.ONLY_FIRST_TOWER)]
 
-    shared, own = np.zeros((0, 3), np.int8), tj.PerTower(np.zeros((2, 0, 3), np.int8))
+    shared = np.zeros((0, 3), np.int8)
+    own = tj.PerTower(np.zeros((2, 0, 3), np.int8))
     for x in (shared, own):
         out = mirrored(2).call_for_each_tower(tower_fn, x)
         assert [(x.shape, str(x.dtype)) for x in out] == [
@@ -79,8 +81,10 @@ class Moments(NamedTuple):
 
 @pytest.mark.parametrize("tree", [lambda a, b: [a, b], Moments])
 def test_a_list_and_a_named_tuple_are_trees_whatever_their_length(tree):
-    a, b = np.float32([1, 3]), np.float32([39, 3])
-    strategy, value = mirrored(2), tj.PerTower(tree(a, b))
+    a = np.float32([1, 3])
+    b = np.float32([39, 3])
+    strategy = mirrored(2)
+    value = tj.PerTower(tree(a, b))
     out = strategy.reduce(R.SUM, value)
     assert type(out) is type(value.values) and [*map(float, out)] == [4, 42]
     assert strategy.unwrap(value) == [tree(1, 39), tree(3, 3)]

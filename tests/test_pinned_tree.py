@@ -37,8 +37,10 @@ def test_calls_are_inlined_and_equal_operations_of_a_computation_merged():
         each = jax.lax.map(lambda row: divided(row, 2.0) + jnp.arange(8.0), x[None])
         return twice + each[0] + jnp.arange(8.0) + jax.lax.cond(x[0] > 0, hard, soft, x)
 
-    hard, soft = jax.jit(jnp.sin), jax.jit(lambda x: jnp.sin(x) / jnp.sin(x))
-    lowered, x = jax.jit(fn).lower(jnp.arange(8.0)), np.arange(8, dtype=np.float32)
+    hard = jax.jit(jnp.sin)
+    soft = jax.jit(lambda x: jnp.sin(x) / jnp.sin(x))
+    lowered = jax.jit(fn).lower(jnp.arange(8.0))
+    x = np.arange(8, dtype=np.float32)
     inline_and_merge(lowered)
     text = lowered.as_text()
     assert "call @" not in text and text.count("func.func") == 1

@@ -161,7 +161,8 @@ def test_an_unknown_function_of_equals_is_the_same_and_of_others_is_not():
 
 def test_code_that_a_primitive_hides_may_be_that_primitive():
     """It is opened as often as its params differ, and not for ever."""
-    primitive, opened = made_up("towerjax_test_nested"), []
+    primitive = made_up("towerjax_test_nested")
+    opened = []
 
     def code(x, code, left):
         opened.append(left)
@@ -326,7 +327,8 @@ class TimesId(HiPrimitive):
     """What its class says that it does is in no jaxpr."""
 
     def __init__(self, aval, reduced):
-        self.in_avals, self.out_aval = (aval,), aval
+        self.in_avals = (aval,)
+        self.out_aval = aval
         self.params = {"reduced": reduced, "shown": jax.make_jaxpr(jnp.tanh)(aval)}
         super().__init__()
 

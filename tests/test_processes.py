@@ -64,7 +64,8 @@ def test_two_processes_train_to_the_bits_of_one(alone, together):
 
     Of micro-batches in bfloat16, and several steps a program.
     """
-    one, results = alone["plain"], [each["plain"] for each in together]
+    one = alone["plain"]
+    results = [each["plain"] for each in together]
     assert (one["steps"], one["examples"], one["seen"]) == (15, 303, [3.0] * 101)
     assert one["loss"][-1] < 0.5 * one["loss"][0]
     for result in results:
@@ -271,7 +272,8 @@ def test_one_line_tells_of_a_peer_that_is_late(monkeypatch, capfd):
     class Client:
         """Of the coordinator: the other's value comes in the 13th second."""
 
-        asked, key_value_set = 0, staticmethod(lambda key, value: None)
+        asked = 0
+        key_value_set = staticmethod(lambda key, value: None)
 
         def blocking_key_value_get(self, key, milliseconds):
             assert milliseconds == 1000

@@ -79,7 +79,8 @@ def test_what_depends_on_the_split_is_not_proved_of_a_symbol(name):
 
 def test_programs_that_compute_of_other_values_are_not_proved():
     def fn(params, batch, tower):
-        x, y = batch["x"][:, 0], batch["y"]
+        x = batch["x"][:, 0]
+        y = batch["y"]
         first, second = (x, y) if tower.num_towers == 1 else (y, x)
         return tj.Sum((jnp.tanh(first) + 2 * jnp.tanh(second)).sum())
 
@@ -235,7 +236,8 @@ def test_powers_of_a_product_are_added():
 def test_dims_that_differ_are_those_of_rows_or_towers():
     sizes = Sizes((1, 2), (8, 4))
     shape = jax.ShapeDtypeStruct
-    first, second = shape((3, 8), "f"), shape((3, 4), "f")
+    first = shape((3, 8), "f")
+    second = shape((3, 4), "f")
     assert sizes.axes(first, second) == (1, None)
     assert sizes.axes(shape((1, 24), "f"), shape((2, 12), "f")) == (1, 0)
     with pytest.raises(ProgramsDifferError, match="no number of rows"):

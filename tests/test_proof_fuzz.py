@@ -14,7 +14,8 @@ from towerjax.proof import analysis
 from towerjax.proof.analysis import analyse
 
 pytestmark = pytest.mark.slow
-AXIS, T = "device", 4
+AXIS = "device"
+T = 4
 ROWS = [[0, 1], [2, 3]]
 COLUMNS = [[0, 2], [1, 3]]
 UNEVEN = [[0], [1, 2, 3]]
@@ -25,7 +26,8 @@ class Draw:
     """What a step of a program draws: a value, one of several, a number below one."""
 
     def __init__(self, rng, values):
-        self.rng, self.values = rng, values
+        self.rng = rng
+        self.values = values
 
     def value(self):
         """The last ones are likelier, so that programs grow deep."""
@@ -56,12 +58,16 @@ def scattered(d):
 
 
 def branched_with_a_sum(d):
-    predicate, first, second = lax.pmax(d.value()[0], AXIS) > 0, d.value(), d.value()
+    predicate = lax.pmax(d.value()[0], AXIS) > 0
+    first = d.value()
+    second = d.value()
     return lax.cond(predicate, lambda: jnp.tanh(lax.psum(first, AXIS)), lambda: second)
 
 
 def scanned(d):
-    start, row, meets = d.value(), d.value(), d.below(3) == 1
+    start = d.value()
+    row = d.value()
+    meets = d.below(3) == 1
 
     def body(carry, x):
         a, b = carry
@@ -81,12 +87,14 @@ def looped(bound, step, start):
 
 
 def looped_alone(d):
-    bound, step = jnp.abs(d.value()[0]) % 3, d.value()
+    bound = jnp.abs(d.value()[0]) % 3
+    step = d.value()
     return looped(bound, lambda x: jnp.tanh(x + step), d.value())
 
 
 def looped_with_a_sum(d):
-    bound, step = lax.pmin(jnp.abs(d.value()[0]) % 3, AXIS), d.value()
+    bound = lax.pmin(jnp.abs(d.value()[0]) % 3, AXIS)
+    step = d.value()
     return looped(bound, lambda x: lax.pmean(x * step, AXIS), d.value())
 
 
@@ -99,7 +107,8 @@ crooked.defvjp(lambda a, b: (a * 2, b), lambda b, g: (g * b, jnp.zeros_like(b)))
 
 
 def derived(d):
-    a, b = d.value(), d.value()
+    a = d.value()
+    b = d.value()
     of_a = d.of(
         lambda a: jnp.sum(crooked(a, b)),
         lambda a: jnp.sum(jax.checkpoint(lambda a: jnp.tanh(a * b) ** 2)(a)),
@@ -109,12 +118,14 @@ def derived(d):
 
 
 def in_jit(d):
-    a, b = d.value(), d.value()
+    a = d.value()
+    b = d.value()
     return d.of(*jax.jit(lambda a: (jnp.tanh(lax.psum(a, AXIS)), a * b))(a))
 
 
 def in_memory(d):
-    ref, value = jax.new_ref(d.value()), d.value()
+    ref = jax.new_ref(d.value())
+    value = d.value()
     if d.below(2):
         ref[...] = value
     else:
@@ -196,7 +207,8 @@ def test_what_a_walk_passes_by_changes_no_answer(monkeypatch):
 
 def data(seed):
     rng = np.random.default_rng([seed, 1])
-    w, x = rng.normal(size=T), rng.normal(size=(T, T))
+    w = rng.normal(size=T)
+    x = rng.normal(size=(T, T))
     return w.astype(np.float32), x.astype(np.float32)
 
 
@@ -220,7 +232,8 @@ def fuzz(seeds, num_data=10):
 
 
 def check(counts):
-    mirrored, differing = counts[True, True], counts[False, False]
+    mirrored = counts[True, True]
+    differing = counts[False, False]
     total = sum(counts.values())
     # Not vacuous: much of each kind. Not useless: it rarely misses what is the same.
     assert mirrored > 0.2 * total and differing > 0.2 * total

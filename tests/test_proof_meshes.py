@@ -238,7 +238,8 @@ def ref():
 
 
 def ragged(w, batch, tower):
-    n, matrices = len(batch["y"]), w[None, :, None] * jnp.ones((2, 4, 1))
+    n = len(batch["y"])
+    matrices = w[None, :, None] * jnp.ones((2, 4, 1))
     return lax.ragged_dot(batch["x"], matrices, jnp.array([1, n - 1], np.int32))[:, 0]
 
 
@@ -288,7 +289,8 @@ SAYS = {
 def test_what_towers_cannot_run_is_refused(name):
     ref()  # made outside of the step
     of_tower, strategy = TOWERS[name]
-    step, text = build(of_tower, **strategy), SAYS[name.split(",")[0]]
+    step = build(of_tower, **strategy)
+    text = SAYS[name.split(",")[0]]
     with pytest.raises(ValueError, match=text):
         step.check(PARAMS, BATCH)
     with pytest.raises(ValueError, match=text):

@@ -95,7 +95,8 @@ FACTORIES = dict(factories())
 
 
 def made(name):
-    function, given = FACTORIES[name], ARGUMENTS.get(name)
+    function = FACTORIES[name]
+    given = ARGUMENTS.get(name)
     if given is None:
         every = inspect.signature(function).parameters.values()
         needed = [p for p in every if p.default is p.empty and p.kind < p.VAR_KEYWORD]
@@ -247,8 +248,10 @@ TAKEN = [name for name in FACTORIES if name not in REFUSED]
 
 def operations(name):
     """Each that its update has, with the dtype it gives; and its state's dtypes."""
-    optimizer, extra = made(name), {} if name == "sam" else {"value": jnp.float32(1)}
-    optimizer, params = optax.with_extra_args_support(optimizer), params_of(name)
+    optimizer = made(name)
+    extra = {} if name == "sam" else {"value": jnp.float32(1)}
+    optimizer = optax.with_extra_args_support(optimizer)
+    params = params_of(name)
 
     def begun(params):
         return params, optimizer.init(params)
@@ -297,7 +300,8 @@ def test_transformations_of_optax_train_as_with_plain_optax():
 
     with jax.numpy_rank_promotion("allow"):
         optimizer = side_by_side({name: made(name) for name in names})
-        expected, state = params, optimizer.init(params)
+        expected = params
+        state = optimizer.init(params)
         for _ in range(STEPS):
             expected, state = by_hand(expected, state)
         optimizer = side_by_side({name: made(name) for name in names})

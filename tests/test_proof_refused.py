@@ -195,7 +195,8 @@ def test_forces_of_a_share_or_of_ones_own_rows_are_those_of_one_tower(energy):
         return tj.Weighted.mean(squares, tower.weight)
 
     rng = np.random.default_rng(0)
-    w, x = rng.normal(size=3), rng.normal(size=(13, 3))
+    w = rng.normal(size=3)
+    x = rng.normal(size=(13, 3))
 
     def of_one(w):  # in NumPy's float64
         forces = (1 - np.tanh(x @ w) ** 2)[:, None] * w

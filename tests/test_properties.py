@@ -57,7 +57,8 @@ def batch_of(seed, size):
 def test_a_fitted_batch_has_every_row_once_and_in_order(
     seed, size, towers, parts, remainder, times
 ):
-    batch, shares = batch_of(seed, size), towers * parts
+    batch = batch_of(seed, size)
+    shares = towers * parts
     shared_by = Shares(towers, parts, 1)
     full = times * shares
     over = size % shares
@@ -153,7 +154,8 @@ def whole_sum(rows, dtype):
 def check_reduced(reduction, values, found):
     assert found.keys() == values.keys()
     for name, rows in values.items():
-        x, number = np.asarray(found[name]), len(rows)
+        x = np.asarray(found[name])
+        number = len(rows)
         assert x.shape == rows.shape[1:], name
         whole = rows.dtype.kind in "biu"
         if reduction is R.ONLY_FIRST_TOWER:
@@ -251,7 +253,8 @@ leaf_kinds = st.sampled_from(["own", "shared", "ragged", "text", "number", "equa
 @few(40)
 @given(trees(leaf_kinds), st.sampled_from([2, 3, 1]), seeds)
 def test_what_is_regrouped_is_selected_again(tree, towers, seed):
-    rng, shared = np.random.default_rng(seed), np.arange(3)
+    rng = np.random.default_rng(seed)
+    shared = np.arange(3)
 
     def leaf(kind, tower):
         return {

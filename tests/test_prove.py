@@ -15,8 +15,10 @@ from layouts import cases
 
 import towerjax as tj
 
-W, X = np.ones(3, np.float32), np.ones((8, 3), np.float32)
-SHARED, SPLIT = P(), P("i")
+W = np.ones(3, np.float32)
+X = np.ones((8, 3), np.float32)
+SHARED = P()
+SPLIT = P("i")
 
 
 def mapped(fn, mesh=None, ins=(SHARED, SPLIT), out=SHARED, **options):
@@ -349,7 +351,8 @@ def test_settings_of_which_devices_have_the_same_are_copies():
         return w - rate * lax.pmean(jax.grad(loss)(w, x), "i") + noise
 
     fn = jax.pmap(step, axis_name="i")
-    args, rates = (STATE["w"], BATCH), np.full(4, 0.1, np.float32)
+    args = (STATE["w"], BATCH)
+    rates = np.full(4, 0.1, np.float32)
     keys = jnp.stack([jax.random.PRNGKey(0)] * 4)
     assert tj.testing.prove(fn, *args, rates, keys).copies == 1
     assert not tj.testing.prove(fn, *args, rates, keys).notes

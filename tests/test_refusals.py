@@ -17,8 +17,10 @@ import towerjax as tj
 from towerjax.step.look.comparison import Finding, SplitError
 from towerjax.step.state.faults import Differing, Place
 
-R, ops = tj.Reduction, tj.collectives
-ONE, TWO = np.ones(2, np.float32), tj.PerTower(np.float32([1, 2]))
+R = tj.Reduction
+ops = tj.collectives
+ONE = np.ones(2, np.float32)
+TWO = tj.PerTower(np.float32([1, 2]))
 OWN = dict(reduction=R.SUM, tower_local=True)
 
 
@@ -114,9 +116,12 @@ CONSTANT = (r"A constant value 5.0 cannot be reduced with the given aggregation 
     r"Reduction\.SUM of variable 'v': it is the same on all 2 towers. Create the "
     r"variable with MEAN or ONLY_FIRST_TOWER, and assign the value itself\.")
 # fmt: on
-SHAPE, PAIRS, NO_ROW = (6, 2), np.ones((2, 2), np.float32), "IndexedRows.indices has {}"
+SHAPE = (6, 2)
+PAIRS = np.ones((2, 2), np.float32)
+NO_ROW = "IndexedRows.indices has {}"
 NO_ROW += ", but the array has 6 rows, from 0 to 5."
-TABLE, FACTORED = PAIRS[[0] * 6], optax.adafactor(0.1, min_dim_size_to_factor=2)
+TABLE = PAIRS[[0] * 6]
+FACTORED = optax.adafactor(0.1, min_dim_size_to_factor=2)
 KEPT = "grads['a'] is of rows, but the optimizer keeps {} for it, whose shape"
 
 
@@ -565,7 +570,8 @@ def test_a_variable_that_the_steps_of_a_loop_close_over_is_told():
 
 def test_a_name_of_tensorflow_that_is_missing_says_what_to_write():
     strategy = mirrored(4, 2)
-    v, each = strategy.create_var("v", 1.0), tj.PerTower(np.ones(2, np.float32))
+    v = strategy.create_var("v", 1.0)
+    each = tj.PerTower(np.ones(2, np.float32))
     local = strategy.create_var("l", 1.0, reduction=R.MEAN, tower_local=True)
     cases = [
         (lambda: strategy.scope(), "docs/mirrored_strategy.md"),
@@ -602,7 +608,8 @@ def test_a_merge_function_reduces_what_it_is_given():
 def test_a_reduction_that_is_added_to_the_others_is_nowhere_a_sum():
     greatest = object.__new__(R)
     greatest._name_ = greatest._value_ = "MAX"
-    strategy, x = mirrored(4, 2), np.float32([1, 5, 2, 3])
+    strategy = mirrored(4, 2)
+    x = np.float32([1, 5, 2, 3])
     mirrored_var = tj.towers.MirroredVar(np.float32(1), greatest, name="v")
     own = tj.TowerLocal(x, greatest, name="n")
 

@@ -47,7 +47,9 @@ def checkout(tmp_path):
     for folder in (".ci", "towerjax/types"):
         (tmp_path / folder).mkdir(parents=True)
     shutil.copy(ROOT / ".ci/release", tmp_path / ".ci/release")
-    release.git, release.again, release.folder = git, again, tmp_path
+    release.git = git
+    release.again = again
+    release.folder = tmp_path
     return release
 
 

@@ -17,9 +17,13 @@ from refusals import refused
 
 import towerjax as tj
 
-est, partial = tj.estimator, functools.partial
-Kind, Spec, Mean = est.LossReduction, est.ModelSpec, tj.Weighted.mean
-EXACT, OPTIMIZER = Kind.SUM_BY_NONZERO_WEIGHTS, est.TowerOptimizer(optax.sgd(0.1))
+est = tj.estimator
+partial = functools.partial
+Kind = est.LossReduction
+Spec = est.ModelSpec
+Mean = tj.Weighted.mean
+EXACT = Kind.SUM_BY_NONZERO_WEIGHTS
+OPTIMIZER = est.TowerOptimizer(optax.sgd(0.1))
 TRAIN, EVAL, PREDICT = est.Mode
 HERE = r"test_replicate_bad_input\.py:\d+"
 NUMBERS = np.random.default_rng(0)
@@ -156,7 +160,8 @@ def careless(culprit, mode):
         if mode is EVAL:
             return {**found, "eval_metrics": {"m": Mean(x, weights["metric"])}}
         _, after = OPTIMIZER.minimize(partial(loss, "train_op"), v)
-        mean, old = Mean(x[:, 0], weights["local"]).value, v.local["n"]
+        mean = Mean(x[:, 0], weights["local"]).value
+        old = v.local["n"]
         new = {"n": dataclasses.replace(old, value=mean + old.value)}
         return {**found, "train_op": dataclasses.replace(after, local=new)}
 
@@ -375,7 +380,8 @@ def test_what_is_no_mistake_runs():
     for kind in ("scalar", "stopped"):
         assert meeting(kind)().train_op is not None
     assert forgotten(1, 1)().train_op is not None  # on one tower nothing is shared
-    w, (x, y) = start().params["w"], (X[:4], Y[:4])
+    w = start().params["w"]
+    (x, y) = (X[:4], Y[:4])
     together = call(in_a_jit, devices=1)().train_op.params["w"]
     np.testing.assert_allclose(together, w - 0.2 * x.T @ (x @ w - y) / 4, rtol=1e-5)
 
@@ -401,7 +407,8 @@ def test_a_batch_that_changes_is_refused_saying_what(compiled):
 
 
 def test_copies_of_two_towers_become_those_of_four():
-    two, four = replicated().init(start(local=LOCAL)), replicated(towers=4).strategy
+    two = replicated().init(start(local=LOCAL))
+    four = replicated(towers=4).strategy
     saved = tj.towers.saved_values(two)
     moved = tj.towers.restored_values(four, two, saved)
     assert moved.local["n"].value.shape == (4, 3)

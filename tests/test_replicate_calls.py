@@ -16,7 +16,8 @@ import towerjax as tj
 from towerjax.estimator.model_fn import ModelFn, static_keys
 
 Kind = tj.estimator.LossReduction
-SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
+SUM = Kind.SUM
+EXACT = Kind.SUM_BY_NONZERO_WEIGHTS
 OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
 
@@ -76,7 +77,8 @@ def test_no_predictions_come_back_where_none_are_made():
 
 def test_features_and_labels_are_any_trees():
     def fn(features, labels, tower):
-        a, (b, c) = features["a"], features["rest"]
+        a = features["a"]
+        (b, c) = features["rest"]
         assert a.shape[0] == b.shape[0] == labels[0]["y"].shape[0] <= 6
         total = a.sum(1) + b + c[:, 0, 0] + labels[0]["y"]
         tree = {"a": a, "rest": [b, c]}
@@ -85,7 +87,10 @@ def test_features_and_labels_are_any_trees():
         outputs = {"total": total, "tree": tree, "thrice": thrice, "pairs": pairs}
         return {"predictions": outputs}
 
-    a, b, c, y = rows(5, 2), rows(5, seed=1), rows(5, 2, 3, seed=2), rows(5, seed=3)
+    a = rows(5, 2)
+    b = rows(5, seed=1)
+    c = rows(5, 2, 3, seed=2)
+    y = rows(5, seed=3)
     features = {"a": a, "rest": (b, c)}
     found = predicting(fn, towers(4, 2), features, [{"y": y}]).predictions
     expected = a.sum(1) + b + c[:, 0, 0] + y
@@ -192,7 +197,9 @@ def test_hooks_come_back_from_every_mode():
 @pytest.mark.slow
 def test_one_tower_alone_is_neither_split_nor_scaled():
     # A Weighted loss says what it is divided by, under any reduction.
-    x, y, w = rows(5, 3), rows(5, seed=1), np.asarray(start().params["w"])
+    x = rows(5, 3)
+    y = rows(5, seed=1)
+    w = np.asarray(start().params["w"])
     errors = x @ w - y
     expected = w - 0.1 * 2 * (x * errors[:, None]).mean(0)
     for kind, compat in ((SUM, "tf1"), (tj.estimator.LossReduction.MEAN, None)):
@@ -258,7 +265,8 @@ def test_params_and_config_come_only_where_they_are_named():
         (reordered, {"config": 3}, 3),
     ]:
         seen.clear()
-        wrapped, args = ModelFn.of(fn), {"params": None, "config": None, **arguments}
+        wrapped = ModelFn.of(fn)
+        args = {"params": None, "config": None, **arguments}
         batch = {"features": {"x": rows(4)}}
         wrapped.call(None, batch, tj.estimator.Mode.PREDICT, "tower", args)
         assert seen == [expected]
@@ -276,7 +284,8 @@ def test_each_trace_has_params_of_its_own():
     class Config:
         rate = 1
 
-    params, config = {"list": [1]}, Config()
+    params = {"list": [1]}
+    config = Config()
     model = tj.estimator.replicate_model_fn(model_fn, devices=towers(1), max_programs=2)
     for size in (4, 6, 4):
         model(
@@ -352,7 +361,8 @@ def alive(tree):
 def test_only_what_lies_on_the_towers_is_donated(count, devices, donate, executor):
     strategy = towers(count, devices, executor=executor)
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy, donate=donate)
-    x, y = rows(8, 3), rows(8, seed=1)
+    x = rows(8, 3)
+    y = rows(8, seed=1)
     host = jax.device_get(start())
     kept = copy.deepcopy(jax.tree.map(np.asarray, host.params))
     made = start()
@@ -391,7 +401,8 @@ def test_an_array_that_is_there_twice_is_not_donated(placement, kind):
     variables = model.init(tj.TrainState.create(pair, OPTIMIZER))
     online = variables.params["online"]
     both = dataclasses.replace(variables, params={"online": online, "target": online})
-    x, y = rows(4, 3), rows(4)
+    x = rows(4, 3)
+    y = rows(4)
     with pytest.raises(ValueError, match="target.*is the same array as.*online"):
         if kind == "call":
             model(both, x, y)

@@ -19,7 +19,8 @@ SGD = tj.estimator.TowerOptimizer(optax.sgd(RATE, momentum=0.5))
 
 def batch(size, number=0):
     weight = np.linspace(0.1, 2, size, dtype=np.float32)
-    x, y = rows(size, 8, seed=number), rows(size, seed=number + 50)
+    x = rows(size, 8, seed=number)
+    y = rows(size, seed=number + 50)
     return {"features": {"x": x, "weight": weight}, "labels": y}
 
 
@@ -48,9 +49,12 @@ def replicated(count, devices, local="vmap", *, fn=model_fn, state="mirrored"):
 
 def by_numpy(batches):
     """Parameters and losses in float64."""
-    w, trace, losses = rows(8, seed=3).astype(float), 0.0, []
+    w = rows(8, seed=3).astype(float)
+    trace = 0.0
+    losses = []
     for one in batches:
-        x, y = one["features"]["x"].astype(float), one["labels"].astype(float)
+        x = one["features"]["x"].astype(float)
+        y = one["labels"].astype(float)
         weight = one["features"]["weight"].astype(float)
         errors = x @ w - y
         losses.append((weight * errors**2).sum() / weight.sum())
@@ -62,7 +66,8 @@ def by_numpy(batches):
 def averaging(variables, features, labels, mode, tower):
     """Moving averages that all towers share: of their rows, of the parameters."""
     spec = model_fn(variables, features, labels, mode, tower)
-    weight, before = tower.weight * features["weight"], tower.extra
+    weight = tower.weight * features["weight"]
+    before = tower.extra
     mean = 0.9 * before["mean"] * weight.sum() + 0.1 * weight @ features["x"]
     extra = {
         "mean": tj.Weighted(mean, weight.sum()),
@@ -193,7 +198,8 @@ def in_layers(aux_weight, calls):
 @pytest.mark.parametrize("aux_weight", [0.0, 0.5])
 def test_towers_of_a_device_share_one_gradient(aux_weight):
     """Of one mean or several, of a function that is called once."""
-    calls, size = [], 128
+    calls = []
+    size = 128
     model = replicated(8, 1, fn=in_layers(aux_weight, calls))
     params = [rows(size, size, seed=i) for i in range(3)]
     state = model.init(tj.TrainState.create(params, SGD))
@@ -206,7 +212,8 @@ def test_towers_of_a_device_share_one_gradient(aux_weight):
 
 @pytest.mark.slow
 def test_a_loss_of_several_means_is_audited():
-    model, size = replicated(2, 1, fn=in_layers(0.5, [])), 8
+    model = replicated(2, 1, fn=in_layers(0.5, []))
+    size = 8
     state = model.init(tj.TrainState.create([rows(size, size)], SGD))
     report = model.train_step().audit(state, {"features": rows(8, size)})
     assert {"loss", "minimized", "gradient[0]"} <= {*report.compared}, report
@@ -315,7 +322,8 @@ def test_an_evaluation_sees_local_variables_as_they_are_read():
     seen = []
 
     def fn(variables, features, labels, mode, tower):
-        own, mean = tower.local["own"], tower.local["mean"]
+        own = tower.local["own"]
+        mean = tower.local["mean"]
         seen.append((own, mean.dtype, variables.local["own"].value))
         return tj.estimator.ModelSpec(mode, predictions={"mean": features + mean})
 

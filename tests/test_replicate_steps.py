@@ -16,14 +16,16 @@ from towerjax.estimator.replicate import _SPEC_PARTS
 from towerjax.estimator.variables import variable_devices
 
 Kind = tj.estimator.LossReduction
-SUM, EXACT = Kind.SUM, Kind.SUM_BY_NONZERO_WEIGHTS
+SUM = Kind.SUM
+EXACT = Kind.SUM_BY_NONZERO_WEIGHTS
 MOMENTUM = tj.estimator.TowerOptimizer(optax.sgd(0.05, momentum=0.9))
 PLACEMENTS = list(tj.estimator.VariablePlacement)
 WIDTH = 7  # a size that nothing else here has
 
 
 def batch(size, number=0):
-    x, y = rows(size, WIDTH, seed=number), rows(size, seed=number + 50)
+    x = rows(size, WIDTH, seed=number)
+    y = rows(size, seed=number + 50)
     return {"features": {"x": x, "weight": np.abs(rows(size, seed=9))}, "labels": y}
 
 
@@ -97,7 +99,9 @@ BATCHES = [batch(8, 0), batch(8, 1), batch(5, 2), batch(8, 3)]
 
 
 def by_calls(model, batches=BATCHES, reduction=EXACT):
-    variables, losses, means = model.init(start()), [], []
+    variables = model.init(start())
+    losses = []
+    means = []
     for one in batches:
         spec = model(variables, one["features"], one["labels"])
         variables = spec.train_op
@@ -134,9 +138,13 @@ def test_a_key_that_model_fn_splits_is_another_one_each_step():
             mode, loss=loss, train_op=dataclasses.replace(after, rng=key)
         )
 
-    w, key, losses = rows(WIDTH, seed=3).astype(np.float64), jax.random.key(0), []
+    w = rows(WIDTH, seed=3).astype(np.float64)
+    key = jax.random.key(0)
+    losses = []
     model = replicated(2, 1, fn=split_fn)
-    step, state, found = model.train_step(), model.init(start(sgd)), []
+    step = model.train_step()
+    state = model.init(start(sgd))
+    found = []
     for one in BATCHES[:2]:
         state, metrics = step(state, one)
         found.append(metrics["loss"])
@@ -166,7 +174,8 @@ def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
         predictions = {"after": features @ after.params["w"]}
         return tj.estimator.ModelSpec(mode, predictions, loss, after)
 
-    x, w = rows(7, WIDTH), rows(WIDTH, seed=3)
+    x = rows(7, WIDTH)
+    w = rows(WIDTH, seed=3)
     model = replicated(count, devices, fn=always_minimizes, local="scan")
     spec = model(model.init(start(sgd)), x, None, mode)
     after = w - 0.1 * 2 * (x * (x @ w)[:, None]).mean(axis=0)
@@ -184,7 +193,9 @@ def test_one_step_at_a_time_and_its_hooks():
         return model_fn(variables, features, labels, mode, tower)
 
     model = replicated(4, 2, fn=fn)  # whose hooks nobody has heard of
-    step, state, evaluate = model.train_step(), model.init(start()), model.eval_step()
+    step = model.train_step()
+    state = model.init(start())
+    evaluate = model.eval_step()
     assert step.policy.hooks == []
     expected, losses, _ = called(4, 2)
     for one, loss in zip(BATCHES, losses, strict=True):
@@ -213,7 +224,9 @@ def test_a_scalar_loss_is_averaged_over_batches():
 @pytest.mark.slow
 def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
     def fn(variables, features, labels, mode, tower):
-        losses, after, slots = {}, {}, {}
+        losses = {}
+        after = {}
+        slots = {}
         for name, x in variables.params.items():
             earlier = 0 * sum(after.values())
 
@@ -234,7 +247,8 @@ def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
     slots = {name: MOMENTUM.init(x) for name, x in params.items()}
     state = dataclasses.replace(state, opt_state=slots)
     step = model.train_step(on_nonfinite="skip")
-    ones, y = np.ones(4, np.float32), np.float32([0, 1, 2, 3])
+    ones = np.ones(4, np.float32)
+    y = np.float32([0, 1, 2, 3])
 
     def changed(a, b, labels):
         nonlocal state
@@ -243,7 +257,8 @@ def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
         state, _ = step(state, given)
         return [k for k, x in numbers(state).items() if (x != before[k]).any()]
 
-    whole, gap = {"a": y, "b": y}, {"a": y, "b": y * np.nan}
+    whole = {"a": y, "b": y}
+    gap = {"a": y, "b": y * np.nan}
     assert ".params['b']" in changed(0, 1, whole)  # whose loss is not the spec's
     np.testing.assert_allclose(state.params["b"], 2 - 0.05 * 2 * (2 - 1.5), rtol=1e-6)
     assert changed(0, 0, whole) == changed(1, 1, gap) == [".step"]
@@ -260,10 +275,13 @@ def total_bytes(tree):
 
 @pytest.mark.slow
 def test_variables_lie_where_they_are_told():
-    devices, each, everywhere = 2, total_bytes(start().params), [0, 1]
+    devices = 2
+    each = total_bytes(start().params)
+    everywhere = [0, 1]
     for placement in PLACEMENTS:
         model = shared(4, devices, placement)
-        variables, step = model.init(start()), model.train_step()
+        variables = model.init(start())
+        step = model.train_step()
         for one in BATCHES:
             held = where(dataclasses.replace(variables, local=None))
             if placement is tj.estimator.VariablePlacement.MIRRORED:
@@ -321,7 +339,9 @@ def test_a_lone_gpu_holds_the_one_copy_and_several_share_none():
         def __init__(self, *devices):
             self.jax_devices = devices
 
-    one, two, far = Device("gpu", 0), Device("gpu", 1), Device("gpu", 2, 1)
+    one = Device("gpu", 0)
+    two = Device("gpu", 1)
+    far = Device("gpu", 2, 1)
     cpu = jax.local_devices(backend="cpu")[:1]
     policy = tj.estimator.VariablePlacement.ON_ONE_DEVICE
     assert variable_devices(Placed(one), policy) == [one]
@@ -409,7 +429,8 @@ def test_params_reach_the_steps():
 
     model = replicated(1, 1, fn=fn)
     given = {"params": {"rate": [1]}, "config": "c"}
-    state, one = model.init(start(optimizer)), {"features": rows(1, WIDTH)}
+    state = model.init(start(optimizer))
+    one = {"features": rows(1, WIDTH)}
     model.eval_step(**given)(state, one)
     model.predict_step(**given)(state, one)
     step = model.train_step(**given)

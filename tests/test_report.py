@@ -26,7 +26,10 @@ from towerjax.step.look.hlo import (
 from towerjax.step.look.report import time_calls
 from towerjax.types.tables import Table, as_text
 
-IN, HIDDEN, OUT, LOOPS = 5, 7, 3, 4
+IN = 5
+HIDDEN = 7
+OUT = 3
+LOOPS = 4
 NUMBERS = IN * HIDDEN + HIDDEN + HIDDEN * HIDDEN + HIDDEN * OUT
 
 
@@ -57,7 +60,8 @@ def report(strategy, *, timed_calls=0, **options):
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
     # What the compiler says is the same.
     analysis = step.program(state, batch()).call.memory_analysis()
-    kinds, others = found.memory.by_kind, ("results not aliased", "temporaries", "code")
+    kinds = found.memory.by_kind
+    others = ("results not aliased", "temporaries", "code")
     held = sum(size for kind, size in kinds.items() if kind not in others)
     assert held == found.memory.arguments == analysis.argument_size_in_bytes
     own = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -100,7 +104,8 @@ def squares(params, batch, tower):
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["shard_map", "pmap"])
 def test_a_pinned_tree_sends_the_bytes_of_an_all_reduce(executor):
-    ops, values = tj.PinnedTree(), {"w": np.ones(IN, np.float32)}
+    ops = tj.PinnedTree()
+    values = {"w": np.ones(IN, np.float32)}
     strategy = tj.Mirrored(devices(8), executor=executor, cross_tower_ops=ops)
     step = tj.build_train_step(squares, optax.sgd(0.1), strategy)
     found = step.report(step.init(values), batch())
@@ -160,10 +165,8 @@ def test_several_steps_in_a_program_say_that_their_trips_are_unknown():
         one = lambda _, state: step.fn(state, batch)[0]  # noqa: E731
         return jax.lax.fori_loop(0, number, one, state)
 
-    state, placed = (
-        step.init({"w": np.ones(IN, np.float32)}),
-        step.place_batch(batch(8)),
-    )
+    state = step.init({"w": np.ones(IN, np.float32)})
+    placed = step.place_batch(batch(8))
     found = tj.tools.report_of(jax.jit(steps), (state, placed, jnp.int32(3)), strategy)
     (reduce,) = found.collectives
     assert not reduce.trips_known and "unknown" in str(found)
@@ -209,7 +212,8 @@ def test_evaluations_and_models_have_reports():
         loss = tj.Weighted.mean((y - labels) ** 2, tower.weight)
         return tj.estimator.ModelSpec(mode, loss=loss)
 
-    strategy, values = tj.Mirrored(devices(2)), {"w": np.ones((IN, 2), np.float32)}
+    strategy = tj.Mirrored(devices(2))
+    values = {"w": np.ones((IN, 2), np.float32)}
     model = tj.estimator.replicate_model_fn(model_fn, devices=strategy)
     labelled = {"features": batch(6), "labels": np.ones((6, 2), np.float32)}
     for step, given, sent in (
@@ -227,7 +231,8 @@ def test_evaluations_and_models_have_reports():
 def test_a_function_of_ones_own_has_a_report():
     strategy = tj.Mirrored(devices(8))
     mesh = strategy.placement.mesh
-    whole, rows = P(), P(*mesh.axis_names)
+    whole = P()
+    rows = P(*mesh.axis_names)
     all_rows = types.SimpleNamespace(weight=None)
 
     def on_device(params, batch):

@@ -34,7 +34,8 @@ def loss_fn(w, batch, tower):
 
 def of_rows(w, batch):
     """Losses ``[n]`` and the gradient of each, ``[n, 5]``."""
-    x, y = batch["x"].astype(float), batch["y"].astype(float)
+    x = batch["x"].astype(float)
+    y = batch["y"].astype(float)
     e = np.tanh(x @ w - y)
     return e**2, (2 * e * (1 - e**2))[:, None] * x
 
@@ -52,7 +53,8 @@ def test_tower_mean_is_that_of_all_rows(rows):
 
     def tower_fn(state, batch, tower):
         weight = batch["weight"] * tower.weight
-        x, y = batch["x"], batch["y"]
+        x = batch["x"]
+        y = batch["y"]
         means = tower.mean(y, weight), tower.mean({"x": x}, weight, axis=0)["x"]
         return {"mean": means[0], "row": means[1]}
 
@@ -96,7 +98,8 @@ def member(start, seed, rate):
 @pytest.mark.slow
 def test_a_population_of_seeds_and_rates_is_its_members_in_one_all_reduce(noisy):
     start = noisy.init(W)
-    seeds, rates = np.arange(8), np.geomspace(0.01, 1, 8, dtype=np.float32)
+    seeds = np.arange(8)
+    rates = np.geomspace(0.01, 1, 8, dtype=np.float32)
     made = jax.jit(lambda seed, rate: member(start, seed, rate))
     members = jax.vmap(made)(seeds, rates)
     stacked = jax.tree.map(lambda *x: np.stack(x), *[data(16, s) for s in range(3)])
@@ -120,8 +123,11 @@ def test_a_population_of_seeds_and_rates_is_its_members_in_one_all_reduce(noisy)
 
 @pytest.mark.slow
 def test_a_population_is_evaluated_and_predicted_by_one_program_and_differentiated():
-    strategy, batch = mirrored(T, 4), data(7)  # one row of which is padding
-    x, y = batch["x"].astype(float), batch["y"].astype(float)
+    # one row of which is padding
+    strategy = mirrored(T, 4)
+    batch = data(7)
+    x = batch["x"].astype(float)
+    y = batch["y"].astype(float)
 
     def metric_fn(w, batch, tower):
         errors = (batch["x"] @ w - batch["y"]) ** 2
@@ -175,8 +181,10 @@ def test_an_evaluation_is_differentiated_by_what_it_reads_of_each_tower():
 def test_a_gradient_through_three_steps_is_a_finite_difference():
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     step = tj.build_train_step(loss_fn, optimizer, mirrored(T, 2), donate=False)
-    start, cut = step.init(W), [data(16, seed) for seed in range(3)]
-    stacked, held_out = jax.tree.map(lambda *x: np.stack(x), *cut), data(9, 9)
+    start = step.init(W)
+    cut = [data(16, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *cut)
+    held_out = data(9, 9)
 
     def loss_after(rate):
         inner = start.opt_state._replace(hyperparams={"learning_rate": rate})

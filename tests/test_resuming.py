@@ -66,7 +66,8 @@ def options_of(evaluates):
 
 @functools.cache
 def undisturbed(name, evaluates):
-    step, batches = step_of(name), model.batches()
+    step = step_of(name)
+    batches = model.batches()
     options = {"steps": STEPS, **options_of(evaluates)}
     state, history = run(step, model.init(step), batches, **options)
     assert len(set(history.metrics["loss"].tolist())) == STEPS
@@ -128,7 +129,9 @@ class Acting:
     """An iterator that acts before its sixth batch, once."""
 
     def __init__(self, batches, act):
-        self.batches, self.act, self.number = iter(batches), act, 0
+        self.batches = iter(batches)
+        self.act = act
+        self.number = 0
 
     def __iter__(self):
         return self
@@ -171,7 +174,8 @@ def in_an_evaluation(act, step, patch):
 
 def at_a_call_of(name, number):
     def where(act, step, patch):
-        method, calls = getattr(step, name), itertools.count(1)
+        method = getattr(step, name)
+        calls = itertools.count(1)
 
         def called(*args):
             # `program` has its placed batch looked at again, in another thread.
@@ -248,12 +252,16 @@ def losses_of(history):
 
 def gone_on(error, then, source, saving, **options):
     """The last state, what came from the first step done again on, and that step."""
-    step, losses, start = step_of(then), [], 0
+    step = step_of(then)
+    losses = []
+    start = 0
     if saving:
-        state, start = model.init(step), max(saving.steps)
+        state = model.init(step)
+        start = max(saving.steps)
         given = {"steps": STEPS, "checkpointer": saving}
     else:
-        state, source = error.state, error.batches
+        state = error.state
+        source = error.batches
         losses += losses_of(error.history)
         given = {"steps": STEPS - int(state.step)}
     if not given["steps"]:
@@ -282,7 +290,8 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
     then = options.pop("then", first)
     kept = {x: options.pop(x) for x in OF_SAVING if x in options}
     saving = tj.Checkpointer(tmp_path, **kept) if saved else None
-    step, source = step_of(first), SOURCES[name]()
+    step = step_of(first)
+    source = SOURCES[name]()
     evaluates = options.pop("evaluates", False)
     options |= options_of(evaluates)
     with monkeypatch.context() as patch:
@@ -308,7 +317,8 @@ def test_what_goes_on_has_the_bits_of_an_undisturbed_run(row, tmp_path, monkeypa
 
 def signalled_at(event_number, act, run):
     """What ends a run, with a signal as the loop comes to its n-th line."""
-    count, ended = 0, None
+    count = 0
+    ended = None
 
     def trace(frame, event, arg):
         nonlocal count
@@ -323,7 +333,8 @@ def signalled_at(event_number, act, run):
     def nobody(number, frame):
         raise SystemExit("not the run's")
 
-    before, previous = signal.signal(signal.SIGTERM, nobody), sys.gettrace()
+    before = signal.signal(signal.SIGTERM, nobody)
+    previous = sys.gettrace()
     sys.settrace(trace)
     try:
         run()
@@ -346,7 +357,9 @@ def test_a_signal_at_many_lines_of_the_loop_loses_no_bits(act, name, options, tm
     expected = undisturbed("light", False)
 
     def stopped_at(event_number):
-        saving, source, state = None, SOURCES[name](), model.init(step)
+        saving = None
+        source = SOURCES[name]()
+        state = model.init(step)
         if act is sigterm:
             saving = tj.Checkpointer(tmp_path / str(event_number), every=3)
         given = {"steps": STEPS, "checkpointer": saving, **options}

@@ -12,7 +12,8 @@ from jax import lax
 import towerjax as tj
 from towerjax.step.state.update import accept_or_keep
 
-N, WIDTH = 4096, 16
+N = 4096
+WIDTH = 16
 TABLE_BYTES = N * WIDTH * 4
 
 
@@ -93,7 +94,10 @@ def test_a_refusal_keeps_every_bit_and_what_is_accepted_is_the_update(name, upda
 
 @pytest.mark.parametrize("name", [*UPDATES][:4] + [*UPDATES][5:9])
 def test_where_rows_are_written_they_alone_are_selected(name):
-    run, table = lambda *x: update_if(x[0], UPDATES[name], x[1]), odd_table()
+    def run(*x):
+        return update_if(x[0], UPDATES[name], x[1])
+
+    table = odd_table()
     eqns = jax.make_jaxpr(run)(True, table).eqns
     selected = [x.outvars[0].aval.shape for x in eqns if x.primitive is lax.select_n_p]
     assert table.shape not in selected
@@ -126,7 +130,8 @@ def handed_on(tables):
 
 def test_tables_that_change_places_keep_theirs():
     """Each becomes rows of the other: a refused scatter leaves the wrong one."""
-    tables, changes = {"a": odd_table(0), "b": odd_table(1)}, (swapped, handed_on)
+    tables = {"a": odd_table(0), "b": odd_table(1)}
+    changes = (swapped, handed_on)
 
     @jax.jit
     def run(accepted, tables):
@@ -139,7 +144,8 @@ def test_tables_that_change_places_keep_theirs():
                 np.testing.assert_array_equal(bits(table), bits(expected[name]))
 
 
-RATE, DECAY = np.float32(0.5), np.float32(0.5)
+RATE = np.float32(0.5)
+DECAY = np.float32(0.5)
 OPTIMIZER = tj.estimator.TowerOptimizer(optax.sgd(RATE, momentum=DECAY), lazy=True)
 
 
@@ -179,7 +185,8 @@ def test_no_table_is_copied():
 
 def by_hand(table, momentum, scale, batch):
     """Lazy momentum of the rows that are looked up, in float64; the scale's too."""
-    ids, labels = batch["features"], batch["labels"]
+    ids = batch["features"]
+    labels = batch["labels"]
     rows = table[ids].sum(-1)
     slope = 2 * (rows * scale - labels) / len(ids)
     grad = np.zeros_like(table)
@@ -193,8 +200,10 @@ def by_hand(table, momentum, scale, batch):
 @pytest.mark.slow
 def test_a_refused_step_among_others_leaves_table_and_momentum():
     step, state, start = step_and_state(4, 2)
-    table, momentum = np.float64(start), np.zeros((N, WIDTH))
-    scale, of_scale = 0.25, 0.0
+    table = np.float64(start)
+    momentum = np.zeros((N, WIDTH))
+    scale = 0.25
+    of_scale = 0.0
     for seed in range(4):
         batch = batch_of(seed)
         if seed == 2:

@@ -104,7 +104,8 @@ class Around:
     """A step whose `dispatch` is a function of that and its arguments."""
 
     def __init__(self, step, dispatch):
-        self.step, self.dispatch = step, functools.partial(dispatch, step.dispatch)
+        self.step = step
+        self.dispatch = functools.partial(dispatch, step.dispatch)
 
     def __getattr__(self, name):
         return getattr(self.step, name)
@@ -134,9 +135,11 @@ def broken(row):
 
 def oracle(cut, skip=()):
     """Losses and last parameters of gradient descent in float64."""
-    w, losses = np.array([0.5, -1.0, 2.0]), []
+    w = np.array([0.5, -1.0, 2.0])
+    losses = []
     for row, batch in enumerate(cut):
-        x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
+        x = batch["x"].astype(np.float64)
+        y = batch["y"].astype(np.float64)
         errors = x @ w - y
         losses.append(np.mean(errors**2))
         if row not in skip:
@@ -175,7 +178,8 @@ def test_steps_end_a_run_of_endless_data_and_take_no_more():
 
 def test_step_numbers_go_on_where_the_state_stopped(compiled):
     """And nothing is compiled again."""
-    cut, seen = cut_of(5), []
+    cut = cut_of(5)
+    seen = []
     state, _ = train(cut[:2])
     compiled.clear()
     hook = lambda number, metrics: seen.append(number)  # noqa: E731
@@ -208,7 +212,9 @@ def test_of_calls_on_several_cpus_at_most_sixteen_are_in_flight(monkeypatch):
     def kept():
         return [calls.index(x) for x in running["cpu:0", "cpu:1"]]
 
-    calls, waited, running = [Result() for _ in range(22)], [], {}
+    calls = [Result() for _ in range(22)]
+    waited = []
+    running = {}
     monkeypatch.setattr(devices, "DeviceArray", Result)
     monkeypatch.setattr(devices, "_RUNNING", running)
     for number in range(16):
@@ -246,7 +252,8 @@ def test_calls_are_counted_on_several_cpus_alone(monkeypatch):
 def test_no_more_calls_than_in_flight_run_without_being_waited_for(
     train_step, in_flight
 ):
-    lags, dispatched = [], []
+    lags = []
+    dispatched = []
 
     def dispatch(dispatch, *args):
         dispatched.append(1)
@@ -303,7 +310,8 @@ def test_batches_are_added_in_float64_and_what_cannot_be_merged_is_the_last():
 
 @pytest.mark.slow
 def test_an_evaluation_may_have_other_devices_and_another_number_of_towers(train_step):
-    cut, data = cut_of(3), eval_data(16)
+    cut = cut_of(3)
+    data = eval_data(16)
     build = functools.partial(tj.build_eval_step, metric_fn)
     evaluate = build(tj.Mirrored(("cpu:5",), towers=3))
     state, history = train(cut, evaluate=evaluate, eval_batches=[data])
@@ -330,9 +338,11 @@ def test_rates_leave_out_compiling_and_evaluating(eval_step):
         time.sleep(0.3)
         return batches(eval_data(16), 16)
 
-    step, start_s = build_step(), time.perf_counter()
+    step = build_step()
+    start_s = time.perf_counter()
     _, history = train(cut_of(20), step=step, evaluate=eval_step, eval_batches=slow)
-    seconds, summary = time.perf_counter() - start_s, history.summary
+    seconds = time.perf_counter() - start_s
+    summary = history.summary
     assert summary.compile_seconds > 0
     training_s = summary.steps / summary.steps_per_second
     assert training_s < seconds - 0.3 - summary.compile_seconds
@@ -426,7 +436,8 @@ def with_state(*every, hook=print):
     return [tj.loop.WithState(hook, every=n) for n in every]
 
 
-AT_2, ENOUGH = {"hooks": [raising(2)], "in_flight": 1}, LookupError("enough")
+AT_2 = {"hooks": [raising(2)], "in_flight": 1}
+ENOUGH = LookupError("enough")
 # fmt: off
 # The data and options of a run, its error, the step that state and history are of;
 # what its notes have in them, and what they have not.
@@ -465,7 +476,8 @@ def test_what_ends_a_run_says_what_is_left(name):
     made, options, expected, number, *notes = ENDS[name]
     dispatch = options.get("dispatch", lambda dispatch, *args: dispatch(*args))
     options = {key: x for key, x in options.items() if key != "dispatch"}
-    step, data = Around(step_with(), dispatch), made()
+    step = Around(step_with(), dispatch)
+    data = made()
     with pytest.raises(type(expected), match=str(expected)) as caught:
         train(data, step=step, **options)
     error = caught.value
@@ -490,7 +502,10 @@ def test_a_run_without_an_end_says_so(train_step, capsys):
 
 @pytest.mark.few_fast(1)
 def test_a_hook_sees_the_state_before_the_next_step_takes_it():
-    cut, every, seen, plain = cut_of(10), 3, [], []
+    cut = cut_of(10)
+    every = 3
+    seen = []
+    plain = []
 
     def hook(number, state, metrics):
         assert plain[-1] == number == int(state.step)
@@ -510,7 +525,9 @@ def test_a_hook_sees_the_state_before_the_next_step_takes_it():
 
 
 def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypatch):
-    waits, dispatched, look = [], [], Loop._process_oldest
+    waits = []
+    dispatched = []
+    look = Loop._process_oldest
 
     def process_oldest(loop):
         waits.append(len(dispatched))
@@ -534,7 +551,8 @@ def test_no_step_is_waited_for_between_the_hooks_with_state(train_step, monkeypa
 def test_other_parameters_are_evaluated_and_the_state_is_the_last(
     train_step, eval_step, as_state, every, expected
 ):
-    cut, data = cut_of(7), eval_data(20)
+    cut = cut_of(7)
+    data = eval_data(20)
 
     def halved(state):
         params = jax.tree.map(lambda x: np.asarray(x / 2), state.params)
@@ -591,7 +609,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_or_counts(policy, skip
 
 @pytest.mark.parametrize("at", [2, 6])  # the last is read when all are dispatched
 def test_ctrl_c_that_a_garbage_collection_drops_ends_the_run(monkeypatch, at):
-    dropped, waiting = [], []
+    dropped = []
+    waiting = []
     monkeypatch.setattr(sys, "unraisablehook", dropped.append)
     reporter = sys.unraisablehook
 
@@ -625,7 +644,8 @@ def test_ctrl_c_that_a_hook_catches_is_raised_once():
 
 
 def test_a_second_ctrl_c_waits_as_the_first():
-    guard, finished = InterruptGuard(), []
+    guard = InterruptGuard()
+    finished = []
 
     def pressed_three_times():
         with guard:
@@ -639,7 +659,8 @@ def test_a_second_ctrl_c_waits_as_the_first():
 
 
 def test_sigterm_is_held_back_while_results_are_read_and_not_after():
-    guard, seen = InterruptGuard(7), []
+    guard = InterruptGuard(7)
+    seen = []
 
     def read():
         for number in range(2):
@@ -688,7 +709,8 @@ def test_ctrl_c_twice_leaves_the_terminal_as_it_was(train_step, monkeypatch, whe
 
 def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
     own = jnp.arange(3.0)
-    alive, log = weakref.ref(own), HistoryLog()
+    alive = weakref.ref(own)
+    log = HistoryLog()
     log.add(1, {"own": np.asarray(own)}, False, 4, 0.0)  # a view, on CPUs
     del own
     assert alive() is None
@@ -739,7 +761,8 @@ def test_a_bar_shows_the_last_step(train_step, monkeypatch, steps, kind):
     screen = shown_on(monkeypatch)
     data = KINDS[kind](batches(make_data(64), 16))
     train(data, step=train_step, steps=steps, progress=True)
-    text, is_known = screen.getvalue(), steps is not None or kind != "generator"
+    text = screen.getvalue()
+    is_known = steps is not None or kind != "generator"
     assert f"step 4{'/4' if is_known else ''}  loss " in text
     assert "steps/s" in text
     assert "\x1b[?25l" not in text  # the cursor is not hidden
@@ -923,7 +946,8 @@ def test_the_wait_for_each_batch_is_in_the_history():
 @pytest.mark.slow
 @pytest.mark.parametrize("owner", ["own", "one"])
 def test_threads_train_side_by_side_and_lose_no_state(owner):
-    strategy, batch = tj.Mirrored(devices=("cpu:0", "cpu:1")), np.ones(2, np.float32)
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"))
+    batch = np.ones(2, np.float32)
 
     def build():
         def loss_fn(w, b, tower):
@@ -932,7 +956,8 @@ def test_threads_train_side_by_side_and_lose_no_state(owner):
         return tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
 
     def train(step):
-        state, placed = step.init(jnp.float32(0)), step.place_batch(batch)
+        state = step.init(jnp.float32(0))
+        placed = step.place_batch(batch)
         for _ in range(600):
             state, _ = step(state, placed)
             take(predict(jnp.float32(2), placed))

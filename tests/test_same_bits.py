@@ -230,7 +230,8 @@ def of_divisors(devices):
 
     def tower_fn(state, batch, tower):
         rows = jnp.tanh(batch[:, 0] @ state.params)
-        a, b = rows.T @ rows, batch[:, 1].T @ rows
+        a = rows.T @ rows
+        b = batch[:, 1].T @ rows
         return tj.Sum({"a": a, "b": b, "c": jnp.stack([a, -b[1:]])})
 
     def update_fn(state, merged):
@@ -264,7 +265,8 @@ def test_complex_numbers_on_one_device():
         return tj.Weighted.mean(power.sum(axis=1), tower.weight)
 
     step = tj.build_train_step(loss_fn, optax.sgd(1.0), in_turn(2, 1))
-    x, w = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]]), np.float32([0.5, -1])
+    x = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]])
+    w = np.float32([0.5, -1])
     state, _ = step(step.init(w), x)
     # Parseval: the power is twice the sum of the squares.
     np.testing.assert_allclose(w - state.params, 4 * w * (x**2).mean(0), rtol=1e-5)

@@ -68,7 +68,8 @@ def of_method(devices, factor):
 
 
 def of_closure(devices, factor):
-    w, gradient = jnp.array(W), gradient_of(devices, factor)
+    w = jnp.array(W)
+    gradient = gradient_of(devices, factor)
 
     def step(x, y):
         nonlocal w
@@ -248,7 +249,8 @@ def test_leaves_that_are_no_numbers_are_told_and_proved():
 
 def of_adam(devices, returned, factor):
     """Adam's first update is of one size, whatever its gradient's is."""
-    gradient, tx = gradient_of(devices, right), optax.adam(0.1)
+    gradient = gradient_of(devices, right)
+    tx = optax.adam(0.1)
 
     def step(w, x, y):
         grads = gradient(w, x, y)
@@ -347,7 +349,8 @@ def test_a_program_is_made_once_for_each_number_of_devices():
 @pytest.mark.slow
 def test_a_generator_that_make_has_seeded_is_seeded_for_each_run():
     def make(devices):
-        draw, gradient = np.random.default_rng(0), gradient_of(devices, wrong)
+        draw = np.random.default_rng(0)
+        gradient = gradient_of(devices, wrong)
         return lambda x, y: gradient(W, x * draw.uniform(), y), (X, Y)
 
     with pytest.raises(tj.testing.SplitError):  # and not that it is not deterministic

@@ -204,7 +204,8 @@ class Host:
 
 
 def test_what_is_kept_on_another_platform_runs_nowhere_else():
-    own, other = jax.devices()[:2], Host()
+    own = jax.devices()[:2]
+    other = Host()
     refuse_others(own, frozenset([*own, other]))
     with pytest.raises(ValueError, match=r"make\(2 devices\) runs on 1 device, cpu:0,"):
         refuse_others(own, frozenset([own[0], other]))

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import towerjax as tj
 from towerjax.lowering import scatters
 
-ROWS, COLUMNS = P("model"), P(None, "model")
+ROWS = P("model")
+COLUMNS = P(None, "model")
 NUMBER = np.int32(5)
 WRITES = {
     "set": (ROWS, lambda t: t.at[0].set(0.0)),

@@ -72,7 +72,8 @@ def build(state="mirrored", optimizer="momentum", devices=4):
 def assert_same(state, expected):
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
+            a = jax.random.key_data(a)
+            b = jax.random.key_data(b)
         # Adam of a tiny gradient has its sign, whatever rounds it.
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
 
@@ -101,7 +102,8 @@ def test_a_device_holds_its_part_alone(state):
 
 @pytest.mark.slow
 def test_a_state_of_another_layout_is_refused_and_placed():
-    mirrored_step, step = build(), build("sharded")
+    mirrored_step = build()
+    step = build("sharded")
     state = mirrored_step.init(start())
     with pytest.raises(ValueError, match=r"params\['w1'\] is mirrored.*step.place"):
         step(state, rows())
@@ -127,9 +129,11 @@ def test_a_complex_parameter_without_use_keeps_its_bits(state, ops):
     strategy = mirrored(state, cross_tower_ops=ops)
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, micro_batches=2)
     z = np.full((8, 4), 2 - 3j, np.complex64)
-    start, batch = {"w": np.ones(6, np.float32), "z": z}, rows()
+    start = {"w": np.ones(6, np.float32), "z": z}
+    batch = rows()
     after, _ = step(step.init(start), batch)
-    x, weight = batch["x"], batch["weight"]
+    x = batch["x"]
+    weight = batch["weight"]
     slope = np.average(2 * (x.sum(1) - 1)[:, None] * x, axis=0, weights=weight)
     np.testing.assert_allclose(after.params["w"], 1 - 0.1 * slope, rtol=2e-6)
     np.testing.assert_array_equal(after.params["z"], z)

@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
 
-WIDTH, LAYERS, ROWS = 16, 3, 45
+WIDTH = 16
+LAYERS = 3
+ROWS = 45
 ALONE = tj.AllReduce(pack_below_bytes=0)  # else leaves as small as these are packed
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
@@ -186,7 +188,8 @@ def test_a_map_in_an_update_of_pinned_parts_is_refused_by_check():
         params = state.params - merged["grads"].value
         return dataclasses.replace(state, params=params), {"loss": loss}
 
-    w, rows = np.zeros((8, 64), np.float32), {"x": np.zeros((8, 8), np.float32)}
+    w = np.zeros((8, 64), np.float32)
+    rows = {"x": np.zeros((8, 8), np.float32)}
     strategy = towers(4, 4, "scan", tj.PinnedTree())
     step = tj.build_step(tower, update, strategy)
     message = r"shard_map at .*test_shards.py.*Leave it out, or say state='mirrored'"
@@ -237,7 +240,8 @@ def test_a_layer_is_gathered_and_scattered_in_the_loop_alone(local):
 @pytest.mark.slow
 def test_a_deep_model_needs_the_memory_of_its_parts():
     rows = jax.tree.map(np.float32, batch())
-    held, params = {}, jax.tree.map(np.float32, start(128, layers=24))
+    held = {}
+    params = jax.tree.map(np.float32, start(128, layers=24))
     whole = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
     for state in ("mirrored", "sharded"):
         strategy = tj.Mirrored(towers=8, state=state)
@@ -282,7 +286,8 @@ def test_every_device_refuses_for_a_part_of_one():
     def loss_fn(w, rows, tower):
         return tj.Weighted.mean(rows @ jnp.sqrt(w).sum(1), tower.weight)
 
-    w, rows = np.ones((8, 64), np.float32), np.ones((8, 8), np.float32)
+    w = np.ones((8, 64), np.float32)
+    rows = np.ones((8, 8), np.float32)
     w[-1, -1] = 0  # of the last device, where the gradient is infinite
     step = tj.build_train_step(
         loss_fn, optax.sgd(0.1), towers(4, 4), on_nonfinite="skip", audit=False

@@ -348,7 +348,8 @@ def test_the_plot_shows_the_table():
         label = f"{model}, {devices} device" + "s" * (devices != "1")
         assert shown[shown.index(label) + 1] == ratio
         assert width == round(420 * float(ratio))  # the line at 1 stands at 420
-    low, high = min(float(r[2]) for r in rows), max(float(r[2]) for r in rows)
+    low = min(float(r[2]) for r in rows)
+    high = max(float(r[2]) for r in rows)
     assert f"{low:.2f} to {high:.2f}" in (ROOT / "README.md").read_text()
 
 

@@ -157,7 +157,8 @@ def test_indices_that_all_towers_share_come_back_once_and_count_for_each():
 
 
 def test_rows_that_all_towers_share_are_their_own_mean():
-    rows, strategy = of_tower(0), mirrored(2)
+    rows = of_tower(0)
+    strategy = mirrored(2)
     np.testing.assert_array_equal(strategy.reduce(R.MEAN, rows).values, rows.values)
 
 
@@ -171,7 +172,8 @@ def test_a_mean_of_whole_numbers_is_float32():
 @pytest.mark.slow
 def test_gradients_pass_through_a_reduction_of_rows():
     """The loss of each tower is t times the square of the joined rows' sum."""
-    T, D = 4, 2
+    T = 4
+    D = 2
     values = np.arange(T * 2, dtype=np.float32).reshape(T, 1, 2) + 1
 
     def tower_fn(tower, x):

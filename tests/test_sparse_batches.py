@@ -54,7 +54,8 @@ def dense(leaf):
 
 
 def batch_of(examples, seed=0, **layout):
-    x, rng = dense_rows(examples, seed), np.random.default_rng(100 + seed)
+    x = dense_rows(examples, seed)
+    rng = np.random.default_rng(100 + seed)
     y, weight = rng.normal(size=(2, examples)).astype(np.float32)
     return {"x": bcoo(x, **layout), "y": y, "weight": np.abs(weight)}, x
 
@@ -97,7 +98,8 @@ def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
 def test_training_is_that_on_the_dense_rows():
     strategy = mirrored(4, 2, local="scan")
     step = training(strategy, micro_batches=2, remainder="pad")
-    state, expected = step.init(W), np.float64(W)
+    state = step.init(W)
+    expected = np.float64(W)
     for number, examples in enumerate((9, 5, 9)):
         batch, x = batch_of(examples, seed=number)
         state, metrics = step(state, batch)
@@ -154,7 +156,8 @@ def test_batches_hold_the_rows_and_nothing_else():
 
 @pytest.mark.slow
 def test_a_data_set_is_distributed_by_rows():
-    strategy, pairs = mirrored(4, 2), [batch_of(n, seed=n) for n in (8, 3)]
+    strategy = mirrored(4, 2)
+    pairs = [batch_of(n, seed=n) for n in (8, 3)]
     predict = predicting(lambda w, x: x["x"] @ w, strategy, max_programs=2)
     placed = strategy.distribute_dataset([batch for batch, _ in pairs])
     for batch, (_, x) in zip(placed, pairs, strict=True):
@@ -162,7 +165,8 @@ def test_a_data_set_is_distributed_by_rows():
 
 
 def test_entries_that_were_split_for_other_micro_batches_are_refused():
-    strategy, (batch, x) = mirrored(2, 1), batch_of(8)
+    strategy = mirrored(2, 1)
+    (batch, x) = batch_of(8)
     dense_too = {**batch, "x": x}
     for placed_for, taken_for in ((1, 2), (2, 1), (2, 4)):
         given = {"micro_batches": placed_for}

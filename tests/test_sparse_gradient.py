@@ -15,7 +15,8 @@ import towerjax as tj
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.step.run.looked_up import TracedLoss
 
-N, D = 5, 3
+N = 5
+D = 3
 IDS = np.array([[0, 1, 4], [4, 2, -1]])
 WILD = np.array([-1, -5, -6, 7, 2])
 TOWER = tj.estimator.TowerOptimizer
@@ -280,7 +281,9 @@ def loss_fn(p, batch, tower):
 def gradients(p, batch):
     """By hand, in float64."""
     t, w = (np.float64(p[name]) for name in "tw")
-    ids, y, m = batch["ids"], np.float64(batch["y"]), np.float64(batch["m"])
+    ids = batch["ids"]
+    y = np.float64(batch["y"])
+    m = np.float64(batch["m"])
     rows = t[ids].mean(axis=1)
     slope = 2 * m * (rows @ w - y) / m.sum()
     of_table = np.zeros_like(t)
@@ -288,7 +291,8 @@ def gradients(p, batch):
     return {"t": of_table, "w": slope @ rows}
 
 
-RATE, DECAY = 0.25, 0.5
+RATE = 0.25
+DECAY = 0.5
 
 
 def trained(p, batches, lazy):

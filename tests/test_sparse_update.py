@@ -17,7 +17,8 @@ from towerjax.collectives.sparse_rows import (
 )
 
 pytestmark = pytest.mark.slow
-N, D = 7, 3
+N = 7
+D = 3
 SHAPES = {"a": (N, D), "b": (3,), "c": (5, 2)}
 # Of each step: the rows of `a` and of `c`: both ends, some twice, none at all.
 STEPS = [([0, N - 1, 0, 0, 3], [4, 4]), ([3, 3, 3, 1, 0], [0, 1]), ([], [])]
@@ -107,7 +108,8 @@ KINDS = {
 @pytest.mark.parametrize("lazy", [True, False])
 def test_rows_are_updated_as_the_table_is(lazy):
     """A table and an array of each kind, all in one program; lazily without moments."""
-    names, dtypes = {"frozen": "a"}, {"bfloat16": jnp.bfloat16}
+    names = {"frozen": "a"}
+    dtypes = {"bfloat16": jnp.bfloat16}
     names["moments"] = "b" if lazy else "ab"
     kinds = [
         (kind, dtypes.get(kind, np.float32), names.get(kind, "ab"), 50 * i)
@@ -124,7 +126,8 @@ def test_rows_are_updated_as_the_table_is(lazy):
 
 def test_without_rows_it_is_the_optimizers_update():
     optimizer = optax.adamw(0.1)
-    grads, params = arrays(10), arrays(0)
+    grads = arrays(10)
+    params = arrays(0)
     state = optimizer.init(params)
     of_rows = functools.partial(tj.sparse.update_with_rows, optimizer)
     texts = [
@@ -137,7 +140,8 @@ def test_without_rows_it_is_the_optimizers_update():
 def test_lazy_adam_by_hand():
     """NumPy float64: moments move with their rows, the count with each step."""
     t = np.float64(arrays(0)["a"])
-    mu, nu = np.zeros((N, D)), np.zeros((N, D))
+    mu = np.zeros((N, D))
+    nu = np.zeros((N, D))
     for step in range(len(STEPS)):
         rows = gradients(step)["a"]
         indices = np.asarray(rows.indices)
@@ -159,7 +163,8 @@ def test_lazy_adam_by_hand():
 
 
 def test_a_traced_index_that_names_no_row_cannot_go_unseen():
-    params, optimizer = arrays(0), optax.adagrad(0.1)
+    params = arrays(0)
+    optimizer = optax.adagrad(0.1)
     state = optimizer.init(params)
 
     @jax.jit
@@ -192,8 +197,10 @@ def test_a_narrow_state_takes_rows_of_float32_without_a_warning():
 
 def test_a_row_that_is_given_twice_is_its_sum():
     """Also to an optimizer of norms: no row that is none stands beside the others."""
-    optimizer, params = optax.lamb(0.1, weight_decay=0.1), {"t": jnp.ones((N, 1))}
-    values, state = np.array([[1.0], [2.0], [4.0]], np.float32), optimizer.init(params)
+    optimizer = optax.lamb(0.1, weight_decay=0.1)
+    params = {"t": jnp.ones((N, 1))}
+    values = np.array([[1.0], [2.0], [4.0]], np.float32)
+    state = optimizer.init(params)
     updates = []
     for rows, indices in [(values, [3, 1, 3]), (values[1:] + [[0], [1]], [1, 3])]:
         rows = tj.sparse.IndexedRows(np.float32(rows), np.array(indices), (N, 1))

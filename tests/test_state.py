@@ -46,7 +46,8 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state():
     step = tj.build_train_step(
         loss_fn, optimizer, mirrored(4, 2, **PINNED), micro_batches=2
     )
-    zero, none = np.int32(0), tj.Reduction.NONE
+    zero = np.int32(0)
+    none = tj.Reduction.NONE
     params = {
         "w": jnp.ones(3, jnp.bfloat16),
         "frozen": np.ones(2, np.float32),
@@ -62,7 +63,8 @@ def test_bfloat16_keys_counters_and_none_live_in_a_state():
     )
     batch = data()
     state, metrics = step(state, batch)
-    x, ones = batch["x"].astype(np.float64), np.ones(3)
+    x = batch["x"].astype(np.float64)
+    ones = np.ones(3)
     gradient = (2 * (x @ ones)[:, None] * x).mean(0)
     assert state.params["w"].dtype == jnp.bfloat16
     # One rounding to bfloat16 of the gradient and one of the update.
@@ -148,9 +150,12 @@ def test_a_number_of_the_host_goes_into_a_state_at_any_step(rate):
     step = rated(2)
     if isinstance(rate, str):
         rate = jax.device_put(np.float32(0.25), jax.devices()[3])
-    batch, w = np.array([1, 2, 4, 9], np.float32), 0.0
+    batch = np.array([1, 2, 4, 9], np.float32)
+    w = 0.0
     for rates in ([rate, None, rate], [None, rate, 0.5, None]):
-        state, w, now = step.init({"w": np.float32(0)}), 0.0, 0.125
+        state = step.init({"w": np.float32(0)})
+        w = 0.0
+        now = 0.125
         for new in rates:
             if new is not None:
                 state.opt_state.hyperparams["learning_rate"] = new

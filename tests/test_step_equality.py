@@ -233,7 +233,8 @@ def test_a_mean_is_proved_with_its_sum_where_that_may_be_read():
 
 def table_rows(values, indices):
     def fn(state, batch, tower):
-        ids, y = jnp.abs(batch["y"]).astype(int) % 3, batch["y"] * tower.weight
+        ids = jnp.abs(batch["y"]).astype(int) % 3
+        y = batch["y"] * tower.weight
         orders = {
             "joined": lambda x, y: jnp.concatenate([x, y]),
             "mixed": lambda x, y: jnp.stack([x, y], 1).reshape(-1),
@@ -326,7 +327,8 @@ def test_an_evaluation_reads_the_mean_of_variables(reduction):
 
 def test_variables_that_read_those_of_a_tower_are_unknown():
     def loss_fn(params, batch, tower):
-        own, other = tower.local["a"], tower.local["b"]
+        own = tower.local["a"]
+        other = tower.local["b"]
         loss = mean((scores(params, batch) - own) ** 2, tower)
         local = {"a": own + other, "b": other + batch["y"].sum()}
         return tj.TowerOutput(loss, local=local)
@@ -505,7 +507,8 @@ def test_a_state_is_proved_by_how_it_merges():
     step = tj.build_eval_step(metric_fn, TWO, remainder="error")
     found = says_of(step, tj.TrainState.create(PARAMS, optax.sgd(0.1)))
     says = {name: x.says for name, x in found.items()}
-    largest, sums = "metrics['largest'].value", "metrics['sums'].value"
+    largest = "metrics['largest'].value"
+    sums = "metrics['sums'].value"
     assert says == {largest: "proved", sums: "unknown"}
 
 

@@ -14,7 +14,8 @@ from checkpoint_model import Evaluation
 import towerjax as tj
 from towerjax.loop.stopping import Watch
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 # Each tower counts its own steps, which the audit would tell of.
 run = functools.partial(tj.run, audit=False)
 
@@ -83,7 +84,8 @@ def by_hand(values, patience, mode, min_delta):
         if value != value or value == best or not gain > min_delta:
             without += 1
         else:
-            best, without = value, 0
+            best = value
+            without = 0
         if without == patience:
             return number
     return None
@@ -148,7 +150,8 @@ SEVERAL = [  # any one ends the run
 )
 def test_a_goal_and_steps_that_do_not_count(rules, last):
     early = [tj.EarlyStopping(**options) for options in rules]
-    watch, ended = Watch(early), []
+    watch = Watch(early)
+    ended = []
     for number, loss, accuracy in EVALUATED:
         watch.add(number, {"loss": loss, "accuracy": accuracy})
         ended += [number] * (watch.stopped is not None)
@@ -172,7 +175,8 @@ def test_counts_of_another_rule_are_not_gone_on_from():
 
 
 def test_several_rules_of_several_metrics_end_a_run(steps):
-    step, values = steps[0], {"told": iter([3, 1, 2, 0]), "other": iter([1, 2, 3, 4])}
+    step = steps[0]
+    values = {"told": iter([3, 1, 2, 0]), "other": iter([1, 2, 3, 4])}
 
     def metrics(state):
         return {name: np.float32(next(x)) for name, x in values.items()}

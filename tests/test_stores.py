@@ -185,14 +185,17 @@ def test_lines_are_stored_with_evaluations_and_at_the_end():
 
 @pytest.mark.slow
 def test_a_stored_file_of_steps_done_again_has_each_once(light, tmp_path):
-    path, same = "fake://bucket/run.jsonl", tmp_path / "run.jsonl"
+    path = "fake://bucket/run.jsonl"
+    same = tmp_path / "run.jsonl"
     for out in (path, same):
         kept = tmp_path / f"saved {len(str(out))}"
-        writers, saving = [tj.JsonLines(out)], tj.Checkpointer(kept, every=2)
+        writers = [tj.JsonLines(out)]
+        saving = tj.Checkpointer(kept, every=2)
         state, _ = train(light, saving, 4, writers=writers)
         train(light, None, 3, state=state, writers=writers)
         train(light, saving, 6, writers=writers)
-    stored, local = lines_of(path), [*map(json.loads, same.read_text().splitlines())]
+    stored = lines_of(path)
+    local = [*map(json.loads, same.read_text().splitlines())]
     assert [x["step"] for x in stored] == [1, 2, 3, 4, 5, 6]
     assert [x["metrics"] for x in stored] == [x["metrics"] for x in local]
     with pytest.raises(ValueError, match="holds an earlier run up to step 6"):

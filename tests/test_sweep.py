@@ -71,7 +71,8 @@ class Compiled:
             self.names.append(fun_name)
 
     def steps(self):
-        found, self.names = self.names, []
+        found = self.names
+        self.names = []
         return sum(name in ("jit(step)", "jit(steps)") for name in found)
 
 
@@ -120,11 +121,13 @@ def test_a_member_is_what_it_is_alone(swept, alone, order):
 
 @pytest.mark.slow
 def test_members_differ_and_both_orders_agree(swept):
-    together, in_turn = swept("together").members, swept("in_turn").members
+    together = swept("together").members
+    in_turn = swept("in_turn").members
     assert len({float(member.metrics["loss"][-1]) for member in together}) == 4
     for one, other in zip(together, in_turn, strict=True):
         assert one.config == other.config
-        a, b = one.metrics["loss"], other.metrics["loss"]
+        a = one.metrics["loss"]
+        b = other.metrics["loss"]
         np.testing.assert_allclose(a, b, rtol=2e-5)
 
 
@@ -153,7 +156,8 @@ def quiet(build, grid, batches=FEW, **options):
 
 @pytest.mark.slow
 def test_a_killed_sweep_goes_on_with_the_members_that_are_missing(tmp_path):
-    path, seen = tmp_path / "sweep.jsonl", []
+    path = tmp_path / "sweep.jsonl"
+    seen = []
 
     def evaluate(state, **config):
         if len(seen) == 2:
@@ -197,7 +201,8 @@ def test_an_evaluation_that_fails_loses_no_training(tmp_path, compiled, error, o
     options = {"order": order, "results": path}
     with pytest.raises(type(error)) as raised:
         quiet(small, GRID, evaluate=evaluate, **options)
-    found, lines = raised.value, path.read_text().splitlines()
+    found = raised.value
+    lines = path.read_text().splitlines()
     # Together all were trained; an interrupt ends the evaluations at once.
     left = 3 if order == "together" and isinstance(error, KeyboardInterrupt) else 1
     trained = 4 if order == "together" else 2
@@ -290,7 +295,8 @@ def test_an_evaluation_of_something_else_is_refused(returned):
 @pytest.mark.slow
 def test_a_member_that_diverges_does_not_hold_the_others_up(tmp_path):
     """Nor a configuration that is not finite, which is a member once."""
-    path, rates = tmp_path / "sweep.jsonl", [0.1, 1e38, np.inf, np.nan]
+    path = tmp_path / "sweep.jsonl"
+    rates = [0.1, 1e38, np.inf, np.nan]
     options = {"order": "together", "results": path}
     found = quiet(small, {"rate": rates}, FEW * 3, **options)
     good, bad, *_ = found.members
@@ -311,7 +317,8 @@ def test_what_is_no_number_is_a_program_of_its_own(compiled):
 
     def by_name(rate, loss, batch):
         factor = {"once": 1.0, "twice": 2.0}[loss]
-        optimizer, strategy = optax.sgd(rate), tj.OneDevice("cpu:0")
+        optimizer = optax.sgd(rate)
+        strategy = tj.OneDevice("cpu:0")
         step = tj.build_train_step(loss_of(factor), optimizer, strategy)
         return step, step.init(jnp.zeros(3))
 
@@ -409,7 +416,8 @@ def test_a_sweep_is_a_table(swept, monkeypatch):
 
 
 def test_members_may_have_different_metrics():
-    config, curve = {"model": "a", "seed": 0}, {"loss": np.array([2.0, 1.0])}
+    config = {"model": "a", "seed": 0}
+    curve = {"loss": np.array([2.0, 1.0])}
     norm = {"norm": np.array([3.0, 4.0])}
     one = Member(config, curve, {"v": 5.0}, "alone", 0.5)
     other = Member({**config, "model": "b"}, {**curve, **norm}, {}, "alone", 0.5)

@@ -97,7 +97,8 @@ def test_a_step_of_ones_own_has_an_oracle():
     strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
     options = {"micro_batches": 2, "remainder": "pad"}
     step = tj.build_step((mean, spread), update_fn, strategy, **options)
-    oracle, batch = one_tower(step), np.array([1, 5, 6, 7, 11], np.float32)
+    oracle = one_tower(step)
+    batch = np.array([1, 5, 6, 7, 11], np.float32)
     assert oracle.strategy == tj.OneDevice("cpu:0") and not oracle.options.donate
     state, _ = step(step.init(np.float32(2)), batch)
     alone, metrics = oracle(oracle.init(np.float32(2)), batch)
@@ -132,7 +133,9 @@ def test_a_replicated_model_has_an_oracle():
 
     options = {"devices": tj.Mirrored(towers=4), "donate": True}
     model = tj.estimator.replicate_model_fn(model_fn, **options)
-    batch, ends, oracle = batch_of(7), [], one_tower(model)
+    batch = batch_of(7)
+    ends = []
+    oracle = one_tower(model)
     assert not oracle.options.step.donate
     for m in (model, oracle):
         variables = m.init(tj.TrainState.create(PARAMS["w"], optimizer))

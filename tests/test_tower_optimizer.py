@@ -57,7 +57,8 @@ def test_outside_of_towers_it_is_the_wrapped_one(name):
     """The same program, but for the wrapper around its state."""
     inner = INNER[name]
     ours = tj.estimator.TowerOptimizer(inner)
-    x, y = rows(4, 3), rows(4, 2, seed=1)
+    x = rows(4, 3)
+    y = rows(4, 2, seed=1)
 
     def two_steps(optimizer, params):
         state = optimizer.init(params)
@@ -90,7 +91,8 @@ def test_copies_are_optimizers():
     weights = {"w": np.ones((2, 1), np.float32)}
     of_rows = tj.sparse.IndexedRows(weights["w"][:1], np.array([1]), (2, 1))
     ours = tj.estimator.TowerOptimizer(optax.sgd(0.1, momentum=0.5), lazy=True)
-    again, state = copy.deepcopy(ours), jax.eval_shape(ours.init, weights)
+    again = copy.deepcopy(ours)
+    state = jax.eval_shape(ours.init, weights)
     assert isinstance(again, tj.estimator.TowerOptimizer) and again.lazy
     made = [jax.eval_shape(x.update, {"w": of_rows}, state, weights)
             for x in (again, ours)]  # fmt: skip
@@ -100,7 +102,8 @@ def test_copies_are_optimizers():
 @pytest.mark.slow
 def test_a_weighted_loss_outside_of_towers_divides_its_gradient():
     ours = tj.estimator.TowerOptimizer(optax.sgd(0.1))
-    x, y = rows(4, 3), rows(4, 2, seed=1)
+    x = rows(4, 3)
+    y = rows(4, 2, seed=1)
     state = tj.TrainState.create(params(), ours)
 
     def with_aux(params):
@@ -165,7 +168,8 @@ def weights_of_rows():
 def of_one_gradient(optimizers, steps=3):
     """The same by optax alone, of the mean over all rows."""
     optimizers = {k: optax.with_extra_args_support(x) for k, x in optimizers.items()}
-    weight, y = weights_of_rows(), rows(12, 2, seed=7)
+    weight = weights_of_rows()
+    y = rows(12, 2, seed=7)
 
     @jax.jit
     def step(variables, x):
@@ -184,7 +188,8 @@ def of_one_gradient(optimizers, steps=3):
     return variables
 
 
-SGD, MOMENTUM = optax.sgd(0.1), INNER["momentum"]
+SGD = optax.sgd(0.1)
+MOMENTUM = INNER["momentum"]
 
 
 def around(wrap):
@@ -218,7 +223,8 @@ def test_towers_update_once_of_the_one_gradient():
 @pytest.mark.slow
 def test_parameters_may_be_variables_of_flax():
     """Which have each attribute of what they hold, while it is merged too."""
-    features, labels = rows(4, 3), rows(4, 2)
+    features = rows(4, 3)
+    labels = rows(4, 2)
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
 
     def pure(state):
@@ -278,7 +284,8 @@ def test_gradients_are_added_in_float32_and_keep_their_dtype():
 def test_what_is_natural_and_wrong_is_named():
     optimizer = tj.estimator.TowerOptimizer(optax.sgd(0.1))
     state = tj.TrainState.create(jnp.float32(1), optimizer)
-    minimize, gradients = optimizer.minimize, optimizer.compute_gradients
+    minimize = optimizer.minimize
+    gradients = optimizer.compute_gradients
     moving = lambda w: tj.Weighted(w[0] ** 2, w[0])  # noqa: E731
     for call, args, text in [
         (minimize, (tj.Weighted(1.0, 2.0), state), "a Weighted, but JAX differentia"),

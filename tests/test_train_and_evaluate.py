@@ -108,7 +108,8 @@ def pairs(num_examples=44, batch_size=16, seed=0):
 
 def oracle(batches, w=(0.5, -1.0, 2.0)):
     """Losses before each step and last weights of gradient descent in float64."""
-    w, losses = np.array(w), []
+    w = np.array(w)
+    losses = []
     for features, labels in batches:
         x = features["x"].astype(np.float64)
         errors = x @ w - (0.0 if labels is None else labels.astype(np.float64))
@@ -141,7 +142,8 @@ def in_advance():
 
 def check(result, expected):
     """The run did these batches, in this order."""
-    (variables, history), (losses, w) = result, oracle(expected)
+    (variables, history) = result
+    (losses, w) = oracle(expected)
     bound = 16 * len(expected) * EPS
     np.testing.assert_allclose(history.metrics["loss"], losses, rtol=bound)
     np.testing.assert_allclose(variables.params["w"], w, rtol=bound)
@@ -171,7 +173,8 @@ EVALUATED = pairs(29, 10, seed=1)
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("form, steps, epochs, expected", FORMS)
 def test_how_long(model, form, steps, epochs, expected):
-    data, calls = pairs(), []
+    data = pairs()
+    calls = []
     distribute = functools.partial(model.strategy.distribute_dataset, remainder="pad")
 
     def fn(context=None):
@@ -192,7 +195,8 @@ def test_how_long(model, form, steps, epochs, expected):
 
 
 def test_batches_begin_anew_with_each_pass_and_evaluation(model):
-    whole, given = pairs(), tj.batches(arrays(44), 16)
+    whole = pairs()
+    given = tj.batches(arrays(44), 16)
     next(given)  # they go on from where they are
     result = train(model, given, tj.batches(arrays(44), 16), epochs=2, eval_every=2)
     check(result, whole[1:] * 2)
@@ -228,14 +232,16 @@ def test_data_that_can_be_gone_through_once_is(model):
 
 @pytest.mark.slow
 def test_without_labels_there_are_none():
-    model, data = Model(), [(features, None) for features, _ in pairs()]
+    model = Model()
+    data = [(features, None) for features, _ in pairs()]
     mixed = [data[0], *(features for features, _ in data[1:])]
     check(train(model, mixed), data)
 
 
 def test_evaluations_are_those_of_numpy(model):
     """Of data that are distributed, too."""
-    data, distribute = pairs(), model.strategy.distribute_dataset
+    data = pairs()
+    distribute = model.strategy.distribute_dataset
     given = [lambda: EVALUATED, distribute(EVALUATED, remainder="pad")]
     runs = [train(model, data, x, epochs=3, eval_every=4)[1] for x in given]
     assert runs[0].evaluations == runs[1].evaluations
@@ -250,7 +256,8 @@ def test_evaluations_are_those_of_numpy(model):
 @pytest.mark.slow
 def test_options_reach_the_loop(model, tmp_path):
     """Also an evaluation on other towers, as RunConfig(eval_distribute=...) had it."""
-    path, seen = tmp_path / "run.jsonl", []
+    path = tmp_path / "run.jsonl"
+    seen = []
 
     def told(params, batch, tower):
         towers = tj.Weighted(tower.num_towers * 1.0, 1.0)
@@ -280,7 +287,8 @@ def test_options_reach_the_loop(model, tmp_path):
 
 
 def test_a_run_goes_on(model, tmp_path):
-    data, writers = pairs(), [tj.JsonLines(tmp_path / "run.jsonl")]
+    data = pairs()
+    writers = [tj.JsonLines(tmp_path / "run.jsonl")]
     variables, _ = train(model, data, writers=writers)
     variables, history = train(model, data, variables=variables, writers=writers)
     assert history.steps.tolist() == [4, 5, 6]
@@ -292,7 +300,9 @@ def test_a_run_goes_on(model, tmp_path):
     "kind, prefetch", [("loader", 2), ("loader", 0), ("hook", 0), ("ctrl-c", 2)]
 )
 def test_after_an_error_it_goes_on(model, kind, prefetch):
-    data, error, closed = pairs(), LookupError("gone"), []
+    data = pairs()
+    error = LookupError("gone")
+    closed = []
     between = error if kind == "loader" else None
     loader = functools.partial(closing, closed, data, between, data)
 
@@ -324,7 +334,8 @@ class Shaky:
     """An iterator that raises once, and can be gone on with."""
 
     def __init__(self, data, at):
-        self.left, self.at = list(data), at
+        self.left = list(data)
+        self.at = at
 
     def __iter__(self):
         return self
@@ -433,7 +444,8 @@ def test_bad_data_is_told_of_and_nothing_is_lost(model, data, options, done, tex
 
 
 def test_what_is_a_pair():
-    one, two = np.zeros(2), np.ones(2)
+    one = np.zeros(2)
+    two = np.ones(2)
     table = [
         ((one, two), {"features": one, "labels": two}),
         (({"x": one}, {"y": two}), {"features": {"x": one}, "labels": {"y": two}}),
@@ -459,7 +471,8 @@ def test_what_is_a_pair():
     ("an error", {"prefetch": 2}),
 ], ids="pairs features function dataset per_example an_error".split())  # fmt: skip
 def test_predictions_are_in_order_and_without_padding(model, form, options):
-    batches, error = pairs(45), LookupError("gone")
+    batches = pairs(45)
+    error = LookupError("gone")
     data = {
         "pairs": batches,
         "features": [features for features, _ in batches],
@@ -467,7 +480,8 @@ def test_predictions_are_in_order_and_without_padding(model, form, options):
         "dataset": model.strategy.distribute_dataset(batches, remainder="pad"),
         "an error": lambda: closing([], batches, error),  # which comes after them
     }[form]
-    outputs, told = [], []
+    outputs = []
+    told = []
     try:
         for output in tj.estimator.predict(model, model.init(), data, **options):
             outputs.append(output)
@@ -503,7 +517,8 @@ def test_several_rows_of_an_example_are_not_handed_to_others():
 
 
 def test_endless_data_gives_endless_predictions(model):
-    taken, closed = [], []
+    taken = []
+    closed = []
 
     def counted():
         for number in itertools.count():

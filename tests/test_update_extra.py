@@ -11,7 +11,9 @@ from layouts import data, mirrored
 
 import towerjax as tj
 
-KEYS, RATE, OPTIMIZER = 20, 0.1, optax.sgd(0.05)
+KEYS = 20
+RATE = 0.1
+OPTIMIZER = optax.sgd(0.05)
 W = np.float32([0.5, -1, 2, 0.3, -0.2])
 CENTRES = np.float32([[1, 1, 0, 0, 0], [-1, 0, 1, 0, 0], [0, -1, -1, 0.5, 0.5]])
 
@@ -39,7 +41,9 @@ def aims_of(x, y, extra, lib):
 
 
 def loss_fn(w, batch, tower):
-    x, weight, extra = batch["x"], batch["weight"] * tower.weight, tower.extra
+    x = batch["x"]
+    weight = batch["weight"] * tower.weight
+    extra = tower.extra
     aims = aims_of(x, batch["y"], extra, jnp)
     losses = sum(0.3 * (x @ w - aim) ** 2 for aim in aims)
     _, chosen = nearest(x, extra, jnp)
@@ -52,7 +56,8 @@ def loss_fn(w, batch, tower):
 
 
 def update_extra(state, merged):
-    old, rows = state.extra, merged["keys"].value
+    old = state.extra
+    rows = merged["keys"].value
     is_key = jnp.concatenate([rows["weight"], jnp.ones(KEYS)]) > 0  # padding: last
     keys = jnp.concatenate([rows["key"], old["keys"]])
     return {
@@ -91,7 +96,8 @@ LAYOUTS = [
 @pytest.mark.parametrize(("strategy", "options"), LAYOUTS)
 def test_queue_target_and_centres_follow_those_of_one_tower(strategy, options):
     step = build(strategy, **options)
-    state, w = step.init(W, extra=first_extra()), W.astype(float)
+    state = step.init(W, extra=first_extra())
+    w = W.astype(float)
     extra = jax.tree.map(lambda x: x.astype(float), first_extra())
     batches = [data(11, seed=i) for i in range(3)]  # fewer rows than keys, and padded
     for batch in batches:

@@ -14,7 +14,8 @@ from towerjax.types import Layout
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
-T, D = 4, 2
+T = 4
+D = 2
 ROWS = np.float32([1.5, -0.25, 3.0, 0.75])
 
 
@@ -150,7 +151,8 @@ def test_variables_meet_in_a_merge_as_such():
 
 @pytest.mark.slow
 def test_assigning_is_differentiable():
-    T, D = 4, 2
+    T = 4
+    D = 2
     strategy = mirrored(T, D)
     v = strategy.create_var("v", 2.0, reduction=R.MEAN)
 
@@ -173,7 +175,8 @@ def test_assigning_is_differentiable():
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize("reduction", R)
 def test_a_tower_local_variable_reads_as_assigned(reduction):
-    strategy, wholes = mirrored(T, D), [7, -7, 0, 2]
+    strategy = mirrored(T, D)
+    wholes = [7, -7, 0, 2]
     zeros = [np.zeros(4, np.int32), 0.0]
     n = strategy.create_var("n", zeros, reduction=reduction, tower_local=True)
     new = strategy.assign(n, [np.array(wholes), 1.5])
@@ -200,11 +203,13 @@ def test_a_tower_makes_and_reduces_a_variable_of_its_own():
     def tower_fn(tower):
         n = strategy.create_var("n", [1, 2], reduction=R.SUM, tower_local=True)
         n = tower.assign_add(n, [tower.id, 0])
-        total, rows = tower.reduce(R.SUM, n), tower.all_gather(n)
+        total = tower.reduce(R.SUM, n)
+        rows = tower.all_gather(n)
         return n, [x + tower.id for x in total], rows
 
     n, (first, _), rows = strategy.call_for_each_tower(tower_fn)
-    own, total = np.arange(1, T + 1), T * (T + 1) // 2
+    own = np.arange(1, T + 1)
+    total = T * (T + 1) // 2
     assert isinstance(n, tj.TowerLocal) and n.value[0].tolist() == own.tolist()
     assert [int(x) for x in strategy.read_var(n)] == [total, 2 * T]
     assert first.values.tolist() == [total + t for t in range(T)]
@@ -231,7 +236,8 @@ def test_a_variable_of_a_number_has_its_own_dtype(where):
 
 
 def test_in_a_tower_a_mirrored_variable_is_every_towers():
-    strategy, v = mirrored(2), mirrored(2).create_var("v", 1.0)
+    strategy = mirrored(2)
+    v = mirrored(2).create_var("v", 1.0)
     out = strategy.call_for_each_tower(lambda _, v: strategy.select_tower(v, 1), v)
     assert float(out.value) == 1
 
@@ -345,7 +351,8 @@ def test_saved_on_four_towers_and_restored_on_others():
     counts = [int(saved()[name]) for name in ("count", "small", "flags")]
     assert counts == [7, 227, 3]
     assert (saved()["key"] == jax.random.wrap_key_data(KEYS)[0]).item()
-    strategy, like = mirrored(T, D), variables()
+    strategy = mirrored(T, D)
+    like = variables()
     restored = tj.towers.restored_values(strategy, like, saved())
     again = strategy.read_var(restored)
     for name in ("sum", "mean", "first"):

@@ -25,7 +25,8 @@ from towerjax.towers.strategies import on_one_group
 COMPILERS = importlib.metadata.entry_points(group="jax_plugins")
 CPUS = [f"cpu:{i}" for i in range(8)]
 SPECS = {"w1": P(None, "model"), "w2": P("model"), "b": None}
-CLIP, RATE = 0.3, 0.1
+CLIP = 0.3
+RATE = 0.1
 ADAM = optax.chain(optax.clip_by_global_norm(CLIP), optax.adam(RATE))
 constrain = jax.lax.with_sharding_constraint
 
@@ -65,7 +66,8 @@ def plain_loss_fn(params, x):
 
 def loss_and_gradient(params, batch):
     """By hand, in NumPy."""
-    x, weight = batch["x"], batch["w"] / batch["w"].sum()
+    x = batch["x"]
+    weight = batch["w"] / batch["w"].sum()
     hidden = np.tanh(x @ params["w1"])
     errors = x + hidden @ params["w2"] + params["b"] - batch["y"]
     out = 2 * weight[:, None] * errors
@@ -77,7 +79,9 @@ def loss_and_gradient(params, batch):
 @functools.cache
 def expected(steps=3, size=16):
     """The loss before the last of so many steps of clipped Adam, and the parameters."""
-    params, batch, loss = start(), rows(size), None
+    params = start()
+    batch = rows(size)
+    loss = None
     mu = {name: 0.0 * x for name, x in params.items()}
     nu = dict(mu)
     for t in range(1, steps + 1):
@@ -130,7 +134,8 @@ def test_each_device_holds_its_part_of_a_leaf_and_of_its_momenta(state):
 @pytest.mark.slow
 def test_towers_reduce_once_and_their_devices_among_themselves():
     step = tj.build_train_step(loss_fn, ADAM, wide(4))
-    state, batch = step.init(jax.tree.map(np.float32, start())), rows()
+    state = step.init(jax.tree.map(np.float32, start()))
+    batch = rows()
     found = step.report(state, jax.tree.map(np.float32, batch)).collectives
     over_towers = [x for x in found if x.num_devices == 4]
     assert [x.opcode for x in over_towers] == ["all-reduce"]
@@ -144,7 +149,8 @@ def test_rows_split_within_a_tower_halve_its_arithmetic():
     def flops(**options):
         options = {"within": {"data": 2}, "specs": None} | options
         step = tj.build_train_step(plain_loss_fn, ADAM, wide(2, 4, **options))
-        state, batch = step.init(jax.tree.map(np.float32, start())), rows(64)
+        state = step.init(jax.tree.map(np.float32, start()))
+        batch = rows(64)
         program = step.program(state, jax.tree.map(np.float32, batch))
         return program.call.cost_analysis()["flops"]
 

@@ -85,7 +85,9 @@ def lines_of(path):
 
 def events_of(path):
     """``(step, wall time, {tag: value}, is it the mark of a start?)`` of a file."""
-    data, at, events = path.read_bytes(), 0, []
+    data = path.read_bytes()
+    at = 0
+    events = []
     while at < len(data):
         (size,) = struct.unpack_from("<Q", data, at)
         event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
@@ -164,7 +166,8 @@ def test_steps_that_are_done_again_are_there_once(
 def test_a_new_run_does_not_write_over_an_old_one(step, tmp_path, made, read):
     writer = made(tmp_path)
     run(step, data(3), writer)
-    before, state = read(tmp_path), step.init(jnp.float32(3.0))
+    before = read(tmp_path)
+    state = step.init(jnp.float32(3.0))
     with pytest.raises(ValueError, match="holds .*an earlier run.*, but this one"):
         run(step, data(2), writer, state=state)
     assert read(tmp_path) == before and int(state.step) == 0
@@ -293,10 +296,8 @@ def given(writers):
     return call
 
 
-NO_LINE, NO_NUMBER = (
-    "Line {} of .* is no line of a run",
-    "the metric 'x' is .*, not real",
-)
+NO_LINE = "Line {} of .* is no line of a run"
+NO_NUMBER = "the metric 'x' is .*, not real"
 REFUSED = [
     *[(lambda _, x=x: json_value("x", x), NO_NUMBER)
         for x in (np.complex64(1), np.array("a"), np.array(None), tj.Weighted(3, 2))],
@@ -335,7 +336,9 @@ class Spy:
     """A writer that notes what it is given, and may fail, saying so."""
 
     def __init__(self, **failing):
-        self.records, self.closed, self.failing = [], 0, failing
+        self.records = []
+        self.closed = 0
+        self.failing = failing
 
     def fail(self, doing, number=True):
         if self.failing.get(doing) == number:
@@ -358,7 +361,8 @@ class Spy:
 
 def ended(where, error):
     """The batches and options of a run that ends so."""
-    batches, options = data(7), {"eval_batches": lambda: data(1)}
+    batches = data(7)
+    options = {"eval_batches": lambda: data(1)}
 
     def fail(*_):
         raise error
@@ -383,7 +387,8 @@ ENDS |= {"evaluation": LookupError, "refused": tj.NonFiniteError}
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ENDS)
 def test_writers_have_the_history_and_are_closed(step, evaluate, where):
-    spies, error = [Spy(), Spy()], LookupError("gone")
+    spies = [Spy(), Spy()]
+    error = LookupError("gone")
     error = KeyboardInterrupt() if where == "interrupt" else error
     batches, options = ended(where, error)
     options |= {"evaluate": evaluate, "eval_every": 6, "in_flight": 3}
@@ -392,7 +397,8 @@ def test_writers_have_the_history_and_are_closed(step, evaluate, where):
     else:
         with pytest.raises(ENDS[where]) as caught:
             run(step, batches, *spies, **options)
-        state, history = caught.value.state, caught.value.history
+        state = caught.value.state
+        history = caught.value.history
     assert [spy.closed for spy in spies] == [1, 1]
     assert spies[0].records == spies[1].records
     trained = [number for kind, number in spies[0].records if kind == "train"]
@@ -404,7 +410,9 @@ def test_writers_have_the_history_and_are_closed(step, evaluate, where):
 
 @pytest.mark.few_fast(1)
 def test_a_writer_that_fails_loses_neither_state_nor_the_others_records(step):
-    spy, failing, last = Spy(), Spy(write=3), Spy()
+    spy = Spy()
+    failing = Spy(write=3)
+    last = Spy()
     with pytest.raises(OSError, match="disk full") as caught:
         run(step, data(20), spy, failing, last, in_flight=3)
     done = int(caught.value.state.step)

@@ -87,7 +87,8 @@ class Diff:
         """The file after; another file than the pinned one is refused."""
         if (blob := blob_of(text)) != self.blob:
             raise ValueError(f"{self.path} is not that of the pinned commit: {blob=}")
-        lines, found = text.decode().splitlines(keepends=True), list[str]()
+        lines = text.decode().splitlines(keepends=True)
+        found = list[str]()
         gone = {n + i for n, count in self.removed.items() for i in range(count)}
         for number, line in enumerate(["", *lines]):
             found += [line] * (number not in gone) + self.added.get(number, [])
@@ -104,7 +105,8 @@ def diffs_of(name: str) -> list[Diff]:
     lines = iter((HERE / f"{name}.diff").read_text().splitlines(keepends=True))
     found: list[Diff] = []
     for line in lines:
-        kind, rest = line[0], line[1:].split()
+        kind = line[0]
+        rest = line[1:].split()
         if line.startswith("file "):
             found.append(Diff(rest[1], rest[2], {}, {}))
         elif kind == "d":
@@ -145,7 +147,8 @@ def copies(program: Program, folder: pathlib.Path, into: pathlib.Path) -> None:
     """Copy a checkout to ``into/before`` and ``after``, and apply the diff there."""
     for when in ("before", "after"):
         for part in program.parts:
-            source, place = folder / program.folder / part, into / when / part
+            source = folder / program.folder / part
+            place = into / when / part
             if source.is_dir():
                 shutil.copytree(source, place)
             else:
@@ -188,7 +191,8 @@ def rows(
             when: [numbers(program, into / when, d) for d in devices]
             for when in ("before", "after")
         }
-    text, right = "", True
+    text = ""
+    right = True
     for name in found["before"][0]:
         before, after = ([run[name] for run in found[when]] for when in found)
         right = right and apart(after) < 1e-6

@@ -15,7 +15,9 @@ import optax
 
 import towerjax as tj
 
-ROWS, UNROLL = 16, 5  # of a minibatch, on all devices
+# of a minibatch, on all devices
+ROWS = 16
+UNROLL = 5
 
 
 def norm_of_one_gradient(networks: Any, devices: int, towers: int) -> float:

@@ -47,7 +47,8 @@ def main(devices: int, towers: int) -> None:
         ):
             super().__init__(**how)
             self.indices = data.atomic_numbers_to_indices(atomic_numbers)
-            self.numbers, self.cutoff = atomic_numbers, cutoff
+            self.numbers = atomic_numbers
+            self.cutoff = cutoff
 
         def __len__(self) -> int:
             return 80
@@ -79,7 +80,8 @@ def main(devices: int, towers: int) -> None:
         def make_generator(self) -> Any:
             yield from (self.dataset[int(index)] for index in self.idxs)
 
-    train.AseDBDataset, train.DataLoader = Structures, Loader
+    train.AseDBDataset = Structures
+    train.DataLoader = Loader
     jax.device_put_replicated = lambda tree, found: jax.tree.map(  # gone from JAX
         lambda x: jax.numpy.stack([x] * len(found)), tree
     )

@@ -35,7 +35,8 @@ NOT_USED = (
     " rawpy sentencepiece tensorboard tensorflow tensorflow_datasets tensorflow_text"
     " torch wandb wandb_osh"
 )
-START, END = "<!-- rows -->\n", "<!-- end -->"
+START = "<!-- rows -->\n"
+END = "<!-- end -->"
 HEAD = (
     "| program | prove | same_on_devices | by hand | what it is |\n" + "|---" * 5 + "|"
 )

@@ -26,7 +26,8 @@ def brax_ppo(devices: Devices, **options: Any) -> Made:
         key = jax.random.key(0)
         return update(params, None, data, key, optimizer_state=opt_state)[1:]
 
-    policy, value = net.policy_network, net.value_network
+    policy = net.policy_network
+    value = net.value_network
     params = losses.PPONetworkParams(
         policy=policy.init(jax.random.key(0)), value=value.init(jax.random.key(1))
     )
@@ -58,7 +59,8 @@ def brax_apg(devices: Devices, bound: float = 0.1) -> Made:
             obs = state.obs + 0.1 * action
             return state.replace(obs=obs, reward=-((obs - 1) ** 2).sum(-1))
 
-    net, sgd = networks.make_apg_networks(2, 2), optax.sgd(0.1)
+    net = networks.make_apg_networks(2, 2)
+    sgd = optax.sgd(0.1)
     define = functools.partial(inner, train.train)
     loss = define(
         "loss",
@@ -93,7 +95,8 @@ def ferminet(devices: Devices) -> Made:
     """A step on the energy of helium, clipped about the median of all."""
     from ferminet import constants, hamiltonian, loss, networks, train
 
-    charges, spins = jnp.array([2.0]), (1, 1)
+    charges = jnp.array([2.0])
+    spins = (1, 1)
     net = networks.make_fermi_net(spins, charges, determinants=1, hidden_dims=((8, 4),))
     energy = hamiltonian.local_energy(net.apply, charges, spins)
     log_net = lambda *args: net.apply(*args)[1]  # noqa: E731

@@ -48,7 +48,8 @@ def nequix(devices: Devices, atoms: int | None = None) -> Made:
     def batch(graphs: Any) -> Any:  # one graph more, and atoms, pad
         return jraph.pad_with_graphs(jraph.batch(graphs), 48, 96, len(graphs) + 1)
 
-    graphs, each = [graph(atoms or 2 + i) for i in range(8)], 8 // len(devices)
+    graphs = [graph(atoms or 2 + i) for i in range(8)]
+    each = 8 // len(devices)
     rows = [batch(graphs[i : i + each]) for i in range(0, 8, each)]
     sgd = optax.sgd(0.1)
     names = ("energy_weight", "force_weight", "stress_weight", "loss_type", "ema_decay")
@@ -174,7 +175,8 @@ def scenic(devices: Devices, masked: int = 3) -> Made:
     config = ConfigDict({"hid_sizes": (8,), "model": {"hid_sizes": (8,)}})
     meta = {"num_classes": 10, "target_is_onehot": False}
     model = fully_connected.FullyConnectedClassificationModel(config, meta)
-    net, sgd = model.flax_model, optax.sgd(0.1)
+    net = model.flax_model
+    sgd = optax.sgd(0.1)
     params = net.init(jax.random.key(0), image, train=False)["params"]
     state = train_utils.TrainState(
         tx=sgd,
@@ -274,7 +276,8 @@ def algoperf(devices: Devices) -> Made:
     from algoperf.workloads.mnist.mnist_jax.workload import MnistWorkload
     from algorithms.baselines.external_tuning import jax_nadamw_full_budget as nadamw
 
-    workload, tx = MnistWorkload(), nadamw.nadamw(0.1)
+    workload = MnistWorkload()
+    tx = nadamw.nadamw(0.1)
     params, model_state = workload.init_model_fn(jax.random.key(0))
     rows = {"inputs": normal(8, 28, 28, 1), "targets": jnp.arange(8)}
     batch = placed(rows | {"weights": jnp.arange(8.0)}, devices, "data")

@@ -36,12 +36,14 @@ def run(trial: Trial) -> dict[str, Any]:
 
 
 def _built(keras: Any, job: Job) -> tuple[Any, np.ndarray, np.ndarray]:
-    layers, params = keras.layers, job.params
+    layers = keras.layers
+    params = job.params
     if job.trial.model == "mlp":
         width = params[0]["w"].shape[1]
         stack = [layers.Dense(width, activation="tanh") for _ in params]
         weights = [[layer["w"], layer["b"]] for layer in params]
-        inputs, targets = job.batch["x"], job.batch["y"]
+        inputs = job.batch["x"]
+        targets = job.batch["y"]
         loss = keras.losses.MeanSquaredError()
     else:
         stack = [
@@ -50,7 +52,8 @@ def _built(keras: Any, job: Job) -> tuple[Any, np.ndarray, np.ndarray]:
         ]
         stack += [layers.GlobalAveragePooling2D(), layers.Dense(10, use_bias=False)]
         weights = [[k] for k in params["convs"]] + [[], [params["dense"]]]
-        inputs, targets = job.batch["image"], job.batch["label"]
+        inputs = job.batch["image"]
+        targets = job.batch["label"]
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model = keras.Sequential([keras.Input(inputs.shape[1:]), *stack])
     for layer, values in zip(stack, weights, strict=True):

@@ -38,7 +38,8 @@ def run(trial: Trial) -> dict[str, Any]:
 
 
 def _rank(rank: int, job: Job, folder: str) -> None:
-    torch, count = importlib.import_module("torch"), job.trial.devices
+    torch = importlib.import_module("torch")
+    count = job.trial.devices
     on_gpus = torch.cuda.device_count() >= count
     torch.set_num_threads(max(1, describe_machine()["cores"] // count))
     torch.distributed.init_process_group(
@@ -126,11 +127,13 @@ def _mlp_losses(torch: Any, params: Any, batch: Any) -> Any:
 
 
 def _cnn_losses(torch: Any, params: Any, batch: Any) -> Any:
-    functional, x = torch.nn.functional, batch["image"]
+    functional = torch.nn.functional
+    x = batch["image"]
     for stride, kernel in enumerate(params["convs"], 1):
         # "SAME" as XLA has it: what is odd comes last.
         total = (math.ceil(x.shape[-1] / stride) - 1) * stride + 3 - x.shape[-1]
-        before, after = total // 2, total - total // 2
+        before = total // 2
+        after = total - total // 2
         x = functional.pad(x, (before, after, before, after))
         x = torch.relu(functional.conv2d(x, kernel, stride=stride))
     logits = x.mean(dim=(2, 3)) @ params["dense"]

@@ -124,7 +124,8 @@ def started(folder):
     options = {"folder": folder, "ports": ports, "nodes": NODES}
     text = CONFIGURATION.format(user=getpass.getuser(), **options)
     (folder / "slurm.conf").write_text(text)
-    key, socket = folder / "munge.key", folder / "munge.socket"
+    key = folder / "munge.key"
+    socket = folder / "munge.socket"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
     names = {"seed": "seed", "pid": "munge.pid", "log": "munge.log"}

@@ -28,7 +28,8 @@ OPTIONS = {
 
 def installed(name):
     """A launcher, whose tests are skipped where it is not installed."""
-    is_absent, why = shutil.which(name) is None, f"no {name} on this machine"
+    is_absent = shutil.which(name) is None
+    why = f"no {name} on this machine"
     if name == "mpirun" and not is_absent:  # Debian's own goes by another name, too
         debians = {shutil.which(f"mpirun.{x}") for x in ("openmpi", "mpich")} - {None}
         is_absent = os.path.realpath(shutil.which(name)) in map(

@@ -120,7 +120,8 @@ def steps_of_runs(cluster, job, output, bits):
         return cluster.state(job)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED")
 
     slurm.wait_until("the end", has_ended, output.read_text)
-    text, state = output.read_text(), cluster.state(job)
+    text = output.read_text()
+    state = cluster.state(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), text
     ended = sorted(re.findall(r"(\d) of 2 bits (\w+)$", text, re.M))
     assert ended == [("0", bits), ("1", bits)], text

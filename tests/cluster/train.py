@@ -21,7 +21,8 @@ import checkpoint_model as model  # noqa: E402
 import towerjax as tj  # noqa: E402
 
 cluster = tj.cluster.initialize()
-folder, steps = sys.argv[1], int(sys.argv[2])
+folder = sys.argv[1]
+steps = int(sys.argv[2])
 step = model.build(None)
 # Which steps are there, before one of the processes writes more of them.
 saving = tj.Checkpointer(folder, every=2)

@@ -38,7 +38,8 @@ class Covered(NamedTuple):
 
 def _watch(run: Callable[[str, int], object]) -> None:
     """Call a function once for each line of towerjax that this process runs."""
-    monitor, tool = sys.monitoring, sys.monitoring.COVERAGE_ID
+    monitor = sys.monitoring
+    tool = sys.monitoring.COVERAGE_ID
 
     def start(code: Any, _: int) -> object:
         if code.co_filename.startswith(PACKAGE):

@@ -28,7 +28,8 @@ UNSEEN_KEYWORDS = ("strict", "flush")
 OF_DEFAULTS = (
     "tests/test_malformed.py::test_an_option_has_one_default_wherever_it_stands"
 )
-FIRST_ROUND, SECOND_ROUND = 10, 40
+FIRST_ROUND = 10
+SECOND_ROUND = 40
 ROUND_SECONDS = 60.0  # of each later round
 
 
@@ -114,7 +115,8 @@ def _lines_of(function: ast.FunctionDef, site: Any) -> tuple[int, int]:
 def _grown(text: str, begin: int, end: int) -> tuple[int, int]:
     """The least text around a site that stands once in the function."""
     while text.count(text[begin:end]) != 1:
-        begin, end = max(begin - 1, 0), min(end + 1, len(text))
+        begin = max(begin - 1, 0)
+        end = min(end + 1, len(text))
     return begin, end
 
 
@@ -197,7 +199,8 @@ def rounds_of(mutant: Mutant, covers: Mapping[str, Covered]) -> list[Job]:
     begin = [test for test in found if test.partition("::")[0] in own][:FIRST_ROUND]
     rest = [test for test in found if test not in begin]
     begin += [OF_DEFAULTS] if begin and is_default else []
-    rounds, spent = [begin, rest[:SECOND_ROUND], []], 0.0
+    rounds = [begin, rest[:SECOND_ROUND], []]
+    spent = 0.0
     for test in rest[SECOND_ROUND:]:
         spent += covers[test].seconds
         if spent > ROUND_SECONDS:
@@ -293,7 +296,8 @@ def score(
         for mutant in found.get(became, ()):
             print(f"{became}: {':'.join(mutant.killed_by[:2])} {mutant.where}")
             print(f"    {mutant.bug}")
-    killed, made = len(found.get("killed", ())), len(drawn)
+    killed = len(found.get("killed", ()))
+    made = len(drawn)
     made -= len(found.get("not made", ()))
     print(f"killed {killed} of {made} generated, {killed / max(made, 1):.0%}")
     return 0 if killed >= 0.9 * made else 1

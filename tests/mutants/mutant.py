@@ -61,7 +61,8 @@ def apply(mutant: Mutant, patch: pytest.MonkeyPatch, live: Callable[[], None]) -
     made = _made(mutant, original, owner if inspect.isclass(owner) else None)
     for table, before in tables:  # a decorator may wrap what it puts there
         for key in [key for key in before if table.get(key) is not before[key]]:
-            new, table[key] = table[key], before[key]
+            new = table[key]
+            table[key] = before[key]
             patch.setitem(table, key, new)
     if isinstance(original, staticmethod) and not isinstance(made, staticmethod):
         made = staticmethod(made)  # __new__ is one without saying so
@@ -149,7 +150,8 @@ def _count(tree: ast.Module, first: int, last: int) -> None:
     _, statements, statement = min(found, key=lambda x: x[0], default=(0, [], None))
     if statement is None or statement is tree.body[0]:
         definition: Any = tree.body[0]
-        statements, statement = definition.body, definition.body[-1]
+        statements = definition.body
+        statement = definition.body[-1]
         statements.insert(1 if ast.get_docstring(definition) else 0, call)
     else:
         statements.insert(statements.index(statement), call)

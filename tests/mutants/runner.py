@@ -74,7 +74,8 @@ class _Recorder:
         self._first = first
         self.passed: list[str] = []
         self.failed: str | None = None
-        self.detail, self.is_fair = "", True
+        self.detail = ""
+        self.is_fair = True
         self._mutated_file = mutated_file
 
     def pytest_collection_finish(self) -> None:
@@ -130,7 +131,8 @@ def begin(mutant: Mutant | None, is_live: str) -> None:
     """Put a mutant into this process for good."""
     if mutant is None:
         return
-    file, ran = os.open(is_live, os.O_WRONLY | os.O_APPEND), list[int]()
+    file = os.open(is_live, os.O_WRONLY | os.O_APPEND)
+    ran = list[int]()
 
     def live() -> None:
         with contextlib.suppress(OSError):  # a test may forbid to write
@@ -191,7 +193,8 @@ def run_apart(job: Job, context: Any) -> Verdict:
             verdict = Verdict(bad, "its process died")
         process.kill()
         process.join()
-        seconds, text = time.monotonic() - start, output.read()
+        seconds = time.monotonic() - start
+        text = output.read()
         missing = [line for line in text.splitlines() if "not found:" in line]
         detail = "; ".join([verdict.detail, *missing])
         return dataclasses.replace(verdict, detail=detail, seconds=seconds, output=text)

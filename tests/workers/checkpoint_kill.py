@@ -54,7 +54,8 @@ def save_without_end(path, say):
     like = step.init(values(0))
     saving = tj.Checkpointer(path, keep=2)
     newest = whole_step(saving, step, like)
-    batches, stack = Source([]), contextlib.ExitStack()
+    batches = Source([])
+    stack = contextlib.ExitStack()
     saver = Saving(saving, step, like, batches, stack)
     say(f"{newest}\n")
     for number in range(newest + 1, newest + 10_000):
@@ -108,7 +109,10 @@ def seconds_of_one():
 
 def main():
     warnings.simplefilter("ignore")  # of forking, with threads that only read
-    kills, bad, left, said = int(sys.argv[1]), [], 0, 0
+    kills = int(sys.argv[1])
+    bad = []
+    left = 0
+    said = 0
     period_s = seconds_of_one()
     with tempfile.TemporaryDirectory() as path:
         for kill in range(kills + 1):

@@ -9,7 +9,9 @@ import optax
 
 import towerjax as tj
 
-ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
+# 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
+ROWS = 101
+BATCH = 24
 
 
 def data():

@@ -14,8 +14,11 @@ import signal
 import sys
 import time
 
-folder, steps, fault = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-victim, at_step = int(sys.argv[4]), int(sys.argv[5])
+folder = pathlib.Path(sys.argv[1])
+steps = int(sys.argv[2])
+fault = sys.argv[3]
+victim = int(sys.argv[4])
+at_step = int(sys.argv[5])
 me = int(os.environ["TOWERJAX_PROCESS_ID"])
 count = int(os.environ["TOWERJAX_NUM_PROCESSES"])
 job = os.environ["TOWERJAX_COORDINATOR"]

@@ -22,7 +22,8 @@ def loss_fn(params, batch, tower):
 def main():
     strategy = tj.OneDevice("cpu:0")
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, max_programs=2)
-    small, large = np.ones(4, np.float32), np.ones(16, np.float32)
+    small = np.ones(4, np.float32)
+    large = np.ones(16, np.float32)
     state, _ = step(step.init(jnp.float32(1)), small)
     jax.block_until_ready(state)
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])

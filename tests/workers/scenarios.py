@@ -175,13 +175,16 @@ def evaluated_and_predicted(me):
 
 def work_of_one_process(me):
     """What the last process alone is asked for besides the steps."""
-    step, predict, told = step_of(FOUR), tj.build_predict_step(loss_fn, FOUR), []
+    step = step_of(FOUR)
+    predict = tj.build_predict_step(loss_fn, FOUR)
+    told = []
     for given in (
         {"checkpointer": tj.Checkpointer("nowhere")},
         {"hooks": [tj.loop.WithState(print, every=2)]},
         {"evaluate": predict, "eval_batches": [rows(4)]},
     ):
-        state, given = step.init(np.float32(0)), given if me else {}
+        state = step.init(np.float32(0))
+        given = given if me else {}
         try:
             tj.run(step, state, [rows(4)], progress=False, **given)
         except ValueError as error:
@@ -274,7 +277,8 @@ def desynced(me):
 
 
 def not_finite(me):
-    step, data = one_step(), rows(8)
+    step = one_step()
+    data = rows(8)
     data["x"][5] = np.nan
     try:
         tj.run(step, step.init(np.float32(1)), [rows(8), data, rows(8)])
@@ -447,7 +451,8 @@ LONG = {
 
 def told(folder):
     """What each scenario returns or fails with; the last one writes to the folder."""
-    me, told = jax.process_index(), {}
+    me = jax.process_index()
+    told = {}
     # Each process sees another folder of this name, as on its own disk.
     own = tj.Checkpointer(pathlib.Path(folder) / f"own {me}")
     named = SHORT | LONG

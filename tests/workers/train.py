@@ -18,8 +18,11 @@ import scenarios
 
 import towerjax as tj
 
-EPOCHS, PARTS = 3, 3
-ROWS, BATCH = 101, 24  # 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
+EPOCHS = 3
+PARTS = 3
+# 101 = 4 * 24 + 5: a ragged end, which 8 towers share unevenly
+ROWS = 101
+BATCH = 24
 
 
 def data():

@@ -49,7 +49,9 @@ def written(me, folder):
 
 
 def kept(step, evaluate, init, folder):
-    told, noted, state = iter([5.0, 2.0, 4.0, 3.0, 1.0]), Noted(), init()
+    told = iter([5.0, 2.0, 4.0, 3.0, 1.0])
+    noted = Noted()
+    state = init()
     try:
         tj.run(step, state, [np.ones(6)], writers=[noted, Broken()], progress=False)
     except (OSError, ValueError) as error:

@@ -47,7 +47,8 @@ def choose_cross_tower_ops(devices: Sequence[Any]) -> OpsChoice:
       knows one table of links, that of a DGX-1.
     """
     names = canonical_device_names(check_list("devices", devices, "jax.devices()"))
-    platform, numbers = names[0].split(":")[0], [int(x.split(":")[1]) for x in names]
+    platform = names[0].split(":")[0]
+    numbers = [int(x.split(":")[1]) for x in names]
     present = platform_devices(platform)
     absent = [x for x, i in zip(names, numbers, strict=True) if i >= len(present)]
     what = f"{len(names)} {platform.upper()} devices"

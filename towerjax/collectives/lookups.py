@@ -108,10 +108,12 @@ mlir.register_lowering(LOOKUP, mlir.lower_fun(_take_rows, multiple_results=False
 
 def join_lookups(lookups: list[tuple[Any, Any]], table: Any) -> IndexedRows:
     """All rows that were looked up; zeros, at one that was, where an id names none."""
-    shape, none = table.shape, jnp.zeros((0, *table.shape[1:]), table.dtype)
+    shape = table.shape
+    none = jnp.zeros((0, *table.shape[1:]), table.dtype)
     values = [none, *(rows.reshape(-1, *shape[1:]) for _, rows in lookups)]
     ids = [jnp.zeros(0, jnp.int32), *(widen_indices(x).reshape(-1) for x, _ in lookups)]
-    values, ids = jnp.concatenate(values), jnp.concatenate(ids)
+    values = jnp.concatenate(values)
+    ids = jnp.concatenate(ids)
     if ids.size:
         ids = jnp.where(ids < 0, ids + shape[0], ids)
         exist = (ids >= 0) & (ids < shape[0])

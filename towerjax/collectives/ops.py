@@ -142,7 +142,8 @@ class AllReduce:
                 return [jnp.concatenate([next(sums) for _ in x]) for x in packs]
 
             return sum_packed(tree, axes, in_packs, unshared_above=math.inf)
-        below, leaves = self._shared_below(axes), self.max_group or math.inf
+        below = self._shared_below(axes)
+        leaves = self.max_group or math.inf
         reach = None if self.bytes_per_pack is None else below
         return sum_packed(tree, axes, send, below, reach, leaves)
 
@@ -163,7 +164,9 @@ class AllReduce:
 
     def _send(self, buffers: list[jax.Array], axes: TowerAxes) -> list[jax.Array]:
         """The buffers, added over all devices."""
-        size, count, root = self.group_size, axes.num_devices, 0
+        size = self.group_size
+        count = axes.num_devices
+        root = 0
         if size is not None:
             if size == "process" and count % axes.num_processes:
                 raise ValueError(
@@ -184,7 +187,8 @@ class AllReduce:
         return [take_first(x, number, (DEVICE_AXIS,)) for x in sums]
 
 
-_FIRST, _UNLIMITED = "first", 2**63 - 1
+_FIRST = "first"
+_UNLIMITED = 2**63 - 1
 
 
 def Packed(

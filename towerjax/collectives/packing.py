@@ -61,15 +61,18 @@ class Packing:
         filled: list[list[int]] = []  # the sizes of the leaves of each buffer
         slots = []
         for leaf in leaves:
-            dtype, slot = leaf.dtype, Slot(len(filled), 0, leaf.shape[lead:])
+            dtype = leaf.dtype
+            slot = Slot(len(filled), 0, leaf.shape[lead:])
             num_bytes = slot.size * dtype.itemsize
             passed[dtype] += num_bytes
-            buffer, is_large = latest.get(leaf.dtype), num_bytes > unshared_above
+            buffer = latest.get(leaf.dtype)
+            is_large = num_bytes > unshared_above
             is_full = buffer is None or len(filled[buffer]) >= max_leaves
             if buffer is None or is_large or is_full or passed[dtype] > reach:
                 filled.append([])
                 if not is_large:
-                    latest[dtype], passed[dtype] = slot.buffer, num_bytes
+                    latest[dtype] = slot.buffer
+                    passed[dtype] = num_bytes
             else:
                 slot = Slot(buffer, sum(filled[buffer]), slot.shape)
             filled[slot.buffer].append(slot.size)

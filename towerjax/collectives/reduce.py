@@ -271,7 +271,8 @@ def check_joins(value: PyTree, axis: Any) -> None:
 def join_rows(rows: Any, axis: int) -> Any:
     """Concatenate the rows of ``[T, ...]``, or stacked ``IndexedRows``, along a dim."""
     if is_rows(rows):
-        (count, _), (size, *rest) = rows.indices.shape, rows.dense_shape
+        (count, _) = rows.indices.shape
+        (size, *rest) = rows.dense_shape
         first = size * jnp.arange(count)[:, None]
         indices = _shift_indices(rows, first, count * size)
         return flatten_stack(IndexedRows(rows.values, indices, (count * size, *rest)))

@@ -31,10 +31,12 @@ def sum_duplicates(
     which a scatter with ``mode="drop"`` leaves out, so that all indices differ.
     """
     values, indices = poison_missing(values, indices, num_rows)
-    rows, wide = values.shape[0], sum_dtype(values.dtype)
+    rows = values.shape[0]
+    wide = sum_dtype(values.dtype)
     size = min(rows, num_rows)
     order = jnp.argsort(indices, stable=True)
-    indices, values = indices[order], values[order].astype(wide)
+    indices = indices[order]
+    values = values[order].astype(wide)
     differs = jnp.concatenate(
         [jnp.ones(min(rows, 1), bool), indices[1:] != indices[:-1]]
     )
@@ -77,7 +79,8 @@ def poison_value(dtype: Any) -> Any:
     """The value that ``jnp.take`` fills in for an index out of range."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
-    info, is_signed = jnp.iinfo(dtype), jnp.issubdtype(dtype, jnp.signedinteger)
+    info = jnp.iinfo(dtype)
+    is_signed = jnp.issubdtype(dtype, jnp.signedinteger)
     return jnp.asarray(info.min if is_signed else info.max, dtype)
 
 
@@ -149,10 +152,12 @@ class IndexedRows:
         16-bit floats are added in float32 and rounded once.
         """
         refuse_no_numbers("IndexedRows.add_to: array", array)
-        array, values = jnp.asarray(array), jnp.asarray(self.values)
+        array = jnp.asarray(array)
+        values = jnp.asarray(self.values)
         check_fits("IndexedRows", self, array.shape)
         _check_holds(array.dtype, values.dtype)
-        indices, wide = widen_indices(self.indices), sum_dtype(array.dtype)
+        indices = widen_indices(self.indices)
+        wide = sum_dtype(array.dtype)
         added = array.astype(wide).at[indices].add(values.astype(wide))
         added = added.astype(array.dtype)
         if not isinstance(indices, Tracer):
@@ -164,7 +169,8 @@ class IndexedRows:
         """Raise unless each index names a row, where indices are known."""
         if isinstance(self.indices, Tracer):
             return
-        indices, num_rows = np.asarray(self.indices), self.dense_shape[0]
+        indices = np.asarray(self.indices)
+        num_rows = self.dense_shape[0]
         bad = indices[(indices < 0) | (indices >= num_rows)]
         if bad.size:
             raise ValueError(
@@ -185,7 +191,8 @@ class IndexedRows:
         """
         array = jnp.asarray(array)
         check_fits("IndexedRows", self, array.shape)
-        values, num_rows = jnp.asarray(self.values), array.shape[0]
+        values = jnp.asarray(self.values)
+        num_rows = array.shape[0]
         wide = sum_dtype(promote_dtypes(array.dtype, values.dtype))
         if not jnp.issubdtype(array.dtype, jnp.inexact):
             _check_holds(array.dtype, values.dtype)
@@ -220,7 +227,8 @@ def _check_holds(dtype: Any, values: Any) -> None:
 
 
 def _check_rows(rows: IndexedRows) -> None:
-    indices, shape = rows.indices, np.shape(rows.indices)
+    indices = rows.indices
+    shape = np.shape(rows.indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise ValueError(
             f"IndexedRows.indices are {indices.dtype}; they say which rows: integers."
@@ -304,7 +312,8 @@ def end_to_end(rows: Sequence[IndexedRows], shape: tuple[int, ...]) -> IndexedRo
 
 def flatten_stack(rows: IndexedRows) -> IndexedRows:
     """The rows of stacked ``IndexedRows``, with indices ``[T, r]``, end to end."""
-    values, indices = jnp.asarray(rows.values), jnp.asarray(rows.indices)
+    values = jnp.asarray(rows.values)
+    indices = jnp.asarray(rows.indices)
     if indices.ndim != 2:
         raise ValueError(
             "IndexedRows of each tower, side by side, have indices [T, r], and these"

@@ -98,7 +98,8 @@ def _stacks(
     """How many matrices each parameter has that is a stack, by its name."""
     sizes = {}
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        name, shape = jax.tree_util.keystr(path), jnp.shape(x)
+        name = jax.tree_util.keystr(path)
+        shape = jnp.shape(x)
         readable = jax.tree_util.keystr(path, simple=True, separator="/")
         if not stacked(readable, x):
             continue
@@ -117,7 +118,8 @@ def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
     """For each leaf the stack to which it belongs, row by row; None for others."""
 
     def of(path: Any, x: Any) -> str | None:
-        name, rows = jax.tree_util.keystr(path), jnp.shape(x)[:1]
+        name = jax.tree_util.keystr(path)
+        rows = jnp.shape(x)[:1]
         fits = (k for k, n in stacks.items() if name.endswith(k) and rows == (n,))
         return next(fits, None)
 
@@ -126,7 +128,8 @@ def _of_stacks(tree: Any, stacks: dict[str, int]) -> list[str | None]:
 
 def _dealt(tree: Any, stacks: dict[str, int]) -> Any:
     """A spec for each leaf: what belongs to a stack is dealt out."""
-    split, whole = PartitionSpec(_AXIS), PartitionSpec()
+    split = PartitionSpec(_AXIS)
+    whole = PartitionSpec()
     specs = [split if x else whole for x in _of_stacks(tree, stacks)]
     return jax.tree.unflatten(jax.tree.structure(tree), specs)
 

@@ -171,11 +171,13 @@ class Rounds:
 
     def init(self, params: Tree) -> dict[str, Tree]:
         """The outer optimizer's state, and each tower's own, before the first step."""
-        first, part = self.fns.init(params), self.fns.trained(params)
+        first = self.fns.init(params)
+        part = self.fns.trained(params)
         part = jax.tree.map(jnp.asarray, part)
         fragments = [_chosen(part, flags) for flags in self._fragments(part)]
         zero = jnp.zeros(())
-        none, weight = tj.Weighted(zero, zero), jnp.zeros(len(fragments))
+        none = tj.Weighted(zero, zero)
+        weight = jnp.zeros(len(fragments))
         faults = jnp.zeros(self._period, jnp.int32)
         own = Own(part, first["opt_state"], weight, none, faults)
         variable = tj.TowerLocal(own, tj.Reduction.NONE, name=_MINE)
@@ -193,7 +195,9 @@ class Rounds:
         mine = own.value.params, own.value.opt_state, _others(state.local)
         given = _of_one(state, *mine)
         out = self.fns.tower(given, rows, tower)
-        loss, grads, local = out["loss"], out["grads"], out["local"]
+        loss = out["loss"]
+        grads = out["grads"]
+        local = out["local"]
         if out["metrics"] or "extra" in out:
             raise ValueError(
                 "The loss function returned TowerOutput(metrics=...) or extra=, but"
@@ -218,7 +222,8 @@ class Rounds:
         returned = merged["loss"], merged["grads"], _others(merged["local"])
         on_each = self.fns.strategy.call_for_each_tower
         local = on_each(self._between, state.local, *returned, common)
-        own, faults = local[_MINE].value, jnp.zeros(self._period, jnp.int32)
+        own = local[_MINE].value
+        faults = jnp.zeros(self._period, jnp.int32)
         for p in range(self.sync.fragments):
             state, own, fault = self._meet(state, own, p)
             faults += fault
@@ -241,7 +246,8 @@ class Rounds:
         common: tj.TrainState,
     ) -> dict[str, tj.TowerLocal]:
         """A tower's variables after its step from its own rows."""
-        own, options = variables[_MINE].value, self.fns.options
+        own = variables[_MINE].value
+        options = self.fns.options
         looked_at = (loss, grads.sum) if options.guard == "gradients" else loss
         fine = _are_finite(looked_at)
         counts = fine | (options.on_nonfinite == "ignore")
@@ -273,10 +279,13 @@ class Rounds:
         self, state: tj.TrainState, own: Own, p: int
     ) -> tuple[tj.TrainState, Own, jax.Array]:
         """The state, the towers' own and their faults after a fragment's meeting."""
-        sync, outer, done = self.sync, state.opt_state, state.step + 1
+        sync = self.sync
+        outer = state.opt_state
+        done = state.step + 1
         part = self.fns.trained(state.params)
         flags = self._fragments(part)[p]
-        mine, before = _chosen(part, flags), outer.fragments[p]
+        mine = _chosen(part, flags)
+        before = outer.fragments[p]
         offset = (p + 1) * sync.every // sync.fragments
         is_due = (done - offset) % sync.every == 0
         # XLA copies the operands of a branch: they are no more than is needed.
@@ -285,7 +294,9 @@ class Rounds:
         def meet() -> tuple[Tree, ...]:
             sent = jax.vmap(_sent, in_axes=(0, None))(rows, mine)
             sums = self.fns.strategy.reduce(tj.Reduction.SUM, tj.PerTower(sent))
-            move, loss, faults = sums["move"], sums["loss"], sums["faults"]
+            move = sums["move"]
+            loss = sums["loss"]
+            faults = sums["faults"]
             old = dataclasses.replace(state, params=mine, opt_state=before)
             new = tj.apply_gradients(
                 sync.outer, old, move, loss=loss.value, trainable=lambda *_: True
@@ -309,7 +320,8 @@ class Rounds:
 
     def _adopt(self, own: Own, mine: Tree, flags: Tree, since: jax.Array) -> Own:
         """A tower's own after it takes the outer parameters, if that is due."""
-        since, keep = since - self.sync.overlap, self.sync.keep
+        since = since - self.sync.overlap
+        keep = self.sync.keep
         is_due = (since >= 0) & (since % self.sync.every == 0)
 
         def taken(x: jax.Array, outer: jax.Array) -> jax.Array:
@@ -322,7 +334,8 @@ class Rounds:
     def _fragments(self, part: Tree) -> list[Tree]:
         """For each fragment the flags of its leaves; sizes are as equal as may be."""
         leaves, treedef = jax.tree.flatten(part)
-        sizes, chosen = [0] * self.sync.fragments, [0] * len(leaves)
+        sizes = [0] * self.sync.fragments
+        chosen = [0] * len(leaves)
         if len(leaves) < len(sizes):
             raise ValueError(
                 f"DiLoCo.fragments={len(sizes)} is more than the parameters that are"

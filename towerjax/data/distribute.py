@@ -81,8 +81,11 @@ class DistributedDataset:
     def __init__(
         self, placement: Placement, source: Any, options: InputOptions
     ) -> None:
-        processes, own_part = placement.num_processes, check_source(source)
-        self._placement, self._source, self._options = placement, source, options
+        processes = placement.num_processes
+        own_part = check_source(source)
+        self._placement = placement
+        self._source = source
+        self._options = options
         self.is_reproducible = isinstance(source, Sequence)
         here = jax.process_index() if processes > 1 else 0
         context = InputContext(here, processes, placement.num_towers)
@@ -91,7 +94,8 @@ class DistributedDataset:
         self._towers = placement.num_towers // (processes if own_part else 1)
         self._asks_peers = own_part and processes > 1
         self._capacities: list[Capacity] = []
-        remainder, parts = options.remainder, options.micro_batches
+        remainder = options.remainder
+        parts = options.micro_batches
         self._placer = Placer(placement, remainder=remainder, micro_batches=parts)
         # What divides a tower's rows.
         self._divisor = self._placer.shares // placement.num_towers
@@ -103,7 +107,8 @@ class DistributedDataset:
         """A pass, with a cursor where all processes read one source that has one."""
         self._passes += 1
         elements = open_source(self._source, *self._open_with)
-        begin, start = functools.partial(self._begin, self._passes, elements), None
+        begin = functools.partial(self._begin, self._passes, elements)
+        start = None
         if not self._asks_peers and has_cursor(elements):
             start = {"elements": elements.get_state(), "rows": 0}
         return Stream(begin, self._options.prefetch, start)
@@ -200,7 +205,8 @@ class DistributedDataset:
             check_like(
                 "element", kind, kinds[0], what, "They may differ in dim 0 only."
             )
-        missing, remainder = self._towers - len(taken), self._options.remainder
+        missing = self._towers - len(taken)
+        remainder = self._options.remainder
         if not taken or (missing and remainder == "drop"):
             return None
         if remainder != "pad" and (missing or len(set(sizes)) > 1):
@@ -215,7 +221,8 @@ class DistributedDataset:
             each = self._placer.shared_by._replace(towers=1)
             fitted = [shard.fit_batch(x, each, remainder) for x in taken]
             taken, sizes = map(list, zip(*fitted, strict=True))
-        taken, sizes = taken + [taken[-1]] * missing, sizes + [0] * missing
+        taken = taken + [taken[-1]] * missing
+        sizes = sizes + [0] * missing
         return _Pulled(taken, sizes, all(bare))
 
     def _rows_for(self, sizes: list[int]) -> int:
@@ -236,9 +243,11 @@ class DistributedDataset:
         return taken.sparse.put_back(trees[0], self._towers, parts, capacity)
 
     def _place(self, taken: _Pulled, rows: int, counts: np.ndarray) -> PlacedBatch:
-        tree, bare = self._build(taken, rows), rows == 1 and taken.bare
+        tree = self._build(taken, rows)
+        bare = rows == 1 and taken.bare
         if self._asks_peers:
-            arrays, whole = place_own_rows(tree, self._placement), None
+            arrays = place_own_rows(tree, self._placement)
+            whole = None
         else:
             arrays = place_rows(tree, self._placement, Layout.PER_TOWER)
             whole = tree

@@ -70,7 +70,8 @@ class PlacedBatch:
 
     def check_placement(self, placement: Placement, micro_batches: int = 1) -> None:
         """Raise unless it was placed for these towers, devices and micro-batches."""
-        mine, yours = self.placement, placement
+        mine = self.placement
+        yours = placement
         same = mine is yours or mine.devices == yours.devices
         if not same or mine.num_towers != yours.num_towers:
             raise ValueError(
@@ -119,7 +120,8 @@ def _flatten(batch: PlacedBatch) -> tuple[tuple[PyTree, ...], Any]:
 
 
 def _unflatten(known: Any, parts: tuple[PyTree, ...]) -> PlacedBatch:
-    (args,), (counts, shape, rest) = parts, known
+    (args,) = parts
+    (counts, shape, rest) = known
     return PlacedBatch(args, np.frombuffer(counts, np.int32).reshape(shape), *rest)
 
 
@@ -138,10 +140,12 @@ class Placer:
         micro_batches: int = 1,
         calls: int | None = None,
     ) -> None:
-        self.placement, self._micro_batches = placement, micro_batches
+        self.placement = placement
+        self._micro_batches = micro_batches
         # How many calls share the rows; None is towers times micro-batches.
         self.calls: int = calls or placement.num_towers * micro_batches
-        towers, parts = placement.num_towers, placement.row_parts
+        towers = placement.num_towers
+        parts = placement.row_parts
         self.shared_by = shard.Shares(towers, self.calls // towers, parts)
         self.shares = math.prod(self.shared_by)  # what divides the rows
         self._remainder: shard.Remainder = remainder
@@ -239,7 +243,8 @@ class Placer:
     ) -> PlacedBatch:
         """A `PlacedBatch`, with ``batch``'s fingerprint if first of its signature."""
         new = shard.batch_signature(args[0], args[2])
-        signature, fingerprint = self._signatures.setdefault(new, new), None
+        signature = self._signatures.setdefault(new, new)
+        fingerprint = None
         if batch is not None and signature is new and self.placement.num_processes > 1:
             fingerprint = shard.fingerprint_of((batch, args[2]))
         first = jax.tree.leaves(args[0], is_leaf=is_sparse)[0]
@@ -265,7 +270,8 @@ class Placer:
         )
         padded = jax.tree.leaves(dense)[0].shape[0]
         self.full_sizes[padded] = max(num_valid, self.full_sizes.get(padded, 0))
-        towers, parts = self.placement.num_towers, self._micro_batches
+        towers = self.placement.num_towers
+        parts = self._micro_batches
         needed = sparse.needed(padded // (towers * parts))
         capacity = capacity_for(needed, self._capacities)
         counts = shard.counts_of_towers(num_valid, padded // towers, towers)

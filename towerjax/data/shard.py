@@ -177,7 +177,8 @@ def fit_batch(
     may_drop_all: bool = False,
 ) -> tuple[PyTree, int]:
     """The batch, with rows that are shared evenly, and how many are examples."""
-    size, shares = count_examples(batch), math.prod(shared_by)
+    size = count_examples(batch)
+    shares = math.prod(shared_by)
     if size < shares and remainder == "drop" and may_drop_all:
         return batch, 0
     refuse_wrapping(batch)
@@ -203,7 +204,8 @@ def resize(batch: PyTree, rows: int) -> PyTree:
     """The batch, cut to so many rows, or with its last row repeated up to them."""
 
     def resize_leaf(x: Any) -> Any:
-        missing, library = rows - x.shape[0], jnp if isinstance(x, jax.Array) else np
+        missing = rows - x.shape[0]
+        library = jnp if isinstance(x, jax.Array) else np
         if missing <= 0:
             return _rows(x, 0, rows) if missing else x
         # A row of zeros may give NaN: only where there is no other.

@@ -31,9 +31,11 @@ class Entries:
         """The entries of a leaf, without the padding among them."""
         if is_rows(leaf):
             leaf.check_range(name)
-            values, indices = leaf.values, np.asarray(leaf.indices)[:, None]
+            values = leaf.values
+            indices = np.asarray(leaf.indices)[:, None]
         else:
-            values, indices = leaf.data, np.asarray(leaf.indices)
+            values = leaf.data
+            indices = np.asarray(leaf.indices)
         shape = dense_shape(leaf)
         if indices.size and indices.min() < 0:
             raise ValueError(
@@ -137,7 +139,8 @@ class SparseRows:
         if not self.leaves:
             return batch
         rows = jax.tree.leaves(batch)[0].shape[0] // num_towers
-        size, parts = rows // parts, num_towers * parts
+        size = rows // parts
+        parts = num_towers * parts
         return self._replace(
             batch, rows, lambda x, i: x.split(size, parts, capacity[i], rows)
         )

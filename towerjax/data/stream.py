@@ -229,7 +229,8 @@ class Source(Iterator[PyTree]):
 
     def go_to(self, position: Position) -> None:
         """Skip the batches that an earlier process used."""
-        before, used = self.used_before, position.used
+        before = self.used_before
+        used = position.used
         if position.cursor is not None:
             self._cursor.go_back(position)
             self.used_before = used
@@ -262,7 +263,8 @@ class Source(Iterator[PyTree]):
 
     def use(self, position: Position) -> None:
         """Forget the batches up to a position: steps have used them."""
-        self.last, self.used_before = position, position.used
+        self.last = position
+        self.used_before = position.used
         self._cursor.forget(position.used)
 
     def rest(self) -> WithCursor | Iterator[PyTree]:
@@ -309,7 +311,8 @@ class _Feed:
     def __init__(self, depth: int) -> None:
         # (element, position after it, failure)
         self.ready: collections.deque[tuple[Any, Any, Any]] = collections.deque()
-        self.added, self.stopped = threading.Event(), threading.Event()
+        self.added = threading.Event()
+        self.stopped = threading.Event()
         # Counts the elements that may still be pulled, so that depth bounds the memory.
         self.room = threading.Semaphore(depth)
 
@@ -332,7 +335,9 @@ class Stream(Iterator[Placed]):
         depth: int,
         start: Any = None,
     ) -> None:
-        self._begin, self._depth, self._after = begin, depth, start
+        self._begin = begin
+        self._depth = depth
+        self._after = start
         self._open(None)
 
     def _open(self, position: dict[str, Any] | None) -> None:

@@ -124,7 +124,8 @@ def _like_losses(
     weights: Any, losses: jax.Array, *, repeats: bool = False
 ) -> jax.Array:
     """Weights, checked and broadcast to the shape of the losses; None is 1."""
-    name, shape = "compute_weighted_loss", losses.shape
+    name = "compute_weighted_loss"
+    shape = losses.shape
     weights = element_weights(name, shape, weights, "losses", repeats=repeats)
     return weights.astype(losses.dtype)
 
@@ -178,7 +179,8 @@ class TowersOfStep:
 
     def addend(self, loss: Any) -> Weighted | Means:
         """A tower's loss in the form in which towers add losses up."""
-        scalar, is_weighted = _OF_SCALARS.get(self.reduction), has_denominator(loss)
+        scalar = _OF_SCALARS.get(self.reduction)
+        is_weighted = has_denominator(loss)
         if self.is_alone:
             scalar = None if is_weighted else Reduction.MEAN
         elif self.compat == "tf1":
@@ -195,10 +197,12 @@ class TowersOfStep:
         A loss that is a ``Sum`` is one tower's part of a loss that is divided already,
         a ``Weighted`` whose weight says only whether there are examples.
         """
-        reduction, is_split = self.reduction, not self.is_alone
+        reduction = self.reduction
+        is_split = not self.is_alone
         is_part = isinstance(loss, Sum)
         if is_part:
-            reduction, addend = LossReduction.SUM, loss.value
+            reduction = LossReduction.SUM
+            addend = loss.value
         else:
             addend: Any = self.addend(jnp.float32(0) if loss is None else loss)
         if is_split and self.takes_scalars:  # towers without examples do not count

@@ -98,7 +98,8 @@ class ModelTower:
         key = tower.strategy, tower.num_towers, tower.micro_batches, tower.rows
         key = (*key, batch_signature(shapes))
         if key not in self._programs:
-            fn, env = functools.partial(self._one_tower, tower), axes_in_tower(axes)
+            fn = functools.partial(self._one_tower, tower)
+            env = axes_in_tower(axes)
             make = jax.make_jaxpr(fn, axis_env=env, return_shape=True)
             counts = [len(jax.tree.leaves(x)) for x in (shapes[0], state.local)]
             parts = *make(*shapes), *counts
@@ -118,11 +119,13 @@ class ModelTower:
         """
         local, rows, context = own
         state = dataclasses.replace(mirrored, local=local)
-        variables, context = as_variables(state), {**context, "rows": known.rows}
+        variables = as_variables(state)
+        context = {**context, "rows": known.rows}
         if isinstance(variables, TrainState):
             context |= {"state": state, "local": plain(local)}
         tower = tower_of(known.strategy, context_args(known)[0], **context)
-        trace, how = get_opaque_trace_state(), self.options
+        trace = get_opaque_trace_state()
+        how = self.options
         parts = tower.num_towers * known.micro_batches
         towers = TowersOfStep(tower, how.loss_reduction, how.compat, trace, parts)
         with bind_axis(towers):  # where TowerOptimizer finds them
@@ -240,7 +243,8 @@ def _results_of(
     def results(
         state: TrainState, merged: list[PyTree]
     ) -> tuple[TrainState, dict[str, PyTree]]:
-        parts, after = merged[0]["split"].results(state, merged[1:]), state
+        parts = merged[0]["split"].results(state, merged[1:])
+        after = state
         hooks[:] = parts.pop("hooks").value
         if "loss" in parts:
             loss = one_loss(reduction, parts["loss"], is_split=is_split)
@@ -269,7 +273,8 @@ def _with_means(
     if isinstance(merged.get("loss"), Weighted):
         loss = one_loss(reduction, merged["loss"], is_split=True)
         merged = {**merged, "loss": loss}
-    loss, grads = merged[LOSSES], merged["grads"]
+    loss = merged[LOSSES]
+    grads = merged["grads"]
     if not isinstance(loss, Weighted):
         return merged
     sums = map_parts(Sum, lambda x: x.value, grads)
@@ -352,7 +357,8 @@ class _Variables(Read):
 
     def spec(self, out: PyTree, batch: PlacedBatch) -> ModelSpec:
         """The wanted parts of the spec of all towers."""
-        (*after, parts), placement = out, self.strategy.placement
+        (*after, parts) = out
+        placement = self.strategy.placement
         parts = owned(parts, lambda own: on_every_process(own, placement))
         parts = concat_outputs(parts, batch)
         if after:
@@ -382,7 +388,8 @@ def model_train_step(
 
 def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step:
     """A model in one mode, for batches ``{"features": ..., "labels": ...}``."""
-    how, options = tower_fn.options, tower_fn.options.step
+    how = tower_fn.options
+    options = tower_fn.options.step
     policy = _Variables(strategy, how.variable_placement, tower_fn.mode)
     trains = "train_op" in tower_fn.wanted
     results = _results_of(tower_fn, strategy, options, policy.hooks)
@@ -397,7 +404,8 @@ def model_step(tower_fn: ModelTower, strategy: Strategy, placer: Placer) -> Step
     ins = state_ins(strategy)
     after = (ins["state"], ins["kept"]) if trains else ()
     passes = model_passes(tower_fn, strategy, options)
-    outs, donate = (*after, Layout.MIRRORED), options.donate and trains
+    outs = (*after, Layout.MIRRORED)
+    donate = options.donate and trains
     engine = Engine(passes, finish, ins, outs, donate=donate)
     return Step(engine, strategy, options, policy, placer=placer)
 

@@ -121,7 +121,8 @@ class TowerOptimizer(optax.GradientTransformationExtraArgs):
 
         check_flag("lazy", lazy)
         self = super().__new__(cls, init, update)
-        self.optimizer, self.lazy = inner, lazy
+        self.optimizer = inner
+        self.lazy = lazy
         return self
 
     def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
@@ -377,7 +378,9 @@ def _of_means(
     towers: TowersOfStep | None,
 ) -> tuple[PyTree, PyTree]:
     """The gradient of a sum of means, and the loss that it is of."""
-    weights, parts = loss.weights, 1  # this tower's, where no others are known
+    # this tower's, where no others are known
+    weights = loss.weights
+    parts = 1
     are_known = False
     if towers is not None and not towers.takes_scalars:
         are_known = True

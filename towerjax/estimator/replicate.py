@@ -57,7 +57,9 @@ class ReplicatedModel:
     def __init__(
         self, model_fn: ModelFn, strategy: Strategy, options: ModelOptions
     ) -> None:
-        self.model_fn, self.strategy, self.options = model_fn, strategy, options
+        self.model_fn = model_fn
+        self.strategy = strategy
+        self.options = options
         # Each mode pads to batch sizes of its own.
         remainder = options.step.remainder
         self._placers = {
@@ -85,7 +87,8 @@ class ReplicatedModel:
           ValueError: A device is not on this machine.
         """
         refuse_unheld("variables", variables)
-        placement, state = self.strategy.placement, as_state(variables)
+        placement = self.strategy.placement
+        state = as_state(variables)
         local = stack_local(state.local, placement.num_towers)
         state = dataclasses.replace(state, local=local)
         layouts = state_layout(self.strategy)

@@ -55,7 +55,9 @@ class SplitProgram:
         *,
         axis: str,
     ) -> None:
-        self._closed, eqns, given = closed, closed.jaxpr.eqns, closed.jaxpr.invars
+        self._closed = closed
+        eqns = closed.jaxpr.eqns
+        given = closed.jaxpr.invars
         self._local_vars = {*given[num_mirrored : num_mirrored + num_local]}
         own = given[num_mirrored:]
         self._own_vars = dependents(closed.jaxpr, own, axis, (MEET, DIFFERENTIATE))
@@ -65,7 +67,8 @@ class SplitProgram:
         self._kinds: dict[int, Primitive] = {}  # of the meets of a pass, all of one
         self._sources: dict[Var, Any] = {}  # of the parameters of losses
         for eqn in eqns:
-            number, kind = self._pass_of(eqn.invars), eqn.primitive
+            number = self._pass_of(eqn.invars)
+            kind = eqn.primitive
             if kind in (MEET, DIFFERENTIATE):
                 while self._kinds.setdefault(number, kind) is not kind:
                     number += 1
@@ -99,7 +102,8 @@ class SplitProgram:
         def parameters(state: TrainState, merged: list[PyTree]) -> PyTree:
             merged = merged[1:]  # without what the pass that traces has
             cuts = [[self._sources[x] for x in parameters_of(eqn)] for eqn in meets]
-            walk, sources = self._walk(self._inputs(state), merged), sum(cuts, [])
+            walk = self._walk(self._inputs(state), merged)
+            sources = sum(cuts, [])
             for eqn in needed_eqns(self._eqns, sources):
                 self._evaluate_eqn(walk, eqn)
             values = [[*map(walk.read, cut)] for cut in cuts]
@@ -220,7 +224,8 @@ class SplitProgram:
         trained: PyTree = None,
     ) -> Interpreter:
         """An interpreter that has what a pass, or for None the update, returns."""
-        walk, meets = self._walk(inputs, merged), self._meets_of(number)
+        walk = self._walk(inputs, merged)
+        meets = self._meets_of(number)
         if trained is not None:
             cut = [x for eqn in meets for x in parameters_of(eqn)]
             walk.values.update(zip(cut, jax.tree.leaves(trained), strict=True))

@@ -103,7 +103,9 @@ class _EpochsIterator(Iterator[PyTree]):
     """One iteration over all epochs; it can continue after data that raised."""
 
     def __init__(self, source: Epochs) -> None:
-        self._source, self._epoch, self._left = source, 0, source.most
+        self._source = source
+        self._epoch = 0
+        self._left = source.most
         self._elements: Iterator[Any] | None = None  # of this epoch
         self._taken: int | None = None  # of this epoch; None once the data has raised
 
@@ -113,13 +115,16 @@ class _EpochsIterator(Iterator[PyTree]):
         while self._left != 0:
             elements = self._elements
             elements = self._begin_epoch() if elements is None else elements
-            taken, self._taken = self._taken, None
+            taken = self._taken
+            self._taken = None
             element = next(elements, _EXHAUSTED)
             if element is _EXHAUSTED:
                 self._end_epoch(taken)
                 continue
             self._taken = (taken or 0) + 1
-            left, self._left = self._left, 0  # a malformed batch ends the iteration
+            # a malformed batch ends the iteration
+            left = self._left
+            self._left = 0
             if not isinstance(source.data, Source):  # whose batches are dicts already
                 element = as_batch(element, with_labels=source.with_labels)
             self._left = None if left is None else left - 1
@@ -132,7 +137,8 @@ class _EpochsIterator(Iterator[PyTree]):
         if callable(data) and not isinstance(data, Iterable):
             data = data()
             _check_batches(f"{self._source.name}()", data)
-        self._epoch, self._taken = self._epoch + 1, 0
+        self._epoch = self._epoch + 1
+        self._taken = 0
         self._elements = elements = iter(data)
         return elements
 
@@ -153,7 +159,8 @@ class _EpochsIterator(Iterator[PyTree]):
         self._close_elements()
 
     def _close_elements(self) -> None:
-        elements, self._elements = self._elements, None
+        elements = self._elements
+        self._elements = None
         if elements is not self._source.data:
             close(elements)
 

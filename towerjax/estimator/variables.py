@@ -104,7 +104,8 @@ def spread(
             f"state={strategy.state!r} shards parts of a tj.TrainState, and the"
             " variables are none. Write tj.TrainState.create(params, optimizer)."
         )
-    placement, layout = strategy.placement, state_layout(strategy)
+    placement = strategy.placement
+    layout = state_layout(strategy)
     check_num_towers(state, placement.num_towers)
     check_leaves(state)
     if policy is not VariablePlacement.MIRRORED:

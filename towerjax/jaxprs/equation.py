@@ -57,7 +57,9 @@ _LEAF_TYPES += (jax.core.AbstractValue, Mesh, jax.sharding.AbstractMesh, Shardin
 def param_leaves(params: dict[str, Any]) -> list[Any]:
     """The jaxprs, plain values and functions inside the objects of params."""
     # One loop: it runs several times for each equation of a program.
-    leaves, todo, seen = [], [*params.values()][::-1], set()
+    leaves = []
+    todo = [*params.values()][::-1]
+    seen = set()
     while todo:
         x = todo.pop()
         kind = type(x)
@@ -288,7 +290,8 @@ def needed_eqns(
     always: Callable[[Any], bool] = lambda eqn: False,
 ) -> list[Any]:
     """The equations that results depend on, and those that always run, in order."""
-    wanted, needed = {x for x in results if not isinstance(x, Literal)}, []
+    wanted = {x for x in results if not isinstance(x, Literal)}
+    needed = []
     for eqn in reversed(eqns):
         if always(eqn) or not wanted.isdisjoint(eqn.outvars):
             needed.append(eqn)
@@ -390,7 +393,8 @@ def is_library(file: str) -> bool:
 
 def format_line(file: str, line: int, function: str) -> str:
     """A line of code as text, such as "train.py:12 (loss_fn)"."""
-    path, here = Path(file), Path.cwd()
+    path = Path(file)
+    here = Path.cwd()
     below = path.is_relative_to(here)
     path = path.relative_to(here if below else path.parent.parent)
     inside = f" ({function.split('<locals>.')[-1]})" if function else ""

@@ -24,7 +24,8 @@ class Interpreter:
 
     def operands(self, eqn: Any) -> list[Any]:
         """The values of an equation's operands."""
-        values, operands = self.values, []
+        values = self.values
+        operands = []
         for x in eqn.invars:  # without a call for each: there are many
             operands.append(x.val if isinstance(x, Literal) else values[x])
         return operands

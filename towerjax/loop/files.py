@@ -22,7 +22,8 @@ def checked_path(name: str, value: Any, what: str) -> epath.Path:
     """The absolute path of a file or folder; raise unless it can be one."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     check_text(name, text, f"the path of {what}")
-    has_scheme, path = _SCHEME.match(text), None
+    has_scheme = _SCHEME.match(text)
+    path = None
     with contextlib.suppress(KeyError):  # epath does not know the scheme
         path = absolute_path(value)
     if path is None or "\0" in text or has_scheme and is_on_disk(path):
@@ -56,7 +57,9 @@ class StoredFile:
     def __init__(
         self, path: epath.Path, kept: bytes = b"", flush_s: float = math.inf
     ) -> None:
-        self._path, self._bytes, self._flush_s = path, bytearray(kept), flush_s
+        self._path = path
+        self._bytes = bytearray(kept)
+        self._flush_s = flush_s
         self._next_s = time.monotonic() + flush_s
 
     def write(self, data: Any) -> int:

@@ -193,7 +193,8 @@ class HistoryLog:
     def __init__(self) -> None:
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.compile_s = self.aside_s = 0.0  # of audits and evaluations
-        self._start_s, self._examples = time.perf_counter(), 0
+        self._start_s = time.perf_counter()
+        self._examples = 0
         self._columns: dict[str, list[Any]] = {}
         self.skipped: list[int] = []
         self._waits_s: list[float] = []
@@ -242,7 +243,8 @@ class HistoryLog:
         self, number: int, placement: Placement, stopped: str | None
     ) -> History:
         """The `History` of the steps added so far, of which this is the last."""
-        rate, steps = self.steps_per_second, self.num_steps
+        rate = self.steps_per_second
+        steps = self.num_steps
         columns = {name: _column(x) for name, x in self._columns.items()}
         summary = RunSummary(
             towers=placement.num_towers,

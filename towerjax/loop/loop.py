@@ -52,13 +52,17 @@ class Loop:
         batches: Iterable[PyTree],
         guard: InterruptGuard,
     ) -> None:
-        self.guard, self.point, self._batches = guard, point, batches
-        self._step, self._options = step, options
+        self.guard = guard
+        self.point = point
+        self._batches = batches
+        self._step = step
+        self._options = options
         # The number of the last step, also where a checkpoint is resumed.
         self._end = None if options.steps is None else point.number + options.steps
         self._raises = step.options.on_nonfinite == "raise"
         self._saving: Saving | None = None
-        self._writers, self._has_begun = Writers(), False
+        self._writers = Writers()
+        self._has_begun = False
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
         self._without_hooks = 0  # how many recorded steps lack the call of all hooks
@@ -66,7 +70,9 @@ class Loop:
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Go on from the newest checkpoint, if there is one; show the progress."""
-        options, point, batches = self._options, self.point, self._batches
+        options = self._options
+        point = self.point
+        batches = self._batches
         self._source = Source(batches)
         if options.checkpointer is not None:
             where = point.state, self._source, stack
@@ -105,10 +111,12 @@ class Loop:
             raise
 
     def _run(self) -> None:
-        placement, point = self._step.strategy.placement, self.point
+        placement = self._step.strategy.placement
+        point = self.point
         self._writers.open(self._options.writers, point.number, placement)
         depth = 0 if self._source.prefetches else self._options.prefetch
-        place, end = self._step.place_batch, self._end
+        place = self._step.place_batch
+        end = self._end
         most = None if end is None else max(end - point.number, 0)
         with contextlib.closing(self._source.stream(place, depth, most=most)) as stream:
             while True:
@@ -142,7 +150,9 @@ class Loop:
         self._writers.raise_failure()
 
     def _dispatch(self, placed: PlacedBatch, wait_s: float, stream: Stream) -> None:
-        point, options, after = self.point, self._options, self.point.number + 1
+        point = self.point
+        options = self._options
+        after = self.point.number + 1
         self._fetch(options.in_flight - 1)
         if placed.signature not in self._compiled:
             self._compile(placed)
@@ -159,7 +169,9 @@ class Loop:
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
         self._progress.phase(self.point.number + 1, "compiling")
-        step, wanted, before_s = self._step, self._options.audit, self._step.audit_s
+        step = self._step
+        wanted = self._options.audit
+        before_s = self._step.audit_s
         folder = None if self._saving is None else self._saving.directory
         with asked(audit=wanted, folder=folder):
             step.program(self.point.state, placed)
@@ -249,7 +261,8 @@ class Loop:
                 why = "an integer label that is no class makes a loss NaN"
                 note += f" Of its integers {integers}; {why}."
         except RuntimeError as failure:  # such as too little memory
-            places, note = (), f"Looking for the place failed: {failure}"
+            places = ()
+            note = f"Looking for the place failed: {failure}"
         error = self._step.refused(number, places)
         error.add_note(note)
         return error
@@ -263,7 +276,8 @@ class Loop:
         refused = int(verdict) % 2**32 if is_told else None
         time_s = time.time()
         with self.guard:  # so that each step is once in the history and in the files
-            number, examples = self._recorded + 1, call.placed.num_examples
+            number = self._recorded + 1
+            examples = call.placed.num_examples
             self._log.add(number, row, refused, examples, call.wait_s)
             self._in_flight.popleft()
             self._without_hooks += 1
@@ -271,11 +285,13 @@ class Loop:
         return row, refused
 
     def _evaluate(self) -> None:
-        options, point = self._options, self.point
+        options = self._options
+        point = self.point
         if options.evaluate is None or options.eval_batches is None:
             return
         self._fetch(0)
-        start_s, number = time.perf_counter(), point.number
+        start_s = time.perf_counter()
+        number = point.number
         given = options.evaluate, self._state_to_evaluate(), options.eval_batches
         values = evaluate(*given, prefetch=options.prefetch)
         with self.guard:
@@ -297,12 +313,15 @@ class Loop:
         given = self._options.eval_params(state)
         if isinstance(given, TrainState):
             return given
-        placement, at = self._step.strategy.placement, state_layout(self._step.strategy)
+        placement = self._step.strategy.placement
+        at = state_layout(self._step.strategy)
         params = place_others(given, placement, at.params, "params", given)
         return dataclasses.replace(state, params=params)
 
     def _check_enough(self) -> None:
-        done, end, number = self._log.num_steps, self._end, self.point.number
+        done = self._log.num_steps
+        end = self._end
+        number = self.point.number
         if self.point.watch.stopped is not None:
             return
         is_resumed = self._saving is not None and self._saving.is_resumed
@@ -327,13 +346,15 @@ class Loop:
 
     def history(self) -> History:
         """The history so far."""
-        placement, watch = self._step.strategy.placement, self.point.watch
+        placement = self._step.strategy.placement
+        watch = self.point.watch
         return self._log.history(self._recorded, placement, watch.stopped)
 
     def attach_results(self, error: Any) -> None:
         """Attach state, batches and history to an exception: the state was donated."""
         if not self._has_begun:
-            error.state, error.batches = self.point.state, self._batches
+            error.state = self.point.state
+            error.batches = self._batches
             error.history = self.history()
             return
         with contextlib.suppress(Exception):

@@ -137,7 +137,8 @@ class Progress:
         is_named = not isinstance(progress, bool | None)
         self._names = tuple(dict.fromkeys(("loss", *(progress if is_named else ()))))
         self._display = choose_display(None if is_named else progress)
-        self._start, self._end = start, end
+        self._start = start
+        self._end = end
         self._total = None if end is None else max(end - start, 0)
         self.note = self._display.note  # adds a line that stays
         self._next_s = 0.0
@@ -164,7 +165,8 @@ class Progress:
     def _show(self) -> None:
         if self._waiting is None:
             return
-        (number, metrics, rate), self._waiting = self._waiting, None
+        (number, metrics, rate) = self._waiting
+        self._waiting = None
         left = None if self._end is None else self._end - number
         text = f"step {number}" if left is None else f"step {number}/{self._end}"
         for name in self._names:

@@ -136,7 +136,8 @@ def run(
         step.expect_batch_rows([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping)))
     # Of several processes JAX is sent SIGTERM, and all end after the same step.
-    saving, is_one = options.checkpointer, step.strategy.placement.num_processes == 1
+    saving = options.checkpointer
+    is_one = step.strategy.placement.num_processes == 1
     guard = InterruptGuard(saving.exit_code if saving and is_one else None)
     loop = Loop(step, options, point, batches, guard)
 

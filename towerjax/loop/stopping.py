@@ -95,17 +95,23 @@ def rules_of(early_stopping: Any) -> tuple[EarlyStopping, ...]:
 
 def reason_to_stop(rule: EarlyStopping, values: Mapping[int, float]) -> str | None:
     """Why a run of these evaluations is to end, in words; None if it is not."""
-    sign, goal = sign_of(rule.mode), rule.goal
+    sign = sign_of(rule.mode)
+    goal = rule.goal
 
     def is_reached(cost: float) -> bool:
         return goal is not None and cost <= sign * goal
 
-    lowest, after, without = math.inf, None, 0
+    lowest = math.inf
+    after = None
+    without = 0
     for number, value in values.items():
         if number >= rule.min_steps:
-            cost, without = sign * value, without + 1
+            cost = sign * value
+            without = without + 1
             if is_reached(cost) or cost < lowest - rule.min_delta:
-                lowest, after, without = cost, number, 0
+                lowest = cost
+                after = number
+                without = 0
     if is_reached(lowest):
         text = f"{rule.metric} reached {format_value(rule.goal)}"
     elif rule.patience is not None and without >= rule.patience:
@@ -133,7 +139,8 @@ class Watch:
 
     def add(self, number: int, values: Mapping[str, Any]) -> None:
         """Add an evaluation, which counts once."""
-        metrics, what = [x.metric for x in self._rules], "EarlyStopping.metric"
+        metrics = [x.metric for x in self._rules]
+        what = "EarlyStopping.metric"
         self.go_on({x: {number: value_of(values, what, x)} for x in metrics})
 
     def go_on(self, evaluated: Mapping[str, Mapping[int, float]]) -> None:

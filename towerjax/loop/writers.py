@@ -117,7 +117,8 @@ class Writers:
 
     def raise_failure(self) -> None:
         """Raise the first failure, once."""
-        failures, self._failures = self._failures, []
+        failures = self._failures
+        self._failures = []
         if failures:
             raise failures[0]
 

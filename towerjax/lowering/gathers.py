@@ -125,11 +125,13 @@ class _Made:
 
     def __init__(self, closed: Any, number: int, results: list[Any]) -> None:
         body = closed.jaxpr
-        given, others = {*body.invars[:number]}, {*body.invars[number:]}
+        given = {*body.invars[:number]}
+        others = {*body.invars[number:]}
         # A value of another trace might not live when these are made again.
         pairs = zip(body.constvars, closed.consts, strict=True)
         others |= {var for var, x in pairs if isinstance(x, Tracer)}
-        eqns, made = list[Any](), set[Any]()
+        eqns = list[Any]()
+        made = set[Any]()
         for eqn in body.eqns:
             operands = {x for x in eqn.invars if not isinstance(x, Literal)}
             effects = [x for x in eqn.effects if not hasattr(x, "name")]  # of an axis
@@ -141,7 +143,8 @@ class _Made:
         is_made = [not isinstance(x, Literal) and x in made for x in results]
         self.numbers = [i for i, yes in enumerate(is_made) if yes]
         self._results = [results[i] for i in self.numbers]
-        self._closed, self._eqns = closed, needed_eqns(eqns, self._results)
+        self._closed = closed
+        self._eqns = needed_eqns(eqns, self._results)
 
     def values(self, parts: list[Any]) -> list[Any]:
         """These results, made again."""

@@ -134,9 +134,13 @@ class Shard:
         exact: bool = False,
         make: Callable[[], jax.Array] | None = None,
     ) -> None:
-        self.source, self.dim, self.sink = source, dim, sink
+        self.source = source
+        self.dim = dim
+        self.sink = sink
         self.dtype = getattr(source, "dtype", None) if dtype is None else dtype
-        self.is_trained, self.exact, self._make = is_trained, exact, make
+        self.is_trained = is_trained
+        self.exact = exact
+        self._make = make
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The arrays, and what else there is."""
@@ -146,7 +150,8 @@ class Shard:
     @classmethod
     def tree_unflatten(cls, meta: tuple[Any, ...], arrays: tuple[Any, ...]) -> "Shard":
         """The inverse of `tree_flatten`."""
-        (source, sink), (dim, dtype, is_trained, exact) = arrays, meta
+        (source, sink) = arrays
+        (dim, dtype, is_trained, exact) = meta
         how = {"sink": sink, "is_trained": is_trained, "exact": exact}
         return cls(source, dim, dtype=dtype, **how)
 
@@ -159,7 +164,8 @@ class Shard:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole value."""
-        size, shape = lax.axis_size(DEVICE_AXIS), list(self.source.shape)
+        size = lax.axis_size(DEVICE_AXIS)
+        shape = list(self.source.shape)
         shape[self.dim] *= size
         return tuple(shape)
 
@@ -281,7 +287,8 @@ class Uniform:
     """One number in all elements of a shape, whole or in part."""
 
     def __init__(self, number: jax.Array, shape: tuple[int, ...]) -> None:
-        self.number, self.shape = number, shape
+        self.number = number
+        self.shape = shape
 
     @property
     def dtype(self) -> Any:
@@ -379,7 +386,9 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     Of parts alone: a result of parts and of a tower's own values is no part, since it
     differs between devices.
     """
-    name, params, x = eqn.primitive.name, eqn.params, operands[0]
+    name = eqn.primitive.name
+    params = eqn.params
+    x = operands[0]
     if name in IDENTITIES and len(operands) == len(eqn.outvars):
         fresh = [x.fresh() if isinstance(x, Shard) else x for x in operands]
         if len(operands) == 1:
@@ -388,7 +397,8 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
         return treedef.unflatten(evaluate_eqn(eqn, leaves))
     if len(operands) > 1:
         return None
-    dim, size = x.dim, lax.axis_size(DEVICE_AXIS)
+    dim = x.dim
+    size = lax.axis_size(DEVICE_AXIS)
     if name == "is_finite":
         return [x.of(evaluate_eqn(eqn, [x.part])[0])]
     if name == "convert_element_type" and not x.exact:
@@ -401,9 +411,10 @@ def on_parts(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     avals: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
     move = lambda x: evaluate_eqn(eqn, [x])[0]  # noqa: E731
     if name == "slice" and avals[0].shape[dim] == avals[1].shape[dim]:  # all of it
-        starts, limits, strides = (
-            params["start_indices"], list(params["limit_indices"]), params["strides"]
-        )  # fmt: skip
+        # fmt: skip
+        starts = params["start_indices"]
+        limits = list(params["limit_indices"])
+        strides = params["strides"]
         limits[dim] //= size
         return [x.moved(lambda x: lax.slice(x, starts, limits, strides), move)]
     if name == "squeeze":

@@ -108,7 +108,8 @@ class _Body:
 
         So a gradient that a tower takes itself, and that is only added, is not whole.
         """
-        body, inside = self._body, dict[int, dict[int, int]]()
+        body = self._body
+        inside = dict[int, dict[int, int]]()
         every = [*body.outvars, *[x for eqn in body.eqns for x in eqn.invars]]
         reads = Counter([x for x in every if isinstance(x, Var)])
         makers = {x: (eqn, i) for eqn in body.eqns for i, x in enumerate(eqn.outvars)}
@@ -130,7 +131,8 @@ class _Body:
             for var, x in zip(eqn.outvars, out, strict=True):
                 is_stored = var in self._stored and is_shard(x)
                 walk.values[var] = x.of(x.part) if is_stored else x
-        results, made = [walk.read(x) for x in self._body.outvars], set[Any]()
+        results = [walk.read(x) for x in self._body.outvars]
+        made = set[Any]()
         for eqn in self._body.eqns:
             made |= {eqn.outvars[i] for i in self._inside.get(id(eqn), {})}
         for number, dim in self._sums.items():
@@ -161,7 +163,8 @@ class _Body:
         self, eqn: JaxprEqn, inner: Any, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
         """The results of a call of another program."""
-        body, params = _Body(inner, alike=self._alike, sums=inside), eqn.params
+        body = _Body(inner, alike=self._alike, sums=inside)
+        params = eqn.params
         if eqn.primitive.name not in _CHECKPOINT:
             return body.run(operands)
         if params.get("differentiated"):
@@ -180,8 +183,10 @@ class _Body:
         self, eqn: JaxprEqn, operands: list[Any], inside: dict[int, int]
     ) -> list[Any]:
         """A scan that gathers the rows of its ``xs`` in each step."""
-        params, (num_consts, carries) = eqn.params, loop_sizes(eqn)
-        consts, rest = operands[:num_consts], operands[num_consts:]
+        params = eqn.params
+        (num_consts, carries) = loop_sizes(eqn)
+        consts = operands[:num_consts]
+        rest = operands[num_consts:]
         if not is_of_towers(eqn):
             consts = [whole(x) for x in consts]  # else each step would gather them
         first = [whole(x) for x in rest[:carries]]
@@ -213,7 +218,8 @@ class _Body:
 
     def _loop_of_towers(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         """A loop that gathers its constants in each round."""
-        params, at = eqn.params, eqn.params["cond_nconsts"]
+        params = eqn.params
+        at = eqn.params["cond_nconsts"]
         until = at + params["body_nconsts"]
         of_cond = [whole(x) for x in operands[:at]]
         goes_on = _Body(params["cond_jaxpr"], alike=self._alike)

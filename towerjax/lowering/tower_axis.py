@@ -134,7 +134,8 @@ class _Lowering:
         """Replace the collectives of a jaxpr, closed or not."""
         if id(jaxpr) not in self._done:
             body = open_jaxpr(jaxpr)
-            eqns, new = [*body.eqns], jaxpr
+            eqns = [*body.eqns]
+            new = jaxpr
             for i, eqn in enumerate(eqns):
                 if eqn.primitive not in PLAIN:
                     eqns[i] = self._lower_eqn(eqn)
@@ -251,7 +252,8 @@ class _Lowering:
 
     def _rename_axis(self, eqn: JaxprEqn) -> JaxprEqn:
         key = "axes" if "axes" in eqn.params else "axis_name"
-        given, names = eqn.params[key], self.axes.names
+        given = eqn.params[key]
+        names = self.axes.names
         if isinstance(given, tuple):
             each = [names if x == self.axes.tower_axis else (x,) for x in given]
             new: Any = tuple(x for part in each for x in part)
@@ -262,7 +264,8 @@ class _Lowering:
 
     def _emulate(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Gather all towers' operands, and compute the collective on each tower."""
-        axes, params = self.axes, dict(eqn.params)
+        axes = self.axes
+        params = dict(eqn.params)
         tower = first_tower_of_device(axes)
         if LOCAL_AXIS in axes.names:
             tower += lax.axis_index(LOCAL_AXIS).astype(jnp.int32)
@@ -270,11 +273,13 @@ class _Lowering:
             return [tower]
         groups = params.get("axis_index_groups")
         if eqn.primitive.name == "reduce_scatter" and groups is None:
-            x, dim = operands[0], params["scatter_dimension"]
+            x = operands[0]
+            dim = params["scatter_dimension"]
             for name in axes.names:
                 x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
             return [x if params["tiled"] else x.squeeze(dim)]
-        rows, size = gather_over_towers(list(operands), axes), axes.num_towers
+        rows = gather_over_towers(list(operands), axes)
+        size = axes.num_towers
         if eqn.primitive.name == "ppermute":  # jax.vmap takes full permutations only
             sources = np.full(size, -1)
             for source, target in params["perm"]:
@@ -322,7 +327,8 @@ _UNEVEN = (
 
 def _of_each_in_batch(args: Any, dims: Any) -> tuple[jax.Array, int]:
     """The value of each tower, if any argument is each tower's own."""
-    (x, *_), (dim, *_) = args, dims
+    (x, *_) = args
+    (dim, *_) = dims
     if dim is not None:
         return x, dim
     pairs = zip(args, dims, strict=True)
@@ -427,7 +433,8 @@ def _isolate(
     def run(tower: tuple[PyTree, ...]) -> PyTree:
         args = (*tower, *common)
         program, tree = lower(args)
-        body, leaves = program.jaxpr, jax.tree.leaves(args)
+        body = program.jaxpr
+        leaves = jax.tree.leaves(args)
         reads = [x for eqn in body.eqns for x in eqn.invars] + [*body.outvars]
         read = {x for x in reads if isinstance(x, Var)}
         used = [i for i, x in enumerate(body.invars) if x in read]

@@ -184,7 +184,8 @@ def _multiply_by_inverse(op: Any, merged: Callable[[Any], Any]) -> None:
         to = ir.RankedTensorType.get(given.shape, kind)
         return x if given == to else add(stablehlo.convert, to, x)
 
-    x, given = cast(x, wide), cast(divisor, wide)
+    x = cast(x, wide)
+    given = cast(divisor, wide)
     ones = ir.DenseElementsAttr.get_splat(given.type, ir.FloatAttr.get(wide, 1.0))
     inverse = add(stablehlo.divide, add(stablehlo.constant, ones), given)
     inverse = add(stablehlo.broadcast_in_dim, x.type, inverse, list(dims))

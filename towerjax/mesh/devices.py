@@ -29,9 +29,11 @@ _WITHOUT_CPU = (
 def canonical_device_name(device: Any) -> str:
     """``"platform:index"``, the index within the platform; cuda and rocm are gpu."""
     if isinstance(device, jax.Device):
-        platform, index = device.platform, jax.devices(device.platform).index(device)
+        platform = device.platform
+        index = jax.devices(device.platform).index(device)
     elif match := _NAME.fullmatch(str(device).lower()):
-        platform, index = match[1], int(match[2])
+        platform = match[1]
+        index = int(match[2])
     else:
         raise ValueError(
             f"devices: {device!r} is not a device name. Write 'platform:index', such as"

@@ -282,7 +282,8 @@ class Placement:
 
         A part has at least `LEAST_PART` elements, and runs of ``part_run``.
         """
-        shape, count = np.shape(x), self.num_devices
+        shape = np.shape(x)
+        count = self.num_devices
         if math.prod(shape) < LEAST_PART * count:
             return None
 

@@ -108,13 +108,16 @@ class Exchange:
     """An all-gather of small values by the coordinator, which waits for no step."""
 
     def __init__(self, name: str, what: str, stopped: threading.Event) -> None:
-        self._name, self._what, self._stopped = name, what, stopped
+        self._name = name
+        self._what = what
+        self._stopped = stopped
         self._client = coordinator_client()
         self._round = 0
 
     def all_gather(self, own: Any) -> list[Any]:
         """The value of each process in this round, in the order of processes."""
-        prefix, mine = f"towerjax/{self._name}/{self._round}", jax.process_index()
+        prefix = f"towerjax/{self._name}/{self._round}"
+        mine = jax.process_index()
         self._client.key_value_set(f"{prefix}/{mine}", json.dumps(own))
         peers = range(jax.process_count())
         values = [self._wait_for(f"{prefix}/{peer}", peer) for peer in peers]
@@ -144,12 +147,14 @@ def call_on_first_process(make: Callable[[], Any], says: str = "Process 0 says")
     """Call ``make`` on process 0; return its JSON value, or raise, on every process."""
     if jax.process_count() == 1:
         return make()
-    failure, message = None, b""
+    failure = None
+    message = b""
     if jax.process_index() == 0:
         try:
             message = json.dumps({"value": make()}).encode()
         except Exception as error:  # raised below: the others wait for the message
-            failure, message = error, json.dumps({"error": str(error)}).encode()
+            failure = error
+            message = json.dumps({"error": str(error)}).encode()
     size = int(from_first_process(np.array(len(message))))
     own = np.frombuffer(message, np.uint8) if message else np.zeros(size, np.uint8)
     answer = json.loads(from_first_process(own).tobytes())

@@ -62,9 +62,11 @@ class Specs:
         """The shape and the spec of each parameter; ``sizes`` are of a tower's axes."""
         flat = jax.tree_util.tree_leaves_with_path(params)
         names = [name for name, _ in readable_leaves("", params)]
-        table, used = {}, set[Keys]()
+        table = {}
+        used = set[Keys]()
         for (path, x), name in zip(flat, names, strict=True):
-            keys, shape = _keys(path), np.shape(x)
+            keys = _keys(path)
+            shape = np.shape(x)
             if self.by_name is not None:
                 spec = self.by_name(name, x)
                 spec = PartitionSpec() if spec is None else spec
@@ -99,7 +101,8 @@ def specs_like(
     """For each leaf the spec of a parameter of its shape whose way ends its own."""
 
     def of(path: tuple[Any, ...], x: Any) -> PartitionSpec:
-        keys, shape = _keys(path), np.shape(x)
+        keys = _keys(path)
+        shape = np.shape(x)
         ends = (table.get(keys[i:]) for i in range(len(keys) + 1))
         fitting = (spec for end in ends if end for (s, spec) in [end] if s == shape)
         return next(fitting, PartitionSpec())

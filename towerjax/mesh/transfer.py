@@ -28,7 +28,9 @@ from towerjax.types.leaves import (
 # XLA:CPU shares, without a copy, a host array whose address is a multiple of _ALIGNED.
 # Bytes below which a program's own copy of an argument takes the least time, and from
 # which NumPy's does, whose pages are large.
-_ALIGNED, _SMALL, _LARGE = 64, 2**17, 2**20
+_ALIGNED = 64
+_SMALL = 2**17
+_LARGE = 2**20
 
 
 def refuse_leaked(root: str, tree: PyTree) -> None:

@@ -104,7 +104,8 @@ def element_weights(
     if is_known(weight) and (lowest := np.min(weight, initial=0)) < 0:
         raise ValueError(f"{name} got a weight of {lowest}; give 0 to mask an example.")
     weight = floats_of(as_array(weight))
-    given, dims = weight.shape, len(shape)
+    given = weight.shape
+    dims = len(shape)
     weight = weight.reshape(given + (1,) * (dims - len(given)))
     leading = [shape[:k] + (1,) * (dims - k) for k in range(1, dims + 1)]
     fits = not given or weight.shape in leading
@@ -157,7 +158,8 @@ class Pairs:
             is_array = isinstance(x, np.ndarray)
             if not (is_array and jnp.issubdtype(x.dtype, jnp.integer)):
                 refuse_no_numbers(f"{name}: {what}", x)
-        self.labels, self.predictions = as_array(labels), as_array(predictions)
+        self.labels = as_array(labels)
+        self.predictions = as_array(predictions)
         shapes = jnp.shape(self.labels), jnp.shape(self.predictions)
         if shapes[0] != shapes[1]:
             raise ValueError(
@@ -165,13 +167,15 @@ class Pairs:
                 f" {shapes[1]}. Give one prediction for each label, such as"
                 " jnp.argmax(logits, axis=-1), or labels[..., 0]."
             )
-        self.name, self._given = name, 1 if weight is None else weight
+        self.name = name
+        self._given = 1 if weight is None else weight
         self.weights = element_weights(name, shapes[0], weight)
 
     def require(self, what: str, x: Any, valid: Any, remedy: str) -> None:
         """Raise for a known value that is not valid; any other marks the weights."""
         if is_known(x) and is_known(self._given):
-            x, counts = np.asarray(x), np.asarray(self._given) != 0
+            x = np.asarray(x)
+            counts = np.asarray(self._given) != 0
             counts = counts.reshape(counts.shape + (1,) * (x.ndim - counts.ndim))
             if (bad := x[counts & ~np.asarray(valid)]).size:
                 raise ValueError(
@@ -190,7 +194,8 @@ class Pairs:
         x = np.asarray(x) if is_known(x) else x  # JAX would wrap 2**32 to 0
         remedy = "give booleans, or 0 and 1. For several classes use mean_iou."
         with jax.numpy_dtype_promotion("standard"):
-            is_no, is_yes = x == 0, x == 1
+            is_no = x == 0
+            is_yes = x == 1
         self.require(what, x, is_no | is_yes, remedy)
         return jnp.asarray(~is_no)
 

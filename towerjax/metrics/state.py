@@ -27,7 +27,8 @@ _STATES = "A state is tj.Weighted.mean(hits, tower.weight), or another of tj.met
 def looks_like_state(x: Any) -> bool:
     """Whether the class of ``x`` has ``merge`` and ``compute``."""
     cls = type(x)  # not the object: a flax.nnx variable forwards to its value
-    merges, computes = getattr(cls, "merge", None), getattr(cls, "compute", None)
+    merges = getattr(cls, "merge", None)
+    computes = getattr(cls, "compute", None)
     return callable(merges) and callable(computes)
 
 
@@ -145,7 +146,8 @@ def adapt(metric: Any) -> Adapted:
 def check_merge(state: Any) -> None:
     """Raise unless merging keeps the state's structure, shapes and dtypes."""
     name = type(getattr(state, "metric", state)).__name__
-    merged, what = _trace_merge(name, merge_parts, state), f"The merge of two {name}"
+    merged = _trace_merge(name, merge_parts, state)
+    what = f"The merge of two {name}"
     advice = (
         "Keep shapes and dtypes: concatenate on the host what a predict step returns."
     )
@@ -210,7 +212,8 @@ def _check_weighted(name: str, x: Weighted) -> Weighted:
             " its weight. Take derivatives of the sum alone, and return"
             " tj.Weighted(derivative, loss.weight)."
         )
-    total, weight = jax.tree.map(drop_weak_type, x.sum), drop_weak_type(x.weight)
+    total = jax.tree.map(drop_weak_type, x.sum)
+    weight = drop_weak_type(x.weight)
     total = map_values(lambda s: s.astype(widen_dtype(s.dtype)), total)
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(total)]
     dtype = promote_dtypes(jnp.float32, weight.dtype, *dtypes)

@@ -80,7 +80,8 @@ def _is_below(values: Any, threshold: Any) -> Any:
     values = widen(values)
     if not (jnp.issubdtype(values.dtype, jnp.integer) and rows.is_known(threshold)):
         return values < threshold
-    limits, threshold = np.iinfo(values.dtype), np.asarray(threshold).item()
+    limits = np.iinfo(values.dtype)
+    threshold = np.asarray(threshold).item()
     if not limits.min < threshold <= limits.max:  # it may be NaN
         return np.full(values.shape, threshold > limits.max)
     return values < np.asarray(math.ceil(threshold), values.dtype)
@@ -162,7 +163,8 @@ def _outcomes(
 ) -> list[jax.Array]:
     """The outcomes of all elements, ``()`` each."""
     pairs = Pairs(name, labels, predictions, weight)
-    yes, said = pairs.as_booleans("labels"), pairs.predictions
+    yes = pairs.as_booleans("labels")
+    said = pairs.predictions
     dtype = jnp.result_type(said)
     if jnp.issubdtype(dtype, jnp.floating) != (threshold is not None):
         raise ValueError(

@@ -35,13 +35,15 @@ def _rate_at_nearest(yes: Any, no: Any, rate: str, given: str, wanted: float) ->
     distance = abs(_rates(yes, no, given) - wanted)
     nearest = distance.min()
     # Of thresholds equally near, up to rounding, the best rate; NaN if one is NaN.
-    far, rates = distance > nearest + 1e-6, _rates(yes, no, rate)
+    far = distance > nearest + 1e-6
+    rates = _rates(yes, no, rate)
     return rows.library_of(rates).where(far, 0.0, rates).max() + 0 * nearest
 
 
 def _area_under_roc(yes: Any, no: Any) -> Any:
     """The sum of the trapezoids between the thresholds' points."""
-    heights, widths = _rates(yes, no, "sensitivity"), quotient(no[1:-1], no.sum())
+    heights = _rates(yes, no, "sensitivity")
+    widths = quotient(no[1:-1], no.sum())
     return (widths * (heights[:-1] + heights[1:]) / 2).sum()
 
 
@@ -51,7 +53,8 @@ def _area_under_pr(yes: Any, no: Any) -> Any:
     outcomes = _outcomes_at_thresholds(yes, no)
     true, above = (x[1:] for x in share_of("precision", outcomes))
     # Not as differences of the sums, which rounding could make negative.
-    gained, more = yes[1:-1], yes[1:-1] + no[1:-1]
+    gained = yes[1:-1]
+    more = yes[1:-1] + no[1:-1]
     slope = quotient(gained, more)
     stretch = rows.library_of(yes).log1p(quotient(more, above))
     return quotient(
@@ -81,14 +84,16 @@ def _curves(
         edges = np.arange(1, thresholds - 1) / (thresholds - 1)
     if value is not _rates:  # one just below 0, which all scores pass, one above 1
         edges = np.concatenate([[-1e-7], edges, [1 + 1e-7]])
-    scores, dtype = pairs.predictions, jnp.result_type(pairs.predictions)
+    scores = pairs.predictions
+    dtype = jnp.result_type(pairs.predictions)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
             f"{pairs.name} got predictions of dtype {dtype}; give floating scores."
         )
     remedy = "scores lie between 0 and 1: jax.nn.sigmoid(logits)."
     pairs.require("scores", scores, (scores >= 0) & (scores <= 1), remedy)
-    yes, weights = pairs.as_booleans("labels"), pairs.weights
+    yes = pairs.as_booleans("labels")
+    weights = pairs.weights
     scores = rows.floats_of(scores)
     bucket = jnp.searchsorted(jnp.asarray(edges, scores.dtype), scores)
     right, wrong = (

@@ -187,7 +187,8 @@ class Weighted(_LossTerm):
 
     def compute(self) -> Any:
         """``value``; NumPy arrays are divided by NumPy, in their own precision."""
-        kinds, totals = np.ndarray | np.generic, jax.tree.leaves(self.sum)
+        kinds = np.ndarray | np.generic
+        totals = jax.tree.leaves(self.sum)
         if not all(isinstance(x, kinds) for x in [*totals, self.weight]):
             return self.value
         _refuse_unclear(totals, np.shape(self.weight))
@@ -199,7 +200,8 @@ class Weighted(_LossTerm):
 
         The leaves of a tree are multiplied by one reciprocal of the weight.
         """
-        total, weight = jax.tree.map(native, self.sum), jnp.asarray(native(self.weight))
+        total = jax.tree.map(native, self.sum)
+        weight = jnp.asarray(native(self.weight))
         _refuse_unclear(jax.tree.leaves(total), weight.shape)
         if jax.tree_util.all_leaves([total]):
             return quotient(jnp.asarray(total), weight)
@@ -216,7 +218,8 @@ def mean_of(
 
     def weighted_sum(x: jax.Array) -> jax.Array:
         # By lax: each function of jnp is traced by itself, in a step's first call.
-        own, zero = weights.astype(x.dtype), lax.full_like(x, 0)
+        own = weights.astype(x.dtype)
+        zero = lax.full_like(x, 0)
         own = lax.broadcast_in_dim(own, x.shape, range(weights.ndim))
         return lax.select(lax.ne(own, zero), lax.mul(x, own), zero).sum(axis)
 

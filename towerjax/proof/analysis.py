@@ -70,7 +70,8 @@ def analyse(
     ``inputs`` has a name for each per-tower input, and None for one that is the same on
     all. ``axis`` is that of the towers; None: nothing differs. ``outer`` is around.
     """
-    along, noted = NOTHING if axis is None else ALL, list[Any]()
+    along = NOTHING if axis is None else ALL
+    noted = list[Any]()
     ins = [Mark() if name is None else Mark(along, name) for name in inputs]
     context = Context(axis, num_towers, noted, outer)
     outs, _ = _propagate(open_jaxpr(jaxpr), ins, context)
@@ -106,7 +107,8 @@ def _propagate(jaxpr: Jaxpr, ins: _Marks, context: Context) -> tuple[_Marks, dic
         if eqn.primitive in PLAIN:
             env |= dict.fromkeys(eqn.outvars, made_at(join(ins), (eqn, context.outer)))
             continue
-        rule, written = _RULES.get(eqn.primitive.name, _of_unknown), refs(eqn)
+        rule = _RULES.get(eqn.primitive.name, _of_unknown)
+        written = refs(eqn)
         rule = _opaque if written and rule is not _of_unknown else rule
         env |= zip(eqn.outvars + written, rule(eqn, ins, context), strict=True)
     outs = [ALIKE if isinstance(v, Literal) else known(v, ALIKE) for v in jaxpr.outvars]
@@ -129,7 +131,8 @@ def _rule(*names: str) -> Callable[[_Rule], _Rule]:
 
 def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """What has no rule is looked into; where it cannot be, all may depend on all."""
-    inner, names = sub_jaxprs(eqn), named_axes(eqn)
+    inner = sub_jaxprs(eqn)
+    names = named_axes(eqn)
     if not inner and not names and is_foreign(eqn, context.axis):
         return _originate(eqn, ins, context)
     if is_hidden(eqn):
@@ -144,7 +147,8 @@ def _of_unknown(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 
 def _communicate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    name, scopes = eqn.primitive.name, scopes_of((eqn, None))
+    name = eqn.primitive.name
+    scopes = scopes_of((eqn, None))
     is_sum = name in SUMS or name == "reduce_scatter"
     is_over = {DEVICE_AXIS, TOWER_AXIS}.intersection(named_axes(eqn))
     over_towers = is_over and name not in EXTREMES
@@ -166,10 +170,12 @@ def _for_each_result(mark: Mark, eqn: JaxprEqn) -> _Marks:
 
 @_rule("axis_index")
 def _originate(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    source, site = eqn.primitive.name, (eqn, context.outer)
+    source = eqn.primitive.name
+    site = (eqn, context.outer)
     differs = context.axis is not None
     if source == "axis_index":
-        source, differs = "tower.id", context.axis in named_axes(eqn)
+        source = "tower.id"
+        differs = context.axis in named_axes(eqn)
     else:
         context.noted.append(findings.Unread(source, user_line(site)))
     mark = Mark(ALL, source, site) if differs else ALIKE
@@ -194,7 +200,8 @@ def _draw(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 @_rule("name")
 def _of_name(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A value that towerjax named: see `towerjax.jaxprs.tags`."""
-    name, [mark] = given_name(eqn), ins
+    name = given_name(eqn)
+    [mark] = ins
     if name == tags.HAS_EXAMPLES and context.axis == _NO_AXIS:
         return [ALIKE]
     if name == tags.SHARED and mark.along:
@@ -221,8 +228,11 @@ def _call(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 @_rule("shard_map", "sharding_constraint")
 def _on_a_mesh(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """A program's own `shard_map`, or sharding."""
-    name, line = eqn.primitive.name, user_line((eqn, context.outer))
-    is_map, along, alike = name == "shard_map", {}, 0
+    name = eqn.primitive.name
+    line = user_line((eqn, context.outer))
+    is_map = name == "shard_map"
+    along = {}
+    alike = 0
     if is_map and context.axis is None and any(m.source == COPIES for m in ins):
         return _map_copies((eqn, context.outer), ins)
     if is_map and context.axis != _NO_AXIS:
@@ -244,7 +254,8 @@ def along_each_axis(
 
     An output that ``out_specs`` split may differ. Other specs may stand for its own.
     """
-    params, analyses = site[0].params, {}
+    params = site[0].params
+    analyses = {}
     sizes = params["mesh"].shape
     for axis in [x for x in sizes if x in manual_axes(site[0]) and sizes[x] > 1]:
         is_split, may_differ = (
@@ -262,7 +273,8 @@ def along_each_axis(
 def _map_copies(site: Site, ins: _Marks) -> _Marks:
     """What a `shard_map` makes of copies: of each device its row, which it squeezes."""
     params = site[0].params
-    body, outs = params["jaxpr"], [PartitionSpec()] * len(params["out_specs"])
+    body = params["jaxpr"]
+    outs = [PartitionSpec()] * len(params["out_specs"])
     rows = {id(x.invars[0]) for x in body.eqns if x.primitive.name == "squeeze"}
     specs = [
         PartitionSpec(*spec[1:]) if mark.source == COPIES and id(var) in rows else spec
@@ -279,7 +291,8 @@ def _map_copies(site: Site, ins: _Marks) -> _Marks:
 @_rule("custom_linear_solve")
 def _solve(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
     """The first operands are the constants of four jaxprs, of which `solve` runs."""
-    lengths, [solve] = eqn.params["const_lengths"], sub_jaxprs(eqn)
+    lengths = eqn.params["const_lengths"]
+    [solve] = sub_jaxprs(eqn)
     start = lengths.matvec + lengths.vecmat
     ins = ins[start : start + lengths.solve] + ins[sum(lengths) :]
     return _propagate(solve, ins, context.enter(eqn))[0]
@@ -299,7 +312,8 @@ def _pick(eqn: JaxprEqn, outs: _Marks, predicate: Mark, context: Context) -> _Ma
 
 @_rule("while")
 def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    tests, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    tests = eqn.params["cond_nconsts"]
+    bodies = eqn.params["body_nconsts"]
     test = open_jaxpr(eqn.params["cond_jaxpr"])
     body = open_jaxpr(eqn.params["body_jaxpr"])
 
@@ -318,9 +332,11 @@ def _while(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
 
 @_rule("scan")
 def _scan(eqn: JaxprEqn, ins: _Marks, context: Context) -> _Marks:
-    length, body = eqn.params["length"], open_jaxpr(eqn.params["jaxpr"])
+    length = eqn.params["length"]
+    body = open_jaxpr(eqn.params["jaxpr"])
     consts, carry = loop_sizes(eqn)
-    inner, end = context.enter(eqn, trips=length), consts + carry
+    inner = context.enter(eqn, trips=length)
+    end = consts + carry
 
     def trip(marks: _Marks) -> _Marks:
         return _propagate(body, ins[:consts] + marks + ins[end:], inner)[0]

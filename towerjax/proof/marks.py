@@ -103,7 +103,8 @@ def is_flag(mark: Mark) -> bool:
     """Whether one bool decides the value, for which a row may count twice."""
     at: Any = mark
     while at is not None and at.site is not None:
-        eqn, at = at.site[0], at.before
+        eqn = at.site[0]
+        at = at.before
         kinds = [v.aval.str_short() for v in (*eqn.invars, *eqn.outvars)]
         if "bool[]" in kinds:
             return True
@@ -148,13 +149,15 @@ class Context(NamedTuple):
     def note_hang(self, eqn: JaxprEqn) -> None:
         """Record that a collective hangs, if not every tower reaches it."""
         if control := self.control:
-            line, name = user_line((eqn, self.outer)), control[0].primitive.name
+            line = user_line((eqn, self.outer))
+            name = control[0].primitive.name
             hang = Hang(eqn.primitive.name, line, name, user_line(control))
             self.noted.append(hang)
 
     def note_call(self, eqn: JaxprEqn, ins: Sequence[Mark]) -> None:
         """Record a collective, and whether it hangs."""
-        names, avals = named_axes(eqn), list[Any]([v.aval for v in eqn.invars])
+        names = named_axes(eqn)
+        avals = list[Any]([v.aval for v in eqn.invars])
         size = sum(x.size * x.dtype.itemsize for x in avals)
         is_sum = self.axis in names and eqn.primitive.name.split("_start")[0] in SUMS
         pairs = zip(eqn.invars, ins, strict=True)
@@ -173,10 +176,13 @@ class Context(NamedTuple):
 def apply_collective(eqn: JaxprEqn, ins: list[Mark], context: Context) -> list[Mark]:
     """Record a collective, and return the marks of its results."""
     context.note_call(eqn, ins)
-    names, site = named_axes(eqn), (eqn, context.outer)
-    name, is_over_towers = eqn.primitive.name.split("_start")[0], context.axis in names
+    names = named_axes(eqn)
+    site = (eqn, context.outer)
+    name = eqn.primitive.name.split("_start")[0]
+    is_over_towers = context.axis in names
     num_towers = context.num_towers if names == (context.axis,) else 0
-    given, over = groups(eqn, num_towers), None
+    given = groups(eqn, num_towers)
+    over = None
     if given is not None and num_towers:
         over = coordinate_of(given, num_towers)
     if name in REDUCTIONS and (given is None or over):

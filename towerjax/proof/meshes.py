@@ -121,7 +121,8 @@ def refuse_mapped(jaxpr: ClosedJaxpr) -> None:
 def _prove_mapped(site: Site, on: int) -> None:
     """Analyse a `shard_map` of the update along each of its axes."""
     params = site[0].params
-    mesh, line = params["mesh"], user_line(site) or "a line of a library"
+    mesh = params["mesh"]
+    line = user_line(site) or "a line of a library"
     if mesh.size != on:
         raise ValueError(
             f"The update runs on the devices of the step, {on}, but shard_map at {line}"

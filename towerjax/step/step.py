@@ -63,16 +63,21 @@ class Step(Examined, Generic[_Result]):
         remake: "Callable[..., Step[_Result]] | None" = None,
     ) -> None:
         """``remake(strategy, options, placer=...)`` makes the same step for others."""
-        self.engine, self.strategy, self.options = engine, strategy, options
-        self.policy, self.remake = policy, remake
-        placement, remainder = strategy.placement, options.remainder
+        self.engine = engine
+        self.strategy = strategy
+        self.options = options
+        self.policy = policy
+        self.remake = remake
+        placement = strategy.placement
+        remainder = options.remainder
         self._placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
         self.num_parts = self._placer.calls  # T A: how many tower calls share a batch
         # What its audit found, of it or of the same program; and the seconds of audits.
         self.audit_report: AuditReport | None = None
-        self.audit_s, self.audit_note = 0.0, ""
+        self.audit_s = 0.0
+        self.audit_note = ""
         self.is_to_be_audited = True
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
@@ -154,11 +159,17 @@ class Step(Examined, Generic[_Result]):
         makes = self.trained.policy.makes
         make = makes.get("opt_state", lambda _: ())
         make = (lambda _: opt_state) if opt_state is not None else make
-        made, first = {}, params
+        made = {}
+        first = params
         # A function, and not a library's model, which may be called, too.
         if hasattr(params, "__name__") or isinstance(params, functools.partial):
             made = make_on_devices(self.strategy, params, make, rng)
-            params, first, make = made["params"], 0.0, lambda _: ()
+            params = made["params"]
+            first = 0.0
+
+            def make(_):
+                return ()
+
         if more := makes.get("local", lambda _: {})(params):
             local = join_local(local, more)
         parts = self.strategy, first, make(check_params(first)), local
@@ -221,8 +232,10 @@ class Step(Examined, Generic[_Result]):
         self, state: PyTree, batch: PlacedBatch, *verdict: jax.Array
     ) -> tuple[TrainState, PyTree]:
         """The state as it was given to the program, and the program's results."""
-        policy, programs = self.policy, self.programs
-        taken, audit = policy.take(state), None
+        policy = self.policy
+        programs = self.programs
+        taken = policy.take(state)
+        audit = None
         state = self.start(state) if taken is None else taken
         kind = policy.kind(state)
         if programs.known(batch, kind) is None or not is_usable(state):

@@ -90,7 +90,8 @@ def bench(
     """
     check_whole("rounds", rounds, 6)
     check_number("seconds_per_round", seconds_per_round, "seconds >= 0")
-    configs, names = of_grid.configs_of(grid), {"": build, **(peers or {})}
+    configs = of_grid.configs_of(grid)
+    names = {"": build, **(peers or {})}
     work: Line = {"builders": {name: _importable(x) for name, x in names.items()}}
     work |= {"rounds": rounds, "seconds_per_round": seconds_per_round, "rtol": rtol}
     about = {"machine": describe_machine(), "versions": library_versions()}
@@ -202,7 +203,8 @@ def main() -> None:
 
 def recorded(job: Line) -> Line:
     """Do a job; return its record, also if it failed."""
-    start, load = time.perf_counter(), round(os.getloadavg()[0], 2)
+    start = time.perf_counter()
+    load = round(os.getloadavg()[0], 2)
     try:
         record = {"status": "ok", **_timed(job)}
     except NoSuchName as error:
@@ -237,7 +239,10 @@ class Contender:
 
 
 def _timed(job: Line) -> Line:
-    config, contenders, measured, events = job["config"], {}, {}, []
+    config = job["config"]
+    contenders = {}
+    measured = {}
+    events = []
 
     def listen(event: str, **_: Any) -> None:
         events.append(event)
@@ -247,7 +252,8 @@ def _timed(job: Line) -> Line:
         if isinstance(built, Mapping):
             return {**built, **_figures({name: np.asarray(built["rounds_s"])[:, None]})}
         call, state, batch = built
-        place, start = getattr(call, "place_batch", lambda x: x), time.perf_counter()
+        place = getattr(call, "place_batch", lambda x: x)
+        start = time.perf_counter()
         contenders[name] = own = Contender(call, state, place(batch))
         jax.monitoring.register_event_listener(listen)
         try:
@@ -312,7 +318,8 @@ class Timings(RowTable):
     def _rows(self) -> list[Line]:
         rows = []
         for record in self.records:
-            row, figures = dict(record["config"]), record.get("figures", {})
+            row = dict(record["config"])
+            figures = record.get("figures", {})
             times = {name: Interval(**ends) for name, ends in figures.items()}
             if (step := times.pop("step_s", None)) is None:
                 error = " ".join(record["error"].split())[:200]

@@ -74,7 +74,9 @@ class RecordFile:
 
     def __init__(self, path: str | os.PathLike[str] | None, about: Line) -> None:
         self.path: epath.Path | None = None
-        self.about, self._records, size = about, {}, 0
+        self.about = about
+        self._records = {}
+        size = 0
         if path is None:
             return
         self.path = checked_path("results", path, "a file")
@@ -112,7 +114,8 @@ def counted(
 ) -> Iterator[tuple[Callable[[int, str], None], Callable[[str], None]]]:
     """``show(done, text)``, of what is begun and the time left, and ``note(text)``."""
     check_choice("progress", progress, (None, True, False))
-    before, start_s = done, time.monotonic()
+    before = done
+    start_s = time.monotonic()
 
     def show(done: int, text: str) -> None:
         text = f"{what} {min(done + 1, total)}/{total}  {text}"

@@ -104,7 +104,8 @@ class Sweep(RowTable):
         """
         names = {name: 0 for member in self.members for name in member.metrics}
         check_choice("metric", metric, list(names))
-        over, first = [over] if isinstance(over, str) else over, self.configs[0]
+        over = [over] if isinstance(over, str) else over
+        first = self.configs[0]
         for name in over:
             check_choice("over", name, list(first))
         others = [name for name in first if name not in over]
@@ -248,7 +249,8 @@ def sweep(
                 return run(step, state, given, steps=steps, progress=False)
 
         columns = {k: np.array([x[k] for x in todo], traced[k]) for k in traced}
-        how, groups = order if len(todo) > 1 else "alone", [(columns, todo)]
+        how = order if len(todo) > 1 else "alone"
+        groups = [(columns, todo)]
         if how != "together":
             each = enumerate(todo)
             groups = [({k: x[i] for k, x in columns.items()}, [own]) for i, own in each]
@@ -258,7 +260,8 @@ def sweep(
             for record in _trained(members, numbers, configs, train, evaluate):
                 yield record | {"order": how}
 
-    done, total = sum(map(is_done, configs)), len(configs)
+    done = sum(map(is_done, configs))
+    total = len(configs)
     try:
         with of_grid.counted(progress, "member", done, total) as (show, _):
             for fixed, members in _programs(configs, traced):
@@ -324,7 +327,8 @@ def _trained(
     evaluate: Evaluate | None,
 ) -> Iterator[Line]:
     """Train members of these numbers; yield the record of each."""
-    start_s, step = time.perf_counter(), members.step
+    start_s = time.perf_counter()
+    step = members.step
     start_s -= step.audit_s  # of the members before
     try:
         state, history = train(step, members.begin(numbers))
@@ -336,7 +340,8 @@ def _trained(
     left: list[tuple[Config, TrainState]] = []
     for i, config in enumerate(configs):
         own = {k: members.of_member(x, i) for k, x in history.metrics.items()}
-        member, evaluation = members.member(state, i), None
+        member = members.member(state, i)
+        evaluation = None
         try:
             if failed is None or isinstance(failed, Exception):
                 evaluation = _evaluated(evaluate, member, config)

@@ -40,7 +40,8 @@ def interval_of_median(values: ArrayLike) -> Interval:
     n = len(ordered)
     below = np.cumsum([math.comb(n, k) / 2**n for k in range(n // 2 + 1)])
     rank = int(np.sum(1 - 2 * below >= 0.95))
-    low, high = ordered[rank - 1], ordered[-rank]
+    low = ordered[rank - 1]
+    high = ordered[-rank]
     return Interval(float(np.median(ordered)), float(low), float(high))
 
 

@@ -61,7 +61,8 @@ class Instead(argparse.Action):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a ``towerjax`` command; return its exit code."""
     about = "Replicated training with JAX. Arguments of one: towerjax command --help"
-    parser, version = Parser(prog="towerjax", description=about), __version__
+    parser = Parser(prog="towerjax", description=about)
+    version = __version__
     parser.add_argument("--version", action="version", version=f"towerjax {version}")
     where = "show where an error was raised"
     parser.add_argument("--traceback", action="store_true", help=where)
@@ -350,7 +351,8 @@ def bench(
 _SCREEN = 16  # lines of one answer
 _STEP = ("make_step", str, "module:function")
 _JSON = ("--json", True, "print one JSON object")
-_NEEDED, _SEVERAL = {"required": True}, {"nargs": "+"}
+_NEEDED = {"required": True}
+_SEVERAL = {"nargs": "+"}
 # ``(name, type, text)`` and more by name; ``--name=dest`` is passed as ``dest``, and a
 # flag has its value in place of a type. What is not given is not passed.
 _OPTIONS: dict[Callable[..., int], tuple[Any, ...]] = {

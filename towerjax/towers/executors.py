@@ -27,7 +27,8 @@ from towerjax.types import Layout, PyTree
 from towerjax.types.leaves import has_tracers, held_dtype, is_traced, key_data
 from towerjax.types.missing import says
 
-_IN_TOWER, _MERGING = "towerjax_in_tower", "towerjax_merging"
+_IN_TOWER = "towerjax_in_tower"
+_MERGING = "towerjax_merging"
 _HAVE_NO_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -92,7 +93,8 @@ def _trace_in_mesh(
     mesh = placement.tower_mesh
 
     def run(*args: PyTree) -> PyTree:
-        shapes, size = shapes_of(args), placement.num_devices
+        shapes = shapes_of(args)
+        size = placement.num_devices
         if shards is None:
             jaxpr, out = traced or _trace_on_one(device_fn, size, shapes, mesh)
         else:

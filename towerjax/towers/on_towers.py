@@ -39,9 +39,12 @@ class OnTowers:
         in_layouts: Sequence[PyTree],
         args: Sequence[PyTree],
     ) -> None:
-        self._on_device, self._placement = on_device, placement
-        self._in_layouts, self._args = in_layouts, args
-        self.axes, self.programs = placement.abstract_axes, TowerPrograms()
+        self._on_device = on_device
+        self._placement = placement
+        self._in_layouts = in_layouts
+        self._args = args
+        self.axes = placement.abstract_axes
+        self.programs = TowerPrograms()
         self.jaxpr, self.out = self._trace(self.axes)
 
     def _trace(self, axes: TowerAxes) -> tuple[ClosedJaxpr, PyTree]:
@@ -61,7 +64,8 @@ class OnTowers:
         ``names`` names those leaves of the arguments that towers have of their own.
         With ``is_free`` nothing is to be the same.
         """
-        axes, placement = self.axes, self._placement
+        axes = self.axes
+        placement = self._placement
         axis = None if is_free else DEVICE_AXIS
         analysis = analyse(self.jaxpr, names, axis, axes.num_towers)
         if placement.shares_devices:
@@ -98,5 +102,6 @@ class OnTowers:
         # Where each tower is alone on a device, so is the whole device's.
         is_proved = run is device_fn and axes == self.axes
         traced = (self.jaxpr, self.out) if is_proved else None
-        place, layouts = self._placement, (self._in_layouts, out_layouts)
+        place = self._placement
+        layouts = (self._in_layouts, out_layouts)
         return over_devices(run, place, *layouts, traced=traced, shards=shards)(*args)

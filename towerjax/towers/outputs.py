@@ -69,7 +69,8 @@ def _check_means(loss: Means) -> Means:
 
 
 def _check_loss(loss: Weighted) -> Weighted:
-    total, weight = jnp.asarray(loss.sum), jnp.asarray(loss.weight)
+    total = jnp.asarray(loss.sum)
+    weight = jnp.asarray(loss.weight)
     if total.shape or weight.shape:
         raise ValueError(
             f"The loss is not a scalar: sum has shape {total.shape} and weight shape"
@@ -78,7 +79,8 @@ def _check_loss(loss: Weighted) -> Weighted:
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise ValueError(f"The loss has dtype {total.dtype}, which has no gradient.")
     wide = widen_dtype(total.dtype)
-    total, weight = total.astype(wide), weight.astype(wide)
+    total = total.astype(wide)
+    weight = weight.astype(wide)
     return Weighted(total, weight)
 
 

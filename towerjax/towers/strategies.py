@@ -130,7 +130,8 @@ class Mirrored(StrategyMethods):
         """Where the towers are, by name: the devices need not be on this machine."""
         if not isinstance(self.devices, Absent):
             require_joined()
-        devices, each = self._devices(), self._each
+        devices = self._devices()
+        each = self._each
         groups = _count_groups(len(devices), each)
         _check_ops(self.cross_tower_ops, devices[::each])
         return Placement(
@@ -161,7 +162,8 @@ class Mirrored(StrategyMethods):
         return tuple(f"gpu:{i}" for i in range(gpus)) or ("cpu:0",)
 
     def _devices(self) -> tuple[str, ...]:
-        gpus, named = self._gpus_per_process, self._named_devices()
+        gpus = self._gpus_per_process
+        named = self._named_devices()
         if gpus is not None and jax.process_count() > 1:
             return first_of_each_process(gpus)
         names = named or tuple(map(canonical_device_name, jax.devices()))
@@ -259,7 +261,8 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
 
     A ``narrow`` one has its own axes, too, each of one device.
     """
-    placement, here = strategy.placement, jax.process_index()
+    placement = strategy.placement
+    here = jax.process_index()
     pairs = zip(placement.devices, placement.jax_devices, strict=True)
     own = [name for name, device in pairs if device.process_index == here]
     within = tuple((name, 1 if narrow else size) for name, size in placement.within)

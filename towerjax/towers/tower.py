@@ -391,6 +391,7 @@ def tower_of(
     """One tower; ``state`` is None outside a step, ``context`` of a `PassContext`."""
     if state is not None:
         context |= {"step": state.step, "rng": state.rng}
-    extra, told = getattr(state, "extra", None), PassContext(axes, **context)
+    extra = getattr(state, "extra", None)
+    told = PassContext(axes, **context)
     given = tower_id, axes.num_towers, local, strategy, extra, told
     return Tower(*given, micro_batches=micro_batches)

@@ -171,7 +171,8 @@ def fit(variable: Variable, value: PyTree, *, reads: bool = False) -> PyTree:
         return choose(variable.reduction, total=both[::-1], mean=both, first=both)
 
     def fit_leaf(path: tuple[Any, ...], new: Any, leaf: Any) -> Any:
-        leaf, problem = jax.eval_shape(jnp.asarray, leaf), problem_of(new)
+        leaf = jax.eval_shape(jnp.asarray, leaf)
+        problem = problem_of(new)
         new = native(new)
         shape = leaf.shape[1:] if reads else leaf.shape
         if problem is not None:
@@ -316,7 +317,8 @@ def read_local(local: PyTree) -> PyTree:
       >>> read_local(TowerLocal(jnp.array([1.0, 3.0]), Reduction.MEAN)).item()
       2.0
     """
-    named, problems = named_leaves("tree", local, is_leaf=is_variable), []
+    named = named_leaves("tree", local, is_leaf=is_variable)
+    problems = []
     own = [(name, x) for name, x in named if is_local(x)]
     for name, x in own:
         refuse_own_copy(x)
@@ -346,7 +348,8 @@ def read_local_over_towers(
     local: PyTree, ops: CrossTowerOps, axes: TowerAxes
 ) -> PyTree:
     """Tower-local variables as one value each, inside a device function."""
-    first_tower, variables = first_tower_of_device(axes), parts_of(TowerLocal, local)
+    first_tower = first_tower_of_device(axes)
+    variables = parts_of(TowerLocal, local)
 
     def addend(x: TowerLocal) -> PyTree:
         if x.reduction is Reduction.NONE or takes_first(x.reduction):
@@ -360,7 +363,8 @@ def read_local_over_towers(
         return like_key(first, x)
 
     def read(variable: TowerLocal, total: PyTree) -> PyTree:
-        reduction, rows = variable.reduction, variable.value
+        reduction = variable.reduction
+        rows = variable.value
         if reduction is Reduction.NONE:
             return None
         if takes_first(reduction):

@@ -20,7 +20,8 @@ _PYTHONS = f"{pathlib.Path(contextlib.__file__).parent}/"  # its standard librar
 
 def door(fn: _F) -> _F:
     """The function; its errors leave out frames by ``jax_traceback_filtering``."""
-    explain, tidy = missing.explain, _tidy
+    explain = missing.explain
+    tidy = _tidy
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         try:

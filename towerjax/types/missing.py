@@ -82,10 +82,8 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
     while trace and trace.tb_next:
         trace = trace.tb_next
     if trace is not None:
-        code, module = (
-            trace.tb_frame.f_code,
-            trace.tb_frame.f_globals.get("__name__", ""),
-        )
+        code = trace.tb_frame.f_code
+        module = trace.tb_frame.f_globals.get("__name__", "")
         # JAX may have dropped its own frames, and what is left of ours is a call.
         raises = code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
         if raises and module.partition(".")[0] == "towerjax":
@@ -96,7 +94,8 @@ def says(error: BaseException, pattern: str) -> re.Match[str] | None:
 def explain(error: BaseException, fn: Callable[..., Any]) -> None:
     """Add what to do, where an error of a call says only what failed."""
     frames = traceback.extract_tb(error.__traceback__)
-    text, line = str(error), (frames[-1].line or "") if frames else ""
+    text = str(error)
+    line = (frames[-1].line or "") if frames else ""
     notes = [note for why, note in _TEXTS.items() if says(error, why)]
     if "'NoneType' object" in text and "extra" in line:
         notes.append(_NO_EXTRA)

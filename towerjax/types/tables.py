@@ -11,7 +11,8 @@ import numpy as np
 
 from towerjax.types.options import require
 
-_MOST_LEAVES, _WIDTH = 40, 120
+_MOST_LEAVES = 40
+_WIDTH = 120
 _FORM = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
 
@@ -38,7 +39,8 @@ def as_text(tables: Sequence[Table]) -> str:
     lines = []
     for table in tables:
         lines += ["", table.title] if lines else [table.title]
-        grid, rights = [table.head, *table.rows], table.is_number
+        grid = [table.head, *table.rows]
+        rights = table.is_number
         widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
         for row in grid:
             cells = zip(row, widths, rights, strict=True)
@@ -55,7 +57,8 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
 
     shown = []
     for table in tables:
-        title, note = Text(table.title), Text(table.note) if table.note else None
+        title = Text(table.title)
+        note = Text(table.note) if table.note else None
         made = RichTable(title=title, caption=note, title_justify="left")
         for name, right in zip(table.head, table.is_number, strict=True):
             justify = "right" if right else "left"
@@ -118,10 +121,12 @@ def in_seconds(seconds: float) -> str:
 
 
 def _with_unit(count: float, base: int, units: tuple[str, ...]) -> str:
-    number, unit = float(count), 0
+    number = float(count)
+    unit = 0
     # Take the next unit as soon as three digits would round up to it.
     while max(number, float(f"{number:.3g}")) >= base and unit < len(units) - 1:
-        number, unit = number / base, unit + 1
+        number = number / base
+        unit = unit + 1
     shown = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
     return f"{shown} {units[unit]}"
 
@@ -143,7 +148,8 @@ class Shown:
 def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> Table:
     """A row for each leaf: shape, dtype, bytes, bytes on each device, layout."""
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout")
-    rows, sums = [], np.zeros(2, np.int64)
+    rows = []
+    sums = np.zeros(2, np.int64)
     for name, leaf, layout in leaves:
         is_there = isinstance(leaf, jax.Array) and not leaf.is_deleted()
         part = leaf.sharding.shard_shape(leaf.shape) if is_there else (0,)

@@ -9,9 +9,11 @@ _NOT_THE_USERS = {"towerjax", "jax", *sys.stdlib_module_names}
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn with the line that called towerjax, however many calls lie between."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
             break
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(text, category, stacklevel=level)

@@ -101,10 +101,12 @@ def moments_of(
         tower = None
     total, *batch = _moments(x, weight, axes, tower)
     counts = jnp.broadcast_to(total > 0, batch[0].shape)
-    used, kept = {}, {}
+    used = {}
+    kept = {}
     for name, new in zip(MOMENTS, batch, strict=True):
         old = running[name]
-        some, new = counts.reshape(old.shape), new.reshape(old.shape)
+        some = counts.reshape(old.shape)
+        new = new.reshape(old.shape)
         used[name] = jnp.where(some, new, old)
         moved = layer.momentum * old + (1 - layer.momentum) * new
         kept[name] = jnp.where(some, moved.astype(old.dtype), old)

@@ -111,10 +111,12 @@ def _update_rows(
 ) -> tuple[PyTree, PyTree]:
     """One update by an optimizer that sees the rows in ``grads`` alone."""
     named, treedef = _named_rows(grads)
-    inner, indices = [x for _, x in named], {}
+    inner = [x for _, x in named]
+    indices = {}
     for i, rows in enumerate(inner):
         if is_rows(rows):
-            values, size = jnp.asarray(rows.values), rows.dense_shape[0]
+            values = jnp.asarray(rows.values)
+            size = rows.dense_shape[0]
             summed, indices[i] = sum_duplicates(values, rows.indices, size)
             inner[i] = summed.astype(values.dtype)
 
@@ -139,7 +141,8 @@ def _update_rows(
     out = treedef.flatten_up_to(updates)
     for i, at in indices.items():
         # A padding row becomes zeros, at an index that exists.
-        values, shape = out[i], np.shape(wholes[i])
+        values = out[i]
+        shape = np.shape(wholes[i])
         exist = at < shape[0]
         mask = exist.reshape(exist.shape + (1,) * (values.ndim - 1))
         values = jnp.where(mask, values, jnp.zeros((), values.dtype))
@@ -171,7 +174,8 @@ def _owners(
         )
     owners: list[int | None] = [None] * len(expected)
     for table, table_name in names.items():
-        (rows, *row), longer = structs[table].shape, list(structs)
+        (rows, *row) = structs[table].shape
+        longer = list(structs)
         longer[table] = structs[table].update(shape=(rows + 1, *row))
         pairs = zip(expected, shapes_of(longer), strict=True)
         for i, ((name, old), (_, new)) in enumerate(pairs):

@@ -165,7 +165,8 @@ class Checkpointer:
         newest is read if ``number`` is None.
         """
         check_methods("step", step, "strategy start", "tj.build_train_step(...)")
-        state, placement = step.start(state), step.strategy.placement
+        state = step.start(state)
+        placement = step.strategy.placement
 
         def choose() -> int:
             chosen = max(self.steps, default=None) if number is None else number
@@ -185,7 +186,8 @@ class Checkpointer:
         chosen = call_on_first_process(choose)
         where = self.path / str(chosen)
         try:
-            leaves, at = CheckpointRecord.read(where).leaves, where / folder.ARRAYS
+            leaves = CheckpointRecord.read(where).leaves
+            at = where / folder.ARRAYS
             return record.restore_leaves(at, leaves, state, placement)
         except CheckpointError:
             # Several processes would not all have to read it again.
@@ -233,7 +235,9 @@ class Saving:
         source: Source,
         stack: contextlib.ExitStack,
     ) -> None:
-        self.options, self._step, self._source = options, step, source
+        self.options = options
+        self._step = step
+        self._source = source
         self.directory = str(options.path)
         self._several = step.strategy.placement.num_processes > 1
         self._refuse_what_cannot_be_saved()
@@ -259,7 +263,8 @@ class Saving:
         stack.callback(self._thread.shutdown)  # called first: no write comes after it
         self._written: concurrent.futures.Future[None] | None = None
         # What was saved last, or is being written; first nothing, of no step.
-        self._last, self.is_resumed = CheckpointRecord(-1, "", 0, (), ()), False
+        self._last = CheckpointRecord(-1, "", 0, (), ())
+        self.is_resumed = False
         self.differs: list[str] = []  # where it goes on from other circumstances
         costs = call_on_first_process(lambda: [*_costs(options).items()])
         self._best, self._lowest = min(
@@ -301,7 +306,8 @@ class Saving:
             record.check_same_model(saved.leaves, point.state, where)
             return
         point.state = self.options.restore(self._step, point.state, number=newest)
-        point.number, point.is_evaluation_due = newest, saved.evaluation_due
+        point.number = newest
+        point.is_evaluation_due = saved.evaluation_due
         point.watch.go_on(saved.stopping)
         self._seek(saved)
         self._step.expect_batch_rows(saved.batch_rows)
@@ -309,7 +315,8 @@ class Saving:
         self.differs = record.what_was_other(saved, self._step.strategy)
 
     def _seek(self, saved: CheckpointRecord) -> None:
-        used, cursor = saved.batches["used"], saved.batches["cursor"]
+        used = saved.batches["used"]
+        cursor = saved.batches["cursor"]
         if self.options.batches == "anew":
             return
         uses_cursor = self.options.batches == "cursor" and self._source.has_cursor
@@ -324,13 +331,15 @@ class Saving:
 
     def is_best(self, number: int, values: Mapping[str, Any]) -> bool:
         """Whether an evaluation is better than all before it, and to be saved."""
-        best, mode = self.options.best, self.options.mode
+        best = self.options.best
+        mode = self.options.mode
         if best is None:
             return False
         cost = sign_of(mode) * value_of(values, "Checkpointer.best", best)
         if not cost < self._lowest:
             return False
-        self._best, self._lowest = number, cost
+        self._best = number
+        self._lowest = cost
         return True
 
     def save(
@@ -341,7 +350,8 @@ class Saving:
         Raise where devices' copies of the state differ, or parameters are not finite:
         that is none to go on from. Once this returns a step may donate its buffers.
         """
-        state, number = point.state, point.number
+        state = point.state
+        number = point.number
         evaluation = record.real_scalars(evaluation)
         is_new = number != self._last.step
         if not is_new and evaluation in ({}, self._last.evaluation):
@@ -358,7 +368,8 @@ class Saving:
             )
         self.wait()
         call_on_first_process(self._check_lock)
-        strategy, last = self._step.strategy, self._source.last
+        strategy = self._step.strategy
+        last = self._source.last
         self._last = CheckpointRecord(
             step=number,
             strategy=repr(strategy),

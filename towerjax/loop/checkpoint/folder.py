@@ -56,7 +56,8 @@ def explained(done: str, path: epath.Path) -> Iterator[None]:
         raise
     except Exception as error:  # of many kinds, where it is no local folder
         code = getattr(error, "errno", None) or 0
-        name, why = errno.errorcode.get(code, type(error).__name__), f"{error!s:.400}"
+        name = errno.errorcode.get(code, type(error).__name__)
+        why = f"{error!s:.400}"
         is_full = name in ("ENOSPC", "EDQUOT", "EFBIG")
         remedy = "Make room" if is_full else _REMEDIES[done]
         raise CheckpointError(
@@ -110,7 +111,9 @@ def lock(directory: epath.Path, needed: int = 0) -> Iterator[Callable[[], None]]
     What a killed process left is deleted. ``needed`` bytes must be free. Object stores
     have neither locks nor an end. Yields a function that raises if the lock is lost.
     """
-    free, name, is_local = math.inf, uuid.uuid4().hex, is_on_disk(directory)
+    free = math.inf
+    name = uuid.uuid4().hex
+    is_local = is_on_disk(directory)
     with contextlib.ExitStack() as stack:
         with explained("written to", directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -221,7 +224,8 @@ def write_table(folder: epath.Path, table: dict[str, Any]) -> None:
 
 def read_table(folder: epath.Path) -> dict[str, Any]:
     """The table of a checkpoint; raise unless it is what was written."""
-    table, kept = {}, None
+    table = {}
+    kept = None
     with explained("read from", folder):
         if _is_file(folder / TABLE):
             text = (folder / TABLE).read_bytes()
@@ -245,7 +249,8 @@ def check_files(folder: epath.Path) -> None:
     """
     known = read_table(folder)["files"]
     with explained("read from", folder):
-        problems, there = _no_files(folder), {*_below(folder)}
+        problems = _no_files(folder)
+        there = {*_below(folder)}
     for name, (size, crc) in known.items():
         is_there = name in there and _is_file(folder / name)  # a name may be ../../x
         with explained("read from", folder):
@@ -293,7 +298,8 @@ def _checksum(path: epath.Path) -> list[int]:
     size = crc = 0
     with path.open("rb") as file:
         while part := file.read(2**24):
-            size, crc = size + len(part), zlib.crc32(part, crc)
+            size = size + len(part)
+            crc = zlib.crc32(part, crc)
     return [size, crc]
 
 

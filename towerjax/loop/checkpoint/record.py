@@ -133,7 +133,8 @@ def restore_leaves(
     shapes = []
     for leaf, x in pairs:
         numbers = key_data(x)
-        shape, sharding = numbers.shape, numbers.sharding
+        shape = numbers.shape
+        sharding = numbers.sharding
         if leaf.shape != x.shape:
             shape = (leaf.shape[0], *shape[1:])
             sharding = placement.sharding(Layout.MIRRORED)
@@ -153,7 +154,8 @@ def restore_leaves(
     new = jax.tree.map(restored, state, read, is_leaf=lambda x: x is None)
     if not resized:
         return new
-    there, values = parts_of(TowerLocal, state), parts_of(TowerLocal, new)
+    there = parts_of(TowerLocal, state)
+    values = parts_of(TowerLocal, new)
     split = restore_on(placement, there, list(map(read_local, values)))
     split = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), split, there)
     return put_parts(TowerLocal, new, split)
@@ -228,10 +230,13 @@ def library_versions() -> dict[str, str]:
 
 def what_was_other(saved: CheckpointRecord, strategy: Strategy) -> list[str]:
     """What was other where a checkpoint was saved, as its record knows it."""
-    before, now = {"strategy": saved.strategy}, {"strategy": repr(strategy)}
+    before = {"strategy": saved.strategy}
+    now = {"strategy": repr(strategy)}
     if before == now:  # which may leave the number of towers to the devices
-        before, now = {"towers": saved.towers}, {"towers": strategy.num_towers}
-    before, now = {**before, **saved.versions}, {**now, **library_versions()}
+        before = {"towers": saved.towers}
+        now = {"towers": strategy.num_towers}
+    before = {**before, **saved.versions}
+    now = {**now, **library_versions()}
     names = [x for x in {**before, **now} if before.get(x) != now.get(x)]
     return [f"{x} was {before.get(x)}, and is {now.get(x)}" for x in names]
 

@@ -101,7 +101,9 @@ class _Worker:
             pass_fds=(write_end,),
         )
         os.close(write_end)
-        self.index, self.steps, self.why_hung = index, 0, ""
+        self.index = index
+        self.steps = 0
+        self.why_hung = ""
         self.started = self.last_sign = self.last_step = time.monotonic()
         self.readers: list[threading.Thread] = []
         for read, *args in (
@@ -118,7 +120,8 @@ class _Worker:
             for word in pipe:
                 self.last_sign = time.monotonic()
                 if word == heartbeat.STEP:
-                    self.steps, self.last_step = self.steps + 1, self.last_sign
+                    self.last_step = self.last_sign
+                    self.steps = self.steps + 1
 
     def kill(self, why: str) -> None:
         """End a process that hangs."""
@@ -239,7 +242,8 @@ class _Job:
                 )
 
     def _look_for_hangs(self) -> None:
-        now, running = time.monotonic(), self.running
+        now = time.monotonic()
+        running = self.running
         still_s = now - max((x.last_step for x in running), default=now)
         do_steps = all(worker.steps for worker in running)
         stand = do_steps and still_s > self.timeouts.step_s

@@ -7,7 +7,8 @@ import time
 
 # Holds the pipe's file descriptor and its inode number.
 VARIABLE = "TOWERJAX_HEARTBEAT"
-ALIVE, STEP = b"alive\n", b"step\n"
+ALIVE = b"alive\n"
+STEP = b"step\n"
 _PERIOD_S = 0.1
 
 

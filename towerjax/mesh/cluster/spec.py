@@ -135,9 +135,11 @@ def parse_spec(
 
 def _jobs_and_task(spec: Any, how: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Job -> addresses, and the task that the specification names, if any."""
-    jobs, task = spec, {}
+    jobs = spec
+    task = {}
     if isinstance(spec, Mapping) and spec.keys() & {"cluster", "task"}:
-        jobs, task = spec.get("cluster"), spec.get("task") or {}
+        jobs = spec.get("cluster")
+        task = spec.get("task") or {}
     if not (
         isinstance(jobs, Mapping)
         and all(isinstance(tasks, list | tuple) for tasks in jobs.values())
@@ -183,7 +185,8 @@ def cluster_of_three(values: Mapping[str, Any], how: str) -> Cluster:
         )
     coordinator, num_processes, process_id = values.values()
     if how != "explicit arguments":  # variables are text
-        num_processes, process_id = int(num_processes), int(process_id)
+        num_processes = int(num_processes)
+        process_id = int(process_id)
     if not _is_address(coordinator):
         raise ValueError(f"{how}: coordinator={coordinator!r} {_NO_ADDRESS}")
     check_whole(f"{how}: num_processes", num_processes)
@@ -288,7 +291,8 @@ def started_cluster(environ: Mapping[str, str]) -> Cluster | None:
     if (launched := _innermost(environ)) is None:
         return None
     launcher, names = launched
-    host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT", "")
+    host = environ.get("MASTER_ADDR")
+    port = environ.get("MASTER_PORT", "")
     address = environ.get("JAX_COORDINATOR_ADDRESS")
     if not address and host and port.isdecimal():
         # There torchrun itself may listen.

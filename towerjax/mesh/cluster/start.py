@@ -97,7 +97,8 @@ def initialize(
     }
     cluster = _process.cluster = _join_cluster(named, options)
     if cluster.num_processes > 1:
-        _process.excepthook, sys.excepthook = sys.excepthook, _exit_at_once
+        _process.excepthook = sys.excepthook
+        sys.excepthook = _exit_at_once
     return cluster
 
 
@@ -107,7 +108,8 @@ def shutdown() -> None:
     Every process does this at its end. Call it to know that all came this far.
     """
     if _process.excepthook is not None:
-        sys.excepthook, _process.excepthook = _process.excepthook, None
+        sys.excepthook = _process.excepthook
+        _process.excepthook = None
     _process.cluster = None
     jax.distributed.shutdown()
 
@@ -138,7 +140,8 @@ def _join_cluster(named: spec.Cluster | None, options: dict[str, Any]) -> spec.C
         elif not _join_detected(options):
             return spec.Cluster(0, 1, None, spec.SINGLE_PROCESS)
     # All have joined. Starting the devices may take longer than the timeout.
-    me, count = jax.process_index(), jax.process_count()
+    me = jax.process_index()
+    count = jax.process_count()
     if named is not None and (count, me) != (named.num_processes, named.process_id):
         raise RuntimeError(
             f"{named.how}: this is {_name_of(named)} but to JAX it is process {me} of"

@@ -44,7 +44,8 @@ class Causes:
     def __init__(
         self, kinds: Mapping[int, Mapping[Any, Known]], program: ClosedJaxpr
     ) -> None:
-        self._kinds, self._program = kinds, open_jaxpr(program)
+        self._kinds = kinds
+        self._program = open_jaxpr(program)
         self._makers: dict[int, dict[Any, JaxprEqn]] = {}
 
     def of_power(self, result: int) -> Cause | None:
@@ -109,10 +110,12 @@ class Causes:
 
         It is of an equation, and no argument.
         """
-        todo, seen = [place], set[tuple[int, Any]]()
+        todo = [place]
+        seen = set[tuple[int, Any]]()
         while todo:
             place = todo.pop()
-            value, key = self._known(place), (id(place.program), place.var)
+            value = self._known(place)
+            key = (id(place.program), place.var)
             if value is None or not has(value) or key in seen:
                 continue
             seen.add(key)

@@ -110,7 +110,8 @@ def _converted(pair: EquationPair) -> Known:
     All else is a function of each element.
     """
     [x] = pair.ins
-    old, new = np.dtype(pair.dtype(0)), np.dtype(pair.params["new_dtype"])
+    old = np.dtype(pair.dtype(0))
+    new = np.dtype(pair.params["new_dtype"])
     widens = old.kind == "b" or (
         old.kind == new.kind and new.itemsize >= old.itemsize and new.kind in "iu"
     )
@@ -153,7 +154,8 @@ def _converted(pair: EquationPair) -> Known:
 def _sum_of_two(pair: EquationPair) -> Known:
     """Kinds are closed under sums; a copy is a part of T times it."""
     x, y = pair.ins
-    is_sum, kinds = pair.name != "sub", pair.kinds
+    is_sum = pair.name != "sub"
+    kinds = pair.kinds
     if Kind.SPREAD in kinds:
         if (x.kind, x.power, x.note) != (y.kind, y.power, y.note):
             raise NotOfOneKindError(f"{x} and {y}")

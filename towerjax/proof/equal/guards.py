@@ -38,7 +38,8 @@ def counted_flag(value: Known) -> Any:
 
 def comparison(pair: EquationPair) -> Known | None:
     """Whether a count is above 0; a flag that is compared with 0 is itself."""
-    (x, y), name = pair.ins, pair.name
+    (x, y) = pair.ins
+    name = pair.name
     against = pair.constant(1)
     if x.kind is Kind.ZERO or counted_flag(y) is not None:
         x, y, name, against = y, x, _SWAPPED.get(name, name), pair.constant(0)
@@ -73,7 +74,8 @@ def opposite(x: Known) -> Known:
 def at_least_one(pair: EquationPair) -> Known | None:
     """The larger of a count and a number from 0 to 1: a count is a whole number."""
     for operand, other in ((0, 1), (1, 0)):
-        flag, bound = counted_flag(pair.ins[operand]), pair.constant(other)
+        flag = counted_flag(pair.ins[operand])
+        bound = pair.constant(other)
         if pair.name == "max" and flag is not None and bound is not None:
             if 0 < bound <= 1:
                 power = pair.ins[operand].power

@@ -67,7 +67,8 @@ def _are_same(indices: Any) -> bool:
 def _slice_at(pair: EquationPair) -> Known:
     """Along other dims than rows at one place for all; in a loop this row."""
     x, *at = pair.ins
-    axis, sizes = pair.rows_in[0], pair.params["slice_sizes"]
+    axis = pair.rows_in[0]
+    sizes = pair.params["slice_sizes"]
     others = [v for i, v in enumerate(at) if i != axis]
     if x.kind is Kind.STACKED:
         return _own_of_stacked(pair, x, at)
@@ -94,7 +95,8 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
     """Of all towers' values that of the tower itself."""
     axis = pair.towers_in[0]
     assert axis is not None
-    sizes, shape = pair.params["slice_sizes"], pair.shape(0)
+    sizes = pair.params["slice_sizes"]
+    shape = pair.shape(0)
     is_own = at[axis].kind is Kind.TOWER and sizes[axis] == 1
     others = [i for i in range(len(shape)) if i != axis]
     is_whole = all(sizes[i] == shape[i] for i in others)
@@ -106,7 +108,8 @@ def _own_of_stacked(pair: EquationPair, x: Known, at: list[Known]) -> Known:
 @rule("dynamic_update_slice", kinds=[Kind.BUFFER])
 def _update_at(pair: EquationPair) -> Known:
     """As a slice, written."""
-    (x, new, *at), axis = pair.ins, pair.rows_in[0]
+    (x, new, *at) = pair.ins
+    axis = pair.rows_in[0]
     if x.kind is Kind.BUFFER:
         others = [v for i, v in enumerate(at) if i != axis]
         is_here = axis is not None and at[axis].kind is Kind.COUNTER
@@ -134,8 +137,10 @@ def _columns_of(pair: EquationPair, operand: int) -> list[Kind]:
 @rule("gather", kinds=[Kind.BUFFER, Kind.COLUMNS])
 def _gathered(pair: EquationPair) -> Known:
     """Elements of one table for all by indices; of rows, each by its own number."""
-    (x, at), dims = pair.ins, pair.params["dimension_numbers"]
-    (axis, at_axis), [out_axis] = pair.rows_in, pair.rows_out
+    (x, at) = pair.ins
+    dims = pair.params["dimension_numbers"]
+    (axis, at_axis) = pair.rows_in
+    [out_axis] = pair.rows_out
     sizes = pair.params["slice_sizes"]
     if x.kind is Kind.ZERO and fills_with_zero(pair):
         return ZERO
@@ -194,7 +199,8 @@ def _by_own_number(
     """Whether row i is read by an index of which one column is i."""
     if axis not in dims.start_index_map or at_axis is None:
         return False
-    columns, place = _columns_of(pair, 1), dims.start_index_map.index(axis)
+    columns = _columns_of(pair, 1)
+    place = dims.start_index_map.index(axis)
     others = [x for i, x in enumerate(columns) if i != place]
     is_one = sizes[axis] == 1 and axis in dims.collapsed_slice_dims
     is_even = pair.shape(1)[at_axis] == pair.shape(0)[axis]
@@ -216,7 +222,8 @@ def _is_batched(dims: Any, axis: int, at_axis: int | None, at: Known) -> bool:
 )
 def _scattered(pair: EquationPair) -> Known:
     """As a gather, written; rows that are added to a table make parts of it."""
-    (x, at, new), dims = pair.ins, pair.params["dimension_numbers"]
+    (x, at, new) = pair.ins
+    dims = pair.params["dimension_numbers"]
     axis, at_axis, new_axis = pair.rows_in
     adds = pair.name in ("scatter-add", "scatter-sub")
     if pair.name == "scatter" and pair.params["update_jaxpr"] is not None:

@@ -171,7 +171,8 @@ def joined(values: Sequence[Known], verb: str = "added to") -> Known:
         return ZERO
     kinds = {x.kind for x in live}
     if kinds == {Kind.PART, Kind.COPY}:
-        live, kinds = [as_part(x) for x in live], {Kind.PART}
+        live = [as_part(x) for x in live]
+        kinds = {Kind.PART}
     alone = {Kind.PART, Kind.MAXIMUM, Kind.MINIMUM}
     fits = kinds <= {Kind.COPY, Kind.ROWS} or kinds <= {Kind.COPY, Kind.ROW}
     fits |= len(kinds) == 1 and kinds <= alone

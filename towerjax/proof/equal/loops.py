@@ -170,8 +170,10 @@ def _refuse_special(ins: Sequence[Known], allowed: Sequence[Kind] = ()) -> None:
 )
 def _while_it_holds(pair: EquationPair) -> list[Known]:
     """As often on all towers; or, under vmap, until each row is done."""
-    first, second = pair.first.params, pair.second.params
-    tests, bodies = first["cond_nconsts"], first["body_nconsts"]
+    first = pair.first.params
+    second = pair.second.params
+    tests = first["cond_nconsts"]
+    bodies = first["body_nconsts"]
     start = tests + bodies
     _refuse_special(pair.ins)
     ins = [x.bare() for x in pair.ins]

@@ -81,7 +81,8 @@ def _dim_split(spec: PartitionSpec, axis: str) -> int | None:
 
 def _given_device(pair: EquationPair, operand: int, split: int | None) -> Known:
     """What a device has of an operand."""
-    x, has_rows = pair.ins[operand], pair.rows_in[operand] is not None
+    x = pair.ins[operand]
+    has_rows = pair.rows_in[operand] is not None
     if x.kind in (Kind.UNKNOWN, Kind.ZERO):
         return x
     if x.kind is Kind.COPY and not has_rows:

@@ -63,7 +63,8 @@ def _extreme_over_towers(pair: EquationPair) -> list[Known]:
 def _gathered_over_towers(pair: EquationPair) -> Known:
     """Joined along their dim, the towers' rows are the batch's rows."""
     _refuse_other_axes(pair)
-    [x], along = pair.ins, pair.params["all_gather_dimension"]
+    [x] = pair.ins
+    along = pair.params["all_gather_dimension"]
     if x.kind is Kind.ZERO:
         return ZERO
     if x.blocks > 1 or x.kind not in _KEPT_BY_GATHER:
@@ -82,7 +83,8 @@ def _gathered_over_towers(pair: EquationPair) -> Known:
 def _scattered_over_towers(pair: EquationPair) -> Known:
     """Each tower gets its rows of what parts add up to."""
     _refuse_other_axes(pair)
-    [x], along = pair.ins, pair.params["scatter_dimension"]
+    [x] = pair.ins
+    along = pair.params["scatter_dimension"]
     is_split = x.kind is Kind.PART and pair.params["tiled"]
     if not is_split or pair.rows_out[0] != along or pair.rows_in[0] is not None:
         raise NotOfOneKindError(f"{pair.name} of {x}")

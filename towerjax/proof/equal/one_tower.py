@@ -245,7 +245,8 @@ def _verdicts(
         says, why, advice = verdict
         fits = result.is_of_one_shape or leaf.merge in _JOINED
         if says == "proved" and not fits:
-            says, why = "unknown", "its shape depends on the split"
+            says = "unknown"
+            why = "its shape depends on the split"
         if says == "refuted" and ", since a factor at " not in why:
             line = _line_of_result(program, number)
             why += f", made at {line}" if line else ""
@@ -301,7 +302,8 @@ def _is_rule_of_jax(eqn: JaxprEqn) -> bool:
 def _code_in(values: Sequence[Any]) -> list[CodeType]:
     """The code of functions, and of those that they hold, or wrap, or are parts of."""
     found: list[CodeType] = []
-    todo, seen = [*values], set()
+    todo = [*values]
+    seen = set()
     while todo:
         x = todo.pop()
         if id(x) in seen:

@@ -69,7 +69,9 @@ def _key_as_bits(pair: EquationPair) -> Known:
 @rule("broadcast_in_dim", knows_constants=True, knows_identity=True)
 def _broadcast(pair: EquationPair) -> Known:
     """Elements are repeated along new dims; rows stay along theirs."""
-    x, [r_in, *_], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
+    x = pair.ins[0]
+    [r_in, *_] = pair.rows_in
+    [r_out] = pair.rows_out
     dims = pair.params["broadcast_dimensions"]
     moved = None if r_in is None else dims[r_in]
     is_one = _size(pair.shape(0)) == _size(pair.out_shape())
@@ -98,7 +100,9 @@ def _size(shape: tuple[Any, ...]) -> Any:
 @rule("tile", knows_constants=True, knows_identity=True)
 def _repeated(pair: EquationPair) -> Known:
     """As a broadcast where a dim has size 1; along rows the blocks are repeated."""
-    [x], [r_in], [r_out] = pair.ins, pair.rows_in, pair.rows_out
+    [x] = pair.ins
+    [r_in] = pair.rows_in
+    [r_out] = pair.rows_out
     each = [*zip(pair.params["reps"], pair.second.params["reps"], strict=True)]
     is_one = all(both == (1, 1) for both in each)
     kept = x if is_one else x._replace(number=None)
@@ -123,7 +127,9 @@ def _repeated(pair: EquationPair) -> Known:
 )
 def _reshaped(pair: EquationPair) -> Known:
     """All blocks of rows are blocks of rows again, where no row is cut."""
-    x, [r_in], [r_out] = pair.ins[0], pair.rows_in, pair.rows_out
+    x = pair.ins[0]
+    [r_in] = pair.rows_in
+    [r_out] = pair.rows_out
     if x.kind is Kind.STACKED:
         return _joined_over_towers(pair, x)
     if x.kind is Kind.SPREAD:
@@ -195,8 +201,10 @@ def _blocks_after(pair: EquationPair, old: int, r_in: Any, r_out: Any) -> int | 
 
 def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
     """Groups of rows, along the dims that the rows' dim became, and no others."""
-    old, new = pair.shape(0), pair.out_shape()
-    start, end = r_in, len(new) - (len(old) - 1 - r_in)
+    old = pair.shape(0)
+    new = pair.out_shape()
+    start = r_in
+    end = len(new) - (len(old) - 1 - r_in)
     is_kept = old[:r_in] == new[:start] and old[r_in + 1 :] == new[end:]
     if not is_kept or start >= end or x.blocks > 1:
         raise NotOfOneKindError("the tower's rows in another order")
@@ -205,8 +213,11 @@ def _as_groups(pair: EquationPair, x: Known, r_in: int) -> Known:
 
 def _from_groups(pair: EquationPair, x: Known, r_out: int | None) -> Known:
     """Groups of rows as one dim again, in the order that they had before."""
-    old, new, (dims, each) = pair.shape(0), pair.out_shape(), x.note
-    start, end = dims[0], dims[-1] + 1
+    old = pair.shape(0)
+    new = pair.out_shape()
+    (dims, each) = x.note
+    start = dims[0]
+    end = dims[-1] + 1
     is_whole = each and dims == tuple(range(start, end)) and r_out == start
     is_whole &= old[:start] == new[:start] and old[end:] == new[start + 1 :]
     if not is_whole:
@@ -220,7 +231,8 @@ def _put_together(pair: EquationPair) -> Known:
 
     An array of no elements adds nothing.
     """
-    axis, ins = pair.params["dimension"], pair.ins
+    axis = pair.params["dimension"]
+    ins = pair.ins
     some = [i for i in range(len(ins)) if pair.sizes_along(i, axis) != (0, 0)]
     if len(some) == 1:
         return ins[some[0]]
@@ -294,7 +306,9 @@ def _some_of(pair: EquationPair, axis: int) -> Known:
 @rule("split")
 def _split_apart(pair: EquationPair) -> list[Known] | Known:
     """Along rows, whole blocks of them."""
-    [x], axis, sizes = pair.ins, pair.params["axis"], pair.params["sizes"]
+    [x] = pair.ins
+    axis = pair.params["axis"]
+    sizes = pair.params["sizes"]
     if axis != pair.rows_in[0] or x.kind is Kind.ZERO:
         if sizes != pair.second.params["sizes"] and x.kind is not Kind.ZERO:
             raise NotOfOneKindError("parts that depend on the number of rows")
@@ -313,7 +327,8 @@ def _split_apart(pair: EquationPair) -> list[Known] | Known:
 @rule("slice")
 def _sliced(pair: EquationPair) -> Known:
     """Along rows all of them, or whole blocks; along other dims any elements."""
-    [x], [axis] = pair.ins, pair.rows_in
+    [x] = pair.ins
+    [axis] = pair.rows_in
     if x.kind is Kind.ZERO:
         return x
     starts, ends, steps = [

@@ -39,7 +39,8 @@ _SCALING = ("reduce_sum", "reduce_max", "reduce_min")
 )
 def _reduction(pair: EquationPair) -> Known:
     """Along other dims than rows a function of a row; along rows as the kind says."""
-    [x], name = pair.ins, pair.name
+    [x] = pair.ins
+    name = pair.name
     axes = {i % len(pair.shape(0)) for i in pair.params["axes"]}
     if name in ("reduce_or", "reduce_and") and pair.dtype(0).kind != "b":
         # Of the bits of a number, which is neither its maximum nor its minimum.
@@ -122,7 +123,8 @@ def _over_groups(pair: EquationPair, x: Known, axes: set[int]) -> Known:
 
 def _over_stacked(pair: EquationPair, x: Known, axes: set[int]) -> Known:
     """Over all towers, as a collective does it."""
-    [over], name = pair.towers_in, pair.name
+    [over] = pair.towers_in
+    name = pair.name
     if over not in axes:
         raise NotOfOneKindError(f"{name} of {x}")
     is_known = (x.note, name) in (
@@ -231,8 +233,10 @@ def _matrix_product(pair: EquationPair) -> Known:
 @rule("conv_general_dilated")
 def _convolution(pair: EquationPair) -> Known:
     """Rows are images, or are added up where an image's gradient is a kernel's."""
-    (x, y), params = pair.ins, pair.params
-    dims, (x_rows, y_rows) = params["dimension_numbers"], pair.rows_in
+    (x, y) = pair.ins
+    params = pair.params
+    dims = params["dimension_numbers"]
+    (x_rows, y_rows) = pair.rows_in
     if Kind.ZERO in pair.kinds:
         return ZERO
     is_alone = params["batch_group_count"] == 1
@@ -289,7 +293,8 @@ def _window(pair: EquationPair) -> Known:
 @rule("fft")
 def _transformed(pair: EquationPair) -> Known:
     """Linear along the last dims."""
-    [x], rank = pair.ins, len(pair.shape(0))
+    [x] = pair.ins
+    rank = len(pair.shape(0))
     last = range(rank - len(pair.params["fft_lengths"]), rank)
     if x.kind not in LINEAR or pair.rows_in[0] in last:
         raise NotOfOneKindError(f"an fft of {x}")
@@ -313,7 +318,8 @@ def _of_matrices(pair: EquationPair) -> list[Known]:
 @rule("triangular_solve")
 def _solution(pair: EquationPair) -> Known:
     """Linear in what is solved for, along the dims of the matrix."""
-    (x, y), rank = pair.ins, len(pair.shape(0))
+    (x, y) = pair.ins
+    rank = len(pair.shape(0))
     solved = rank - 2 if pair.params["left_side"] else rank - 1
     if y.kind is Kind.ZERO:
         return ZERO

@@ -138,7 +138,8 @@ def _of_mean(value: Known, weight: Known) -> Verdict:
     # The number of a tower's rows is a copy, too, and a sum over them.
     is_copy = [x.kind is Kind.COPY and x.power != -1 for x in (value, weight)]
     advice = _MEAN_OF_ROWS if True in is_copy else _FREE_OF_NUMBER
-    total, of_weights = as_part(value), as_part(weight)
+    total = as_part(value)
+    of_weights = as_part(weight)
     for each in (total, of_weights):
         if each.kind is not Kind.PART:
             return Verdict("unknown", f"it is {value} over {weight}")

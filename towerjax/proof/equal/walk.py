@@ -103,7 +103,8 @@ class Walk:
     def __init__(
         self, sizes: Sizes, axes: Sequence[str], *, has_keys: bool = True
     ) -> None:
-        self.sizes, self.axes = sizes, frozenset(axes)
+        self.sizes = sizes
+        self.axes = frozenset(axes)
         self.has_keys = has_keys
         self.loop: RowLoop | None = None
         self.kinds: dict[int, dict[Any, Known]] = {}
@@ -148,7 +149,8 @@ class Walk:
     def _run(
         self, first: Any, second: Any, ins: Sequence[Known], outer: Site | None
     ) -> list[Known]:
-        a, b = open_jaxpr(first), open_jaxpr(second)
+        a = open_jaxpr(first)
+        b = open_jaxpr(second)
         sides = [(len(x.constvars), len(x.invars), len(x.outvars)) for x in (a, b)]
         if sides[0] != sides[1]:
             raise ProgramsDifferError("the programs have other inputs or results")
@@ -176,14 +178,17 @@ class Walk:
     def constant(self, first: Any, second: Any) -> Known:
         """The kind of a literal, or of an array that a program closes over."""
         if jnp.issubdtype(getattr(first, "dtype", np.float32), jax.dtypes.prng_key):
-            first, second = jax.random.key_data(first), jax.random.key_data(second)
-        a, b = _as_numbers(first), _as_numbers(second)
+            first = jax.random.key_data(first)
+            second = jax.random.key_data(second)
+        a = _as_numbers(first)
+        b = _as_numbers(second)
         if a is None or b is None:
             return Known(Kind.UNKNOWN, why="a constant that is no number")
         if a.shape != b.shape:
             if not (_is_filled(a) and _is_filled(b)):
                 return Known(Kind.UNKNOWN, why="a constant for each row of a tower")
-            a, b = a.flat[0], b.flat[0]
+            a = a.flat[0]
+            b = b.flat[0]
         if not np.any(a) and not np.any(b):
             return ZERO
         is_number = np.ndim(a) == 0
@@ -252,7 +257,8 @@ class Walk:
 
     def _refuse_other_params(self, one: JaxprEqn, two: JaxprEqn) -> None:
         for key in (one.params | two.params).keys() - _NOT_COMPARED - _PLACES:
-            x, y = one.params.get(key), two.params.get(key)
+            x = one.params.get(key)
+            y = two.params.get(key)
             if callable(x) and callable(y) and type(x) is type(y):
                 continue  # of derivatives, or of a primitive without a rule
             if x is not y and not _is_same(x, y):

@@ -318,7 +318,8 @@ def crossed_rows(sites: Sequence[Site], rows: int) -> Iterator[Site]:
     of_rows = {x.outvars[0] for x in shaped if _shape_of(x.invars[0]) == (rows,)}
     for site in sites:
         operands = {_shape_of(x): x for x in site[0].invars if isinstance(x, Var)}
-        across, along = operands.get((1, rows)), operands.get((rows, 1))
+        across = operands.get((1, rows))
+        along = operands.get((rows, 1))
         if across in of_rows and along is not None and along not in of_rows:
             if site[0].primitive in PLAIN:
                 yield site
@@ -335,7 +336,8 @@ def _shape_of(x: Any) -> tuple[int, ...] | None:
 
 def _size_along(eqn: JaxprEqn) -> int | None:
     """The size of the dim that an equation goes along."""
-    params, shape = eqn.params, _shape_of(eqn.invars[0])
+    params = eqn.params
+    shape = _shape_of(eqn.invars[0])
     if "length" in params:
         return params["length"]
     axes = [params.get(x) for x in ("axis", "dimension", "axes", "dimensions")]

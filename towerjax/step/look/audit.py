@@ -74,7 +74,8 @@ def _run_or_advise(audit: Audit) -> AuditReport:
 
 def _of_fewest_rows(step: StepToAudit, *, parts: int, pads: bool) -> Audit:
     """The audit, traced for the least number of rows that the function takes."""
-    split, total = step.strategy.placement.row_parts, len(feed.batches(step.batch, 1))
+    split = step.strategy.placement.row_parts
+    total = len(feed.batches(step.batch, 1))
     called_with = min(-(-total // parts), total // 2)
     called_with -= 0 if pads else called_with % split  # what is dropped is not padded
     if not called_with:

@@ -198,7 +198,8 @@ def _report_of(fields: dict[str, Any]) -> AuditReport:
         raise ValueError(f"A report has {[*kinds]}, and not {[*fields]}.")
     values = dict[str, Any]()
     for name, kind in kinds.items():
-        value, [kind, *several] = fields[name], get_args(kind) or [kind]
+        value = fields[name]
+        [kind, *several] = get_args(kind) or [kind]
         each = value if several else [value]
         if not isinstance(each, list) or any(type(x) is not kind for x in each):
             raise ValueError(f"{name} of a report is {shown(value)}.")

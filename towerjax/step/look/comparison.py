@@ -242,7 +242,8 @@ def _gap_of_leaf(
     at = name, run.towers, run.split
     if got.shape != want.shape:
         return np.inf, Finding(*at, np.nan, np.nan, np.inf, np.inf)
-    size, gap = max(_largest(got), sizes[name]), gaps(got, want)
+    size = max(_largest(got), sizes[name])
+    gap = gaps(got, want)
     if not (gap.size and size):
         return 0.0, Finding(*at, 0.0, 0.0, 0.0, 0.0)
     i = np.unravel_index(np.argmax(gap), gap.shape)
@@ -264,7 +265,8 @@ def refuse_random(again: Leaves, first: Leaves) -> None:
     """Raise unless the same program of the same numbers gave the same."""
     sizes = _sizes(first)
     for name in sorted(first, key=_rank):
-        x, y = again[name], first[name]
+        x = again[name]
+        y = first[name]
         if x is None or y is None or not (gap := gaps(x, y)).size:
             continue
         if gap.max() > _OF_RERUNS * max(_largest(x), sizes[name]):

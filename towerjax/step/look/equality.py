@@ -87,7 +87,8 @@ def _why_not_traced(step: StepToProve) -> str:
 
 
 def _equalities(step: StepToProve, *, of_symbol: bool) -> list[Equality]:
-    whole, found = step.engine.passes, list[Equality]()
+    whole = step.engine.passes
+    found = list[Equality]()
     if whole.is_of_one_loss:
         alone = whole.changed(differentiates=False)
         traced = traced_passes(step, alone, of_symbol=of_symbol)

@@ -189,7 +189,8 @@ class Examined:
         """
         placement = self.strategy.placement
         if placement.absent is None:
-            state, placed = self.start(state), self.place_batch(batch)
+            state = self.start(state)
+            placed = self.place_batch(batch)
             kind = self.policy.kind(state)
             audit = functools.partial(self.prove_or_audit, state, placed)
             return self.programs.program(split_state(state), placed, kind, audit)
@@ -227,7 +228,8 @@ class Examined:
             program = self.program(state, batch)
             return report_on(program, placement, self.unproved)
         placed = send_shared(self.place_batch(batch))
-        program, state = self.program(state, placed), self.start(state)
+        program = self.program(state, placed)
+        state = self.start(state)
         copied = place(state, placement, state_layout(self.strategy), state.params)
         verdict = [self.verdicts.none] * program.engine.gives_verdict
         others = *placed.args, *verdict
@@ -431,7 +433,8 @@ class Examined:
           (1, 'params/w', 'gradient', 'infinity')
         """
         placement = self.strategy.placement
-        state, placed = self.start(state), send_shared(self.place_batch(batch))
+        state = self.start(state)
+        placed = send_shared(self.place_batch(batch))
         number = step_number(state) + 1 if number is None else number
         before = np.asarray(number - 1).astype(np.int32)
         at = place(before, placement, Layout.MIRRORED)

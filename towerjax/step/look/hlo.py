@@ -89,7 +89,8 @@ def parse(text: str) -> Module:
     """A compiled program's text, taken apart."""
     header, *lines = text.splitlines()
     computations: dict[str, dict[str, Operation]] = {}
-    within, entry = "", ""
+    within = ""
+    entry = ""
     for line in lines:
         if head := _HEAD.match(line):
             within = head[2]
@@ -97,7 +98,8 @@ def parse(text: str) -> Module:
             entry = within if head[1] else entry
         elif operation := _OPERATION.match(line):
             name, results, opcode, inside, rest = operation.groups("")
-            before, names = computations[within], re.findall(r"%([\w.\-]+)", inside)
+            before = computations[within]
+            names = re.findall(r"%([\w.\-]+)", inside)
             before[name] = Operation(
                 name,
                 opcode,
@@ -211,7 +213,8 @@ def collectives_of(
 def _schedule_of(there: list[Operation], op: Operation) -> tuple[int, ...]:
     """``start``, ``end``, ``length`` and ``beside`` of a collective."""
     working = [other for other in there if other.opcode not in _NO_WORK]
-    start, done = working.index(op), op.opcode.replace("-start", "-done")
+    start = working.index(op)
+    done = op.opcode.replace("-start", "-done")
     waits = [other.opcode == done and op.name in other.operands for other in working]
     end = waits.index(True) if any(waits) else start
     between = working[start + 1 : end]

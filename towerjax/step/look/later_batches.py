@@ -30,7 +30,8 @@ class Splits:
 
     def __init__(self, batch: PyTree, each: int) -> None:
         self.each = each
-        self._take, self._total = feed.rows_of(batch), len(feed.batches(batch, 1))
+        self._take = feed.rows_of(batch)
+        self._total = len(feed.batches(batch, 1))
         self.first = self.of_rows("evenly", np.arange(2 * each))
 
     def of_rows(self, name: str, at: np.ndarray, **how: Any) -> RowsToRun:
@@ -46,7 +47,8 @@ class Splits:
           draws: Whether the tower function draws random numbers.
         """
         in_order = np.arange(2 * self.each)
-        found, made = [self.first], functools.partial(self.of_rows, is_made=True)
+        found = [self.first]
+        made = functools.partial(self.of_rows, is_made=True)
         if draws:
             found.append(self.of_rows("evenly", in_order, word=DRAWS[1]))
         if pads:

@@ -41,7 +41,8 @@ def time_calls(
     call: Callable[[PyTree], tuple[PyTree, PyTree]], start: PyTree, calls: int
 ) -> Timing:
     """Time ``calls`` calls, after one that does not count."""
-    dispatched, done = [], []
+    dispatched = []
+    done = []
     for _ in range(calls + 1):
         begin = time.perf_counter()
         start, results = call(start)
@@ -96,7 +97,8 @@ class StepReport(Shown):
 
     def tables(self) -> tuple[Table, ...]:
         """What is shown."""
-        memory, timing = self.memory, self.timing
+        memory = self.memory
+        timing = self.timing
         rows = {kind: in_bytes(size) for kind, size in memory.by_kind.items()}
         rows["most at once"] = in_bytes(memory.peak)
         rows["sent"] = in_bytes(self.bytes_sent)
@@ -142,7 +144,8 @@ def report_of(
     check_roles("report_of", strategy=strategy)
     if not hasattr(fn, "trace"):
         raise ValueError(f"report_of expects a function under jax.jit, got {fn!r}.")
-    start, placement = time.perf_counter(), strategy.placement
+    start = time.perf_counter()
+    placement = strategy.placement
     names = [*inspect.signature(fn).parameters]
     names += names[-1:] * len(args)  # the last may be that of *args
     lowered = lower_on_devices(fn.trace(*args), placement)
@@ -176,7 +179,8 @@ def _make_report(
     compiled: Compiled, roots: Sequence[str], placement: Placement, compile_s: float
 ) -> StepReport:
     """The report on a compiled program, whose arguments are called ``roots``."""
-    absent, module = placement.absent, parse(compiled.as_text() or "")
+    absent = placement.absent
+    module = parse(compiled.as_text() or "")
     entry = module.computations[module.entry].values()
     plan: Any = compiled.memory_analysis()
     held = _held(compiled, roots)
@@ -211,7 +215,8 @@ def _memory_of(placement: Placement) -> int | None:
 def _held(compiled: Compiled, roots: Sequence[str]) -> dict[str, int]:
     """Bytes of a device's part of each argument that is read, by kind."""
     leaves: Any = jax.tree_util.tree_leaves_with_path(compiled.args_info)
-    shardings, held = jax.tree.leaves(compiled.input_shardings), {}
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    held = {}
     for number, sharding in zip(read_arguments(compiled), shardings, strict=True):
         path, leaf = leaves[number]
         root = roots[int(path[1].idx)]

@@ -86,7 +86,8 @@ class Towers:
         narrow: bool = False,
     ) -> None:
         alike = on_one_group(strategy, number, narrow=narrow)
-        self.number, self.rows = number, rows
+        self.number = number
+        self.rows = rows
         self._effort = 0 if passes is None else 1  # without gradients it is soon there
         self._placement = alike.placement
         self._placer = Placer(self._placement, remainder="pad", calls=number)
@@ -128,7 +129,8 @@ class Towers:
         if not self._was_repeated:
             refuse_random(self.run(split).values, self(split).values)
             self._was_repeated = True
-        params, near = self._params_for(split), []
+        params = self._params_for(split)
+        near = []
         for step in (1, -1, 2):
             by = step * self.rtol / 8 if self.rtol > 1e-4 else step * 2.0**-23
             again = functools.partial(rounded, by=by, least_bytes=2)
@@ -255,7 +257,8 @@ def _leaves_of(
     merged: Sequence[PyTree], placed: PlacedBatch, order: np.ndarray | None
 ) -> Merged:
     """What each pass merged, by leaf name; ``Rows`` in the order of the batch."""
-    leaves, rtols = Leaves(), dict[str, float]()
+    leaves = Leaves()
+    rtols = dict[str, float]()
     kept = np.flatnonzero((np.arange(placed.rows) < placed.counts[:, None]).ravel())
     kept = kept if order is None else kept[np.argsort(order)]
 

@@ -157,7 +157,8 @@ def _rows_for(step: StepToProve, split: _Split, splits: Sequence[_Split]) -> int
     With padding they are in no proportion to the numbers of towers, so that nothing
     that counts them is taken for a power of that number.
     """
-    number, each = split.number, max(step.rows, 2)
+    number = split.number
+    each = max(step.rows, 2)
     each += -each % step.strategy.placement.row_parts
     if step.padded:
         return each * _PADDED_ROWS.get(number, 11 if number % 7 == 0 else 7)
@@ -188,7 +189,8 @@ def _trace_passes(
         shapes_of(step.state),
     )
     given = state, jax.tree.map(of_all, own), counts, shared
-    merged, kinds = list[PyTree](), list[PyTree]()
+    merged = list[PyTree]()
+    kinds = list[PyTree]()
     for pass_ in passes.in_turn(merged):
         before = (passes.given(merged),) if merged else ()
         later = jax.tree.leaves(passes.given(kinds)) if kinds else []

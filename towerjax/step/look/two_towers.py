@@ -62,7 +62,8 @@ class Audit:
     """One audit, of ``each`` rows for either of two towers."""
 
     def __init__(self, step: StepToAudit, each: int, *, pads: bool) -> None:
-        passes, state = step.engine.passes, step.state
+        passes = step.engine.passes
+        state = step.state
         self.is_own = not passes.is_of_one_loss  # what merges is not of a loss alone
         if not self.is_own:  # which reads no optimizer's state
             state = dataclasses.replace(state, opt_state=())
@@ -143,7 +144,8 @@ class Audit:
 
     def run(self) -> AuditReport:
         """The report; raises at the first split of which a leaf differs."""
-        reports, notes = list[AuditReport](), list[str]()
+        reports = list[AuditReport]()
+        notes = list[str]()
         for run in self.compared(self.splits):
             reports.append(self.judge([run]))
             if stopped := _rounding_decides(reports[-1]):

@@ -131,7 +131,8 @@ def _pass_of(
     """A pass of `build_step`."""
     fields: dict[str, Any] = {"rows_used_later": True}
     if isinstance(tower_fn, LossPass):
-        fn, fields["trained"] = tower_fn.tower, tower_fn.trained
+        fn = tower_fn.tower
+        fields["trained"] = tower_fn.trained
     else:
         fn = refusing_tangents(tower_fn)
     return training_pass(fn, strategy, options, **fields)

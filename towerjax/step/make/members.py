@@ -45,7 +45,8 @@ class Members:
         self._over = vmap_members if self._together else lambda fn: fn
         self._begin = jax.jit(self._over(self._begin_one))
         jax.eval_shape(self._begin, numbers)
-        strategy, options = self._built.strategy, self._built.options
+        strategy = self._built.strategy
+        options = self._built.options
         if self._together and strategy.placement.specs is not None:
             raise ValueError(
                 "Members that train together are stacked, and specs=... are of one."
@@ -99,7 +100,8 @@ class Members:
 
     def _finish(self, donated: PyTree, kept: PyTree, *batch: PyTree) -> Outcome:
         """One step of all members, of which each traces and proves its own."""
-        proofs, placement = self.step.engine.passes.proofs, self.step.strategy.placement
+        proofs = self.step.engine.passes.proofs
+        placement = self.step.strategy.placement
 
         def train(donated: PyTree, rng: jax.Array) -> tuple[PyTree, ...]:
             numbers, extra = donated["extra"]

@@ -116,14 +116,17 @@ class Training:
         self, state: TrainState, merged: dict[str, Any]
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, from the merged values."""
-        loss, grads = merged["loss"], merged["grads"]
+        loss = merged["loss"]
+        grads = merged["grads"]
         after = apply_gradients(
             self.optimizer, state, grads, loss=loss, trainable=self.trainable
         )
         after = dataclasses.replace(after, local=merged["local"])
-        extra, culprit = merged.get("extra"), _EXTRA
+        extra = merged.get("extra")
+        culprit = _EXTRA
         if self.update_extra is not None:
-            extra, culprit = self.update_extra(after, extra), _UPDATE_EXTRA
+            extra = self.update_extra(after, extra)
+            culprit = _UPDATE_EXTRA
         if "extra" in merged or self.update_extra is not None:
             extra = next_extra(state.extra, extra, culprit)
             after = dataclasses.replace(after, extra=extra)
@@ -190,7 +193,8 @@ def apply_gradients(
     grads = map_values(lambda g, p: g.astype(p.dtype), grads, part)
     # Rows of tables become a dense gradient, but for a TowerOptimizer, which is lazy.
     grads = grads if getattr(optimizer, "takes_rows", False) else as_dense(grads)
-    loss, opt_state = getattr(loss, "value", loss), state.opt_state
+    loss = getattr(loss, "value", loss)
+    opt_state = state.opt_state
     value = {} if loss is None else {"value": loss}
     updates, next_state = pass_loss(optimizer).update(grads, opt_state, part, **value)
 
@@ -201,7 +205,8 @@ def apply_gradients(
     what = "The optimizer's updates have not the parameters' shapes"
     advice = "Return an update of the shape of each parameter."
     check_like("params", shapes, part, what, advice)
-    after, culprit = optax.apply_updates(part, updates), "the optimizer's updates"
+    after = optax.apply_updates(part, updates)
+    culprit = "the optimizer's updates"
     after = check_types(part, after, "state.params", culprit)
     opt_state = check_types(opt_state, next_state, "state.opt_state", "the optimizer")
     params = with_trained(after, state.params)
@@ -244,11 +249,14 @@ def _train_step(
     """The step of a training on these towers."""
     fns = training.fns(strategy, options)
     fields: dict[str, Any] = {"rows_used_later": training.update_extra is not None}
-    tower_fn, of_loss = fns.tower, training.loss_pass
+    tower_fn = fns.tower
+    of_loss = training.loss_pass
     if fns.tower == training.tower:  # else towers return gradients of their own
-        tower_fn, fields["trained"] = of_loss.tower, of_loss.trained
+        tower_fn = of_loss.tower
+        fields["trained"] = of_loss.trained
     passes = Passes((training_pass(tower_fn, strategy, options, **fields),))
-    update, by_tower = of_last(fns.update), fns.refuses_by_tower
+    update = of_last(fns.update)
+    by_tower = fns.refuses_by_tower
     told = {"by_tower": by_tower, "keeps_local": training.extend is None}
     engine = training_engine(passes, update, options, **told)
     makes = {"opt_state": lambda params: fns.init(params)["opt_state"]}

@@ -55,7 +55,8 @@ def lower(
     With ``full_rows`` it is for so many rows of each tower, all of them examples. The
     program of a training takes the verdict of the call before as a last argument.
     """
-    engine, ins = traced.engine, traced.engine.ins
+    engine = traced.engine
+    ins = traced.engine.ins
     outs: Any = traced.outs
     given = dict(zip(ins, args, strict=True))
     params = given["state"]["params"]
@@ -98,7 +99,8 @@ def compile_step(
 ) -> Program:
     """Trace, prove, lower and compile the step; ``check`` may refuse it."""
     require_jit()
-    start, args = time.perf_counter(), executors.shapes_of(args)
+    start = time.perf_counter()
+    args = executors.shapes_of(args)
     with _collector_paused():
         traced = trace(engine, args)
         _refuse_stored_tracers(traced)
@@ -138,7 +140,8 @@ def _step_of(
     at = [*traced.engine.ins].index("num_valid")
 
     def step(*args: PyTree) -> PyTree:
-        given, before = [*args], None
+        given = [*args]
+        before = None
         if traced.engine.gives_verdict:
             *given, before = args
         if full_rows is not None:  # by which XLA sees that all weights are 1

@@ -208,7 +208,8 @@ def gradients_of_terms(
         (grads,) = pull(ones)
         return grads
 
-    gradients, number = [], 0
+    gradients = []
+    number = 0
     for at, each in enumerate(losses):
         numbers = range(number, number + len(each.sums))
         number += len(each.sums)

@@ -86,7 +86,8 @@ class Passes:
             return tuple(args)
         donated, kept, *batch = args
         state = TrainState(**donated, **kept)
-        merged, finite = list[PyTree](), list[PyTree]()
+        merged = list[PyTree]()
+        finite = list[PyTree]()
         for each in self.in_turn(merged):
             before = (owned(self.given(merged)),) if merged else ()
             out = call(each, (state, *batch, before))

@@ -76,7 +76,8 @@ def on_device(
         sums = Added.of(pass_.strategy.cross_tower_ops, own, args[0].params, axes)
         added, shown = sums.tree()
         tree = put_sums(tree, (added, shown))
-        parts, seen = parts_of(Returned, tree), None
+        parts = parts_of(Returned, tree)
+        seen = None
         merged = [x.how.merge(x.value, axes) for x in parts]
         if pass_.looks_at is not None:
             pairs = zip(parts, merged, strict=True)
@@ -134,7 +135,9 @@ class DeviceTowers:
     @functools.cached_property
     def common(self) -> tuple[PyTree, ...]:
         """What all towers share: the values that are trained, if any, and others."""
-        pass_, trained, read = self.pass_, None, None
+        pass_ = self.pass_
+        trained = None
+        read = None
         if pass_.trained is not None:
             trained = on_shards(pass_.trained, self.state, *self.merged, alike=True)
         if pass_.reads_local:
@@ -255,7 +258,8 @@ class DeviceTowers:
 
     def _on_parts(self, run: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """``run(*args) -> (sums, rest)``, of common values that may be parts."""
-        ops, params = self.pass_.strategy.cross_tower_ops, self.state.params
+        ops = self.pass_.strategy.cross_tower_ops
+        params = self.state.params
         return sums_in_parts(run, dim_in_parts(ops, params, self.axes))
 
     def _lowered(self, fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
@@ -308,7 +312,8 @@ class DeviceTowers:
         of_several: bool,
     ) -> PyTree:
         """What one micro-batch returns, with the gradient of its loss."""
-        axes, lookups = self.axes, self._lookups
+        axes = self.axes
+        lookups = self._lookups
         ops = self.pass_.strategy.cross_tower_ops
         calls = axes.num_devices if of_several else axes.num_towers
         targets = targets_of(ops, trained, axes, lookups.tables)
@@ -332,7 +337,8 @@ class DeviceTowers:
 
         A tree of `Returned`, and the ids that each tower looked up.
         """
-        part, how = self._part_of_program, {"programs": self.programs, "name": "part"}
+        part = self._part_of_program
+        how = {"programs": self.programs, "name": "part"}
         run = functools.partial(over_local_towers, part, self.axes, **how)
         run = functools.partial(run, stack_sums=False)
         sums, (rest, ids) = self._on_parts(run)(own, index, *common)
@@ -369,10 +375,12 @@ class DeviceTowers:
     @functools.cached_property
     def _part_shapes(self) -> tuple[PyTree, ...]:
         """The shapes of the arguments of `_part`."""
-        own, common = self.own, self.common
+        own = self.own
+        common = self.common
 
         def first() -> tuple[PyTree, ...]:
-            tower, index = jax.tree.map(lambda x: x[0], own), None
+            tower = jax.tree.map(lambda x: x[0], own)
+            index = None
             if self.pass_.micro_batches > 1:
                 count = self.pass_.micro_batches
                 numbered = numbered_rows(tower.rows, count, of_several=False)
@@ -417,7 +425,8 @@ class DeviceTowers:
 
         Beside these there is a place for the ids that `_part_of_program` gives.
         """
-        pass_, rows = self.pass_, own.rows
+        pass_ = self.pass_
+        rows = own.rows
         count = num_rows(rows)
         seen = own.local if read is None else read
         # Else the tower's program may not depend on the number of devices.

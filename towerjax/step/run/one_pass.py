@@ -123,7 +123,8 @@ class Pass:
         place = self.strategy.placement
         if self.strategy.state != "sharded" or place.num_devices == 1:
             return None
-        whole, split = Layout.MIRRORED, Layout.SHARDED
+        whole = Layout.MIRRORED
+        split = Layout.SHARDED
         state, *rest = jax.tree.map(lambda x: whole, args)
         ours = jax.tree.map(lambda x: split, state.params)
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}

@@ -37,7 +37,8 @@ def admit(
         if not is_sparse(x):
             return x
         rows, *shape = dense_shape(x)  # rows of a tower, as it sees them
-        shape, dtype = (len(batch.counts) * rows, *shape), jax.tree.leaves(x)[0].dtype
+        shape = (len(batch.counts) * rows, *shape)
+        dtype = jax.tree.leaves(x)[0].dtype
         return jax.ShapeDtypeStruct(shape, dtype)
 
     arrays = jax.tree.map(dense, batch.arrays, is_leaf=is_sparse)
@@ -151,7 +152,8 @@ class Programs:
         *verdict: jax.Array,
     ) -> PyTree:
         """The results of one of the programs for this batch."""
-        batch, donates = send_shared(batch), program.engine.donate
+        batch = send_shared(batch)
+        donates = program.engine.donate
         if donates and self._on_cpus:
             _refuse_donated_twice(first[0], batch.args[2])
         try:
@@ -179,7 +181,8 @@ class Programs:
 
 def send_shared(batch: PlacedBatch) -> PlacedBatch:
     """The batch with the first process's values of what each one holds on its host."""
-    placement, layout = batch.placement, Layout.MIRRORED
+    placement = batch.placement
+    layout = Layout.MIRRORED
     if placement.num_processes == 1:
         return batch
     leaves, treedef = jax.tree.flatten(batch.args[2])

@@ -82,9 +82,11 @@ def _prove_pass(pass_: Pass, args: PyTree, towers: OnTowers) -> Proof:
     inputs = _names_where([*pass_.ins], pass_.ins.values(), args, mirrored=False)
     inputs = ["tower.weight" if name == "num_valid" else name for name in inputs]
     is_free = placement.num_towers == 1 and pass_.of_state
-    analysis, body = towers.analyse(inputs, is_free=is_free), towers.jaxpr
+    analysis = towers.analyse(inputs, is_free=is_free)
+    body = towers.jaxpr
     # The leaves of what towers return have names of their own.
-    parts, layouts = ("", "finite"), layouts_of(towers.out)
+    parts = ("", "finite")
+    layouts = layouts_of(towers.out)
     outputs = _names_where(parts, layouts, towers.out, mirrored=True)
     if {*outputs} - {None, "finite"}:  # else each tower has means of its own
         findings.refuse_factors(analysis)

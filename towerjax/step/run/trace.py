@@ -99,7 +99,8 @@ class Traced:
 
     def __call__(self, *args: PyTree) -> PyTree:
         """The results for ``(donated, kept, *batch)``, global values."""
-        engine, passes = self.engine, iter(self.passes)
+        engine = self.engine
+        passes = iter(self.passes)
 
         def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
             out = next(passes).run(given)
@@ -112,7 +113,8 @@ class Traced:
             return jax.tree.unflatten(jax.tree.structure(self.shapes), out)
         if not self.update_on_devices:
             return self._update(*given)
-        place, shards = engine.strategy.placement, None
+        place = engine.strategy.placement
+        shards = None
         if place.num_devices > 1:
             params = args[0]["params"]
             layouts = _layouts(engine, params, given[2:])
@@ -135,7 +137,8 @@ class Traced:
 
 def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     """The step for arguments of these shapes, ``(donated, kept, *batch)``."""
-    args, passes = shapes_of(tuple(args)), list[TracedPass]()
+    args = shapes_of(tuple(args))
+    passes = list[TracedPass]()
 
     def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         passes.append(_trace_pass(pass_, given))
@@ -150,7 +153,8 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
 
 
 def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
-    run, layouts = functools.partial(on_device, pass_), (*pass_.ins.values(),)
+    run = functools.partial(on_device, pass_)
+    layouts = (*pass_.ins.values(),)
     towers = OnTowers(run, pass_.strategy.placement, layouts, args)
     return TracedPass(pass_, args, towers)
 
@@ -179,7 +183,8 @@ def _layouts(
 ) -> tuple[PyTree, PyTree]:
     """Those of an update: what it is given, and takes parts of."""
     donated, kept = split_state(state_layout(engine.strategy))
-    whole, own = Layout.MIRRORED, Layout.PER_TOWER
+    whole = Layout.MIRRORED
+    own = Layout.PER_TOWER
     part = Layout.SHARDED if engine.strategy.state == "sharded" else whole
     shapes = {x.shape for x in jax.tree.leaves(params)}
 
@@ -191,5 +196,6 @@ def _layouts(
 
         return jax.tree.map(of, results, is_leaf=is_own)
 
-    given, taken = layouts(own, whole), layouts(whole, part)
+    given = layouts(own, whole)
+    taken = layouts(whole, part)
     return (donated, kept, *given), (whole, whole, *taken)

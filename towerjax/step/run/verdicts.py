@@ -15,7 +15,8 @@ from towerjax.mesh.transfer import place_own
 from towerjax.step.state.next_state import NONE
 from towerjax.types import Layout, PyTree
 
-ASKED_EACH, MOST_STATES = 8, 64
+ASKED_EACH = 8
+MOST_STATES = 64
 """After how many calls of a state its verdict is read, where each would stall the
 devices; and for how many states verdicts are kept that were not read."""
 
@@ -56,7 +57,9 @@ class Verdicts:
         self, placement: Placement, error: Callable[[int], Exception] | None
     ) -> None:
         """``error``: of a refused step's number, what to raise; None: nothing."""
-        self._placement, self._error, raises = placement, error, error is not None
+        self._placement = placement
+        self._error = error
+        raises = error is not None
         several = placement.num_processes > 1
         self._is_read = raises or several  # another may have died, which reading tells
         self._polls = placement.platform == "cpu" and not several
@@ -92,7 +95,8 @@ class Verdicts:
             if line.at is at:
                 line.calls += 1
                 if line.calls % ASKED_EACH == 0:
-                    asked, line.asked = line.asked, line.verdict
+                    asked = line.asked
+                    line.asked = line.verdict
                     send_to_host(line.asked, self._placement)
                     self._read(line, asked)
                 elif self._polls and line.verdict.is_ready():

@@ -255,7 +255,8 @@ def refuse_mixed_up(tree: PyTree, local: PyTree) -> None:
         types = [f"{x.dtype}{list(x.shape)}" for x in values]
         return [tuple(map(key_name, at)) for at, _ in own], types
 
-    (came, new), (held, old) = variables(Returned, tree), variables(TowerLocal, local)
+    (came, new) = variables(Returned, tree)
+    (held, old) = variables(TowerLocal, local)
     ends = [name[-len(end) :] for name, end in zip(came, held, strict=False)]
     if came and (new != old or (len(held) > 1 and ends != held)):
         names = [", ".join(map("/".join, part)) for part in (came, held)]

@@ -64,8 +64,10 @@ def with_numbers_placed(
     A learning rate written into the optimizer's state, for example. All processes call
     this, and the first one's numbers are taken.
     """
-    named, treedef = named_leaves("state", state), jax.tree.structure(state)
-    leaves, at = [leaf for _, leaf in named], set(placement.jax_devices)
+    named = named_leaves("state", state)
+    treedef = jax.tree.structure(state)
+    leaves = [leaf for _, leaf in named]
+    at = set(placement.jax_devices)
     away = [
         i
         for i, x in enumerate(leaves)
@@ -129,9 +131,11 @@ OF_THIS_STEP = (
 
 def check_made(state: TrainState, made: dict[str, PyTree]) -> None:
     """Raise unless each field that a step makes has the leaves that the step makes."""
-    wrong, anew = [], []
+    wrong = []
+    anew = []
     for field, needed in made.items():
-        given, again = getattr(state, field), f"fresh.{field}"
+        given = getattr(state, field)
+        again = f"fresh.{field}"
         own = field == "local"  # `check_num_towers` looks at their first dim
         if own:  # of others' variables a step knows nothing
             given = {k: x for k, x in given.items() if k in needed}

@@ -54,7 +54,8 @@ class DesyncError(Portable, RuntimeError):
             " at that device's memory, at callbacks and foreign kernels that do not"
             " give each device the same, or at how the state was placed."
         )
-        self.step, self.differing = step, tuple(differing)
+        self.step = step
+        self.differing = tuple(differing)
 
 
 @door
@@ -224,7 +225,8 @@ class NonFiniteError(Portable, FloatingPointError):
         if guard == "loss":
             advice += " With guard='loss' no step looks at its gradients."
         super().__init__(f"{what}{where} {advice}")
-        self.step, self.places = step, tuple(places)
+        self.step = step
+        self.places = tuple(places)
 
 
 def integers_text(batch: PyTree) -> str:

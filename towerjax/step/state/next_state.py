@@ -124,7 +124,8 @@ def _check_update(before: TrainState, updated: Any) -> tuple[PyTree, ...]:
         )
     after, metrics, *told = given
     for field in dataclasses.fields(TrainState):
-        was, now = getattr(before, field.name), getattr(after, field.name)
+        was = getattr(before, field.name)
+        now = getattr(after, field.name)
         if now is not was:
             now = check_types(was, now, f"state.{field.name}", _UPDATE)
             after = dataclasses.replace(after, **{field.name: now})

@@ -131,7 +131,8 @@ class TrainState:
         trainable_flags(params, True, advice=OF_MODELS)
         local = check_tower_local(local)
         refuse_unheld("extra", extra)
-        extra, key = jax.tree.map(native, extra), _one_key(rng)
+        extra = jax.tree.map(native, extra)
+        key = _one_key(rng)
         opt_state = optimizer.init(params)
         return cls(jnp.int32(0), params, opt_state, local, key, extra=extra)
 
@@ -211,7 +212,8 @@ def make_on_devices(
     counter-based keys do not depend on how an array is split.
     """
     check_function("params", fn, "params(rng)")
-    placement, at = strategy.placement, state_layout(strategy)
+    placement = strategy.placement
+    at = state_layout(strategy)
 
     def both(key: jax.Array) -> dict[str, PyTree]:
         params = jax.tree.map(jnp.asarray, fn(key))

@@ -49,7 +49,8 @@ def trainable_flags(
                 f" {_unlike(trainable, params)}. Give it the same containers and names,"
                 " and True or False for a leaf or for all below."
             ) from error
-    named, chosen = named_leaves("params", shapes), jax.tree.leaves(flags)
+    named = named_leaves("params", shapes)
+    chosen = jax.tree.leaves(flags)
     if trainable is not None and not any(chosen):
         raise ValueError(
             "trainable=... chooses none of the params, so that nothing would train."
@@ -82,7 +83,8 @@ def _unlike(trainable: PyTree, params: PyTree) -> str:
     left_out = [x for x in leaves if not any(above(flag, x) for flag in flags)]
     texts = [f"params have no {leaf_name('', x)}" for x in unknown]
     texts += [f"{leaf_name('params', x)} is left out" for x in left_out]
-    given, expected = jax.tree.structure(trainable), jax.tree.structure(params)
+    given = jax.tree.structure(trainable)
+    expected = jax.tree.structure(params)
     return listed(texts or [f"it is {given}, and params are {expected}"])
 
 
@@ -198,7 +200,9 @@ def guard_rows(
     first = eqn.invars[0] if eqn.invars else None
     if first is None or isinstance(first, Literal) or first not in left:
         return operands
-    name, out, leaf = eqn.primitive.name, eqn.outvars[0], left[first]
+    name = eqn.primitive.name
+    out = eqn.outvars[0]
+    leaf = left[first]
     if name.startswith("scatter") and _drops(eqn):
         left[out] = leaf
         # A scatter drops the index -1.
@@ -241,15 +245,18 @@ def accept(
     at the end would keep old and new leaves alive at once, a copy of the whole state at
     every step, and a ``cond`` would make the update wait for the last gradient.
     """
-    jaxpr, before = closed.jaxpr, jax.tree.leaves(carry)
+    jaxpr = closed.jaxpr
+    before = jax.tree.leaves(carry)
     given = [*before, *jax.tree.leaves(others)]
     walk = Interpreter(jaxpr, closed.consts, given)
-    verdict, after = jaxpr.outvars[0], jaxpr.outvars[1 : 1 + len(before)]
+    verdict = jaxpr.outvars[0]
+    after = jaxpr.outvars[1 : 1 + len(before)]
     is_known = isinstance(verdict, Literal) and bool(verdict.val)
     first = needed_eqns(jaxpr.eqns, [verdict], lambda eqn: bool(eqn.effects))
     for eqn in jaxpr.eqns if is_known else first:
         walk.evaluate(eqn)
-    accepted, is_first = walk.read(verdict), {id(eqn) for eqn in first}
+    accepted = walk.read(verdict)
+    is_first = {id(eqn) for eqn in first}
     later = [] if is_known else [x for x in jaxpr.eqns if id(x) not in is_first]
     made = {var for eqn in later for var in eqn.outvars}
     olds: dict[Any, Any] = {}

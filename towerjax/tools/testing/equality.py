@@ -153,7 +153,8 @@ def _said_of_results(programs: Mapping[int, MadeProgram]) -> list[tuple[str, str
     first, second = programs.values()
     walk = Walk(Sizes(towers, towers[::-1]), ())
     jaxprs = first.traced.jaxpr, second.traced.jaxpr
-    one, two = traced_arrays(first.args), traced_arrays(second.args)
+    one = traced_arrays(first.args)
+    two = traced_arrays(second.args)
     ins = [_argument(walk, name, one[name], two[name]) for name in one]
     kinds = walk.closed(*jaxprs, ins, None)
     avals = zip(*[x.out_avals for x in jaxprs], strict=True)

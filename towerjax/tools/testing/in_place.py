@@ -79,7 +79,8 @@ class Watched:
 
     def __call__(self, *args: Any) -> tuple[Any, list[Any]]:
         """What it returns, and the new values."""
-        held, structure = Held(self._fn, args, no_refs=True), jax.tree.structure(args)
+        held = Held(self._fn, args, no_refs=True)
+        structure = jax.tree.structure(args)
         out = self._fn(*args)
         changed = held.changed()
         self.new = {name: x for name, x in changed.items() if held.was_given(name)}

@@ -201,7 +201,8 @@ def proved(
     analysis = analyse(jaxpr, [None] * len(jaxpr.in_avals), None, 0)
     every = [x for x in analysis.meshes if x.along]
     maps = list({(x.line, *x.along, x.alike, x.split): x for x in every}.values())
-    told, notes = list[str](), list[str]()
+    told = list[str]()
+    notes = list[str]()
     for x in maps:
         for axis, in_axis in x.along.items():
             told += [f"  - {_at(x)}: {text}" for text in mistakes(in_axis, axis)]
@@ -239,7 +240,8 @@ def _elsewhere(jaxpr: ClosedJaxpr) -> Iterator[str]:
         maps = _maps_around(outer)
         if eqn.primitive.name == "ppermute" and maps:
             at = user_line(site) or "a line of a library"
-            names, given = maps[0].params["mesh"].axis_names, named_axes(eqn)
+            names = maps[0].params["mesh"].axis_names
+            given = named_axes(eqn)
             if sorted(given, key=names.index) != [*given]:
                 yield (
                     f"ppermute at {at} is over {given}, in another order than the"
@@ -292,11 +294,13 @@ def _copies(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
     A leaf of which devices are given different ones, as of keys, is no copy; a setting
     may be one.
     """
-    jaxpr, out = traced.jaxpr, traced.out
+    jaxpr = traced.jaxpr
+    out = traced.out
     places = state_places(args, out)
     sizes = [len(flatten(x)[0]) for x in out] if _is_list(out) else [0]
     starts = [*itertools.accumulate(sizes, initial=0)]
-    copied, back = list[bool](), list[int]()
+    copied = list[bool]()
+    back = list[int]()
     for i, x in enumerate(args):
         start = starts[places.get(i) or 0]
         for n, leaf in enumerate(flatten(x)[0]):
@@ -306,7 +310,8 @@ def _copies(traced: TracedProgram, args: Sequence[Any]) -> dict[str, str]:
                 if i in places and copied[-1]:
                     back.append(start + n)
     copied += [False] * (len(jaxpr.in_avals) - len(copied))  # arguments by name
-    told, names = becomes_of(jaxpr, copied), [x for x, _ in named_leaves("result", out)]
+    told = becomes_of(jaxpr, copied)
+    names = [x for x, _ in named_leaves("result", out)]
     return {names[i]: told[i] for i in back if told[i]}
 
 

@@ -53,7 +53,8 @@ class UserProgram:
     def __init__(self, form: str, made: Any) -> None:
         match made:
             case (fn, tuple() | list() as args) if callable(fn):
-                self.fn, self.args = fn, tuple(args)
+                self.fn = fn
+                self.args = tuple(args)
             case _:
                 raise ValueError(
                     f"{form} must return (fn, args), a function and the tuple of its"
@@ -126,7 +127,8 @@ class UserProgram:
                     continue
                 again = self._traced_with(args)
                 if again[0] is not None:
-                    self._trace, self.traced_args = again, args
+                    self._trace = again
+                    self.traced_args = args
                     break
         return self._trace
 
@@ -159,7 +161,8 @@ class UserProgram:
             of_arg = all_kinds if i in places else kinds
             leaves, treedef = flatten(x)
             args.append(treedef.unflatten([_as_array(v, of_arg) for v in leaves]))
-        leaves, before = flatten(args)[0], flatten(copies)[0]
+        leaves = flatten(args)[0]
+        before = flatten(copies)[0]
         is_same = all(type(x) is type(y) for x, y in zip(leaves, before, strict=True))
         return None if is_same else tuple(args)
 

@@ -290,7 +290,8 @@ def _alike(got: Value, want: Value, rtol: float) -> tuple[Any, Any, str]:
     Rows that `jax.pmap` has split are joined. A state is as many copies. Of what else
     each device returns, the host may take the mean, or the sum.
     """
-    x, y = got.numbers, want.numbers
+    x = got.numbers
+    y = want.numbers
     if x is None or y is None:
         return None, None, ""
     if x.size == y.size and x.shape[2:] == y.shape[2:]:

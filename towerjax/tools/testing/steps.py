@@ -101,7 +101,8 @@ def assert_replicates(
     in_order = RowsToRun("in order", batch)
     splits = [(in_order, in_order)]
     if permuted:
-        both, draws = (batch, np.arange(examples)), DRAWS[1]
+        both = (batch, np.arange(examples))
+        draws = DRAWS[1]
         rows, order = next(feed.batches(both, examples, seed=0))
         again = RowsToRun("in order", batch, word=draws)
         splits.append((again, RowsToRun("permuted", rows, word=draws, order=order)))
@@ -166,8 +167,10 @@ def assert_same(
         * a['w'] is 1.0 and should be 1.25 at (): they differ by 0.25 = 2.1e+06 ulps
     """
     check_number("rtol", rtol, "a number >= 0")
-    a, b = _read_tree(a), _read_tree(b)
-    left, right = dict(named_leaves("a", a)), dict(named_leaves("a", b))
+    a = _read_tree(a)
+    b = _read_tree(b)
+    left = dict(named_leaves("a", a))
+    right = dict(named_leaves("a", b))
     lines = [f"{name} is missing" for name in right if name not in left]
     lines += [f"{name} should not be there" for name in left if name not in right]
     check_flag("bits", bits)
@@ -192,7 +195,8 @@ def _read_tree(tree: PyTree) -> PyTree:
 
 def _difference(name: str, a: Any, b: Any, rtol: float, bits: bool) -> list[str]:
     """A list of one sentence if the leaf differs, else an empty list."""
-    a, b = np.asarray(key_data(a)), np.asarray(key_data(b))
+    a = np.asarray(key_data(a))
+    b = np.asarray(key_data(b))
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (a, b)]
         return [f"{name} is {kinds[0]} and should be {kinds[1]}"]

@@ -111,7 +111,8 @@ def state_places(args: Sequence[Any], out: PyTree) -> dict[int, int | None]:
     kinds = [_kind([x]) for x in ([out] if is_one else out)]
     places: dict[int, int | None] = {}
     for i, x in enumerate(args):
-        kind, leaves = _kind([x]), flatten(x)[0]
+        kind = _kind([x])
+        leaves = flatten(x)[0]
         alike = [j for j, of_result in enumerate(kinds) if of_result == kind]
         at = [i] if i in alike else alike * (len(leaves) > 1)
         if at and any(isinstance(leaf, _SHAPED) for leaf in leaves):

@@ -180,7 +180,8 @@ def _shares(x: jax.Array, num_towers: int) -> jax.Array:
     # A small integer may not hold the number of towers.
     x = x.astype(reduced_dtype(Reduction.SUM, x.dtype))
     towers = jnp.arange(num_towers).reshape((-1,) + (1,) * x.ndim)
-    whole, rest = x // num_towers, x % num_towers
+    whole = x // num_towers
+    rest = x % num_towers
     return whole[None] + (towers < rest[None]).astype(x.dtype)
 
 
@@ -192,7 +193,8 @@ def fit_copies(variable: Variable, value: PyTree, num_towers: int) -> PyTree:
     split = _shares if adds_up else replicate
 
     def copies(x: jax.Array, old: Any) -> jax.Array:
-        rows, dtype = split(x, num_towers), jnp.result_type(old)
+        rows = split(x, num_towers)
+        dtype = jnp.result_type(old)
         if rows.dtype == dtype:
             return rows
         cast = rows.astype(dtype)

@@ -27,7 +27,8 @@ _IN_LAYOUTS = (Layout.PER_TOWER, Layout.MIRRORED)
 _ASSIGN = """Write tower.assign(v, x), or tower.assign_add, which reduce x as the
 variable says; assign in tower.merge_call; or create it with tower_local=True."""
 # Kinds of array leaves: a row a tower; free to differ; else a mirrored variable's name.
-_ROWS, _FREE = "rows", "free"
+_ROWS = "rows"
+_FREE = "free"
 
 
 _Call: TypeAlias = tuple[
@@ -72,7 +73,8 @@ def _run(
     call: _Call, rows: list[jax.Array], arrays: list[jax.Array]
 ) -> tuple[list[jax.Array], executors.TracedCall]:
     """Prove and run a call, once compiled for each `_Call`; arrays, and the rest."""
-    placement, args = call[1], (rows, arrays)
+    placement = call[1]
+    args = (rows, arrays)
     names = ["argument"] * len(jax.tree.leaves(rows)) + [None] * len(arrays)
     on_device = functools.partial(_on_device, call)
     towers = OnTowers(on_device, placement, _IN_LAYOUTS, args)
@@ -144,7 +146,9 @@ def call_for_each_tower(
     leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PerTower))
     # pmap needs at least one argument with a row a tower, and jit one on the strategy's
     # device: the first, unused.
-    rows, arrays, kinds = [np.arange(placement.num_towers, dtype=np.int32)], [], []
+    rows = [np.arange(placement.num_towers, dtype=np.int32)]
+    arrays = []
+    kinds = []
     for x in leaves:
         if isinstance(x, PerTower):
             stacked = values.stack_towers(x, self.num_towers, "a PerTower argument")
@@ -155,7 +159,8 @@ def call_for_each_tower(
             kinds.append(_FREE)
         else:
             kinds.append(Constant(x))
-    call, traced = (self, placement, fn, treedef, tuple(kinds)), is_traced(())
+    call = (self, placement, fn, treedef, tuple(kinds))
+    traced = is_traced(())
     rows = [_place_arg(x, placement, Layout.PER_TOWER, traced) for x in rows]
     arrays = [_place_arg(x, placement, Layout.MIRRORED, traced) for x in arrays]
     out, outputs = executors.run_traced(_run, placement, call, rows, arrays)

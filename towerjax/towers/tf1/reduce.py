@@ -113,10 +113,12 @@ def _reduce_global(
     placement = strategy.placement
 
     def device_fn(rows: PyTree) -> PyTree:
-        ops, axes = strategy.cross_tower_ops, placement.axes
+        ops = strategy.cross_tower_ops
+        axes = placement.axes
         return read_local_over_towers(TowerLocal(rows, reduction), ops, axes)
 
-    per_tower, mirrored = (Layout.PER_TOWER,), Layout.MIRRORED
+    per_tower = (Layout.PER_TOWER,)
+    mirrored = Layout.MIRRORED
     return over_devices(device_fn, placement, per_tower, mirrored)(rows)
 
 

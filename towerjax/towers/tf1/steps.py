@@ -67,7 +67,8 @@ class MultiStepContext:
         def tower_fn(tower: Tower, *args: PyTree, **kwargs: PyTree) -> PyTree:
             self._of_towers = {}
             out = fn(tower, *args, **kwargs)
-            given, self._of_towers = self._of_towers, None
+            given = self._of_towers
+            self._of_towers = None
             reductions.update({name: x for name, (x, _) in given.items()})
             return out, {name: x for name, (_, x) in given.items()}
 
@@ -132,7 +133,8 @@ def _run_steps(
 ) -> tuple[PyTree, dict[str, Any], executors.TracedCall]:
     """Run ``count`` steps: the carry, the last step's outputs, and other outputs."""
     strategy, fn, bare = steps
-    num_towers, values = strategy.num_towers, {}
+    num_towers = strategy.num_towers
+    values = {}
     batches, num_valid, shared = arrays
 
     def step(i: Any, carry: PyTree) -> tuple[PyTree, dict[str, Any]]:

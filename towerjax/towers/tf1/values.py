@@ -310,7 +310,8 @@ def of_first_process(tree: PyTree, placement: Placement) -> PyTree:
 
 def _names_of(destinations: Any) -> tuple[str, ...]:
     """The canonical names of the devices of ``destinations``."""
-    arrays, devices = jax.tree.leaves(destinations), destinations
+    arrays = jax.tree.leaves(destinations)
+    devices = destinations
     if arrays and all(isinstance(x, jax.Array) for x in arrays):
         all_devices = {device for x in arrays for device in x.devices()}
         devices = sorted(all_devices, key=lambda device: device.id)
