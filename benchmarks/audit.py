@@ -24,9 +24,9 @@ import optax
 from benchmarks import options_of
 from benchmarks.absent import ResNet50
 from benchmarks.models import Factory, cnn, mlp, transformer
+from towerjax.check.audit.audit import run_audit
+from towerjax.check.audit.comparison import AuditReport
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.look.audit import run_audit
-from towerjax.step.look.comparison import AuditReport
 from towerjax.step.make.train import build_train_step
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored

@@ -17,8 +17,8 @@ import numpy as np
 import towerjax as tj
 from benchmarks import options_of
 from benchmarks.absent import PROGRAMS, Program, hand_written
+from towerjax.check.report.report import time_calls
 from towerjax.mesh.transfer import place, place_rows
-from towerjax.step.look.report import time_calls
 from towerjax.types import Layout, PyTree
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks import options_of
 from benchmarks.overhead import MODELS, Model
 from benchmarks.trials import by_towerjax
+from towerjax.check.report.hlo import collectives_of, parse
 from towerjax.collectives import AllReduce, PinnedTree
-from towerjax.step.look.hlo import collectives_of, parse
 from towerjax.sweeps.turns import in_turns
 from towerjax.towers.strategies import Mirrored
 

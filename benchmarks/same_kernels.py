@@ -19,9 +19,9 @@ import jax
 
 from benchmarks import options_of
 from benchmarks.same_bits import LOCAL, Case, cases, train_step
+from towerjax.check.report.hlo import Module, Operation, parse
 from towerjax.collectives import PinnedTree
 from towerjax.mesh.absent import Absent
-from towerjax.step.look.hlo import Module, Operation, parse
 from towerjax.towers.strategies import Mirrored
 
 _NO_ROUNDING = frozenset(

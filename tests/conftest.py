@@ -12,8 +12,8 @@ import jax
 import pytest
 import quickly
 
+from towerjax.check.audit.kept import ASKED, Asked
 from towerjax.mesh import placement
-from towerjax.step.look.audited import ASKED, Asked
 
 # Before JAX looks for devices, as programs do.
 from towerjax.tools.cli import main

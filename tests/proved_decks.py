@@ -11,7 +11,7 @@ import proved_models
 from proved_models import Model
 
 import towerjax as tj
-from towerjax.step.look.equality import StepToProve, equalities_of
+from towerjax.check.equality.of_step import StepToProve, equalities_of
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 

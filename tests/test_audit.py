@@ -28,8 +28,8 @@ from later_faults import PARAMS as LATER_MODEL
 from layouts import cases
 
 import towerjax as tj
-from towerjax.step.look.audit import run_audit
-from towerjax.step.look.comparison import (
+from towerjax.check.audit.audit import run_audit
+from towerjax.check.audit.comparison import (
     AuditReport,
     Compared,
     Finding,
@@ -40,11 +40,11 @@ from towerjax.step.look.comparison import (
     judge,
     rounding_of,
 )
-from towerjax.step.look.later_batches import Splits
-from towerjax.step.look.run_towers import _local_of, rounded
-from towerjax.step.look.split import NotProved
-from towerjax.step.look.two_towers import _rounding_decides
-from towerjax.tools.testing import SplitError, assert_replicates
+from towerjax.check.audit.later_batches import Splits
+from towerjax.check.audit.run_towers import _local_of, rounded
+from towerjax.check.audit.two_towers import _rounding_decides
+from towerjax.check.equality.told import NotProved
+from towerjax.testing import SplitError, assert_replicates
 from towerjax.towers.row_free_keys import ALL_TOWERS, row_free_key
 
 SUM = tj.Reduction.SUM

@@ -21,10 +21,11 @@ from flax import linen as nn
 from jax.experimental import io_callback
 
 import towerjax as tj
+from towerjax.check import examine
+from towerjax.check.audit import kept as audited
+from towerjax.check.audit.comparison import AuditReport, NotAudited
+from towerjax.check.equality.told import NotProved, StepEquality
 from towerjax.proof.equal.one_tower import Equality
-from towerjax.step.look import audited, examine
-from towerjax.step.look.comparison import AuditReport, NotAudited
-from towerjax.step.look.split import NotProved, StepEquality
 from towerjax.sweeps.bench import _timed
 
 # What is not proved is audited, and said.

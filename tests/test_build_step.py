@@ -11,7 +11,7 @@ import pytest
 from layouts import data, mirrored
 
 import towerjax as tj
-from towerjax.tools.testing import SplitError
+from towerjax.testing import SplitError
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps

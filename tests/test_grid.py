@@ -17,7 +17,7 @@ from containers import as_dicts, held
 from grid import FEATURES, IDS, of_rows
 
 import towerjax as tj
-from towerjax.step.look import audited
+from towerjax.check.audit import kept as audited
 
 SEED = int(os.environ.get("TOWERJAX_GRID_SEED", "1413"))
 # Of later draws those whose lowering is another: sums of parts by towers in turn, and

@@ -7,7 +7,7 @@ import pytest
 from known_wrong import PARAMS, RIGHT, WRONG, WRONG_WHERE_PADDED, batch
 
 import towerjax as tj
-from towerjax.tools.testing import SplitError
+from towerjax.testing import SplitError
 
 pytestmark = pytest.mark.slow
 

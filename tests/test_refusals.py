@@ -14,7 +14,7 @@ from layouts import mirrored
 from refusals import refused
 
 import towerjax as tj
-from towerjax.step.look.comparison import Finding, SplitError
+from towerjax.check.audit.comparison import Finding, SplitError
 from towerjax.step.state.faults import Differing, Place
 
 R = tj.Reduction

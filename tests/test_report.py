@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from layouts import names as devices
 
 import towerjax as tj
-from towerjax.step.look.hlo import (
+from towerjax.check.report.hlo import (
     CompiledCollective,
     Shape,
     collectives_of,
     parse,
     ring_bytes,
 )
-from towerjax.step.look.report import time_calls
+from towerjax.check.report.report import time_calls
 from towerjax.types.tables import Table, as_text
 
 IN = 5

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
-from towerjax.tools.testing.in_place import Held
+from towerjax.check.programs.in_place import Held
 
 P = PartitionSpec
 DRAW = np.random.default_rng(5)

@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import towerjax as tj
-from towerjax.step.look.comparison import NotAudited
-from towerjax.tools.testing.same import refuse_others
+from towerjax.check.audit.comparison import NotAudited
+from towerjax.check.programs.same import refuse_others
 
 P = PartitionSpec
 DRAW = np.random.default_rng(3)

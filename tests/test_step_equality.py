@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from layouts import names
 
 import towerjax as tj
-from towerjax.step.look.equality import equalities_of
-from towerjax.step.look.traced_passes import StepToProve
+from towerjax.check.equality.of_step import equalities_of
+from towerjax.check.equality.traced_passes import StepToProve
 
 TWO = tj.Mirrored(("cpu:0",), towers=2)
 

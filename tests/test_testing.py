@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import towerjax as tj
-from towerjax.tools.testing import assert_same, one_tower
+from towerjax.testing import assert_same, one_tower
 
 DRAW = np.random.default_rng(11)
 PARAMS = {"w": np.array([0.5, -1.0, 2.0], np.float32), "b": np.float32(0.25)}

@@ -83,16 +83,15 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from towerjax import contrib, estimator, tools
+    from towerjax import contrib, estimator, testing, tools
     from towerjax.sweeps.train import sweep
-    from towerjax.tools import testing
 else:  # a fifth of the time of the import, for what few programs use
     __getattr__ = _later_in_module(
         __name__,
         contrib="towerjax.contrib",
         estimator="towerjax.estimator",
         sweep="towerjax.sweeps.train:sweep",
-        testing="towerjax.tools.testing",
+        testing="towerjax.testing",
         tools="towerjax.tools",
     )
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
+from towerjax.check.audit.comparison import NotAudited
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.data.shard import batch_signature
 from towerjax.estimator.losses import (
@@ -41,7 +42,6 @@ from towerjax.mesh.private_jax import bind_axis
 from towerjax.mesh.transfer import on_every_process
 from towerjax.metrics.state import check_metric
 from towerjax.metrics.weighted import Weighted
-from towerjax.step.look.comparison import NotAudited
 from towerjax.step.make.train import next_extra
 from towerjax.step.run.engine import (
     Engine,

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from towerjax.check.audit.kept import asked
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature
@@ -21,7 +22,6 @@ from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Point
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
-from towerjax.step.look.audited import asked
 from towerjax.step.run.verdicts import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
 from towerjax.step.state.faults import NonFiniteError, integers_text

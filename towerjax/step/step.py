@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import jax
 
+from towerjax.check.audit.comparison import AuditReport
+from towerjax.check.equality.told import NO_ROWS
+from towerjax.check.examine import Examined
 from towerjax.data.placer import PlacedBatch, Placer
 from towerjax.mesh.transfer import place
-from towerjax.step.look.comparison import AuditReport
-from towerjax.step.look.examine import Examined
-from towerjax.step.look.split import NO_ROWS
 from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.run.programs import Programs

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from towerjax.check.audit.kept import asked
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import checked_path, read_lines
-from towerjax.step.look.audited import asked
 from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_median

@@ -1,9 +1,9 @@
 """Tools around training: reports, benchmarks, audits, sweeps, the commands."""
 
-from towerjax.step.look.report import StepReport as StepReport
-from towerjax.step.look.report import report_of as report_of
+from towerjax import testing as testing
+from towerjax.check.report.report import StepReport as StepReport
+from towerjax.check.report.report import report_of as report_of
 from towerjax.sweeps.bench import Timings as Timings
 from towerjax.sweeps.bench import bench as bench
 from towerjax.sweeps.train import Member as Member
 from towerjax.sweeps.train import Sweep as Sweep
-from towerjax.tools import testing as testing

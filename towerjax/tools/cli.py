@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from typing import Any, NoReturn
 
+from towerjax.check.equality.told import told_of
+from towerjax.check.programs.programs import proved_on, refuted_in
+from towerjax.check.programs.runs import UserProgram
+from towerjax.check.programs.same import lists_of_devices, use_what_is_given
 from towerjax.loop.writers import as_json
 from towerjax.mesh.absent import Absent
 from towerjax.mesh.cluster.launcher import launch as launch_processes
 from towerjax.mesh.devices import Device, want_cpu_devices
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.look.split import told_of
 from towerjax.sweeps.bench import bench as bench_all
 from towerjax.sweeps.bench import resolve
-from towerjax.tools.testing import SplitError, same_on_devices
-from towerjax.tools.testing.programs import proved_on, refuted_in
-from towerjax.tools.testing.runs import UserProgram
-from towerjax.tools.testing.same import lists_of_devices, use_what_is_given
+from towerjax.testing import SplitError, same_on_devices
 from towerjax.towers.strategies import Mirrored
 from towerjax.types.leaves import types_of
 from towerjax.types.options import check_takes

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from towerjax.check.audit.comparison import AuditReport, gaps, judge
+from towerjax.check.audit.run_towers import DRAWS, RowsToRun, Towers, compare
 from towerjax.data import feed
 from towerjax.data.placer import Placer
 from towerjax.estimator.replicate import ReplicatedModel
 from towerjax.loop.history import History
-from towerjax.step.look.comparison import AuditReport, gaps, judge
-from towerjax.step.look.run_towers import DRAWS, RowsToRun, Towers, compare
 from towerjax.step.make.train import build_train_step
 from towerjax.step.step import Step
 from towerjax.towers.strategies import Mirrored, OneDevice, Strategy, on_one_group

@@ -19,10 +19,10 @@ import numpy as np
 from etils import epath
 from jax.extend.core import ClosedJaxpr, Literal
 
+from towerjax.check.audit.comparison import AuditReport, NotAudited
 from towerjax.jaxprs.equation import all_eqns, all_jaxprs, open_jaxpr
 from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.findings import ReplicationError
-from towerjax.step.look.comparison import AuditReport, NotAudited
 from towerjax.step.run.trace import Traced
 from towerjax.types import PyTree
 from towerjax.types.leaves import key_data, shown

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+from towerjax.check.audit.comparison import GRADIENT, Refuted, SplitError
 from towerjax.proof.equal.one_tower import Equality
-from towerjax.step.look.comparison import GRADIENT, Refuted, SplitError
 from towerjax.types import Portable
 from towerjax.types.leaves import few, listed
 

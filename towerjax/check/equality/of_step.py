@@ -11,6 +11,14 @@ from collections.abc import Sequence
 
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.check.audit.comparison import RAISED_ON_OTHER_ROWS
+from towerjax.check.equality.told import WHOLE_STEP, StepEquality
+from towerjax.check.equality.traced_passes import (
+    NOT_OF_A_SYMBOL,
+    PassToProve,
+    StepToProve,
+    traced_passes,
+)
 from towerjax.collectives.ops import AllReduce, PinnedTree
 from towerjax.jaxprs.equation import all_eqns, all_sites, named_axes, user_line
 from towerjax.proof.equal.one_tower import (
@@ -20,14 +28,6 @@ from towerjax.proof.equal.one_tower import (
     equal_to_one_tower,
     has_own_derivatives,
     worst_of,
-)
-from towerjax.step.look.comparison import RAISED_ON_OTHER_ROWS
-from towerjax.step.look.split import WHOLE_STEP, StepEquality
-from towerjax.step.look.traced_passes import (
-    NOT_OF_A_SYMBOL,
-    PassToProve,
-    StepToProve,
-    traced_passes,
 )
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.next_state import NextState

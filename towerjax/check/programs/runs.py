@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.mesh.devices import Device
-from towerjax.step.look.run_towers import as_reals, rounded
-from towerjax.tools.testing.in_place import Held, Watched
-from towerjax.tools.testing.traced import (
+from towerjax.check.audit.run_towers import as_reals, rounded
+from towerjax.check.programs.in_place import Held, Watched
+from towerjax.check.programs.traced import (
     ARRAY_TYPES,
     NUMBER_TYPES,
     TracedProgram,
@@ -20,6 +19,7 @@ from towerjax.tools.testing.traced import (
     state_places,
     trace_or_say_why,
 )
+from towerjax.mesh.devices import Device
 from towerjax.types import PyTree, named_leaves
 from towerjax.types.leaves import is_deleted, is_key, key_data, types_of
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
+from towerjax.check.report.hlo import CompiledCollective, collectives_of, parse
 from towerjax.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import read_arguments
-from towerjax.step.look.hlo import CompiledCollective, collectives_of, parse
 from towerjax.step.run.compile import Program
 from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles

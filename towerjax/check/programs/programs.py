@@ -9,6 +9,16 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from towerjax.check.programs.equality import MadeProgram, equal_on_devices
+from towerjax.check.programs.runs import UserProgram
+from towerjax.check.programs.same import FORM_OF_MAKE, lists_of_devices
+from towerjax.check.programs.traced import (
+    ARRAY_TYPES,
+    TracedProgram,
+    flatten,
+    state_places,
+    trace_program,
+)
 from towerjax.jaxprs.equation import (
     Site,
     all_sites,
@@ -21,16 +31,6 @@ from towerjax.proof.analysis import COPIES, analyse, becomes_of
 from towerjax.proof.equal.one_tower import Equality
 from towerjax.proof.findings import OwnMesh, ReplicationError
 from towerjax.proof.meshes import mistakes, of_equals
-from towerjax.tools.testing.equality import MadeProgram, equal_on_devices
-from towerjax.tools.testing.runs import UserProgram
-from towerjax.tools.testing.same import FORM_OF_MAKE, lists_of_devices
-from towerjax.tools.testing.traced import (
-    ARRAY_TYPES,
-    TracedProgram,
-    flatten,
-    state_places,
-    trace_program,
-)
 from towerjax.types import named_leaves
 from towerjax.types.door import door
 from towerjax.types.leaves import key_data, listed

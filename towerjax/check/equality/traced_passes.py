@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, InconclusiveDimensionOperation, Literal
 
+from towerjax.check.audit.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
 from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.data.shard import without_shared
 from towerjax.mesh.placement import DEVICE_AXIS
 from towerjax.metrics.weighted import Means, Weighted
 from towerjax.proof.equal.one_tower import Given, Merge, MergedLeaf, TowerProgram
-from towerjax.step.look.comparison import GRADIENT, RAISED_ON_OTHER_ROWS
 from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.on_device import DeviceTowers
 from towerjax.step.run.one_pass import Pass

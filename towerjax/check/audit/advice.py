@@ -9,13 +9,13 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from towerjax.check.audit.comparison import GRADIENT, Finding, SplitError
+from towerjax.check.audit.kept import program_hash
+from towerjax.check.audit.run_towers import Towers
+from towerjax.check.audit.two_towers import Audit
+from towerjax.check.equality.of_step import StepToProve, equalities_of
 from towerjax.jaxprs.equation import PLAIN, Site, all_sites, user_line
 from towerjax.proof.equal.one_tower import Equality
-from towerjax.step.look.audited import program_hash
-from towerjax.step.look.comparison import GRADIENT, Finding, SplitError
-from towerjax.step.look.equality import StepToProve, equalities_of
-from towerjax.step.look.run_towers import Towers
-from towerjax.step.look.two_towers import Audit
 from towerjax.step.run.trace import Traced
 from towerjax.towers.row_free_keys import KEY_NAME
 from towerjax.towers.variables import TowerLocal

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from towerjax.check.audit.run_towers import DRAWS, RowsToRun
 from towerjax.collectives.sparse_rows import is_sparse
 from towerjax.data import feed
 from towerjax.data.shard import with_shared, without_shared
-from towerjax.step.look.run_towers import DRAWS, RowsToRun
 from towerjax.types import PyTree, Whole
 from towerjax.types.leaves import is_key
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from towerjax.check.programs.traced import NUMBER_TYPES
 from towerjax.jaxprs.equation import is_library
-from towerjax.tools.testing.traced import NUMBER_TYPES
 from towerjax.types.leaves import is_deleted
 
 _WHOLE = type | types.ModuleType | str | bytes  # is not looked into

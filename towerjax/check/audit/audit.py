@@ -5,13 +5,13 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from towerjax.check.audit.advice import advise
+from towerjax.check.audit.comparison import AuditReport, NotAudited, SplitError
+from towerjax.check.audit.two_towers import Audit, StepToAudit
 from towerjax.collectives.sparse_rows import splits_entries
 from towerjax.data import feed
 from towerjax.data.placer import PlacedBatch
 from towerjax.mesh.transfer import copy_to_host
-from towerjax.step.look.advice import advise
-from towerjax.step.look.comparison import AuditReport, NotAudited, SplitError
-from towerjax.step.look.two_towers import Audit, StepToAudit
 from towerjax.step.run.engine import Engine
 from towerjax.step.run.programs import refuse_padding
 from towerjax.step.state.train_state import TrainState

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.data.shard import with_shared
-from towerjax.mesh.transfer import place, readable
-from towerjax.step.look.advice import crosses_rows
-from towerjax.step.look.audit import run_audit
-from towerjax.step.look.audited import (
+from towerjax.check.audit.advice import crosses_rows
+from towerjax.check.audit.audit import run_audit
+from towerjax.check.audit.comparison import (
+    AuditReport,
+    NotAudited,
+    SplitError,
+)
+from towerjax.check.audit.kept import (
     ASKED,
     is_wanted,
     keep,
@@ -24,15 +26,13 @@ from towerjax.step.look.audited import (
     told_not_audited,
     verdict_on,
 )
-from towerjax.step.look.comparison import (
-    AuditReport,
-    NotAudited,
-    SplitError,
-)
-from towerjax.step.look.equality import equality_of, line_of_own_devices
-from towerjax.step.look.report import StepReport, report_on, time_program
-from towerjax.step.look.split import LEAVE_OUT, NotProved, StepEquality, told_of
-from towerjax.step.look.traced_passes import StepToProve
+from towerjax.check.equality.of_step import equality_of, line_of_own_devices
+from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
+from towerjax.check.equality.traced_passes import StepToProve
+from towerjax.check.report.report import StepReport, report_on, time_program
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.data.shard import with_shared
+from towerjax.mesh.transfer import place, readable
 from towerjax.step.run.compile import Program, compile_step
 from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import StatePolicy

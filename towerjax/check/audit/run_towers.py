@@ -9,13 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from towerjax.collectives.sparse_rows import is_rows
-from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.mesh.private_jax import least_effort
-from towerjax.mesh.transfer import copy_to_host, place
-from towerjax.metrics.state import compute, has_value
-from towerjax.metrics.weighted import Means
-from towerjax.step.look.comparison import (
+from towerjax.check.audit.comparison import (
     GRADIENT,
     Compared,
     Leaves,
@@ -25,6 +19,12 @@ from towerjax.step.look.comparison import (
     rounding_of,
     rounding_of_dtypes,
 )
+from towerjax.collectives.sparse_rows import is_rows
+from towerjax.data.placer import PlacedBatch, Placer
+from towerjax.mesh.private_jax import least_effort
+from towerjax.mesh.transfer import copy_to_host, place
+from towerjax.metrics.state import compute, has_value
+from towerjax.metrics.weighted import Means
 from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.programs import refuse_unread_weight
 from towerjax.step.run.prove import prove

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from towerjax.jaxprs.equation import all_sites, named_axes, user_line
-from towerjax.mesh.devices import Device, canonical_device_name
-from towerjax.step.look.comparison import (
+from towerjax.check.audit.comparison import (
     AuditReport,
     Compared,
     Finding,
@@ -26,8 +24,10 @@ from towerjax.step.look.comparison import (
     rounding_of,
     rounding_of_dtypes,
 )
-from towerjax.tools.testing.runs import Seen, UserProgram, Value, meshes_of_trace
-from towerjax.tools.testing.traced import TracedProgram
+from towerjax.check.programs.runs import Seen, UserProgram, Value, meshes_of_trace
+from towerjax.check.programs.traced import TracedProgram
+from towerjax.jaxprs.equation import all_sites, named_axes, user_line
+from towerjax.mesh.devices import Device, canonical_device_name
 from towerjax.types.door import door
 from towerjax.types.leaves import listed
 from towerjax.types.options import check_function, check_number, check_wholes

@@ -9,12 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from towerjax.jaxprs.equation import all_eqns
-from towerjax.mesh.processes import call_on_first_process
-from towerjax.proof.equal.one_tower import has_own_derivatives
-from towerjax.proof.findings import ReplicationError
-from towerjax.step.look.audited import too_large
-from towerjax.step.look.comparison import (
+from towerjax.check.audit.comparison import (
     GRADIENT,
     RAISED_ON_OTHER_ROWS,
     AuditReport,
@@ -25,8 +20,13 @@ from towerjax.step.look.comparison import (
     join_reports,
     judge,
 )
-from towerjax.step.look.later_batches import Splits
-from towerjax.step.look.run_towers import RowsToRun, Towers, compare
+from towerjax.check.audit.kept import too_large
+from towerjax.check.audit.later_batches import Splits
+from towerjax.check.audit.run_towers import RowsToRun, Towers, compare
+from towerjax.jaxprs.equation import all_eqns
+from towerjax.mesh.processes import call_on_first_process
+from towerjax.proof.equal.one_tower import has_own_derivatives
+from towerjax.proof.findings import ReplicationError
 from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.prove import prove
 from towerjax.step.run.trace import Traced

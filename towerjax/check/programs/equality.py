@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from towerjax.jaxprs.equation import is_ref, outwards, user_line
-from towerjax.proof.equal.causes import Cause, Causes
-from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
-from towerjax.proof.equal.kinds import Kind, Known, copy
-from towerjax.proof.equal.one_tower import Equality, worst_of
-from towerjax.proof.equal.walk import Walk
-from towerjax.tools.testing.traced import (
+from towerjax.check.programs.traced import (
     ARRAY_TYPES,
     TracedProgram,
     is_iterator,
     state_places,
     traced_arrays,
 )
+from towerjax.jaxprs.equation import is_ref, outwards, user_line
+from towerjax.proof.equal.causes import Cause, Causes
+from towerjax.proof.equal.equation_pair import ProgramsDifferError, Sizes
+from towerjax.proof.equal.kinds import Kind, Known, copy
+from towerjax.proof.equal.one_tower import Equality, worst_of
+from towerjax.proof.equal.walk import Walk
 from towerjax.types import named_leaves
 from towerjax.types.leaves import key_data, listed
 

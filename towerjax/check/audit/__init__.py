@@ -1,0 +1,1 @@
+"""The audit: run two towers and one tower of the same rows, and compare."""

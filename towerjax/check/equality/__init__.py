@@ -1,0 +1,1 @@
+"""What is proved of a step: that it gives what one tower gives."""

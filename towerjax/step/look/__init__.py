@@ -1,1 +1,0 @@
-"""What one looks at a step with: its audit, its report, its places."""

@@ -1,0 +1,13 @@
+"""Functions for users' tests: audit a loss function, compare steps with one tower."""
+
+from towerjax.check.audit.comparison import AuditReport as AuditReport
+from towerjax.check.audit.comparison import Finding as Finding
+from towerjax.check.audit.comparison import Refuted as Refuted
+from towerjax.check.audit.comparison import SplitError as SplitError
+from towerjax.check.equality.told import NotProved as NotProved
+from towerjax.check.programs.programs import ProgramReport as ProgramReport
+from towerjax.check.programs.programs import prove as prove
+from towerjax.check.programs.same import same_on_devices as same_on_devices
+from towerjax.testing.steps import assert_replicates as assert_replicates
+from towerjax.testing.steps import assert_same as assert_same
+from towerjax.testing.steps import one_tower as one_tower
