@@ -117,7 +117,7 @@ def train(
 ) -> None:
     """The program: an ordinary one, which saves itself."""
     strategy = tj.Mirrored(
-        devices, towers=towers, local="scan", cross_tower_ops=tj.PinnedTree()
+        devices, towers=towers, tower_loop="scan", cross_tower_ops=tj.PinnedTree()
     )
     step = tj.build_train_step(_loss_fn, optax.adam(0.01), strategy, remainder="pad")
     x = np.random.default_rng(0).normal(size=(61, 8)).astype(np.float32)

@@ -1,8 +1,8 @@
 """Measure PinnedTree against AllReduce, by paired runs in one process.
 
 Three ways to train the same model from the same batch, in turns: ``PinnedTree`` and
-``AllReduce`` with ``local="scan"``, which differ in how sums travel alone, and
-``AllReduce`` with ``local="vmap"``, the default.
+``AllReduce`` with ``tower_loop="scan"``, which differ in how sums travel alone, and
+``AllReduce`` with ``tower_loop="vmap"``, the default.
 
 Run: ``python -m benchmarks.pinned_cost [--rounds 7]``
 """
@@ -51,10 +51,10 @@ def measure(
     """The three in turns, in this process."""
     devices = tuple(f"{jax.default_backend()}:{i}" for i in range(num_devices))
     pinned = Mirrored(
-        devices, towers=towers, local="scan", cross_tower_ops=PinnedTree()
+        devices, towers=towers, tower_loop="scan", cross_tower_ops=PinnedTree()
     )
     in_turn = dataclasses.replace(pinned, cross_tower_ops=AllReduce())
-    ways = (pinned, in_turn, dataclasses.replace(in_turn, local="vmap"))
+    ways = (pinned, in_turn, dataclasses.replace(in_turn, tower_loop="vmap"))
     contenders = [by_towerjax(model.work(), strategy) for strategy in ways]
     sent = [bytes_sent(one.program) for one in contenders[:2]]
     runs = [one.run for one in contenders]

@@ -148,7 +148,7 @@ def parts_of(run: Run, steps: int) -> list[tuple[int, int, bool]]:
     return [(first, at - 20, True), (second, at + EVERY, False), (third, steps, False)]
 
 
-PINNED: Any = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+PINNED: Any = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
 
 
 def differing_kernels(target: str, state: str) -> dict[int, int]:

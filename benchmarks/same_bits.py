@@ -199,7 +199,7 @@ def compare(
     def run_on(number: int, state: StateLayout) -> dict[str, np.ndarray]:
         names = tuple(f"{platform}:{i}" for i in range(number))
         how: Any = {"towers": towers, "cross_tower_ops": ops, "state": state}
-        return trained(case, Mirrored(names, local="scan", **how), steps)
+        return trained(case, Mirrored(names, tower_loop="scan", **how), steps)
 
     runs = {number: run_on(number, state) for number in devices}
     first = runs[devices[0]] if state == "mirrored" else run_on(devices[0], "mirrored")

@@ -92,7 +92,9 @@ def compare(
     for number in devices:
         absent = Absent(target, number)
         ops = PinnedTree()
-        strategy = Mirrored(absent, towers=towers, local="scan", cross_tower_ops=ops)
+        strategy = Mirrored(
+            absent, towers=towers, tower_loop="scan", cross_tower_ops=ops
+        )
         found[number] = kernels_of(compiled(case, strategy))
     first = found[devices[0]]
     return {number: (now - first) + (first - now) for number, now in found.items()}

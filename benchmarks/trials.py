@@ -208,7 +208,7 @@ def strategy_of(trial: Trial) -> Strategy:
     return Mirrored(
         devices=names,
         towers=trial.towers,
-        local="scan" if trial.strategy == "mirrored_scan" else "vmap",
+        tower_loop="scan" if trial.strategy == "mirrored_scan" else "vmap",
         executor="pmap" if trial.strategy == "mirrored_pmap" else "shard_map",
         cross_tower_ops=getattr(collectives, trial.cross_tower_ops)(),
     )

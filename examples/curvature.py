@@ -45,7 +45,7 @@ def update_fn(state, merged):
     return after, {"loss": before["loss"], "eigenvalue": eigenvalue}
 
 
-strategy = tj.Mirrored(towers=4, local="scan")
+strategy = tj.Mirrored(towers=4, tower_loop="scan")
 passes = tj.of_loss(loss_fn), tj.of_loss(slope_fn)
 step = tj.build_step(passes, update_fn, strategy, micro_batches=2, remainder="pad")
 state = step.init(params, extra=np.array([1, 0, 0], np.float32))

@@ -45,7 +45,7 @@ def update_fn(state, merged):
     return dataclasses.replace(state, params=params), metrics
 
 
-strategy = tj.Mirrored(towers=4, local="scan")
+strategy = tj.Mirrored(towers=4, tower_loop="scan")
 passes = add_up, tj.of_loss(along, loss_reduction=tj.Reduction.SUM)
 step = tj.build_step(passes, update_fn, strategy, micro_batches=2, remainder="pad")
 state, metrics = step(step.init(params), batch)

@@ -129,7 +129,11 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", args.devices or args.towers)
     devices = args.devices or min(args.towers, jax.device_count())
     names = [f"{jax.default_backend()}:{i}" for i in range(devices)]
-    how = {"local": "scan", "cross_tower_ops": tj.PinnedTree()} if args.pinned else {}
+    how = (
+        {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
+        if args.pinned
+        else {}
+    )
     strategy = tj.Mirrored(names, towers=args.towers, state=args.state, **how)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3))
     step = tj.build_train_step(

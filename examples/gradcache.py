@@ -77,7 +77,7 @@ def of_one_batch(params):
 
 
 loss, gradient = jax.jit(jax.value_and_grad(of_one_batch))(params)
-strategy = tj.Mirrored(towers=8, local="scan")
+strategy = tj.Mirrored(towers=8, tower_loop="scan")
 how = {"micro_batches": 3, "remainder": "pad"}
 how |= {"audit": False}  # it is compared with one batch below
 step = tj.build_step((embed, differentiate), update_fn, strategy, **how)

@@ -44,7 +44,7 @@ def update_fn(state, merged):
 
 
 params = np.zeros(3, np.float32)  # for trees: optax.tree.norm, .random_like
-for strategy in (tj.OneDevice(), tj.Mirrored(towers=8, local="scan")):
+for strategy in (tj.OneDevice(), tj.Mirrored(towers=8, tower_loop="scan")):
     step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=2)
     state = step.init(params, opt_state=optimizer.init(params), rng=jax.random.key(1))
     batches = tj.batches(data, 400, epochs=4, seed=0)

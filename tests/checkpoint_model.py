@@ -33,7 +33,7 @@ def build(devices, towers=8, **options):
     strategy = tj.Mirrored(
         devices=devices and [f"cpu:{i}" for i in range(devices)],
         towers=towers,
-        local="scan",
+        tower_loop="scan",
         cross_tower_ops=tj.PinnedTree(),
     )
     options = {"remainder": "pad", **options}

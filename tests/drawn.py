@@ -30,7 +30,7 @@ def few(number):
 
 def on_devices(device_fn, towers, devices, executor="shard_map"):
     """``device_fn(rows, axes)`` as one compiled program; its results are mirrored."""
-    placement = Placement(names(devices), towers, local="vmap", executor=executor)
+    placement = Placement(names(devices), towers, tower_loop="vmap", executor=executor)
     layouts = (Layout.PER_TOWER,)
     out = Layout.MIRRORED
     fn = over_devices(

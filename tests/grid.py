@@ -437,7 +437,7 @@ def drawn(seed, number):
     ops = [deal("op", list(OPS), 2 * number + i) for i in range(2)]
     meets = deal("meets", [None, "centred", "gathered", "normed"])
     as_original = kind.startswith("tf1") and door == "plain"
-    if meets and strategy.local == "vmap" and not as_original:
+    if meets and strategy.tower_loop == "vmap" and not as_original:
         ops.insert(1, meets)
     if deal("noise", [False, True, False]) and not called:
         ops.insert(1, "noisy")
@@ -477,7 +477,10 @@ def _strategy(deal, rng):
     towers = deal("towers", [1, 2, 3, 4, 4, 6, 8, 8])
     within = {}
     where = deal("where", ["shard_map", "wide", "shard_map", "pmap", "shard_map"])
-    how = {"local": deal("local", ["vmap", "scan"]), "state": deal("state", STATES)}
+    how = {
+        "tower_loop": deal("tower_loop", ["vmap", "scan"]),
+        "state": deal("state", STATES),
+    }
     if where == "wide":
         within = deal("within", WIDE)
         towers = min(towers, 2 if "data" in within else 4)
@@ -498,6 +501,6 @@ def _strategy(deal, rng):
     if is_pinned and how["state"] == "sharded_optimizer" or in_groups and devices % 2:
         ops = tj.AllReduce()
     elif is_pinned:
-        how["local"] = "scan"
+        how["tower_loop"] = "scan"
     names_of = names(devices * each)
     return tj.Mirrored(names_of, towers=towers, cross_tower_ops=ops, **how)

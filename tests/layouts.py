@@ -9,8 +9,8 @@ def names(count):
     return tuple(f"cpu:{i}" for i in range(count))
 
 
-def mirrored(towers, devices=1, local="vmap", **options):
-    return tj.Mirrored(names(devices), towers=towers, local=local, **options)
+def mirrored(towers, devices=1, tower_loop="vmap", **options):
+    return tj.Mirrored(names(devices), towers=towers, tower_loop=tower_loop, **options)
 
 
 def cases(cls):

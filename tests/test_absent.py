@@ -239,7 +239,7 @@ def test_no_more_is_sent_and_held_than_by_hand():
 @needs_compiler
 def test_a_pinned_tree_sends_the_bytes_that_it_promises():
     strategy = tj.Mirrored(
-        devices=H200S, towers=16, local="scan", cross_tower_ops=tj.PinnedTree()
+        devices=H200S, towers=16, tower_loop="scan", cross_tower_ops=tj.PinnedTree()
     )
     step, params, batch = make_step(strategy)
     found = step.report(params, batch)
@@ -279,7 +279,9 @@ def test_a_lone_tower_on_each_gpu_has_the_kernels_of_several():
     case = cases()["attention"]
     ops = tj.PinnedTree()
     strategies = [
-        tj.Mirrored(tj.Absent("h200", n), towers=4, local="scan", cross_tower_ops=ops)
+        tj.Mirrored(
+            tj.Absent("h200", n), towers=4, tower_loop="scan", cross_tower_ops=ops
+        )
         for n in (2, 4)
     ]
     with warnings.catch_warnings(record=True) as told:

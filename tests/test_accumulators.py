@@ -92,10 +92,10 @@ def numbers(x):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("T, D, local, parts", [
+@pytest.mark.parametrize("T, D, tower_loop, parts", [
     (1, 1, "vmap", 1), (1, 1, "vmap", 3), (4, 2, "vmap", 1), (4, 2, "scan", 3),
 ])  # fmt: skip
-def test_each_type_of_leaf_becomes_one_value(T, D, local, parts):
+def test_each_type_of_leaf_becomes_one_value(T, D, tower_loop, parts):
     def tower_fn(state, batch, tower):
         return {name: make(batch, tower, state) for name, (make, _) in LEAVES.items()}
 
@@ -104,7 +104,7 @@ def test_each_type_of_leaf_becomes_one_value(T, D, local, parts):
         return dataclasses.replace(state, extra=values), {"loss": jnp.float32(0)}
 
     devices = tuple(f"cpu:{i}" for i in range(D))
-    strategy = tj.Mirrored(devices, towers=T, local=local)
+    strategy = tj.Mirrored(devices, towers=T, tower_loop=tower_loop)
     step = tj.build_step(tower_fn, update_fn, strategy, micro_batches=parts)
     seen = {"seen": tj.TowerLocal(np.float32(0), tj.Reduction.SUM)}
     expected = {name: of(T) for name, (_, of) in LEAVES.items()}

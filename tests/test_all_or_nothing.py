@@ -216,7 +216,11 @@ def kinds():
     within = tj.Mirrored(four, towers=2, within={"model": 2})
     yield "within", plain, within, {}
     in_turn = tj.Mirrored(
-        two, towers=4, local="scan", cross_tower_ops=tj.PinnedTree(), state="sharded"
+        two,
+        towers=4,
+        tower_loop="scan",
+        cross_tower_ops=tj.PinnedTree(),
+        state="sharded",
     )
     yield "in turn", plain, in_turn, {}
     yield "micro-batches", plain, on_two, {"micro_batches": 2}

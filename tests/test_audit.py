@@ -931,8 +931,8 @@ def test_one_tower_needs_no_audit_unless_it_is_asked_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", ["vmap", "scan"])
-def test_evaluations_predictions_and_towers_in_turn_are_audited(local):
+@pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
+def test_evaluations_predictions_and_towers_in_turn_are_audited(tower_loop):
     def metric_fn(params, batch, tower):
         own = errors(params, batch)
         return {
@@ -944,7 +944,7 @@ def test_evaluations_predictions_and_towers_in_turn_are_audited(local):
         own = scores(params, batch)
         return {"right": own, "wrong": jnp.cumsum(own)}
 
-    strategy = tj.Mirrored(towers=4, local=local)
+    strategy = tj.Mirrored(towers=4, tower_loop=tower_loop)
     evaluate = tj.build_eval_step(metric_fn, strategy, audit=True)
     assert [*refused(evaluate, MODEL, ROWS)[1]] == ["metrics['wrong']"]
     predict = tj.build_predict_step(predict_fn, strategy)

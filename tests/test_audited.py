@@ -256,7 +256,9 @@ LAYOUTS = {
     "of two devices": tj.Mirrored(
         towers=2, devices=("cpu:0", "cpu:1", "cpu:2", "cpu:3"), within={"model": 2}
     ),
-    "in turn": tj.Mirrored(towers=4, local="scan", cross_tower_ops=tj.PinnedTree()),
+    "in turn": tj.Mirrored(
+        towers=4, tower_loop="scan", cross_tower_ops=tj.PinnedTree()
+    ),
     "pmap": tj.Mirrored(devices=("cpu:0", "cpu:1"), executor="pmap"),
     "by owner": HALVES,
 }
@@ -590,7 +592,7 @@ def test_what_calls_python_is_run_by_no_proof(runs, ordered):
     for loss in (loss_fn, prints):
         called.clear()
         step = step_of(
-            loss, tj.Mirrored(towers=2, devices=jax.devices()[:1], local="scan")
+            loss, tj.Mirrored(towers=2, devices=jax.devices()[:1], tower_loop="scan")
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")

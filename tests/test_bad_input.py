@@ -488,8 +488,8 @@ def test_what_jax_cannot_vmap_says_how_towers_run_without(call):
     with pytest.raises(ValueError, match="vmap") as caught:
         jax.eval_shape(step.fn, step.shapes(start()), good())
     told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
-    assert "local='scan'" in " ".join(told)
-    step = build(fn, on_one(2, local="scan"))
+    assert "tower_loop='scan'" in " ".join(told)
+    step = build(fn, on_one(2, tower_loop="scan"))
     jax.eval_shape(step.fn, step.shapes(start()), good())
 
 
@@ -926,7 +926,7 @@ def test_draws_that_depend_on_the_devices_are_refused(kind, name):
 
     key = jax.random.key(0, impl=kind)
     one_each = tj.Mirrored([f"cpu:{i}" for i in range(4)])
-    in_turn = tj.Mirrored(TWO, towers=4, local="scan")
+    in_turn = tj.Mirrored(TWO, towers=4, tower_loop="scan")
     for strategy in (one_each, in_turn, FOUR):
         step = build(loss_fn, strategy=strategy)
         state = step.init(start(), rng=key)
@@ -937,7 +937,9 @@ def test_draws_that_depend_on_the_devices_are_refused(kind, name):
             step.check(state, good(8))
     words = np.arange(16, dtype=np.uint32).reshape(4, 4)
     keys = tj.PerTower(jax.random.wrap_key_data(words, impl="rbg"))
-    with pytest.raises(tj.ReplicationError, match="local='scan', or one tower a dev"):
+    with pytest.raises(
+        tj.ReplicationError, match="tower_loop='scan', or one tower a dev"
+    ):
         FOUR.call_for_each_tower(lambda t, k: jax.random.normal(k), keys)
 
 

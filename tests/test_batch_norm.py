@@ -164,7 +164,7 @@ def test_local_statistics_are_those_of_each_tower_and_send_nothing():
 
 @pytest.mark.slow
 def test_towers_that_never_meet_take_local_statistics():
-    strategy = towers(4, 1, local="scan")
+    strategy = towers(4, 1, tower_loop="scan")
     rows = batch(12)
     local = tj.TowerLocal(stats_of(), tj.Reduction.MEAN)
 

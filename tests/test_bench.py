@@ -420,7 +420,7 @@ def test_a_trial_names_its_strategy():
     trial = Trial("mlp", 12, strategy="one_device")
     assert strategy_of(trial) == tj.OneDevice("cpu:0")
     trial = Trial("mlp", 12, strategy="mirrored_scan", towers=4, devices=2)
-    expected = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
+    expected = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, tower_loop="scan")
     assert strategy_of(trial) == expected
 
 

@@ -92,7 +92,7 @@ def test_called_inside_transformations(T, D, executor):
 
 @pytest.mark.slow
 def test_gradients_of_towers_in_turn():
-    strategy = mirrored(4, 2, local="scan")
+    strategy = mirrored(4, 2, tower_loop="scan")
 
     def loss(w):
         out = strategy.call_for_each_tower(

@@ -113,13 +113,13 @@ def test_pinned_tree_moves_its_parts_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "executor", "local", "towers", "ops"),
+    ("count", "executor", "tower_loop", "towers", "ops"),
     [(2, "shard_map", "scan", 4, tj.AllReduce()),
      (2, "pmap", "vmap", 2, tj.PinnedTree()),
      (1, "shard_map", "vmap", 1, tj.AllReduce())],
 )  # fmt: skip
 def test_one_trace_one_compile_and_donated_buffers(
-    count, executor, local, towers, ops, compiled
+    count, executor, tower_loop, towers, ops, compiled
 ):
     traces = []
 
@@ -128,7 +128,7 @@ def test_one_trace_one_compile_and_donated_buffers(
         return loss_fn(params, batch, tower)
 
     how = {"executor": executor, "cross_tower_ops": ops}
-    strategy = mirrored(towers, count, local, **how)
+    strategy = mirrored(towers, count, tower_loop, **how)
     optimizer = optax.sgd(1e-3, momentum=0.9)
     step = tj.build_train_step(counting, optimizer, strategy, remainder="pad")
     state = step.init(params(), local=LOCAL)
@@ -211,7 +211,7 @@ def test_a_program_for_full_batches_reads_no_weights(count):
 ])  # fmt: skip
 def test_weights_are_left_out_where_they_may_be(remainder, ops, may):
     """Not with `PinnedTree`, whose bits are those of any other program."""
-    strategy = mirrored(2, local="scan", cross_tower_ops=ops)
+    strategy = mirrored(2, tower_loop="scan", cross_tower_ops=ops)
     step = tj.build_train_step(loss_fn, optax.sgd(0.5), strategy, remainder=remainder)
     found = step.program(step.init(params()), batch())
     assert (found.is_full, reads_counts(found)) == (may, not may)

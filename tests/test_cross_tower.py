@@ -25,14 +25,16 @@ def per_tower(T=T):
 # call_for_each_tower
 
 
-@pytest.mark.parametrize("local, executor", [("vmap", "shard_map"), ("scan", "pmap")])
-def test_arguments_are_the_towers_own_or_shared(local, executor):
+@pytest.mark.parametrize(
+    "tower_loop, executor", [("vmap", "shard_map"), ("scan", "pmap")]
+)
+def test_arguments_are_the_towers_own_or_shared(tower_loop, executor):
     def tower_fn(tower, own, shared, word, *, scale, nothing, tree):
         assert own.shape == () and shared.shape == (2,)
         assert (word, nothing, tree["n"], tower.num_towers) == ("word", None, 7, T)
         return scale * own * shared + tree["own"][0] + tower.id
 
-    out = mirrored(T, D, local=local, executor=executor).call_for_each_tower(
+    out = mirrored(T, D, tower_loop=tower_loop, executor=executor).call_for_each_tower(
         tower_fn,
         per_tower(T),
         np.float32([2, 10]),

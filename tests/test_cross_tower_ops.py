@@ -188,7 +188,9 @@ def test_special_values_arrive_bit_for_bit():
 
 @pytest.mark.parametrize("ops", ops_for(6), ids=repr)
 def test_sums_are_proved_the_same_on_every_tower(ops):
-    axes = Placement(names(6), 12, local="vmap", executor="shard_map").abstract_axes
+    axes = Placement(
+        names(6), 12, tower_loop="vmap", executor="shard_map"
+    ).abstract_axes
 
     def tower_fn(x):
         # The second is alone in its dtype, and has no elements.
@@ -227,7 +229,7 @@ def test_ops_are_values_with_a_short_text():
 
 
 def test_groups_are_processes_unless_said_otherwise():
-    axes = Placement(names(6), 6, local="vmap", executor="shard_map").axes
+    axes = Placement(names(6), 6, tower_loop="vmap", executor="shard_map").axes
     three = dataclasses.replace(axes, num_processes=3)
 
     def sizes(ops, axes):

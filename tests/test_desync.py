@@ -84,7 +84,7 @@ def differing(state):
     return caught.value
 
 
-IN_TURN = {"towers": 8, "local": "scan", "executor": "pmap"}
+IN_TURN = {"towers": 8, "tower_loop": "scan", "executor": "pmap"}
 STRATEGIES = {
     "shard_map": lambda: tj.Mirrored(devices(4)),
     "pmap scan": lambda: tj.Mirrored(devices(4), **IN_TURN),
@@ -218,7 +218,7 @@ def bad_batch(zero=(), infinite=(), rows=16):
 
 @pytest.mark.slow
 def test_the_tower_and_the_leaf_are_named():
-    strategy = tj.Mirrored(devices(2), towers=8, local="scan")
+    strategy = tj.Mirrored(devices(2), towers=8, tower_loop="scan")
     step = build(strategy, fn=bad_gradient, micro_batches=2, guard="gradients")
     data = [bad_batch(infinite=[3])]
     with pytest.raises(tj.NonFiniteError) as caught:

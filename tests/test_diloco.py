@@ -48,7 +48,7 @@ def batches(rows=14):
 
 WITH_MOMENTUM = optax.sgd(INNER, momentum=MOMENTUM)
 PLAIN = optax.sgd(INNER)
-OF_STRATEGY = ("local", "state", "cross_tower_ops")
+OF_STRATEGY = ("tower_loop", "state", "cross_tower_ops")
 
 
 @functools.cache
@@ -249,7 +249,11 @@ def test_the_bits_do_not_depend_on_the_devices():
     rng = np.random.default_rng(0)
     sizes = {"a": 3, "b": 5, "c": 5}
     start = {k: rng.normal(size=(n, 5)).astype("f") for k, n in sizes.items()}
-    pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree(), "micro_batches": 1}
+    pinned = {
+        "tower_loop": "scan",
+        "cross_tower_ops": tj.PinnedTree(),
+        "micro_batches": 1,
+    }
     pinned |= {"optimizer": optax.adam(0.01), "loss_fn": recurrent}
     ends = []
     for devices in (1, 4):

@@ -64,7 +64,7 @@ def test_the_first_towers_value_is_differentiable():
 
 
 @pytest.mark.parametrize("T, D, options", [
-    (4, 1, {"local": "scan"}),
+    (4, 1, {"tower_loop": "scan"}),
     (8, 4, {"cross_tower_ops": tj.collectives.ReduceToOneDevice()}),
 ])  # fmt: skip
 @pytest.mark.slow

@@ -194,17 +194,17 @@ def sums_of(w, rows):
     return weight.sum(), weight @ error**2, (weight * 2 * error * (1 - error**2)) @ x
 
 
-@pytest.mark.parametrize(("T", "D", "local", "A", "size"), [
+@pytest.mark.parametrize(("T", "D", "tower_loop", "A", "size"), [
     (4, 2, "scan", 2, 17),  # of 6, 6, 5 and none
     (4, 4, "vmap", 1, 21),  # towers of 6, 6, 6 and 3 rows
 ])  # fmt: skip
-def test_the_noise_is_the_analysis_of_variance(T, D, local, A, size):
+def test_the_noise_is_the_analysis_of_variance(T, D, tower_loop, A, size):
     example = functions_of("noise_scale")
     batch = layouts.data(size)
     w = np.float32([0.5, -1, 2, 0.25, -0.75])
     how = {"micro_batches": A}
     how |= {"remainder": "pad", "extend": example["with_statistics"]}
-    strategy = layouts.mirrored(T, D, local)
+    strategy = layouts.mirrored(T, D, tower_loop)
     step = tj.build_train_step(weighted_loss, optax.sgd(0.1), strategy, **how)
     after, metrics = step(step.init(w), batch)
     each = -(-size // (T * A))
@@ -512,7 +512,7 @@ def check_language_model(notebook):
     data = [o.data for cell in code for o in cell.outputs if "data" in o]
     (strategy,) = [t for d in data if "devices=" in (t := d["text/plain"])]
     (state,) = [t for d in data if "TrainState" in (t := d["text/plain"])]
-    assert "towers=8" in strategy and "local='scan'" in strategy
+    assert "towers=8" in strategy and "tower_loop='scan'" in strategy
     assert all(f"params['{x}']" in state for x in ("after", "out", "places"))
     assert state.count("mirrored") > 20
 

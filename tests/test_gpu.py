@@ -16,8 +16,8 @@ FEATURES = 5
 STEPS = 4
 
 
-def towers(number, local="vmap", device="gpu:0", **options):
-    return tj.Mirrored((device,), towers=number, local=local, **options)
+def towers(number, tower_loop="vmap", device="gpu:0", **options):
+    return tj.Mirrored((device,), towers=number, tower_loop=tower_loop, **options)
 
 
 def rows(seed=0, size=ROWS):
@@ -60,11 +60,11 @@ def by_numpy(steps, rate=0.1, momentum=0.9):
     return w, b, losses
 
 
-@pytest.mark.parametrize("local", ["vmap", "scan"])
+@pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
 @pytest.mark.parametrize("number", [1, 3, 8])
 @pytest.mark.parametrize("ops", [tj.AllReduce(), tj.PinnedTree()])
-def test_towers_train_as_one_does_by_numpy(number, local, ops):
-    strategy = towers(number, local, cross_tower_ops=ops)
+def test_towers_train_as_one_does_by_numpy(number, tower_loop, ops):
+    strategy = towers(number, tower_loop, cross_tower_ops=ops)
     optimizer = optax.sgd(0.1, momentum=0.9)
     step = tj.build_train_step(loss_fn, optimizer, strategy, remainder="pad")
     state = step.init(init())
@@ -106,7 +106,7 @@ def test_draws_on_a_gpu_are_those_on_a_cpu():
 
 
 def test_bits_are_the_same_twice():
-    pinned = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+    pinned = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
     first, again = (
         jax.tree.map(np.asarray, trained("gpu:0", **pinned)[0].params) for _ in "ab"
     )

@@ -380,7 +380,6 @@ UNLIKE = {
     "epochs": {"1": "batches", "None": "train_and_evaluate"},
     # Of several meanings.
     "keep": {"0.0": "DiLoCo", "3": "Checkpointer"},
-    "local": {"'vmap'": "Mirrored", "None": "TowerOutput assert_replicates"},
     "reduction": {"LossReduction.SUM_BY_NONZERO_WEIGHTS": "compute_weighted_loss",
         "Reduction.NONE": "MirroredVar"},
     "devices": {"(1, 2, 4)": "same_on_devices", "None": f"Mirrored prove {MODEL}"},

@@ -292,9 +292,9 @@ def test_a_shared_term_is_the_same_on_all_towers_whatever_is_returned(T, terms):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", ["vmap", "scan"])
+@pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
 @pytest.mark.parametrize("parts", [1, 11])
-def test_the_second_of_two_passes_is_differentiated_elsewhere(local, parts):
+def test_the_second_of_two_passes_is_differentiated_elsewhere(tower_loop, parts):
     """Where the first one's gradient leads; of several means, in float64 by hand."""
 
     def ahead(state, merged):
@@ -310,7 +310,7 @@ def test_the_second_of_two_passes_is_differentiated_elsewhere(local, parts):
 
     passes = tj.of_loss(loss_fn), tj.of_loss(second, ahead)
     how = {"micro_batches": parts, "audit": False}
-    step = tj.build_step(passes, update_fn, mirrored(2, 2, local), **how)
+    step = tj.build_step(passes, update_fn, mirrored(2, 2, tower_loop), **how)
     state, metrics = step(step.init(params()), data())
     w = params()["w"].astype(float)
     first, slope = oracle(w, data())

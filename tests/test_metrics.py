@@ -471,8 +471,8 @@ def batches_of(rows, size):
 WAYS = {
     "shard_map": {},
     "pmap": {"executor": "pmap"},
-    "scan": {"local": "scan"},
-    "pinned": {"local": "scan", "cross_tower_ops": tj.PinnedTree()},
+    "scan": {"tower_loop": "scan"},
+    "pinned": {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()},
 }
 
 

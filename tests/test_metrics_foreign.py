@@ -89,7 +89,7 @@ def test_train_metrics_are_values_of_the_global_batch():
         own["auc"] = tj.metrics.auc(batch["yes"], batch["score"], w)
         return tj.TowerOutput(loss, foreign(batch, w) | own)
 
-    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, tower_loop="scan")
     options = {"remainder": "pad", "micro_batches": 3}
     step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy, **options)
     _, metrics = step(step.init(np.float32(1)), ROWS)

@@ -131,7 +131,7 @@ def test_elements_arrive_as_they_are_and_tuples_part_by_part():
 
 
 def test_outputs_that_are_no_arrays():
-    strategy = mirrored(2, local="scan")
+    strategy = mirrored(2, tower_loop="scan")
 
     def step(ctx, carry, x):
         def tower_fn(tower):

@@ -263,8 +263,8 @@ TOWERS = {
     "held, one device": (of_params(held), SHARED),
     "index map": (of_params(index_map), {}),
     "kernel, one device": (of_params(kernel_by_id), SHARED),
-    "in turn, index map": (of_params(index_map), {**SHARED, "local": "scan"}),
-    "in turn, kernel": (of_params(kernel_by_id), {**SHARED, "local": "scan"}),
+    "in turn, index map": (of_params(index_map), {**SHARED, "tower_loop": "scan"}),
+    "in turn, kernel": (of_params(kernel_by_id), {**SHARED, "tower_loop": "scan"}),
     "ref": (of_params(lambda w: w + ref()[...]), {}),
     "ref, one device": (of_params(lambda w: w + ref()[...]), SHARED),
     "ragged, one device": (ragged, SHARED),
@@ -277,10 +277,10 @@ SAYS = {
     "held": "inside of towerjax_test_holding",
     "index map": "inside of pallas_call",
     "kernel": "names the towers' axis inside of pallas_call",
-    "in turn": "names the towers' axis, but local='scan'",
+    "in turn": "names the towers' axis, but tower_loop='scan'",
     "ref": "closes over a Ref, and 4 towers would share it",
-    "ragged": r"ragged_dot_general at \S*test_proof_meshes.py.*local='scan'",
-    "uniform": r"rng_uniform at \S*test_proof_meshes.py.*local='scan'",
+    "ragged": r"ragged_dot_general at \S*test_proof_meshes.py.*tower_loop='scan'",
+    "uniform": r"rng_uniform at \S*test_proof_meshes.py.*tower_loop='scan'",
 }
 
 

@@ -97,8 +97,8 @@ ADDED = (r"^strategy.assign_{0} of tower-local variable 'v': shall each copy cha
     r"strategy.assign\(v, strategy.read_var\(v\) {1} value\)\.$")
 NO_NUMBER = "of a random key, which is no number. Use Reduction.ONLY_FIRST"
 ONLY_SOME = "Only some towers reach"
-IN_TURN = (r"{} needs all towers at once, but local='scan' runs the towers of a.*Use "
-    r"local='vmap', or return the value as.*rows comes from an earlier pass of "
+IN_TURN = (r"{} needs all towers at once, but tower_loop='scan' runs the towers.*Use "
+    r"tower_loop='vmap', or return the value as.*rows comes from an earlier pass of "
     r"tj.build_step; what.*call_for_each_tower returns, strategy.reduce reduces")
 UNEQUAL = r"shapes \(1,\), \(2,\), \(1,\), which .*concatenate\(strategy.unwrap"
 SHARED = (r"^SUM of {}, which is the same on all 3 towers. Use Reduction.MEAN for the "
@@ -263,7 +263,7 @@ VERBS = {
         *[(in_towers(lambda t, x=x: lax.cond(
                 t.id == 0, lambda: x(t), lambda: 0 * t.id)), ONLY_SOME)
             for x in MEETINGS.values()],
-        *[(in_towers(x, T=4, devices=2, local="scan"), IN_TURN.format(name))
+        *[(in_towers(x, T=4, devices=2, tower_loop="scan"), IN_TURN.format(name))
             for name, x in MEETINGS.items()],
     ],
     "tower.reduce": [
@@ -287,12 +287,12 @@ VERBS = {
             (dict(axis_name=""), "axis_name='' must be a name of its own"),
             (dict(axis_name=None), "axis_name=None must be a name of its own"),
             (dict(axis_name="towerjax_local"), "'towerjax_local' must be a name of"),
-            (dict(axis_name="batch", local="scan"), "under local='scan' they never")]],
+            (dict(axis_name="batch", tower_loop="scan"), "tower_loop='scan' they")]],
         *[(in_towers(lambda t, x=x: t.reduce(R.SUM, t.id) + lax.psum(t.id, x), T=4,
             devices=D), f"axis.*{x}", (ValueError, NameError))
             for x in ("towerjax_device", "towerjax_local") for D in (1, 2, 4)],
-        *[(in_towers(fn, T=4, devices=D, local="scan", cross_tower_ops=op),
-            "names the axis 'towerjax_device', .*Write tower.id. With local='scan' tow")
+        *[(in_towers(fn, T=4, devices=D, tower_loop="scan", cross_tower_ops=op),
+            "names the axis 'towerjax_device', .*Write tower.id. With tower_loop")
             for D in (1, 2, 4) for op in (tj.AllReduce(), tj.PinnedTree())
             for fn in (lambda t: t.id + lax.axis_index("towerjax_device"),
                 lambda t: lax.all_gather(t.id, "towerjax_device"))],

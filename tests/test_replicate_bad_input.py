@@ -45,7 +45,9 @@ def minimized(v, *batch):
     return OPTIMIZER.minimize(lambda params: squares(params, *batch), v)
 
 
-def replicated(of=None, reduction=EXACT, towers=2, devices=2, local="vmap", **options):
+def replicated(
+    of=None, reduction=EXACT, towers=2, devices=2, tower_loop="vmap", **options
+):
     """A model of ``of(variables, features, labels, tower)``: the parts of its spec."""
 
     def model_fn(variables, features, labels, mode, tower):
@@ -61,7 +63,7 @@ def replicated(of=None, reduction=EXACT, towers=2, devices=2, local="vmap", **op
         return Spec(mode, loss=loss, train_op=train_op)
 
     names = ("cpu:0", "cpu:1")[: min(devices, towers)]
-    strategy = tj.Mirrored(names, towers=towers, local=local)
+    strategy = tj.Mirrored(names, towers=towers, tower_loop=tower_loop)
     return est.replicate_model_fn(model_fn, reduction, strategy, **options)
 
 
@@ -332,8 +334,8 @@ MISTAKES = {
         r"update got no loss.*optimizer\.update\(grads, .*loss=loss\)"),
     "a sum where towers meet": (meeting("mean"),
         rf"towers meet in a loss, at .*{HERE}.*optimizer\.minimize\(loss_fn"),
-    "in turn, inside a jit": (call(in_a_jit, local="scan"),
-        r"TowerOptimizer\.update stands inside a jit.*wrap last.*local='vmap'"),
+    "in turn, inside a jit": (call(in_a_jit, tower_loop="scan"),
+        r"TowerOptimizer\.update stands inside a jit.*wrap last.*tower_loop='vmap'"),
     # Padding.
     **{f"padding, {part}": (careless(part, mode), text)
         for part, (mode, text) in CARELESS.items()},

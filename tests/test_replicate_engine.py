@@ -42,8 +42,10 @@ def start(optimizer=SGD):
     return tj.TrainState.create({"w": rows(8, seed=3)}, optimizer)
 
 
-def replicated(count, devices, local="vmap", *, fn=model_fn, state="mirrored"):
-    strategy = dataclasses.replace(towers(count, devices, local=local), state=state)
+def replicated(count, devices, tower_loop="vmap", *, fn=model_fn, state="mirrored"):
+    strategy = dataclasses.replace(
+        towers(count, devices, tower_loop=tower_loop), state=state
+    )
     return tj.estimator.replicate_model_fn(fn, devices=strategy)
 
 
@@ -86,8 +88,8 @@ def start_averaging():
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("local", ["vmap", "scan"])
-def test_a_model_function_may_close_over_values_of_the_program_around_it(local):
+@pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
+def test_a_model_function_may_close_over_values_of_the_program_around_it(tower_loop):
     """Its own program is then traced for the devices too."""
 
     def train(scale, state):
@@ -95,7 +97,7 @@ def test_a_model_function_may_close_over_values_of_the_program_around_it(local):
             features = {**features, "x": scale * features["x"]}
             return model_fn(variables, features, labels, mode, tower)
 
-        step = replicated(4, 2, local, fn=fn).train_step()
+        step = replicated(4, 2, tower_loop, fn=fn).train_step()
         return step.fn(state, batch(16))
 
     state, metrics = jax.jit(train)(jnp.float32(1), start())

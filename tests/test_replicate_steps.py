@@ -64,8 +64,10 @@ def start(optimizer=MOMENTUM, **more):
     return tj.TrainState.create(params, optimizer, local={"count": count}, **more)
 
 
-def replicated(count, devices, reduction=EXACT, fn=model_fn, local="vmap", **options):
-    strategy = towers(count, devices, local=local)
+def replicated(
+    count, devices, reduction=EXACT, fn=model_fn, tower_loop="vmap", **options
+):
+    strategy = towers(count, devices, tower_loop=tower_loop)
     return tj.estimator.replicate_model_fn(fn, reduction, strategy, **options)
 
 
@@ -176,7 +178,7 @@ def test_towers_in_turn_meet_in_every_mode(count, devices, mode):
 
     x = rows(7, WIDTH)
     w = rows(WIDTH, seed=3)
-    model = replicated(count, devices, fn=always_minimizes, local="scan")
+    model = replicated(count, devices, fn=always_minimizes, tower_loop="scan")
     spec = model(model.init(start(sgd)), x, None, mode)
     after = w - 0.1 * 2 * (x * (x @ w)[:, None]).mean(axis=0)
     np.testing.assert_allclose(spec.predictions["after"], x @ after, rtol=1e-4)
@@ -241,7 +243,7 @@ def test_a_step_is_kept_for_the_examples_of_any_of_its_losses():
         train_op = dataclasses.replace(variables, params=after, opt_state=slots)
         return tj.estimator.ModelSpec(mode, loss=losses["a"], train_op=train_op)
 
-    model = replicated(2, 1, fn=fn, local="scan")  # towers in turn meet twice
+    model = replicated(2, 1, fn=fn, tower_loop="scan")  # towers in turn meet twice
     params = {"a": np.float32(1), "b": np.float32(2)}
     state = model.init(tj.TrainState.create(params, MOMENTUM))
     slots = {name: MOMENTUM.init(x) for name, x in params.items()}

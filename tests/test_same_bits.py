@@ -101,7 +101,7 @@ def test_the_command_on_16_devices_and_its_control():
 def in_turn(towers, devices):
     names = tuple(f"cpu:{number}" for number in range(devices))
     ops = tj.PinnedTree()
-    return tj.Mirrored(names, towers=towers, local="scan", cross_tower_ops=ops)
+    return tj.Mirrored(names, towers=towers, tower_loop="scan", cross_tower_ops=ops)
 
 
 def test_a_small_loop_over_towers_has_the_same_bits():

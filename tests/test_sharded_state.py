@@ -165,7 +165,7 @@ def test_small_leaves_stay_whole(monkeypatch):
         assert sizes == [508, 128]
 
 
-EXACT = {"state": "sharded", "cross_tower_ops": tj.PinnedTree(), "local": "scan"}
+EXACT = {"state": "sharded", "cross_tower_ops": tj.PinnedTree(), "tower_loop": "scan"}
 WITHIN = {"within": {"model": 2}}
 
 

@@ -21,10 +21,10 @@ ALONE = tj.AllReduce(pack_below_bytes=0)  # else leaves as small as these are pa
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
 
 
-def towers(number, devices, local="vmap", ops=ALONE, state="sharded"):
+def towers(number, devices, tower_loop="vmap", ops=ALONE, state="sharded"):
     names = tuple(f"cpu:{i}" for i in range(devices))
     return tj.Mirrored(
-        names, towers=number, local=local, cross_tower_ops=ops, state=state
+        names, towers=number, tower_loop=tower_loop, cross_tower_ops=ops, state=state
     )
 
 
@@ -219,10 +219,10 @@ def collectives(text, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("local", ["vmap", "scan"])
-def test_a_layer_is_gathered_and_scattered_in_the_loop_alone(local):
+@pytest.mark.parametrize("tower_loop", ["vmap", "scan"])
+def test_a_layer_is_gathered_and_scattered_in_the_loop_alone(tower_loop):
     step = tj.build_train_step(
-        loss_by(recomputed), CLIPPED, towers(8, 4, local), remainder="pad"
+        loss_by(recomputed), CLIPPED, towers(8, 4, tower_loop), remainder="pad"
     )
     state = step.init(start())
     text = step.program(state, batch()).call.as_text()

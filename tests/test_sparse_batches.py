@@ -81,7 +81,8 @@ def predicting(fn, strategy, **options):
 
 @pytest.mark.few_fast(1)
 @pytest.mark.parametrize(
-    "T, D, options, layout", [(4, 2, {"local": "scan"}, {}), (4, 2, {}, {"n_batch": 1})]
+    "T, D, options, layout",
+    [(4, 2, {"tower_loop": "scan"}, {}), (4, 2, {}, {"n_batch": 1})],
 )
 def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
     batch, x = batch_of(7, **layout)
@@ -96,7 +97,7 @@ def test_predictions_are_those_of_the_dense_rows(T, D, options, layout):
 
 @pytest.mark.slow
 def test_training_is_that_on_the_dense_rows():
-    strategy = mirrored(4, 2, local="scan")
+    strategy = mirrored(4, 2, tower_loop="scan")
     step = training(strategy, micro_batches=2, remainder="pad")
     state = step.init(W)
     expected = np.float64(W)

@@ -314,7 +314,13 @@ OPTIMIZER = optax.chain(
 )
 GRID = {
     "lazy": (4, 2, {}, 2, True),
-    "pinned": (4, 2, {"local": "scan", "cross_tower_ops": tj.PinnedTree()}, 2, False),
+    "pinned": (
+        4,
+        2,
+        {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()},
+        2,
+        False,
+    ),
     "lazy parts": (2, 2, {"state": "sharded"}, 1, True),
     "parts": (2, 2, {"state": "sharded"}, 1, False),
 }

@@ -14,7 +14,7 @@ from layouts import mirrored
 import towerjax as tj
 from towerjax.step.state.checks import is_usable
 
-PINNED = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+PINNED = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
 
 
 def data(rows=16):
@@ -106,7 +106,7 @@ def collected(w, batch, tower):
 
 
 @pytest.mark.few_fast(1)
-@pytest.mark.parametrize("options", [{}, {"local": "scan"}, {"state": "sharded"}])
+@pytest.mark.parametrize("options", [{}, {"tower_loop": "scan"}, {"state": "sharded"}])
 def test_each_tower_may_start_with_its_own_value(options):
     """An array, a tuple, or parts of one variable beside what all towers share."""
     rows = np.arange(4, dtype=np.float32)

@@ -27,10 +27,10 @@ STRATEGIES = [
     (tj.Mirrored(num_gpus=2, towers=6), "Mirrored(num_gpus=2, towers=6)"),
     (tj.Mirrored(towers=4096), "Mirrored(towers=4096)"),
     (tj.Mirrored(devices=FOUR, towers=12), f"Mirrored(devices={FOUR}, towers=12)"),
-    (tj.Mirrored(local="scan"), "Mirrored(local='scan')"),
+    (tj.Mirrored(tower_loop="scan"), "Mirrored(tower_loop='scan')"),
     (tj.Mirrored(executor="pmap"), "Mirrored(executor='pmap')"),
-    (tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree()),
-        "Mirrored(towers=8, local='scan', cross_tower_ops=PinnedTree())"),
+    (tj.Mirrored(towers=8, tower_loop="scan", cross_tower_ops=tj.PinnedTree()),
+        "Mirrored(towers=8, tower_loop='scan', cross_tower_ops=PinnedTree())"),
     (tj.Mirrored(cross_tower_ops=tj.AllReduce(pack_below_bytes=0)),
         "Mirrored(cross_tower_ops=AllReduce(pack_below_bytes=0))"),
     (tj.Mirrored(cross_tower_ops=tj.AllReduce()), "Mirrored()"),
@@ -135,7 +135,7 @@ BAD = [
         " evenly. Use towers=4 or 8, or another number of devices."),
     (dict(num_gpus=2, towers=3), "towers=3 is not a multiple of the 2 devices"),
     (dict(num_gpus_per_worker=4, towers=9), "Use towers=8 or 12, or another"),
-    (dict(local="pmap"), "local='pmap' must be one of 'vmap', 'scan'."),
+    (dict(tower_loop="pmap"), "tower_loop='pmap' must be one of 'vmap', 'scan'."),
     (dict(cross_tower_ops="nccl"),
         "cross_tower_ops='nccl' is not a cross-tower op; write tj.AllReduce(),"
         " tj.PinnedTree(), or tj.collectives.Packed() and the like."),
@@ -264,7 +264,7 @@ def test_a_placement_has_each_option_of_its_strategy():
     place = tj.Mirrored(devices=FOUR, towers=8, **options).placement
     assert {name: getattr(place, name) for name in options} == options
     assert (place.devices, place.num_towers, place.part_run) == (FOUR, 8, 1)
-    options = {"local": "scan", "within": (("model", 2),), "rows": "model"}
+    options = {"tower_loop": "scan", "within": (("model", 2),), "rows": "model"}
     others = {"specs": {"w": jax.P("model")}, "cross_tower_ops": tj.PinnedTree()}
     place = tj.Mirrored(devices=FOUR, **options, **others).placement
     assert {name: getattr(place, name) for name in options} == options

@@ -38,7 +38,7 @@ def local():
 @pytest.fixture(scope="module")
 def pair():
     """A step, and its oracle."""
-    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4, local="scan")
+    strategy = tj.Mirrored(devices=("cpu:0", "cpu:1"), towers=4, tower_loop="scan")
     optimizer = optax.sgd(0.1, momentum=0.9)
     options = {"micro_batches": 2, "remainder": "pad", "max_programs": 2}
     step = tj.build_train_step(loss_fn, optimizer, strategy, **options)
@@ -94,7 +94,7 @@ def test_a_step_of_ones_own_has_an_oracle():
         params = state.params + spread.value
         return dataclasses.replace(state, params=params), {"loss": spread}
 
-    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, local="scan")
+    strategy = tj.Mirrored(("cpu:0", "cpu:1"), towers=4, tower_loop="scan")
     options = {"micro_batches": 2, "remainder": "pad"}
     step = tj.build_step((mean, spread), update_fn, strategy, **options)
     oracle = one_tower(step)

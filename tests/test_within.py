@@ -343,7 +343,7 @@ def test_what_counts_the_padding_of_split_rows_is_refused(size):
         trained(step, size=size)
 
 
-@pytest.mark.parametrize("options", [{"local": "scan"}, {"axis_name": "batch"}])
+@pytest.mark.parametrize("options", [{"tower_loop": "scan"}, {"axis_name": "batch"}])
 def test_towers_of_several_devices_go_to_the_first_of_them(options):
     options |= {"within": {"model": 2}, "specs": SPECS, "rows": "model"}
     strategy = tj.Mirrored([f"cpu:{i}" for i in (4, 5, 6, 7)], **options)
@@ -400,7 +400,7 @@ def test_wide_towers_have_one_hash_on_any_devices(name):
     build, layouts = HASHED[name]
 
     def hashed(devices, state):
-        options = {"local": "scan", "cross_tower_ops": tj.PinnedTree()}
+        options = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree()}
         step, init = build(wide(4, devices, state=state, **options))
         done = init(jax.tree.map(np.float32, start()))
         for _ in range(3):

@@ -48,7 +48,7 @@ def model_of(options, optimizer):
         (loss, _), after = optimizer.minimize(loss_fn, state, has_aux=True)
         return tj.estimator.ModelSpec(mode, loss=loss, train_op=after)
 
-    strategy = tj.Mirrored(towers=8, local="scan", cross_tower_ops=tj.PinnedTree())
+    strategy = tj.Mirrored(towers=8, tower_loop="scan", cross_tower_ops=tj.PinnedTree())
     placement = tj.estimator.VariablePlacement[options["placement"]]
     return tj.estimator.replicate_model_fn(
         model_fn, devices=strategy, variable_placement=placement

@@ -317,7 +317,7 @@ def pinned(state, devices=None):
         errors = batch["x"][:, None] * params["w"][None] - params["w"].sum()
         return tj.Weighted.mean((errors**2).sum(-1), tower.weight)
 
-    options = {"local": "scan", "cross_tower_ops": tj.PinnedTree(), "towers": 8}
+    options = {"tower_loop": "scan", "cross_tower_ops": tj.PinnedTree(), "towers": 8}
     strategy = tj.Mirrored(devices, state=state, **options)
     clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
     step = tj.build_train_step(loss_fn, clipped, strategy)

@@ -71,7 +71,7 @@ def digest(tree):
 
 def train(devices):
     ops = tj.PinnedTree()
-    strategy = tj.Mirrored(devices, towers=8, local="scan", cross_tower_ops=ops)
+    strategy = tj.Mirrored(devices, towers=8, tower_loop="scan", cross_tower_ops=ops)
     step = tj.build_train_step(
         loss_fn,
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),

@@ -342,7 +342,7 @@ class PinnedTree:
     """A sum in one fixed binary tree over towers: the same bits on any devices.
 
     Tower values are added pairwise in tower order, then the pairs, and so on: the
-    order depends on ``T`` alone. With ``local="scan"``, which also runs the same
+    order depends on ``T`` alone. With ``tower_loop="scan"``, which also runs the same
     program for each tower, a whole training run has the same bits on every ``D``
     that divides ``T``. Each device adds ``1/D`` of the numbers of all towers, and an
     all-gather shares the sums, which moves the bytes of a ring all-reduce.

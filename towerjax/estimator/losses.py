@@ -255,8 +255,9 @@ def divided(grads: PyTree, weight: Any) -> PyTree:
 
 _INSIDE = (
     "TowerOptimizer.update stands inside a jit, scan or cond, where towers in turn"
-    " (local='scan') and micro-batches cannot communicate. Call it outside: wrap"
-    " last, as in TowerOptimizer(optax.apply_if_finite(...)); or use local='vmap' and"
+    " (tower_loop='scan') and micro-batches cannot communicate. Call it outside: wrap"
+    " last, as in TowerOptimizer(optax.apply_if_finite(...)); or use"
+    " tower_loop='vmap' and"
     " one micro-batch."
 )
 _WEIGHTED = (

@@ -312,12 +312,12 @@ _TOGETHER = (
     "Write tower.axis_names, or a name that you give: tj.Mirrored(axis_name='batch')."
 )
 _ALONE = (
-    "Write tower.id. With local='scan' towers run one after another, and cannot"
+    "Write tower.id. With tower_loop='scan' towers run one after another, and cannot"
     " communicate."
 )
 _NO_VMAP = (
     "Towers that share a device run together, by jax.vmap, which JAX does not have of"
-    " this. Let them run one after another, local='scan', or have one a device."
+    " this. Let them run one after another, tower_loop='scan', or have one a device."
 )
 _UNEVEN = (
     "{name} with axis_index_groups={groups}: groups of several sizes need a device for"

@@ -17,7 +17,7 @@ from towerjax.types.warning import warn
 
 
 def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
-    """Lower a traced program; under ``local="scan"``, in the same form on any devices.
+    """Lower a traced program; under `tower_loop="scan"` the same form on any devices.
 
     For several devices XLA inlines calls and merges equal operations first. For one it
     first rewrites operations by how often their operands are used (a division by what
@@ -36,7 +36,7 @@ def lower_on_devices(traced: Traced, placement: Placement) -> Lowered:
                 " jax.debug.print and callbacks, or take one device."
             )
         raise
-    if placement.local == "scan":
+    if placement.tower_loop == "scan":
         # Within towers XLA splits arrays itself, and products are fused otherwise.
         inline_and_merge(lowered, inverses=not placement.within)
     return lowered

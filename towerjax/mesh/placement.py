@@ -64,7 +64,7 @@ class TowerAxes:
     num_local: int  # k, towers on a device
     # Is the device axis bound? Not on one device, where nothing has to travel.
     device_axis: bool
-    in_turn: bool  # do the local towers run one after another (local="scan")?
+    in_turn: bool  # do the local towers run one after another (tower_loop="scan")?
     platform: str  # "cpu", "gpu" ..., on which the choice of a method depends
     devices: tuple[str, ...] = ()  # the devices' names in the order of the device axis
     num_processes: int = 1  # P; process p has devices p D / P and following
@@ -94,7 +94,7 @@ class Placement:
 
     devices: tuple[str, ...]  # canonical names, ("cpu:0", "cpu:1"); tower order
     num_towers: int  # T, a multiple of D
-    local: str = "vmap"  # or "scan"
+    tower_loop: str = "vmap"  # or "scan"
     executor: str = "shard_map"  # or "pmap"
     axis_name: str = TOWER_AXIS  # the axis over all towers in a tower function
     absent: Absent | None = None
@@ -153,7 +153,7 @@ class Placement:
             num_devices=self.num_devices,
             num_local=self.num_towers // self.num_devices,
             device_axis=self.num_devices > 1,
-            in_turn=self.local == "scan",
+            in_turn=self.tower_loop == "scan",
             platform=self.platform,
             devices=self.devices[:: self.devices_each],
             num_processes=self.num_processes,
@@ -172,7 +172,7 @@ class Placement:
     @property
     def shares_devices(self) -> bool:
         """Do several towers run on a device at once, under ``vmap``?"""
-        return self.num_towers > self.num_devices and self.local == "vmap"
+        return self.num_towers > self.num_devices and self.tower_loop == "vmap"
 
     @functools.cached_property
     def num_processes(self) -> int:

@@ -162,7 +162,7 @@ def refuse_draws(analysis: Analysis) -> None:
         raise ReplicationError(
             "Under vmap, random numbers of an rbg key depend on how many towers share a"
             f" device. They are drawn at {', '.join(lines)}. Use jax.random.key(seed,"
-            " impl='threefry2x32'), local='scan', or one tower a device."
+            " impl='threefry2x32'), tower_loop='scan', or one tower a device."
         )
 
 

@@ -14,8 +14,8 @@ from towerjax.towers.executors import over_devices, trace_one_tower
 from towerjax.types import PyTree
 
 _IN_TURN = (
-    "A tower names the towers' axis, but local='scan' runs the towers of a device one"
-    " after another, and they cannot communicate. Use local='vmap'."
+    "A tower names the towers' axis, but tower_loop='scan' runs the towers of a device"
+    " one after another, and they cannot communicate. Use tower_loop='vmap'."
 )
 
 

@@ -46,7 +46,7 @@ class Mirrored(StrategyMethods):
       num_gpus_per_worker: The same, by its other name.
       towers: ``T``; None is one a device. A multiple of the number of devices;
         where ``devices`` is None, the most devices that divide ``T`` are used.
-      local: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
+      tower_loop: How the ``k = T / D`` towers of a device run: ``"vmap"`` together,
         ``"scan"`` one after another, which needs the memory of one.
       executor: ``"shard_map"``, or ``"pmap"``, JAX's legacy path.
       cross_tower_ops: How sums are communicated: `AllReduce`, `PinnedTree`, `Packed`,
@@ -79,15 +79,15 @@ class Mirrored(StrategyMethods):
         devices cannot honour, axes that do not divide the devices.
 
     Example:
-      >>> Mirrored(devices=("CPU:0",), towers=8, local="scan")
-      Mirrored(devices=('cpu:0',), towers=8, local='scan')
+      >>> Mirrored(devices=("CPU:0",), towers=8, tower_loop="scan")
+      Mirrored(devices=('cpu:0',), towers=8, tower_loop='scan')
     """
 
     devices: Sequence[Any] | Absent | None = None
     num_gpus: int | None = None
     num_gpus_per_worker: int | None = None
     towers: int | None = None
-    local: Literal["vmap", "scan"] = "vmap"
+    tower_loop: Literal["vmap", "scan"] = "vmap"
     executor: Literal["shard_map", "pmap"] = "shard_map"
     cross_tower_ops: CrossTowerOps = AllReduce()
     prefetch_on_device: int = 2
@@ -137,7 +137,7 @@ class Mirrored(StrategyMethods):
         return Placement(
             devices=devices,
             num_towers=self.towers or groups,
-            local=self.local,
+            tower_loop=self.tower_loop,
             executor=self.executor,
             axis_name=self.axis_name,
             absent=self.devices if isinstance(self.devices, Absent) else None,
@@ -269,7 +269,7 @@ def on_one_group(strategy: Strategy, towers: int, *, narrow: bool = False) -> Mi
     return Mirrored(
         devices=own[: 1 if narrow else placement.devices_each],
         towers=towers,
-        local=placement.local,  # type: ignore[arg-type]
+        tower_loop=placement.tower_loop,  # type: ignore[arg-type]
         axis_name=strategy.axis_name,
         within=within,
         rows=placement.rows,
@@ -325,14 +325,15 @@ def _check_choices(strategy: Mirrored) -> None:
         check_whole(name, getattr(strategy, name), 0, or_none=True)
     check_whole("towers", strategy.towers, or_none=True)
     check_whole("prefetch_on_device", strategy.prefetch_on_device, 0)
-    check_choice("local", strategy.local, ("vmap", "scan"))
+    check_choice("tower_loop", strategy.tower_loop, ("vmap", "scan"))
     check_choice("executor", strategy.executor, ("shard_map", "pmap"))
     check_choice("state", strategy.state, get_args(StateLayout))
     _check_axis_name(strategy.axis_name)
-    if strategy.local == "scan" and strategy.axis_name != TOWER_AXIS:
+    if strategy.tower_loop == "scan" and strategy.axis_name != TOWER_AXIS:
         raise ValueError(
             f"axis_name={strategy.axis_name!r} is for towers that meet, but under"
-            " local='scan' they never do. Use local='vmap', or leave out axis_name."
+            " tower_loop='scan' they never do. Use tower_loop='vmap', or leave out"
+            " axis_name."
         )
     ops = strategy.cross_tower_ops
     if isinstance(ops, type) or not hasattr(ops, "sum_over_towers"):

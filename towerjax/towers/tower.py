@@ -138,7 +138,7 @@ class Tower:
           A tuple of one name, for ``axis_name=`` and ``lax.psum``.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers cannot communicate.
+          ValueError: Under ``tower_loop="scan"``, where towers cannot communicate.
         """
         _check_meeting(self._context.axes, "tower.axis_names")
         return (self._context.axes.tower_axis,)
@@ -166,7 +166,7 @@ class Tower:
           The result, the same on every tower but for ``PerTower`` leaves.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers cannot communicate.
+          ValueError: Under ``tower_loop="scan"``, where towers cannot communicate.
 
         Example:
           >>> import towerjax as tj
@@ -225,7 +225,7 @@ class Tower:
           for bit its own.
 
         Raises:
-          ValueError: ``reduction`` gives no one value, or ``local="scan"``.
+          ValueError: ``reduction`` gives no one value, or ``tower_loop="scan"``.
         """
         _check_meeting(self._context.axes, "tower.reduce", value)
         value = plain(value)
@@ -279,8 +279,8 @@ class Tower:
           along dim 0 are rows of ``[T N, ...]``.
 
         Raises:
-          ValueError: Under ``local="scan"``, where towers cannot communicate; a leaf
-            has no such dim, or it is not dim 0 of ``IndexedRows``.
+          ValueError: Under ``tower_loop="scan"``, where towers cannot communicate; a
+            leaf has no such dim, or it is not dim 0 of ``IndexedRows``.
         """
         _check_meeting(self._context.axes, "tower.all_gather", value)
         value = plain(value)
@@ -340,8 +340,8 @@ def _check_meeting(axes: TowerAxes, what: str, values: PyTree = None) -> None:
     """Raise where a device's towers cannot communicate, or whose values are there."""
     if axes.in_turn:
         raise ValueError(
-            f"{what} needs all towers at once, but local='scan' runs the towers of a"
-            " device one after another. Use local='vmap', or return the value as"
+            f"{what} needs all towers at once, but tower_loop='scan' runs the towers of"
+            " a device one after another. Use tower_loop='vmap', or return the value as"
             " tj.Weighted; what a loss needs of all rows comes from an earlier pass of"
             " tj.build_step; what call_for_each_tower returns, strategy.reduce reduces."
         )

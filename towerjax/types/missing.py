@@ -53,7 +53,7 @@ _TEXTS = {
     r"RESOURCE_EXHAUSTED|[Oo]ut of memory": (
         "Out of memory: build the step with micro_batches=2 or more; let jax.checkpoint"
         " compute again in the loss; share the state by tj.Mirrored(state='sharded');"
-        " run a device's towers in turn, local='scan'; leave donate=True."
+        " run a device's towers in turn, tower_loop='scan'; leave donate=True."
         " step.report(state, batch) says what takes the memory."
     ),
     r"^Array has been deleted": (

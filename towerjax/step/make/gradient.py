@@ -38,9 +38,9 @@ def value_and_grad(
     is the sum of the towers' gradients over the sum of their weights.
 
     It is for what needs each tower's own gradient, as to clip it. Towers that share a
-    device under ``local="vmap"`` then hold a gradient each until they are added. For
-    the gradient of the whole loss take `of_loss`, with which a device holds one, and
-    which takes a loss of several means.
+    device under ``tower_loop="vmap"`` then hold a gradient each until they are added.
+    For the gradient of the whole loss take `of_loss`, with which a device holds one,
+    and which takes a loss of several means.
 
     Args:
       loss_fn: ``(params, *args) -> Weighted | TowerOutput``, such as a `LossFn`. It is
