@@ -7,7 +7,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.types import tables
-from towerjax.types.tables import Table, as_text, by_rich, leaf_table
+from towerjax.types.tables import Table, as_text, by_rich, leaf_table, number_of
 
 UNITS = {
     tables.in_seconds: (1000, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}),
@@ -92,6 +92,39 @@ def test_leaves_of_every_kind_have_a_layout():
         many = leaf_table("x", [(f"{i}", 3, None) for i in range(count)])
         assert len(many.rows) == 40 and many.note.startswith(f"{count} leaves")
         assert many.note.endswith("the first 40 are shown") == (count > 40)
+    lone = leaf_table("x", [("a", one, None), ("b", one, None)], 1)
+    assert lone.note.endswith("on each device; the first is shown")
+    assert leaf_table("x", [("a", one, None)]).note.startswith("1 leaf, 12 B")
+
+
+def test_a_state_is_printed_as_a_table():
+    state = tj.TrainState.create({"w": np.ones((512, 2), np.float32)}, optax.sgd(0.1))
+    title, head, *rows, note = state.table().splitlines()
+    assert title == "TrainState"
+    assert head.split() == "leaf shape dtype bytes on each device layout".split()
+    cells = [row.split("  ") for row in rows]
+    cells = {row[1]: [x.strip() for x in row[2:] if x] for row in cells}
+    lies = ["[512, 2]", "float32", "4 KiB", "4 KiB", "one device"]
+    assert cells["params['w']"] == lies
+    assert note == "  3 leaves, 4.01 KiB; 4.01 KiB on each device"
+    assert "the first is shown" in state.table(rows=1)
+    with pytest.raises(ValueError, match="rows=0 must be a whole number >= 1"):
+        state.table(rows=0)
+
+
+def test_one_thing_is_no_several():
+    assert number_of(1, "device") == "1 device" and number_of(0, "step") == "0 steps"
+    assert number_of(2048, "leaf", "leaves") == "2,048 leaves"
+    summary = tj.loop.RunSummary(1, 1, 1, 1, 0.5, 2.0, 2.0)
+    first = "1 step, 1 example on 1 tower, 1 device: 2 steps/s, 2 examples/s, "
+    assert str(summary) == first + "0.5 s of compiling"
+
+
+def test_no_caption_wraps_at_the_width_of_its_table():
+    note = "a note of twelve words, which is longer than its table is wide"
+    shown = by_rich([Table(note.upper(), ("a",), (("1",),), note)])["text/plain"]
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines[0] == note.upper() and lines[-1] == note
 
 
 def test_a_table_takes_no_text_for_markup():

@@ -107,6 +107,7 @@ def shown_by_tensorboard(logdir):
             if is_start:
                 shown = [x for x in shown if x[1] < number]
             elif values:
+                values = {k: x for k, x in values.items() if k[:5] != "rate/"}
                 kinds, names = zip(*(x.split("/", 1) for x in values), strict=True)
                 by_name = dict(zip(names, values.values(), strict=True))
                 assert len({*kinds}) == 1

@@ -18,6 +18,7 @@ from towerjax.types import PyTree
 from towerjax.types.door import door
 from towerjax.types.leaves import a_type, shown
 from towerjax.types.options import check_methods, check_whole
+from towerjax.types.tables import number_of
 from towerjax.types.warning import warn
 
 AnyBatches: TypeAlias = Iterable[PyTree] | Callable[[], Iterable[PyTree]]
@@ -105,7 +106,9 @@ def evaluate(
 def count_in_words(batches: Iterable[PyTree]) -> str:
     """How many batches there are, if that is known without reading them."""
     known = operator.length_hint(batches, -1)
-    return f"{known} batches" if known >= 0 else "no known number of batches"
+    if known < 0:
+        return "no known number of batches"
+    return number_of(known, "batch", "batches")
 
 
 def check_evaluate(evaluate: Any) -> None:

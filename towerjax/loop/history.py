@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from towerjax.jaxprs.flops import Flops
 from towerjax.loop.progress import format_value
+from towerjax.loop.throughput import Throughput, flops_in_words
 from towerjax.mesh.placement import Placement
 from towerjax.types.missing import Named, explain_missing
 from towerjax.types.options import require
-from towerjax.types.tables import Table, as_text, by_rich, picture
+from towerjax.types.tables import Table, as_text, by_rich, number_of, picture
 
 _BY_NAME = (
     "Metrics have names: history.metrics['loss'] of all steps, history.final['loss'] of"
@@ -31,6 +33,11 @@ class RunSummary:
       compile_seconds: How long the calls waited for compilation.
       steps_per_second: Without the time of the audit, compilation and evaluation.
       examples_per_second: Without the time of the audit, compilation and evaluation.
+      rates: More such: ``tokens_per_second`` of a metric that ``per_second`` of `run`
+        names; ``flops_per_second``, the model's FLOPs of all devices: of products, as
+        `tj.tools.Flops` counts them; and ``mfu``, which part of the devices' peak that
+        is, where the peak is known.
+      uncounted: What those FLOPs leave out, with lines of code; usually nothing.
 
     Example:
       >>> for part in str(RunSummary(8, 4, 300, 9600, 1.25, 45.61, 1459.5)).split(": "):
@@ -46,14 +53,25 @@ class RunSummary:
     compile_seconds: float
     steps_per_second: float
     examples_per_second: float
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    uncounted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.steps:,} steps, {self.examples:,} examples on {self.towers} towers,"
-            f" {self.devices} devices: {self.steps_per_second:,.4g} steps/s,"
-            f" {self.examples_per_second:,.0f} examples/s,"
-            f" {self.compile_seconds:.1f} s of compiling"
-        )
+        did = number_of(self.steps, "step"), number_of(self.examples, "example")
+        there = number_of(self.towers, "tower"), number_of(self.devices, "device")
+        flops = flops_in_words(self.rates, bool(self.uncounted))
+        rates = [
+            f"{self.steps_per_second:,.4g} steps/s",
+            f"{self.examples_per_second:,.0f} examples/s",
+            *[
+                f"{rate:,.0f} {name.removesuffix('_per_second')}/s"
+                for name, rate in self.rates.items()
+                if name not in ("flops_per_second", "mfu")
+            ],
+            *([flops] if flops else []),
+            f"{self.compile_seconds:.1f} s of compiling",
+        ]
+        return f"{', '.join(did)} on {', '.join(there)}: {', '.join(rates)}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -190,11 +208,11 @@ class History:
 class HistoryLog:
     """Collects a `History` while the run is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, throughput: Throughput | None = None) -> None:
+        self.throughput = throughput or Throughput()
         self.evaluations: list[tuple[int, dict[str, Any]]] = []
         self.compile_s = self.aside_s = 0.0  # of audits and evaluations
         self._start_s = time.perf_counter()
-        self._examples = 0
         self._columns: dict[str, list[Any]] = {}
         self.skipped: list[int] = []
         self._waits_s: list[float] = []
@@ -205,10 +223,14 @@ class HistoryLog:
         return len(self._waits_s)
 
     @property
+    def _seconds(self) -> float:
+        """The time so far, without that of compilation and evaluation."""
+        return time.perf_counter() - self._start_s - self.compile_s - self.aside_s
+
+    @property
     def steps_per_second(self) -> float:
         """The rate so far, without the time of compilation and evaluation."""
-        seconds = time.perf_counter() - self._start_s - self.compile_s - self.aside_s
-        return self.num_steps / max(seconds, 1e-9)
+        return self.num_steps / max(self._seconds, 1e-9)
 
     def evaluated(self, number: int) -> dict[str, Any] | None:
         """The evaluation after a step, if that was the last one; or None."""
@@ -222,6 +244,7 @@ class HistoryLog:
         refused: int | None,
         examples: int,
         wait_s: float,
+        flops: Flops,
     ) -> None:
         """Add one step, and the number of the one that is known to be refused."""
         self._columns = self._columns or {name: [] for name in metrics}
@@ -231,10 +254,10 @@ class HistoryLog:
                 f" before had {sorted(self._columns)}. One without a value can have"
                 " weight 0."
             )
+        self.throughput.add(self._seconds, metrics, examples, flops)
         for name, value in metrics.items():
             # A copy, since on CPUs an array is a view that keeps a JAX array alive.
             self._columns[name].append(value.copy())
-        self._examples += examples
         self._waits_s.append(wait_s)
         if refused is not None:
             self.skipped.append(refused)
@@ -243,17 +266,20 @@ class HistoryLog:
         self, number: int, placement: Placement, stopped: str | None
     ) -> History:
         """The `History` of the steps added so far, of which this is the last."""
-        rate = self.steps_per_second
+        done = dataclasses.replace(self.throughput.done, seconds=self._seconds)
+        rates = self.throughput.rates(done)
         steps = self.num_steps
         columns = {name: _column(x) for name, x in self._columns.items()}
         summary = RunSummary(
             towers=placement.num_towers,
             devices=len(placement.devices),
             steps=steps,
-            examples=self._examples,
+            examples=done.examples,
             compile_seconds=self.compile_s,
-            steps_per_second=rate,
-            examples_per_second=rate * self._examples / max(steps, 1),
+            steps_per_second=rates.pop("steps_per_second"),
+            examples_per_second=rates.pop("examples_per_second"),
+            rates=rates,
+            uncounted=self.throughput.uncounted,
         )
         return History(
             np.arange(number - steps, number) + 1,

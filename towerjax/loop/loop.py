@@ -14,14 +14,17 @@ from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature
 from towerjax.data.stream import Source, Stream
+from towerjax.jaxprs.flops import Flops
 from towerjax.loop.checkpoint.checkpointer import Saving
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import History, HistoryLog
 from towerjax.loop.options import RunOptions, WithState
 from towerjax.loop.progress import Progress
 from towerjax.loop.stopping import Point
+from towerjax.loop.throughput import Throughput
 from towerjax.loop.writers import Record, Writers
 from towerjax.mesh.interrupt import InterruptGuard, Terminated
+from towerjax.mesh.peaks import peak_flops_of_all
 from towerjax.step.run.verdicts import send_to_host
 from towerjax.step.state.checks import is_computed, place_others
 from towerjax.step.state.faults import NonFiniteError, integers_text
@@ -66,7 +69,7 @@ class Loop:
         self._log = HistoryLog()
         self._in_flight: collections.deque[Call] = collections.deque()
         self._without_hooks = 0  # how many recorded steps lack the call of all hooks
-        self._compiled: set[Signature] = set()
+        self._flops: dict[Signature, Flops] = {}  # of each program that is compiled
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Go on from the newest checkpoint, if there is one; show the progress."""
@@ -78,7 +81,10 @@ class Loop:
             where = point.state, self._source, stack
             self._saving = Saving(options.checkpointer, self._step, *where)
             self._saving.resume(point)
-        self._log = HistoryLog()  # whose clock starts here
+        placement = self._step.strategy.placement
+        peak = peak_flops_of_all(placement, options.peak_flops)
+        throughput = Throughput(options.per_second, peak)
+        self._log = HistoryLog(throughput)  # whose clock starts here
         with self.guard:
             given = options.progress, point.number, self._end, self._source
             self._progress = stack.enter_context(contextlib.closing(Progress(*given)))
@@ -154,7 +160,7 @@ class Loop:
         options = self._options
         after = self.point.number + 1
         self._fetch(options.in_flight - 1)
-        if placed.signature not in self._compiled:
+        if placed.signature not in self._flops:
             self._compile(placed)
         with jax.profiler.StepTraceAnnotation("train", step_num=after), self.guard:
             point.state, metrics, verdict = self._step.dispatch(point.state, placed)
@@ -174,7 +180,7 @@ class Loop:
         before_s = self._step.audit_s
         folder = None if self._saving is None else self._saving.directory
         with asked(audit=wanted, folder=folder):
-            step.program(self.point.state, placed)
+            program = step.program(self.point.state, placed)
             if wanted and step.unproved is None:  # it was compiled before
                 step.prove_or_audit(self.point.state, placed)
         if step.audit_note:
@@ -183,7 +189,7 @@ class Loop:
         audit_s = step.audit_s - before_s
         self._log.aside_s += audit_s
         self._log.compile_s += time.perf_counter() - start_s - audit_s
-        self._compiled.add(placed.signature)
+        self._flops[placed.signature] = program.flops
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""
@@ -278,10 +284,12 @@ class Loop:
         with self.guard:  # so that each step is once in the history and in the files
             number = self._recorded + 1
             examples = call.placed.num_examples
-            self._log.add(number, row, refused, examples, call.wait_s)
+            flops = self._flops[call.placed.signature]
+            self._log.add(number, row, refused, examples, call.wait_s, flops)
             self._in_flight.popleft()
             self._without_hooks += 1
-            self._writers.write(Record("train", number, time_s, row))
+            rates = self._log.throughput.now() if self._writers.are_open else {}
+            self._writers.write(Record("train", number, time_s, row, rates))
         return row, refused
 
     def _evaluate(self) -> None:

@@ -17,6 +17,8 @@ from towerjax.types.options import (
     check_choice,
     check_function,
     check_list,
+    check_number,
+    check_text,
     check_whole,
     refuse_option,
 )
@@ -87,6 +89,8 @@ class RunOptions:
     checkpointer: Checkpointer | None
     audit: bool | None
     progress: bool | Sequence[str] | None
+    per_second: tuple[str, ...]
+    peak_flops: float | None
     hooks: tuple[Hook | WithState, ...]
     writers: tuple[Writer, ...]
 
@@ -99,6 +103,13 @@ class RunOptions:
         cast_ints(self)
         check_choice("audit", self.audit, (None, True, False))
         check_progress(self.progress)
+        for name in self.per_second:
+            check_text("per_second", name, "the name of a metric, such as 'tokens'")
+        if self.peak_flops is not None:
+            what = "FLOP/s of one device, a finite number > 0, such as 989e12"
+            check_number("peak_flops", self.peak_flops, what)
+            if not self.peak_flops > 0:
+                refuse_option("peak_flops", self.peak_flops, what)
         rules_of(self.early_stopping)
         saving = self.checkpointer
         if saving is not None and not isinstance(saving, Checkpointer):

@@ -20,7 +20,7 @@ from towerjax.step.state.train_state import TrainState, step_number
 from towerjax.step.step import Step
 from towerjax.types import PyTree
 from towerjax.types.door import door
-from towerjax.types.options import check_methods
+from towerjax.types.options import check_list, check_methods
 
 
 @door
@@ -40,6 +40,8 @@ def run(
     checkpointer: Checkpointer | None = None,
     audit: bool | None = None,
     progress: bool | Sequence[str] | None = None,
+    per_second: Sequence[str] = (),
+    peak_flops: float | None = None,
     hooks: Sequence[Hook | WithState] = (),
     writers: Sequence[Writer] = (),
 ) -> tuple[TrainState, History]:
@@ -74,6 +76,10 @@ def run(
       progress: None shows a bar on a terminal and in a notebook, else a plain line now
         and then, both on stderr; True always shows a bar, False nothing. Names of
         metrics, ``["accuracy"]``, are shown as by None, beside the loss.
+      per_second: Names of metrics that count what a step read, such as ``["tokens"]``
+        of ``tj.Sum(weight.sum())``: history and writers have how many a second.
+      peak_flops: FLOP/s of one device, of which the history's ``mfu`` is the part that
+        is used; None takes that of bfloat16 from a table of devices, if it is there.
       hooks: Each is called as ``hook(step number, metrics)`` with host values, for
         every step in order, some calls later; a `towerjax.loop.WithState` is given
         the state, too, every so many steps.
@@ -126,6 +132,8 @@ def run(
         checkpointer=checkpointer,
         audit=audit,
         progress=progress,
+        per_second=check_list("per_second", per_second),
+        peak_flops=peak_flops,
         hooks=check_hooks(hooks),
         writers=check_writers(writers),
     )

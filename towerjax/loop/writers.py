@@ -46,6 +46,8 @@ class Record:
     step: int  # the step's number; for an evaluation that of the last step before it
     time_s: float  # seconds since 1970 when the metrics reached the host
     metrics: Mapping[str, Any]  # name -> number or array, on the host
+    # Of a step: name -> how much a second, over the last steps; see `RunSummary`.
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class OpenWriter(Protocol):
@@ -93,6 +95,11 @@ class Writers:
         else:
             says = "A writer could not be opened on process 0"
             call_on_first_process(open_each, says)
+
+    @property
+    def are_open(self) -> bool:
+        """Whether any writer is given records."""
+        return bool(self._open)
 
     def write(self, record: Record) -> None:
         """Give the record to each writer; one that fails is closed and dropped."""
@@ -157,7 +164,9 @@ class JsonLines:
     """A file with one line of JSON for each step and each evaluation.
 
     ``{"kind": "train", "step": 3, "time_s": 1.7e9, "metrics": {"loss": 0.25}}``;
-    ``kind`` is ``"train"`` or ``"eval"``. Numbers are exact; those that are not finite
+    ``kind`` is ``"train"`` or ``"eval"``. In a run, a step's line ends with
+    ``"rates": {"steps_per_second": 45.6, ...}``, those of the last 20 steps, named as
+    in `tj.loop.RunSummary`. Numbers are exact; those that are not finite
     are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which ``float``
     reads. A process killed at any time leaves whole lines. An object store cannot
     append: there the file is stored anew every 10 s, with each evaluation and at the
@@ -207,7 +216,10 @@ class JsonLines:
                 file.truncate(repeated)
             repeated = None
             metrics = {name: json_value(name, x) for name, x in record.metrics.items()}
-            append_line(file, {**vars(record), "metrics": metrics})
+            line = {**vars(record), "metrics": metrics}
+            if not line["rates"]:
+                del line["rates"]
+            append_line(file, line)
             if record.kind == "eval":
                 file.flush()
 
@@ -260,8 +272,10 @@ def real_numbers(writer: str, name: str, value: Any) -> np.ndarray:
 class TensorBoard:
     """Event files in a folder: ``train/loss`` and ``eval/loss`` over the step number.
 
-    Needs ``tensorboardX``. Values are float32. A metric that is an array has a curve
-    for each element, ``eval/confusion/1/2``. A killed process loses 10 s of curves.
+    Besides ``rate/examples_per_second`` and others, over the last 20 steps, named as in
+    `tj.loop.RunSummary`. Needs ``tensorboardX``. Values are float32. A metric that is
+    an array has a curve for each element, ``eval/confusion/1/2``. A killed process
+    loses 10 s of curves.
 
     Each run writes its own file, which begins with a mark that the steps from its
     start are done again, so that TensorBoard hides those that a lost run wrote. A run
@@ -341,4 +355,4 @@ def curves(record: Record, most: int) -> dict[str, float]:
             )
         for place, x in np.ndenumerate(array.astype(np.float64)):
             numbers["/".join([tag, *map(str, place)])] = float(x)
-    return numbers
+    return numbers | {f"rate/{name}": float(x) for name, x in record.rates.items()}

@@ -3,6 +3,8 @@
 from towerjax import testing as testing
 from towerjax.check.report.report import StepReport as StepReport
 from towerjax.check.report.report import report_of as report_of
+from towerjax.jaxprs.flops import Flops as Flops
+from towerjax.jaxprs.flops import count_flops as count_flops
 from towerjax.sweeps.bench import Timings as Timings
 from towerjax.sweeps.bench import bench as bench
 from towerjax.sweeps.train import Member as Member

@@ -11,7 +11,6 @@ import numpy as np
 
 from towerjax.types.options import require
 
-_MOST_LEAVES = 40
 _WIDTH = 120
 _FORM = '<pre style="line-height:normal;font-family:monospace">{code}</pre>'
 
@@ -57,15 +56,15 @@ def by_rich(tables: Sequence[Table]) -> dict[str, str]:
 
     shown = []
     for table in tables:
-        title = Text(table.title)
-        note = Text(table.note) if table.note else None
-        made = RichTable(title=title, caption=note, title_justify="left")
+        made = RichTable()
         for name, right in zip(table.head, table.is_number, strict=True):
             justify = "right" if right else "left"
             made.add_column(Text(name), justify=justify, overflow="fold")
         for row in table.rows:
             made.add_row(*map(Text, row))
-        shown.append(made)
+        # As rich's own title and caption they would wrap at the width of the columns.
+        shown += [Text(table.title, "italic"), made]
+        shown += [Text(table.note, "italic dim")] if table.note else []
     return drawn(*shown)
 
 
@@ -100,6 +99,11 @@ def picture(panels: int = 1) -> Any:
     size = max(6.4, 3.2 * panels), 4.0  # in inches
     made = Picture(size, layout="constrained", dpi=100)
     return made, made.subplots(1, panels, squeeze=False)[0] if panels else ()
+
+
+def number_of(count: int, one: str, many: str | None = None) -> str:
+    """A number of things for a person: "1 device", "1,024 devices"."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def in_bytes(count: float) -> str:
@@ -145,7 +149,9 @@ class Shown:
         return by_rich(self.tables())
 
 
-def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> Table:
+def leaf_table(
+    title: str, leaves: Iterable[tuple[str, Any, str | None]], most: int = 40
+) -> Table:
     """A row for each leaf: shape, dtype, bytes, bytes on each device, layout."""
     head = ("leaf", "shape", "dtype", "bytes", "on each device", "layout")
     rows = []
@@ -161,10 +167,12 @@ def leaf_table(title: str, leaves: Iterable[tuple[str, Any, str | None]]) -> Tab
         rows.append((name, shape, str(dtype), *map(in_bytes, sizes), lies))
         sums += sizes
     whole, part = map(in_bytes, sums.tolist())
-    note = f"{len(rows)} leaves, {whole}; {part} on each device"
-    if len(rows) > _MOST_LEAVES:
-        note += f"; the first {_MOST_LEAVES} are shown"
-    return Table(title, head, tuple(rows[:_MOST_LEAVES]), note)
+    leaves = number_of(len(rows), "leaf", "leaves")
+    note = f"{leaves}, {whole}; {part} on each device"
+    if len(rows) > most:
+        are = "first is" if most == 1 else f"first {most} are"
+        note += f"; the {are} shown"
+    return Table(title, head, tuple(rows[:most]), note)
 
 
 def layout_of(leaf: Any) -> str:

@@ -13,7 +13,9 @@ import jax
 from jax.stages import Compiled
 
 from towerjax.check.report.hlo import CompiledCollective, collectives_of, parse
+from towerjax.jaxprs.flops import Flops, count_flops
 from towerjax.lowering.xla import compile_on_devices, lower_on_devices
+from towerjax.mesh.peaks import peak_flops_of_all
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.private_jax import read_arguments
 from towerjax.step.run.compile import Program
@@ -21,7 +23,14 @@ from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.strategies import Mirrored, OneDevice, check_roles
 from towerjax.types import PyTree, leaf_name
 from towerjax.types.leaves import listed
-from towerjax.types.tables import Shown, Table, in_bytes, in_flops, in_seconds
+from towerjax.types.tables import (
+    Shown,
+    Table,
+    in_bytes,
+    in_flops,
+    in_seconds,
+    number_of,
+)
 
 _KINDS = {"params": "parameters", "opt_state": "optimizer state", "num_valid": "batch"}
 _KINDS |= {name: name for name in ("local", "batch")}
@@ -77,6 +86,9 @@ class StepReport(Shown):
       flops: By XLA's ``cost_analysis``, in which a loop counts once; None where its
         compiler does not say.
       unproved: Why a merged leaf is not proved equal to one tower, by its name.
+      counted: The arithmetic of one call on all devices together, loops by their trips,
+        counted in the program before it is compiled.
+      peak_flops: FLOP/s that these devices can do together; None if not known.
     """
 
     towers: int
@@ -89,6 +101,19 @@ class StepReport(Shown):
     compile_s: float  # of tracing, proving and compiling
     timing: Timing | None = None  # None if none was asked for
     unproved: Mapping[str, str] | None = None  # None if no proof was asked for
+    counted: Flops = Flops()
+    peak_flops: float | None = None
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """The model's FLOP/s, of all devices together; None if nothing was timed."""
+        return self.timing and self.counted.products / self.timing.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Which part of the peak that is (model FLOPs utilization); None if unknown."""
+        is_known = self.flops_per_second is not None and self.peak_flops is not None
+        return self.flops_per_second / self.peak_flops if is_known else None
 
     @property
     def bytes_sent(self) -> int:
@@ -104,6 +129,11 @@ class StepReport(Shown):
         rows["sent"] = in_bytes(self.bytes_sent)
         if self.flops is not None:
             rows["arithmetic, loops once"] = in_flops(self.flops)
+        rows["model's products, all devices"] = in_flops(self.counted.products)
+        if self.counted.recomputed:
+            rows["products computed again"] = in_flops(self.counted.recomputed)
+        if self.counted.uncounted:
+            rows["arithmetic not counted"] = listed(self.counted.uncounted)
         rows["fused kernels"] = f"{self.kernels}"
         if self.unproved is not None:
             rows["not proved equal to one tower"] = listed(self.unproved) or "nothing"
@@ -111,7 +141,11 @@ class StepReport(Shown):
         if timing is not None:
             rows["host, until a call returns"] = in_seconds(timing.dispatch_s)
             rows["until it is done"] = in_seconds(timing.step_s)
-        title = f"{self.towers} towers on {self.devices} devices ({self.platform})"
+            rows["model's products a second"] = f"{in_flops(self.flops_per_second)}/s"
+        if self.mfu is not None:
+            rows["of the devices' peak"] = f"{self.mfu:.1%}"
+        there = number_of(self.towers, "tower"), number_of(self.devices, "device")
+        title = f"{' on '.join(there)} ({self.platform})"
         fits = "It fits" if memory.fits else "It does not fit"
         note = f"{fits} in {in_bytes(memory.capacity)}." if memory.capacity else ""
         totals = Table(title, ("what", "how much"), tuple(rows.items()), note)
@@ -148,9 +182,12 @@ def report_of(
     placement = strategy.placement
     names = [*inspect.signature(fn).parameters]
     names += names[-1:] * len(args)  # the last may be that of *args
-    lowered = lower_on_devices(fn.trace(*args), placement)
+    traced = fn.trace(*args)
+    lowered = lower_on_devices(traced, placement)
     compiled = compile_on_devices(lowered, placement)
-    return _make_report(compiled, names, placement, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    report = _make_report(compiled, names, placement, seconds)
+    return dataclasses.replace(report, counted=count_flops(traced.jaxpr))
 
 
 def report_on(
@@ -159,7 +196,7 @@ def report_on(
     """The report on a step's program, of which some leaves are not proved."""
     names = [*program.engine.ins, "verdict"]
     report = _make_report(program.call, names, placement, program.seconds)
-    return dataclasses.replace(report, unproved=unproved)
+    return dataclasses.replace(report, unproved=unproved, counted=program.flops)
 
 
 def time_program(
@@ -203,6 +240,7 @@ def _make_report(
         ),
         kernels=sum(x.opcode == "fusion" for x in entry),
         compile_s=compile_s,
+        peak_flops=peak_flops_of_all(placement, None),
     )
 
 

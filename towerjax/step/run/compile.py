@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from towerjax.jaxprs.flops import Flops
 from towerjax.lowering import xla
 from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
@@ -36,6 +37,7 @@ class Program:
     engine: Engine
     seconds: float
     is_full: bool  # whether it takes all rows for examples
+    flops: Flops
 
     @property
     def state(self) -> TrainState:
@@ -114,7 +116,8 @@ def compile_step(
     # An interrupt inside the compiler can kill the process (JAX 0.10).
     compiled = uninterrupted(lambda: xla.compile_on_devices(lowered, placement))
     seconds = time.perf_counter() - start
-    return Program(compiled, proof, traced.engine, seconds, full_rows is not None)
+    is_full = full_rows is not None
+    return Program(compiled, proof, traced.engine, seconds, is_full, traced.flops)
 
 
 def inline(

@@ -10,6 +10,7 @@ import jax.core
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from towerjax.jaxprs.flops import Flops, count_flops
 from towerjax.lowering.parts import shards_of
 from towerjax.lowering.shards import on_shards
 from towerjax.step.run.engine import Engine
@@ -76,6 +77,13 @@ class Traced:
         state = self.engine.ins["state"]  # the next one lies as it does
         is_state = lambda x: x is state  # noqa: E731
         return jax.tree.map(of, self.engine.outs, self.out, is_leaf=is_state)
+
+    @property
+    def flops(self) -> Flops:
+        """The arithmetic of a step: of all towers, and of one update."""
+        towers = self.engine.strategy.placement.num_towers
+        each = [count_flops(x.towers.jaxpr).times(towers) for x in self.passes]
+        return sum(each, count_flops(self.finish))
 
     @property
     def update_on_devices(self) -> bool:

@@ -28,8 +28,8 @@ from towerjax.types.leaves import (
     shown,
 )
 from towerjax.types.missing import explain_missing, frozen
-from towerjax.types.options import check_function, check_methods
-from towerjax.types.tables import Table, by_rich, leaf_table
+from towerjax.types.options import check_function, check_methods, check_whole
+from towerjax.types.tables import Table, as_text, by_rich, leaf_table
 
 
 @frozen
@@ -78,13 +78,30 @@ class TrainState:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         return by_rich([self._table()])
 
-    def _table(self) -> Table:
+    def table(self, *, rows: int = 40) -> str:
+        """Each leaf's name, shape, dtype, bytes, bytes on each device and layout.
+
+        Args:
+          rows: The most leaves to show.
+
+        Returns:
+          A table of text, for ``print``; a notebook shows it of the state itself.
+
+        Example:
+          >>> state = TrainState.create(jnp.ones((3, 2)), optax.sgd(0.1))
+          >>> print(state.table(rows=2).replace("  ", " ").partition("leaf")[0].strip())
+          TrainState
+        """
+        check_whole("rows", rows)
+        return as_text([self._table(rows)])
+
+    def _table(self, rows: int = 40) -> Table:
         leaves = [
             (*leaf, "per tower" if field.name == "local" else None)
             for field in fields_of(self)
             for leaf in named_leaves(field.name, getattr(self, field.name))
         ]
-        return leaf_table("TrainState", leaves)
+        return leaf_table("TrainState", leaves, rows)
 
     def replace(self, **fields: Any) -> "TrainState":
         """A state with other values of some fields, as ``dataclasses.replace``.

@@ -1,0 +1,304 @@
+"""Count the arithmetic of a program: loops by their trips, recomputation apart."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from towerjax.jaxprs.equation import (
+    IDENTITIES,
+    PLAIN,
+    REDUCTIONS,
+    Site,
+    is_hidden,
+    manual_axes,
+    open_jaxpr,
+    sub_jaxprs,
+    trace_hidden,
+    user_line,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """Operations on numbers, of a program that runs once.
+
+    Attributes:
+      products: Of dot products and convolutions: a multiplication and an addition for
+        each pair of numbers. This is what is called the model's FLOPs.
+      elementwise: One for each number that other operations compute. As XLA counts
+        them: no moves of data, no transcendental functions, no random bits.
+      recomputed: Products that `jax.checkpoint` computes once more; not in
+        ``products``.
+      uncounted: What is not counted, or not fully, with its line of code.
+    """
+
+    products: int = 0
+    elementwise: int = 0
+    recomputed: int = 0
+    uncounted: tuple[str, ...] = ()
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(
+            self.products + other.products,
+            self.elementwise + other.elementwise,
+            self.recomputed + other.recomputed,
+            tuple(dict.fromkeys(self.uncounted + other.uncounted)),
+        )
+
+    def times(self, count: int) -> "Flops":
+        """Those of a program that runs ``count`` times."""
+        return dataclasses.replace(
+            self,
+            products=self.products * count,
+            elementwise=self.elementwise * count,
+            recomputed=self.recomputed * count,
+        )
+
+    @property
+    def total(self) -> int:
+        """All that is computed, recomputation included."""
+        return self.products + self.elementwise + self.recomputed
+
+
+def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
+    """The arithmetic of a program, of all devices of a ``shard_map`` together.
+
+    Of the branches of a ``cond`` the largest counts, and the body of a ``while`` whose
+    trips are not known counts once. What no result needs is left out.
+
+    Args:
+      jaxpr: Of ``jax.make_jaxpr(fn)(*args)``, or ``.jaxpr`` of a traced ``jax.jit``.
+
+    Returns:
+      The `Flops`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def fn(x):
+      ...     return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, length=10)[0]
+      >>> count_flops(jax.make_jaxpr(fn)(jnp.ones((4, 4)))).products
+      1280
+
+    Source:
+      That recomputation is left out of a model's FLOPs: Chowdhery et al. (2022),
+      "PaLM: Scaling Language Modeling with Pathways", appendix B,
+      https://arxiv.org/abs/2204.02311. What counts as one operation: XLA's
+      ``HloCostAnalysis``.
+    """
+    body = open_jaxpr(jaxpr)
+    return _count(body, [True] * len(body.outvars), False, None)
+
+
+# The scope in which JAX writes what a derivative computes once more.
+_REMATTED = "rematted_computation"
+
+
+def _count(
+    jaxpr: Jaxpr, used: Sequence[bool], is_again: bool, outer: Site | None
+) -> Flops:
+    """The arithmetic that the used results need; ``is_again``: it was done before."""
+    total = Flops()
+    results = [x for x, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
+    wanted = {x for x in results if not isinstance(x, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        flags = [x in wanted for x in eqn.outvars]
+        if any(flags) or eqn.effects:
+            wanted |= {x for x in eqn.invars if not isinstance(x, Literal)}
+            scopes = eqn.source_info.name_stack.stack
+            again = is_again or any(x.name == _REMATTED for x in scopes)
+            total += _of_site((eqn, outer), flags, again)
+    return total
+
+
+def _of_site(site: Site, used: Sequence[bool], is_again: bool) -> Flops:
+    eqn, _ = site
+    name = eqn.primitive.name
+    if (products := _PRODUCTS.get(name)) is not None:
+        count = products(eqn)
+        return Flops(recomputed=count) if is_again else Flops(products=count)
+    if name in _FREE:
+        return Flops()
+    if (operations := _OPERATIONS.get(name)) is not None:
+        return Flops(elementwise=operations(eqn))
+    if eqn.primitive in PLAIN or name in _ELEMENTWISE:
+        return Flops(elementwise=sum(_size(x) for x in eqn.outvars))
+    inner = [*sub_jaxprs(eqn)]
+    if not inner and is_hidden(eqn):
+        hidden = trace_hidden(eqn, {})
+        inner = [] if hidden is None else [open_jaxpr(hidden)]
+    if not inner:
+        return Flops(uncounted=(_told(site, "is not counted"),))
+    return _of_inner(site, inner, used, is_again)
+
+
+def _of_inner(
+    site: Site, inner: list[Jaxpr], used: Sequence[bool], is_again: bool
+) -> Flops:
+    """The arithmetic of an equation's programs, by how often each runs."""
+    eqn, _ = site
+    name = eqn.primitive.name
+    trips = _trips(eqn)
+    each = []
+    for body in inner:
+        is_call = trips == 1 and len(body.outvars) == len(used)
+        flags = used if is_call else [True] * len(body.outvars)
+        each.append(_count(body, flags, is_again, site))
+    if name == "cond":
+        return max(each, key=lambda x: x.total)
+    total = sum(each, Flops())
+    if trips is None:
+        return total + Flops(uncounted=(_told(site, "counts as one trip"),))
+    return total.times(trips)
+
+
+def _trips(eqn: JaxprEqn) -> int | None:
+    """How often the programs of an equation run; None where that is not known."""
+    name = eqn.primitive.name
+    params = eqn.params
+    if name == "while":
+        return None
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        sizes = dict(params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in manual_axes(eqn))
+    if name == "xla_pmap":
+        return params["global_axis_size"]
+    if name == "pallas_call":
+        grid = params["grid_mapping"].grid
+        return math.prod(grid) if all(isinstance(x, int) for x in grid) else None
+    return 1
+
+
+def _told(site: Site, what: str) -> str:
+    line = user_line(site)
+    return f"{site[0].primitive.name} {what}" + (f", {line}" if line else "")
+
+
+def _size(var: Any) -> int:
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def _of_dot(eqn: JaxprEqn) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * _size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
+
+
+def _of_ragged_dot(eqn: JaxprEqn) -> int:
+    """Each row of the left side meets one group's matrix."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    other = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    shape = eqn.invars[1].aval.shape
+    free = math.prod(n for i, n in enumerate(shape) if i not in other)
+    return 2 * _size(eqn.invars[0]) * free
+
+
+def _of_conv(eqn: JaxprEqn) -> int:
+    """Two for each number of the kernel that meets one of the image, and no padding."""
+    params = eqn.params
+    numbers = params["dimension_numbers"]
+    image, kernel = (x.aval.shape for x in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape
+    batch, features, *dims = numbers.out_spec
+    pairs = 1
+    for dim, (at, of, stride, padding, hole, step) in enumerate(
+        zip(
+            numbers.lhs_spec[2:],
+            numbers.rhs_spec[2:],
+            params["window_strides"],
+            params["padding"],
+            params["lhs_dilation"],
+            params["rhs_dilation"],
+            strict=True,
+        )
+    ):
+        first = np.arange(out[dims[dim]])[:, None] * stride
+        place = first + np.arange(kernel[of])[None, :] * step - padding[0]
+        is_inside = (place >= 0) & (place <= (image[at] - 1) * hole)
+        pairs *= int((is_inside & (place % hole == 0)).sum())
+    return 2 * out[batch] * out[features] * kernel[numbers.rhs_spec[1]] * pairs
+
+
+def _of_power(eqn: JaxprEqn) -> int:
+    exponent = abs(eqn.params["y"])
+    multiplications = max(exponent.bit_length() - 1 + exponent.bit_count() - 1, 0)
+    return _size(eqn.outvars[0]) * (multiplications + (eqn.params["y"] < 0))
+
+
+def _of_reduction(eqn: JaxprEqn) -> int:
+    return max(_size(eqn.invars[0]) - _size(eqn.outvars[0]), 0)
+
+
+def _of_window(eqn: JaxprEqn) -> int:
+    window = math.prod(eqn.params["window_dimensions"])
+    return _size(eqn.outvars[0]) * max(window - 1, 0)
+
+
+def _of_selection(eqn: JaxprEqn) -> int:
+    return _size(eqn.invars[0]) * math.prod(eqn.params["window_dimensions"])
+
+
+def _of_sort(eqn: JaxprEqn) -> int:
+    size = _size(eqn.invars[0])
+    return math.ceil(size * math.log2(max(size, 1)))
+
+
+def _of_updates(eqn: JaxprEqn) -> int:
+    return _size(eqn.invars[2])
+
+
+_PRODUCTS: dict[str, Callable[[JaxprEqn], int]] = {
+    "dot_general": _of_dot,
+    "ragged_dot_general": _of_ragged_dot,
+    "conv_general_dilated": _of_conv,
+}
+_OPERATIONS: dict[str, Callable[[JaxprEqn], int]] = {
+    "integer_pow": _of_power,
+    **dict.fromkeys(
+        "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
+        " reduce argmax argmin".split(),
+        _of_reduction,
+    ),
+    **dict.fromkeys(
+        "reduce_window reduce_window_sum reduce_window_max reduce_window_min".split(),
+        _of_window,
+    ),
+    "select_and_scatter_add": _of_selection,
+    "select_and_gather_add": _of_window,
+    "sort": _of_sort,
+    **dict.fromkeys(
+        "scatter_add scatter_sub scatter_mul scatter_min scatter_max".split(),
+        _of_updates,
+    ),
+    **dict.fromkeys(
+        "scatter-add scatter-sub scatter-mul scatter-min scatter-max".split(),
+        _of_updates,
+    ),
+}
+# Neither arithmetic nor, by XLA's count, among its operations.
+_TRANSCENDENTAL = """
+    acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc exp
+    exp2 expm1 lgamma log log1p logistic pow rsqrt sin sinh sqrt tan tanh
+    cumlogsumexp bessel_i0e bessel_i1e igamma igammac igamma_grad_a polygamma
+    random_gamma_grad regularized_incomplete_beta zeta
+"""
+_MOVES = """
+    bitcast_convert_type broadcast_in_dim concatenate copy_p dynamic_slice
+    dynamic_update_slice empty gather iota pad reshape rev scatter slice split squeeze
+    stop_gradient transpose real imag complex
+    get swap addupdate ref new_ref freeze ref_get ref_set empty2
+    all_to_all ppermute axis_index reduce_scatter psum_scatter pgather
+    debug_callback debug_print inspect_sharding create_token mesh_cast reshard
+    layout_constraint
+    random_bits random_fold_in random_gamma random_seed random_split random_unwrap
+    random_wrap random_clone threefry2x32 rng_bit_generator rng_uniform
+"""
+_FREE = frozenset([*_TRANSCENDENTAL.split(), *_MOVES.split(), *IDENTITIES, *REDUCTIONS])
+# One for each result, beside those that are `PLAIN`.
+_ELEMENTWISE = frozenset("add_any one_minus_square mul_add".split())

@@ -1,0 +1,54 @@
+"""The peak of a device's arithmetic, by its kind."""
+
+from towerjax.mesh.placement import Placement
+
+# FLOP/s of one device: dense products of bfloat16, added up in float32, by the data
+# sheets of its maker. Those of NVIDIA name twice as much where half the numbers are 0.
+# The first name with which a kind begins counts.
+_PEAKS = {
+    # https://www.nvidia.com/en-us/data-center/h100/ (SXM, NVL; PCIe: its first sheet)
+    "NVIDIA H100 PCIe": 756.5e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100": 989.5e12,
+    # https://www.nvidia.com/en-us/data-center/h200/
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H200": 989.5e12,
+    "NVIDIA GH200": 989.5e12,
+    # https://resources.nvidia.com/en-us-blackwell-architecture (of HGX)
+    "NVIDIA B200": 2250e12,
+    # https://www.nvidia.com/en-us/data-center/a100/
+    "NVIDIA A100": 312e12,
+    # https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e: of a chip, one device
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}
+_TOPOLOGIES = {"v4:": "TPU v4", "v5e:": "TPU v5e", "v5p:": "TPU v5p", "v6e:": "TPU v6e"}
+# A part of a GPU, and a kind that begins like another and is less.
+_LESS = (" MIG ", "TPU v4 lite")
+
+
+def peak_flops_of(kind: str) -> float | None:
+    """FLOP/s of one device by its kind, such as "NVIDIA H200"; None if not known."""
+    for topology, name in _TOPOLOGIES.items():
+        if kind.startswith(topology):
+            return _PEAKS[name]
+    if any(name in kind for name in _LESS):
+        return None
+    return next((peak for name, peak in _PEAKS.items() if kind.startswith(name)), None)
+
+
+def peak_flops_of_all(placement: Placement, given: float | None) -> float | None:
+    """FLOP/s of all devices of a strategy, of which one has ``given``, if it is."""
+    absent = placement.absent
+    if given is None and absent is not None:
+        given = peak_flops_of(absent.kind)
+    elif given is None:
+        each = [peak_flops_of(x.device_kind) for x in placement.jax_devices]
+        known = [x for x in each if x is not None]
+        return sum(known) if len(known) == len(each) else None
+    return None if given is None else given * len(placement.devices)
