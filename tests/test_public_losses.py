@@ -1,4 +1,4 @@
-"""Losses of public models are read from a checkout, and asked whether they are proved."""
+"""Losses of public models are read from checkouts, and asked if they are proved."""
 
 import sys
 
