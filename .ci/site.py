@@ -51,8 +51,9 @@ def _links(section: str) -> dict[str, Any]:
 def home(readme: str) -> str:
     """The first page: what README.md says before a checkout, with links of docs/."""
     shown, _, rest = readme.partition("\nIn a checkout,")
-    targets = re.findall(r"^\[\w+\]: .*$", rest, re.MULTILINE)
-    used = [line for line in targets if line.split(":")[0] in shown]
+    targets = re.findall(r"^\[[^\]]+\]: .*$", rest, re.MULTILINE)
+    words = " ".join(shown.split())
+    used = [line for line in targets if line.split(": ")[0] in words]
     text = "\n".join([shown, *used, ""])
     return text.replace(_FILES, "").replace(_PICTURES, "")
 

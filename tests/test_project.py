@@ -294,13 +294,12 @@ def test_importing_towerjax_takes_little_more_than_jax_and_brings_nothing_heavy(
 
 
 @pytest.mark.slow
-def test_the_program_of_the_readme_runs(tmp_path):
+def test_the_program_of_the_readme_prints_what_it_shows(tmp_path):
     text = (ROOT.parent / "README.md").read_text()
-    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    block = r"```python\n(.*?)```\n\n```text\n(.*?)```"
+    [(program, output)] = re.findall(block, text, re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    last = forked.printed(tmp_path / "train.py").splitlines()[-1]
-    weights = re.search(r"\[([\d.]+) *, ([\d.]+) *, ([\d.]+) *\]", last)
-    assert [round(float(x), 2) for x in weights.groups()] == [1.0, 2.0, 3.0]
+    assert forked.printed(tmp_path / "train.py") == output
 
 
 LOOP = """

@@ -28,6 +28,7 @@ AT = re.compile(
     r"|raw\.githubusercontent\.com/towerjax/towerjax)/main/(.*)"
 )
 CODE = re.compile(r"^```.*?^```\n|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```.*?^```\n", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)]*)\)")
 
 
@@ -114,9 +115,12 @@ def test_home_is_the_program_a_picture_and_five_promises():
     assert len(re.findall(r"^\* ", promises, re.MULTILINE)) == 5
     assert len(re.findall(r"^```python$", text, re.MULTILINE)) == 1
     assert "pip install towerjax" in text and "pytest" not in text
-    defined = dict(re.findall(r"^\[(\w+)\]: (.*)$", text, re.MULTILINE))
-    assert set(re.findall(r"\]\[(\w+)\]", text)) == set(defined)
-    assert "data_flow.svg" in defined.values() and len(defined) <= 10
+    defined = dict(re.findall(r"^\[(.+?)\]: (.*)$", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[(\w+)\]", text)) <= set(defined)
+    assert len(defined) <= 14
+    elsewhere = {"tunix#1744", "maxtext b7b469ea7"}
+    assert all(defined.pop(name).startswith("https:") for name in elsewhere)
+    assert "data_flow.svg" in defined.values()
     assert all((DOCS / to.partition("#")[0]).is_file() for to in defined.values())
 
 
@@ -355,7 +359,15 @@ def test_the_plot_shows_the_table():
 
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
-    lines = [x for x in text.splitlines() if not re.match(r"\[\w+\]: http", x)]
-    assert len(lines) <= 120
+    lines = [x for x in text.splitlines() if not re.match(r"\[.+?\]: http", x)]
+    assert len(lines) <= 130
     [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(program.splitlines()) <= 20
+
+
+def test_no_sentence_of_the_readme_has_more_than_30_words():
+    text = (ROOT / "README.md").read_text()
+    text = BLOCK.sub("", re.sub(r"^\[.+?\]: http.*$", "", text, flags=re.MULTILINE))
+    for paragraph in re.split(r"\n\n|^\* |^#.*$", text, flags=re.MULTILINE):
+        for sentence in re.split(r"(?<=[.?!:;])[*)]*\s", paragraph):
+            assert len(sentence.split()) <= 30, sentence
