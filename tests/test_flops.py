@@ -187,7 +187,7 @@ def test_flops_are_added_and_multiplied():
 # Of a step.
 
 
-OPTIONS = {}, {"micro_batches": 2}, {"state": "sharded"}, {"local": "scan"}
+OPTIONS = {}, {"micro_batches": 2}, {"state": "sharded"}, {"tower_loop": "scan"}
 
 
 def gpt_step(strategy, **options):

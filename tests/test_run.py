@@ -23,7 +23,7 @@ import pytest
 
 import towerjax as tj
 from towerjax.data.feed import batches
-from towerjax.jaxprs.flops import Flops
+from towerjax.jaxprs.flops import NO_FLOPS
 from towerjax.loop import progress as shown
 from towerjax.loop.evaluate import evaluate
 from towerjax.loop.history import HistoryLog
@@ -712,14 +712,14 @@ def test_a_history_holds_no_arrays_of_devices_and_any_shapes():
     own = jnp.arange(3.0)
     alive = weakref.ref(own)
     log = HistoryLog()
-    log.add(1, {"own": np.asarray(own)}, None, 4, 0.0, Flops())  # a view, on CPUs
+    log.add(1, {"own": np.asarray(own)}, None, 4, 0.0, NO_FLOPS)  # a view, on CPUs
     del own
     assert alive() is None
-    log.add(2, {"own": np.ones(1)}, None, 4, 0.0, Flops())
+    log.add(2, {"own": np.ones(1)}, None, 4, 0.0, NO_FLOPS)
     history = log.history(2, tj.Mirrored().placement, None)
     assert [row.shape for row in history.metrics["own"]] == [(3,), (1,)]
     with pytest.raises(ValueError, match=r"Step 3 has the metrics \['x'\], but th"):
-        log.add(3, {"x": np.ones(1)}, None, 4, 0.0, Flops())
+        log.add(3, {"x": np.ones(1)}, None, 4, 0.0, NO_FLOPS)
 
 
 @pytest.mark.slow

@@ -36,9 +36,9 @@ class Flops:
       uncounted: What is not counted, or not fully, with its line of code.
     """
 
-    products: int = 0
-    elementwise: int = 0
-    recomputed: int = 0
+    products: int
+    elementwise: int
+    recomputed: int
     uncounted: tuple[str, ...] = ()
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -62,6 +62,9 @@ class Flops:
     def total(self) -> int:
         """All that is computed, recomputation included."""
         return self.products + self.elementwise + self.recomputed
+
+
+NO_FLOPS = Flops(0, 0, 0)
 
 
 def count_flops(jaxpr: Jaxpr | ClosedJaxpr) -> Flops:
@@ -101,7 +104,7 @@ def _count(
     jaxpr: Jaxpr, used: Sequence[bool], is_again: bool, outer: Site | None
 ) -> Flops:
     """The arithmetic that the used results need; ``is_again``: it was done before."""
-    total = Flops()
+    total = NO_FLOPS
     results = [x for x, is_used in zip(jaxpr.outvars, used, strict=True) if is_used]
     wanted = {x for x in results if not isinstance(x, Literal)}
     for eqn in reversed(jaxpr.eqns):
@@ -119,19 +122,19 @@ def _of_site(site: Site, used: Sequence[bool], is_again: bool) -> Flops:
     name = eqn.primitive.name
     if (products := _PRODUCTS.get(name)) is not None:
         count = products(eqn)
-        return Flops(recomputed=count) if is_again else Flops(products=count)
+        return Flops(0, 0, count) if is_again else Flops(count, 0, 0)
     if name in _FREE:
-        return Flops()
+        return NO_FLOPS
     if (operations := _OPERATIONS.get(name)) is not None:
-        return Flops(elementwise=operations(eqn))
+        return Flops(0, operations(eqn), 0)
     if eqn.primitive in PLAIN or name in _ELEMENTWISE:
-        return Flops(elementwise=sum(_size(x) for x in eqn.outvars))
+        return Flops(0, sum(_size(x) for x in eqn.outvars), 0)
     inner = [*sub_jaxprs(eqn)]
     if not inner and is_hidden(eqn):
         hidden = trace_hidden(eqn, {})
         inner = [] if hidden is None else [open_jaxpr(hidden)]
     if not inner:
-        return Flops(uncounted=(_told(site, "is not counted"),))
+        return Flops(0, 0, 0, (_told(site, "is not counted"),))
     return _of_inner(site, inner, used, is_again)
 
 
@@ -149,9 +152,9 @@ def _of_inner(
         each.append(_count(body, flags, is_again, site))
     if name == "cond":
         return max(each, key=lambda x: x.total)
-    total = sum(each, Flops())
+    total = sum(each, NO_FLOPS)
     if trips is None:
-        return total + Flops(uncounted=(_told(site, "counts as one trip"),))
+        return total + Flops(0, 0, 0, (_told(site, "counts as one trip"),))
     return total.times(trips)
 
 

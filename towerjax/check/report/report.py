@@ -13,7 +13,7 @@ import jax
 from jax.stages import Compiled
 
 from towerjax.check.report.hlo import CompiledCollective, collectives_of, parse
-from towerjax.jaxprs.flops import Flops, count_flops
+from towerjax.jaxprs.flops import NO_FLOPS, Flops, count_flops
 from towerjax.lowering.xla import compile_on_devices, lower_on_devices
 from towerjax.mesh.peaks import peak_flops_of_all
 from towerjax.mesh.placement import Placement
@@ -101,7 +101,7 @@ class StepReport(Shown):
     compile_s: float  # of tracing, proving and compiling
     timing: Timing | None = None  # None if none was asked for
     unproved: Mapping[str, str] | None = None  # None if no proof was asked for
-    counted: Flops = Flops()
+    counted: Flops = NO_FLOPS
     peak_flops: float | None = None
 
     @property

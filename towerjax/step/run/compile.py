@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import inspect
 import time
@@ -37,7 +38,12 @@ class Program:
     engine: Engine
     seconds: float
     is_full: bool  # whether it takes all rows for examples
-    flops: Flops
+    traced: Traced
+
+    @functools.cached_property
+    def flops(self) -> Flops:
+        """Its arithmetic, of all towers."""
+        return self.traced.flops
 
     @property
     def state(self) -> TrainState:
@@ -117,7 +123,7 @@ def compile_step(
     compiled = uninterrupted(lambda: xla.compile_on_devices(lowered, placement))
     seconds = time.perf_counter() - start
     is_full = full_rows is not None
-    return Program(compiled, proof, traced.engine, seconds, is_full, traced.flops)
+    return Program(compiled, proof, traced.engine, seconds, is_full, traced)
 
 
 def inline(

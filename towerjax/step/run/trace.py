@@ -81,9 +81,11 @@ class Traced:
     @property
     def flops(self) -> Flops:
         """The arithmetic of a step: of all towers, and of one update."""
-        towers = self.engine.strategy.placement.num_towers
-        each = [count_flops(x.towers.jaxpr).times(towers) for x in self.passes]
-        return sum(each, count_flops(self.finish))
+        total = count_flops(self.finish)
+        for each in self.passes:
+            towers = each.pass_.strategy.placement.num_towers
+            total += count_flops(each.towers.jaxpr).times(towers)
+        return total
 
     @property
     def update_on_devices(self) -> bool:

@@ -1,0 +1,276 @@
+"""A train step with what most trainers add: averaged parameters, logged numbers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import towerjax as tj
+
+_Tree: TypeAlias = Any  # a pytree
+
+LOGGED = ("learning_rate", "gradient_norm")
+"""What ``log=`` of `train_step` may name."""
+
+
+class Averaged(NamedTuple):
+    """``state.opt_state`` of a step with ``ema=``; see `ema_params`."""
+
+    inner: _Tree  # the optimizer's state
+    ema: _Tree  # like the trained parameters, at least in float32
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    strategy: tj.Mirrored | tj.OneDevice,
+    *,
+    ema: float | None = None,
+    log: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """`tj.build_train_step`, with an average of the parameters and more metrics.
+
+    The average is a part of ``state.opt_state``: checkpoints hold it, a step that is
+    refused leaves it, and it lies in shards where the optimizer's state does. It starts
+    at the parameters; after each step it is ``ema * average + (1 - ema) * params``.
+
+    Args:
+      loss_fn: As of `tj.build_train_step`.
+      optimizer: Any optax transformation; for ``"learning_rate"`` one whose state has
+        it, such as ``optax.inject_hyperparams(optax.adamw)(schedule)``.
+      strategy: As of `tj.build_train_step`.
+      ema: The decay of an exponential moving average of the trained parameters, in
+        (0, 1), such as 0.999; None keeps none. Evaluate it with
+        ``tj.run(..., eval_params=tj.contrib.ema_params)``.
+      log: Metrics to add: ``"learning_rate"``, that of this step's update, and
+        ``"gradient_norm"``, the Euclidean norm of the whole merged gradient before
+        anything clips it, in float32.
+      options: As of `tj.build_train_step`.
+
+    Returns:
+      A step, as `tj.build_train_step` returns it.
+
+    Raises:
+      ValueError: An option has no such value. At ``init``, the optimizer's state has no
+        learning rate, or several. At the first call, the loss has a metric of that
+        name, or a gradient of rows.
+
+    Example:
+      >>> import numpy as np, towerjax as tj
+      >>> def loss_fn(params, batch, tower):
+      ...     return tj.Weighted.mean((params - batch) ** 2, tower.weight)
+      >>> optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+      >>> step = train_step(loss_fn, optimizer, tj.Mirrored(towers=2), ema=0.5,
+      ...     log=("learning_rate", "gradient_norm"))
+      >>> state, metrics = step(step.init(0.0), np.full(4, 2.0, np.float32))
+      >>> float(metrics["learning_rate"]), float(metrics["gradient_norm"])
+      (0.25, 4.0)
+      >>> float(state.params), float(ema_params(state))
+      (1.0, 0.5)
+    """
+    log = _checked_log(log)
+    if ema is not None:
+        optimizer = with_ema(optimizer, ema)
+    inner = options.pop("extend", None)
+
+    def extend(fns: Any) -> Any:
+        fns = fns if inner is None else inner(fns)
+        return _logging(fns, log) if log else fns
+
+    if log or inner is not None:
+        options["extend"] = extend
+    return tj.build_train_step(loss_fn, optimizer, strategy, **options)
+
+
+def with_ema(
+    optimizer: optax.GradientTransformation, decay: float
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that keeps an exponential moving average of the parameters.
+
+    `train_step` with ``ema=`` is this; it serves models and steps of your own, too.
+
+    Args:
+      optimizer: Any optax transformation.
+      decay: In (0, 1): how much of the average is kept at each step.
+
+    Returns:
+      The transformation; its state is a NamedTuple of ``inner``, that of ``optimizer``,
+      and ``ema``, the average, whose floats have at least 32 bits.
+
+    Raises:
+      ValueError: ``decay`` is not in (0, 1), or ``optimizer`` is none.
+
+    Example:
+      >>> optimizer = with_ema(optax.sgd(0.5), 0.9)
+      >>> params = jnp.float32(1.0)
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update(jnp.float32(2.0), state, params)
+      >>> float(updates), round(float(state.ema), 6)
+      (-1.0, 0.9)
+
+    Source:
+      Polyak and Juditsky (1992), "Acceleration of Stochastic Approximation by
+      Averaging", https://doi.org/10.1137/0330046; exponential: Tarvainen and Valpola
+      (2017), https://arxiv.org/abs/1703.01780.
+    """
+    is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+    if not is_number or not 0 < decay < 1:
+        raise ValueError(
+            f"ema={decay!r} must be a number in (0, 1), such as 0.999: how much of the"
+            " average is kept at each step."
+        )
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer={optimizer!r:.200} must be an optax transformation, such as"
+            " optax.adam(1e-3)."
+        )
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: _Tree) -> Averaged:
+        return Averaged(inner.init(params), jax.tree.map(_widened, params))
+
+    def update(
+        updates: _Tree, state: Averaged, params: _Tree = None, **extra: Any
+    ) -> tuple[_Tree, Averaged]:
+        updates, after = inner.update(updates, state.inner, params, **extra)
+        new = optax.apply_updates(params, updates)
+
+        def mean(old: jax.Array, x: jax.Array) -> jax.Array:
+            return decay * old + (1 - decay) * x.astype(old.dtype)
+
+        return updates, Averaged(after, jax.tree.map(mean, state.ema, new))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def ema_params(state: tj.TrainState) -> _Tree:
+    """The averaged parameters in a state, for ``eval_params=`` of `tj.run`.
+
+    Args:
+      state: A state of a step with ``ema=``.
+
+    Returns:
+      A tree like ``state.params``, of their dtypes; what does not train is as there.
+
+    Raises:
+      ValueError: The state has no average.
+
+    Example:
+      >>> import towerjax as tj
+      >>> optimizer = with_ema(optax.sgd(0.5), 0.9)
+      >>> float(ema_params(tj.TrainState.create(jnp.float32(3.0), optimizer)))
+      3.0
+    """
+    found = _found(state.opt_state, _is_averaged)
+    if len(found) != 1:
+        count = len(found) or "no"
+        raise ValueError(
+            f"state.opt_state has {count} averages of the parameters. Build the step"
+            " with tj.contrib.train_step(..., ema=0.999)."
+        )
+
+    def value(x: Any, average: Any) -> Any:
+        return x if average is None else average.astype(x.dtype)
+
+    return jax.tree.map(value, state.params, _filled(found[0].ema, state.params))
+
+
+def _filled(part: _Tree, whole: _Tree) -> _Tree:
+    """A tree of the structure of ``whole``, None where ``part`` has None."""
+    is_none = lambda x: x is None  # noqa: E731
+    leaves = jax.tree.leaves(part, is_leaf=is_none)
+    structure = jax.tree.structure(whole)
+    if len(leaves) != structure.num_leaves:
+        raise ValueError(
+            "The average in state.opt_state has not the structure of state.params."
+        )
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _widened(x: Any) -> jax.Array:
+    """A copy, of float32 where its floats have fewer bits."""
+    x = jnp.asarray(x)
+    return jnp.array(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _is_averaged(x: Any) -> bool:
+    return isinstance(x, Averaged)
+
+
+def _found(tree: _Tree, is_one: Callable[[Any], bool]) -> list[Any]:
+    """The parts of a tree that are such."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
+
+
+def _checked_log(log: Sequence[str]) -> tuple[str, ...]:
+    names = (log,) if isinstance(log, str) else tuple(log)
+    if unknown := [x for x in names if x not in LOGGED]:
+        raise ValueError(
+            f"log={log!r} names {unknown[0]!r}, and may name {', '.join(LOGGED)}. Write"
+            " others by extend= of tj.build_train_step, or as metrics of the loss."
+        )
+    return names
+
+
+def _logging(fns: Any, log: tuple[str, ...]) -> Any:
+    """The functions of a train step, with an update that gives more metrics."""
+
+    def init(params: _Tree) -> dict[str, _Tree]:
+        made = fns.init(params)
+        if "learning_rate" in log:
+            _learning_rate(made["opt_state"])
+        return made
+
+    def update(state: tj.TrainState, merged: _Tree) -> tuple[Any, ...]:
+        after, metrics, *rest = fns.update(state, merged)
+        more = {}
+        if "learning_rate" in log:
+            more["learning_rate"] = _learning_rate(after.opt_state)
+        if "gradient_norm" in log:
+            more["gradient_norm"] = _norm(merged)
+        if known := more.keys() & metrics.keys():
+            raise ValueError(
+                f"log={log} and the metrics of the loss both have {sorted(known)}. Name"
+                " that of the loss differently."
+            )
+        return after, {**metrics, **more}, *rest
+
+    return fns._replace(init=init, update=update)
+
+
+def _has_rate(x: Any) -> bool:
+    hyperparams = getattr(x, "hyperparams", None)
+    return isinstance(hyperparams, dict) and "learning_rate" in hyperparams
+
+
+def _learning_rate(opt_state: _Tree) -> jax.Array:
+    """The one learning rate in an optimizer's state."""
+    found = _found(opt_state, _has_rate)
+    if len(found) != 1:
+        count = len(found) or "no"
+        raise ValueError(
+            f"log='learning_rate': the optimizer's state has {count} learning"
+            " rates. Write optax.inject_hyperparams(optax.adamw)(schedule), which keeps"
+            " it there; of several, extend= of tj.build_train_step logs each by a name."
+        )
+    return found[0].hyperparams["learning_rate"]
+
+
+def _norm(merged: dict[str, Any]) -> jax.Array:
+    """The norm of the merged gradient."""
+    if isinstance(merged["grads"], tj.PerTower):
+        raise ValueError(
+            "log='gradient_norm': these towers train alone, and merge no gradient."
+        )
+    leaves = jax.tree.leaves(merged["grads"].value)
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves):
+        raise ValueError(
+            "log='gradient_norm': a table has a gradient of rows, which may name a row"
+            " twice, so that their norm is not that of the gradient. Log it by extend="
+            " of tj.build_train_step, of what you mean."
+        )
+    return optax.tree.norm([x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        for x in leaves])  # fmt: skip
