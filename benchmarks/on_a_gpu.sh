@@ -74,7 +74,7 @@ for time in once again; do
     "$python" -m benchmarks.same_bits --json
 done
 # Towers on the GPU; and the suite, which makes CPU devices for itself, beside it.
-beside test_gpu "$python" -m pytest -q tests/test_gpu.py
+beside test_gpu "$python" -m pytest -q tests/project/test_gpu.py
 beside suite env JAX_PLATFORMS=cpu,cuda "$python" -m pytest -q -n auto
 all_beside
 run same_bits cmp "$logs/same_bits_once.log" "$logs/same_bits_again.log"

@@ -1,11 +1,19 @@
 """The seeded bugs: the registry's B01 to B40, and more where wrong is silent."""
 
+import pathlib
+
 from .mutant import Mutant
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_FILES = {
+    path.stem: path.relative_to(_ROOT).as_posix()
+    for path in (_ROOT / "tests").rglob("test_*.py")
+}
 
 
 def _m(id: str, bug: str, where: str, old: str, new: str, *tests: str) -> Mutant:
     names = (test.partition("::")[::2] for test in tests)
-    killed_by = tuple(f"tests/test_{file}.py::test_{name}" for file, name in names)
+    killed_by = tuple(f"{_FILES[f'test_{file}']}::test_{name}" for file, name in names)
     return Mutant(id, bug, f"towerjax.{where}", old, new, killed_by)
 
 

@@ -151,7 +151,7 @@ def kept(file: str | None, workers: int) -> dict[str, Covered]:
         with open(file, "rb") as opened:
             found = pickle.load(opened)
         return {test: Covered(*values) for test, values in found.items()}
-    covers = record(sorted((ROOT / "tests").glob("test_*.py")), workers)
+    covers = record(sorted((ROOT / "tests").rglob("test_*.py")), workers)
     if file:
         with open(file, "wb") as opened:
             pickle.dump(

@@ -26,7 +26,8 @@ DECORATORS += ("functools.cached_property", "contextlib.contextmanager", "door")
 UNSEEN_KEYWORDS = ("strict", "flush")
 # Looks at the defaults of public functions, and runs none of their lines.
 OF_DEFAULTS = (
-    "tests/test_malformed.py::test_an_option_has_one_default_wherever_it_stands"
+    "tests/laws/refused/test_malformed.py"
+    "::test_an_option_has_one_default_wherever_it_stands"
 )
 FIRST_ROUND = 10
 SECOND_ROUND = 40

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import pathlib
 import re
 import threading
 from types import SimpleNamespace
@@ -12,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkout import TESTS
 
 from towerjax.mesh import processes
 from towerjax.mesh.transfer import _place_on_processes
 from towerjax.towers.executors import fingerprint_of_program
 
-WORKER = pathlib.Path(__file__).parent / "workers" / "train.py"
+WORKER = TESTS / "workers" / "train.py"
 # The runs of one process of eight devices, and of two of two: one start for all.
 ALONE = {"plain": {"devices": ["cpu:0"]}, "model": {"placement": "MIRRORED"}}
 TOGETHER = {"plain": {"devices": None}, "model": {"placement": "ROUND_ROBIN"}}

@@ -31,6 +31,7 @@ ROOMS = """
 """.split()
 
 
+PUBLIC_ROOMS = "layers contrib estimator testing".split()  # with their own modules
 LATER = "contrib estimator testing tools".split()  # imported where they are used
 
 
@@ -95,6 +96,29 @@ def test_the_rooms_of_a_step_import_those_before_them():
             others = {x[2] for x in inner if x[1] == "step"}
             others -= {*STEP_ROOMS[: number + 1]}
             assert not others, f"{path.relative_to(ROOT)} imports {others}"
+
+
+# Laws that look at something inside, each for one card.
+LOOK_INSIDE = {
+    "test_bad_input.py",
+    "test_grid.py",
+    "test_refusals.py",
+    "test_resuming.py",
+}
+ROOMS_OF_TESTS = {*ROOMS, "tf1", "contrib", "laws", "project", "cluster"}
+
+
+def test_laws_are_written_on_the_public_names():
+    """What a redesign may change, only the tests of its own room import."""
+    tests = ROOT.parent / "tests"
+    found = set()
+    for path in tests.rglob("test_*.py"):
+        folder = path.relative_to(tests).parts[0]
+        assert folder in ROOMS_OF_TESTS, f"{path.name} is in no room"
+        inside = {x for x in imports_of(path) if x in ROOMS and x not in PUBLIC_ROOMS}
+        if folder == "laws" and inside:
+            found.add(path.name)
+    assert found == LOOK_INSIDE
 
 
 def test_contrib_is_written_on_the_public_names():

@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import json
 import logging
-import pathlib
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import ROOT
 from jax.sharding import PartitionSpec as P
 
 import towerjax as tj
@@ -199,7 +199,7 @@ def test_a_program_does_not_see_that_there_is_a_compiler():
     assert "Traceback" not in found.stderr and "rror" not in found.stderr
 
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs/benchmarks/absent.md"
+PAGE = ROOT / "docs/benchmarks/absent.md"
 
 
 class Words(nn.Module):

@@ -1,6 +1,7 @@
 """N towers are one tower: a drawn grid, against one tower in float64.
 
-``TOWERJAX_GRID_SEED=7 pytest tests/test_grid.py`` draws others. A case prints its draw.
+``TOWERJAX_GRID_SEED=7 pytest tests/laws/one_tower/test_grid.py`` draws others. A case
+prints its draw.
 """
 
 import dataclasses

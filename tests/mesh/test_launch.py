@@ -12,6 +12,7 @@ import time
 
 import forked
 import pytest
+from checkout import ROOT
 
 from towerjax.mesh.cluster import launch
 from towerjax.mesh.cluster.group import Timeouts, _Job, _process_group, _Worker, write
@@ -19,7 +20,6 @@ from towerjax.mesh.cluster.launcher import _collect_signals
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.tools.cli import main
 
-ROOT = pathlib.Path(__file__).parent.parent
 PYTHON = [sys.executable, "-I", "-S", "-u", "-c"]
 INDEX = "import os, sys, time, signal; i = os.environ['TOWERJAX_PROCESS_ID'];"
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import TESTS
 from etils import epath
 from orbax.checkpoint import CheckpointManager
 from orbax.checkpoint.args import PyTreeRestore
@@ -41,7 +42,6 @@ from towerjax.loop.stopping import Point
 from towerjax.step.state.faults import nonfinite_leaves
 from towerjax.types.leaves import is_key
 
-TESTS = pathlib.Path(__file__).parent
 LOOP = pathlib.Path(tj.loop.__file__).parent
 
 

@@ -14,7 +14,6 @@ from layouts import mirrored
 from refusals import refused
 
 import towerjax as tj
-from towerjax.check.audit.comparison import Finding, SplitError
 from towerjax.step.state.faults import Differing, Place
 
 R = tj.Reduction
@@ -644,7 +643,9 @@ ERRORS = [
     tj.ReplicationError("loss depends on the tower"),
     tj.DesyncError(131, [Differing("cpu:5", "params/w")]),
     tj.NonFiniteError(3, PLACES),
-    SplitError([Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]),
+    tj.testing.SplitError(
+        [tj.testing.Finding("loss", 2, "in order", 1.5, 1.0, 0.5, 0.5)]
+    ),
 ]
 
 

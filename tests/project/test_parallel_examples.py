@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import pathlib
 import re
 import sys
 
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import ROOT
 
 import towerjax as tj
 
-ROOT = pathlib.Path(__file__).parents[1]
 RATE = 0.3
 STEPS = 3
 pytestmark = pytest.mark.slow

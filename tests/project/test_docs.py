@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import pathlib
 import re
 import runpy
 import sys
@@ -18,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import ROOT
 
 import towerjax as tj
 from towerjax.mesh.cluster.spec import free_port
 from towerjax.step.step import Step
 
-ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 TEXTS = {
     path.relative_to(DOCS).as_posix(): path.read_text()

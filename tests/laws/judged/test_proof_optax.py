@@ -4,7 +4,6 @@ Those that have, between them, every operation of all others train, as by plain 
 """
 
 import inspect
-import pathlib
 import re
 import warnings
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import ROOT
 from optax import contrib
 
 import towerjax as tj
@@ -383,7 +383,7 @@ def test_lookahead_trains_as_the_page_says():
 
 # The table in docs/optimizers.md
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optimizers.md"
+PAGE = ROOT / "docs" / "optimizers.md"
 
 
 def takes_the_loss(name, params):

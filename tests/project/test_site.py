@@ -13,12 +13,12 @@ import types
 import xml.etree.ElementTree
 
 import pytest
+from checkout import ROOT
 
 import towerjax as tj
 import towerjax.contrib
 from towerjax.types.version import page
 
-ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 ABSOLUTE = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]  # shown outside of it, too

@@ -13,13 +13,13 @@ import time
 
 import forked
 import pytest
+from checkout import TESTS
 
 from benchmarks import duel, faults
 from towerjax.mesh.cluster import launch, launcher
 from towerjax.mesh.cluster.group import End
 from towerjax.mesh.cluster.launcher import RestartPlan
 
-TESTS = pathlib.Path(__file__).parent
 STEPS = 40
 # Longer than Python takes to start, or a step, where eight others want the processor.
 LIMITS = {"stop": {"hang_timeout_s": 15}, "sleep": {"step_timeout_s": 10}}

@@ -1,6 +1,5 @@
 """What a release is made of: its tag, its metadata, what a reader cites."""
 
-import pathlib
 import re
 import shutil
 import subprocess
@@ -8,10 +7,10 @@ import tomllib
 
 import jax
 import pytest
+from checkout import ROOT
 
 import towerjax as tj
 
-ROOT = pathlib.Path(__file__).parent.parent
 # Benchmarks that CI does not run, and the one that draws docs' pictures, as tests do.
 LEFT_OUT = {"duel", "faults", "public_losses", "public_run", "pictures"}
 VERSION = f'__version__ = "{tj.__version__}"\n'

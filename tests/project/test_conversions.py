@@ -1,13 +1,13 @@
 """The diffs of public programs: what they apply to, and what docs count of them."""
 
 import importlib
-import pathlib
 import re
 
 import pytest
+from checkout import ROOT
 
 conversions = importlib.import_module("benchmarks.conversions.__main__")
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "public_programs.md"
+PAGE = ROOT / "docs" / "public_programs.md"
 
 
 def test_a_diff_removes_and_adds_lines_of_the_pinned_file_alone():

@@ -17,13 +17,13 @@ import nbformat
 import numpy as np
 import optax
 import pytest
+from checkout import ROOT
 from PIL import Image
 
 import towerjax as tj
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 BITS_ROW = re.compile(r"^ +(\d) +(\d+) of (\d+) +([\d,]+) of ([\d,]+) +([\d.]+)$", re.M)
 

@@ -54,7 +54,7 @@ def check_reinit(case, strategy):
 @TABLE.checks("input.multiworker.1x2")
 def check_two_workers(case, strategy):
     # Worker w reads every second element, as the original shards; the towers of one
-    # process stand for two workers' (real ones: tests/test_processes.py).
+    # process stand for two workers' (real ones: tests/mesh/test_processes.py).
     source = zip(range(0, 8, 2), range(1, 8, 2), strict=True)
     elements = (x for both in source for x in both)
     steps = [[x for (x,) in step] for step in steps_of(strategy, elements)]

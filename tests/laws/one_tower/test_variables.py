@@ -10,7 +10,6 @@ import pytest
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.types import Layout
 
 R = tj.Reduction
 EPS = np.finfo(np.float32).eps
@@ -321,7 +320,7 @@ def variables():
     strategy = mirrored(T, D)
 
     def local(rows, reduction):
-        sharding = strategy.placement.sharding(Layout.PER_TOWER)
+        sharding = strategy.placement.sharding(tj.towers.Layout.PER_TOWER)
         rows = jax.device_put(rows[:T], sharding)
         return tj.TowerLocal(rows, reduction, reduction.name.lower())
 
@@ -451,7 +450,9 @@ def test_reading_has_the_same_bits_on_any_devices():
     reads = []
     for devices in (1, 2, 8):
         strategy = mirrored(8, devices)
-        placed = jax.device_put(rows, strategy.placement.sharding(Layout.PER_TOWER))
+        placed = jax.device_put(
+            rows, strategy.placement.sharding(tj.towers.Layout.PER_TOWER)
+        )
         reads.append(np.asarray(strategy.read_var(tj.TowerLocal(placed, R.MEAN))))
     np.testing.assert_allclose(reads[0], rows.mean(0, np.float64), atol=8 * 2**-23)
     for other in reads[1:]:

@@ -10,7 +10,6 @@ from jax import lax
 from layouts import mirrored
 
 import towerjax as tj
-from towerjax.collectives.sparse_rows import IndexedRows
 from towerjax.layers.batch_norm.linen import TowerBatchNorm
 
 R = tj.Reduction
@@ -391,7 +390,7 @@ def adds_in_a_scope_called(name):
 
 def adds_rows_of_a_table(w, batch, tower):
     indices = batch[:, 0].astype(jnp.int32)
-    rows = IndexedRows(batch * tower.weight[:, None], indices, (2, 3))
+    rows = tj.sparse.IndexedRows(batch * tower.weight[:, None], indices, (2, 3))
     return batch @ tower.reduce(R.SUM, rows).to_dense()[0] * w
 
 

@@ -1,7 +1,6 @@
 """A step is all or nothing: what is used, what is given back, and what is lost."""
 
 import dataclasses
-import pathlib
 import signal
 import sys
 import threading
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkout import TESTS
 
 import towerjax as tj
 from towerjax import estimator
@@ -111,7 +111,7 @@ def test_ctrl_c_as_a_run_ends_leaves_the_state(pressed_before):
 @pytest.mark.slow
 def test_memory_that_runs_out_in_a_donated_step_takes_the_state():
     """In a process whose memory is limited, by a program that needs far more."""
-    worker = pathlib.Path(__file__).parent / "workers" / "memory.py"
+    worker = TESTS / "workers" / "memory.py"
     found = forked.printed(worker)
     assert found.endswith("RESOURCE_EXHAUSTED: Out of memory None None\n"), found
 
