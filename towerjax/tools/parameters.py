@@ -1,0 +1,209 @@
+"""Parameters of any library as a plain dict, a file of safetensors, or a table."""
+
+import os
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.loop.files import checked_path
+from towerjax.mesh.processes import call_on_first_process
+from towerjax.towers.tf1.assign import saved_values
+from towerjax.types import PyTree
+from towerjax.types.door import door
+from towerjax.types.leaves import is_key, listed, refuse_unheld, unlike
+from towerjax.types.options import check_text, check_whole, opening, require
+from towerjax.types.tables import as_text, leaf_table
+
+
+@door
+def flat_parameters(params: PyTree, *, separator: str = "/") -> dict[str, np.ndarray]:
+    """The parameters by name, as host arrays, for any program.
+
+    A name joins the keys of a leaf: ``"dense/kernel"`` of a dict, ``"layers/0/weight"``
+    of an Equinox module or Flax NNX's state. Flax's boxes around an array
+    (``nnx.Variable``, ``nn.Partitioned``) have no part in it. ``unflatten_dict(flat,
+    sep="/")`` of ``flax.traverse_util`` makes nested dicts of it.
+
+    Args:
+      params: A pytree of arrays, such as ``state.params``, or ``nnx.split(model)[1]``,
+        or ``eqx.filter(model, eqx.is_array)``. What is split over processes, which all
+        call this, is gathered.
+      separator: What stands between keys.
+
+    Returns:
+      Name -> array, in tree order.
+
+    Raises:
+      ValueError: A leaf is no array, or is a key; or two leaves have one name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"dense": [jnp.ones((2, 3)), jnp.zeros(3)], "scale": jnp.ones(())}
+      >>> {name: x.shape for name, x in flat_parameters(params).items()}
+      {'dense/0': (2, 3), 'dense/1': (3,), 'scale': ()}
+    """
+    check_text("separator", separator, "what stands between keys, such as '/'")
+    named = _named(params, separator)
+    values = jax.device_get(saved_values([x for _, x in named]))
+    names = [name for name, _ in named]
+    return dict(zip(names, map(np.asarray, values), strict=True))
+
+
+@door
+def save_parameters(path: str | os.PathLike[str], params: PyTree) -> None:
+    """Write parameters to a file of safetensors, which any framework reads.
+
+    Args:
+      path: The file, local or such as ``"gs://bucket/model.safetensors"``; its folder
+        is made, and a file there is replaced. Of several processes, which all call
+        this, the first writes.
+      params: As of `flat_parameters`, by whose names the file has them.
+
+    Raises:
+      ValueError: safetensors is not installed, the file cannot be written, or as of
+        `flat_parameters`.
+
+    Example:
+      >>> import jax.numpy as jnp, tempfile
+      >>> from safetensors.flax import load_file
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_parameters(f"{folder}/a.safetensors", {"w": jnp.ones(3)})
+      ...     print(load_file(f"{folder}/a.safetensors"))
+      {'w': Array([1., 1., 1.], dtype=float32)}
+    """
+    files = require("safetensors.numpy", "save_parameters", "safetensors")
+    where = checked_path("path", path, "a file")
+    flat = flat_parameters(params)
+    content = files.save({k: np.asarray(x, order="C") for k, x in flat.items()})
+
+    def write() -> None:
+        beside = where.parent / f"{where.name}.{os.getpid()}.part"
+        with opening("path", where):
+            where.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(content)
+            beside.replace(where)  # so that no reader finds half a file
+
+    call_on_first_process(write)
+
+
+@door
+def load_parameters(path: str | os.PathLike[str], like: PyTree) -> PyTree:
+    """The parameters of a file of `save_parameters`, in the structure of others.
+
+    Args:
+      path: The file, as there.
+      like: A tree of arrays, or of ``jax.ShapeDtypeStruct``: its structure, names,
+        shapes and dtypes are used, its values are not.
+
+    Returns:
+      A tree like ``like`` of host arrays, such as ``step.init`` takes.
+
+    Raises:
+      ValueError: The file cannot be read; or a name, shape or dtype differs: names all.
+
+    Example:
+      >>> import jax.numpy as jnp, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     save_parameters(f"{folder}/a.safetensors", {"w": jnp.ones(3)})
+      ...     load_parameters(f"{folder}/a.safetensors", {"w": jnp.zeros(3)})
+      {'w': array([1., 1., 1.], dtype=float32)}
+    """
+    files = require("safetensors", "load_parameters", "safetensors")
+    where = checked_path("path", path, "a file")
+    try:
+        found = dict(files.deserialize(where.read_bytes()))
+    except (OSError, files.SafetensorError) as error:
+        raise ValueError(f"path={str(where)!r} cannot be read: {error}.") from error
+    named = _named(like, "/", shapes=True)
+    there = {
+        name: f"{_DTYPES.get(x['dtype'], x['dtype'])}{list(x['shape'])}"
+        for name, x in found.items()
+    }
+    if problems := unlike(there, {name: _kind(x) for name, x in named}):
+        raise ValueError(
+            f"The parameters in {str(where)!r} are not those of like: "
+            f"{listed(problems)}."
+        )
+    arrays = [
+        np.frombuffer(found[name]["data"], x.dtype).reshape(x.shape).copy()
+        for name, x in named
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
+
+
+@door
+def parameter_table(params: PyTree, *, max_rows: int = 40) -> str:
+    """Each parameter's name, shape, dtype, bytes, bytes on each device and layout.
+
+    Args:
+      params: As of `flat_parameters`; or a whole state, or shapes.
+      max_rows: The most to show.
+
+    Returns:
+      A table of text, for ``print``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(parameter_table({"dense": {"kernel": jnp.ones((2, 3))}}))
+      Parameters
+        leaf          shape   dtype    bytes  on each device  layout
+        dense/kernel  [2, 3]  float32   24 B            24 B  one device
+        1 leaf, 24 B; 24 B on each device
+    """
+    check_whole("max_rows", max_rows)
+    named = _named(params, "/", shapes=True, keys=True)
+    leaves = [(name, x, None) for name, x in named]
+    return as_text([leaf_table("Parameters", leaves, max_rows)])
+
+
+def _named(
+    params: PyTree, separator: str, *, shapes: bool = False, keys: bool = False
+) -> list[tuple[str, Any]]:
+    """``(name, array)`` of each leaf, in tree order."""
+    refuse_unheld("params", params, shapes=shapes)
+    found = []
+    for path, box in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_box):
+        [leaf] = jax.tree.leaves(box)
+        name = jax.tree_util.keystr(path, simple=True, separator=separator)
+        if is_key(leaf) and not keys:
+            raise ValueError(
+                f"params has a random key, {name!r}, which no file of numbers holds."
+                " Pass the parameters alone, such as nnx.split(model, nnx.Param,"
+                " ...)[1], or jax.random.key_data of it."
+            )
+        found.append((name or "params", leaf))
+    names = [name for name, _ in found]
+    if twice := sorted({x for x in names if names.count(x) > 1}):
+        raise ValueError(
+            f"Two parameters are called {twice[0]!r}: their keys have {separator!r} in"
+            " them. Give flat_parameters another separator=, or rename a key."
+        )
+    return found
+
+
+# By the names of safetensors, whose own reader knows those of NumPy alone.
+_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "C64": "complex64",
+}
+
+# Flax's boxes around an array; where its modules are not imported, there are none.
+_BOXES = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
+
+
+def _is_box(x: Any) -> bool:
+    """Whether it is one of Flax's boxes, around one array."""
+    there = [getattr(sys.modules[k], v) for k, v in _BOXES.items() if k in sys.modules]
+    return isinstance(x, tuple(there)) and len(jax.tree.leaves(x)) == 1
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
