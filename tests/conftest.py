@@ -13,7 +13,7 @@ import pytest
 import quickly
 from checkout import TESTS
 
-from towerjax.check.audit.kept import ASKED, Asked
+from towerjax.check import first_call
 from towerjax.mesh import placement
 
 # Before JAX looks for devices, as programs do.
@@ -51,7 +51,7 @@ def pytest_runtest_setup(item):
     Before the test's fixtures, of which those of a module come first.
     """
     name = item.module.__name__.rpartition(".")[2]
-    ASKED.set(Asked(by_default=name in AUDITED))
+    first_call.CHECKS_UNASKED = name in AUDITED
     is_optimized = re.search("bits|hash|in_place", item.name) is not None
     is_optimized |= item.module.__name__.rpartition(".")[2] in OPTIMIZED
     quickly.compiled(not is_optimized)

@@ -21,7 +21,7 @@ from flax import linen as nn
 from jax.experimental import io_callback
 
 import towerjax as tj
-from towerjax.check import examine
+from towerjax.check import first_call
 from towerjax.check.audit import kept as audited
 from towerjax.check.audit.comparison import AuditReport, NotAudited
 from towerjax.check.equality.told import NotProved, StepEquality
@@ -37,18 +37,16 @@ ONE = tj.OneDevice()
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The audits that were run, one entry each; none is known before."""
+    """The audits that were run, one entry each."""
     found = []
-    run_audit = examine.run_audit
+    run_audit = first_call.run_audit
 
     def counted(*args, **options):
         found.append(run_audit(*args, **options))
         return found[-1]
 
-    monkeypatch.setattr(examine, "run_audit", counted)
-    forget()
+    monkeypatch.setattr(first_call, "run_audit", counted)
     yield found
-    forget()
 
 
 @functools.cache
@@ -62,13 +60,8 @@ def counted(runs, monkeypatch):
     found = report()
     runs.clear()
     give = lambda *_, **options: runs.append(found) or found  # noqa: E731
-    monkeypatch.setattr(examine, "run_audit", give)
+    monkeypatch.setattr(first_call, "run_audit", give)
     return runs
-
-
-def forget():
-    """As in another process."""
-    audited._in_memory.cache_clear()
 
 
 def one_of(x):
@@ -336,8 +329,17 @@ def test_each_mode_of_a_model_is_proved_unasked(runs, mode):
     assert not runs
 
 
+@pytest.fixture
+def cache():
+    """Sets the folder of JAX's cache."""
+    before = jax.config.jax_compilation_cache_dir
+    yield functools.partial(jax.config.update, "jax_compilation_cache_dir")
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
 @pytest.mark.slow
-def test_a_program_is_audited_once(counted):
+def test_a_program_is_audited_once(counted, tmp_path, cache):
+    cache(str(tmp_path))
     evaluate = evaluation(False)
     first = step_of()
     state = train(first)
@@ -360,21 +362,12 @@ def test_a_program_is_audited_once(counted):
     assert len(counted) == 7
 
 
-@pytest.fixture
-def cache():
-    """Sets the folder of JAX's cache."""
-    before = jax.config.jax_compilation_cache_dir
-    yield functools.partial(jax.config.update, "jax_compilation_cache_dir")
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.mark.slow
 def test_a_verdict_stays_beside_the_programs_of_a_cache(
     counted, tmp_path, monkeypatch, cache
 ):
     cache(str(tmp_path))
     train(step_of())
-    forget()
     step = step_of()
     train(step)
     assert len(counted) == 1 and step.audit_report == counted[0]
@@ -386,12 +379,10 @@ def test_a_verdict_stays_beside_the_programs_of_a_cache(
     changed = {**kept, "report": {**kept["report"], "examples": 80}}
     for text in (other.read_text(), json.dumps(changed), path.read_text()[:-9]):
         path.write_text(text)
-        forget()
         counted.clear()
         train(step_of())
         assert len(counted) == 1
     # One of another version.
-    forget()
     counted.clear()
     monkeypatch.setattr(audited, "__version__", "0.0.1")
     train(step_of())
@@ -422,14 +413,15 @@ def test_a_record_that_cannot_be_kept_is_a_line(tmp_path, monkeypatch, cache, na
             raise kind(errno.ENOSPC, "No space left")
 
         monkeypatch.setattr(where, what, fail)
-    forget()
     with pytest.warns(UserWarning, match="has passed, but its record cannot be kept"):
-        audited.keep("program", some_report())
-    assert audited.verdict_on("program") == some_report()
-    forget()
-    assert audited.verdict_on("program") is None
+        audited.keep("program", some_report(), audited.folders_of_records())
+    assert known_verdict() is None
     monkeypatch.undo()
     assert not [*tmp_path.rglob("*program*")]
+
+
+def known_verdict():
+    return audited.verdict_on("program", audited.folders_of_records())
 
 
 def some_report():
@@ -439,9 +431,8 @@ def some_report():
 def test_a_record_is_read_and_written_through_no_symbolic_link(tmp_path, cache):
     outside = tmp_path / "outside"
     folder = tmp_path / "cache" / "audited"
-    forget()
     cache(str(tmp_path / "other"))
-    audited.keep("program", some_report())
+    audited.keep("program", some_report(), audited.folders_of_records())
     record = (tmp_path / "other" / "audited" / "program.json").read_text()
     cache(str(tmp_path / "cache"))
     for link, target in (folder / "program.json", outside), (folder, tmp_path / "out"):
@@ -451,12 +442,11 @@ def test_a_record_is_read_and_written_through_no_symbolic_link(tmp_path, cache):
         outside.write_text(record)
         (tmp_path / "out" / "program.json").write_text(record)
         link.symlink_to(target)
-        forget()
-        assert audited.verdict_on("program") is None
+        assert known_verdict() is None
         outside.write_text("mine")
         (tmp_path / "out" / "program.json").write_text("mine")
         with pytest.warns(UserWarning, match="is a symbolic link"):
-            audited.keep("program", some_report())
+            audited.keep("program", some_report(), audited.folders_of_records())
         assert outside.read_text() == "mine"
         assert [x.read_text() for x in (tmp_path / "out").iterdir()] == ["mine"]
 
@@ -488,13 +478,11 @@ def test_a_malformed_record_is_none(tmp_path, cache):
     path.parent.mkdir()
     for text in [*FORGED, sealed(), b"\xff"]:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        forget()
-        found = audited.verdict_on("program")
+        found = known_verdict()
         assert found == (some_report() if text == sealed() else None), text
     path.unlink()
     os.mkfifo(path)
-    forget()
-    assert audited.verdict_on("program") is None
+    assert known_verdict() is None
 
 
 @pytest.mark.slow
@@ -536,11 +524,9 @@ def test_a_run_that_goes_on_is_not_audited_again(counted, tmp_path, capsys):
         return capsys.readouterr().err
 
     assert "audited in" in go(2)
-    forget()
     assert "audited before: 4 values are the same" in go(4)
     assert len(counted) == 1
     shutil.rmtree(tmp_path / "audited")
-    forget()
     go(6)
     assert len(counted) == 2
 
@@ -634,8 +620,7 @@ def test_what_no_audit_expects_is_raised_and_names_the_audit(monkeypatch, kind, 
     def broken(*_, **__):
         raise kind("gradient.w")
 
-    forget()
-    monkeypatch.setattr(examine, "run_audit", broken)
+    monkeypatch.setattr(first_call, "run_audit", broken)
     with pytest.raises(kind, match="gradient.w") as error:
         train(step_of(audit=audit))
     assert error.value.__notes__[0].startswith("The audit ran into this")
@@ -658,13 +643,13 @@ def test_nothing_says_audited_of_what_was_not(runs):
 def test_no_time_is_that_of_the_audit(counted, monkeypatch, way):
     now = time.perf_counter
     audit_s = [0.0]
-    run_audit = examine.run_audit
+    run_audit = first_call.run_audit
 
     def long(*args, **options):
         audit_s[0] += 1e6
         return run_audit(*args, **options)
 
-    monkeypatch.setattr(examine, "run_audit", long)
+    monkeypatch.setattr(first_call, "run_audit", long)
     monkeypatch.setattr(time, "perf_counter", lambda: now() + audit_s[0])
 
     def build(rate):
@@ -774,14 +759,6 @@ def test_rows_that_are_meant_to_meet_are_not_audited_on_one_tower(runs):
     step = step_of(waves, ONE)
     train(step)
     assert step.unproved is not None  # it was looked at, and found to be right
-
-
-def test_what_is_asked_for_ends_with_its_block():
-    before = audited.ASKED.get()
-    with audited.asked(audit=True, folder="x"):
-        inner = dataclasses.replace(before, audit=True, folder="x")
-        assert audited.ASKED.get() == inner
-    assert audited.ASKED.get() == before
 
 
 def test_a_gradient_is_open_where_a_term_of_its_loss_is():

@@ -26,7 +26,7 @@ def says_of(step, state=None, batch=BATCH):
     state = step.init(PARAMS, rng=jax.random.key(0)) if state is None else state
     engine, state = step.policy.audited(step.engine, state)
     rows = len(jax.tree.leaves(batch)[0]) // step.num_parts
-    given = engine, step.strategy, state, batch, rows, step._placer.may_pad
+    given = engine, step.strategy, state, batch, rows, step.placer.may_pad
     return {x.leaf: x for x in equalities_of(StepToProve(*given))}
 
 

@@ -159,6 +159,11 @@ class Placer:
         # alive, whether it may wrap, and what makes each leaf an argument.
         self._templates: dict[Any, tuple[PlacedBatch, bool, list[Any]]] = {}
 
+    @property
+    def batch_rows(self) -> frozenset[int]:
+        """The sizes of batches so far to which smaller ones are padded."""
+        return frozenset(self.full_sizes.values())
+
     def expect(self, sizes: Iterable[int]) -> None:
         """Pad as if batches of so many examples had been placed before."""
         new = [n for n in sorted(sizes) if n > max(self.full_sizes, default=0)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from towerjax.check.audit.kept import asked
 from towerjax.data.feed import Batches
 from towerjax.data.placer import PlacedBatch
 from towerjax.data.shard import Signature
@@ -175,21 +174,14 @@ class Loop:
     def _compile(self, placed: PlacedBatch) -> None:
         start_s = time.perf_counter()
         self._progress.phase(self.point.number + 1, "compiling")
-        step = self._step
-        wanted = self._options.audit
-        before_s = self._step.audit_s
         folder = None if self._saving is None else self._saving.directory
-        with asked(audit=wanted, folder=folder):
-            program = step.program(self.point.state, placed)
-            if wanted and step.unproved is None:  # it was compiled before
-                step.prove_or_audit(self.point.state, placed)
-        if step.audit_note:
-            self._progress.note(step.audit_note)
-            step.audit_note = ""
-        audit_s = step.audit_s - before_s
-        self._log.aside_s += audit_s
-        self._log.compile_s += time.perf_counter() - start_s - audit_s
-        self._flops[placed.signature] = program.flops
+        asked = {"audit": self._options.audit, "folder": folder}
+        made = self._step.prepare(self.point.state, placed, **asked)
+        if made.note:
+            self._progress.note(made.note)
+        self._log.aside_s += made.seconds
+        self._log.compile_s += time.perf_counter() - start_s - made.seconds
+        self._flops[placed.signature] = made.program.flops
 
     def _save(self, *, last: bool = False) -> None:
         """Begin to save the state; if it is the ``last``, wait until it is saved."""

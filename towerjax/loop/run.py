@@ -141,7 +141,7 @@ def run(
     check_batches("batches", batches)
     _require_same_work(step.strategy.placement, batches, options, step_number(state))
     if isinstance(batches, Batches):  # which may be at a smaller last one
-        step.expect_batch_rows([batches.most_rows])
+        step.placer.expect([batches.most_rows])
     point = Point(state, Watch(rules_of(options.early_stopping)))
     # Of several processes JAX is sent SIGTERM, and all end after the same step.
     saving = options.checkpointer

@@ -2,50 +2,40 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import jax
 
-from towerjax.check.audit.comparison import AuditReport
-from towerjax.check.equality.told import NO_ROWS
-from towerjax.check.examine import Examined
 from towerjax.data.placer import PlacedBatch, Placer
-from towerjax.mesh.transfer import place
+from towerjax.step.run.checked import Checked
+from towerjax.step.run.compile import Program
 from towerjax.step.run.engine import Engine, StepOptions
 from towerjax.step.run.policies import Read, StatePolicy
 from towerjax.step.run.programs import Programs
+from towerjax.step.run.prove import Proof
+from towerjax.step.run.trace import Traced
 from towerjax.step.run.verdicts import Verdicts
-from towerjax.step.state.checks import (
-    OF_THIS_STEP,
-    OTHER_STATE,
-    check_is_state,
-    check_made_for,
-    check_not_donated,
-    check_num_towers,
-    is_usable,
-)
+from towerjax.step.state.checks import OF_THIS_STEP, OTHER_STATE, is_usable
 from towerjax.step.state.faults import NonFiniteError, Place
-from towerjax.step.state.train_state import (
-    TrainState,
-    check_params,
-    init_state,
-    join_local,
-    make_on_devices,
-    split_state,
-    state_layout,
-)
+from towerjax.step.state.first_state import first_shapes, first_state, placed_state
+from towerjax.step.state.train_state import TrainState, split_state
 from towerjax.towers.strategies import Strategy
 from towerjax.types import Metrics, PyTree
 from towerjax.types.door import door, doors
 from towerjax.types.leaves import check_like
 from towerjax.types.missing import explain_missing
 
+if TYPE_CHECKING:
+    from towerjax.check.audit.comparison import AuditReport
+    from towerjax.check.first_call import Prepared
+    from towerjax.check.report.report import StepReport
+
 _Result = TypeVar("_Result")
 
 
 @doors
-class Step(Examined, Generic[_Result]):
+class Step(Generic[_Result]):
     """A pure step: ``(state, batch) -> (state, metrics)``.
 
     Made by `build_train_step` and `build_step`; those of `build_eval_step` and
@@ -70,15 +60,11 @@ class Step(Examined, Generic[_Result]):
         self.remake = remake
         placement = strategy.placement
         remainder = options.remainder
-        self._placer = placer or Placer(
+        self.placer = placer or Placer(
             placement, remainder=remainder, micro_batches=options.micro_batches
         )
-        self.num_parts = self._placer.calls  # T A: how many tower calls share a batch
-        # What its audit found, of it or of the same program; and the seconds of audits.
-        self.audit_report: AuditReport | None = None
-        self.audit_s = 0.0
-        self.audit_note = ""
-        self.is_to_be_audited = True
+        self.num_parts = self.placer.calls  # T A: how many tower calls share a batch
+        self.checked = Checked()
         # Not where the bits of a sum have to be those that other programs give.
         leaves_out = not strategy.cross_tower_ops.needs_every_tower
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
@@ -95,6 +81,16 @@ class Step(Examined, Generic[_Result]):
     def is_audited(self) -> bool:
         """Whether an audit of the step, or of the same program, has passed it."""
         return self.audit_report is not None
+
+    @property
+    def audit_report(self) -> "AuditReport | None":
+        """What an audit of the step, or of the same program, has found."""
+        return self.checked.report
+
+    @property
+    def unproved(self) -> Mapping[str, str] | None:
+        """Why a leaf is not proved equal to one tower; None before the first call."""
+        return self.checked.unproved
 
     @property
     def fn(self) -> Callable[[TrainState, PyTree], _Result]:
@@ -116,12 +112,13 @@ class Step(Examined, Generic[_Result]):
           >>> float(state.params), metrics["loss"].tolist()
           (5.0, [5.0, 9.0])
         """
+        from towerjax.check.questions import prove_traced
 
         def fn(state: TrainState, batch: PyTree) -> _Result:
             given = self.policy.as_state(state)
-            placed = self._placer.fit_traced(batch)
-            self.prove_alone(given, placed.args, NO_ROWS)
-            out = self.programs.trace(split_state(given), placed)
+            placed = self.placer.fit_traced(batch)
+            hook = functools.partial(prove_traced, self, state=given, batch=placed)
+            out = self.programs.trace(split_state(given), placed, hook)
             return self.policy.result(given, out, placed)
 
         return door(fn)
@@ -157,24 +154,8 @@ class Step(Examined, Generic[_Result]):
             this machine.
         """
         makes = self.trained.policy.makes
-        make = makes.get("opt_state", lambda _: ())
-        make = (lambda _: opt_state) if opt_state is not None else make
-        made = {}
-        first = params
-        # A function, and not a library's model, which may be called, too.
-        if hasattr(params, "__name__") or isinstance(params, functools.partial):
-            made = make_on_devices(self.strategy, params, make, rng)
-            params = made["params"]
-            first = 0.0
-
-            def make(_):
-                return ()
-
-        if more := makes.get("local", lambda _: {})(params):
-            local = join_local(local, more)
-        parts = self.strategy, first, make(check_params(first)), local
-        state = init_state(*parts, like=made.get("params"), rng=rng, extra=extra)
-        return dataclasses.replace(state, **made)
+        given = {"opt_state": opt_state, "local": local, "extra": extra, "rng": rng}
+        return first_state(self.strategy, makes, params, **given)
 
     @property
     def trained(self) -> "Step[_Result]":
@@ -199,24 +180,8 @@ class Step(Examined, Generic[_Result]):
         Raises:
           ValueError: Its tower-local variables have another number of towers.
         """
-        if isinstance(self.policy, Read):
-            return self.start(state)
-        check_is_state(state)
-        check_not_donated(state)
-        check_num_towers(state, self.strategy.placement.num_towers)
-        layouts = state_layout(self.strategy)
-        placed = place(state, self.strategy.placement, layouts, state.params)
-        check_made_for(placed, self.strategy)
-        return placed
-
-    @property
-    def batch_rows(self) -> frozenset[int]:
-        """The sizes of batches so far to which smaller ones are padded."""
-        return frozenset(self._placer.full_sizes.values())
-
-    def expect_batch_rows(self, sizes: Iterable[int]) -> None:
-        """Pad smaller batches as after ``batch_rows`` of these sizes, of any towers."""
-        self._placer.expect(sizes)
+        reads = isinstance(self.policy, Read)
+        return self.start(state) if reads else placed_state(self.strategy, state)
 
     def dispatch(
         self, state: TrainState, batch: PlacedBatch
@@ -235,14 +200,14 @@ class Step(Examined, Generic[_Result]):
         policy = self.policy
         programs = self.programs
         taken = policy.take(state)
-        audit = None
+        hook = None
         state = self.start(state) if taken is None else taken
         kind = policy.kind(state)
         if programs.known(batch, kind) is None or not is_usable(state):
             state = self.start(state)
-            audit = functools.partial(self.prove_or_audit, state, batch)
+            hook = functools.partial(self.before_first, state=state, batch=batch)
         first = split_state(state)
-        program = programs.program(first, batch, kind, audit)
+        program = programs.program(first, batch, kind, hook)
         try:
             return state, programs(program, first, batch, *verdict)
         except (RuntimeError, TypeError, ValueError):
@@ -278,7 +243,7 @@ class Step(Examined, Generic[_Result]):
         """
         at = getattr(state, "step", None)  # by which its verdict is known
         self.verdicts.check(at)
-        placed = self._placer.place(batch, by_call=True)
+        placed = self.placer.place(batch, by_call=True)
         if not self.engine.gives_verdict:
             return self.policy.result(*self.outputs(state, placed), placed)
         line = self.verdicts.take(at)
@@ -289,6 +254,209 @@ class Step(Examined, Generic[_Result]):
         finally:
             self.verdicts.put(line)
         return self.policy.result(before, out, placed)
+
+    def start(self, state: PyTree) -> TrainState:
+        """The state to start a loop from: the same, checked, its numbers placed."""
+        last = self.programs.last
+        return self.policy.start(state, None if last is None else last.state)
+
+    def shapes(
+        self,
+        params: PyTree,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> TrainState:
+        """The shapes of the state before the first step, without any device.
+
+        Arguments are as for `init`, or ``jax.ShapeDtypeStruct`` in place of arrays.
+
+        Returns:
+          A ``TrainState`` of ``jax.ShapeDtypeStruct``.
+        """
+        given = {"opt_state": opt_state, "local": local, "extra": extra}
+        return first_shapes(self.strategy, self.policy.made, params, **given)
+
+    def place_batch(self, batch: PyTree) -> PlacedBatch:
+        """The batch checked, padded or cut, and placed with its towers.
+
+        Args:
+          batch: A pytree of NumPy or JAX arrays ``[B, ...]``.
+
+        Returns:
+          A ``PlacedBatch``, which the step takes as it takes a batch.
+
+        Raises:
+          ValueError: The batch is malformed, or does not divide.
+        """
+        return self.placer.place(batch)
+
+    def check(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        *,
+        opt_state: PyTree = (),
+        local: PyTree = None,
+        extra: PyTree = None,
+    ) -> Proof:
+        """The proof that towers stay the same, and equal one, without any device.
+
+        Args:
+          params: Arrays or ``jax.ShapeDtypeStruct``; or a whole state of such.
+          batch: A global batch, arrays or shapes ``[B, ...]``.
+          opt_state: As for `init`, arrays or shapes; a train step makes it.
+          local: Tower-local variables, as for ``init``, arrays or shapes.
+          extra: As for `init`, arrays or shapes.
+
+        Returns:
+          The ``Proof``, with the collectives of the step; ``proof.unproved`` says of
+          each merged leaf that is not proved equal to one tower why it is not.
+
+        Raises:
+          ReplicationError: A result depends on the tower, or a collective could
+            hang; names leaf and line.
+          SplitError: A leaf is proved to depend on how the batch is split, unless the
+            step was built with ``audit=False``.
+          ValueError: The batch is malformed, or does not divide.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params * batch["x"], tower.weight)
+          >>> strategy = tj.Mirrored(towers=4096)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), strategy)
+          >>> spec = jax.ShapeDtypeStruct((8192,), jnp.float32)
+          >>> proof = step.check(jax.ShapeDtypeStruct((), jnp.float32), {"x": spec})
+          >>> proof, proof.unproved
+          (Proof(collectives: psum of 16 bytes; equal to one tower), {})
+        """
+        from towerjax.check.questions import prove_step
+
+        state = params
+        if not isinstance(state, TrainState):
+            state = self.shapes(state, opt_state=opt_state, local=local, extra=extra)
+        return prove_step(self, state, batch)
+
+    def program(self, state: PyTree, batch: PyTree) -> Program:
+        """The compiled program for such a batch; compiles it if need be.
+
+        Args:
+          state: The state; for absent devices its shapes, or those of parameters.
+          batch: A global batch, or one placed before; for absent devices shapes.
+
+        Returns:
+          A ``Program``: ``.call.as_text()`` is the compiler's own text.
+        """
+        from towerjax.check.questions import program_of
+
+        return program_of(self, state, batch)
+
+    def report(
+        self, state: PyTree, batch: PyTree, *, timed_calls: int = 0
+    ) -> "StepReport":
+        """What the compiler made of the step for such a batch.
+
+        Args:
+          state: The state; it is kept. For absent devices shapes: of parameters, or
+            what ``step.shapes`` gives.
+          batch: A global batch, or one placed before; for absent devices shapes.
+          timed_calls: So many calls are timed, on a copy of the state, which needs
+            its memory once more; 0 times none.
+
+        Returns:
+          A `StepReport`: collectives, FLOPs, memory, times.
+
+        Raises:
+          ValueError: As a step's call.
+        """
+        from towerjax.check.questions import report_step
+
+        return report_step(self, state, batch, timed_calls)
+
+    def audit(self, state: PyTree, batch: PyTree) -> "AuditReport":
+        """Run two towers and one tower of the same rows, and compare what is merged.
+
+        On one device, with so many rows for each of the two as a tower function gets;
+        where batches may be padded, once more with half as many for the second, and
+        with more padding on the one. Loss, gradients, metrics and every other merged
+        value are compared; ``tower.rng`` draws the same for all rows. Nothing is
+        updated, and the state is kept.
+
+        Args:
+          state: As for a call.
+          batch: A global batch of at least two examples, or one placed before.
+
+        Returns:
+          An `AuditReport` of what was compared.
+
+        Raises:
+          SplitError: A leaf depends on how the rows were split: names the leaf, both
+            numbers, and what to write instead.
+          ValueError: As a step's call.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(w, batch, tower):
+          ...     return tj.Weighted(((w - batch) ** 2).sum(), 1.0)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> try:
+          ...     step.audit(step.init(0.0), np.arange(4, dtype=np.float32))
+          ... except tj.testing.SplitError as error:
+          ...     [finding.leaf for finding in error.findings]
+          ['loss', 'gradient']
+        """
+        from towerjax.check.first_call import audited
+
+        return audited(self, state, batch)
+
+    def locate(
+        self, state: TrainState, batch: PyTree, *, number: int | None = None
+    ) -> tuple[Place, ...]:
+        """Which towers' values of a step are not finite, before any reduction.
+
+        Runs the towers once more, in a program of its own, without an update.
+
+        Args:
+          state: The state before the step, or after it if it was refused.
+          batch: The step's batch.
+          number: The step's, ``error.step`` of a refused one; None is the state's next.
+
+        Returns:
+          The places, pass after pass: after one, all towers may have what one had.
+
+        Example:
+          >>> import numpy as np, optax, towerjax as tj
+          >>> def loss_fn(params, batch, tower):
+          ...     return tj.Weighted.mean(params["w"] * batch["x"], tower.weight)
+          >>> step = tj.build_train_step(loss_fn, optax.sgd(0.1), tj.Mirrored(towers=2))
+          >>> batch = {"x": np.array([1, 2, np.inf, 4], np.float32)}
+          >>> [place] = step.locate(step.init({"w": 0.0}), batch)[1:]
+          >>> place.tower, place.leaf, place.part, place.kind
+          (1, 'params/w', 'gradient', 'infinity')
+        """
+        from towerjax.check.questions import locate_nonfinite
+
+        return locate_nonfinite(self, state, batch, number)
+
+    def prepare(self, state: PyTree, batch: PlacedBatch, **asked: Any) -> "Prepared":
+        """Compile and check the step for such a batch, as its first call does.
+
+        What is ``asked`` are fields of `Asked`. Returns the program, what nobody has
+        been told yet of the proof and the audit, and how many seconds they took.
+        """
+        from towerjax.check.first_call import Asked, prepare
+
+        return prepare(self, state, batch, Asked(**asked))
+
+    def before_first(
+        self, traced: Traced, state: TrainState, batch: PlacedBatch
+    ) -> None:
+        """Prove or audit the step before the first call of such a batch."""
+        from towerjax.check.first_call import before_first
+
+        before_first(self, traced, state, batch)
 
     def settle(self) -> None:
         """Wait for the steps so far and read their verdicts, at the end of a loop.

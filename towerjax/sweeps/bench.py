@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from towerjax.check.audit.kept import asked
 from towerjax.loop.checkpoint.record import library_versions
 from towerjax.loop.files import checked_path, read_lines
+from towerjax.step.step import Step
 from towerjax.sweeps import grid as of_grid
 from towerjax.sweeps.grid import Config, Grid, Line, RowTable
 from towerjax.sweeps.turns import Interval, calls_in, in_turns, interval_of_median
@@ -257,8 +257,9 @@ def _timed(job: Line) -> Line:
         contenders[name] = own = Contender(call, state, place(batch))
         jax.monitoring.register_event_listener(listen)
         try:
-            with asked(audit=False):
-                losses = [own.loss()]
+            if isinstance(call, Step):
+                call.prepare(state, own.batch, audit=False)
+            losses = [own.loss()]
         finally:
             jax.monitoring.unregister_event_listener(listen)
         if not name:

@@ -329,13 +329,13 @@ def _trained(
     """Train members of these numbers; yield the record of each."""
     start_s = time.perf_counter()
     step = members.step
-    start_s -= step.audit_s  # of the members before
+    start_s -= step.checked.seconds  # of the members before
     try:
         state, history = train(step, members.begin(numbers))
     except BaseException as error:
         error.add_note(f"This is the training of {listed(map(str, configs))}.")
         raise
-    seconds = (time.perf_counter() - start_s - step.audit_s) / len(configs)
+    seconds = (time.perf_counter() - start_s - step.checked.seconds) / len(configs)
     failed: BaseException | None = None
     left: list[tuple[Config, TrainState]] = []
     for i, config in enumerate(configs):

@@ -1,8 +1,7 @@
-"""Which programs are to be audited, and which were: verdicts, kept once a program."""
+"""Which programs can be audited, and which were: verdicts, kept once a program."""
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -10,8 +9,7 @@ import os
 import pathlib
 import re
 import secrets
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
 import jax
@@ -37,29 +35,6 @@ _MOST_BYTES = 10_000_000  # of a record: what is longer is cut, and is none
 _SMALL = ". Run step.audit(state, batch) with a small model of its kind"
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What is asked for around a step's first call: by a run, a benchmark, a test."""
-
-    audit: bool | None = None  # goes before what the step was built with
-    folder: str | None = None  # where verdicts are kept, too
-    by_default: bool = True  # what steps do that nobody asked
-
-
-_NOT_ASKED = Asked()
-ASKED: ContextVar[Asked] = ContextVar("asked", default=_NOT_ASKED)
-
-
-@contextlib.contextmanager
-def asked(**changes: Any) -> Iterator[None]:
-    """Around the first calls of steps: other fields of `Asked`."""
-    token = ASKED.set(dataclasses.replace(ASKED.get(), **changes))
-    try:
-        yield
-    finally:
-        ASKED.reset(token)
-
-
 @contextlib.contextmanager
 def noting_its_audit() -> Iterator[None]:
     """Around an audit that was asked for: errors say how to leave it out."""
@@ -70,13 +45,6 @@ def noting_its_audit() -> Iterator[None]:
     except Exception as error:
         error.add_note("The audit ran into this; audit=False leaves it out.")
         raise
-
-
-def is_wanted(audit: bool | None) -> bool | None:
-    """Whether a step built with ``audit=`` is audited; None: if it can be."""
-    now = ASKED.get()
-    wanted = audit if now.audit is None else now.audit
-    return False if wanted is None and not now.by_default else wanted
 
 
 def told_not_audited(error: NotAudited) -> str:
@@ -144,24 +112,28 @@ def _constants_in(jaxpr: ClosedJaxpr) -> Iterator[jax.Array]:
             yield from (x.val for x in eqn.invars if isinstance(x, Literal))
 
 
-def verdict_on(program: str | None) -> AuditReport | None:
+def folders_of_records(*others: str | None) -> list[str]:
+    """Where verdicts are kept: beside JAX's programs, and in ``others``."""
+    config: Any = jax.config
+    folders = [config.jax_compilation_cache_dir, *others]
+    return [os.fspath(folder) for folder in folders if folder]
+
+
+def verdict_on(program: str | None, folders: Sequence[str]) -> AuditReport | None:
     """What an audit of the program found, if any is kept; the same on all processes."""
     if program is None:
         return None
-    fields = call_on_first_process(lambda: _read(program))
+    fields = call_on_first_process(lambda: _read(program, folders))
     return fields and _report_of(fields)
 
 
-def keep(program: str | None, report: AuditReport) -> None:
-    """Keep a verdict in memory and in the folders there are; say where it cannot be."""
-    if program is None:
+def keep(program: str | None, report: AuditReport, folders: Sequence[str]) -> None:
+    """Keep a verdict in these folders; say where it cannot be."""
+    if program is None or jax.process_index() != 0:
         return
     fields = json.loads(json.dumps(dataclasses.asdict(report)))
-    _in_memory()[program] = fields
-    if jax.process_index() != 0:
-        return
     text = json.dumps({"report": fields, "seal": _seal(program, fields)})
-    for folder in _folders():
+    for folder in folders:
         try:
             _write(folder, program, text)
         except Exception as error:  # a store raises what it likes
@@ -171,22 +143,13 @@ def keep(program: str | None, report: AuditReport) -> None:
             )
 
 
-@functools.cache
-def _in_memory() -> dict[str, dict[str, Any]]:
-    """The verdicts of this process."""
-    return {}
-
-
-def _read(program: str) -> dict[str, Any] | None:
+def _read(program: str, folders: Sequence[str]) -> dict[str, Any] | None:
     """The fields of the program's report; what is no record of ours is none at all."""
-    if program in _in_memory():
-        return _in_memory()[program]
-    for folder in _folders():
+    for folder in folders:
         with contextlib.suppress(Exception):
             kept = json.loads(_read_text(folder, program))
             fields = kept["report"]
             if kept["seal"] == _seal(program, fields) and _report_of(fields):
-                _in_memory()[program] = fields
                 return fields
     return None
 
@@ -214,13 +177,6 @@ def _seal(program: str, fields: dict[str, Any]) -> str:
     """
     text = json.dumps([program, fields], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _folders() -> list[str]:
-    """Where verdicts are kept: beside JAX's programs, and in the folder of a run."""
-    config: Any = jax.config
-    folders = [config.jax_compilation_cache_dir, ASKED.get().folder]
-    return [os.fspath(folder) for folder in folders if folder]
 
 
 def _write(folder: str, program: str, text: str) -> None:

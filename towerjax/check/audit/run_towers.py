@@ -27,7 +27,6 @@ from towerjax.metrics.state import compute, has_value
 from towerjax.metrics.weighted import Means
 from towerjax.step.run.engine import Engine, Passes
 from towerjax.step.run.programs import refuse_unread_weight
-from towerjax.step.run.prove import prove
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.state.accumulators import is_typed, key_name
 from towerjax.step.state.train_state import STATE_LAYOUT, TrainState, split_state
@@ -141,7 +140,7 @@ class Towers:
     def prove(self, split: RowsToRun) -> None:
         """Refuse what a step of so many towers refuses, and padding that counts."""
         placed = self._args(split, self.state)[1]
-        refuse_unread_weight(placed, prove(self.trace(split)))
+        refuse_unread_weight(placed, self.trace(split).proof)
 
     def _params_for(self, split: RowsToRun) -> PyTree:
         """The parameters that a split is run with, on the host."""

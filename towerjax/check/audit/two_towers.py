@@ -28,7 +28,6 @@ from towerjax.mesh.processes import call_on_first_process
 from towerjax.proof.equal.one_tower import has_own_derivatives
 from towerjax.proof.findings import ReplicationError
 from towerjax.step.run.engine import Engine, Passes
-from towerjax.step.run.prove import prove
 from towerjax.step.run.trace import Traced
 from towerjax.step.state.train_state import TrainState
 from towerjax.towers.strategies import Strategy
@@ -140,7 +139,7 @@ class Audit:
         """What counts padded rows, since nothing in it says which ones they are."""
         if not self.pads:
             return []
-        return prove(self.one_tower.trace(self.from_batch.first)).unmasked()
+        return self.one_tower.trace(self.from_batch.first).proof.unmasked()
 
     def run(self) -> AuditReport:
         """The report; raises at the first split of which a leaf differs."""

@@ -310,7 +310,7 @@ class Saving:
         point.is_evaluation_due = saved.evaluation_due
         point.watch.go_on(saved.stopping)
         self._seek(saved)
-        self._step.expect_batch_rows(saved.batch_rows)
+        self._step.placer.expect(saved.batch_rows)
         self.is_resumed = True
         self.differs = record.what_was_other(saved, self._step.strategy)
 
@@ -377,7 +377,7 @@ class Saving:
             devices=strategy.placement.devices,
             leaves=tuple(record.leaves_of(state)),
             batches={"used": last.used, "cursor": record.encode_cursor(last.cursor)},
-            batch_rows=tuple(sorted(self._step.batch_rows)),
+            batch_rows=tuple(sorted(self._step.placer.batch_rows)),
             evaluation=evaluation,
             evaluation_due=point.is_evaluation_due,
             stopping={name: {**x} for name, x in point.watch.values.items()},

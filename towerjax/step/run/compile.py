@@ -19,7 +19,7 @@ from towerjax.mesh.interrupt import uninterrupted
 from towerjax.mesh.placement import Placement
 from towerjax.mesh.processes import require_same
 from towerjax.step.run.engine import Engine
-from towerjax.step.run.prove import Proof, prove
+from towerjax.step.run.prove import Proof
 from towerjax.step.run.trace import Traced, trace
 from towerjax.step.run.verdicts import next_verdict
 from towerjax.step.state.next_state import Called, Outcome
@@ -103,19 +103,19 @@ def compile_step(
     args: tuple[PyTree, ...],
     *,
     full_rows: int | None = None,
-    check: Callable[[Traced, Proof], None] | None = None,
+    before_first: Callable[[Traced], None] | None = None,
 ) -> Program:
-    """Trace, prove, lower and compile the step; ``check`` may refuse it."""
+    """Trace, prove, lower and compile the step; ``before_first`` may refuse it."""
     require_jit()
     start = time.perf_counter()
     args = executors.shapes_of(args)
     with _collector_paused():
         traced = trace(engine, args)
         _refuse_stored_tracers(traced)
-        proof = prove(traced)
-    if check is not None:
+        proof = traced.proof
+    if before_first is not None:
         begun = time.perf_counter()
-        check(traced, proof)
+        before_first(traced)
         start += time.perf_counter() - begun
     with _collector_paused():
         lowered = lower(traced, placement, args, full_rows=full_rows)
@@ -127,7 +127,11 @@ def compile_step(
 
 
 def inline(
-    engine: Engine, placement: Placement, args: tuple[PyTree, ...]
+    engine: Engine,
+    placement: Placement,
+    args: tuple[PyTree, ...],
+    *,
+    before_first: Callable[[Traced], None] | None = None,
 ) -> tuple[PyTree, Proof]:
     """The results in a trace, as a part of another program; and their proof."""
     if placement.num_devices > 1 and executors.is_inside_tower():
@@ -138,7 +142,9 @@ def inline(
             f"{placement.num_towers}); it is given the tower's own rows."
         )
     traced = trace(engine, args)
-    proof = prove(traced)
+    proof = traced.proof
+    if before_first is not None:
+        before_first(traced)
     return traced(*args), proof
 
 

@@ -99,11 +99,11 @@ class Programs:
         first: tuple[PyTree, ...],
         batch: PlacedBatch,
         kind: Hashable = None,
-        audit: Callable[[Traced], None] | None = None,
+        before_first: Callable[[Traced], None] | None = None,
     ) -> Program:
         """The program for such a batch, compiled if it is the first of its kind.
 
-        What is to be compiled is first given to ``audit``.
+        What is to be compiled is first given to ``before_first``, which may refuse it.
         """
         key = batch.signature, kind
         program = self.made.get(key)
@@ -122,25 +122,33 @@ class Programs:
             )
         is_full = self.leaves_out_weights and not (batch.may_pad or batch.padded)
 
-        def check(traced: Traced, proof: Proof) -> None:
-            refuse_unread_weight(batch, proof)
-            if audit is not None:
-                audit(traced)
+        def check(traced: Traced) -> None:
+            refuse_unread_weight(batch, traced.proof)
+            if before_first is not None:
+                before_first(traced)
 
         self.made[key] = compile_step(
             self.engine,
             self.placement,
             (*first, *batch.args),
             full_rows=batch.rows if is_full else None,
-            check=check,
+            before_first=check,
         )
         if signature not in seen:
             seen.append(signature)
         return self.made[key]
 
-    def trace(self, first: tuple[PyTree, ...], batch: PlacedBatch) -> PyTree:
+    def trace(
+        self,
+        first: tuple[PyTree, ...],
+        batch: PlacedBatch,
+        before_first: Callable[[Traced], None] | None = None,
+    ) -> PyTree:
         """The results in a trace, as a part of another program."""
-        out, proof = inline(self.engine, self.placement, (*first, *batch.args))
+        args = (*first, *batch.args)
+        out, proof = inline(
+            self.engine, self.placement, args, before_first=before_first
+        )
         refuse_unread_weight(batch, proof)
         return out
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from towerjax.collectives.sparse_rows import is_rows
 from towerjax.jaxprs import tags
@@ -18,7 +19,7 @@ from towerjax.proof.analysis import depends
 from towerjax.proof.meshes import prove_update, refuse_mapped
 from towerjax.step.run.on_device import DeviceTowers
 from towerjax.step.run.one_pass import Pass
-from towerjax.step.run.trace import Traced
+from towerjax.step.run.traced_pass import TracedPass
 from towerjax.step.state.accumulators import (
     CARRIED,
     OWN,
@@ -60,18 +61,25 @@ class Proof:
 _EQUAL = "; equal to one tower"
 
 
-def prove(traced: Traced) -> Proof:
-    """The proof, without a device, that what a step declares mirrored is the same."""
-    proofs = []
-    for each in traced.passes:
-        proofs.append(_prove_pass(each.pass_, each.args, each.towers))
-    proofs += [Proof(*fields) for fields in traced.engine.passes.proofs]
-    if traced.passes:
-        place = traced.engine.strategy.placement
+def prove(
+    passes: Sequence[TracedPass], finish: ClosedJaxpr, *, update_on_devices: bool
+) -> Proof:
+    """The proof, without a device, that what a step declares mirrored is the same.
+
+    ``finish`` is its update; ``update_on_devices``: whether each device runs it.
+    """
+    proofs = [_prove_pass(x.pass_, x.args, x.towers) for x in passes]
+    if passes:
+        place = passes[0].pass_.strategy.placement
         counts = place.num_towers, len(place.devices)
-        prove_update(traced.finish, place.axis_name, *counts)
-    if traced.update_on_devices:
-        refuse_mapped(traced.finish)
+        prove_update(finish, place.axis_name, *counts)
+    if update_on_devices:
+        refuse_mapped(finish)
+    return join_proofs(proofs)
+
+
+def join_proofs(proofs: Sequence[Proof]) -> Proof:
+    """The proof of several passes or steps."""
     analysis = findings.Analysis.concat([proof.analysis for proof in proofs])
     return Proof(analysis, lambda: [x for each in proofs for x in each.unmasked()])
 

@@ -14,40 +14,15 @@ from towerjax.jaxprs.flops import Flops, count_flops
 from towerjax.lowering.parts import shards_of
 from towerjax.lowering.shards import on_shards
 from towerjax.step.run.engine import Engine
-from towerjax.step.run.on_device import on_device
 from towerjax.step.run.one_pass import Pass
-from towerjax.step.state.accumulators import TowersOwn, is_own, layouts_of, owned
+from towerjax.step.run.prove import Proof, join_proofs, prove
+from towerjax.step.run.traced_pass import TracedPass, trace_pass
+from towerjax.step.state.accumulators import is_own, layouts_of, owned
 from towerjax.step.state.next_state import Outcome
 from towerjax.step.state.train_state import split_state, state_layout
 from towerjax.step.state.update import accept
 from towerjax.towers.executors import over_devices, shapes_of
-from towerjax.towers.on_towers import OnTowers
 from towerjax.types import Layout, PyTree, Rows
-from towerjax.types.leaves import map_parts
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedPass:
-    """A pass: one tower's program, which is what all towers run."""
-
-    pass_: Pass
-    args: tuple[PyTree, ...]  # the shapes of its arguments, as global values
-    towers: OnTowers
-
-    @property
-    def out(self) -> tuple[PyTree, PyTree]:
-        """The shapes of what it merged and looked at, as global values."""
-        count = self.pass_.strategy.placement.num_towers
-
-        def of(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((x.shape[0] * count, *x.shape[1:]), x.dtype)
-
-        return map_parts(TowersOwn, lambda own: jax.tree.map(of, own), self.towers.out)
-
-    def run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        """The results, of and as global values."""
-        shards = self.pass_.shards(args, self.towers.out)
-        return self.towers.run(layouts_of(self.towers.out), args, shards=shards)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,6 +33,17 @@ class Traced:
     passes: tuple[TracedPass, ...]
     finish: ClosedJaxpr  # of the engine's ``finish``
     shapes: PyTree  # those of its results
+
+    @functools.cached_property
+    def proof(self) -> Proof:
+        """The proof, without a device, that what is declared mirrored is the same.
+
+        Raises:
+          ReplicationError: It is not; names leaf and line.
+        """
+        on_devices = self.update_on_devices
+        proof = prove(self.passes, self.finish, update_on_devices=on_devices)
+        return join_proofs([proof, *(Proof(*x) for x in self.engine.passes.proofs)])
 
     @property
     def out(self) -> PyTree:
@@ -151,7 +137,7 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     passes = list[TracedPass]()
 
     def call(pass_: Pass, given: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        passes.append(_trace_pass(pass_, given))
+        passes.append(trace_pass(pass_, given))
         return passes[-1].out
 
     def finish(*given: PyTree) -> PyTree:
@@ -160,13 +146,6 @@ def trace(engine: Engine, args: Sequence[PyTree]) -> Traced:
     given = engine.passes.run(call, args)
     closed, shapes = jax.make_jaxpr(finish, return_shape=True)(*given)
     return Traced(engine, tuple(passes), closed, shapes)
-
-
-def _trace_pass(pass_: Pass, args: tuple[PyTree, ...]) -> TracedPass:
-    run = functools.partial(on_device, pass_)
-    layouts = (*pass_.ins.values(),)
-    towers = OnTowers(run, pass_.strategy.placement, layouts, args)
-    return TracedPass(pass_, args, towers)
 
 
 def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:

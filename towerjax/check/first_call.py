@@ -1,0 +1,234 @@
+"""Before a step's first call: prove it equal to one tower, or audit it and say so."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from towerjax.check.audit.advice import crosses_rows
+from towerjax.check.audit.audit import run_audit
+from towerjax.check.audit.comparison import AuditReport, NotAudited, SplitError
+from towerjax.check.audit.kept import (
+    folders_of_records,
+    keep,
+    noting_its_audit,
+    program_hash,
+    refuse_unasked,
+    told_not_audited,
+    verdict_on,
+)
+from towerjax.check.equality.of_step import equality_of, line_of_own_devices
+from towerjax.check.equality.told import LEAVE_OUT, NotProved, StepEquality, told_of
+from towerjax.check.equality.traced_passes import StepToProve
+from towerjax.data.placer import PlacedBatch
+from towerjax.data.shard import with_shared
+from towerjax.mesh.transfer import readable
+from towerjax.step.run.compile import Program
+from towerjax.step.run.trace import Traced, trace
+from towerjax.step.state.train_state import TrainState, split_state
+from towerjax.step.step import Step
+from towerjax.types import PyTree, Whole
+from towerjax.types.warning import warn
+
+CHECKS_UNASKED = True
+"""Whether a step built with ``audit=None`` is proved or audited; tests change it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is asked of a first call."""
+
+    audit: bool | None = None  # goes before what the step was built with
+    folder: str | None = None  # where records of audits are kept, too
+
+
+class Prepared(NamedTuple):
+    """A program, what a run says of its proof and audit, and how long they took."""
+
+    program: Program
+    note: str  # "" where there is nothing that has not been told
+    seconds: float
+
+
+def prepare(step: Step[Any], state: PyTree, batch: PlacedBatch, asked: Asked) -> Prepared:
+    """Compile a step for such a batch, and check it as it is ``asked``."""
+    before_s = step.checked.seconds
+    state = step.start(state)
+    hook = functools.partial(before_first, step, state=state, batch=batch, asked=asked)
+    kind = step.policy.kind(state)
+    program = step.programs.program(split_state(state), batch, kind, hook)
+    if asked.audit and step.unproved is None:  # it was compiled before
+        hook(trace(step.engine, (*split_state(state), *batch.args)))
+    checked = step.checked
+    _found(step, note="")
+    return Prepared(program, checked.note, checked.seconds - before_s)
+
+
+def before_first(
+    step: Step[Any],
+    traced: Traced,
+    state: TrainState,
+    batch: PlacedBatch,
+    asked: Asked = Asked(),
+) -> None:
+    """Prove a step equal to one tower before its first call, if it is to be.
+
+    What is refuted is refused; what is not proved is audited, and said in a line.
+    """
+    wanted = _wanted(step, asked)
+    if wanted is False:
+        return
+    is_split = step.num_parts > 1 or crosses_rows(traced, batch.rows)
+    if is_split or asked.audit:
+        sample = functools.partial(_sample, step, state, batch, traced, asked)
+        _prove(step, state, batch.args, traced, sample, is_asked=bool(wanted))
+
+
+def prove_alone(
+    step: Step[Any],
+    traced: Traced,
+    state: TrainState,
+    args: tuple[PyTree, ...],
+    why: str,
+) -> None:
+    """Prove a step equal to one tower, if it is to be, where nothing can run."""
+    wanted = _wanted(step, Asked())
+    if wanted is not False and step.num_parts > 1:
+        sample = lambda _: f"Not audited: {why}"  # noqa: E731
+        _prove(step, state, args, traced, sample, is_asked=bool(wanted))
+
+
+def audit_step(
+    step: Step[Any], state: PyTree, batch: PyTree, **options: Any
+) -> AuditReport:
+    """The report of an audit with options of `run_audit`; the step tells of it."""
+    start = time.perf_counter()
+    engine, state = step.policy.audited(step.engine, step.start(state))
+    try:
+        # Of what only the audit makes, and judges: what is not finite, too.
+        with jax.transfer_guard("allow"), jax.debug_nans(False):
+            state = jax.tree.map(readable, state)
+            how = {"parts": step.num_parts, "pads": step.placer.may_pad} | options
+            report = run_audit(engine, step.strategy, state, batch, **how)
+    finally:
+        took = time.perf_counter() - start
+        _found(step, seconds=step.checked.seconds + took)
+    _found(step, report=report, note=f"audited in {took:.1f} s: {report}")
+    return report
+
+
+def audited(step: Step[Any], state: PyTree, batch: PyTree) -> AuditReport:
+    """The report of an audit that somebody asks for: the first call makes none."""
+    report = audit_step(step, state, batch)
+    _found(step, is_done=True)
+    return report
+
+
+def equality_of_step(
+    step: Step[Any],
+    state: TrainState,
+    args: tuple[PyTree, ...],
+    traced: Traced,
+) -> StepEquality:
+    """What is proved of the leaves that a step merges, of shapes or arrays.
+
+    Where padding counts in a sum, a padded batch is refused; then full ones are to be
+    proved.
+    """
+    rows, _, shared = args
+    with jax.transfer_guard("allow"):  # of constants, which are looked at
+        engine, state = step.policy.audited(step.engine, state)
+        to_prove = StepToProve(
+            engine,
+            step.strategy,
+            state,
+            with_shared(rows, [Whole(x) for x in shared]),
+            jax.tree.leaves(rows)[0].shape[0] // step.num_parts,
+            padded=step.placer.may_pad,
+        )
+        equality = equality_of(to_prove)
+        if to_prove.padded and equality.unproved and traced.proof.unmasked():
+            equality = equality_of(dataclasses.replace(to_prove, padded=False))
+    return equality.not_of_own_devices(line_of_own_devices(traced))
+
+
+def _wanted(step: Step[Any], asked: Asked) -> bool | None:
+    """Whether a step is to be proved; None: its samples need not be more than told."""
+    wanted = step.options.audit if asked.audit is None else asked.audit
+    is_unasked = wanted is None and not CHECKS_UNASKED
+    return False if step.checked.is_done or is_unasked else wanted
+
+
+def _found(step: Step[Any], **fields: Any) -> None:
+    """Keep what was found of a step."""
+    step.checked = dataclasses.replace(step.checked, **fields)
+
+
+def _prove(
+    step: Step[Any],
+    state: TrainState,
+    args: tuple[PyTree, ...],
+    traced: Traced,
+    sample: Callable[[StepEquality], str],
+    *,
+    is_asked: bool,
+) -> None:
+    """Prove a step equal to one tower; say what is not proved, and a sample of it.
+
+    Raises:
+      SplitError: A leaf is proved to depend on the split, or differs in the sample.
+      NotProved: A leaf is not proved, and a proof is asked for.
+    """
+    equality = equality_of_step(step, state, args, traced)
+    equality.refuse()
+    _found(step, seconds=step.checked.seconds + equality.seconds)
+    notes = [f"{equality}, in {equality.seconds:.1f} s"]
+    if equality.unproved:
+        _found(step, note="")
+        sampled = sample(equality)
+        if is_asked:
+            raise NotProved(equality.unproved, sampled)
+        warn(told_of(equality.unproved, f"{sampled}. {LEAVE_OUT}"))
+        notes += [step.checked.note] if step.checked.note else []
+    found = {"note": "; ".join(notes), "unproved": equality.unproved}
+    _found(step, **found, is_done=True)
+
+
+def _sample(
+    step: Step[Any],
+    state: TrainState,
+    batch: PlacedBatch,
+    traced: Traced,
+    asked: Asked,
+    equality: StepEquality,
+) -> str:
+    """What an audit says of the leaves that are not proved.
+
+    Where towers have variables of their own, a difference is told. Elsewhere it is
+    raised.
+    """
+    parts_and_pads = {"parts": step.num_parts, "pads": step.placer.may_pad}
+    program = program_hash(traced, **parts_and_pads)
+    folders = folders_of_records(asked.folder)
+    report = verdict_on(program, folders)
+    _found(step, report=report)
+    try:
+        if report is not None:
+            _found(step, note=f"audited before: {report}")
+        else:
+            devices = step.strategy.placement.devices_each
+            refuse_unasked(traced, state.params, devices)
+            with noting_its_audit():
+                how = {"gradients": False, "leaves": equality.is_open}
+                report = audit_step(step, state, batch, **how)
+                keep(program, report, folders)
+    except NotAudited as error:
+        return told_not_audited(error)
+    except SplitError as error:
+        if not jax.tree.leaves(state.local):
+            raise
+        return f"{error}\nOr each tower's own statistics are meant"
+    return f"A sample agreed: {report}".replace("\nnote: ", "; ")

@@ -1,0 +1,115 @@
+"""What one asks of a step without a call: proof, program, report, places of NaN."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from towerjax.check.equality.told import NO_ROWS
+from towerjax.check.first_call import equality_of_step, prove_alone
+from towerjax.check.report.report import StepReport, report_on, time_program
+from towerjax.data.placer import PlacedBatch
+from towerjax.mesh.transfer import place
+from towerjax.step.run.compile import Program, compile_step
+from towerjax.step.run.programs import send_shared
+from towerjax.step.run.prove import Proof
+from towerjax.step.run.trace import Traced, trace
+from towerjax.step.state.faults import Place
+from towerjax.step.state.train_state import (
+    TrainState,
+    split_state,
+    state_layout,
+    step_number,
+)
+from towerjax.step.step import Step
+from towerjax.types import Layout, PyTree
+from towerjax.types.options import check_whole
+
+
+def prove_step(step: Step[Any], state: TrainState, batch: PyTree) -> Proof:
+    """The proof that towers stay the same, and equal one, of shapes alone."""
+    state = step.policy.as_state(state)
+    args = step.placer.shapes(batch)
+    traced = trace(step.engine, (*split_state(state), *args))
+    for traced_pass in traced.passes:
+        traced_pass.towers.rehearse()
+    proof = traced.proof
+    equality = equality_of_step(step, state, args, traced)
+    if step.num_parts > 1 and step.options.audit is not False:
+        equality.refuse()
+    return dataclasses.replace(proof, unproved=equality.unproved)
+
+
+def prove_traced(
+    step: Step[Any], traced: Traced, state: TrainState, batch: PlacedBatch
+) -> None:
+    """Prove a step that is traced into another program, where it has no rows."""
+    prove_alone(step, traced, state, batch.args, NO_ROWS)
+
+
+def program_of(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
+    """The compiled program for such a batch; for absent devices of shapes alone."""
+    placement = step.strategy.placement
+    if placement.absent is not None:
+        return _compile_for_absent(step, state, batch)
+    state = step.start(state)
+    placed = step.place_batch(batch)
+    hook = functools.partial(step.before_first, state=state, batch=placed)
+    kind = step.policy.kind(state)
+    return step.programs.program(split_state(state), placed, kind, hook)
+
+
+def _compile_for_absent(step: Step[Any], state: PyTree, batch: PyTree) -> Program:
+    placement = step.strategy.placement
+    state = state if isinstance(state, TrainState) else step.shapes(state)
+    state = step.policy.as_state(state)
+    args = step.placer.shapes(batch)
+    full_rows = None
+    if step.programs.leaves_out_weights and not step.placer.may_pad:
+        full_rows = jax.tree.leaves(args[0])[0].shape[0] // placement.num_towers
+    why = "its devices are absent"
+    hook = functools.partial(prove_alone, step, state=state, args=args, why=why)
+    first = split_state(state)
+    return compile_step(
+        step.engine, placement, (*first, *args), full_rows=full_rows, before_first=hook
+    )
+
+
+def report_step(
+    step: Step[Any], state: PyTree, batch: PyTree, timed_calls: int
+) -> StepReport:
+    """What the compiler made of a step, and what ``timed_calls`` of it take."""
+    check_whole("timed_calls", timed_calls, 0)
+    placement = step.strategy.placement
+    if not timed_calls:
+        program = step.program(state, batch)
+        return report_on(program, placement, step.unproved)
+    placed = send_shared(step.place_batch(batch))
+    program = step.program(state, placed)
+    state = step.start(state)
+    copied = place(state, placement, state_layout(step.strategy), state.params)
+    verdict = [step.verdicts.none] * program.engine.gives_verdict
+    others = *placed.args, *verdict
+    timing = time_program(program, copied, others, timed_calls)
+    report = report_on(program, placement, step.unproved)
+    return dataclasses.replace(report, timing=timing)
+
+
+def locate_nonfinite(
+    step: Step[Any], state: TrainState, batch: PyTree, number: int | None
+) -> tuple[Place, ...]:
+    """Which towers' values of a step are not finite; ``number`` is the step's."""
+    placement = step.strategy.placement
+    state = step.start(state)
+    placed = send_shared(step.place_batch(batch))
+    number = step_number(state) + 1 if number is None else number
+    before = np.asarray(number - 1).astype(np.int32)
+    at = place(before, placement, Layout.MIRRORED)
+    donated_kept = split_state(dataclasses.replace(state, step=at))
+    locator = dataclasses.replace(step.programs, engine=step.engine.flagging())
+    program = locator.program(donated_kept, placed)
+    (flags,) = locator(program, donated_kept, placed)
+    places = [place for x in jax.device_get(flags) for place in x.places(number)]
+    return tuple(dict.fromkeys(places))  # each pass has the parameters

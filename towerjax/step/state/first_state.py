@@ -1,0 +1,96 @@
+"""The state that a step begins with: made, placed, or its shapes alone."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+
+from towerjax.mesh.transfer import place
+from towerjax.step.state.checks import (
+    check_is_state,
+    check_made_for,
+    check_not_donated,
+    check_num_towers,
+)
+from towerjax.step.state.train_state import (
+    TrainState,
+    check_params,
+    init_state,
+    join_local,
+    make_on_devices,
+    make_state,
+    state_layout,
+)
+from towerjax.towers.strategies import Strategy
+from towerjax.types import PyTree
+from towerjax.types.leaves import native, refuse_unheld
+
+
+def first_state(
+    strategy: Strategy,
+    makes: Mapping[str, Callable[[PyTree], PyTree]],
+    params: PyTree | Callable[[jax.Array], PyTree],
+    *,
+    opt_state: PyTree,
+    local: PyTree,
+    extra: PyTree,
+    rng: jax.Array | None,
+) -> TrainState:
+    """The state of parameters, or of a function that makes them on the devices.
+
+    ``makes``: by its name a field that is made from parameters, where none is given.
+    """
+    make = makes.get("opt_state", lambda _: ())
+    make = (lambda _: opt_state) if opt_state is not None else make
+    made = {}
+    first = params
+    # A function, and not a library's model, which may be called, too.
+    if hasattr(params, "__name__") or isinstance(params, functools.partial):
+        made = make_on_devices(strategy, params, make, rng)
+        params = made["params"]
+        first = 0.0
+
+        def make(_):
+            return ()
+
+    if more := makes.get("local", lambda _: {})(params):
+        local = join_local(local, more)
+    parts = strategy, first, make(check_params(first)), local
+    state = init_state(*parts, like=made.get("params"), rng=rng, extra=extra)
+    return dataclasses.replace(state, **made)
+
+
+def first_shapes(
+    strategy: Strategy,
+    made_of: Callable[[PyTree], dict[str, PyTree]],
+    params: PyTree,
+    *,
+    opt_state: PyTree,
+    local: PyTree,
+    extra: PyTree,
+) -> TrainState:
+    """The shapes of that state; ``made_of(params)``: those of fields that are made."""
+    given = {"params": params, "opt_state": opt_state, "local": local, "extra": extra}
+    for name, tree in given.items():
+        refuse_unheld(name, tree, shapes=True)
+    make = functools.partial(make_state, strategy.num_towers)
+    state = jax.eval_shape(make, **jax.tree.map(native, given))
+    strategy.placement.specs_within((), state.params)
+    made = made_of(state.params)
+    if jax.tree.leaves(opt_state):
+        made["opt_state"] = state.opt_state
+    if "local" in made:
+        made["local"] = join_local(state.local, made["local"])
+    return dataclasses.replace(state, **made)
+
+
+def placed_state(strategy: Strategy, state: TrainState) -> TrainState:
+    """A copy of a state of as many towers, placed on the strategy's devices."""
+    check_is_state(state)
+    check_not_donated(state)
+    check_num_towers(state, strategy.placement.num_towers)
+    layouts = state_layout(strategy)
+    placed = place(state, strategy.placement, layouts, state.params)
+    check_made_for(placed, strategy)
+    return placed
