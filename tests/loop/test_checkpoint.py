@@ -268,9 +268,8 @@ def test_other_towers_deal_out_what_was_there_and_go_on(step, tmp_path):
     np.testing.assert_array_equal(new.local["key"].value, [keys[0]] * 3)
     batches = (batch for batch in model.batches())  # of which nobody knows the sizes
     state, _ = train(three, saving, batches=batches)
-    assert int(state.step) == model.STEPS and three.placer.batch_rows == {
-        16
-    }  # and not 18
+    assert int(state.step) == model.STEPS
+    assert three.placer.batch_rows == {16}  # and not 18
 
 
 def saved_at_once(step, saving, state):

@@ -53,7 +53,9 @@ class Prepared(NamedTuple):
     seconds: float
 
 
-def prepare(step: Step[Any], state: PyTree, batch: PlacedBatch, asked: Asked) -> Prepared:
+def prepare(
+    step: Step[Any], state: PyTree, batch: PlacedBatch, asked: Asked
+) -> Prepared:
     """Compile a step for such a batch, and check it as it is ``asked``."""
     before_s = step.checked.seconds
     state = step.start(state)

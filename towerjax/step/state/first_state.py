@@ -41,22 +41,25 @@ def first_state(
 
     ``makes``: by its name a field that is made from parameters, where none is given.
     """
-    make = makes.get("opt_state", lambda _: ())
-    make = (lambda _: opt_state) if opt_state is not None else make
+
+    def make(params: PyTree) -> PyTree:
+        if opt_state is not None:
+            return opt_state
+        return makes["opt_state"](params) if "opt_state" in makes else ()
+
     made = {}
     first = params
     # A function, and not a library's model, which may be called, too.
-    if hasattr(params, "__name__") or isinstance(params, functools.partial):
+    is_function = hasattr(params, "__name__") or isinstance(params, functools.partial)
+    if is_function:
         made = make_on_devices(strategy, params, make, rng)
         params = made["params"]
         first = 0.0
-
-        def make(_):
-            return ()
-
     if more := makes.get("local", lambda _: {})(params):
         local = join_local(local, more)
-    parts = strategy, first, make(check_params(first)), local
+    checked = check_params(first)
+    of_optimizer = () if is_function else make(checked)
+    parts = strategy, first, of_optimizer, local
     state = init_state(*parts, like=made.get("params"), rng=rng, extra=extra)
     return dataclasses.replace(state, **made)
 
