@@ -532,6 +532,30 @@ def check_first_evening(notebook):
     assert all((float(loss) < 0.5) == (rate == "0.5") for rate, loss in losses)
 
 
+def check_is_the_same(notebook):
+    """Both steps are found, each with its line; both mended ones are proved."""
+    check_outputs(notebook, [], figures=1)
+    text = text_of(notebook)
+    norms = re.findall(r"^D = (\d): gradient norm (\S+)$", text, re.M)
+    assert [int(number) for number, _ in norms] == [1, 2, 4, 8]
+    for number, norm in norms:
+        assert float(norm) == pytest.approx(int(number) * float(norms[0][1]), rel=1e-3)
+    refuted = (
+        "result[1]['gradient_norm']: D times what it is on one device: each device"
+    )
+    assert refuted in text
+    assert "such as its number of rows, at cell:3 (loss_fn)" in " ".join(text.split())
+    assert len(re.findall(r"^result.*: proved$", text, re.M)) == 2 * 4
+    assert len(re.findall(r"^result.*: unknown: each device divides", text, re.M)) == 4
+    assert len(re.findall(r"^result.* on 8 devices and .* on one$", text, re.M)) == 4
+    rows = re.findall(r"^(\w+(?:, mended)?) +1\.000 (\S+ \S+ \S+)$", text, re.M)
+    names = [name for name, _ in rows]
+    assert names == ["first", "first, mended", "second", "second, mended"]
+    for name, values in rows:
+        assert (values == "1.000 1.000 1.000") == ("mended" in name)
+    assert "unknown: []\n" in text
+
+
 CHECKS = {
     "01_one_tower_many_devices": check_first,
     "02_merge_calls_and_tower_local_state": check_second,
@@ -539,6 +563,7 @@ CHECKS = {
     "04_benchmark_sweep": check_sweep,
     "05_language_model": check_language_model,
     "06_first_evening": check_first_evening,
+    "07_is_my_step_the_same": check_is_the_same,
 }
 
 
