@@ -66,7 +66,7 @@ class Step(Generic[_Result]):
         self.num_parts = self.placer.calls  # T A: how many tower calls share a batch
         self.checked = Checked()
         # Not where the bits of a sum have to be those that other programs give.
-        leaves_out = not strategy.cross_tower_ops.needs_every_tower
+        leaves_out = not strategy.exact
         self.programs = Programs(engine, placement, options.max_programs, leaves_out)
         raises = options.on_nonfinite == "raise"
         self.verdicts = Verdicts(placement, self.refused if raises else None)

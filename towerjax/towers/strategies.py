@@ -121,6 +121,14 @@ class Mirrored(StrategyMethods):
             _check_ops(self.cross_tower_ops, devices[:: self._each])
 
     @property
+    def exact(self) -> bool:
+        """Whether the bits may not depend on the number of devices.
+
+        Its cross-tower ops then add the towers in an order that they alone decide.
+        """
+        return self.cross_tower_ops.needs_every_tower
+
+    @property
     def _each(self) -> int:
         """How many devices a tower is of."""
         return math.prod(dict(self.within).values())
@@ -141,7 +149,7 @@ class Mirrored(StrategyMethods):
             executor=self.executor,
             axis_name=self.axis_name,
             absent=self.devices if isinstance(self.devices, Absent) else None,
-            part_run=_EXACT_RUN if self.cross_tower_ops.needs_every_tower else 1,
+            part_run=_EXACT_RUN if self.exact else 1,
             within=tuple(dict(self.within).items()),
             rows=self.rows,
             specs=self.specs,
@@ -217,6 +225,7 @@ class OneDevice(StrategyMethods):
 
     state: ClassVar[StateLayout] = "mirrored"  # one device holds all of it
     cross_tower_ops: ClassVar[CrossTowerOps] = AllReduce()  # no communication
+    exact: ClassVar[bool] = False  # there is one number of devices
 
     def __post_init__(self) -> None:
         _check_axis_name(self.axis_name)

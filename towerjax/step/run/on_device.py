@@ -430,7 +430,7 @@ class DeviceTowers:
         count = num_rows(rows)
         seen = own.local if read is None else read
         # Else the tower's program may not depend on the number of devices.
-        may_depend = not pass_.strategy.cross_tower_ops.needs_every_tower
+        may_depend = not pass_.strategy.exact
         tower = tower_of(
             pass_.strategy,
             self.axes,

@@ -128,7 +128,7 @@ class Pass:
         state, *rest = jax.tree.map(lambda x: whole, args)
         ours = jax.tree.map(lambda x: split, state.params)
         shapes = {x.shape for x in jax.tree.leaves(args[0].params)}
-        if exact := self.strategy.cross_tower_ops.needs_every_tower:
+        if exact := self.strategy.exact:
             shapes = set()  # their sums are whole
         # What an earlier pass has merged lies as it was left.
         *rest, merged = rest

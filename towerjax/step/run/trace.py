@@ -90,7 +90,7 @@ class Traced:
     def _is_exact(self) -> bool:
         """Whether parts of a state are updated in the order of one device."""
         how = self.engine.strategy
-        is_exact = how.state == "sharded" and how.cross_tower_ops.needs_every_tower
+        is_exact = how.state == "sharded" and how.exact
         return is_exact and how.placement.num_devices > 1
 
     def __call__(self, *args: PyTree) -> PyTree:
@@ -156,7 +156,7 @@ def _pinned(pass_: Pass, out: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     with what came before, which differs with the number of devices.
     """
     how = pass_.strategy
-    if not (how.placement.axes.in_turn and how.cross_tower_ops.needs_every_tower):
+    if not (how.placement.axes.in_turn and how.exact):
         return out
     mirrored = how.placement.sharding(Layout.MIRRORED)
     on_all = functools.partial(lax.with_sharding_constraint, shardings=mirrored)
